@@ -1,0 +1,26 @@
+"""peagle: parallel-drafting speculative decoding (P-EAGLE) for Hugging Face causal language models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
+    from peagle.llm import LLM
+
+__version__ = "0.1.0"
+
+__all__ = ["LLM", "EngineConfig", "SamplingParams", "SpeculativeConfig", "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    # Imported on first use, so that `peagle --help` starts without torch.
+    if name == "LLM":
+        from peagle.llm import LLM
+
+        return LLM
+    if name in ("EngineConfig", "SamplingParams", "SpeculativeConfig"):
+        from peagle import config
+
+        return getattr(config, name)
+    raise AttributeError(f"module 'peagle' has no attribute {name!r}")

@@ -1,0 +1,97 @@
+"""What every attention backend offers.
+
+Shapes: T packed query tokens of B sequences (ragged), Hq query heads, Hkv key/value heads, d head
+size, M blocks a sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """Where the queries of one pass stand and where their keys lie.
+
+    Attributes:
+        query_start_loc: int64 [B+1], first row of each sequence in the packed batch.
+        seq_lens_B: int64, context of each sequence including this pass; its queries are the last
+            positions of the context.
+        block_tables_BM: int64, KV blocks of each sequence in order.
+        slots_T: int64, KV slot that each token writes; -1 writes nothing.
+        max_query_len, max_seq_len: bounds known to the host.
+    """
+
+    query_start_loc: Tensor
+    seq_lens_B: Tensor
+    block_tables_BM: Tensor
+    slots_T: Tensor
+    max_query_len: int
+    max_seq_len: int
+
+
+class LayerKVCache:
+    """Keys and values of one layer, two allocations of [num_blocks + 1, block_size, Hkv, d].
+
+    The last block is scrap: what is mapped to no slot is written there and never read.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (num_blocks + 1, block_size, num_kv_heads, head_dim)
+        self.block_size = block_size
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+
+    @staticmethod
+    def bytes_per_block(
+        block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> int:
+        """Bytes of keys and values of one block of one layer."""
+        return 2 * block_size * num_kv_heads * head_dim * dtype.itemsize
+
+
+class Prepared(Protocol):
+    """One pass, ready to run: every layer calls it once."""
+
+    def __call__(
+        self,
+        query_THd: Tensor,
+        key_THd: Tensor,
+        value_THd: Tensor,
+        cache: LayerKVCache | None,
+        *,
+        scaling: float,
+        sliding_window: int | None = None,
+    ) -> Tensor:
+        """Write this layer's keys and values, then attend causally.
+
+        Args:
+            query_THd: [T, Hq, d]; key_THd, value_THd: [T, Hkv, d], all after RoPE.
+            cache: the layer's cache.
+            scaling: factor on the scores.
+            sliding_window: W keeps keys with q_pos - k_pos < W.
+
+        Returns:
+            [T, Hq, d].
+        """
+        ...
+
+
+class AttentionBackend(Protocol):
+    """Makes passes ready; what all layers share is computed once."""
+
+    def prepare(self, metadata: AttentionMetadata) -> Prepared:
+        """Return the pass that `metadata` describes."""
+        ...

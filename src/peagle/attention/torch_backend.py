@@ -1,0 +1,156 @@
+"""Paged attention in plain torch: the CPU's backend and the reference of every other one.
+
+Shapes: T packed queries of B sequences, Q longest query, S longest context, Hq/Hkv heads, d size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from peagle.attention.base import AttentionMetadata, LayerKVCache
+
+
+class TorchAttention:
+    """Gathers each context from its blocks and calls scaled_dot_product_attention once a layer."""
+
+    def prepare(self, metadata: AttentionMetadata) -> TorchPreparedAttention:
+        return TorchPreparedAttention(metadata)
+
+
+class TorchPreparedAttention:
+    """One pass over the paged cache. Masks and index maps are shared by all layers."""
+
+    def __init__(self, metadata: AttentionMetadata) -> None:
+        self.metadata = metadata
+        self._masks: dict[int | None, Tensor | None] = {}
+        self._context_slots: Tensor | None = None
+        self._write_slots: Tensor | None = None
+        start = metadata.query_start_loc
+        self.num_sequences = start.shape[0] - 1
+        num_tokens = metadata.slots_T.shape[0]
+        self.is_uniform = num_tokens == self.num_sequences * metadata.max_query_len
+        if not self.is_uniform:
+            lens_B = start.diff()
+            sequences_T = torch.repeat_interleave(lens_B, output_size=num_tokens)
+            offset_T = torch.arange(num_tokens, device=start.device) - start[sequences_T]
+            self._padded_rows_T = sequences_T * metadata.max_query_len + offset_T
+
+    def __call__(
+        self,
+        query_THd: Tensor,
+        key_THd: Tensor,
+        value_THd: Tensor,
+        cache: LayerKVCache | None,
+        *,
+        scaling: float,
+        sliding_window: int | None = None,
+    ) -> Tensor:
+        assert cache is not None, "paged attention needs the layer's cache"
+        keys_NHd, values_NHd = cache.keys.flatten(0, 1), cache.values.flatten(0, 1)
+        slots_T = self._slots_to_write(cache.block_size, keys_NHd.shape[0])
+        keys_NHd.index_copy_(0, slots_T, key_THd)
+        values_NHd.index_copy_(0, slots_T, value_THd)
+
+        batch, longest = self.num_sequences, self.metadata.max_seq_len
+        context = self._slots_to_read(cache.block_size)
+        keys_BHSd = keys_NHd.index_select(0, context).view(batch, longest, *keys_NHd.shape[1:])
+        values_BHSd = values_NHd.index_select(0, context).view_as(keys_BHSd)
+        query_BQHd = self._pad(query_THd)
+        out_BHQd = F.scaled_dot_product_attention(
+            query_BQHd.transpose(1, 2),
+            keys_BHSd.transpose(1, 2),
+            values_BHSd.transpose(1, 2),
+            attn_mask=self._mask(sliding_window),
+            scale=scaling,
+            enable_gqa=query_THd.shape[1] != key_THd.shape[1],
+        )
+        return self._unpad(out_BHQd.transpose(1, 2))
+
+    def _slots_to_write(self, block_size: int, num_slots: int) -> Tensor:
+        if self._write_slots is None:
+            slots_T = self.metadata.slots_T
+            scrap = num_slots - block_size  # the first slot of the scrap block
+            self._write_slots = torch.where(slots_T < 0, scrap, slots_T)
+        return self._write_slots
+
+    def _slots_to_read(self, block_size: int) -> Tensor:
+        if self._context_slots is None:
+            meta = self.metadata
+            position_S = torch.arange(meta.max_seq_len, device=meta.slots_T.device)
+            blocks_BS = meta.block_tables_BM[:, position_S // block_size]
+            self._context_slots = (blocks_BS * block_size + position_S % block_size).flatten()
+        return self._context_slots
+
+    def _mask(self, sliding_window: int | None) -> Tensor | None:
+        """Boolean [B, 1, Q, S], true where a query may look; None where every key is visible."""
+        if sliding_window not in self._masks:
+            self._masks[sliding_window] = self._make_mask(sliding_window)
+        return self._masks[sliding_window]
+
+    def _make_mask(self, sliding_window: int | None) -> Tensor | None:
+        meta = self.metadata
+        if self.num_sequences == 1 and meta.max_query_len == 1 and sliding_window is None:
+            return None
+        device = meta.slots_T.device
+        lens_B = meta.query_start_loc.diff()
+        first_B = meta.seq_lens_B - lens_B
+        query_pos_BQ = first_B.unsqueeze(1) + torch.arange(meta.max_query_len, device=device)
+        key_pos_S = torch.arange(meta.max_seq_len, device=device)
+        distance_BQS = query_pos_BQ.unsqueeze(-1) - key_pos_S
+        visible_BQS = distance_BQS >= 0
+        if sliding_window is not None:
+            visible_BQS &= distance_BQS < sliding_window
+        return visible_BQS.unsqueeze(1)
+
+    def _pad(self, rows_THd: Tensor) -> Tensor:
+        shape = (self.num_sequences, self.metadata.max_query_len, *rows_THd.shape[1:])
+        if self.is_uniform:
+            return rows_THd.view(shape)
+        padded = rows_THd.new_zeros(shape)
+        padded.view(-1, *rows_THd.shape[1:])[self._padded_rows_T] = rows_THd
+        return padded
+
+    def _unpad(self, rows_BQHd: Tensor) -> Tensor:
+        flat = rows_BQHd.flatten(0, 1)
+        return flat if self.is_uniform else flat[self._padded_rows_T]
+
+
+class DenseCausalAttention:
+    """Causal attention of whole, right-padded sequences without a cache, as in training.
+
+    The packed rows are `batch` sequences of equal length, one after the other; padding stands at
+    the end, where causality hides it.
+    """
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def __call__(
+        self,
+        query_THd: Tensor,
+        key_THd: Tensor,
+        value_THd: Tensor,
+        cache: LayerKVCache | None,
+        *,
+        scaling: float,
+        sliding_window: int | None = None,
+    ) -> Tensor:
+        length = query_THd.shape[0] // self.batch
+        mask = None
+        if sliding_window is not None and sliding_window < length:
+            position = torch.arange(length, device=query_THd.device)
+            distance = position.unsqueeze(1) - position
+            mask = (distance >= 0) & (distance < sliding_window)
+        out_BHTd = F.scaled_dot_product_attention(
+            *(
+                x.unflatten(0, (self.batch, length)).transpose(1, 2)
+                for x in (query_THd, key_THd, value_THd)
+            ),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scaling,
+            enable_gqa=query_THd.shape[1] != key_THd.shape[1],
+        )
+        return out_BHTd.transpose(1, 2).flatten(0, 1)

@@ -1,0 +1,259 @@
+"""Configuration: frozen dataclasses, each default written once, each value checked when made."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from peagle.errors import UserError
+
+DType = Literal["auto", "float32", "float64", "bfloat16", "float16"]
+Method = Literal["eagle3", "ngram"]
+DraftSampling = Literal["argmax", "probabilistic"]
+
+MAX_SPECULATIVE_TOKENS = 64
+MAX_SEED = 2**63 - 1
+
+
+def _require(condition: bool, name: str, value: object, expected: str, remedy: str = "") -> None:
+    if not condition:
+        raise UserError(
+            f"{name} is {value!r}; expected {expected}.{' ' + remedy if remedy else ''}"
+        )
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request is sampled.
+
+    Attributes:
+        max_tokens: most tokens to generate, at least 1.
+        temperature: 0 is greedy decoding; otherwise logits are divided by it.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the smallest set of most likely tokens whose probabilities sum to top_p.
+        seed: the same seed gives the same output for the same K, head, dtype and backend,
+            whatever else is in the batch; None draws a fresh one from the engine's seed.
+        stop_token_ids: token ids that end the output, beside the model's own end-of-text ids.
+        ignore_eos: generate on past the model's own end-of-text ids.
+
+    Raises:
+        UserError: a value is out of range; the message names it.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        _require(
+            _is_int(self.max_tokens) and self.max_tokens >= 1,
+            "max_tokens",
+            self.max_tokens,
+            "a whole number of at least 1",
+        )
+        _require(
+            _is_number(self.temperature) and self.temperature >= 0,
+            "temperature",
+            self.temperature,
+            "a number of at least 0 (0 is greedy)",
+        )
+        _require(
+            _is_int(self.top_k) and self.top_k >= 0,
+            "top_k",
+            self.top_k,
+            "a whole number of at least 0 (0 keeps every token)",
+        )
+        _require(
+            _is_number(self.top_p) and 0 < self.top_p <= 1,
+            "top_p",
+            self.top_p,
+            "a number above 0 and at most 1 (1 keeps every token)",
+        )
+        _require(
+            self.seed is None or (_is_int(self.seed) and 0 <= self.seed <= MAX_SEED),
+            "seed",
+            self.seed,
+            "a whole number from 0 to 2**63 - 1, or none",
+        )
+        for token in self.stop_token_ids:
+            _require(
+                _is_int(token) and token >= 0, "stop_token_ids", token, "token ids of at least 0"
+            )
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """How drafts are made; the field names are those of vLLM's speculative configuration.
+
+    Attributes:
+        method: "eagle3" drafts with a head (P-EAGLE heads too), "ngram" looks the drafts up in
+            the tokens so far (prompt lookup).
+        model: folder of the draft head; none for "ngram".
+        num_speculative_tokens: K, the draft tokens per step.
+        parallel_drafting: draft all K in one pass; None takes what the head was trained for.
+        draft_sampling: "argmax" drafts, or "probabilistic" ones drawn at the request's temperature.
+        prompt_lookup_max, prompt_lookup_min: longest and shortest n-gram that "ngram" matches.
+        check_target: refuse a head whose fingerprint names another target.
+
+    Raises:
+        UserError: a value is out of range or the combination makes no sense.
+    """
+
+    method: Method = "eagle3"
+    model: str | None = None
+    num_speculative_tokens: int = 7
+    parallel_drafting: bool | None = None
+    draft_sampling: DraftSampling = "argmax"
+    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 1
+    check_target: bool = True
+
+    def __post_init__(self) -> None:
+        k = self.num_speculative_tokens
+        _require(
+            _is_int(k) and 1 <= k <= MAX_SPECULATIVE_TOKENS,
+            "num_speculative_tokens",
+            k,
+            f"a whole number from 1 to {MAX_SPECULATIVE_TOKENS}",
+            "To decode without drafts, leave the speculative configuration out (--no-speculation).",
+        )
+        _require(self.method in ("eagle3", "ngram"), "method", self.method, '"eagle3" or "ngram"')
+        _require(
+            self.draft_sampling in ("argmax", "probabilistic"),
+            "draft_sampling",
+            self.draft_sampling,
+            '"argmax" or "probabilistic"',
+        )
+        if self.method == "eagle3":
+            _require(bool(self.model), "model", self.model, "the folder of a draft head")
+        else:
+            _require(self.model is None, "model", self.model, 'no model with method "ngram"')
+            _require(
+                1 <= self.prompt_lookup_min <= self.prompt_lookup_max,
+                "prompt_lookup_min",
+                self.prompt_lookup_min,
+                f"1 to prompt_lookup_max ({self.prompt_lookup_max})",
+            )
+
+    @classmethod
+    def parse(cls, source: str | Mapping[str, Any] | SpeculativeConfig) -> SpeculativeConfig:
+        """Read a configuration from JSON text, a mapping, or one already made.
+
+        Raises:
+            UserError: the text is not a JSON object, or a key or value is not understood.
+        """
+        if isinstance(source, SpeculativeConfig):
+            return source
+        if isinstance(source, str):
+            try:
+                source = json.loads(source)
+            except json.JSONDecodeError as error:
+                raise UserError(f"The speculative configuration is not JSON: {error}.") from None
+        if not isinstance(source, Mapping):
+            raise UserError(f"The speculative configuration is {source!r}; expected a JSON object.")
+        known = {field.name for field in fields(cls)}
+        if unknown := sorted(set(source) - known):
+            raise UserError(
+                f"Unknown key {unknown[0]!r} in the speculative configuration; "
+                f"known keys: {', '.join(sorted(known))}."
+            )
+        return cls(**source)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Sizes and placement of one engine.
+
+    Attributes:
+        dtype: type of weights, activations and KV cache; "auto" is float32 on a CPU and
+            bfloat16 on a GPU.
+        device: "auto" takes the GPU where there is one.
+        max_model_len: longest sequence (prompt and output) in tokens; None takes the model's.
+        max_num_seqs: most sequences decoded together.
+        max_num_batched_tokens: most prompt tokens in one prefill pass (a longer prompt runs alone).
+        block_size: token slots of one KV block.
+        num_kv_blocks: KV blocks of the cache; None derives it from max_num_seqs and kv_cache_gib.
+        kv_cache_gib: memory bound of the KV cache in GiB; None is 2 on a CPU, and on a GPU 80% of
+            what is free once the weights are loaded.
+        seed: source of the seeds of requests that bring none.
+    """
+
+    dtype: DType = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 4096
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    kv_cache_gib: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        dtypes = ("auto", "float32", "float64", "bfloat16", "float16")
+        _require(self.dtype in dtypes, "dtype", self.dtype, "one of " + ", ".join(dtypes))
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+            value = getattr(self, name)
+            _require(_is_int(value) and value >= 1, name, value, "a whole number of at least 1")
+        for name in ("max_model_len", "num_kv_blocks"):
+            value = getattr(self, name)
+            ok = value is None or (_is_int(value) and value >= 1)
+            _require(ok, name, value, "a whole number of at least 1, or none")
+        ok = self.kv_cache_gib is None or (_is_number(self.kv_cache_gib) and self.kv_cache_gib > 0)
+        _require(ok, "kv_cache_gib", self.kv_cache_gib, "a number above 0, or none")
+        _require(
+            _is_int(self.seed) and 0 <= self.seed <= MAX_SEED,
+            "seed",
+            self.seed,
+            "a whole number from 0 to 2**63 - 1",
+        )
+
+
+def require_folder(path: str | Path, what: str) -> Path:
+    """Return `path` as an existing folder.
+
+    Raises:
+        UserError: there is no such folder, or it is a file.
+    """
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    found = "a file, not a folder" if folder.exists() else "not there"
+    raise UserError(f"{what} {str(path)!r} is {found}; expected a folder with config.json.")
+
+
+def token_ids(values: Sequence[int], vocab_size: int, what: str) -> list[int]:
+    """Return `values` as a list of token ids below `vocab_size`.
+
+    Raises:
+        UserError: an id is not a whole number of the vocabulary.
+    """
+    ids = list(values)
+    for value in ids:
+        _require(
+            _is_int(value) and 0 <= value < vocab_size,
+            what,
+            value,
+            f"token ids from 0 to {vocab_size - 1}",
+        )
+    return ids

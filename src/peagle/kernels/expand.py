@@ -1,0 +1,110 @@
+"""The drafter's batch from the target's: shift, bonus token, mask slots, slot mapping.
+
+Shapes: T packed target rows, B sequences, S packed drafter slots, M blocks a sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+PADDING_SLOT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBatch:
+    """Inputs of one drafter pass, packed by sequence.
+
+    Attributes:
+        tokens_S: token ids; mask slots hold the mask token.
+        positions_S: position ids.
+        slots_S: KV slots; -1 writes nothing.
+        feature_rows_S: row of the target batch whose feature belongs to the slot; T for mask slots.
+        query_start_loc: [B+1], first slot of each sequence.
+        seq_lens_B: drafter context of each sequence, this pass included.
+        last_ntp_B: index of the slot that predicts the first draft token.
+    """
+
+    tokens_S: Tensor
+    positions_S: Tensor
+    slots_S: Tensor
+    feature_rows_S: Tensor
+    query_start_loc: Tensor
+    seq_lens_B: Tensor
+    last_ntp_B: Tensor
+
+
+def slot_mapping(
+    block_tables_BM: Tensor, sequences_S: Tensor, positions_S: Tensor, block_size: int, limit: int
+) -> Tensor:
+    """KV slot of each position: block_tables[b, p // block_size] * block_size + p % block_size.
+
+    Positions at or above `limit` map to -1, the padding slot.
+    """
+    inside_S = positions_S < limit
+    safe_S = torch.where(inside_S, positions_S, 0)
+    blocks_S = block_tables_BM[sequences_S, safe_S // block_size]
+    return torch.where(inside_S, blocks_S * block_size + safe_S % block_size, PADDING_SLOT)
+
+
+def expand_draft_batch(
+    target_tokens_T: Tensor,
+    target_positions_T: Tensor,
+    target_start_loc: Tensor,
+    num_accepted_B: Tensor,
+    next_tokens_B: Tensor,
+    block_tables_BM: Tensor,
+    *,
+    block_size: int,
+    num_mask_slots: int,
+    mask_token_id: int,
+    max_model_len: int,
+) -> DraftBatch:
+    """Build the drafter's batch after verification (reference/peagle.md, "Drafter inputs").
+
+    Sequence b brings a_b + 1 NTP slots, then `num_mask_slots` MTP slots. NTP slot j pairs the
+    feature of target row j with the token after it: target token j + 1, or for the last one the
+    token that verification emitted. Positions are not shifted. A prompt is the case where every
+    token after the first counts as accepted.
+
+    Args:
+        target_tokens_T, target_positions_T: the batch that the target ran.
+        target_start_loc: [B+1] first target row of each sequence.
+        num_accepted_B: a, accepted tokens after the first row.
+        next_tokens_B: the token emitted after the accepted ones.
+        block_tables_BM: KV blocks of each sequence.
+        block_size: slots of a block.
+        num_mask_slots: K - 1 for parallel drafting, 0 for autoregressive.
+        mask_token_id: token of the mask slots.
+        max_model_len: positions from here on write no KV.
+    """
+    device = target_tokens_T.device
+    num_target_rows = target_tokens_T.shape[0]
+    ntp_B = num_accepted_B + 1
+    lens_B = ntp_B + num_mask_slots
+    start_loc = torch.zeros(lens_B.shape[0] + 1, dtype=torch.int64, device=device)
+    torch.cumsum(lens_B, 0, out=start_loc[1:])
+
+    sequences_S = torch.repeat_interleave(lens_B)
+    offset_S = torch.arange(sequences_S.shape[0], device=device) - start_loc[sequences_S]
+    first_row_B = target_start_loc[:-1]
+    is_ntp_S = offset_S < ntp_B[sequences_S]
+    is_last_ntp_S = offset_S == num_accepted_B[sequences_S]
+    row_S = torch.where(is_ntp_S, first_row_B[sequences_S] + offset_S, num_target_rows)
+
+    shifted_S = target_tokens_T[(row_S + 1).clamp_max(num_target_rows - 1)]
+    tokens_S = torch.where(is_last_ntp_S, next_tokens_B[sequences_S], shifted_S)
+    tokens_S = torch.where(is_ntp_S, tokens_S, mask_token_id)
+    positions_S = target_positions_T[first_row_B][sequences_S] + offset_S
+    slots_S = slot_mapping(block_tables_BM, sequences_S, positions_S, block_size, max_model_len)
+    return DraftBatch(
+        tokens_S=tokens_S,
+        positions_S=positions_S,
+        slots_S=slots_S,
+        feature_rows_S=row_S,
+        query_start_loc=start_loc,
+        seq_lens_B=target_positions_T[first_row_B] + lens_B,
+        last_ntp_B=start_loc[:-1] + num_accepted_B,
+    )

@@ -1,0 +1,53 @@
+"""Counter-based random numbers: a pure function of (seed, output position, purpose).
+
+No generator state exists, so preemption, batch-mates and the order of steps cannot change what a
+request draws. Each number is used for one decision only: an output position is settled once, and
+the draws of a position that was verified in vain are discarded unseen.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+# The increment and multipliers of SplitMix64 (Steele, Lea and Flood, 2014), as signed 64-bit.
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
+_MIX_2 = 0x94D049BB133111EB - 2**64
+
+
+class Purpose(IntEnum):
+    """What a random number decides; separate purposes at one position are independent."""
+
+    ACCEPT = 0
+    SAMPLE = 1
+    DRAFT = 2
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    # torch shifts int64 arithmetically; the mask makes the shift logical.
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shift_right(x, 30)) * _MIX_1
+    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    return x ^ _shift_right(x, 31)
+
+
+def uniform(seeds: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
+    """Uniform numbers in [0, 1) with 53 random bits.
+
+    Args:
+        seeds: int64, any shape.
+        positions: int64 output positions, broadcastable with seeds.
+        purpose: the decision that the numbers are for.
+
+    Returns:
+        float64 of the broadcast shape.
+    """
+    counter = positions * len(Purpose) + int(purpose) + 1
+    bits = _mix(_mix(seeds + _GOLDEN) + counter * _GOLDEN)
+    return _shift_right(bits, 11).to(torch.float64) * 2.0**-53

@@ -1,0 +1,197 @@
+"""`LLM`: load a target and a draft head, generate text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peagle.bundled import BUNDLED_TARGET
+from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
+from peagle.engine import LLMEngine, SpeculationStats
+from peagle.engine import Sequence as EngineSequence
+from peagle.engine.detokenizer import IncrementalDetokenizer
+from peagle.engine.engine import resolve_device, resolve_dtype
+from peagle.errors import UserError
+from peagle.models.target import TargetModel, load_tokenizer
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A finished request.
+
+    Attributes:
+        text: the output, without the end-of-text token.
+        token_ids: output tokens, the stop token included.
+        prompt_token_ids: the prompt as the model read it.
+        finish_reason: "stop" or "length".
+        stats: drafts made and accepted.
+        elapsed_s: seconds from the call to the last token.
+    """
+
+    text: str
+    token_ids: list[int]
+    prompt_token_ids: list[int]
+    finish_reason: str
+    stats: SpeculationStats
+    elapsed_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object, the fields of `peagle generate --format json` without the id."""
+        return {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "finish_reason": self.finish_reason,
+            "num_drafts": self.stats.num_drafts,
+            "num_draft_tokens": self.stats.num_draft_tokens,
+            "num_accepted_tokens": self.stats.num_accepted_tokens,
+            "num_accepted_tokens_per_pos": self.stats.num_accepted_tokens_per_pos,
+            "acceptance_length": self.stats.acceptance_length,
+            "elapsed_s": self.elapsed_s,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class StreamChunk:
+    """One step's addition to one request.
+
+    Attributes:
+        index: of the prompt in the list given.
+        text: new text; may be empty while a character is incomplete.
+        token_ids: new tokens.
+        num_accepted: how many of them came from the draft (the first ones).
+        output: the finished request with its last chunk, None before.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    num_accepted: int
+    output: RequestOutput | None
+
+
+class LLM:
+    """A target, with or without a draft head, ready to generate.
+
+    Args:
+        target: model folder; None takes the bundled code model.
+        speculative_config: how to draft: a SpeculativeConfig, a mapping or JSON text in vLLM's
+            form; None decodes plainly.
+        model: a target already loaded, in place of `target`.
+        **engine_options: fields of EngineConfig.
+
+    Raises:
+        UserError: a folder, a head or an option is not usable.
+    """
+
+    def __init__(
+        self,
+        target: str | Path | None = None,
+        *,
+        speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
+        model: TargetModel | None = None,
+        **engine_options: Any,
+    ) -> None:
+        try:
+            config = EngineConfig(**engine_options)
+        except TypeError as error:
+            raise UserError(f"Unknown engine option: {error}.") from None
+        speculative = (
+            None if speculative_config is None else SpeculativeConfig.parse(speculative_config)
+        )
+        if model is None:
+            device = resolve_device(config.device)
+            model = TargetModel.load(
+                target or BUNDLED_TARGET, dtype=resolve_dtype(config.dtype, device), device=device
+            )
+        self.target = model
+        self.tokenizer = load_tokenizer(model.name)
+        self.engine = LLMEngine(model, config, speculative)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts, batched together.
+
+        Args:
+            prompts: text, token ids, or a list of either.
+            params: for all of them, or one each.
+
+        Returns:
+            one output a prompt, in order.
+
+        Raises:
+            UserError: a prompt is empty or too long; nothing is generated then.
+        """
+        prompts = self._as_list(prompts)
+        outputs: list[RequestOutput | None] = [None] * len(prompts)
+        for chunk in self.stream(prompts, params):
+            if chunk.output is not None:
+                outputs[chunk.index] = chunk.output
+        return [output for output in outputs if output is not None]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[StreamChunk]:
+        """Complete prompts, yielding each step's tokens as they come.
+
+        Leaving the iterator early cancels what is unfinished. Arguments and errors as `generate`.
+        """
+        prompts = self._as_list(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise UserError(
+                f"{len(params)} sampling params for {len(prompts)} prompts; expected one each."
+            )
+        start = time.perf_counter()
+        running: dict[int, tuple[int, EngineSequence, IncrementalDetokenizer]] = {}
+        try:
+            for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+                sequence = self.engine.add_request(self.encode(prompt), one)
+                running[sequence.seq_id] = (index, sequence, IncrementalDetokenizer(self.tokenizer))
+            while running:
+                for step in self.engine.step():
+                    index, sequence, detokenizer = running[step.sequence.seq_id]
+                    text = detokenizer.add(step.new_token_ids, final=sequence.is_finished)
+                    output = None
+                    if sequence.is_finished:
+                        del running[sequence.seq_id]
+                        output = self._output(
+                            sequence, detokenizer.text, time.perf_counter() - start
+                        )
+                    yield StreamChunk(index, text, step.new_token_ids, step.num_accepted, output)
+        finally:
+            for _, sequence, _ in running.values():
+                self.engine.cancel(sequence)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt."""
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    @staticmethod
+    def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+        if isinstance(prompts, str):
+            return [prompts]
+        items: list[Any] = list(prompts)
+        return [items] if items and isinstance(items[0], int) else items
+
+    @staticmethod
+    def _output(sequence: EngineSequence, text: str, elapsed_s: float) -> RequestOutput:
+        assert sequence.finish_reason is not None
+        return RequestOutput(
+            text=text,
+            token_ids=list(sequence.output_token_ids),
+            prompt_token_ids=list(sequence.prompt_token_ids),
+            finish_reason=sequence.finish_reason,
+            stats=sequence.stats,
+            elapsed_s=elapsed_s,
+        )

@@ -1,0 +1,1 @@
+"""The target model, the drafter, their checkpoints, and the elements a drafter trains on."""

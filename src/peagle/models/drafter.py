@@ -1,0 +1,296 @@
+"""The drafter: Llama-style layers that read target features; P-EAGLE and EAGLE-3 share it.
+
+Shapes: ... leading dimensions, D drafter width, H target width, A aux states, V target vocabulary,
+DV draft vocabulary, Hq/Hkv heads, d head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from peagle.errors import CheckpointError
+
+# attend(layer index, query [..., Hq, d], key [..., Hkv, d], value [..., Hkv, d]) -> [..., Hq, d]
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterConfig:
+    """Shape and conventions of a draft head (reference/peagle.md, "Drafter architecture").
+
+    Attributes:
+        hidden_size: D; intermediate_size: width of the MLP; num_layers: decoder layers.
+        num_attention_heads, num_kv_heads, head_dim: attention geometry.
+        vocab_size: V of the target; draft_vocab_size: DV, at most V.
+        target_hidden_size: H; aux_layer_ids: target layers whose entering states are the feature.
+        norm_before_residual: the residual of layer 0 is the normed hidden state.
+        norm_before_fc: one RMSNorm over the concatenated features; fc_norm: one per aux state.
+        mask_token_id: token of the mask slots; None for an autoregressive (EAGLE-3) head.
+        rope_parameters: as transformers has them ({"rope_type", "rope_theta", ...}).
+        trained_depth: K that training covered, None if unknown.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    target_hidden_size: int
+    aux_layer_ids: tuple[int, ...]
+    mask_token_id: int | None = None
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    attention_bias: bool = False
+    rms_norm_eps: float = 1e-5
+    max_position_embeddings: int = 2048
+    rope_parameters: dict[str, Any] = field(
+        default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0}
+    )
+    trained_depth: int | None = None
+
+    def __post_init__(self) -> None:
+        mask = self.mask_token_id
+        if mask is not None and not 0 <= mask < self.vocab_size:
+            raise CheckpointError(
+                f"The mask token id is {mask}; expected an id of the vocabulary, 0 to "
+                f"{self.vocab_size - 1}."
+            )
+        if not 1 <= self.draft_vocab_size <= self.vocab_size:
+            raise CheckpointError(
+                f"draft_vocab_size is {self.draft_vocab_size}; expected 1 to vocab_size "
+                f"({self.vocab_size})."
+            )
+        if self.num_attention_heads % self.num_kv_heads:
+            raise CheckpointError(
+                f"num_attention_heads is {self.num_attention_heads}; expected a multiple of "
+                f"num_key_value_heads ({self.num_kv_heads})."
+            )
+        if self.norm_before_fc and self.fc_norm:
+            raise CheckpointError("norm_before_fc and fc_norm are both set; expected one at most.")
+
+    @property
+    def is_parallel(self) -> bool:
+        """True for P-EAGLE: all K tokens in one pass."""
+        return self.mask_token_id is not None
+
+    @property
+    def feature_size(self) -> int:
+        """A * H, the width of a feature before fc."""
+        return len(self.aux_layer_ids) * self.target_hidden_size
+
+    @property
+    def is_pruned(self) -> bool:
+        """True when the draft vocabulary is smaller than the target's."""
+        return self.draft_vocab_size < self.vocab_size
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight, computed in at least float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype in (torch.float32, torch.float64) and self.weight.dtype == x.dtype:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+
+
+class DrafterAttention(nn.Module):
+    """Self-attention with RoPE; how it attends is the caller's business."""
+
+    def __init__(self, config: DrafterConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.split = (config.num_attention_heads, config.num_kv_heads, config.num_kv_heads)
+        # Layer 0 reads the embedding and the hidden state side by side.
+        input_size = config.hidden_size * (2 if layer_idx == 0 else 1)
+        bias = config.attention_bias
+        self.qkv_proj = nn.Linear(input_size, sum(self.split) * config.head_dim, bias=bias)
+        self.o_proj = nn.Linear(
+            config.num_attention_heads * config.head_dim, config.hidden_size, bias=bias
+        )
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        qkv = self.qkv_proj(x).unflatten(-1, (sum(self.split), self.head_dim))
+        num_rotated = self.split[0] + self.split[1]
+        rotated = _rotate(qkv[..., :num_rotated, :], *rope)
+        query, key = rotated[..., : self.split[0], :], rotated[..., self.split[0] :, :]
+        out = attend(self.layer_idx, query, key, qkv[..., num_rotated:, :])
+        return self.o_proj(out.flatten(-2))
+
+
+class DrafterMLP(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)
+
+
+class DrafterLayer(nn.Module):
+    """A Llama block. Layer 0 takes concat(norm(embedding), norm(hidden)) and keeps a residual."""
+
+    def __init__(self, config: DrafterConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.norm_before_residual = config.norm_before_residual
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(size, eps)
+        self.hidden_norm = RMSNorm(size, eps) if layer_idx == 0 else None
+        self.self_attn = DrafterAttention(config, layer_idx)
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.mlp = DrafterMLP(config)
+
+    def forward(
+        self, hidden: Tensor, embedding: Tensor, rope: tuple[Tensor, Tensor], attend: Attend
+    ) -> Tensor:
+        residual = hidden
+        if self.hidden_norm is None:
+            x = self.input_layernorm(hidden)
+        else:
+            normed = self.hidden_norm(hidden)
+            residual = normed if self.norm_before_residual else hidden
+            x = torch.cat((self.input_layernorm(embedding), normed), dim=-1)
+        hidden = residual + self.self_attn(x, rope, attend)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Drafter(nn.Module):
+    """Draft head of P-EAGLE or EAGLE-3. Parameter names follow the checkpoint but for fused
+    q/k/v and gate/up, which `models.checkpoint` splits and joins.
+    """
+
+    # Draft-vocabulary maps, None when the draft vocabulary is the target's.
+    d2t: Tensor | None
+    t2d: Tensor | None
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.embed_tokens = nn.Embedding(config.vocab_size, size)
+        self.fc = nn.Linear(config.feature_size, size, bias=False)
+        self.input_norm = RMSNorm(config.feature_size, eps) if config.norm_before_fc else None
+        num_aux = len(config.aux_layer_ids)
+        self.fc_norm = (
+            nn.ModuleList(RMSNorm(config.target_hidden_size, eps) for _ in range(num_aux))
+            if config.fc_norm
+            else None
+        )
+        self.mask_hidden = (
+            nn.Parameter(torch.zeros(1, 1, config.feature_size)) if config.is_parallel else None
+        )
+        self.layers = nn.ModuleList(DrafterLayer(config, i) for i in range(config.num_layers))
+        self.norm = RMSNorm(size, eps)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        pruned = config.is_pruned
+        identity = torch.zeros(config.draft_vocab_size, dtype=torch.int64)
+        kept = torch.arange(config.vocab_size) < config.draft_vocab_size
+        self.register_buffer("d2t", identity if pruned else None)
+        self.register_buffer("t2d", kept if pruned else None)
+        # Outside the module tree: a table of constants, not part of the checkpoint.
+        self._rope: tuple[Tensor, Tensor] | None = None
+
+    def combine_features(self, features: Tensor) -> Tensor:
+        """fc(norm(features)): [..., A * H] to [..., D]."""
+        if self.input_norm is not None:
+            features = self.input_norm(features)
+        elif self.fc_norm is not None:
+            chunks = features.chunk(len(self.fc_norm), dim=-1)
+            features = torch.cat([n(c) for n, c in zip(self.fc_norm, chunks, strict=True)], dim=-1)
+        return self.fc(features)
+
+    def shared_hidden(self) -> Tensor:
+        """h_shared = fc(norm(mask_hidden)), [D]: the hidden state of every mask slot."""
+        assert self.mask_hidden is not None, "an autoregressive head has no shared hidden state"
+        return self.combine_features(self.mask_hidden).flatten()
+
+    def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """One drafter pass.
+
+        Args:
+            tokens: int64 [...], the token after each position, or the mask token.
+            hidden: [..., D], combined feature, h_shared, or the head's own previous output.
+            positions: int64, broadcastable to [...].
+            attend: attention of the caller.
+
+        Returns:
+            [..., D] before the final norm: the next feature of autoregressive drafting.
+        """
+        embedding = self.embed_tokens(tokens)
+        rope = self._rope_at(positions, hidden.dtype)
+        for layer in self.layers:
+            hidden = layer(hidden, embedding, rope, attend)
+        return hidden
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """lm_head(norm(hidden)): [..., D] to [..., DV]."""
+        return self.lm_head(self.norm(hidden))
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Target ids of draft ids: id + d2t[id]."""
+        return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]
+
+    def target_ids(self) -> Tensor:
+        """Target id of every draft id, [DV]."""
+        return self.to_target_ids(
+            torch.arange(self.config.draft_vocab_size, device=self.fc.weight.device)
+        )
+
+    def set_draft_vocabulary(self, target_ids: Tensor) -> None:
+        """Make draft id i stand for the target id `target_ids[i]` (ascending, distinct)."""
+        assert self.d2t is not None and self.t2d is not None
+        self.d2t.copy_(target_ids - torch.arange(len(target_ids), device=target_ids.device))
+        self.t2d.zero_()[target_ids] = True
+
+    def _rope_at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin at the positions, [..., 1, d], broadcasting over heads."""
+        if (
+            self._rope is None
+            or self._rope[0].dtype != dtype
+            or self._rope[0].device != positions.device
+        ):
+            self._rope = self._make_rope(dtype, positions.device)
+        cos, sin = self._rope
+        # Slots beyond the last position write nothing and are never sampled; any angle serves.
+        index = positions.clamp_max(cos.shape[0] - 1)
+        return cos[index].unsqueeze(-2), sin[index].unsqueeze(-2)
+
+    def _make_rope(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        config = self.config
+        llama = LlamaConfig(
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_attention_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters=dict(config.rope_parameters),
+        )
+        rotary = LlamaRotaryEmbedding(llama).to(device)
+        positions = torch.arange(config.max_position_embeddings, device=device).unsqueeze(0)
+        cos, sin = rotary(torch.empty(0, dtype=dtype, device=device), positions)
+        return cos.squeeze(0), sin.squeeze(0)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin

@@ -1,0 +1,121 @@
+"""Small random models, made once a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from peagle.models.checkpoint import save_drafter
+from peagle.models.drafter import Drafter, DrafterConfig
+from peagle.models.fingerprint import TargetFingerprint
+from peagle.models.target import TargetModel, default_aux_layer_ids
+
+VOCAB_SIZE = 320
+CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Every byte is a token (ids 2 to 257); 0 ends text, 1 is the mask."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<|endoftext|>": 0, "<|mask|>": 1, **{c: i + 2 for i, c in enumerate(alphabet)}}
+    core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(["<|endoftext|>", "<|mask|>"])
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|endoftext|>")
+
+
+def make_target_folder(folder: Path, kind: str = "llama", seed: int = 0, **overrides: Any) -> Path:
+    """Save a random tiny target; its weights are scaled up so that its output is not constant."""
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 256,
+        "eos_token_id": 0,
+        "bos_token_id": 0,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+    }
+    model = AutoModelForCausalLM.from_config(CONFIGS[kind](**{**sizes, **overrides}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(4.0)
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def make_drafter(
+    target: TargetModel, *, parallel: bool = True, seed: int = 0, **overrides: Any
+) -> Drafter:
+    """A random head for `target`."""
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_layers": 2,
+        "num_attention_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "vocab_size": target.vocab_size,
+        "draft_vocab_size": target.vocab_size,
+        "target_hidden_size": target.hidden_size,
+        "aux_layer_ids": default_aux_layer_ids(target.num_layers),
+        "mask_token_id": 1 if parallel else None,
+        "max_position_embeddings": 256,
+    }
+    drafter = Drafter(DrafterConfig(**{**sizes, **overrides}))
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+        if drafter.d2t is not None:
+            ids = torch.randperm(target.vocab_size)[: drafter.config.draft_vocab_size].sort().values
+            drafter.set_draft_vocabulary(ids)
+    return drafter
+
+
+@pytest.fixture(scope="session")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama with a byte tokenizer."""
+    return make_target_folder(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def target(target_folder: Path) -> TargetModel:
+    """The tiny Llama in float64."""
+    return TargetModel.load(target_folder, dtype=torch.float64)
+
+
+@pytest.fixture(scope="session")
+def head_folders(
+    target_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Path]:
+    """head_folders(parallel=..., ...) saves a random head of the tiny Llama and returns its folder."""
+
+    def make(**options: Any) -> Path:
+        folder = tmp_path_factory.mktemp("head")
+        target = TargetModel.load(target_folder)
+        drafter = make_drafter(target, **options)
+        save_drafter(folder, drafter, fingerprint=TargetFingerprint.of(target))
+        return folder
+
+    return make

@@ -1,0 +1,245 @@
+"""Promises of the repository as a whole: light start-up, safe loading, a small portable tree."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "src"
+MAX_TREE_BYTES = 30 * 10**6
+HELP_SECONDS = 0.5
+
+
+# ---- start-up -------------------------------------------------------------------------------
+
+# Runs `code` where importing any of `banned` fails and is reported on stderr, even if it is caught.
+BLOCKER = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {banned!r}:
+            print("BLOCKED", name, file=sys.stderr)
+            raise ModuleNotFoundError("blocked: " + name, name=name)
+
+sys.meta_path.insert(0, Blocker())
+{code}
+"""
+RUN_HELP = "sys.argv = ['peagle', '--help']\nfrom peagle.cli.main import main\nmain()"
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    """Run `code` in a new interpreter that finds the package in src/."""
+    path = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path, "NO_COLOR": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_help_imports_nothing_heavy():
+    banned = {"torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy"}
+    banned |= {"triton", "scipy", "fastapi", "vllm"}
+    result = run_python(BLOCKER.format(banned=banned, code=RUN_HELP))
+    assert result.returncode == 0, result.stderr
+    assert "BLOCKED" not in result.stderr
+    assert "generate" in result.stdout
+
+
+def test_help_is_quick():
+    # Processor time rather than wall time, which on a busy machine measures the neighbours.
+    def seconds() -> float:
+        before = os.times()
+        result = run_python("import sys\n" + RUN_HELP)
+        after = os.times()
+        assert result.returncode == 0, result.stderr
+        return sum(after[2:4]) - sum(before[2:4])
+
+    assert min(seconds() for _ in range(3)) < HELP_SECONDS
+
+
+@pytest.mark.parametrize("module", ["peagle", "peagle.llm"])
+def test_import_works_without_triton(module):
+    code = f"import {module}\nprint('imported')"
+    result = run_python(BLOCKER.format(banned={"triton"}, code=code))
+    assert result.stdout.strip() == "imported", result.stderr
+
+
+# ---- the tree -------------------------------------------------------------------------------
+
+
+def repository_files() -> list[Path]:
+    """The files git tracks or would track; skips the test where there is no git checkout."""
+    # safe.directory: in CI containers the checkout often belongs to another user.
+    listing = ["ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    command = ["git", "-c", f"safe.directory={ROOT}", *listing]
+    try:
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("git is not installed")
+    if result.returncode != 0:
+        pytest.skip(f"no git checkout: {result.stderr.strip()}")
+    paths = (ROOT / name for name in result.stdout.split("\0") if name)
+    return sorted({path for path in paths if path.is_file()})
+
+
+def test_tree_is_small():
+    sizes = {path.relative_to(ROOT).as_posix(): path.stat().st_size for path in repository_files()}
+    largest = sorted(sizes.items(), key=lambda item: -item[1])[:5]
+    assert sum(sizes.values()) < MAX_TREE_BYTES, f"largest files: {largest}"
+
+
+# Written in pieces, so that this file does not contain what it looks for.
+MACHINE_PATHS = ["/" + tail for tail in ("work/", "opt/wheels", "opt/pypi", "tmp/dev", "tmp/bash_")]
+
+
+def machine_paths_in(text: str) -> list[str]:
+    """Lines of `text` that name a folder of somebody's machine, as 'line number: line'."""
+    pattern = re.compile(r"(?<![\w.*-])(?:" + "|".join(map(re.escape, MACHINE_PATHS)) + ")")
+    lines = enumerate(text.splitlines(), start=1)
+    return [f"{number}: {line.strip()[:100]}" for number, line in lines if pattern.search(line)]
+
+
+def test_no_machine_paths():
+    found = {}
+    for path in repository_files():
+        try:
+            lines = machine_paths_in(path.read_text(encoding="utf-8"))
+        except UnicodeDecodeError:
+            continue
+        if lines:
+            found[path.relative_to(ROOT).as_posix()] = lines
+    assert found == {}
+
+
+def test_machine_path_check_works():
+    assert machine_paths_in("fine\ncd " + MACHINE_PATHS[0] + "main\n") == [
+        "2: cd " + MACHINE_PATHS[0] + "main"
+    ]
+    assert machine_paths_in("docs/work/plan.md and ../work/x and network/work") == []
+
+
+def test_nothing_of_the_shared_folder_ships():
+    assert [p for p in repository_files() if p.is_relative_to(ROOT / "shared")] == []
+
+
+# ---- safe loading ---------------------------------------------------------------------------
+
+PICKLE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
+UNSAFE_CALLS = {"torch.load", "torch.jit.load", "torch.hub.load", "torch.serialization.load"}
+
+
+def dotted(node: ast.AST) -> str:
+    """`a.b.c` for a chain of attributes, else an empty string."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{head}.{node.attr}" if (head := dotted(node.value)) else ""
+    return ""
+
+
+def is_true(node: ast.AST | None) -> bool:
+    return isinstance(node, ast.Constant) and node.value is True
+
+
+def unsafe_loading(source: str) -> Iterator[str]:
+    """What in `source` could run code out of a checkpoint: 'line: what'."""
+    for node in ast.walk(ast.parse(source)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Attribute):
+            names = [dotted(node)]
+        for name in names:
+            if name.partition(".")[0] in PICKLE_MODULES or name in UNSAFE_CALLS:
+                yield f"{node.lineno}: {name}"
+                break
+        switches: list[tuple[str | None, ast.AST]] = []
+        if isinstance(node, ast.Call):
+            switches = [(keyword.arg, keyword.value) for keyword in node.keywords]
+        elif isinstance(node, ast.Dict):
+            keys = (key.value if isinstance(key, ast.Constant) else None for key in node.keys)
+            switches = list(zip(keys, node.values, strict=True))
+        elif isinstance(node, ast.AnnAssign):
+            switches = [(dotted(node.target), node.value)] if node.value else []
+        elif isinstance(node, ast.Assign):
+            switches = [(dotted(target), node.value) for target in node.targets]
+        for name, value in switches:
+            if name in ("trust_remote_code", "allow_pickle") and is_true(value):
+                yield f"{value.lineno}: {name}=True"
+
+
+def test_source_loads_no_pickles_and_no_remote_code():
+    found = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        if problems := list(unsafe_loading(path.read_text())):
+            found[path.relative_to(ROOT).as_posix()] = problems
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        ("import torch\ntorch.load('x')", "torch.load"),
+        ("load = torch.load", "torch.load"),
+        ("from torch import load", "torch.load"),
+        ("def f():\n    import pickle as p", "pickle"),
+        ("from pickle import loads", "pickle"),
+        ("f(trust_remote_code=True)", "trust_remote_code=True"),
+        ("options = {'trust_remote_code': True}", "trust_remote_code=True"),
+        ("class C:\n    trust_remote_code: bool = True", "trust_remote_code=True"),
+        ("np.load('x', allow_pickle=True)", "allow_pickle=True"),
+    ],
+)
+def test_unsafe_loading_is_found(source, what):
+    (problem,) = unsafe_loading(source)
+    assert problem.endswith(what)
+
+
+def test_safe_loading_passes():
+    source = "from safetensors.torch import load_file\nf(trust_remote_code=False)\n'torch.load'\n"
+    assert list(unsafe_loading(source)) == []
+
+
+# ---- agreement of files ---------------------------------------------------------------------
+
+
+def test_versions_agree():
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    result = run_python("import peagle\nprint(peagle.__version__)")
+    assert result.stdout.strip() == declared, result.stderr
+
+
+def test_documented_make_targets_exist():
+    targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    missing = {}
+    for page in pages:
+        # In code only: `make test` or a line of a code block; prose may "make sure".
+        text = page.read_text()
+        code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", text, re.DOTALL))
+        commands = re.findall(r"(?:^|[`;&|$]) *make((?: +[\w=./-]+)+)", code, re.MULTILINE)
+        words = {word for command in commands for word in command.split() if "=" not in word}
+        if unknown := words - targets:
+            missing[page.name] = sorted(unknown)
+    assert missing == {}
+
+
+def test_workflow_pins_its_actions():
+    for workflow in sorted((ROOT / ".github" / "workflows").glob("*.yml")):
+        uses = re.findall(r"uses: *(.+)", workflow.read_text())
+        assert uses
+        for action in uses:
+            assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v[\d.]+", action), action
