@@ -64,6 +64,7 @@ class StreamChunk:
         text: new text; may be empty while a character is incomplete.
         token_ids: new tokens.
         num_accepted: how many of them came from the draft (the first ones).
+        num_drafted: draft tokens that the step verified, 0 in a prompt pass.
         output: the finished request with its last chunk, None before.
     """
 
@@ -71,6 +72,7 @@ class StreamChunk:
     text: str
     token_ids: list[int]
     num_accepted: int
+    num_drafted: int
     output: RequestOutput | None
 
 
@@ -156,7 +158,7 @@ class LLM:
         running: dict[int, tuple[int, EngineSequence, IncrementalDetokenizer]] = {}
         try:
             for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
-                sequence = self.engine.add_request(self.encode(prompt), one)
+                sequence = self._add(prompt, one, f"Prompt {index + 1} of {len(prompts)}")
                 running[sequence.seq_id] = (index, sequence, IncrementalDetokenizer(self.tokenizer))
             while running:
                 for step in self.engine.step():
@@ -168,10 +170,23 @@ class LLM:
                         output = self._output(
                             sequence, detokenizer.text, time.perf_counter() - start
                         )
-                    yield StreamChunk(index, text, step.new_token_ids, step.num_accepted, output)
+                    yield StreamChunk(
+                        index,
+                        text,
+                        step.new_token_ids,
+                        step.num_accepted,
+                        step.num_drafted,
+                        output,
+                    )
         finally:
             for _, sequence, _ in running.values():
                 self.engine.cancel(sequence)
+
+    def _add(self, prompt: Prompt, params: SamplingParams, which: str) -> EngineSequence:
+        try:
+            return self.engine.add_request(self.encode(prompt), params)
+        except UserError as error:
+            raise UserError(f"{which}: {error}") from None
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt."""

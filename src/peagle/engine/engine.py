@@ -38,18 +38,20 @@ class StepOutput:
         sequence: the sequence, with its output so far.
         new_token_ids: the tokens added.
         num_accepted: how many of them came from the draft (the first ones).
+        num_drafted: draft tokens that the step verified.
     """
 
     sequence: Sequence
     new_token_ids: list[int]
     num_accepted: int
+    num_drafted: int
 
 
 class LLMEngine:
     """Schedules, runs and finishes sequences.
 
     Args:
-        target: the loaded target.
+        target: the loaded target; engines may share one, as long as they step one at a time.
         config: sizes of the engine.
         speculative: how to draft; None decodes plainly.
 
@@ -69,13 +71,14 @@ class LLMEngine:
         self.speculative = speculative
         self.max_model_len = self._max_model_len()
         drafter = self._load_drafter()
-        target.tap_aux(drafter.config.aux_layer_ids if drafter else ())
+        self._aux_layer_ids = drafter.config.aux_layer_ids if drafter else ()
         num_drafts = speculative.num_speculative_tokens if speculative else 0
         lookahead = num_drafts + 1
         num_blocks = self._num_blocks(drafter, lookahead)
         backend = TorchAttention()
         shapes = target.kv_shapes()
-        target.set_kv_caches(self._caches(shapes, num_blocks))
+        self._target_caches = self._caches(shapes, num_blocks)
+        self._claim_target()
         self.runner = ModelRunner(
             target,
             backend,
@@ -131,6 +134,7 @@ class LLMEngine:
 
     def step(self) -> list[StepOutput]:
         """Run one scheduled batch and return what it added to each sequence."""
+        self._claim_target()
         batch = self.scheduler.schedule()
         result = self.runner.run_target(batch)
         outputs = []
@@ -139,7 +143,7 @@ class LLMEngine:
             for stats in (sequence.stats, self.stats):
                 stats.record(drafted, accepted)
             kept = sequence.append(result.new_token_ids[row], self.max_model_len)
-            outputs.append(StepOutput(sequence, kept, min(accepted, len(kept))))
+            outputs.append(StepOutput(sequence, kept, min(accepted, len(kept)), drafted))
         if not all(s.is_finished for s in batch.sequences):
             self.runner.propose(batch.sequences, result.target_step)
         self.scheduler.retire_finished()
@@ -148,6 +152,12 @@ class LLMEngine:
     def cancel(self, sequence: Sequence) -> None:
         """Stop a sequence and free what it holds; finished ones are left alone."""
         self.scheduler.cancel(sequence)
+
+    def _claim_target(self) -> None:
+        """Hang this engine's KV caches and taps on the target, which another may have used."""
+        if self.target.kv_caches is not self._target_caches:
+            self.target.tap_aux(self._aux_layer_ids)
+            self.target.set_kv_caches(self._target_caches)
 
     def _seed(self, params: SamplingParams) -> int:
         if params.seed is not None:

@@ -129,7 +129,8 @@ class DrafterAttention(nn.Module):
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         qkv = self.qkv_proj(x).unflatten(-1, (sum(self.split), self.head_dim))
         num_rotated = self.split[0] + self.split[1]
-        rotated = _rotate(qkv[..., :num_rotated, :], *rope)
+        # Angles may be more precise than the matrix products (mixed-precision training).
+        rotated = _rotate(qkv[..., :num_rotated, :], *rope).to(qkv.dtype)
         query, key = rotated[..., : self.split[0], :], rotated[..., self.split[0] :, :]
         out = attend(self.layer_idx, query, key, qkv[..., num_rotated:, :])
         return self.o_proj(out.flatten(-2))

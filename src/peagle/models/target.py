@@ -98,6 +98,7 @@ class TargetModel:
         self._hooks: list[Any] = []
         self._taps: list[Tensor] = []
         self.aux_layer_ids: tuple[int, ...] = ()
+        self.kv_caches: Sequence[LayerKVCache] = ()
         self.tap_aux(aux_layer_ids)
 
     @classmethod
@@ -172,6 +173,7 @@ class TargetModel:
 
     def set_kv_caches(self, caches: Sequence[LayerKVCache]) -> None:
         """Give each layer its KV cache."""
+        self.kv_caches = caches
         for module, cache in zip(self._attention_modules, caches, strict=True):
             module.peagle_cache = cache
 

@@ -1,0 +1,82 @@
+# `make help` lists the targets. Each sets up what it needs in .venv; nothing is installed outside it.
+#
+#   PYTHON=/path/to/python   the interpreter to build .venv from (default: the first that fits)
+#   NO_VENV=1                no .venv at all: run $(PYTHON) (default python3) with what it has
+#   WORKERS=2                test processes; PYTEST_ARGS, DEMO_ARGS: passed on
+
+VENV := .venv
+WORKERS ?= 2
+RUN_STAMP := $(VENV)/.installed-run
+DEV_STAMP := $(VENV)/.installed-dev
+SETUP := PYTHON="$(PYTHON)" tools/setup_venv.sh
+SETUP_INPUTS := pyproject.toml constraints.txt tools/setup_venv.sh
+SYSTEM_PYTHON := PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(or $(PYTHON),python3)
+
+# Machines with a card often have torch installed but no network: then test-gpu needs no .venv.
+ifeq ($(NO_VENV)$(wildcard $(DEV_STAMP)),)
+ifneq ($(filter test-gpu,$(MAKECMDGOALS)),)
+NO_VENV := $(shell $(SYSTEM_PYTHON) -c 'import pytest, torch, transformers; \
+	print(int(torch.cuda.is_available()))' 2>/dev/null)
+endif
+endif
+
+ifeq ($(NO_VENV),1)
+PY := $(SYSTEM_PYTHON)
+PEAGLE := $(PY) -c 'from peagle.cli.main import main; main()'
+RUN_ENV :=
+DEV_ENV :=
+else
+PY := $(VENV)/bin/python
+PEAGLE := $(VENV)/bin/peagle
+RUN_ENV := $(RUN_STAMP)
+DEV_ENV := $(DEV_STAMP)
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-gpu lint format dist smoke clean distclean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(RUN_ENV) ## Run the demo: plain decoding, EAGLE-3 and P-EAGLE on the bundled pair
+	@$(PEAGLE) demo $(DEMO_ARGS)
+
+# One thread per process: the workers would otherwise fight for the same cores.
+test: $(DEV_ENV) ## Run all tests that need no GPU
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --durations=10 $(PYTEST_ARGS)
+
+test-gpu: $(DEV_ENV) ## Run the tests that need an NVIDIA card
+	$(PY) -m pytest -m gpu $(PYTEST_ARGS)
+
+lint: $(DEV_ENV) ## Check style, formatting and types
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(PY) -m pyright
+
+format: $(DEV_ENV) ## Apply the formatter and the safe fixes
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+dist: $(DEV_ENV) ## Build the wheel and the sdist in dist/ and check both
+	rm -rf dist
+	$(PY) -m build --no-isolation
+	$(PY) -m twine check --strict dist/*
+	$(PY) tools/check_dist.py dist
+
+smoke: dist ## Install the wheel into a new environment outside the checkout and run the demo there
+	tools/smoke_wheel.sh dist/*.whl
+
+clean: ## Remove build results and caches
+	rm -rf dist build .pytest_cache .ruff_cache .hypothesis .coverage htmlcov
+	find src tests tools examples recipes -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+distclean: clean ## Also remove .venv
+	rm -rf $(VENV)
+
+$(RUN_STAMP): $(SETUP_INPUTS)
+	@$(SETUP) $(VENV) -e .
+	@touch $@
+
+$(DEV_STAMP): $(SETUP_INPUTS)
+	@$(SETUP) $(VENV) -e '.[dev]'
+	@touch $(RUN_STAMP) $@

@@ -1,0 +1,369 @@
+"""Train the bundled target: a small Llama over flat code tokens, from scratch.
+
+    python recipes/bundled_pair/pretrain.py --data build/pair --minutes 9.5
+
+Reads `train.u16[.xz]`, `val.u16[.xz]` and `tokenizer/` under `--data`; writes `target/` (a Hugging
+Face folder, bfloat16 safetensors) and `target_train.json` under `--out`.
+
+Shapes: B sequences of T tokens, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import lzma
+import math
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+HERE = Path(__file__).parent
+CALIBRATION_STEPS = (40, 100)  # step time is measured between these two, past compilation
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """What one run does; `minutes` replaces `steps` when given."""
+
+    steps: int
+    minutes: float | None
+    batch: int  # sequences a step
+    seq_len: int
+    optimizer: str  # hidden matrices: "muon" or "adamw"; all else is AdamW
+    lr: float
+    warmup: int
+    decay_share: float  # last share of the steps, lr falls linearly to 0
+    weight_decay: float
+    clip: float
+    z_loss: float
+    seed: int
+
+
+def load_tokens(folder: Path, name: str, device: torch.device) -> torch.Tensor:
+    """Flat tokens of `<name>.u16` or `<name>.u16.xz` as int16 (ids stay below 32768)."""
+    raw, packed = folder / f"{name}.u16", folder / f"{name}.u16.xz"
+    if raw.exists():
+        flat = np.fromfile(raw, dtype="<u2")
+    elif packed.exists():
+        flat = np.frombuffer(lzma.decompress(packed.read_bytes()), dtype="<u2")
+    else:
+        raise FileNotFoundError(
+            f"no {raw.name} or {packed.name} in {folder}; make them with the data recipe first"
+        )
+    return torch.from_numpy(flat.astype(np.int16)).to(device)
+
+
+def build_model(config_path: Path, seed: int) -> LlamaForCausalLM:
+    """The unmodified Hugging Face module with float32 weights."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(**json.loads(config_path.read_text()))
+    model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+    # Residual writes shrink with depth (GPT-2), so that a deep stack starts near the identity.
+    scale = 1 / math.sqrt(2 * config.num_hidden_layers)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(scale)
+            layer.mlp.down_proj.weight.mul_(scale)
+    return model
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum orthogonalised by a quintic Newton-Schulz iteration (Jordan et al., 2024).
+
+    W ← (1 - lr·wd)·W - lr·0.2·√max(m, n)·U with U ≈ the polar factor of the Nesterov momentum; the
+    factor gives updates AdamW's usual RMS, so that both share one learning rate (Liu et al., 2025).
+    `torch.optim.Muon` walks matrix by matrix: 112 small ones would cost thousands of launches a
+    step. Here matrices of one shape are one batch.
+    """
+
+    def __init__(self, params, lr: float, momentum: float = 0.95, weight_decay: float = 0.1):
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            shapes: dict[torch.Size, list[torch.Tensor]] = {}
+            for weight in group["params"]:
+                shapes.setdefault(weight.shape, []).append(weight)
+            for weights in shapes.values():
+                self._step_same_shape(weights, group)
+
+    def _step_same_shape(self, weights: list[torch.Tensor], group: dict) -> None:
+        grad = torch.stack([weight.grad for weight in weights])
+        state = self.state[weights[0]]
+        if not state:
+            state["momentum"] = torch.zeros_like(grad)
+        momentum = state["momentum"].lerp_(grad, 1 - group["momentum"])
+        update = orthogonalize(grad.lerp(momentum, group["momentum"]))
+        rate = group["lr"] * 0.2 * math.sqrt(max(grad.shape[1:]))
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(weights, list(update.to(grad.dtype).unbind()), alpha=-rate)
+
+
+def orthogonalize(matrices: torch.Tensor, iterations: int = 5) -> torch.Tensor:
+    """[N, m, n] → each matrix with its singular values pushed to about 1, in bfloat16."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = matrices.bfloat16()
+    tall = x.shape[1] > x.shape[2]
+    x = x.mT if tall else x
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(iterations):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+def build_optimizers(model: LlamaForCausalLM, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """Weight decay on matrices only; the tied embedding is always AdamW's."""
+    hidden = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    matrices = [model.model.embed_tokens.weight]
+    optimizers: list[torch.optim.Optimizer] = []
+    if config.optimizer == "muon":
+        optimizers.append(Muon(hidden, lr=config.lr, weight_decay=config.weight_decay))
+    else:
+        matrices += hidden
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    optimizers.append(torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True))
+    return optimizers
+
+
+def learning_rate(step: int, steps: int, config: TrainConfig) -> float:
+    """Warm-up, plateau, then linear to 0 at `steps`."""
+    warm = min(1.0, (step + 1) / max(1, config.warmup))
+    decay = min(1.0, (steps - step) / max(1.0, config.decay_share * steps))
+    return config.lr * min(warm, decay)
+
+
+def token_losses(
+    hidden_BTD: torch.Tensor, embedding_VD: torch.Tensor, labels_BT: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(mean cross-entropy, mean squared log-partition) of tied logits, in float32."""
+    logits = F.linear(hidden_BTD, embedding_VD).flatten(0, 1).float()
+    partition = logits.logsumexp(-1)
+    picked = logits.gather(1, labels_BT.flatten()[:, None]).squeeze(1)
+    return (partition - picked).mean(), partition.square().mean()
+
+
+class Trainer:
+    """Holds model, optimizers and tokens of one run; `run` trains, `evaluate` measures."""
+
+    def __init__(self, model: LlamaForCausalLM, config: TrainConfig, data: Path, started: float):
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.config, self.started = config, started
+        self.model = model.to(self.device)
+        self.train_tokens = load_tokens(data, "train", self.device)
+        self.val_tokens = load_tokens(data, "val", self.device)
+        self.check_data()
+        self.optimizers = build_optimizers(model, config)
+        self.generator = torch.Generator(self.device).manual_seed(config.seed)
+        self.losses = token_losses
+        if self.device.type == "cuda":
+            # One decoder layer compiles once and serves all: seconds where the whole model takes
+            # a minute or more.
+            for layer in model.model.layers:
+                layer.compile(fullgraph=True)
+            self.losses = torch.compile(token_losses, fullgraph=True)
+
+    def check_data(self) -> None:
+        vocab = self.model.config.vocab_size
+        for name, tokens in (("train", self.train_tokens), ("val", self.val_tokens)):
+            if len(tokens) <= self.config.seq_len:
+                raise ValueError(
+                    f"{name} holds {len(tokens)} tokens, expected more than one sequence of "
+                    f"{self.config.seq_len}; add data or lower --seq-len"
+                )
+            if int(tokens.min()) < 0 or int(tokens.max()) >= vocab:
+                raise ValueError(
+                    f"{name} holds token ids outside 0..{vocab - 1}; "
+                    "the tokens and the config's vocab_size belong to different tokenizers"
+                )
+
+    def batch(self) -> torch.Tensor:
+        """[B, T + 1] tokens at uniformly random offsets; documents may be cut."""
+        last = len(self.train_tokens) - self.config.seq_len
+        start = torch.randint(
+            last, (self.config.batch, 1), generator=self.generator, device=self.device
+        )
+        index = start + torch.arange(self.config.seq_len + 1, device=self.device)
+        return self.train_tokens[index].long()
+
+    def forward(self, model: LlamaForCausalLM, tokens: torch.Tensor, autocast: bool = True):
+        """[B, T + 1] tokens → (cross-entropy, squared log-partition), means over B·T positions."""
+        autocast = autocast and self.device.type == "cuda"
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=autocast):
+            hidden = model.model(input_ids=tokens[:, :-1], use_cache=False).last_hidden_state
+            return self.losses(hidden, model.model.embed_tokens.weight, tokens[:, 1:])
+
+    def step(self, lr: float) -> torch.Tensor:
+        loss, partition = self.forward(self.model, self.batch())
+        (loss + self.config.z_loss * partition).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def seconds(self) -> float:
+        """Since the start of the process's work, with the device idle."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - self.started
+
+    def run(self) -> dict:
+        """Train; returns steps, tokens and the mean loss of the last tenth (at most 200 steps)."""
+        config = self.config
+        steps = config.steps if config.minutes is None else 10**9
+        first, last = CALIBRATION_STEPS
+        losses: list[torch.Tensor] = []
+        mark = (0, self.seconds())
+        step = 0
+        while step < steps:
+            losses.append(self.step(learning_rate(step, steps, config)))
+            step += 1
+            if config.minutes is not None and step == first:
+                calibration = self.seconds()
+            if config.minutes is not None and step == last:
+                step_time = (self.seconds() - calibration) / (last - first)
+                # 1.5% and 12 s cover drift, the final validation and saving.
+                left = 0.985 * (config.minutes * 60 - self.seconds() - 12)
+                steps = step + max(1, int(left / step_time))
+                print(f"{step_time * 1e3:.2f} ms a step: {steps} steps in all", flush=True)
+            if step % max(1, min(200, steps // 10)) == 0 or step == steps:
+                mark = self.report(step, steps, losses[-1], mark)
+            if step % 4000 == 0:
+                print(f"step {step} validation {self.evaluate(self.model):.4f}", flush=True)
+        tail = losses[-max(1, min(200, steps // 10)) :]
+        return {
+            "steps": steps,
+            "tokens": steps * config.batch * config.seq_len,
+            "train_loss": round(torch.stack(tail).mean().item(), 4),
+        }
+
+    def report(self, step: int, steps: int, loss: torch.Tensor, mark: tuple) -> tuple:
+        now = self.seconds()
+        per_step = (now - mark[1]) / (step - mark[0])
+        rate = self.config.batch * self.config.seq_len / per_step
+        lr = learning_rate(step - 1, steps, self.config)
+        print(
+            f"step {step}/{steps} loss {loss.item():.4f} lr {lr:.2e} "
+            f"{rate / 1e3:.1f}k tokens/s ETA {(steps - step) * per_step:.0f} s",
+            flush=True,
+        )
+        return step, now
+
+    def evaluate(self, model: LlamaForCausalLM, autocast: bool = True) -> float:
+        """Mean cross-entropy of the validation tokens in windows of T; an incomplete batch at the
+        end is left out. Gradients stay on: a second, no-grad graph would have to be compiled.
+        """
+        size = self.config.seq_len
+        count = (len(self.val_tokens) - 1) // size
+        batch = min(self.config.batch, count)
+        starts = torch.arange(count, device=self.device)[:, None] * size
+        index = starts + torch.arange(size + 1, device=self.device)
+        losses = []
+        for first in range(0, count - batch + 1, batch):
+            tokens = self.val_tokens[index[first : first + batch]].long()
+            losses.append(self.forward(model, tokens, autocast)[0].detach())
+        return torch.stack(losses).mean().item()
+
+
+def save(model: LlamaForCausalLM, data: Path, folder: Path) -> str:
+    """Write the bfloat16 folder with its tokenizer; returns the sha256 of the weights' file."""
+    model.to(torch.bfloat16).save_pretrained(folder)
+    for file in sorted((data / "tokenizer").glob("*")):
+        shutil.copy(file, folder / file.name)
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
+def commit() -> str | None:
+    """The checkout's commit, or None outside a repository."""
+    command = ["git", "-C", str(HERE), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def provenance() -> dict:
+    cuda = torch.cuda.is_available()
+    return {
+        "hardware": torch.cuda.get_device_name() if cuda else f"CPU {platform.machine()}",
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "command": " ".join(["python", "recipes/bundled_pair/pretrain.py", *sys.argv[1:]]),
+        "commit": commit(),
+    }
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--config", type=Path, default=HERE / "target.json")
+    parser.add_argument("--data", type=Path, default=Path("build/pair"))
+    parser.add_argument("--out", type=Path, default=Path("build/pair"))
+    parser.add_argument("--steps", type=int, default=15000)
+    parser.add_argument("--minutes", type=float, help="budget of the whole run; replaces --steps")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--seq-len", type=int, default=2048)
+    parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--warmup", type=int, default=300)
+    parser.add_argument("--decay-share", type=float, default=0.7)
+    parser.add_argument("--weight-decay", type=float, default=0.1)
+    parser.add_argument("--clip", type=float, default=1.0)
+    parser.add_argument("--z-loss", type=float, default=1e-5)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def main() -> None:
+    started = time.perf_counter()
+    args = vars(parse_args())
+    config_path, data, out = (args.pop(name) for name in ("config", "data", "out"))
+    config = TrainConfig(**args)
+    model = build_model(config_path, config.seed)
+    parameters = sum(p.numel() for p in model.parameters())
+    print(f"{parameters / 1e6:.2f}M parameters, {config}", flush=True)
+    trainer = Trainer(model, config, data, started)
+    summary = trainer.run()
+    trained_seconds = trainer.seconds()
+    digest = save(model, data, out / "target")
+    # What is validated is what was saved: the rounded weights, in float32 as the CPU serves them.
+    saved = LlamaForCausalLM.from_pretrained(out / "target", dtype=torch.float32).to(trainer.device)
+    summary |= {
+        "val_loss": round(trainer.evaluate(saved.eval(), autocast=False), 4),
+        "parameters": parameters,
+        "train_tokens": len(trainer.train_tokens),
+        "tokens_per_second": round(summary["tokens"] / trained_seconds),
+        "seconds": round(trainer.seconds(), 1),
+        "sha256": digest,
+        "settings": asdict(config),
+        **provenance(),
+    }
+    (out / "target_train.json").write_text(json.dumps(summary, indent=2) + "\n")
+    print(json.dumps(summary, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""What a P-EAGLE head trains on: (anchor, depth) elements, how they are sampled, who sees whom.
+
+Element (a, d) stands at position a + d. At depth 0 its token is x[a+1] and its feature g[a]; deeper
+it is the mask token with the shared hidden state. It predicts x[a+d+2] (arXiv 2602.01469; the
+conditional drop of elements, COD, is the paper's).
+
+An example: five tokens, of which x[1] to x[4] are the response, K = 3 and everything kept.
+Position 0 to 4 each give a depth-0 element. Those with a target inside the response are
+
+    (0,0) -> x[2]   (1,0) -> x[3]   (2,0) -> x[4]
+    (0,1) -> x[3]   (1,1) -> x[4]
+    (0,2) -> x[4]
+
+Shapes: B rows (one sequence each), N positions of a row, E elements of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+PADDING_ROW = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """Elements of a batch, all [B, E].
+
+    Attributes:
+        anchors, depths: which element.
+        documents: elements see only their own document; -1 is padding, seen by nobody.
+        supervised: the element counts in the loss.
+    """
+
+    anchors: Tensor
+    depths: Tensor
+    documents: Tensor
+    supervised: Tensor
+
+    @property
+    def positions(self) -> Tensor:
+        """Position ids, anchor + depth."""
+        return self.anchors + self.depths
+
+
+def may_attend(
+    query_anchor: Tensor,
+    query_depth: Tensor,
+    query_document: Tensor,
+    key_anchor: Tensor,
+    key_depth: Tensor,
+    key_document: Tensor,
+) -> Tensor:
+    """The attention rule, elementwise: may the query element see the key element?
+
+    Same document, and the key is a depth-0 element at or before the query's anchor, or an element
+    of the query's own chain at or above its depth. Serving attends in the same way.
+    """
+    context = (key_depth == 0) & (key_anchor <= query_anchor)
+    chain = (key_anchor == query_anchor) & (key_depth <= query_depth)
+    return (query_document == key_document) & (context | chain)
+
+
+def attention_mask(queries: Elements, keys: Elements) -> Tensor:
+    """`may_attend` of every pair, bool [B, 1, Eq, Ek]."""
+    q = (x.unsqueeze(-1) for x in (queries.anchors, queries.depths, queries.documents))
+    k = (x.unsqueeze(-2) for x in (keys.anchors, keys.depths, keys.documents))
+    return may_attend(*q, *k).unsqueeze(1)
+
+
+def supervised_depth(lengths_B: Tensor, prompt_lens_B: Tensor, num_positions: int) -> Tensor:
+    """Deepest supervised element of each anchor, int64 [B, N]; -1 where none counts.
+
+    Element (a, d) counts iff x[a+1] to x[a+d+2] all lie in the response.
+
+    Args:
+        lengths_B: tokens of each row, prompt and response.
+        prompt_lens_B: tokens of its prompt.
+        num_positions: N.
+    """
+    anchor_N = torch.arange(num_positions, device=lengths_B.device)
+    deepest_BN = lengths_B.unsqueeze(1) - 3 - anchor_N
+    in_response_BN = anchor_N + 1 >= prompt_lens_B.unsqueeze(1)
+    return torch.where(in_response_BN & (deepest_BN >= 0), deepest_BN, -1)
+
+
+def depth_counts(num_anchors: int | Tensor, num_depths: int, ratio: float, floor: float) -> list:
+    """Anchors kept at depths 1 to K - 1: round(n * max(ratio^d, floor)).
+
+    Args:
+        num_anchors: n, a number or a tensor of them.
+        num_depths: K.
+        ratio: r; 1 keeps everything.
+        floor: r_min, which keeps the deep positions from starving.
+    """
+    shares = [max(ratio**depth, floor) for depth in range(1, num_depths)]
+    if isinstance(num_anchors, Tensor):
+        return [(num_anchors * share).round().long() for share in shares]
+    return [round(num_anchors * share) for share in shares]
+
+
+def sample_elements(
+    deepest_BN: Tensor,
+    num_depths: int,
+    *,
+    ratio: float = 0.8,
+    floor: float = 0.0,
+    generator: torch.Generator | None = None,
+    multiple: int = 1,
+) -> Elements:
+    """Sample the elements of a batch by conditional drop (COD).
+
+    Depth 0 holds every position. One random order of a row's supervised anchors decides all
+    depths: depth d keeps the first n * max(ratio^d, floor) of it, so that the anchors of a depth
+    are a random subset of those of the depth above, and every chain is whole. The number of
+    elements depends on N only; what a row cannot fill is left unsupervised.
+
+    Args:
+        deepest_BN: from `supervised_depth`.
+        num_depths: K.
+        ratio, floor: as in `depth_counts`.
+        generator: of the device of `deepest_BN`.
+        multiple: pad E to a multiple of this.
+
+    Returns:
+        the elements, depth by depth, anchors ascending within a depth.
+    """
+    device, (batch, length) = deepest_BN.device, deepest_BN.shape
+    is_anchor_BN = deepest_BN >= 0
+    score_BN = torch.rand(batch, length, generator=generator, device=device)
+    order_BN = torch.where(is_anchor_BN, score_BN, 2.0).argsort(dim=1)
+    kept = depth_counts(is_anchor_BN.sum(1), num_depths, ratio, floor)
+    room = depth_counts(length, num_depths, ratio, floor)
+
+    anchors = [torch.arange(length, device=device).expand(batch, length)]
+    supervised = [is_anchor_BN]
+    for depth, (kept_B, size) in enumerate(zip(kept, room, strict=True), start=1):
+        rank = torch.arange(size, device=device)
+        anchor_BE, position_BE = order_BN[:, :size].sort(dim=1)
+        counts_BE = (rank < kept_B.unsqueeze(1)).gather(1, position_BE)
+        anchors.append(anchor_BE)
+        supervised.append(counts_BE & (deepest_BN.gather(1, anchor_BE) >= depth))
+    depths = [torch.full_like(a, depth) for depth, a in enumerate(anchors)]
+    joined = [torch.cat(parts, dim=1) for parts in (anchors, depths, supervised)]
+    padding = -joined[0].shape[1] % multiple
+    padded = [torch.nn.functional.pad(x, (0, padding)) for x in joined]
+    documents = torch.zeros_like(padded[0])
+    if padding:
+        documents[:, -padding:] = PADDING_ROW
+    return Elements(padded[0], padded[1], documents, padded[2])

@@ -1,0 +1,189 @@
+"""The training configuration: one TOML file, checked when it is read."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from peagle.errors import UserError
+
+FORMAT_VERSION = 1
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class HeadSection(_Section):
+    """Shape of the head; what is left out is taken from the target.
+
+    Attributes:
+        num_layers: decoder layers (the paper's heads have 4, EAGLE-3 heads 1).
+        hidden_size, intermediate_size, num_attention_heads, num_kv_heads, head_dim: geometry.
+        draft_vocab_size: keep the most frequent tokens of the training responses; none keeps all.
+        aux_layer_ids: target layers whose entering states are the feature.
+        mask_token_id: token of the mask slots; none takes the tokenizer's `<|mask|>` or, failing
+            that, the last id of the vocabulary.
+        norm_before_residual, norm_before_fc, fc_norm: conventions of the head.
+        freeze_embeddings: keep the target's embeddings (costs about 5% acceptance length).
+    """
+
+    num_layers: int = Field(4, ge=1)
+    hidden_size: int | None = Field(None, ge=1)
+    intermediate_size: int | None = Field(None, ge=1)
+    num_attention_heads: int | None = Field(None, ge=1)
+    num_kv_heads: int | None = Field(None, ge=1)
+    head_dim: int | None = Field(None, ge=2, multiple_of=2)
+    draft_vocab_size: int | None = Field(None, ge=1)
+    aux_layer_ids: tuple[int, ...] | None = None
+    mask_token_id: int | None = Field(None, ge=0)
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    freeze_embeddings: bool = False
+
+
+class DataSection(_Section):
+    """Responses that the target generated.
+
+    Attributes:
+        train, validation: files, .jsonl or .safetensors (docs/training.md has the formats).
+        max_length: longer sequences are cut here.
+        batch_tokens: tokens of a batch, padding included.
+        length_multiple: rows of a batch are padded to a multiple of this.
+    """
+
+    train: Path
+    validation: Path | None = None
+    max_length: int = Field(2048, ge=8)
+    batch_tokens: int = Field(8192, ge=8)
+    length_multiple: int = Field(128, ge=1)
+
+
+class MethodSection(_Section):
+    """What is trained.
+
+    Attributes:
+        name: "peagle" (parallel drafting) or "eagle3" (training-time test).
+        depth: K_train; training deeper than the K served pays (8 for 5: +4%).
+        cod_ratio, cod_floor: conditional drop of P-EAGLE elements.
+        loss: "kl" of target to draft, "ce" on the target's most likely token.
+        depth_decay: weight of depth d is depth_decay^d.
+    """
+
+    name: Literal["peagle", "eagle3"] = "peagle"
+    depth: int = Field(8, ge=1, le=64)
+    cod_ratio: float = Field(0.8, gt=0, le=1)
+    cod_floor: float = Field(0.2, ge=0, le=1)
+    loss: Literal["kl", "ce"] = "kl"
+    depth_decay: float = Field(1.0, gt=0, le=1)
+
+
+class OptimizerSection(_Section):
+    """AdamW with linear warm-up and linear decay to zero."""
+
+    steps: int = Field(..., ge=1)
+    learning_rate: float = Field(1e-4, gt=0)
+    warmup_ratio: float = Field(0.01, ge=0, lt=1)
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    max_grad_norm: float = Field(1.0, gt=0)
+
+
+class RunSection(_Section):
+    """Where it runs and what it writes.
+
+    Attributes:
+        seed: of initial weights, order of the data and element sampling.
+        device: "auto" takes the GPU where there is one.
+        target_dtype: of the frozen target; "auto" is float32 on a CPU, bfloat16 on a GPU.
+        precision: of the head's matrix products; weights are kept in float32.
+        save_dtype: of the head written at the end.
+        log_every, validate_every, save_every: steps between.
+        validation_batches: batches of a validation.
+        attention: "flex" (FlexAttention), "dense" (a mask), "auto" is flex on a GPU.
+    """
+
+    seed: int = Field(0, ge=0)
+    device: str = "auto"
+    target_dtype: Literal["auto", "float32", "float64", "bfloat16", "float16"] = "auto"
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    save_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    log_every: int = Field(20, ge=1)
+    validate_every: int = Field(500, ge=1)
+    save_every: int = Field(500, ge=1)
+    validation_batches: int = Field(8, ge=1)
+    attention: Literal["auto", "flex", "dense"] = "auto"
+
+
+class TrainConfig(_Section):
+    """A whole training run.
+
+    Attributes:
+        target: folder of the target model.
+        output: folder that receives the head, the checkpoint to resume from and the records.
+    """
+
+    format_version: int = FORMAT_VERSION
+    target: Path
+    output: Path
+    head: HeadSection = HeadSection()  # type: ignore[call-arg]
+    data: DataSection
+    method: MethodSection = MethodSection()  # type: ignore[call-arg]
+    optimizer: OptimizerSection
+    run: RunSection = RunSection()  # type: ignore[call-arg]
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainConfig:
+        if self.format_version > FORMAT_VERSION:
+            raise ValueError(
+                f"format_version is {self.format_version}, newer than this peagle reads "
+                f"({FORMAT_VERSION}); upgrade peagle"
+            )
+        if self.data.batch_tokens < self.data.length_multiple:
+            raise ValueError("data.batch_tokens must hold at least one row of data.length_multiple")
+        return self
+
+    @classmethod
+    def read(cls, path: str | Path) -> TrainConfig:
+        """Read a TOML file; relative paths in it are relative to its folder.
+
+        Raises:
+            UserError: the file is missing, not TOML, or a key or value is not understood.
+        """
+        file = Path(path)
+        if not file.is_file():
+            raise UserError(f"The training configuration {str(path)!r} is not there.")
+        try:
+            data = tomllib.loads(file.read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise UserError(f"{str(path)!r} is not TOML: {error}.") from None
+        try:
+            config = cls.model_validate(data)
+        except ValidationError as error:
+            raise UserError(f"{str(path)!r}: {_first_problem(error)}") from None
+        return config._relative_to(file.parent)
+
+    def _relative_to(self, folder: Path) -> TrainConfig:
+        data = self.data.model_copy(
+            update={
+                "train": folder / self.data.train,
+                "validation": folder / self.data.validation if self.data.validation else None,
+            }
+        )
+        return self.model_copy(
+            update={"target": folder / self.target, "output": folder / self.output, "data": data}
+        )
+
+
+def _first_problem(error: ValidationError) -> str:
+    problem = error.errors()[0]
+    where = ".".join(str(part) for part in problem["loc"]) or "the file"
+    if problem["type"] == "extra_forbidden":
+        return f"{where} is not a known key."
+    if problem["type"] == "missing":
+        return f"{where} is missing."
+    return f"{where} is {problem['input']!r}: {problem['msg']}."

@@ -1,0 +1,293 @@
+"""The training loop: one optimizer step after another, validated, saved, exactly resumable."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peagle.engine.engine import resolve_device, resolve_dtype
+from peagle.errors import UserError
+from peagle.models.checkpoint import save_drafter, write_json
+from peagle.models.drafter import Drafter
+from peagle.models.fingerprint import TargetFingerprint
+from peagle.models.target import TargetModel, load_tokenizer
+from peagle.training.build import build_drafter
+from peagle.training.config import TrainConfig
+from peagle.training.data import Batch, BatchStream, ResponseDataset
+from peagle.training.element_attention import dense_attention, flex_attention
+from peagle.training.features import TargetStates, target_states
+from peagle.training.losses import AcceptanceMeter, draft_loss, greedy_match
+from peagle.training.methods import Graded, Method
+from peagle.training.provenance import provenance
+from peagle.training.state import load_state, save_state
+
+_COD_SEED = 7_919
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the trainer says while it runs.
+
+    Attributes:
+        kind: "train", "validation" or "end".
+        step, steps: how far.
+        loss: mean over graded elements.
+        accuracy: per depth, P(draft matches).
+        acceptance: per depth, P(all drafts down to it match).
+        acceptance_length: simulated, at K = depth of the method, greedy.
+        learning_rate, tokens_per_s, seconds_left: of the run.
+    """
+
+    kind: str
+    step: int
+    steps: int
+    loss: float
+    accuracy: list[float]
+    acceptance: list[float]
+    acceptance_length: float
+    learning_rate: float
+    tokens_per_s: float
+    seconds_left: float
+
+
+class Trainer:
+    """Trains one head.
+
+    The loss has one denominator for the whole batch; all randomness is a function of (seed, step),
+    so a resumed run takes the very steps that an uninterrupted one would have taken.
+
+    Args:
+        config: the run.
+        report: receives progress.
+
+    Raises:
+        UserError: target, data or configuration are not usable.
+    """
+
+    def __init__(
+        self, config: TrainConfig, report: Callable[[Report], None] = lambda _: None
+    ) -> None:
+        self.config = config
+        self.report = report
+        run = config.run
+        self.device = resolve_device(run.device)
+        self.target = TargetModel.load(
+            config.target, dtype=resolve_dtype(run.target_dtype, self.device), device=self.device
+        )
+        tokenizer = load_tokenizer(config.target)
+        data = config.data
+        load = (tokenizer, self.target.vocab_size, data.max_length)
+        self.dataset = ResponseDataset.load(data.train, *load)
+        self.stream = BatchStream(self.dataset, data.batch_tokens, data.length_multiple, run.seed)
+        self.validation = ResponseDataset.load(data.validation, *load) if data.validation else None
+        self.drafter = build_drafter(config, self.target, tokenizer, self.dataset)
+        self.target.tap_aux(self.drafter.config.aux_layer_ids)
+        flex = run.attention == "flex" or (run.attention == "auto" and self.device.type == "cuda")
+        self.method = Method(config.method, flex_attention if flex else dense_attention, flex=flex)
+        self.draft_ids = self.drafter.target_ids() if self.drafter.config.is_pruned else None
+        trainable = [p for p in self.drafter.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(
+            trainable,
+            lr=config.optimizer.learning_rate,
+            betas=config.optimizer.betas,
+            weight_decay=config.optimizer.weight_decay,
+            fused=self.device.type == "cuda",
+        )
+        self.step = 0
+        self.history: list[dict[str, Any]] = []
+
+    def run(self, *, resume: bool = False) -> dict[str, Any]:
+        """Train to the end and write head, checkpoint and records; returns the record.
+
+        Args:
+            resume: go on from the checkpoint in the output folder.
+
+        Raises:
+            UserError: no checkpoint to resume from, one that would be overwritten, or no space.
+        """
+        config, output = self.config, self.config.output
+        checkpoint = output / "checkpoint"
+        output.mkdir(parents=True, exist_ok=True)
+        if resume:
+            self.step = load_state(checkpoint, self.drafter, self.optimizer, self._facts())
+        elif checkpoint.exists():
+            raise UserError(
+                f"{str(checkpoint)!r} holds an earlier run; go on with --resume or choose another output."
+            )
+        steps, run = config.optimizer.steps, config.run
+        start_step, started = self.step, time.perf_counter()
+        window = _Window(self.method.section.depth, self.device)
+        while self.step < steps:
+            batch = self.stream.at(self.step).to(self.device)
+            window.add(self._train_step(batch, window.meter), int(batch.lengths_B.sum()))
+            self.step += 1
+            if self.step % run.log_every == 0 or self.step == steps:
+                pace = (time.perf_counter() - started) / (self.step - start_step)
+                self._log("train", window, pace)
+                window = _Window(self.method.section.depth, self.device)
+            if self.step % run.validate_every == 0 or self.step == steps:
+                self.validate()
+            if self.step % run.save_every == 0 or self.step == steps:
+                save_state(checkpoint, self.drafter, self.optimizer, self.step, self._facts())
+        return self._finish(time.perf_counter() - started)
+
+    def validate(self) -> Report | None:
+        """Loss and simulated acceptance on the validation data, every element of it."""
+        if self.validation is None:
+            return None
+        data = self.config.data
+        stream = BatchStream(self.validation, data.batch_tokens, data.length_multiple, seed=0)
+        window = _Window(self.method.section.depth, self.device)
+        with torch.no_grad():
+            for index in range(min(self.config.run.validation_batches, stream.steps_per_epoch)):
+                batch = stream.at(index).to(self.device)
+                loss, weight = self._loss(batch, window.meter, None, everything=True)
+                window.add(loss / weight, int(batch.lengths_B.sum()))
+        return self._log("validation", window, 0.0)
+
+    def _train_step(self, batch: Batch, meter: AcceptanceMeter) -> torch.Tensor:
+        options = self.config.optimizer
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._learning_rate(self.step)
+        generator = torch.Generator(self.device)
+        generator.manual_seed(self.config.run.seed * _COD_SEED + self.step)
+        loss, weight = self._loss(batch, meter, generator, everything=False)
+        mean = loss / weight
+        self.optimizer.zero_grad(set_to_none=True)
+        mean.backward()
+        torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), options.max_grad_norm)
+        self.optimizer.step()
+        return mean.detach()
+
+    def _loss(
+        self,
+        batch: Batch,
+        meter: AcceptanceMeter,
+        generator: torch.Generator | None,
+        *,
+        everything: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weighted sum of the element losses, and the sum of the weights."""
+        states = target_states(self.target, batch)
+        loss = torch.zeros((), device=self.device)
+        weight = torch.zeros((), device=self.device)
+        parts: list[tuple[Graded, torch.Tensor]] = []
+        with self._autocast():
+            for graded in self.method.graded(
+                self.drafter, batch, states, generator, everything=everything
+            ):
+                losses, match = self._grade(graded, states)
+                weights = self.method.section.depth_decay ** graded.depth.float()
+                loss = loss + (losses * weights).sum()
+                weight = weight + weights.sum()
+                parts.append((graded, match))
+        fields = (torch.cat([getattr(g, n) for g, _ in parts]) for n in ("row", "anchor", "depth"))
+        meter.add(*fields, torch.cat([match for _, match in parts]))
+        return loss, weight.clamp_min(1)
+
+    def _grade(self, graded: Graded, states: TargetStates) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+            predicting = graded.anchor + graded.depth + 1
+            target_logits = self.target.compute_logits(states.hidden_BNH[graded.row, predicting])
+        logits = self.drafter.compute_logits(graded.hidden_MD)
+        losses = draft_loss(logits, target_logits, self.draft_ids, self.method.section.loss)
+        return losses, greedy_match(logits.detach(), target_logits, self.draft_ids)
+
+    def _learning_rate(self, step: int) -> float:
+        """Linear warm-up, then linear decay to zero at the last step."""
+        options = self.config.optimizer
+        warmup = max(1, round(options.steps * options.warmup_ratio))
+        share = min((step + 1) / warmup, (options.steps - step) / max(1, options.steps - warmup))
+        return options.learning_rate * min(1.0, share)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        precision = self.config.run.precision
+        if precision == "bfloat16" or (precision == "auto" and self.device.type == "cuda"):
+            return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        return nullcontext()
+
+    def _log(self, kind: str, window: _Window, pace: float) -> Report:
+        steps = self.config.optimizer.steps
+        report = Report(
+            kind=kind,
+            step=self.step,
+            steps=steps,
+            loss=window.loss(),
+            accuracy=window.meter.accuracy(),
+            acceptance=window.meter.unconditional(),
+            acceptance_length=window.meter.acceptance_length(self.method.section.depth),
+            learning_rate=self._learning_rate(min(self.step, steps - 1)),
+            tokens_per_s=window.tokens_per_s(),
+            seconds_left=pace * (steps - self.step),
+        )
+        self.history.append(asdict(report))
+        with (self.config.output / "metrics.jsonl").open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(asdict(report)) + "\n")
+        self.report(report)
+        return report
+
+    def _facts(self) -> dict[str, Any]:
+        """What a resumed run must have in common with the one that it goes on."""
+        config = self.config
+        return {
+            "method": config.method.model_dump(mode="json"),
+            "head": config.head.model_dump(mode="json"),
+            "optimizer": config.optimizer.model_dump(mode="json"),
+            "seed": config.run.seed,
+            "sequences": len(self.dataset),
+            "batch_tokens": config.data.batch_tokens,
+        }
+
+    def _finish(self, seconds: float) -> dict[str, Any]:
+        config = self.config
+        validations = [entry for entry in self.history if entry["kind"] == "validation"]
+        record = {
+            **provenance(config.data.train),
+            "config": config.model_dump(mode="json", exclude={"target", "output", "data"}),
+            "parameters": sum(p.numel() for p in self.drafter.parameters()),
+            "steps": self.step,
+            "epochs": self.step / self.stream.steps_per_epoch,
+            "seconds": seconds,
+            "final": self.history[-1] if self.history else None,
+            "validation": validations[-1] if validations else None,
+        }
+        write_json(config.output / "train.json", record)
+        save_head(self.drafter, self.target, config.output / "head", config.run.save_dtype)
+        return record
+
+
+def save_head(drafter: Drafter, target: TargetModel, folder: Path, dtype: str) -> None:
+    """Write the finished head, vLLM style, with the target's fingerprint."""
+    save_drafter(
+        folder,
+        drafter,
+        fingerprint=TargetFingerprint.of(target),
+        dtype=getattr(torch, dtype),
+    )
+
+
+class _Window:
+    """Figures since the last report; nothing waits for the device before they are read."""
+
+    def __init__(self, num_depths: int, device: torch.device) -> None:
+        self.meter = AcceptanceMeter(num_depths, device)
+        self._losses: list[torch.Tensor] = []
+        self._num_tokens = 0
+        self._started = time.perf_counter()
+
+    def add(self, loss: torch.Tensor, num_tokens: int) -> None:
+        self._losses.append(loss)
+        self._num_tokens += num_tokens
+
+    def loss(self) -> float:
+        return float(torch.stack(self._losses).mean()) if self._losses else float("nan")
+
+    def tokens_per_s(self) -> float:
+        return self._num_tokens / (time.perf_counter() - self._started)
