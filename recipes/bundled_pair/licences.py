@@ -46,7 +46,8 @@ COPYLEFT = re.compile(
 # Python's own licence text explains how it relates to the GPL; that is no grant under the GPL.
 _PSF_HISTORY = re.compile(
     r"gpl[- ]{0,2}(from )?compatible|compatible with the gpl|unlike the gpl|\bthe gpl\b"
-    r"|previously distributed under the gnu general public license \(gpl\)", re.I
+    r"|previously distributed under the gnu general public license \(gpl\)",
+    re.I,
 )
 # The compiler's runtime, shipped beside compiled extensions; no Python source is under it.
 _GCC_RUNTIME = re.compile(r"gcc[- ](runtime library )?exception", re.I)

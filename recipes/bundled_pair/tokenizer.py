@@ -27,9 +27,7 @@ MODEL_MAX_LENGTH = 2048
 # Words with one leading character, single digits, punctuation with its line ends, blank runs.
 # A line end is never merged with the indentation after it: a prompt that stops at the end of
 # a line then has the tokens that the same text has inside a document.
-PATTERN = (
-    r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _BATCH = 512
 
 
@@ -104,7 +102,9 @@ def compress(path: Path, level: int) -> int:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--build", type=Path, default=Path("build/pair"), help="folder of corpus.py")
+    parser.add_argument(
+        "--build", type=Path, default=Path("build/pair"), help="folder of corpus.py"
+    )
     parser.add_argument("--vocab-size", type=int, default=2048)
     parser.add_argument("--sample", type=int, default=8000, help="documents that train the BPE")
     parser.add_argument("--xz-level", type=int, default=6)

@@ -29,10 +29,15 @@ def probs_from_logits(
     """
     logits_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
     greedy_N = temperature_N == 0
+    # Shifted and clamped, so that no temperature, however small or large, makes inf / inf.
+    limits = torch.finfo(logits_NV.dtype)
     scale_N1 = torch.where(greedy_N, 1.0, temperature_N).to(logits_NV.dtype).unsqueeze(1)
-    probs_NV = torch.softmax(logits_NV / scale_N1, dim=-1)
-    if bool((top_k_N > 0).any()) or bool((top_p_N < 1).any()):
-        probs_NV = _cut(probs_NV, top_k_N, top_p_N)
+    shifted_NV = logits_NV - logits_NV.amax(-1, keepdim=True)
+    probs_NV = torch.softmax(shifted_NV / scale_N1.clamp(limits.tiny, limits.max), dim=-1)
+    cut_N = (top_k_N > 0) | (top_p_N < 1)
+    if bool(cut_N.any()):
+        # The other rows stay as they are to the last bit: batch-mates must not change a request.
+        probs_NV = torch.where(cut_N.unsqueeze(1), _cut(probs_NV, top_k_N, top_p_N), probs_NV)
     if bool(greedy_N.any()):
         best_NV = torch.zeros_like(probs_NV).scatter_(1, logits_NV.argmax(-1, keepdim=True), 1.0)
         probs_NV = torch.where(greedy_N.unsqueeze(1), best_NV, probs_NV)

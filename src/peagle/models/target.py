@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging as transformers_logging
 
 from peagle.attention import LayerKVCache, Prepared
 from peagle.config import require_folder
@@ -124,6 +125,7 @@ class TargetModel:
         config = _load_config(folder)
         _check_architecture(config)
         _refuse_pickles(folder)
+        transformers_logging.disable_progress_bar()
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 folder,

@@ -41,7 +41,8 @@ class Report:
         loss: mean over graded elements.
         accuracy: per depth, P(draft matches).
         acceptance: per depth, P(all drafts down to it match).
-        acceptance_length: simulated, at K = depth of the method, greedy.
+        acceptance_length: simulated, greedy, at K = depth of the method; over all anchors in
+            training, as serving would walk them in validation.
         learning_rate, tokens_per_s, seconds_left: of the run.
     """
 
@@ -144,7 +145,7 @@ class Trainer:
             return None
         data = self.config.data
         stream = BatchStream(self.validation, data.batch_tokens, data.length_multiple, seed=0)
-        window = _Window(self.method.section.depth, self.device)
+        window = _Window(self.method.section.depth, self.device, walk=True)
         with torch.no_grad():
             for index in range(min(self.config.run.validation_batches, stream.steps_per_epoch)):
                 batch = stream.at(index).to(self.device)
@@ -222,7 +223,7 @@ class Trainer:
             loss=window.loss(),
             accuracy=window.meter.accuracy(),
             acceptance=window.meter.unconditional(),
-            acceptance_length=window.meter.acceptance_length(self.method.section.depth),
+            acceptance_length=window.acceptance_length(self.method.section.depth),
             learning_rate=self._learning_rate(min(self.step, steps - 1)),
             tokens_per_s=window.tokens_per_s(),
             seconds_left=pace * (steps - self.step),
@@ -276,8 +277,9 @@ def save_head(drafter: Drafter, target: TargetModel, folder: Path, dtype: str) -
 class _Window:
     """Figures since the last report; nothing waits for the device before they are read."""
 
-    def __init__(self, num_depths: int, device: torch.device) -> None:
-        self.meter = AcceptanceMeter(num_depths, device)
+    def __init__(self, num_depths: int, device: torch.device, *, walk: bool = False) -> None:
+        self.walk = walk
+        self.meter = AcceptanceMeter(num_depths, device, walk=walk)
         self._losses: list[torch.Tensor] = []
         self._num_tokens = 0
         self._started = time.perf_counter()
@@ -285,6 +287,10 @@ class _Window:
     def add(self, loss: torch.Tensor, num_tokens: int) -> None:
         self._losses.append(loss)
         self._num_tokens += num_tokens
+
+    def acceptance_length(self, k: int) -> float:
+        meter = self.meter
+        return meter.served_acceptance_length(k) if self.walk else meter.acceptance_length(k)
 
     def loss(self) -> float:
         return float(torch.stack(self._losses).mean()) if self._losses else float("nan")

@@ -1,0 +1,5 @@
+"""`python -m peagle`."""
+
+from peagle.cli.main import main
+
+main()

@@ -1,0 +1,134 @@
+"""The `peagle` command: finds the subcommand, runs it, turns errors into exit statuses.
+
+Status 0: done. 1: the reader of the output went away. 2: a mistake in the input (`UserError` or
+usage). 130: interrupted. Anything else is a fault of peagle and shows its traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from textwrap import indent
+from typing import Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from peagle import __version__
+from peagle.errors import UserError
+
+INTERRUPTED = 130
+
+# Name and one-line help of each command. The command is the function of that name in the module
+# peagle.cli.NAME, whose EXAMPLES close the help page; it is imported when somebody calls it.
+COMMANDS = {
+    "demo": "Complete HumanEval prompts with plain decoding, EAGLE-3 and P-EAGLE, and compare.",
+    "generate": "Complete prompts of your own.",
+    "train": "Train a draft head as a TOML file says.",
+}
+
+_CONTEXT = {"help_option_names": ["-h", "--help"]}
+# click's own or the copy inside typer, by the version of typer.
+_UsageError: Any = typer.BadParameter.__base__
+
+
+class Command(TyperCommand):
+    """A command whose help page ends with examples, printed as they were written."""
+
+    examples = ""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help page."""
+        super().format_help(ctx, formatter)
+        formatter.write(f" Examples:\n{indent(self.examples.strip(), '   ')}\n")
+
+
+class LazyCommand(TyperCommand):
+    """A command's name and short help; the rest is imported when it is called."""
+
+    def make_context(self, *args: Any, **keywords: Any) -> Any:
+        """The context of the real command, which is what then runs."""
+        return self.load().make_context(*args, **keywords)
+
+    def load(self) -> Command:
+        """Import the command."""
+        assert self.name is not None
+        module = import_module(f"peagle.cli.{self.name}")
+        app = typer.Typer(add_completion=False, context_settings=_CONTEXT)
+        app.command(self.name, cls=Command)(getattr(module, self.name))
+        command = typer.main.get_command(app)
+        assert isinstance(command, Command)
+        command.examples = module.EXAMPLES
+        return command
+
+
+class LazyGroup(TyperGroup):
+    """The commands of the table above."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        for name, text in COMMANDS.items():
+            self.add_command(LazyCommand(name, help=text))
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"peagle {__version__}")
+        raise typer.Exit
+
+
+app = typer.Typer(
+    cls=LazyGroup, add_completion=False, no_args_is_help=True, context_settings=_CONTEXT
+)
+
+
+@app.callback()
+def peagle(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Parallel-drafting speculative decoding (P-EAGLE) for Hugging Face causal language models."""
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status.
+
+    Args:
+        arguments: without the program's name; None takes those of this process.
+    """
+    try:
+        status = typer.main.get_command(app).main(
+            args=arguments, prog_name="peagle", standalone_mode=False
+        )
+        sys.stdout.flush()
+    except UserError as error:
+        return _fail(str(error))
+    except _UsageError as error:
+        hint = f" Try: {error.ctx.command_path} --help" if error.ctx else ""
+        return _fail(error.format_message() + hint)
+    except (KeyboardInterrupt, typer.Abort):
+        status = INTERRUPTED
+    except BrokenPipeError:
+        # Nobody reads on. The interpreter flushes standard output once more at its end: into this.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    if status == INTERRUPTED:
+        print("peagle: interrupted", file=sys.stderr)
+    return status if isinstance(status, int) else 0
+
+
+def _fail(message: str) -> int:
+    print(f"peagle: error: {message}", file=sys.stderr)
+    return 2
+
+
+def main() -> NoReturn:
+    """The entry point of the `peagle` script."""
+    sys.exit(run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Prompt sets, acceptance metrics, comparisons of ways to decode."""

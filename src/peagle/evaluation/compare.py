@@ -1,0 +1,142 @@
+"""Ways to decode, run on the same prompts over one loaded target, and timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from peagle.config import SamplingParams, SpeculativeConfig
+from peagle.evaluation.acceptance import Acceptance, Completion, Step
+from peagle.llm import LLM, StreamChunk
+from peagle.models.target import TargetModel
+
+WARM_UP_TOKENS = 16
+
+
+@dataclass(slots=True)
+class Measurement:
+    """Outputs of one run and the time they took.
+
+    Attributes:
+        completions: one a prompt, in order.
+        seconds: of the engine, prompt passes included, whatever the caller does between steps
+            left out.
+    """
+
+    completions: list[Completion] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def extend(self, other: Measurement) -> None:
+        """Append another run."""
+        self.completions += other.completions
+        self.seconds += other.seconds
+
+    @property
+    def token_ids(self) -> list[list[int]]:
+        """Output tokens of each prompt."""
+        return [completion.output.token_ids for completion in self.completions]
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens."""
+        return sum(map(len, self.token_ids))
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens a second."""
+        return self.num_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """Pooled counters."""
+        return Acceptance.of(self.completions)
+
+
+def measure(
+    llm: LLM,
+    prompts: Sequence[str],
+    params: SamplingParams | Sequence[SamplingParams],
+    watch: Callable[[StreamChunk], None] | None = None,
+) -> Measurement:
+    """Complete `prompts` and time the engine.
+
+    Args:
+        llm: what decodes.
+        prompts: texts.
+        params: for all of them, or one each.
+        watch: called with every chunk, outside the time that counts.
+
+    Raises:
+        UserError: a prompt is empty or too long.
+    """
+    steps: list[list[Step]] = [[] for _ in prompts]
+    completions: list[Completion | None] = [None] * len(prompts)
+    seconds = 0.0
+    stream = llm.stream(prompts, params)
+    while True:
+        start = time.perf_counter()
+        chunk = next(stream, None)
+        seconds += time.perf_counter() - start
+        if chunk is None:
+            break
+        own = steps[chunk.index]
+        own.append(Step(len(chunk.token_ids), chunk.num_drafted, chunk.num_accepted))
+        if chunk.output is not None:
+            completions[chunk.index] = Completion(chunk.output, own)
+        if watch is not None:
+            watch(chunk)
+    return Measurement([c for c in completions if c is not None], seconds)
+
+
+def build(
+    target: TargetModel,
+    configurations: Mapping[str, SpeculativeConfig | None],
+    **engine_options: Any,
+) -> dict[str, LLM]:
+    """One LLM a configuration, all on the same target.
+
+    Args:
+        target: shared by all of them.
+        configurations: by name; None decodes plainly.
+        **engine_options: fields of EngineConfig.
+
+    Raises:
+        UserError: a head does not fit the target, or an option is not usable.
+    """
+    return {
+        name: LLM(model=target, speculative_config=speculative, **engine_options)
+        for name, speculative in configurations.items()
+    }
+
+
+def warm_up(llms: Mapping[str, LLM], prompts: Sequence[str]) -> None:
+    """Run each a little, so that the first measurement is not slower than the others."""
+    for llm in llms.values():
+        llm.generate(prompts, SamplingParams(max_tokens=WARM_UP_TOKENS))
+
+
+def compare(
+    llms: Mapping[str, LLM],
+    prompts: Sequence[str],
+    params: SamplingParams | Sequence[SamplingParams],
+    *,
+    repeats: int = 1,
+) -> dict[str, list[Measurement]]:
+    """Measure each of `llms` on the same prompts, `repeats` times, taking turns.
+
+    Taking turns lets a slow spell of the machine hit all of them, not one.
+    """
+    warm_up(llms, prompts[:1])
+    runs: dict[str, list[Measurement]] = {name: [] for name in llms}
+    for _ in range(repeats):
+        for name, llm in llms.items():
+            runs[name].append(measure(llm, prompts, params))
+    return runs
+
+
+def median_tokens_per_s(runs: Sequence[Measurement]) -> float:
+    """The median speed of repeated runs."""
+    return median(run.tokens_per_s for run in runs)

@@ -1,0 +1,56 @@
+"""Where a number was measured: versions, processor, threads, commit."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from peagle import __version__
+
+
+def environment(device: torch.device | None = None) -> dict[str, Any]:
+    """Facts that belong beside every number.
+
+    Args:
+        device: the one measured on; None is the CPU.
+    """
+    on_gpu = device is not None and device.type == "cuda"
+    return {
+        "peagle": __version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        "cpu": _cpu_name(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """The commit of this package's checkout, "-dirty" if changed; None outside a checkout."""
+    source = Path(__file__).resolve().parents[3]
+    # An installed package may lie below somebody else's checkout, a virtual environment in it say.
+    if not (source / "src" / "peagle").is_dir():
+        return None
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        result = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() or None if result.returncode == 0 else None

@@ -1,0 +1,127 @@
+"""Prompts: the bundled sets, and files of the user's own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peagle.bundled import BUNDLED_PROMPTS
+from peagle.errors import UserError
+
+PROMPT_SETS = ("humaneval", "mt_bench", "gsm8k", "heldout_code")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt.
+
+    Attributes:
+        id: as the file gives it, else the number of its line.
+        turns: what the user says, turn by turn; at least one, none empty.
+    """
+
+    id: str
+    turns: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """The first turn."""
+        return self.turns[0]
+
+
+def load_prompt_set(name: str, limit: int | None = None) -> list[Prompt]:
+    """A bundled prompt set.
+
+    Args:
+        name: one of PROMPT_SETS.
+        limit: take only the first so many.
+
+    Raises:
+        UserError: no such set, or this installation lacks it.
+    """
+    if name not in PROMPT_SETS:
+        raise UserError(f"No prompt set {name!r}; there are {', '.join(PROMPT_SETS)}.")
+    if limit is not None and limit < 1:
+        raise UserError(f"The limit is {limit}; expected at least 1 prompt.")
+    return read_prompts(BUNDLED_PROMPTS / f"{name}.jsonl")[:limit]
+
+
+def read_prompts(path: str | Path) -> list[Prompt]:
+    """Prompts of a file, one a line.
+
+    The first line that is not blank decides how all are read: if it begins with `{` or `"`, every
+    line is JSON ({"id", "turns"}, {"id", "prompt"} or a string; further keys are left alone),
+    otherwise every line is a prompt as it stands. Blank lines are skipped.
+
+    Args:
+        path: the file; "-" is standard input.
+
+    Raises:
+        UserError: the file is not readable or has no prompt, or a line is not one (its number).
+    """
+    name = "standard input" if str(path) == "-" else repr(str(path))
+    try:
+        raw = sys.stdin.buffer.read() if str(path) == "-" else Path(path).read_bytes()
+    except OSError as error:
+        raise UserError(f"The prompt file {name} is not readable: {error.strerror}.") from None
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{name}, line {line}: not UTF-8 text.") from None
+    # Not splitlines(): it also splits at characters that JSON strings may hold as they are.
+    return parse_prompts(text.split("\n"), name)
+
+
+def parse_prompts(lines: Iterable[str], source: str) -> list[Prompt]:
+    """Prompts of the lines of a file, as `read_prompts` describes.
+
+    Args:
+        lines: of the file.
+        source: its name, for errors.
+
+    Raises:
+        UserError: as `read_prompts`.
+    """
+    numbered = [(i, stripped) for i, line in enumerate(lines, 1) if (stripped := line.strip("\r"))]
+    numbered = [(number, line) for number, line in numbered if line.strip()]
+    if not numbered:
+        raise UserError(f"{source} has no prompts: it is empty. Expected one prompt a line.")
+    if not numbered[0][1].lstrip().startswith(("{", '"')):
+        return [Prompt(str(number), (line,)) for number, line in numbered]
+    return [_parse_json(line, str(number), f"{source}, line {number}") for number, line in numbered]
+
+
+def _parse_json(line: str, number: str, where: str) -> Prompt:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        problem = f"{error.msg} at column {error.colno}"
+        raise UserError(f"{where}: not JSON ({problem}). Expected one JSON value a line.") from None
+    if isinstance(record, str):
+        record = {"prompt": record}
+    if not isinstance(record, dict) or len({"prompt", "turns"} & set(record)) != 1:
+        raise UserError(
+            f'{where}: expected {{"id", "turns": [...]}}, {{"id", "prompt"}} or a string; '
+            f"got {line[:60]}"
+        )
+    turns = record["turns"] if "turns" in record else [record["prompt"]]
+    return Prompt(_id(record.get("id", number), where), _turns(turns, where))
+
+
+def _id(value: Any, where: str) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise UserError(f"{where}: id is {value!r}; expected a string or a whole number.")
+    return str(value)
+
+
+def _turns(turns: Any, where: str) -> tuple[str, ...]:
+    if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
+        raise UserError(f"{where}: the prompt is {turns!r}; expected text, or a list of turns.")
+    if not all(turns):
+        raise UserError(f"{where}: the prompt is empty; expected at least one character.")
+    return tuple(turns)

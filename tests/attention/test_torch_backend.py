@@ -1,0 +1,276 @@
+"""The torch backend against attention written out query by query, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from peagle.attention import AttentionMetadata, LayerKVCache, TorchAttention
+from peagle.attention.torch_backend import DenseCausalAttention
+
+FLOAT = torch.float64
+
+
+def attend_one(
+    query_hd: Tensor, keys_SHd: Tensor, values_SHd: Tensor, position: int, window: int | None
+) -> Tensor:
+    """One query over the keys it may see: softmax(q . k * scale) v, head by head."""
+    oldest = 0 if window is None else max(0, position - window + 1)
+    keys_SHd, values_SHd = keys_SHd[oldest : position + 1], values_SHd[oldest : position + 1]
+    heads = query_hd.shape[0]
+    group = heads // keys_SHd.shape[1]
+    out = torch.empty_like(query_hd)
+    for head in range(heads):
+        scores = keys_SHd[:, head // group] @ query_hd[head] * SCALING
+        out[head] = torch.softmax(scores, 0) @ values_SHd[:, head // group]
+    return out
+
+
+SCALING = 0.37
+
+
+@dataclass
+class Case:
+    """Sequences with `past` cached tokens and `new` ones to run, over shuffled blocks."""
+
+    past: list[int]
+    new: list[int]
+    block_size: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 8
+    seed: int = 0
+    spare_blocks: int = 2
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=FLOAT)
+
+        self.lens = [p + n for p, n in zip(self.past, self.new, strict=True)]
+        kv = (self.num_kv_heads, self.head_dim)
+        self.keys = [normal(length, *kv) for length in self.lens]
+        self.values = [normal(length, *kv) for length in self.lens]
+        self.query_THd = normal(sum(self.new), self.num_heads, self.head_dim)
+        counts = [-(-length // self.block_size) for length in self.lens]
+        num_blocks = sum(counts) + self.spare_blocks
+        order = torch.randperm(num_blocks, generator=generator).tolist()
+        self.tables = [[order.pop() for _ in range(count)] for count in counts]
+        self.cache = LayerKVCache(num_blocks, self.block_size, *kv, FLOAT, torch.device("cpu"))
+        # Whatever was in the blocks before must not matter.
+        self.cache.keys.copy_(100 * normal(*self.cache.keys.shape))
+        self.cache.values.copy_(100 * normal(*self.cache.values.shape))
+        for b, past in enumerate(self.past):
+            for position in range(past):
+                block, offset = self.place(b, position)
+                self.cache.keys[block, offset] = self.keys[b][position]
+                self.cache.values[block, offset] = self.values[b][position]
+
+    def place(self, sequence: int, position: int) -> tuple[int, int]:
+        return self.tables[sequence][position // self.block_size], position % self.block_size
+
+    def slot(self, sequence: int, position: int) -> int:
+        block, offset = self.place(sequence, position)
+        return block * self.block_size + offset
+
+    def metadata(self) -> AttentionMetadata:
+        width = max(map(len, self.tables))
+        slots = [
+            self.slot(b, past + i)
+            for b, (past, new) in enumerate(zip(self.past, self.new, strict=True))
+            for i in range(new)
+        ]
+        return AttentionMetadata(
+            query_start_loc=torch.tensor([0, *torch.tensor(self.new).cumsum(0).tolist()]),
+            seq_lens_B=torch.tensor(self.lens),
+            block_tables_BM=torch.tensor([t + [0] * (width - len(t)) for t in self.tables]),
+            slots_T=torch.tensor(slots),
+            max_query_len=max(self.new),
+            max_seq_len=max(self.lens),
+        )
+
+    def new_kv(self) -> tuple[Tensor, Tensor]:
+        pairs = list(zip(self.past, self.keys, self.values, strict=True))
+        return torch.cat([k[p:] for p, k, _ in pairs]), torch.cat([v[p:] for p, _, v in pairs])
+
+    def run(self, window: int | None = None, metadata: AttentionMetadata | None = None) -> Tensor:
+        prepared = TorchAttention().prepare(metadata or self.metadata())
+        return prepared(
+            self.query_THd, *self.new_kv(), self.cache, scaling=SCALING, sliding_window=window
+        )
+
+    def reference(self, window: int | None = None) -> Tensor:
+        rows, first = [], 0
+        for past, new, keys, values in zip(
+            self.past, self.new, self.keys, self.values, strict=True
+        ):
+            for i in range(new):
+                rows.append(attend_one(self.query_THd[first + i], keys, values, past + i, window))
+            first += new
+        return torch.stack(rows)
+
+
+def assert_same(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    sequences = draw(
+        st.lists(st.tuples(st.integers(0, 13), st.integers(1, 7)), min_size=1, max_size=4)
+    )
+    num_kv_heads = draw(st.sampled_from([1, 2, 3]))
+    return Case(
+        past=[past for past, _ in sequences],
+        new=[new for _, new in sequences],
+        block_size=draw(st.integers(1, 6)),
+        num_heads=num_kv_heads * draw(st.sampled_from([1, 2, 4])),
+        num_kv_heads=num_kv_heads,
+        head_dim=draw(st.sampled_from([2, 8])),
+        seed=draw(st.integers(0, 99)),
+    )
+
+
+@settings(deadline=None, max_examples=150)
+@given(cases(), st.none() | st.integers(1, 9))
+def test_equals_full_attention(case: Case, window: int | None) -> None:
+    assert_same(case.run(window), case.reference(window))
+
+
+@pytest.mark.parametrize("past, new", [([9], [1]), ([9], [4]), ([0], [9]), ([3, 8], [4, 4])])
+def test_batches_without_padding(past: list[int], new: list[int]) -> None:
+    case = Case(past, new)
+    assert_same(case.run(), case.reference())
+
+
+def test_layers_with_and_without_a_window_share_one_pass() -> None:
+    case = Case([7, 3, 12], [4, 1, 6])
+    prepared = TorchAttention().prepare(case.metadata())
+    for window in (None, 3, None, 5, 3):
+        out = prepared(
+            case.query_THd, *case.new_kv(), case.cache, scaling=SCALING, sliding_window=window
+        )
+        assert_same(out, case.reference(window))
+
+
+def test_writes_its_keys_and_values_and_nothing_else() -> None:
+    case = Case([7, 3, 12], [4, 1, 6])
+    before_keys, before_values = case.cache.keys.clone(), case.cache.values.clone()
+    case.run()
+    written = {(b, p) for b, past in enumerate(case.past) for p in range(past, case.lens[b])}
+    for b, position in written:
+        place = case.place(b, position)
+        assert torch.equal(case.cache.keys[place], case.keys[b][position])
+        assert torch.equal(case.cache.values[place], case.values[b][position])
+        before_keys[place] = case.keys[b][position]
+        before_values[place] = case.values[b][position]
+    assert torch.equal(case.cache.keys, before_keys)
+    assert torch.equal(case.cache.values, before_values)
+
+
+def test_padding_slots_write_only_to_the_scrap_block() -> None:
+    case = Case([7, 3], [4, 2])
+    metadata = case.metadata()
+    slots = metadata.slots_T.clone()
+    slots[torch.tensor([2, 3])] = -1  # the last two queries of the first sequence
+    padded = AttentionMetadata(
+        query_start_loc=metadata.query_start_loc,
+        seq_lens_B=metadata.seq_lens_B,
+        block_tables_BM=metadata.block_tables_BM,
+        slots_T=slots,
+        max_query_len=metadata.max_query_len,
+        max_seq_len=metadata.max_seq_len,
+    )
+    before_keys, before_values = case.cache.keys.clone(), case.cache.values.clone()
+    out = case.run(metadata=padded)
+    changed = (case.cache.keys != before_keys).any(-1).any(-1)
+    changed |= (case.cache.values != before_values).any(-1).any(-1)
+    expected = {case.place(0, 7), case.place(0, 8), case.place(1, 3), case.place(1, 4)}
+    real = changed[:-1].nonzero().tolist()  # the last block is scrap
+    assert {tuple(place) for place in real} == expected
+    # Queries before the padded ones, and the other sequence, are untouched by it.
+    kept = torch.tensor([0, 1, 4, 5])
+    assert_same(out[kept], case.reference()[kept])
+
+
+def corrupted_output(sequence: int, position: int, window: int | None = None) -> Tensor:
+    """The output where one cached value vector was changed before the pass."""
+    case = Case([7, 3, 12], [4, 1, 6])
+    case.cache.values[case.place(sequence, position)] += 1.0
+    return case.run(window)
+
+
+def test_a_corrupted_cache_changes_the_output() -> None:
+    case = Case([7, 3, 12], [4, 1, 6])
+    expected = case.reference()
+    first = [0, 4, 5, 11]
+    for sequence, past in enumerate(case.past):
+        rows = slice(first[sequence], first[sequence + 1])
+        others = torch.ones(len(expected), dtype=torch.bool)
+        others[rows] = False
+        for position in range(past):
+            out = corrupted_output(sequence, position)
+            assert bool(((out - expected)[rows].abs().amax((1, 2)) > 1e-6).all())
+            assert_same(out[others], expected[others])
+
+
+def test_a_corrupted_cache_outside_the_window_changes_nothing() -> None:
+    case = Case([7, 3, 12], [4, 1, 6])
+    # The first new query of sequence 2 stands at 12 and sees 9..12 with a window of 4.
+    assert_same(corrupted_output(2, 8, window=4), case.reference(4))
+    assert not torch.allclose(corrupted_output(2, 9, window=4), case.reference(4), atol=1e-6)
+
+
+def test_a_wrong_block_table_changes_the_output() -> None:
+    case = Case([7, 3, 12], [4, 1, 6])
+    case.tables[2][0], case.tables[2][1] = case.tables[2][1], case.tables[2][0]
+    assert not torch.allclose(case.run(), case.reference(), atol=1e-6)
+
+
+def test_bytes_of_a_block_are_those_allocated() -> None:
+    cache = LayerKVCache(5, 16, 3, 8, torch.bfloat16, torch.device("cpu"))
+    per_block = LayerKVCache.bytes_per_block(16, 3, 8, torch.bfloat16)
+    assert cache.keys.nbytes + cache.values.nbytes == 6 * per_block, "one block more: scrap"
+
+
+# ---- whole sequences without a cache --------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    batch=st.integers(1, 3),
+    length=st.integers(1, 9),
+    window=st.none() | st.integers(1, 10),
+    group=st.sampled_from([1, 2]),
+    seed=st.integers(0, 99),
+)
+def test_dense_equals_full_attention(
+    batch: int, length: int, window: int | None, group: int, seed: int
+) -> None:
+    case = Case([0] * batch, [length] * batch, num_heads=2 * group, seed=seed)
+    out = DenseCausalAttention(batch)(
+        case.query_THd, *case.new_kv(), None, scaling=SCALING, sliding_window=window
+    )
+    assert_same(out, case.reference(window))
+
+
+def test_dense_padding_at_the_end_is_never_seen() -> None:
+    case = Case([0, 0], [6, 6])
+    keys, values = case.new_kv()
+
+    def run(values: Tensor) -> Tensor:
+        return DenseCausalAttention(2)(case.query_THd, keys, values, None, scaling=SCALING)
+
+    expected = run(values)
+    changed = values.clone()
+    changed[4:6] += 1.0  # sequence 0 has four tokens, the rest is padding
+    out = run(changed)
+    kept = [0, 1, 2, 3, *range(6, 12)]
+    assert torch.equal(out[kept], expected[kept])
+    assert not torch.equal(out[4:6], expected[4:6])

@@ -1,0 +1,171 @@
+"""The forward pass that trains a head equals the pass that serves it, at every depth.
+
+This guards against heads that train well and serve badly: a shifted feature, a wrong position id, a
+mask slot that sees too much would all leave training happy.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from peagle import LLM, SamplingParams
+from peagle.models.checkpoint import save_drafter
+from peagle.models.drafter import Drafter
+from peagle.models.elements import sample_elements, supervised_depth
+from peagle.models.target import TargetModel
+from peagle.speculation.proposers import HeadProposer
+from peagle.training.data import Batch
+from peagle.training.features import target_states
+from peagle.training.methods import eagle3_forward, peagle_forward
+from tests.conftest import make_drafter
+
+K = 6
+HEADS: list[dict[str, Any]] = [
+    {"num_layers": 1},
+    {"num_layers": 3, "draft_vocab_size": 150},
+    {"num_layers": 2, "norm_before_residual": True, "fc_norm": True},
+    {"hidden_size": 48, "num_attention_heads": 4, "num_kv_heads": 1, "head_dim": 16},
+]
+
+
+def serve(folder: Path, head: Path, prompt: list[int], monkeypatch: pytest.MonkeyPatch):
+    """Generate, recording for each draft the length of the prefix and the draft logits [K, DV]."""
+    recorded: list[tuple[int, Tensor]] = []
+    columns: list[Tensor] = []
+    draw = HeadProposer._draw
+
+    def recording_draw(self: HeadProposer, hidden_BJD: Tensor, sampling: Any, first: int) -> Any:
+        columns.append(self.drafter.compute_logits(hidden_BJD)[0])
+        done = torch.cat(columns)
+        if len(done) == K:
+            recorded.append((len(prompt) + int(sampling.num_outputs_B[0]), done))
+            columns.clear()
+        return draw(self, hidden_BJD, sampling, first)
+
+    monkeypatch.setattr(HeadProposer, "_draw", recording_draw)
+    llm = LLM(
+        folder,
+        dtype="float32",
+        speculative_config={"model": str(head), "num_speculative_tokens": K},
+    )
+    # Sampling makes some drafts fail early and the output varied.
+    output = llm.generate([prompt], SamplingParams(max_tokens=30, temperature=1.0, seed=3))[0]
+    return prompt + output.token_ids, recorded, llm.engine.runner.proposer.drafter  # type: ignore[union-attr]
+
+
+def train_forward(folder: Path, tokens: list[int], drafter: Any) -> dict[tuple[int, int], Tensor]:
+    """Draft logits of every element of `tokens` as training computes them."""
+    target = TargetModel.load(folder, dtype=torch.float32)
+    target.tap_aux(drafter.config.aux_layer_ids)
+    batch = Batch(torch.tensor([tokens]), torch.tensor([len(tokens)]), torch.tensor([1]))
+    states = target_states(target, batch)
+    logits: dict[tuple[int, int], Tensor] = {}
+    if drafter.config.is_parallel:
+        deepest = supervised_depth(batch.lengths_B, batch.prompt_lens_B, len(tokens))
+        elements = sample_elements(deepest, K, ratio=1.0)
+        parts = [(elements, peagle_forward(drafter, batch, states, elements))]
+    else:
+        parts = list(eagle3_forward(drafter, batch, states, K))
+    for elements, hidden in parts:
+        values = drafter.compute_logits(hidden)[0]
+        for i, (a, d) in enumerate(zip(elements.anchors[0], elements.depths[0], strict=True)):
+            logits[int(a), int(d)] = values[i]
+    return logits
+
+
+@pytest.mark.parametrize("parallel", [True, False], ids=["peagle", "eagle3"])
+@pytest.mark.parametrize("options", HEADS, ids=str)
+def test_training_forward_equals_the_engines_drafter_pass(
+    target_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    parallel: bool,
+) -> None:
+    drafter = make_drafter(TargetModel.load(target_folder), parallel=parallel, **options)
+    save_drafter(tmp_path, drafter)
+    prompt = [4, 99, 31, 31, 200, 7, 12]
+    tokens, recorded, served = serve(target_folder, tmp_path, prompt, monkeypatch)
+    with torch.no_grad():
+        trained = train_forward(target_folder, tokens, served)
+    assert len(recorded) > 5
+    compared = 0
+    for length, logits_KV in recorded:
+        # The prefix x[0..n] has n + 1 = length tokens; its last NTP slot is anchor n - 1.
+        anchor = length - 2
+        for depth in range(K):
+            if not parallel and depth > 0:
+                # Training feeds the true next token, serving its own draft: deeper steps are
+                # compared below, where the drafts are right.
+                break
+            if (anchor, depth) in trained and anchor + 1 < len(tokens):
+                torch.testing.assert_close(
+                    logits_KV[depth], trained[anchor, depth], atol=1e-4, rtol=1e-4
+                )
+                compared += 1
+    assert compared >= (5 * K if parallel else 5)
+
+
+def test_a_shifted_feature_is_noticed(
+    target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = make_drafter(TargetModel.load(target_folder))
+    save_drafter(tmp_path, drafter)
+    tokens, recorded, served = serve(target_folder, tmp_path, [5, 6, 7], monkeypatch)
+    with torch.no_grad():
+        trained = train_forward(target_folder, tokens, served)
+    length, logits_KV = recorded[2]
+    assert (logits_KV[1] - trained[length - 1, 1]).abs().max() > 1e-2
+
+
+def test_eagle3_steps_equal_when_the_drafts_are_right(
+    target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Serving that is fed the true tokens instead of its drafts equals training at every depth."""
+    drafter = make_drafter(TargetModel.load(target_folder), parallel=False, num_layers=2)
+    save_drafter(tmp_path, drafter)
+    prompt = [4, 99, 31, 31, 200, 7, 12]
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    plain = prompt + LLM(target_folder, dtype="float32").generate([prompt], params)[0].token_ids
+    asked = [0]
+    to_target_ids, draw = Drafter.to_target_ids, HeadProposer._draw
+
+    def forced(self: Drafter, draft_ids: Tensor) -> Tensor:
+        if draft_ids.dim() == 1:  # the table of the whole draft vocabulary
+            return to_target_ids(self, draft_ids)
+        return torch.full_like(draft_ids, plain[asked[0]] if asked[0] < len(plain) else 0)
+
+    recorded: list[tuple[int, Tensor]] = []
+    columns: list[Tensor] = []
+
+    def recording_draw(self: HeadProposer, hidden_BJD: Tensor, sampling: Any, first: int) -> Any:
+        length = len(prompt) + int(sampling.num_outputs_B[0])
+        asked[0] = length + first
+        columns.append(self.drafter.compute_logits(hidden_BJD)[0])
+        if len(columns) == K:
+            recorded.append((length, torch.cat(columns)))
+            columns.clear()
+        return draw(self, hidden_BJD, sampling, first)
+
+    monkeypatch.setattr(Drafter, "to_target_ids", forced)
+    monkeypatch.setattr(HeadProposer, "_draw", recording_draw)
+    config = {"model": str(tmp_path), "num_speculative_tokens": K}
+    llm = LLM(target_folder, dtype="float32", speculative_config=config)
+    output = llm.generate([prompt], params)[0]
+    assert prompt + output.token_ids == plain
+    assert output.stats.acceptance_length > K - 1, "the forced drafts are accepted"
+    with torch.no_grad():
+        trained = train_forward(target_folder, plain, drafter)
+    compared = 0
+    for length, logits_KV in recorded:
+        for depth in range(K):
+            if length - 2 + depth + 1 < len(plain):
+                expected = trained[length - 2, depth]
+                torch.testing.assert_close(logits_KV[depth], expected, atol=1e-4, rtol=1e-4)
+                compared += 1
+    assert compared > K

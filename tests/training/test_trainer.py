@@ -1,0 +1,179 @@
+"""Training end to end on the tiny Llama: it learns, resumes exactly, and survives interruption."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from peagle import LLM, SamplingParams
+from peagle.errors import UserError
+from peagle.training import state
+from peagle.training.config import TrainConfig
+from peagle.training.trainer import Report, Trainer
+
+
+@pytest.fixture(scope="session")
+def responses(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Responses that the tiny target generated, as JSONL."""
+    llm = LLM(target_folder)
+    generator = torch.Generator().manual_seed(5)
+    prompts = [
+        torch.randint(2, 300, (6,), generator=generator).tolist() for _ in range(48)
+    ]
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True))
+    path = tmp_path_factory.mktemp("data") / "responses.jsonl"
+    with path.open("w") as lines:
+        for prompt, output in zip(prompts, outputs, strict=True):
+            row = {"prompt_token_ids": prompt, "response_token_ids": output.token_ids}
+            lines.write(json.dumps(row) + "\n")
+    return path
+
+
+def make_config(target: Path, responses: Path, output: Path, **changes: Any) -> TrainConfig:
+    sections: dict[str, dict[str, Any]] = {
+        "head": {"num_layers": 1},
+        "data": {
+            "train": responses,
+            "validation": responses,
+            "batch_tokens": 256,
+            "length_multiple": 8,
+        },
+        "method": {"name": "peagle", "depth": 4},
+        "optimizer": {"steps": 40, "learning_rate": 3e-3},
+        "run": {"log_every": 10, "validate_every": 20, "save_every": 10, "device": "cpu"},
+    }
+    for name, section in changes.items():
+        sections[name] = {**sections[name], **section}
+    return TrainConfig.model_validate({"target": target, "output": output, **sections})
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"name": "peagle"},
+        {"name": "peagle", "loss": "ce", "cod_ratio": 0.6},
+        {"name": "eagle3", "depth": 7, "depth_decay": 0.8},
+    ],
+    ids=lambda m: "-".join(str(v) for v in m.values()),
+)
+def test_training_learns_and_the_head_serves(
+    target_folder: Path, responses: Path, tmp_path: Path, method: dict[str, Any]
+) -> None:
+    reports: list[Report] = []
+    config = make_config(
+        target_folder, responses, tmp_path, method=method, optimizer={"steps": 120}
+    )
+    record = Trainer(config, reports.append).run()
+    validations = [r for r in reports if r.kind == "validation"]
+    assert validations[-1].loss < 0.7 * validations[0].loss or validations[-1].loss < 0.05
+    assert validations[-1].acceptance_length > 1.3
+    assert record["steps"] == 120 and record["data_sha256"]
+    assert json.loads((tmp_path / "train.json").read_text())["validation"]["step"] == 120
+
+    rows = [json.loads(line) for line in responses.read_text().splitlines()]
+    speculative = {
+        "model": str(tmp_path / "head"),
+        "num_speculative_tokens": config.method.depth,
+    }
+    llm = LLM(target_folder, speculative_config=speculative)
+    outputs = llm.generate([r["prompt_token_ids"] for r in rows], SamplingParams(max_tokens=24, ignore_eos=True))
+    assert [o.token_ids for o in outputs] == [r["response_token_ids"] for r in rows]
+    served = llm.engine.stats.acceptance_length
+    assert abs(served - validations[-1].acceptance_length) < 0.15, "what training promises is what serving gives"
+
+
+@pytest.mark.parametrize("method", [{"name": "peagle"}, {"name": "eagle3"}], ids=str)
+def test_resumed_run_equals_uninterrupted_run(
+    target_folder: Path, responses: Path, tmp_path: Path, method: dict[str, Any]
+) -> None:
+    whole = make_config(target_folder, responses, tmp_path / "whole", method=method)
+    Trainer(whole).run()
+    halved = make_config(target_folder, responses, tmp_path / "halved", method=method)
+
+    class Stop(Exception):
+        pass
+
+    def stop_at_25(report: Report) -> None:
+        if report.step >= 30:
+            raise Stop
+
+    with pytest.raises(Stop):
+        Trainer(halved, stop_at_25).run()
+    resumed = Trainer(halved)
+    resumed.run(resume=True)
+    first, second = (
+        load_file(tmp_path / name / "checkpoint" / "state.safetensors") for name in ("whole", "halved")
+    )
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+def test_seed_decides_the_run(target_folder: Path, responses: Path, tmp_path: Path) -> None:
+    heads = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        config = make_config(
+            target_folder, responses, tmp_path / name, run={"seed": seed}, optimizer={"steps": 5}
+        )
+        Trainer(config).run()
+        heads.append(load_file(tmp_path / name / "head" / "model.safetensors"))
+    assert all(torch.equal(heads[0][n], heads[1][n]) for n in heads[0])
+    assert not torch.equal(heads[0]["fc.weight"], heads[2]["fc.weight"])
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_whole(
+    target_folder: Path, responses: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(target_folder, responses, tmp_path)
+    real, calls = state.save_file, []
+
+    def full_disk(tensors: Any, path: Path, **options: Any) -> None:
+        calls.append(path)
+        if len(calls) > 2:
+            path.write_bytes(b"half a file")
+            raise OSError(28, "No space left on device")
+        real(tensors, path, **options)
+
+    monkeypatch.setattr(state, "save_file", full_disk)
+    with pytest.raises(UserError, match="No space left") as caught:
+        Trainer(config).run()
+    assert "--resume" in str(caught.value)
+    monkeypatch.undo()
+    resumed = Trainer(config)
+    resumed.run(resume=True)
+    assert resumed.step == 40
+    assert json.loads((tmp_path / "checkpoint" / "state.json").read_text())["step"] == 40
+
+
+def test_resume_refuses_another_configuration(
+    target_folder: Path, responses: Path, tmp_path: Path
+) -> None:
+    Trainer(make_config(target_folder, responses, tmp_path, optimizer={"steps": 10})).run()
+    with pytest.raises(UserError, match="--resume or choose another output"):
+        Trainer(make_config(target_folder, responses, tmp_path)).run()
+    other = make_config(target_folder, responses, tmp_path, run={"seed": 9}, optimizer={"steps": 10})
+    with pytest.raises(UserError, match="seed 0"):
+        Trainer(other).run(resume=True)
+    nowhere = make_config(target_folder, responses, tmp_path / "new")
+    with pytest.raises(UserError, match="no checkpoint"):
+        Trainer(nowhere).run(resume=True)
+
+
+def test_draft_vocabulary_is_the_most_frequent_response_tokens(
+    target_folder: Path, responses: Path, tmp_path: Path
+) -> None:
+    config = make_config(
+        target_folder, responses, tmp_path, head={"draft_vocab_size": 40, "num_layers": 1}
+    )
+    trainer = Trainer(config)
+    rows = [json.loads(line)["response_token_ids"] for line in responses.read_text().splitlines()]
+    counts = torch.bincount(torch.tensor(sum(rows, [])), minlength=320)
+    ids = trainer.drafter.target_ids()
+    assert counts[ids].sum() == counts.topk(40).values.sum()
+    assert len(ids.unique()) == 40 and torch.equal(ids, ids.sort().values)
+    assert torch.equal(trainer.drafter.lm_head.weight, trainer.target.lm_head_weight()[ids])
