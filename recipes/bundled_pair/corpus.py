@@ -14,9 +14,8 @@ import argparse
 import ast
 import json
 import lzma
+import platform
 import re
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -25,13 +24,16 @@ from multiprocessing import Pool
 from pathlib import Path
 
 from functions import docstring_ends, function_documents
+from licences import Verdict
 from ngrams import NgramIndex, line_shingles, stable_hash, word_ngrams
 from sources import (
     STDLIB,
     Source,
     clean,
+    download,
     is_test,
     looks_written,
+    normal_name,
     parse,
     stdlib_source,
     wanted_path,
@@ -49,36 +51,24 @@ HELD_OUT = (
     "textdistance",
     "tornado",
 )
+PEPS = "python-peps"
 PROMPT_SETS = ("humaneval", "mt_bench", "gsm8k")
-MAX_SEEN_LINES = 0.5
+MAX_SEEN_SHARE = 0.5
+# Bytes of further files of a package, beyond its cap, that are searched for functions.
 FUNCTION_BYTES = 20_000_000
+MIN_HELDOUT_LINES = 5
+# What the worker processes look for; set when each starts.
 _index: dict[str, NgramIndex] = {}
-
-
-def download(packages: Path, folder: Path, jobs: int) -> None:
-    """Fetch the wheels of the pinned `packages` that `folder` does not hold yet."""
-    folder.mkdir(parents=True, exist_ok=True)
-    pins = [line.split("#")[0].strip() for line in packages.read_text().splitlines()]
-    have = {tuple(_normal(part) for part in p.name.split("-")[:2]) for p in folder.glob("*.whl")}
-    missing = [p for p in pins if p and tuple(map(_normal, p.split("=="))) not in have]
-    pip = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check"]
-    pip += ["--no-deps", "--only-binary=:all:", "-d", str(folder)]
-    shards = [missing[i::jobs] for i in range(jobs)]
-    running = [subprocess.Popen(pip + shard) for shard in shards if shard]
-    if any([process.wait() for process in running]):
-        raise SystemExit(f"pip could not download all of {packages}; see its messages above")
-
-
-def _normal(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def load_prompts(folder: Path) -> dict[str, list[dict]]:
     """The evaluation prompt sets, by name."""
-    return {
-        name: [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
-        for name in PROMPT_SETS
-    }
+    sets = {}
+    for name in PROMPT_SETS:
+        # Not splitlines(): it also splits at characters that JSON strings may hold as they are.
+        lines = (folder / f"{name}.jsonl").read_text(encoding="utf-8").split("\n")
+        sets[name] = [json.loads(line) for line in lines if line]
+    return sets
 
 
 def evaluation_texts(rows: Iterable[dict]) -> list[str]:
@@ -174,7 +164,8 @@ def _function_documents(
 
 def pep_documents(path: Path, counts: Counter) -> list[dict]:
     """The texts of the PEP collection, one document each."""
-    text = lzma.open(path, "rt", encoding="utf-8").read()
+    with lzma.open(path, "rt", encoding="utf-8") as packed:
+        text = packed.read()
     documents = []
     for part in re.split(r"\n(?=PEP \d+: )", text):
         if any(index.overlaps(part) for index in _index.values()):
@@ -182,7 +173,7 @@ def pep_documents(path: Path, counts: Counter) -> list[dict]:
             continue
         number = re.match(r"PEP (\d+)", part).group(1)
         documents.append(
-            {"package": "python-peps", "path": f"pep-{number}", "kind": "text"}
+            {"package": PEPS, "path": f"pep-{number}", "kind": "text"}
             | {"text": part.strip("\n") + "\n", "ends": []}
         )
     return documents
@@ -198,19 +189,10 @@ class Deduplicator:
         keys = document.pop("keys")
         seen = self.seen[document["kind"]]
         repeated = sum(key in seen for key in keys)
-        if repeated > MAX_SEEN_LINES * len(keys):
+        if repeated > MAX_SEEN_SHARE * len(keys):
             return False
         seen.update(keys)
         return True
-
-
-def _candidates(documents: list[dict]) -> list[dict]:
-    """Held-out functions that can become prompts: documented, at least five body lines."""
-    return [
-        d
-        for d in documents
-        if d["kind"] == "function" and d["body_lines"] >= 5 and not d["missing"]
-    ]
 
 
 def _body(document: dict) -> str:
@@ -221,10 +203,12 @@ def _scan(text: str) -> list[int]:
     return _index["candidates"].matches(text).tolist()
 
 
-def unseen(candidates: list[dict], train: list[dict], jobs: int) -> list[dict]:
-    """The candidates whose body shares no word 13-gram with any training document."""
+def heldout_candidates(val: list[dict], train: list[dict], jobs: int) -> list[dict]:
+    """Complete held-out functions whose body shares no word 13-gram with a training document."""
+    functions = [d for d in val if d["kind"] == "function" and not d["missing"]]
+    candidates = [d for d in functions if d["body_lines"] >= MIN_HELDOUT_LINES]
     index = NgramIndex(map(_body, candidates))
-    texts = (d["text"] for d in train if d["kind"] != "function")
+    texts = (d["text"] for d in train)
     with Pool(jobs, _start, ({"candidates": index},)) as pool:
         hits = {key for found in pool.imap_unordered(_scan, texts, 64) for key in found}
     return [c for c in candidates if hits.isdisjoint(word_ngrams(_body(c)).tolist())]
@@ -268,7 +252,7 @@ def describe(source: Source, documents: list[dict], counts: Counter) -> dict:
     digest = sha256("\0".join(d["text"] for d in files).encode()).hexdigest()
     entry = {"name": source.name, "version": source.version, "licence": source.verdict.licence}
     return entry | {
-        "split": "val" if _normal(source.name) in HELD_OUT else "train",
+        "split": "val" if normal_name(source.name) in HELD_OUT else "train",
         "files": len(files),
         "bytes": sum(len(d["text"].encode()) for d in files),
         "functions": sum(d["kind"] == "function" for d in documents),
@@ -284,16 +268,16 @@ def build(args: argparse.Namespace) -> dict:
     def report(message: str) -> None:
         print(f"[{time.monotonic() - clock:6.1f} s] {message}", flush=True)
 
-    download(args.packages, args.build / "wheels", args.jobs)
-    sources = [stdlib_source()]
-    sources += [wheel_source(path) for path in sorted((args.build / "wheels").glob("*.whl"))]
+    wheels = download(args.packages, args.build / "wheels", args.jobs)
+    sources = [stdlib_source()] if args.stdlib else []
+    sources += [wheel_source(path) for path in wheels]
     accepted = [s for s in sources if s.verdict.accepted]
     report(f"{len(accepted)} of {len(sources)} distributions have an accepted licence")
 
     prompts = load_prompts(args.shared / "data")
     _start({name: NgramIndex(evaluation_texts(rows)) for name, rows in prompts.items()})
     # Held-out packages first: what training text repeats of them goes from training.
-    accepted.sort(key=lambda s: (_normal(s.name) not in HELD_OUT, _normal(s.name)))
+    accepted.sort(key=lambda s: (normal_name(s.name) not in HELD_OUT, normal_name(s.name)))
     jobs = [(source, int(args.cap_mb * 1e6), args.tests_share) for source in accepted]
     split, entries, dedup, total = {"train": [], "val": []}, [], Deduplicator(), Counter()
     with Pool(args.jobs, _start, (_index,)) as pool:
@@ -305,10 +289,11 @@ def build(args: argparse.Namespace) -> dict:
             total.update(counts)
             report("{name} {version}: {files} files, {bytes} bytes".format(**entries[-1]))
     peps = pep_documents(args.shared / "corpus" / "python_peps.txt.xz", total)
+    entries.append(describe(Source(PEPS, "", Verdict(True, "CC0"), args.shared), peps, Counter()))
     split["train"] += peps
     report(f"{len(peps)} PEPs; dropped: {dict(total)}")
 
-    candidates = unseen(_candidates(split["val"]), split["train"], args.jobs)
+    candidates = heldout_candidates(split["val"], split["train"], args.jobs)
     report(f"{len(candidates)} held-out functions share no 13-gram with the training text")
     for name, documents in split.items():
         split[name] = sorted(limit_functions(documents, args.functions_share), key=_order)
@@ -334,7 +319,7 @@ def manifest(args, sources, entries, split, dropped) -> dict:
     return {
         "format_version": 1,
         "options": {k: getattr(args, k) for k in ("cap_mb", "tests_share", "functions_share")},
-        "python": sys.version.split()[0],
+        "python": platform.python_version(),
         "sizes": sizes,
         "licences": dict(sorted(Counter(e["licence"] for e in entries).items())),
         "dropped": dict(sorted(dropped.items())),
@@ -353,6 +338,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cap-mb", type=float, default=2.0, help="most megabytes per package")
     parser.add_argument("--tests-share", type=float, default=0.08)
     parser.add_argument("--functions-share", type=float, default=0.2)
+    parser.add_argument("--stdlib", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--manifest", type=Path, default=HERE / "manifest.json")
     parser.add_argument("--jobs", type=int, default=2)
     return parser.parse_args(argv)
 
@@ -360,8 +347,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     result = build(args)
-    path = HERE / "manifest.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    args.manifest.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({k: result[k] for k in ("sizes", "licences", "dropped")}, indent=1))
 
 

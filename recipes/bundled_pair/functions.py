@@ -107,9 +107,7 @@ def _free_names(node: ast.AST) -> set[str]:
             (loaded if isinstance(child.ctx, ast.Load) else bound).add(child.id)
         elif isinstance(child, ast.arg):
             bound.add(child.arg)
-        elif isinstance(child, (*_FUNCTIONS, ast.ClassDef)):
-            bound.add(child.name)
-        elif isinstance(child, ast.ExceptHandler) and child.name:
+        elif isinstance(child, (*_FUNCTIONS, ast.ClassDef, ast.ExceptHandler)) and child.name:
             bound.add(child.name)
         elif isinstance(child, (ast.Import, ast.ImportFrom)):
             bound |= {alias.asname or alias.name.split(".")[0] for alias in child.names}

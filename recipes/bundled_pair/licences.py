@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from email.message import Message
 
-ALLOWED = ("MIT", "BSD", "Apache-2.0", "PSF", "ISC", "CC0")
+# The families that are allowed, by the identifiers that stand for them.
 _SPDX = {
     "MIT": "MIT",
     "MIT-0": "MIT",

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import platform
 import re
+import subprocess
+import sys
 import sysconfig
 import warnings
 import zipfile
@@ -73,6 +76,32 @@ class Source:
                 yield name, wheel.read(name)
 
 
+def normal_name(name: str) -> str:
+    """The distribution name as registries compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _pin_of(wheel: Path) -> tuple[str, str]:
+    name, version = wheel.name.split("-")[:2]
+    return normal_name(name), version
+
+
+def download(packages: Path, folder: Path, jobs: int) -> list[Path]:
+    """The wheels of the pins in `packages`; those that `folder` lacks are fetched with pip."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [line.split("#")[0].strip() for line in packages.read_text().splitlines()]
+    pins = {(normal_name(n), v) for n, v in (line.split("==") for line in lines if line)}
+    missing = sorted(pins - set(map(_pin_of, folder.glob("*.whl"))))
+    pip = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check"]
+    pip += ["--no-deps", "--only-binary=:all:", "-d", str(folder)]
+    shards = [["==".join(pin) for pin in missing[i::jobs]] for i in range(jobs)]
+    running = [subprocess.Popen(pip + shard) for shard in shards if shard]
+    codes = [process.wait() for process in running]
+    if any(codes):
+        raise SystemExit(f"pip could not download all of {packages}: see its messages above")
+    return sorted(wheel for wheel in folder.glob("*.whl") if _pin_of(wheel) in pins)
+
+
 def wheel_source(path: Path) -> Source:
     """Describe the wheel at `path`, with the verdict on its licence."""
     with zipfile.ZipFile(path) as wheel:
@@ -93,8 +122,7 @@ def wheel_source(path: Path) -> Source:
 def stdlib_source() -> Source:
     """The standard library of the running interpreter (PSF licence)."""
     root = Path(sysconfig.get_path("stdlib"))
-    version = sysconfig.get_python_version()
-    return Source(STDLIB, version, Verdict(True, "PSF"), root)
+    return Source(STDLIB, platform.python_version(), Verdict(True, "PSF"), root)
 
 
 def is_test(path: str) -> bool:

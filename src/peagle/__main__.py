@@ -1,4 +1,4 @@
-"""`python -m peagle`."""
+"""`python -m peagle` is the `peagle` command."""
 
 from peagle.cli.main import main
 

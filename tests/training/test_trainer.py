@@ -22,9 +22,7 @@ def responses(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     """Responses that the tiny target generated, as JSONL."""
     llm = LLM(target_folder)
     generator = torch.Generator().manual_seed(5)
-    prompts = [
-        torch.randint(2, 300, (6,), generator=generator).tolist() for _ in range(48)
-    ]
+    prompts = [torch.randint(2, 300, (6,), generator=generator).tolist() for _ in range(48)]
     outputs = llm.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True))
     path = tmp_path_factory.mktemp("data") / "responses.jsonl"
     with path.open("w") as lines:
@@ -81,10 +79,14 @@ def test_training_learns_and_the_head_serves(
         "num_speculative_tokens": config.method.depth,
     }
     llm = LLM(target_folder, speculative_config=speculative)
-    outputs = llm.generate([r["prompt_token_ids"] for r in rows], SamplingParams(max_tokens=24, ignore_eos=True))
+    outputs = llm.generate(
+        [r["prompt_token_ids"] for r in rows], SamplingParams(max_tokens=24, ignore_eos=True)
+    )
     assert [o.token_ids for o in outputs] == [r["response_token_ids"] for r in rows]
     served = llm.engine.stats.acceptance_length
-    assert abs(served - validations[-1].acceptance_length) < 0.15, "what training promises is what serving gives"
+    assert abs(served - validations[-1].acceptance_length) < 0.15, (
+        "what training promises is what serving gives"
+    )
 
 
 @pytest.mark.parametrize("method", [{"name": "peagle"}, {"name": "eagle3"}], ids=str)
@@ -107,7 +109,8 @@ def test_resumed_run_equals_uninterrupted_run(
     resumed = Trainer(halved)
     resumed.run(resume=True)
     first, second = (
-        load_file(tmp_path / name / "checkpoint" / "state.safetensors") for name in ("whole", "halved")
+        load_file(tmp_path / name / "checkpoint" / "state.safetensors")
+        for name in ("whole", "halved")
     )
     assert first.keys() == second.keys()
     for name, value in first.items():
@@ -156,7 +159,9 @@ def test_resume_refuses_another_configuration(
     Trainer(make_config(target_folder, responses, tmp_path, optimizer={"steps": 10})).run()
     with pytest.raises(UserError, match="--resume or choose another output"):
         Trainer(make_config(target_folder, responses, tmp_path)).run()
-    other = make_config(target_folder, responses, tmp_path, run={"seed": 9}, optimizer={"steps": 10})
+    other = make_config(
+        target_folder, responses, tmp_path, run={"seed": 9}, optimizer={"steps": 10}
+    )
     with pytest.raises(UserError, match="seed 0"):
         Trainer(other).run(resume=True)
     nowhere = make_config(target_folder, responses, tmp_path / "new")

@@ -245,7 +245,7 @@ def _summary(measurement: Measurement, llm: LLM, params: SamplingParams) -> str:
     if speculative is None:
         parts.append("no speculation")
     else:
-        length = measurement.acceptance.stats.acceptance_length
+        length = measurement.stats.acceptance_length
         parts.append(f"acceptance length {length:.2f} at K={speculative.num_speculative_tokens}")
     dtype = str(llm.target.dtype).removeprefix("torch.")
     return f"{'; '.join(parts)}, temperature {params.temperature:g}, {dtype}"

@@ -80,17 +80,21 @@ def _show_version(asked: bool) -> None:
 
 
 app = typer.Typer(
-    cls=LazyGroup, add_completion=False, no_args_is_help=True, context_settings=_CONTEXT
+    cls=LazyGroup, add_completion=False, invoke_without_command=True, context_settings=_CONTEXT
 )
 
 
 @app.callback()
 def peagle(
+    context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
     """Parallel-drafting speculative decoding (P-EAGLE) for Hugging Face causal language models."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -107,7 +111,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         return _fail(str(error))
     except _UsageError as error:
-        hint = f" Try: {error.ctx.command_path} --help" if error.ctx else ""
+        hint = f"\nTry: {error.ctx.command_path} --help" if error.ctx else ""
         return _fail(error.format_message() + hint)
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED

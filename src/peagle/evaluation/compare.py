@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any
 
-from peagle.config import SamplingParams, SpeculativeConfig
+from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
+from peagle.engine import SpeculationStats
+from peagle.engine.engine import resolve_device, resolve_dtype
 from peagle.evaluation.acceptance import Acceptance, Completion, Step
 from peagle.llm import LLM, StreamChunk
 from peagle.models.target import TargetModel
@@ -50,9 +53,33 @@ class Measurement:
         return self.num_tokens / self.seconds if self.seconds else 0.0
 
     @property
+    def stats(self) -> SpeculationStats:
+        """Pooled counters of the drafts."""
+        pooled = SpeculationStats()
+        for completion in self.completions:
+            pooled.add(completion.output.stats)
+        return pooled
+
+    @property
     def acceptance(self) -> Acceptance:
-        """Pooled counters."""
+        """Pooled counters, and those before loops."""
         return Acceptance.of(self.completions)
+
+
+def load_target(folder: str | Path, *, dtype: str, device: str) -> TargetModel:
+    """Load a target.
+
+    Args:
+        folder: in Hugging Face format.
+        dtype: as in EngineConfig.
+        device: as in EngineConfig.
+
+    Raises:
+        UserError: the folder, the type or the device is not usable.
+    """
+    config = EngineConfig(dtype=dtype, device=device)  # type: ignore[arg-type]
+    where = resolve_device(config.device)
+    return TargetModel.load(folder, dtype=resolve_dtype(config.dtype, where), device=where)
 
 
 def measure(

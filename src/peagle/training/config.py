@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -104,7 +105,8 @@ class RunSection(_Section):
         save_dtype: of the head written at the end.
         log_every, validate_every, save_every: steps between.
         validation_batches: batches of a validation.
-        attention: "flex" (FlexAttention), "dense" (a mask), "auto" is flex on a GPU.
+        attention: "flex" (FlexAttention), "dense" (a mask), "auto" is flex for P-EAGLE on
+            a GPU.
     """
 
     seed: int = Field(0, ge=0)
@@ -148,8 +150,12 @@ class TrainConfig(_Section):
         return self
 
     @classmethod
-    def read(cls, path: str | Path) -> TrainConfig:
+    def read(cls, path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
         """Read a TOML file; relative paths in it are relative to its folder.
+
+        Args:
+            path: the file.
+            overrides: "section.key=value" in TOML's notation, put over the file.
 
         Raises:
             UserError: the file is missing, not TOML, or a key or value is not understood.
@@ -161,6 +167,8 @@ class TrainConfig(_Section):
             data = tomllib.loads(file.read_text(encoding="utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise UserError(f"{str(path)!r} is not TOML: {error}.") from None
+        for override in overrides:
+            _put(data, override)
         try:
             config = cls.model_validate(data)
         except ValidationError as error:
@@ -177,6 +185,22 @@ class TrainConfig(_Section):
         return self.model_copy(
             update={"target": folder / self.target, "output": folder / self.output, "data": data}
         )
+
+
+def _put(data: dict[str, Any], override: str) -> None:
+    name, sign, text = override.partition("=")
+    if not sign:
+        raise UserError(f"--set is {override!r}; expected KEY=VALUE, as in optimizer.steps=2000.")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text  # a bare word is text
+    *sections, key = name.strip().split(".")
+    for section in sections:
+        data = data.setdefault(section, {})
+        if not isinstance(data, dict):
+            raise UserError(f"--set is {override!r}, but {section} is not a section.")
+    data[key] = value
 
 
 def _first_problem(error: ValidationError) -> str:

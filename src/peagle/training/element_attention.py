@@ -23,10 +23,11 @@ def dense_attention(queries: Elements, keys: Elements) -> ElementAttention:
     mask = attention_mask(queries, keys)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        # With a mask, grouped heads would fall back to the kernel that keeps all scores.
+        groups = query.shape[2] // key.shape[2]
+        keys, values = (x.repeat_interleave(groups, dim=2) for x in (key, value))
         out = F.scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in (query, key, value)),
-            attn_mask=mask,
-            enable_gqa=query.shape[2] != key.shape[2],
+            *(x.transpose(1, 2) for x in (query, keys, values)), attn_mask=mask
         )
         return out.transpose(1, 2)
 
@@ -70,4 +71,7 @@ def _compiled() -> tuple[Any, Any]:
     from torch.nn.attention.flex_attention import create_block_mask
     from torch.nn.attention.flex_attention import flex_attention as flex
 
+    # One compilation a padded length, for training and for validation; the limit's fallback is an
+    # implementation that keeps all scores.
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     return torch.compile(create_block_mask), torch.compile(flex, dynamic=False)

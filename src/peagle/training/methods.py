@@ -84,20 +84,16 @@ def eagle3_forward(
     tokens_BN = batch.tokens_BN
     rows, length = tokens_BN.shape
     device = tokens_BN.device
-    anchors = torch.arange(length, device=device).expand(rows, length)
+    anchors = torch.arange(length, device=device).unsqueeze(0)
     deepest_BN = supervised_depth(batch.lengths_B, batch.prompt_lens_B, length)
     hidden = _full_precision(drafter, drafter.combine_features(states.features_BNA))
     caches: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
     seen: list[Elements] = []
     for depth in range(num_depths):
-        elements = Elements(
-            anchors=anchors,
-            depths=torch.full_like(anchors, depth),
-            documents=torch.zeros_like(anchors),
-            supervised=deepest_BN >= depth,
-        )
-        seen.append(elements)
-        attention = make_attention(elements, _concatenate(seen))
+        depths, documents = torch.full_like(anchors, depth), torch.zeros_like(anchors)
+        # Every row attends alike, so one row stands for all in the mask.
+        seen.append(Elements(anchors, depths, documents, documents.bool()))
+        attention = make_attention(seen[-1], _concatenate(seen))
 
         def attend(
             layer: int,
@@ -111,9 +107,10 @@ def eagle3_forward(
             values.append(value)
             return attention(query, torch.cat(keys, dim=1), torch.cat(values, dim=1))
 
-        next_tokens = tokens_BN.gather(1, (anchors + depth + 1).clamp_max(length - 1))
-        hidden = drafter(next_tokens, hidden, elements.positions, attend)
-        yield elements, hidden
+        next_tokens = tokens_BN[:, (anchors[0] + depth + 1).clamp_max(length - 1)]
+        hidden = drafter(next_tokens, hidden, anchors + depth, attend)
+        per_row = (x.expand(rows, length) for x in (anchors, depths, documents))
+        yield Elements(*per_row, supervised=deepest_BN >= depth), hidden
 
 
 class Method:

@@ -90,7 +90,9 @@ class Trainer:
         self.validation = ResponseDataset.load(data.validation, *load) if data.validation else None
         self.drafter = build_drafter(config, self.target, tokenizer, self.dataset)
         self.target.tap_aux(self.drafter.config.aux_layer_ids)
-        flex = run.attention == "flex" or (run.attention == "auto" and self.device.type == "cuda")
+        # EAGLE-3 has a shape for every depth, each to be compiled: a mask is cheaper there.
+        suits_flex = self.device.type == "cuda" and config.method.name == "peagle"
+        flex = run.attention == "flex" or (run.attention == "auto" and suits_flex)
         self.method = Method(config.method, flex_attention if flex else dense_attention, flex=flex)
         self.draft_ids = self.drafter.target_ids() if self.drafter.config.is_pruned else None
         trainable = [p for p in self.drafter.parameters() if p.requires_grad]
@@ -255,6 +257,8 @@ class Trainer:
             "parameters": sum(p.numel() for p in self.drafter.parameters()),
             "steps": self.step,
             "epochs": self.step / self.stream.steps_per_epoch,
+            "sequences": len(self.dataset),
+            "tokens_per_step": len(self.dataset.tokens) / self.stream.steps_per_epoch,
             "seconds": seconds,
             "final": self.history[-1] if self.history else None,
             "validation": validations[-1] if validations else None,

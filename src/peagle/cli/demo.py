@@ -1,0 +1,177 @@
+"""`peagle demo`: three ways to decode the same prompts, watched and compared."""
+
+from __future__ import annotations
+
+import json
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+import typer
+
+from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE
+from peagle.cli import options
+from peagle.cli.options import OutputFormat, default_of
+from peagle.config import SamplingParams, SpeculativeConfig
+from peagle.errors import UserError
+from peagle.evaluation.prompts import Prompt, load_prompt_set
+
+if TYPE_CHECKING:
+    from peagle.evaluation.compare import Measurement
+    from peagle.llm import LLM, StreamChunk
+
+EXAMPLES = """
+The bundled pair; nothing is downloaded:
+  peagle demo
+
+More prompts, other drafts, a result for a program:
+  peagle demo --limit 40 -k 5
+  peagle demo --format json > demo.json
+
+Models of your own:
+  peagle demo --target ./Qwen3-0.6B --draft ./peagle-head --eagle3 ./eagle3-head
+"""
+
+PLAIN, EAGLE3, PEAGLE = "plain", "EAGLE-3", "P-EAGLE"
+DEFAULT_LIMIT = 12
+
+
+class View(Protocol):
+    """What the user sees while the demo runs."""
+
+    def loading(self) -> AbstractContextManager[Any]:
+        """While the models are loaded and warmed up."""
+        ...
+
+    def running(self, llms: dict[str, LLM]) -> AbstractContextManager[Any]:
+        """While prompts are completed."""
+        ...
+
+    def begin(self, prompt: Prompt, method: str) -> None:
+        """A method starts on a prompt."""
+        ...
+
+    def show(self, chunk: StreamChunk) -> None:
+        """New tokens."""
+        ...
+
+    def end(self, results: dict[str, Measurement]) -> None:
+        """The method is done with the prompt; results so far."""
+        ...
+
+
+def demo(
+    limit: Annotated[int, typer.Option(help="HumanEval prompts to complete.")] = DEFAULT_LIMIT,
+    output_format: options.Format = OutputFormat.TEXT,
+    no_color: Annotated[
+        bool, typer.Option("--no-color", help="No colours; NO_COLOR=1 does the same.")
+    ] = False,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder of the target; needs --draft.",
+            show_default="the bundled code model",
+            rich_help_panel=options.MODEL,
+        ),
+    ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder of its P-EAGLE head.",
+            show_default="the bundled one",
+            rich_help_panel=options.MODEL,
+        ),
+    ] = None,
+    eagle3: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder of its EAGLE-3 head.",
+            show_default="the bundled one; none with a target of your own",
+            rich_help_panel=options.MODEL,
+        ),
+    ] = None,
+    num_speculative_tokens: options.NumSpeculativeTokens = None,
+    max_new_tokens: options.MaxNewTokens = options.DEFAULT_MAX_NEW_TOKENS,
+    dtype: options.DType = options.DEFAULT_DTYPE,
+    device: options.Device = options.DEFAULT_DEVICE,
+    threads: options.Threads = None,
+) -> None:
+    """Complete HumanEval prompts with plain decoding, EAGLE-3 and P-EAGLE, and compare.
+
+    All three run in turn on each prompt, greedily, one prompt at a time.
+    Accepted draft tokens are coloured; the others are the target's own.
+    """
+    prompts = load_prompt_set("humaneval", limit)
+    params = SamplingParams(max_tokens=max_new_tokens)
+    folder, heads = _models(target, draft, eagle3)
+    k = num_speculative_tokens
+    if k is None:
+        k = default_of(SpeculativeConfig, "num_speculative_tokens")
+    configurations = {
+        PLAIN: None,
+        **{
+            name: SpeculativeConfig(model=head, num_speculative_tokens=k)
+            for name, head in heads.items()
+        },
+    }
+    options.set_threads(threads)
+    from peagle.cli import demo_report, demo_view
+
+    console = demo_view.make_console(no_color)
+    view = demo_view.make_view(console, output_format)
+    with view.loading():
+        options.quiet_libraries()
+        from peagle.evaluation.compare import build, load_target, warm_up
+
+        _check_kinds(heads)
+        model = load_target(folder, dtype=dtype, device=device)
+        llms = build(model, configurations, max_num_seqs=1)
+        warm_up(llms, [prompts[0].text])
+    results = _complete(llms, prompts, params, view)
+    report = demo_report.report(model, prompts, params, k, results)
+    if output_format is OutputFormat.JSON:
+        print(json.dumps(report, indent=2))
+    else:
+        demo_view.print_report(console, results, report)
+
+
+def _complete(
+    llms: dict[str, LLM], prompts: list[Prompt], params: SamplingParams, view: View
+) -> dict[str, Measurement]:
+    from peagle.evaluation.compare import Measurement, measure
+
+    results = {name: Measurement() for name in llms}
+    with view.running(llms):
+        for prompt in prompts:
+            for name, llm in llms.items():
+                view.begin(prompt, name)
+                results[name].extend(measure(llm, [prompt.text], params, view.show))
+                view.end(results)
+    return results
+
+
+def _models(
+    target: str | None, draft: str | None, eagle3: str | None
+) -> tuple[str, dict[str, str]]:
+    """The target's folder and the heads by name, in the order in which they run."""
+    if target is None:
+        folder = options.target_or_bundled(None)
+        return folder, {
+            EAGLE3: eagle3 or options.bundled(BUNDLED_EAGLE3),
+            PEAGLE: draft or options.bundled(BUNDLED_PEAGLE),
+        }
+    if draft is None:
+        raise UserError(f"--target {target!r} was given without --draft: name its P-EAGLE head.")
+    return target, {EAGLE3: eagle3, PEAGLE: draft} if eagle3 else {PEAGLE: draft}
+
+
+def _check_kinds(heads: dict[str, str]) -> None:
+    """Refuse a head under the wrong name: the table would be a lie."""
+    from peagle.models.checkpoint import read_head_config
+
+    for name, folder in heads.items():
+        if read_head_config(folder)[0].is_parallel != (name == PEAGLE):
+            option, other = ("--draft", EAGLE3) if name == PEAGLE else ("--eagle3", PEAGLE)
+            raise UserError(f"{option} is {folder!r}, which is an {other} head; expected {name}.")

@@ -1,0 +1,85 @@
+"""`peagle train`: train a draft head as a TOML file says."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from peagle.training.trainer import Report
+
+EXAMPLES = """
+# A P-EAGLE head for the bundled code model (paths in the file are relative to it)
+peagle train recipes/bundled_pair/peagle.toml
+
+# Go on after an interruption: the same steps an uninterrupted run would have taken
+peagle train recipes/bundled_pair/peagle.toml --resume
+
+# A short trial elsewhere, with machine-readable progress
+peagle train head.toml --output /tmp/trial --set optimizer.steps=50 --format json
+"""
+
+
+def train(
+    config: Annotated[Path, typer.Argument(help="TOML file with the whole run.", metavar="CONFIG")],
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the checkpoint in the output folder.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option(help="Output folder, in place of the file's.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Put a value over the file's; repeatable."),
+    ] = None,
+    format: Annotated[
+        Literal["text", "json"], typer.Option(help="Progress as text or as one JSON object a line.")
+    ] = "text",
+) -> None:
+    """Train a P-EAGLE or EAGLE-3 draft head on responses that the target generated.
+
+    Writes to the output folder: head/ (vLLM style), checkpoint/ (to resume from), metrics.jsonl and
+    train.json.
+    """
+    from peagle.training.config import TrainConfig
+    from peagle.training.trainer import Trainer
+
+    plan = TrainConfig.read(config, overrides or [])
+    if output is not None:
+        plan = plan.model_copy(update={"output": output.absolute()})
+    show = _print_json if format == "json" else _print_text
+    trainer = Trainer(plan, show)
+    if format == "text":
+        parameters = sum(p.numel() for p in trainer.drafter.parameters())
+        print(
+            f"{plan.method.name}: {parameters / 1e6:.2f}M parameters, "
+            f"{len(trainer.dataset)} sequences, {trainer.stream.steps_per_epoch} steps an epoch, "
+            f"{plan.optimizer.steps} steps on {trainer.device}",
+            file=sys.stderr,
+        )
+    record = trainer.run(resume=resume)
+    if format == "json":
+        print(json.dumps({"kind": "result", "head": str(plan.output / "head"), **record}))
+    else:
+        print(f"head written to {plan.output / 'head'} after {record['seconds']:.0f} s")
+
+
+def _print_json(report: Report) -> None:
+    print(json.dumps(asdict(report)), flush=True)
+
+
+def _print_text(report: Report) -> None:
+    per_depth = " ".join(f"{value:.2f}"[1:] if value < 1 else "1.0" for value in report.accuracy)
+    minutes, seconds = divmod(round(report.seconds_left), 60)
+    speed = f"{report.tokens_per_s:,.0f} tokens/s  {minutes}:{seconds:02d} left"
+    print(
+        f"{report.kind:<10} {report.step}/{report.steps}  loss {report.loss:.4f}  "
+        f"AL {report.acceptance_length:.2f} (K={len(report.accuracy)})  "
+        f"accuracy by depth {per_depth}" + (f"  {speed}" if report.kind == "train" else ""),
+        flush=True,
+    )

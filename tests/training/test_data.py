@@ -1,0 +1,149 @@
+"""Reading responses: every way a file can be wrong, and batches that a seed decides."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from peagle.errors import UserError
+from peagle.training.config import TrainConfig
+from peagle.training.data import BatchStream, ResponseDataset
+from tests.conftest import byte_tokenizer
+
+
+def load(path: Path, max_length: int = 64) -> ResponseDataset:
+    return ResponseDataset.load(path, byte_tokenizer(), 320, max_length)
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in rows) + "\n")
+    return path
+
+
+def ids(prompt: list[int], response: list[int]) -> dict[str, list[int]]:
+    return {"prompt_token_ids": prompt, "response_token_ids": response}
+
+
+def test_both_formats_give_the_same_sequences(tmp_path: Path) -> None:
+    rows = [ids([5, 6], [7, 8, 9]), ids([4], [3, 2, 1, 0])]
+    jsonl = load(write(tmp_path / "a.jsonl", *rows, ""))
+    store = {
+        "tokens": torch.tensor([5, 6, 7, 8, 9, 4, 3, 2, 1, 0], dtype=torch.uint16),
+        "sequence_start_loc": torch.tensor([0, 5, 10]),
+        "prompt_lens": torch.tensor([2, 1], dtype=torch.int32),
+    }
+    save_file(store, tmp_path / "a.safetensors")
+    packed = load(tmp_path / "a.safetensors")
+    for name in ("tokens", "start_loc", "prompt_lens"):
+        assert torch.equal(getattr(jsonl, name), getattr(packed, name)), name
+    batch = jsonl.batch([1, 0], length_multiple=8)
+    assert batch.tokens_BN.tolist() == [[4, 3, 2, 1, 0, 0, 0, 0], [5, 6, 7, 8, 9, 0, 0, 0]]
+    assert batch.lengths_B.tolist() == [5, 5] and batch.prompt_lens_B.tolist() == [1, 2]
+
+
+def test_text_rows_are_tokenised(tmp_path: Path) -> None:
+    dataset = load(write(tmp_path / "a.jsonl", {"prompt": "ab", "response": "cde"}))
+    tokenizer = byte_tokenizer()
+    assert dataset.tokens.tolist() == tokenizer.encode("ab") + tokenizer.encode("cde")
+    assert dataset.prompt_lens.tolist() == [2]
+
+
+def test_long_sequences_are_cut_and_empty_ones_dropped(tmp_path: Path) -> None:
+    rows = [ids([1] * 10, [2] * 10), ids([1] * 20, [2] * 5), ids([1], [2]), ids([3], [4, 5])]
+    dataset = load(write(tmp_path / "a.jsonl", *rows), max_length=12)
+    assert dataset.start_loc.diff().tolist() == [12, 3]
+    assert dataset.tokens.tolist() == [1] * 10 + [2] * 2 + [3, 4, 5]
+    counts = dataset.response_token_counts(320)
+    assert counts[[1, 2, 3, 4, 5]].tolist() == [0, 2, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (["{not json"], "line 1 is not JSON"),
+        ([ids([1], [2, 3]), {"prompt": "x"}], "line 2 is"),
+        ([ids([1], [2, 3]), [1, 2]], "line 2 is"),
+        ([{"prompt_token_ids": ["a"], "response_token_ids": [1]}], "lists of integers"),
+        ([ids([1], [2, 400])], "token id 400"),
+        ([ids([1, 2], [3])], "no sequence with at least two response tokens"),
+        ([""], "no sequence"),
+    ],
+)
+def test_malformed_rows_are_named(tmp_path: Path, rows: list[Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load(write(tmp_path / "a.jsonl", *rows))
+
+
+def test_files_of_the_wrong_kind_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not there"):
+        load(tmp_path / "missing.jsonl")
+    with pytest.raises(UserError, match=r"expected \.jsonl or \.safetensors"):
+        load(write(tmp_path / "a.csv", "x"))
+    with pytest.raises(UserError, match="not a store of responses"):
+        load(write(tmp_path / "a.safetensors", "x"))
+
+
+def test_batches_cover_an_epoch_and_follow_the_seed(tmp_path: Path) -> None:
+    rows = [ids([i % 300], [(i + j) % 300 for j in range(2 + i % 20)]) for i in range(97)]
+    dataset = load(write(tmp_path / "a.jsonl", *rows))
+    batches = dataset.epoch(batch_tokens=48, length_multiple=8, seed=4)
+    used = sorted(i for batch in batches for i in batch)
+    assert len(used) == len(set(used)) > 80, "each sequence at most once, few left over"
+    lens = dataset.start_loc.diff()
+    for indices in batches:
+        padded = {int(n) + -int(n) % 8 for n in lens[indices]}
+        assert len(padded) == 1 and padded.pop() * len(indices) <= 48
+    assert batches == dataset.epoch(48, 8, 4) and batches != dataset.epoch(48, 8, 5)
+    stream, again = (BatchStream(dataset, 48, 8, seed=1) for _ in range(2))
+    later = again.at(stream.steps_per_epoch + 3)
+    for step in range(stream.steps_per_epoch + 4):
+        batch = stream.at(step)
+    assert torch.equal(batch.tokens_BN, later.tokens_BN)
+
+
+MINIMAL = """
+target = "t"
+output = "o"
+[data]
+train = "d.jsonl"
+[optimizer]
+steps = 5
+"""
+
+
+def read(tmp_path: Path, text: str, *overrides: str) -> TrainConfig:
+    (tmp_path / "c.toml").write_text(text)
+    return TrainConfig.read(tmp_path / "c.toml", overrides)
+
+
+def test_configuration_paths_and_overrides(tmp_path: Path) -> None:
+    config = read(tmp_path, MINIMAL, "optimizer.steps=9", "method.name=eagle3", "run.seed = 3")
+    assert config.target == tmp_path / "t" and config.data.train == tmp_path / "d.jsonl"
+    assert config.optimizer.steps == 9 and config.method.name == "eagle3" and config.run.seed == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("target =", "is not TOML"),
+        (MINIMAL.replace("steps = 5", ""), "optimizer.steps is missing"),
+        (MINIMAL + "speed = 3", "optimizer.speed is not a known key"),
+        (MINIMAL.replace("steps = 5", "steps = 0"), "optimizer.steps is 0"),
+        ("format_version = 99\n" + MINIMAL, "newer than this peagle reads"),
+    ],
+)
+def test_configuration_mistakes_are_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read(tmp_path, text)
+
+
+def test_override_without_a_value_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="KEY=VALUE"):
+        read(tmp_path, MINIMAL, "optimizer.steps")
+    with pytest.raises(UserError, match="is not there"):
+        TrainConfig.read(tmp_path / "none.toml")
