@@ -121,6 +121,9 @@ def heldout_prompts(candidates: list[dict], tokenizer: PreTrainedTokenizerFast) 
     by_package = defaultdict(list)
     for candidate in candidates:
         prompt = candidate["text"].encode()[: candidate["ends"][0]].decode()
+        # The repository names no package registry, not even in the words of others.
+        if "pypi" in prompt.lower():
+            continue
         if HELD_OUT_TOKENS[0] <= len(tokenizer.encode(prompt)) <= HELD_OUT_TOKENS[1]:
             by_package[candidate["package"]].append((candidate, prompt))
     chosen = []

@@ -231,9 +231,14 @@ def test_corpus_contents(built):
     assert {c["name"] for c in candidates} == {"find_kappa", "find_lambda_"}
 
 
-def test_tokenizer_and_prompts(built, monkeypatch):
+@pytest.fixture(scope="module")
+def loaded(built):
+    """The tokenizer, after its script ran."""
     tokenizer.main(["--build", str(built), "--vocab-size", "400"])
-    loaded = tokenizer.AutoTokenizer.from_pretrained(built / "tokenizer")
+    return tokenizer.AutoTokenizer.from_pretrained(built / "tokenizer")
+
+
+def test_tokenizer(loaded):
     assert loaded.convert_tokens_to_ids([tokenizer.END, tokenizer.MASK]) == [0, 1]
     assert loaded.eos_token_id == 0
     samples = ["def f(x):\n\n        return 'é — 日本' + x\n", "  \t a\r\n\n b ", "🙂" * 3, ""]
@@ -244,6 +249,8 @@ def test_tokenizer_and_prompts(built, monkeypatch):
     start = loaded.encode('    """\n')
     assert whole[: len(start)] == start
 
+
+def test_token_files_and_response_prompts(built, loaded, monkeypatch):
     tokens = np.fromfile(built / "train.u16", dtype=np.uint16)
     documents = list(tokenizer.read_documents(built / "docs" / "train.jsonl"))
     assert (tokens == 0).sum() == len(documents) and tokens[-1] == 0
@@ -255,7 +262,10 @@ def test_tokenizer_and_prompts(built, monkeypatch):
     monkeypatch.setattr(prompts, "TAIL", 16)
     strings = loaded.convert_ids_to_tokens(range(len(loaded)))
     arrays = prompts.response_prompts(tokens, built / "docs" / "train.jsonl", strings)
-    assert {name: array.shape for name, array in arrays.items()} == {"p64": (8, 64), "p32": (12, 32)}
+    assert {name: array.shape for name, array in arrays.items()} == {
+        "p64": (8, 64),
+        "p32": (12, 32),
+    }
     for array in arrays.values():
         assert array.dtype == np.uint16 and (array != 0).all()
         texts = {loaded.decode(row.tolist()) for row in array}
@@ -264,9 +274,7 @@ def test_tokenizer_and_prompts(built, monkeypatch):
         assert sum(text.endswith('"""\n') for text in texts) >= len(texts) / 2
 
 
-def test_heldout_prompts(built, monkeypatch):
-    tokenizer.main(["--build", str(built), "--vocab-size", "400"])
-    loaded = tokenizer.AutoTokenizer.from_pretrained(built / "tokenizer")
+def test_heldout_prompts(built, loaded, monkeypatch):
     candidates = list(tokenizer.read_documents(built / "docs" / "heldout_candidates.jsonl"))
     monkeypatch.setattr(prompts, "HELD_OUT_TOKENS", (10, 600))
     with pytest.raises(ValueError, match="2 held-out prompts, 100 wanted"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -74,7 +75,8 @@ class ResponseDataset:
             dataset = cls._load_jsonl(path, tokenizer)
         else:
             raise UserError(
-                f"The data file {str(path)!r} ends in {path.suffix!r}; expected .jsonl or .safetensors."
+                f"The data file {str(path)!r} ends in {path.suffix!r}; "
+                "expected .jsonl or .safetensors."
             )
         dataset = dataset._cut(max_length)
         if len(dataset) == 0:
@@ -85,8 +87,8 @@ class ResponseDataset:
         largest = int(dataset.tokens.max())
         if largest >= vocab_size or int(dataset.tokens.min()) < 0:
             raise UserError(
-                f"The data file {str(path)!r} holds token id {largest}; the target's vocabulary ends at "
-                f"{vocab_size - 1}. The responses must come from this target."
+                f"The data file {str(path)!r} holds token id {largest}; the target's vocabulary "
+                f"ends at {vocab_size - 1}. The responses must come from this target."
             )
         return dataset
 
@@ -203,12 +205,13 @@ def _parse_line(
     except json.JSONDecodeError as error:
         raise UserError(f"{where} is not JSON: {error}.") from None
     if isinstance(row, dict):
-        ids = [row.get(name) for name in ("prompt_token_ids", "response_token_ids")]
+        ids: list[Any] = [row.get(name) for name in ("prompt_token_ids", "response_token_ids")]
         if all(isinstance(x, list) and all(isinstance(i, int) for i in x) for x in ids):
-            return ids[0], ids[1]
+            prompt, response = ids
+            return prompt, response
         texts = [row.get(name) for name in ("prompt", "response")]
         if all(isinstance(x, str) for x in texts):
-            prompt, response = (tokenizer.encode(x, add_special_tokens=False) for x in texts)
+            prompt, response = (tokenizer.encode(str(x), add_special_tokens=False) for x in texts)
             return prompt, response
     raise UserError(
         f"{where} is {line.strip()[:60]!r}; expected an object with prompt_token_ids and "

@@ -122,7 +122,8 @@ class Trainer:
             self.step = load_state(checkpoint, self.drafter, self.optimizer, self._facts())
         elif checkpoint.exists():
             raise UserError(
-                f"{str(checkpoint)!r} holds an earlier run; go on with --resume or choose another output."
+                f"{str(checkpoint)!r} holds an earlier run; go on with --resume or choose another "
+                "output."
             )
         steps, run = config.optimizer.steps, config.run
         start_step, started = self.step, time.perf_counter()
@@ -191,8 +192,12 @@ class Trainer:
                 loss = loss + (losses * weights).sum()
                 weight = weight + weights.sum()
                 parts.append((graded, match))
-        fields = (torch.cat([getattr(g, n) for g, _ in parts]) for n in ("row", "anchor", "depth"))
-        meter.add(*fields, torch.cat([match for _, match in parts]))
+        meter.add(
+            torch.cat([graded.row for graded, _ in parts]),
+            torch.cat([graded.anchor for graded, _ in parts]),
+            torch.cat([graded.depth for graded, _ in parts]),
+            torch.cat([match for _, match in parts]),
+        )
         return loss, weight.clamp_min(1)
 
     def _grade(self, graded: Graded, states: TargetStates) -> tuple[torch.Tensor, torch.Tensor]:
