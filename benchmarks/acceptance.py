@@ -1,8 +1,8 @@
 """Acceptance of P-EAGLE, EAGLE-3 and prompt lookup on one prompt set: one JSON object.
 
     python benchmarks/acceptance.py --set humaneval --temperature 0 --k 7
-    python benchmarks/acceptance.py --set heldout_code --temperature 0.7 --head eagle3-deep=FOLDER \\
-        --methods peagle,eagle3,eagle3-deep,ngram
+    python benchmarks/acceptance.py --set heldout_code --temperature 0.7 \\
+        --head eagle3-deep=FOLDER --methods peagle,eagle3,eagle3-deep,ngram
 """
 
 from __future__ import annotations

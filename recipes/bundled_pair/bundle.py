@@ -47,10 +47,10 @@ def target_card(record: dict[str, Any], manifest: dict[str, Any]) -> str:
         "licences, public-domain PEPs (`recipes/bundled_pair/manifest.json`); HumanEval, MT-Bench "
         "and GSM8K prompts removed by 13-gram overlap",
         "steps": f"{record['steps']:,} ({record['tokens']:,} tokens)",
-        "loss": f"{record['final_train_loss']:.4f} training, {record['final_val_loss']:.4f} on "
+        "loss": f"{record['train_loss']:.4f} training, {record['val_loss']:.4f} on "
         "held-out packages (per token)",
         "hardware": f"{record['hardware']}, {record['seconds'] / 60:.1f} minutes",
-        "software": record["versions"],
+        "software": ", ".join(f"{name} {v}" for name, v in record["versions"].items()),
         "commit": record["commit"],
         "command": f"`{record['command']}`",
     }
@@ -58,8 +58,9 @@ def target_card(record: dict[str, Any], manifest: dict[str, Any]) -> str:
         "A small code model for demonstrations",
         "",
         facts,
-        "A Llama of 16 narrow layers, trained from scratch on Python source. It completes code that "
-        "looks like code; it is here to show speculative decoding on any machine, not to program.",
+        "A Llama of 16 narrow layers, trained from scratch on Python source. It completes code "
+        "that looks like code, and falls into loops when decoded greedily; it is here to show "
+        "speculative decoding on any machine, not to program.",
     )
 
 
@@ -75,8 +76,8 @@ def head_card(title: str, record: dict[str, Any], figures: list[dict[str, Any]])
         "steps": f"{record['steps']:,} ({record['epochs']:.1f} epochs)",
         "depth trained": method["depth"],
         "validation loss": f"{validation['loss']:.4f} ({method['loss']})",
-        "simulated acceptance length": f"{validation['acceptance_length']:.3f} at "
-        f"K = {method['depth']}, greedy, on held-out responses",
+        "simulated acceptance length": f"{validation['acceptance_lengths'][6]:.3f} at K = 7, "
+        "greedy, on held-out responses",
         "hardware": f"{record['device']}, {record['seconds'] / 60:.1f} minutes",
         "software": f"torch {record['torch']}, transformers {record['transformers']}, "
         f"peagle {record['peagle']}",

@@ -1,6 +1,6 @@
 """Let the bundled target answer prompts: the text its heads are trained on.
 
-    python recipes/bundled_pair/responses.py --data build/pair --temperatures 0,0.8 --shares 1,0.5
+    python recipes/bundled_pair/responses.py --data build/pair --show
 
 Reads `target/` and `response_prompts.npz` (arrays [N, P] of prompts of equal length) under
 `--data`; writes `responses.safetensors` and `responses_val.safetensors` (the last `--val` samples)
@@ -293,8 +293,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, default=Path("build/pair"))
     parser.add_argument("--target", type=Path, help="default: target/ under --data")
     parser.add_argument("--out", type=Path, default=Path("build/pair"))
-    parser.add_argument("--temperatures", type=numbers, default=[0.0, 0.8])
-    parser.add_argument("--shares", type=numbers, default=[1.0, 0.5], help="of the prompts, each")
+    parser.add_argument("--temperatures", type=numbers, default=[0.0, 0.7, 0.8, 1.0])
+    parser.add_argument(
+        "--shares", type=numbers, default=[1.0, 0.4, 0.3, 0.3], help="of the prompts, each"
+    )
     parser.add_argument("--max-new", type=int, default=256)
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--val", type=int, default=500, help="last samples, held back")

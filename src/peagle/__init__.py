@@ -1,4 +1,4 @@
-"""peagle: parallel-drafting speculative decoding (P-EAGLE) for Hugging Face causal language models."""
+"""Parallel-drafting speculative decoding (P-EAGLE) for Hugging Face causal language models."""
 
 from __future__ import annotations
 

@@ -145,7 +145,8 @@ def test_loop_is_cut_at_the_second_occurrence(tokens, cut):
 
 
 def test_response_files(trained, prompts):
-    options = ["--max-new", MAX_NEW, "--batch", 4, "--val", 3, "--shares", "1,0.5"]
+    options = ["--max-new", MAX_NEW, "--batch", 4, "--val", 3, "--temperatures", "0,0.8"]
+    options += ["--shares", "1,0.5"]
     run(responses, "--data", trained, "--out", trained / "out", *options)
     summary = json.loads((trained / "out" / "responses.json").read_text())
     assert summary["samples"] == 2 * (7 + 4)

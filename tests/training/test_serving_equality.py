@@ -62,7 +62,9 @@ def train_forward(folder: Path, tokens: list[int], drafter: Any) -> dict[tuple[i
     """Draft logits of every element of `tokens` as training computes them."""
     target = TargetModel.load(folder, dtype=torch.float32)
     target.tap_aux(drafter.config.aux_layer_ids)
-    batch = Batch(torch.tensor([tokens]), torch.tensor([len(tokens)]), torch.tensor([1]))
+    batch = Batch(
+        torch.tensor([tokens]), torch.tensor([len(tokens)]), torch.tensor([1]), len(tokens)
+    )
     states = target_states(target, batch)
     logits: dict[tuple[int, int], Tensor] = {}
     if drafter.config.is_parallel:

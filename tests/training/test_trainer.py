@@ -69,7 +69,7 @@ def test_training_learns_and_the_head_serves(
     record = Trainer(config, reports.append).run()
     validations = [r for r in reports if r.kind == "validation"]
     assert validations[-1].loss < 0.7 * validations[0].loss or validations[-1].loss < 0.05
-    assert validations[-1].acceptance_length > 1.3
+    assert validations[-1].acceptance_lengths[-1] > 1.3
     assert record["steps"] == 120 and record["data_sha256"]
     assert json.loads((tmp_path / "train.json").read_text())["validation"]["step"] == 120
 
@@ -84,7 +84,7 @@ def test_training_learns_and_the_head_serves(
     )
     assert [o.token_ids for o in outputs] == [r["response_token_ids"] for r in rows]
     served = llm.engine.stats.acceptance_length
-    assert abs(served - validations[-1].acceptance_length) < 0.15, (
+    assert abs(served - validations[-1].acceptance_lengths[-1]) < 0.15, (
         "what training promises is what serving gives"
     )
 

@@ -174,4 +174,4 @@ def _check_kinds(heads: dict[str, str]) -> None:
     for name, folder in heads.items():
         if read_head_config(folder)[0].is_parallel != (name == PEAGLE):
             option, other = ("--draft", EAGLE3) if name == PEAGLE else ("--eagle3", PEAGLE)
-            raise UserError(f"{option} is {folder!r}, which is an {other} head; expected {name}.")
+            raise UserError(f"{option} is {folder!r}; expected a head of {name}, not of {other}.")

@@ -149,7 +149,7 @@ class LiveView(SilentView):
 
     def _panel(self, text: Text, height: int | None = None) -> Panel:
         legend = Text.assemble(
-            ("accepted draft tokens", self.accepted_style), " and the target's own"
+            ("accepted draft tokens", f"not dim {self.accepted_style}"), " and the target's own"
         )
         has_drafts = self._method != PLAIN
         return Panel(
@@ -196,17 +196,25 @@ def print_report(console: Console, results: dict[str, Measurement], report: dict
     """The table, whether the outputs are the same, and what the figures mean."""
     console.print(results_table(results))
     console.print(_identity(results, report))
+    for line in _facts(report):
+        console.print(line, style="dim")
+
+
+def _facts(report: dict[str, Any]) -> list[str]:
     machine = report["environment"]
-    hardware = machine["cpu"] if machine["device"] == "cpu" else machine["device"]
-    console.print(
-        f"{report['num_prompts']} HumanEval prompts one at a time, up to "
-        f"{report['max_new_tokens']} new tokens each; K={report['num_speculative_tokens']}, "
-        f"temperature {report['temperature']:g}, {report['dtype']}; {machine['threads']} threads, "
-        f"{hardware}, torch {machine['torch']}. Acceptance length: 1 + accepted draft tokens per "
-        "draft. By position: share of drafts whose first 1, 2, ... tokens were all accepted "
-        "(unconditional). tokens/s: time in the engine, prompts included, display left out.",
-        style="dim",
-    )
+    threads = "1 thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
+    hardware = f"{threads} of {machine['cpu']}"
+    if machine["device"] != "cpu":
+        hardware = machine["device"]
+    return [
+        f"{report['num_prompts']} HumanEval prompts, one at a time, up to "
+        f"{report['max_new_tokens']} new tokens each. K={report['num_speculative_tokens']}, "
+        f"temperature {report['temperature']:g}, {report['dtype']}; {hardware}, "
+        f"torch {machine['torch']}.",
+        "Acceptance length: 1 + accepted draft tokens / drafts. By position: share of drafts "
+        "whose first 1, 2, ... K tokens were all accepted (unconditional).",
+        "tokens/s: output tokens by time in the engine, prompt passes included, display left out.",
+    ]
 
 
 def _identity(results: dict[str, Measurement], report: dict[str, Any]) -> Text:

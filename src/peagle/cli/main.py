@@ -111,8 +111,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         return _fail(str(error))
     except _UsageError as error:
-        hint = f"\nTry: {error.ctx.command_path} --help" if error.ctx else ""
-        return _fail(error.format_message() + hint)
+        command = error.ctx.command_path if error.ctx else "peagle"
+        return _fail(f"{error.format_message()}\nTry: {command} --help")
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED
     except BrokenPipeError:

@@ -74,12 +74,16 @@ def _print_json(report: Report) -> None:
 
 
 def _print_text(report: Report) -> None:
-    per_depth = " ".join(f"{value:.2f}"[1:] if value < 1 else "1.0" for value in report.accuracy)
+    lengths = report.acceptance_lengths
+    line = f"{report.kind:<10} {report.step}/{report.steps}  loss {report.loss:.4f}"
+    if report.kind == "validation":
+        by_k = "  ".join(f"K={k} {length:.2f}" for k, length in enumerate(lengths, start=1))
+        print(f"{line}  acceptance length as served, greedy: {by_k}", flush=True)
+        return
+    accuracy = " ".join(f"{value:.2f}".removeprefix("0") for value in report.accuracy)
     minutes, seconds = divmod(round(report.seconds_left), 60)
-    speed = f"{report.tokens_per_s:,.0f} tokens/s  {minutes}:{seconds:02d} left"
     print(
-        f"{report.kind:<10} {report.step}/{report.steps}  loss {report.loss:.4f}  "
-        f"AL {report.acceptance_length:.2f} (K={len(report.accuracy)})  "
-        f"accuracy by depth {per_depth}" + (f"  {speed}" if report.kind == "train" else ""),
+        f"{line}  AL {lengths[-1]:.2f} (K={len(lengths)})  accuracy by depth {accuracy}  "
+        f"{report.tokens_per_s:,.0f} tokens/s  {minutes}:{seconds:02d} left",
         flush=True,
     )

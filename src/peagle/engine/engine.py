@@ -109,8 +109,8 @@ class LLMEngine:
             raise UserError("The prompt is empty; expected at least one token.")
         if len(prompt) >= self.max_model_len:
             raise UserError(
-                f"The prompt has {len(prompt)} tokens; expected at most {self.max_model_len - 1}, one "
-                f"fewer than the context of {self.max_model_len}. Shorten the prompt."
+                f"The prompt has {len(prompt)} tokens; expected at most {self.max_model_len - 1}, "
+                f"one fewer than the context of {self.max_model_len}. Shorten the prompt."
             )
         stop = set(token_ids(params.stop_token_ids, self.target.vocab_size, "stop_token_ids"))
         if not params.ignore_eos:
@@ -119,9 +119,9 @@ class LLMEngine:
         needed = self.scheduler.blocks.blocks_for(self.scheduler.slots_needed(sequence))
         if needed > self.scheduler.blocks.num_blocks:
             raise UserError(
-                f"The request needs {needed} KV blocks of {self.config.block_size} tokens, the cache "
-                f"has {self.scheduler.blocks.num_blocks}. Lower max_tokens ({params.max_tokens}) or "
-                "raise kv_cache_gib."
+                f"The request needs {needed} KV blocks of {self.config.block_size} tokens, the "
+                f"cache has {self.scheduler.blocks.num_blocks}. Lower max_tokens "
+                f"({params.max_tokens}) or raise kv_cache_gib."
             )
         self._num_requests += 1
         self.scheduler.add(sequence)
@@ -171,7 +171,8 @@ class LLMEngine:
         limit, asked = self.target.max_model_len, self.config.max_model_len
         if asked is not None and asked > limit:
             raise UserError(
-                f"max_model_len is {asked}; the target's positions end at {limit}. Ask for at most that."
+                f"max_model_len is {asked}; the target's positions end at {limit}. "
+                "Ask for at most that."
             )
         return asked or limit
 

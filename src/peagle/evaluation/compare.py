@@ -10,11 +10,13 @@ from statistics import median
 from typing import Any
 
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
+from peagle.engine import Sequence as EngineSequence
 from peagle.engine import SpeculationStats
 from peagle.engine.engine import resolve_device, resolve_dtype
 from peagle.evaluation.acceptance import Acceptance, Completion, Step
 from peagle.llm import LLM, StreamChunk
 from peagle.models.target import TargetModel
+from peagle.speculation import TargetStep
 
 WARM_UP_TOKENS = 16
 
@@ -116,6 +118,32 @@ def measure(
         if watch is not None:
             watch(chunk)
     return Measurement([c for c in completions if c is not None], seconds)
+
+
+def draft_seconds(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> list[float]:
+    """Seconds of each drafting while `prompts` are completed, save those after prompt passes.
+
+    Args:
+        llm: what decodes; not plain.
+        prompts: texts.
+        params: for all of them.
+    """
+    runner = llm.engine.runner
+    propose = runner.propose
+    seconds: list[float] = []
+
+    def timed(sequences: Sequence[EngineSequence], step: TargetStep) -> None:
+        start = time.perf_counter()
+        propose(sequences, step)
+        if all(len(sequence.output_token_ids) > 1 for sequence in sequences):
+            seconds.append(time.perf_counter() - start)
+
+    runner.propose = timed
+    try:
+        llm.generate(prompts, params)
+    finally:
+        runner.propose = propose
+    return seconds
 
 
 def build(

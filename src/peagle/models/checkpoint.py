@@ -80,17 +80,21 @@ def config_from_json(data: Mapping[str, Any], source: str) -> DrafterConfig:
     architectures = data.get("architectures") or []
     if not set(architectures) & set(ARCHITECTURES):
         raise CheckpointError(
-            f"{source}: architectures is {architectures}; expected one of {', '.join(ARCHITECTURES)}."
+            f"{source}: architectures is {architectures}; "
+            f"expected one of {', '.join(ARCHITECTURES)}."
         )
-    own = data.get("peagle", {})
-    if own.get("format_version", 1) > FORMAT_VERSION:
+    own = _object(data, "peagle", source)
+    version = own.get("format_version", 1)
+    if type(version) is not int or version < 1:
+        raise CheckpointError(f"{source}: format_version is {version!r}; expected a whole number.")
+    if version > FORMAT_VERSION:
         raise CheckpointError(
-            f"{source}: format_version is {own['format_version']}, newer than this peagle reads "
+            f"{source}: format_version is {version}, newer than this peagle reads "
             f"({FORMAT_VERSION}). Upgrade peagle."
         )
     if data.get("hidden_act", "silu") != "silu":
         raise CheckpointError(f"{source}: hidden_act is {data['hidden_act']!r}; expected 'silu'.")
-    eagle = data.get("eagle_config") or {}
+    eagle = _object(data, "eagle_config", source)
     aux = eagle.get(
         "eagle_aux_hidden_state_layer_ids", data.get("eagle_aux_hidden_state_layer_ids")
     )
@@ -99,11 +103,7 @@ def config_from_json(data: Mapping[str, Any], source: str) -> DrafterConfig:
             f"{source}: eagle_config.eagle_aux_hidden_state_layer_ids is missing; expected the "
             "target layers that the head reads. Write them into the file."
         )
-    rope = data.get("rope_parameters") or {
-        "rope_type": "default",
-        **(data.get("rope_scaling") or {}),
-        "rope_theta": data.get("rope_theta", 10000.0),
-    }
+    rope = _object(data, "rope_parameters", source) or _old_rope_parameters(data, source)
     mask = next((data[key] for key in _MASK_KEYS if data.get(key) is not None), None)
     try:
         heads, size = data["num_attention_heads"], data["hidden_size"]
@@ -133,6 +133,22 @@ def config_from_json(data: Mapping[str, Any], source: str) -> DrafterConfig:
         raise CheckpointError(f"{source}: the key {error} is missing.") from None
     except TypeError as error:
         raise CheckpointError(f"{source}: a value is of the wrong type: {error}.") from None
+    except CheckpointError as error:
+        raise CheckpointError(f"{source}: {error}") from None
+
+
+def _object(data: Mapping[str, Any], key: str, source: str) -> dict[str, Any]:
+    value = data.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"{source}: {key} is {value!r}; expected an object.")
+    return dict(value)
+
+
+def _old_rope_parameters(data: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """RoPE as older files have it: `rope_scaling`, whose type may be called "type"."""
+    scaling = _object(data, "rope_scaling", source)
+    rope_type = scaling.pop("type", "default")
+    return {"rope_type": rope_type, **scaling, "rope_theta": data.get("rope_theta", 10000.0)}
 
 
 def save_drafter(
@@ -165,9 +181,10 @@ def save_drafter(
     data["dtype"] = str(next(v for v in tensors.values() if v.is_floating_point()).dtype).split(
         "."
     )[1]
-    write_json(folder / "config.json", data)
+    # The large write first: if it fails, an older head in the folder is still whole.
     temporary = folder / (WEIGHTS_NAME + ".part")
     save_file(tensors, temporary, metadata={"format": "pt"})
+    write_json(folder / "config.json", data)
     os.replace(temporary, folder / WEIGHTS_NAME)
 
 

@@ -17,9 +17,23 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from peagle.errors import CheckpointError
+from peagle.models.target import SUPPORTED_ROPE_TYPES
 
 # attend(layer index, query [..., Hq, d], key [..., Hkv, d], value [..., Hkv, d]) -> [..., Hq, d]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_attention_heads",
+    "num_kv_heads",
+    "head_dim",
+    "vocab_size",
+    "draft_vocab_size",
+    "target_hidden_size",
+    "max_position_embeddings",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +75,7 @@ class DrafterConfig:
     trained_depth: int | None = None
 
     def __post_init__(self) -> None:
+        self._check_types()
         mask = self.mask_token_id
         if mask is not None and not 0 <= mask < self.vocab_size:
             raise CheckpointError(
@@ -79,6 +94,26 @@ class DrafterConfig:
             )
         if self.norm_before_fc and self.fc_norm:
             raise CheckpointError("norm_before_fc and fc_norm are both set; expected one at most.")
+
+    def _check_types(self) -> None:
+        for name in _SIZES:
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise CheckpointError(
+                    f"{name} is {value!r}; expected a whole number of at least 1."
+                )
+        ids = self.aux_layer_ids
+        whole = all(type(i) is int and i >= 0 for i in ids)
+        if not ids or not whole or list(ids) != sorted(set(ids)):
+            raise CheckpointError(
+                f"aux_layer_ids is {ids}; expected distinct ascending layers of the target."
+            )
+        rope_type = self.rope_parameters.get("rope_type", "default")
+        if rope_type not in SUPPORTED_ROPE_TYPES:
+            raise CheckpointError(
+                f"The head's RoPE type is {rope_type!r}; "
+                f"supported: {', '.join(SUPPORTED_ROPE_TYPES)}."
+            )
 
     @property
     def is_parallel(self) -> bool:
@@ -211,6 +246,7 @@ class Drafter(nn.Module):
         self.register_buffer("t2d", kept if pruned else None)
         # Outside the module tree: a table of constants, not part of the checkpoint.
         self._rope: tuple[Tensor, Tensor] | None = None
+        self._num_positions = config.max_position_embeddings
 
     def combine_features(self, features: Tensor) -> Tensor:
         """fc(norm(features)): [..., A * H] to [..., D]."""
@@ -264,6 +300,14 @@ class Drafter(nn.Module):
         self.d2t.copy_(target_ids - torch.arange(len(target_ids), device=target_ids.device))
         self.t2d.zero_()[target_ids] = True
 
+    def reserve_positions(self, count: int) -> None:
+        """Make angles for `count` positions where the head's own maximum is smaller.
+
+        Many heads name the length they were trained for, and serve targets with longer contexts.
+        """
+        if count > self._num_positions:
+            self._num_positions, self._rope = count, None
+
     def _rope_at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin at the positions, [..., 1, d], broadcasting over heads."""
         if (
@@ -287,7 +331,7 @@ class Drafter(nn.Module):
             rope_parameters=dict(config.rope_parameters),
         )
         rotary = LlamaRotaryEmbedding(llama).to(device)
-        positions = torch.arange(config.max_position_embeddings, device=device).unsqueeze(0)
+        positions = torch.arange(self._num_positions, device=device).unsqueeze(0)
         cos, sin = rotary(torch.empty(0, dtype=dtype, device=device), positions)
         return cos.squeeze(0), sin.squeeze(0)
 

@@ -109,13 +109,14 @@ def sample_elements(
     floor: float = 0.0,
     generator: torch.Generator | None = None,
     multiple: int = 1,
+    max_anchors: int | None = None,
 ) -> Elements:
     """Sample the elements of a batch by conditional drop (COD).
 
     Depth 0 holds every position. One random order of a row's supervised anchors decides all
     depths: depth d keeps the first n * max(ratio^d, floor) of it, so that the anchors of a depth
-    are a random subset of those of the depth above, and every chain is whole. The number of
-    elements depends on N only; what a row cannot fill is left unsupervised.
+    are a random subset of those of the depth above, and every chain is whole. What a row with
+    fewer anchors cannot fill is left unsupervised.
 
     Args:
         deepest_BN: from `supervised_depth`.
@@ -123,6 +124,7 @@ def sample_elements(
         ratio, floor: as in `depth_counts`.
         generator: of the device of `deepest_BN`.
         multiple: pad E to a multiple of this.
+        max_anchors: most supervised anchors of a row, which E follows; None is N.
 
     Returns:
         the elements, depth by depth, anchors ascending within a depth.
@@ -132,7 +134,7 @@ def sample_elements(
     score_BN = torch.rand(batch, length, generator=generator, device=device)
     order_BN = torch.where(is_anchor_BN, score_BN, 2.0).argsort(dim=1)
     kept = depth_counts(is_anchor_BN.sum(1), num_depths, ratio, floor)
-    room = depth_counts(length, num_depths, ratio, floor)
+    room = depth_counts(min(max_anchors or length, length), num_depths, ratio, floor)
 
     anchors = [torch.arange(length, device=device).expand(batch, length)]
     supervised = [is_anchor_BN]

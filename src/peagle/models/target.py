@@ -91,11 +91,11 @@ class TargetModel:
         self.max_model_len: int = config.max_position_embeddings
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
-        self._decoder: nn.Module = model.get_decoder()
-        self._lm_head: nn.Module = model.get_output_embeddings()
-        layers = self._decoder.layers
-        self._attention_modules: list[nn.Module] = [layer.self_attn for layer in layers]
-        self._tap_points: list[nn.Module] = list(layers)
+        # Modules of transformers are duck-typed: what is used of them differs by architecture.
+        self._decoder: Any = model.get_decoder()
+        self._lm_head: Any = model.get_output_embeddings()
+        self._layers: list[nn.Module] = list(self._decoder.layers)
+        self._attention_modules: list[Any] = [layer.self_attn for layer in self._layers]
         self._hooks: list[Any] = []
         self._taps: list[Tensor] = []
         self.aux_layer_ids: tuple[int, ...] = ()
@@ -127,7 +127,7 @@ class TargetModel:
         _refuse_pickles(folder)
         transformers_logging.disable_progress_bar()
         try:
-            model = AutoModelForCausalLM.from_pretrained(
+            model, report = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=config,
                 dtype=dtype or "auto",
@@ -135,13 +135,20 @@ class TargetModel:
                 trust_remote_code=False,
                 local_files_only=True,
                 attn_implementation=ATTENTION_NAME,
+                output_loading_info=True,
             )
         except (OSError, SafetensorError, RuntimeError, ValueError) as error:
             first_line = str(error).strip().splitlines()[0]
             raise CheckpointError(
                 f"The target model {str(folder)!r} does not load: {first_line}"
             ) from None
-        return cls(model.to(device), name=str(path))
+        # transformers would fill them with random numbers and go on.
+        if missing := sorted(report["missing_keys"]):
+            raise CheckpointError(
+                f"The target model {str(folder)!r} lacks tensor {missing[0]!r} ({len(missing)} "
+                "missing in all). Its weights are incomplete: copy or convert them again."
+            )
+        return cls(model.to(torch.device(device)), name=str(path))
 
     def tap_aux(self, layer_ids: Sequence[int]) -> None:
         """Choose the layers whose entering hidden states `forward` returns, in ascending order.
@@ -159,7 +166,7 @@ class TargetModel:
             hook.remove()
         self.aux_layer_ids = ids
         self._hooks = [
-            self._tap_points[i].register_forward_pre_hook(self._tap, with_kwargs=True) for i in ids
+            self._layers[i].register_forward_pre_hook(self._tap, with_kwargs=True) for i in ids
         ]
 
     def _tap(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -215,7 +222,8 @@ class TargetModel:
 
     def embedding_weight(self) -> Tensor:
         """The input embedding, [V, H]."""
-        return self.model.get_input_embeddings().weight
+        embedding: Any = self.model.get_input_embeddings()
+        return embedding.weight
 
     def eos_token_ids(self) -> tuple[int, ...]:
         """End-of-text ids of the model's generation config, else of its config."""
@@ -260,8 +268,8 @@ def default_aux_layer_ids(num_layers: int) -> tuple[int, ...]:
 def _load_config(folder: Path) -> Any:
     if not (folder / "config.json").is_file():
         raise CheckpointError(
-            f"The target model {str(folder)!r} has no config.json; expected a folder in Hugging Face "
-            "format (config.json, *.safetensors, tokenizer files)."
+            f"The target model {str(folder)!r} has no config.json; expected a folder in Hugging "
+            "Face format (config.json, *.safetensors, tokenizer files)."
         )
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
@@ -293,7 +301,8 @@ def _refuse_pickles(folder: Path) -> None:
     pickles = sorted(n for n in os.listdir(folder) if n.endswith((".bin", ".pt", ".pth", ".ckpt")))
     if pickles:
         raise CheckpointError(
-            f"{str(folder / pickles[0])!r} is a pickle, which can run code when it is read; expected "
-            "*.safetensors. Convert it with `model.save_pretrained(folder)` of transformers."
+            f"{str(folder / pickles[0])!r} is a pickle, which can run code when it is read; "
+            "expected *.safetensors. Convert it with `model.save_pretrained(folder)` of "
+            "transformers."
         )
     raise CheckpointError(f"The target model {str(folder)!r} has no *.safetensors weights.")

@@ -97,6 +97,7 @@ class HeadProposer:
         draft_sampling: DraftSampling = "argmax",
     ) -> None:
         self.drafter = drafter
+        self.drafter.reserve_positions(max_model_len)
         self.backend = backend
         self.caches = list(caches)
         self.num_speculative_tokens = num_speculative_tokens

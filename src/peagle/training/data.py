@@ -25,15 +25,18 @@ class Batch:
     Attributes:
         tokens_BN: token ids, 0 where padded.
         lengths_B, prompt_lens_B: tokens of each row, and of its prompt.
+        max_response_len: bound of the response tokens of a row.
     """
 
     tokens_BN: Tensor
     lengths_B: Tensor
     prompt_lens_B: Tensor
+    max_response_len: int
 
     def to(self, device: torch.device) -> Batch:
         """The batch on a device."""
-        return Batch(*(x.to(device) for x in (self.tokens_BN, self.lengths_B, self.prompt_lens_B)))
+        tensors = (self.tokens_BN, self.lengths_B, self.prompt_lens_B)
+        return Batch(*(x.to(device) for x in tensors), self.max_response_len)
 
 
 class ResponseDataset:
@@ -135,13 +138,15 @@ class ResponseDataset:
         """The given sequences as one padded batch."""
         lens = self.start_loc.diff()[indices]
         longest = int(lens.max())
+        response = int((lens - self.prompt_lens[indices]).max())
         tokens_BN = torch.zeros(
             len(indices), longest + -longest % length_multiple, dtype=torch.int64
         )
         for row, index in enumerate(indices):
             begin, end = int(self.start_loc[index]), int(self.start_loc[index + 1])
             tokens_BN[row, : end - begin] = self.tokens[begin:end]
-        return Batch(tokens_BN, lens, self.prompt_lens[indices])
+        bound = response + -response % length_multiple
+        return Batch(tokens_BN, lens, self.prompt_lens[indices], bound)
 
     def epoch(self, batch_tokens: int, length_multiple: int, seed: int) -> list[list[int]]:
         """Shuffled batches of one epoch: rows of like length, `batch_tokens` tokens with padding.
@@ -150,13 +155,15 @@ class ResponseDataset:
         over of a length is dropped (another epoch brings it), unless it is all there is.
         """
         generator = torch.Generator().manual_seed(seed)
-        by_length: dict[int, list[int]] = {}
-        lens = self.start_loc.diff().tolist()
+        # Rows of a batch are alike in length and in response length, so that little is padding.
+        lens = self.start_loc.diff()
+        sizes = torch.stack((lens, lens - self.prompt_lens), dim=1)
+        sizes = (sizes + -sizes % length_multiple).tolist()
+        by_size: dict[tuple[int, int], list[int]] = {}
         for index in torch.randperm(len(self), generator=generator).tolist():
-            padded = lens[index] + -lens[index] % length_multiple
-            by_length.setdefault(padded, []).append(index)
+            by_size.setdefault((sizes[index][0], sizes[index][1]), []).append(index)
         batches: list[list[int]] = []
-        for length, indices in sorted(by_length.items()):
+        for (length, _), indices in sorted(by_size.items()):
             rows = max(1, batch_tokens // length)
             whole = [indices[i : i + rows] for i in range(0, len(indices) - rows + 1, rows)]
             batches += whole or [indices]

@@ -58,6 +58,7 @@ class AcceptanceMeter:
     """
 
     def __init__(self, num_depths: int, device: torch.device, *, walk: bool = False) -> None:
+        self.num_depths = num_depths
         self._matched = torch.zeros(num_depths, dtype=torch.float64, device=device)
         self._accepted = torch.zeros_like(self._matched)
         self._count = torch.zeros_like(self._matched)
@@ -67,7 +68,7 @@ class AcceptanceMeter:
         """Pool elements, all [M]; a chain's elements come in the same call."""
         if not len(row):
             return
-        shape = (int(row.max()) + 1, int(anchor.max()) + 1, len(self._count))
+        shape = (int(row.max()) + 1, int(anchor.max()) + 1, self.num_depths)
         grid = torch.zeros(shape, device=match.device)
         grid[row, anchor, depth] = match.float()
         grid = grid.cumprod(-1)

@@ -160,6 +160,8 @@ class Method:
         deepest_BN = supervised_depth(
             batch.lengths_B, batch.prompt_lens_B, batch.tokens_BN.shape[1]
         )
+        # Every shape is compiled once; validation's would be too many.
+        make_attention = dense_attention if everything else self.make_attention
         elements = sample_elements(
             deepest_BN,
             section.depth,
@@ -167,8 +169,9 @@ class Method:
             floor=section.cod_floor,
             generator=generator,
             multiple=self.multiple,
+            max_anchors=batch.max_response_len,
         )
-        hidden = peagle_forward(drafter, batch, states, elements, self.make_attention)
+        hidden = peagle_forward(drafter, batch, states, elements, make_attention)
         yield _select(elements, hidden)
 
 

@@ -41,8 +41,8 @@ class Report:
         loss: mean over graded elements.
         accuracy: per depth, P(draft matches).
         acceptance: per depth, P(all drafts down to it match).
-        acceptance_length: simulated, greedy, at K = depth of the method; over all anchors in
-            training, as serving would walk them in validation.
+        acceptance_lengths: simulated, greedy, at K = 1, 2, ... up to the depth of the method; over
+            all anchors in training, as serving would walk them in validation.
         learning_rate, tokens_per_s, seconds_left: of the run.
     """
 
@@ -52,7 +52,7 @@ class Report:
     loss: float
     accuracy: list[float]
     acceptance: list[float]
-    acceptance_length: float
+    acceptance_lengths: list[float]
     learning_rate: float
     tokens_per_s: float
     seconds_left: float
@@ -230,7 +230,7 @@ class Trainer:
             loss=window.loss(),
             accuracy=window.meter.accuracy(),
             acceptance=window.meter.unconditional(),
-            acceptance_length=window.acceptance_length(self.method.section.depth),
+            acceptance_lengths=window.acceptance_lengths(),
             learning_rate=self._learning_rate(min(self.step, steps - 1)),
             tokens_per_s=window.tokens_per_s(),
             seconds_left=pace * (steps - self.step),
@@ -297,9 +297,10 @@ class _Window:
         self._losses.append(loss)
         self._num_tokens += num_tokens
 
-    def acceptance_length(self, k: int) -> float:
+    def acceptance_lengths(self) -> list[float]:
         meter = self.meter
-        return meter.served_acceptance_length(k) if self.walk else meter.acceptance_length(k)
+        at = meter.served_acceptance_length if self.walk else meter.acceptance_length
+        return [at(k) for k in range(1, meter.num_depths + 1)]
 
     def loss(self) -> float:
         return float(torch.stack(self._losses).mean()) if self._losses else float("nan")

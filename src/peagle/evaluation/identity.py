@@ -1,0 +1,113 @@
+"""Greedy output against transformers' own `generate`, token by token.
+
+In float64 there must be no difference. In float32 the shape of a batch moves logits by about 1e-6,
+so a difference is excused only where the reference itself was that undecided: a near-tie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+NEAR_TIE = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first token at which an output leaves the reference.
+
+    Attributes:
+        prompt: id of the prompt.
+        position: index in the output.
+        reference_token, token: what transformers chose, and what we did (None: output ended).
+        gap: reference logit of its token minus that of ours.
+        top2_gap: reference logit of its token minus the next best.
+    """
+
+    prompt: str
+    position: int
+    reference_token: int | None
+    token: int | None
+    gap: float
+    top2_gap: float
+
+    @property
+    def is_near_tie(self) -> bool:
+        """Whether rounding alone can explain it: both gaps below 1e-4."""
+        return self.gap < NEAR_TIE and self.top2_gap < NEAR_TIE
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object."""
+        return {**asdict(self), "is_near_tie": self.is_near_tie}
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What transformers generated for one prompt.
+
+    Attributes:
+        token_ids: the output, its end-of-text token included.
+        logits_NV: the logits that each of them was chosen from.
+    """
+
+    token_ids: list[int]
+    logits_NV: Tensor
+
+
+def load_reference(folder: str | Path, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
+    """The target as transformers runs it, with its own attention."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, local_files_only=True, trust_remote_code=False
+    )
+    return model.to(device).eval()
+
+
+@torch.inference_mode()
+def reference_output(
+    model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: int
+) -> Reference:
+    """Let transformers complete one prompt, greedily."""
+    prompt_1T = torch.tensor([list(prompt)], device=model.device)
+    generate: Any = model.generate
+    generated = generate(
+        prompt_1T,
+        attention_mask=torch.ones_like(prompt_1T),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    token_ids = generated.sequences[0, prompt_1T.shape[1] :].tolist()
+    return Reference(token_ids, torch.cat(generated.logits))
+
+
+def first_difference(
+    prompt: str, token_ids: Sequence[int], reference: Reference
+) -> Difference | None:
+    """Where `token_ids` first leaves the reference; None if they are the same.
+
+    Args:
+        prompt: its id.
+        token_ids: our output.
+        reference: that of transformers.
+    """
+    expected = reference.token_ids
+    if list(token_ids) == expected:
+        return None
+    shared = min(len(expected), len(token_ids))
+    at = next((i for i in range(shared) if expected[i] != token_ids[i]), shared)
+    theirs = expected[at] if at < len(expected) else None
+    ours = token_ids[at] if at < len(token_ids) else None
+    if theirs is None or ours is None:
+        # One stopped where the other went on: no rounding does that.
+        return Difference(prompt, at, theirs, ours, float("inf"), float("inf"))
+    logits_V = reference.logits_NV[at].double()
+    best = logits_V.topk(2).values
+    gap = float(logits_V[theirs] - logits_V[ours])
+    return Difference(prompt, at, theirs, ours, gap, float(best[0] - best[1]))

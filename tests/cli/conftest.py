@@ -1,0 +1,73 @@
+"""Commands run in this process, on a tiny pair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from peagle.cli.main import run
+from peagle.models.checkpoint import save_drafter
+from peagle.models.fingerprint import TargetFingerprint
+from peagle.models.target import TargetModel
+from tests.conftest import make_drafter, make_target_folder
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command did."""
+
+    status: int
+    out: str
+    err: str
+
+
+Peagle = Callable[..., Result]
+
+
+@pytest.fixture
+def peagle(capsys: pytest.CaptureFixture[str]) -> Peagle:
+    """peagle("generate", "--prompt", "x") runs the command line."""
+
+    def call(*arguments: object) -> Result:
+        capsys.readouterr()
+        status = run([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return Result(status, captured.out, captured.err)
+
+    return call
+
+
+@pytest.fixture(autouse=True)
+def _keep_threads():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Folders of a tiny random target and of its heads."""
+
+    target: Path
+    peagle: Path
+    eagle3: Path
+
+    @property
+    def options(self) -> tuple[object, ...]:
+        return "--target", self.target, "--draft", self.peagle
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A tiny target with room for a HumanEval prompt in bytes, a P-EAGLE and an EAGLE-3 head."""
+    root = tmp_path_factory.mktemp("pair")
+    folder = make_target_folder(root / "target", max_position_embeddings=2048)
+    target = TargetModel.load(folder)
+    for name, parallel in (("peagle", True), ("eagle3", False)):
+        drafter = make_drafter(target, parallel=parallel)
+        save_drafter(root / name, drafter, fingerprint=TargetFingerprint.of(target))
+    return Pair(folder, root / "peagle", root / "eagle3")

@@ -1,0 +1,159 @@
+"""`peagle demo` on a tiny pair: the table, the JSON object, the live picture."""
+
+from __future__ import annotations
+
+import io
+import json
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from peagle.cli import demo_view
+from peagle.evaluation.prompts import Prompt
+from peagle.llm import StreamChunk
+from tests.cli.conftest import Pair, Peagle
+from tests.conftest import byte_tokenizer
+
+METHODS = ["plain", "EAGLE-3", "P-EAGLE"]
+
+
+def options(pair: Pair) -> tuple[object, ...]:
+    return (*pair.options, "--eagle3", pair.eagle3, "--limit", 2, "--max-new-tokens", 10)
+
+
+def test_json(peagle: Peagle, pair: Pair) -> None:
+    result = peagle(
+        "demo", *options(pair), "-k", 3, "--dtype", "float64", "--format", "json", "--threads", 1
+    )
+    assert result.status == 0, result.err
+    report = json.loads(result.out)
+    assert report["num_prompts"] == 2
+    assert report["num_speculative_tokens"] == 3
+    assert report["dtype"] == "float64"
+    assert report["temperature"] == 0
+    assert report["environment"]["threads"] == 1
+    assert report["identical_outputs"] is True
+    assert report["num_different_outputs"] == 0
+    assert [output["id"] for output in report["outputs"]] == ["HumanEval/0", "HumanEval/1"]
+    assert [method["name"] for method in report["methods"]] == METHODS
+    plain, *drafted = report["methods"]
+    assert plain["speed_up"] == 1 and plain["num_drafts"] == 0
+    for method in drafted:
+        assert len(method["unconditional_acceptance_per_pos"]) == 3
+        assert method["acceptance_length"] >= 1
+        assert method["tokens_per_s"] > 0
+        assert method["different_outputs"] == []
+
+
+@pytest.mark.parametrize("colours", [["--no-color"], []])
+def test_text_outside_a_terminal(peagle: Peagle, pair: Pair, colours: list[str]) -> None:
+    result = peagle("demo", *options(pair), *colours)
+    assert result.status == 0, result.err
+    assert "\x1b" not in result.out
+    for word in ("HumanEval/0", "HumanEval/1", *METHODS, "acceptance", "speed-up", "K=7"):
+        assert word in result.out
+    assert "unconditional" in result.out
+    assert "Identical outputs" in result.out
+
+
+def test_a_target_without_an_eagle3_head(peagle: Peagle, pair: Pair) -> None:
+    call = ("demo", *pair.options, "--limit", 1, "--max-new-tokens", 4, "--format", "json")
+    report = json.loads(peagle(*call).out)
+    assert [method["name"] for method in report["methods"]] == ["plain", "P-EAGLE"]
+
+
+def terminal(*, no_color: bool) -> Console:
+    """A terminal of 80 by 24 that writes into a string."""
+    return Console(
+        file=io.StringIO(),
+        force_terminal=True,
+        color_system="standard",
+        no_color=no_color,
+        width=80,
+        height=24,
+        _environ={"TERM": "xterm"},
+    )
+
+
+def written(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_live_picture(peagle: Peagle, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    console = terminal(no_color=False)
+    monkeypatch.setattr(demo_view, "make_console", lambda _: console)
+    assert peagle("demo", *options(pair)).status == 0
+    shown = written(console)
+    assert "HumanEval/0, plain" in shown
+    assert "HumanEval/1, P-EAGLE" in shown
+    assert "accepted draft tokens" in shown
+    assert shown.rstrip().endswith("left out.\x1b[0m")
+    assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h"), "the cursor must come back"
+
+
+@pytest.mark.parametrize("no_color", [False, True])
+def test_accepted_tokens_are_marked(no_color: bool) -> None:
+    console = terminal(no_color=no_color)
+    tokenizer = byte_tokenizer()
+    view = demo_view.LiveView(console)
+    with view.running({"P-EAGLE": SimpleNamespace(tokenizer=tokenizer)}):  # type: ignore[dict-item]
+        view.begin(Prompt("p", ("the prompt ",)), "P-EAGLE")
+        for text, num_accepted in (("A", 0), ("BCD", 2), ("E", 0)):
+            view.show(StreamChunk(0, text, tokenizer.encode(text), num_accepted, 3, None))
+    style = "\x1b[4m" if no_color else "\x1b[1;32m"
+    assert f" A{style}BC\x1b[0mDE" in written(console).splitlines()[-2]
+
+
+def test_text_cannot_steer_the_terminal() -> None:
+    assert demo_view._printable("a\x1b[2Jb\r\n\tc") == "a\ufffd[2Jb\ufffd\n\tc"
+
+
+def test_a_difference_is_reported() -> None:
+    report = {
+        "num_different_outputs": 1,
+        "num_prompts": 2,
+        "dtype": "float32",
+        "methods": [{"different_outputs": []}, {"different_outputs": ["HumanEval/1"]}],
+    }
+    text = demo_view._identity({"plain": None, "P-EAGLE": None}, report).plain  # type: ignore
+    assert "Outputs differ (plain, P-EAGLE) on 1 of 2 prompts: HumanEval/1." in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--limit", "0"], "The limit is 0"),
+        (["-k", "0"], "num_speculative_tokens is 0"),
+        (["--max-new-tokens", "0"], "max_tokens is 0"),
+        (["--threads", "-1"], "--threads is -1"),
+    ],
+)
+def test_bad_options(peagle: Peagle, pair: Pair, arguments: list[str], message: str) -> None:
+    result = peagle("demo", *pair.options, *arguments)
+    assert (result.status, result.out) == (2, "")
+    assert message in result.err
+
+
+def test_bad_models(peagle: Peagle, pair: Pair) -> None:
+    def message(*arguments: object) -> str:
+        result = peagle("demo", "--target", pair.target, *arguments)
+        assert (result.status, result.out) == (2, "")
+        return result.err
+
+    assert "was given without --draft" in message()
+    assert "expected a head of P-EAGLE, not of EAGLE-3" in message("--draft", pair.eagle3)
+    swapped = message("--draft", pair.peagle, "--eagle3", pair.peagle)
+    assert "expected a head of EAGLE-3, not of P-EAGLE" in swapped
+
+
+def test_missing_bundled_weights(
+    peagle: Peagle, pair: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
+    monkeypatch.setattr("peagle.cli.options.BUNDLED_TARGET", tmp_path / "target")
+    for command in (["demo"], ["generate", "--prompt", "x", "--no-speculation"]):
+        result = peagle(*command)
+        assert result.status == 2
+        assert "This installation has no bundled target" in result.err
+        assert "--target and --draft" in result.err

@@ -1,0 +1,149 @@
+"""The command line as a whole: help pages, exit statuses, lazy imports."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import peagle as package
+from peagle.cli import main
+from peagle.errors import UserError
+from tests.cli.conftest import Pair, Peagle
+
+SOURCE = Path(package.__file__).resolve().parents[1]
+
+
+def start(*arguments: object) -> subprocess.Popen[str]:
+    """The command in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "peagle", *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_help_lists_every_command(peagle: Peagle) -> None:
+    for arguments in (["--help"], ["-h"], []):
+        result = peagle(*arguments)
+        assert result.status == 0 and result.err == ""
+        for name in main.COMMANDS:
+            assert name in result.out
+
+
+@pytest.mark.parametrize("command", list(main.COMMANDS))
+def test_help_of_a_command_has_examples(peagle: Peagle, command: str) -> None:
+    result = peagle(command, "--help")
+    assert result.status == 0 and result.err == ""
+    examples = result.out.partition("Examples:")[2]
+    assert f"\n   peagle {command}" in examples.replace("     peagle", "   peagle")
+
+
+def test_version(peagle: Peagle) -> None:
+    result = peagle("--version")
+    assert (result.status, result.out) == (0, f"peagle {package.__version__}\n")
+
+
+@pytest.mark.parametrize("command", ["--help", "--version", "demo --help", "generate --help"])
+def test_help_needs_no_torch(command: str) -> None:
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
+        f"from peagle.cli.main import run; sys.exit(run({command.split()!r}))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_help_of_the_program_imports_no_command() -> None:
+    code = (
+        "import sys; from peagle.cli.main import run; run(['--help'])\n"
+        "loaded = [m for m in sys.modules if m.startswith('peagle.cli.')]\n"
+        "sys.exit(loaded != ['peagle.cli.main'])"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing"], "No such command 'nothing'"),
+        (["generat"], "Did you mean 'generate'?"),
+        (["--nothing"], "No such option: --nothing"),
+        (["generate", "--nothing"], "No such option: --nothing"),
+        (["generate", "--top-k"], "--top-k"),
+        (["generate", "--top-k", "many"], "--top-k"),
+        (["generate", "--prompt", "x", "--format", "yaml"], "'yaml' is not one of"),
+        (["generate", "stray"], "stray"),
+        (["train"], "CONFIG"),
+        (["demo", "--limit", "x"], "--limit"),
+    ],
+)
+def test_usage_errors(peagle: Peagle, arguments: list[str], message: str) -> None:
+    result = peagle(*arguments)
+    assert result.status == 2
+    assert result.out == ""
+    assert result.err.startswith("peagle: error: ")
+    assert message in result.err
+    assert "--help" in result.err.splitlines()[-1]
+
+
+def test_user_errors_are_one_line_without_traceback(
+    peagle: Peagle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from peagle.cli import generate
+
+    def fail(*_: object) -> None:
+        raise UserError("The value is 3; expected 4.")
+
+    monkeypatch.setattr(generate, "_prompts", fail)
+    result = peagle("generate", "--prompt", "x")
+    assert (result.status, result.err) == (2, "peagle: error: The value is 3; expected 4.\n")
+
+
+def test_faults_of_peagle_are_not_hidden(peagle: Peagle, monkeypatch: pytest.MonkeyPatch) -> None:
+    from peagle.cli import generate
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(generate, "_prompts", fail)
+    with pytest.raises(ZeroDivisionError):
+        peagle("generate", "--prompt", "x")
+
+
+@pytest.fixture
+def busy(pair: Pair, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A command with much to print, of which the first line was read."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("some text\n" * 5000)
+    process = start(
+        "generate", *pair.options, "--prompts", prompts, "--max-new-tokens", 4, "--format", "json"
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("{")
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_interrupt_ends_cleanly(busy: subprocess.Popen[str]) -> None:
+    busy.send_signal(signal.SIGINT)
+    _, err = busy.communicate(timeout=60)
+    assert busy.returncode == main.INTERRUPTED
+    assert err == "peagle: interrupted\n"
+
+
+def test_a_reader_that_goes_away_is_no_error(busy: subprocess.Popen[str]) -> None:
+    assert busy.stdout is not None and busy.stderr is not None
+    busy.stdout.close()
+    assert busy.stderr.read() == ""
+    assert busy.wait(timeout=60) == 1

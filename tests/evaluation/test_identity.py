@@ -1,0 +1,85 @@
+"""Output against transformers' own generation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from peagle import LLM, SamplingParams, SpeculativeConfig
+from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET
+from peagle.evaluation.compare import build, load_target
+from peagle.evaluation.identity import (
+    Reference,
+    first_difference,
+    load_reference,
+    reference_output,
+)
+from peagle.evaluation.prompts import load_prompt_set
+
+LOGITS = torch.tensor([[0.0, 1.0, 0.5], [2.0, 2.0 - 5e-5, 0.0], [1.0, 0.0, 3.0]])
+REFERENCE = Reference([1, 0, 2], LOGITS)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([1, 0, 2], None),
+        ([1, 1, 0], (1, 0, 1, True)),  # nearly tied with the reference's choice
+        ([1, 2, 2], (1, 0, 2, False)),  # its top two are tied, but this is the third
+        ([2, 0, 2], (0, 1, 2, False)),
+        ([1, 0], (2, 2, None, False)),
+        ([1, 0, 2, 2], (3, None, 2, False)),
+    ],
+)
+def test_first_difference(
+    tokens: list[int], expected: tuple[int, int | None, int | None, bool] | None
+) -> None:
+    found = first_difference("p", tokens, REFERENCE)
+    if expected is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert (found.position, found.reference_token, found.token, found.is_near_tie) == expected
+
+
+def test_reference_is_what_transformers_generates(
+    target_folder: Path, head_folders: Callable[..., Path]
+) -> None:
+    model = load_reference(target_folder, torch.float64)
+    config = {"model": str(head_folders()), "num_speculative_tokens": 3}
+    (output,) = LLM(target_folder, dtype="float64", speculative_config=config).generate(
+        "def f(x):", SamplingParams(max_tokens=30)
+    )
+    reference = reference_output(model, output.prompt_token_ids, 30)
+    assert reference.logits_NV.shape == (len(reference.token_ids), model.config.vocab_size)
+    assert reference.logits_NV.argmax(-1).tolist() == reference.token_ids
+    assert first_difference("p", output.token_ids, reference) is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not BUNDLED_TARGET.exists(), reason="the bundled weights are not here")
+def test_bundled_pair_equals_transformers_in_float64() -> None:
+    # All prompts: benchmarks/identity.py.
+    prompts = load_prompt_set("humaneval", 4) + load_prompt_set("mt_bench", 2)
+    texts = [prompt.text for prompt in prompts]
+    target = load_target(BUNDLED_TARGET, dtype="float64", device="cpu")
+    llms = build(
+        target,
+        {
+            "plain": None,
+            "eagle3": SpeculativeConfig(model=str(BUNDLED_EAGLE3)),
+            "peagle": SpeculativeConfig(model=str(BUNDLED_PEAGLE)),
+        },
+    )
+    outputs = {
+        name: llm.generate(texts, SamplingParams(max_tokens=64)) for name, llm in llms.items()
+    }
+    model = load_reference(BUNDLED_TARGET, torch.float64)
+    for i, prompt in enumerate(prompts):
+        reference = reference_output(model, outputs["plain"][i].prompt_token_ids, 64)
+        for name in llms:
+            assert first_difference(prompt.id, outputs[name][i].token_ids, reference) is None, name
+    assert sum(output.stats.num_accepted_tokens for output in outputs["peagle"]) > 0

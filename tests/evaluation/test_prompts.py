@@ -1,0 +1,66 @@
+"""Prompt sets and prompt files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from peagle.errors import UserError
+from peagle.evaluation.prompts import (
+    PROMPT_SETS,
+    Prompt,
+    load_prompt_set,
+    parse_prompts,
+    read_prompts,
+)
+
+SIZES = {"humaneval": 164, "mt_bench": 80, "gsm8k": 200}
+
+
+@pytest.mark.parametrize("name", PROMPT_SETS)
+def test_bundled_sets(name: str) -> None:
+    prompts = load_prompt_set(name)
+    assert len(prompts) == SIZES.get(name, len(prompts)) >= 50
+    assert len({prompt.id for prompt in prompts}) == len(prompts)
+    assert all(prompt.text for prompt in prompts)
+
+
+def test_turns_and_limit() -> None:
+    first, second = load_prompt_set("mt_bench", limit=2)
+    assert first.id == "mt_bench/81" and len(first.turns) == len(second.turns) == 2
+    assert first.text == first.turns[0]
+
+
+@pytest.mark.parametrize(("name", "limit"), [("nothing", None), ("gsm8k", 0), ("gsm8k", -1)])
+def test_bad_sets(name: str, limit: int | None) -> None:
+    with pytest.raises(UserError):
+        load_prompt_set(name, limit)
+
+
+def test_json_lines() -> None:
+    lines = ['{"id": "a", "turns": ["x", "y"], "more": 1}', "", '{"prompt": "z"}', '"q"', ""]
+    assert parse_prompts(lines, "file") == [
+        Prompt("a", ("x", "y")),
+        Prompt("3", ("z",)),
+        Prompt("4", ("q",)),
+    ]
+
+
+def test_plain_lines() -> None:
+    # Only the first line decides: later ones may look like JSON.
+    lines = ["def f():\r", "   ", '{"a": 1}', '"', "  indented "]
+    assert parse_prompts(lines, "file") == [
+        Prompt("1", ("def f():",)),
+        Prompt("3", ('{"a": 1}',)),
+        Prompt("4", ('"',)),
+        Prompt("5", ("  indented ",)),
+    ]
+
+
+def test_files_with_byte_order_mark_and_odd_separators(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    text = json.dumps({"id": 7, "prompt": "a\u2028b"}, ensure_ascii=False)
+    path.write_bytes(b"\xef\xbb\xbf" + text.encode() + b"\r\n")
+    assert read_prompts(path) == [Prompt("7", ("a\u2028b",))]

@@ -1,0 +1,468 @@
+"""The drafter and its drafts against the method written out: one slot after another, no cache.
+
+The reference reads the saved checkpoint (config.json and tensors by name), takes the features from
+transformers' own hidden states, and recomputes everything at each step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from peagle import LLM, SamplingParams
+from peagle.attention.torch_backend import DenseCausalAttention
+from peagle.errors import CheckpointError
+from peagle.kernels.expand import DraftBatch
+from peagle.models.checkpoint import load_drafter
+from peagle.models.drafter import Drafter, DrafterConfig, RMSNorm
+from peagle.models.target import TargetModel
+from peagle.speculation import Drafts, TargetStep, proposers
+
+K = 5
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+HEADS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "one layer, norm before residual": {"num_layers": 1, "norm_before_residual": True},
+    "norm before residual": {"num_layers": 3, "norm_before_residual": True},
+    "norm before fc": {"norm_before_fc": True},
+    "norm per aux state": {"fc_norm": True, "rms_norm_eps": 1e-3},
+    "pruned vocabulary": {"draft_vocab_size": 100},
+    "bias": {"attention_bias": True},
+    "wider than the target": {
+        "hidden_size": 48,
+        "num_attention_heads": 6,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+    },
+    "two aux states, llama3 rope": {"aux_layer_ids": (0, 3), "rope_parameters": LLAMA3},
+}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One drafter slot: position id, token, hidden state."""
+
+    position: int
+    token: int
+    hidden: Tensor
+
+
+class ReferenceHead:
+    """A head as reference/peagle.md gives it, in float64 from the files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        tensors = load_file(folder / "model.safetensors")
+        self.w = {n: t.double() if t.is_floating_point() else t for n, t in tensors.items()}
+        self.heads: int = self.config["num_attention_heads"]
+        self.head_dim: int = self.config["head_dim"]
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        mean = (x * x).mean(-1, keepdim=True)
+        return x / torch.sqrt(mean + self.config["rms_norm_eps"]) * self.w[f"{name}.weight"]
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        y = x @ self.w[f"{name}.weight"].T
+        return y + self.w[f"{name}.bias"] if f"{name}.bias" in self.w else y
+
+    def combine(self, feature: Tensor) -> Tensor:
+        """fc(norm(feature)) with whatever norm precedes fc."""
+        if self.config.get("norm_before_fc"):
+            feature = self.norm(feature, "input_norm")
+        if self.config.get("fc_norm"):
+            count = len(self.config["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
+            parts = feature.view(count, -1)
+            feature = torch.cat([self.norm(p, f"fc_norm.{i}") for i, p in enumerate(parts)])
+        return self.linear(feature, "fc")
+
+    def rotate(self, x_Shd: Tensor, positions: list[int]) -> Tensor:
+        """RoPE; the angles are float32 numbers, as in transformers."""
+        half, rope = self.head_dim // 2, self.config["rope_parameters"]
+        place_S = torch.tensor(positions, dtype=torch.float32)
+        out = torch.empty_like(x_Shd)
+        for i in range(half):
+            exponent = torch.tensor(2 * i, dtype=torch.float32) / self.head_dim
+            frequency = 1.0 / (torch.tensor(rope["rope_theta"]) ** exponent)
+            if rope["rope_type"] == "llama3":
+                frequency = llama3_frequency(frequency, rope)
+            angle_S1 = (place_S * frequency).unsqueeze(-1)
+            cos, sin = angle_S1.cos().double(), angle_S1.sin().double()
+            a, b = x_Shd[..., i], x_Shd[..., i + half]
+            out[..., i], out[..., i + half] = a * cos - b * sin, b * cos + a * sin
+        return out
+
+    def attention(self, x: Tensor, positions: list[int], layer: str) -> Tensor:
+        """Plain causal attention over all slots, query by query."""
+
+        def heads(name: str) -> Tensor:
+            return self.linear(x, f"{layer}.self_attn.{name}").unflatten(-1, (-1, self.head_dim))
+
+        query = self.rotate(heads("q_proj"), positions) / math.sqrt(self.head_dim)
+        group = self.heads // heads("k_proj").shape[1]
+        key = self.rotate(heads("k_proj"), positions).repeat_interleave(group, dim=1)
+        value = heads("v_proj").repeat_interleave(group, dim=1)
+        rows = []
+        for slot in range(len(positions)):
+            scores = torch.einsum("hd,shd->sh", query[slot], key[: slot + 1])
+            rows.append(torch.einsum("sh,shd->hd", scores.softmax(0), value[: slot + 1]))
+        return self.linear(torch.stack(rows).flatten(1), f"{layer}.self_attn.o_proj")
+
+    def run(self, slots: list[Slot]) -> Tensor:
+        """Hidden state of every slot before the final norm."""
+        positions = [slot.position for slot in slots]
+        hidden = torch.stack([slot.hidden for slot in slots])
+        embedding = self.w["embed_tokens.weight"][[slot.token for slot in slots]]
+        for index in range(self.config["num_hidden_layers"]):
+            layer = f"layers.{index}"
+            residual = hidden
+            x = self.norm(embedding if index == 0 else hidden, f"{layer}.input_layernorm")
+            if index == 0:
+                normed = self.norm(hidden, f"{layer}.hidden_norm")
+                residual = normed if self.config["norm_before_residual"] else hidden
+                x = torch.cat((x, normed), dim=-1)
+            hidden = residual + self.attention(x, positions, layer)
+            x = self.norm(hidden, f"{layer}.post_attention_layernorm")
+            gate, up = (self.linear(x, f"{layer}.mlp.{n}_proj") for n in ("gate", "up"))
+            hidden = hidden + self.linear(gate * torch.sigmoid(gate) * up, f"{layer}.mlp.down_proj")
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.linear(self.norm(hidden, "norm"), "lm_head")
+
+    def to_target(self, draft_id: int) -> int:
+        return draft_id + int(self.w["d2t"][draft_id]) if "d2t" in self.w else draft_id
+
+    def context(self, tokens: list[int], features: Tensor) -> list[Slot]:
+        """NTP slots of x_0..x_n: slot p holds x_{p+1} and the feature of position p."""
+        return [Slot(p, tokens[p + 1], self.combine(features[p])) for p in range(len(tokens) - 1)]
+
+    def draft(self, tokens: list[int], features: Tensor) -> tuple[list[int], Tensor]:
+        """K drafts after x_0..x_n, given the features of x_0..x_{n-1}: ids and logits [K, DV]."""
+        slots = self.context(tokens, features)
+        if "mask_hidden" in self.w:
+            shared = self.combine(self.w["mask_hidden"].flatten())
+            mask = self.config["ptd_token_id"]
+            last = slots[-1].position
+            slots += [Slot(last + j, mask, shared) for j in range(1, K)]
+            logits = self.logits(self.run(slots)[-K:])
+            return [self.to_target(int(row.argmax())) for row in logits], logits
+        drafts: list[int] = []
+        rows: list[Tensor] = []
+        for _ in range(K):
+            hidden = self.run(slots)[-1]
+            rows.append(self.logits(hidden))
+            drafts.append(self.to_target(int(rows[-1].argmax())))
+            slots.append(Slot(slots[-1].position + 1, drafts[-1], hidden))
+        return drafts, torch.stack(rows)
+
+
+def llama3_frequency(frequency: Tensor, rope: dict[str, Any]) -> Tensor:
+    """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+    ratio = rope["original_max_position_embeddings"] / (2 * math.pi / frequency)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    blend = ((ratio - low) / (high - low)).clamp(0, 1)
+    return (1 - blend) * frequency / rope["factor"] + blend * frequency
+
+
+@torch.no_grad()
+def aux_features(folder: Path, tokens: list[int], head: ReferenceHead) -> Tensor:
+    """Features of every position: the states entering the aux layers, side by side."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    states = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    ids = head.config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    return torch.cat([states[i][0] for i in ids], dim=-1)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["peagle", "eagle3"])
+def parallel(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
+@pytest.fixture(scope="module", params=HEADS)
+def head_folder(
+    request: pytest.FixtureRequest, parallel: bool, head_folders: Callable[..., Path]
+) -> Path:
+    return head_folders(parallel=parallel, seed=5, **HEADS[request.param])
+
+
+# ---- the module by itself -------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_forward_equals_the_reference(
+    target: TargetModel, target_folder: Path, head_folder: Path, parallel: bool
+) -> None:
+    tokens = torch.randint(2, 300, (14,), generator=torch.Generator().manual_seed(1)).tolist()
+    head = ReferenceHead(head_folder)
+    features = aux_features(target_folder, tokens, head)[:-1]
+    drafter = load_drafter(head_folder, target)
+    scaling = drafter.config.head_dim**-0.5
+
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return DenseCausalAttention(1)(query, key, value, None, scaling=scaling)
+
+    ids, positions = tokens[1:], list(range(len(tokens) - 1))
+    hidden = drafter.combine_features(features)
+    slots = head.context(tokens, features)
+    if parallel:
+        ids = ids + [1] * (K - 1)
+        positions = list(range(len(ids)))
+        hidden = torch.cat((hidden, drafter.shared_hidden().expand(K - 1, -1)))
+        shared = head.combine(head.w["mask_hidden"].flatten())
+        slots += [Slot(len(slots) + j, 1, shared) for j in range(K - 1)]
+    out = drafter(torch.tensor(ids), hidden, torch.tensor(positions), attend)
+    expected = head.run(slots)
+    torch.testing.assert_close(out, expected, atol=1e-10, rtol=0)
+    torch.testing.assert_close(
+        drafter.compute_logits(out), head.logits(expected), atol=1e-10, rtol=0
+    )
+    assert float(expected.std(0).min()) > 1e-3, "outputs must vary"
+
+
+def test_low_precision_norms_compute_in_float32() -> None:
+    norm = RMSNorm(64, 1e-5).bfloat16()
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    wide = x.float()
+    expected = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+    assert torch.equal(norm(x), expected.bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mask_token_id": 320}, r"mask token id is 320; expected .* 0 to 319"),
+        ({"mask_token_id": -1}, r"mask token id is -1"),
+        ({"draft_vocab_size": 321}, r"draft_vocab_size is 321; expected 1 to vocab_size \(320\)"),
+        ({"draft_vocab_size": 0}, r"draft_vocab_size is 0; expected a whole number of at least 1"),
+        ({"num_kv_heads": 3}, r"num_attention_heads is 4; expected a multiple of .* \(3\)"),
+        ({"norm_before_fc": True, "fc_norm": True}, r"norm_before_fc and fc_norm"),
+        ({"num_layers": 0}, r"num_layers is 0; expected a whole number of at least 1"),
+        ({"hidden_size": "32"}, r"hidden_size is '32'; expected a whole number"),
+        ({"head_dim": -8}, r"head_dim is -8"),
+        ({"aux_layer_ids": (2, 1)}, r"aux_layer_ids is \(2, 1\); expected distinct ascending"),
+        ({"aux_layer_ids": (1, 1)}, r"aux_layer_ids is \(1, 1\)"),
+        ({"aux_layer_ids": ("a",)}, r"aux_layer_ids is \('a',\)"),
+        ({"aux_layer_ids": ()}, r"aux_layer_ids is \(\)"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, r"RoPE type is 'dynamic'; supported"),
+    ],
+    ids=str,
+)
+def test_impossible_shapes_are_refused(change: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_layers": 2,
+        "num_attention_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 320,
+        "draft_vocab_size": 320,
+        "target_hidden_size": 32,
+        "aux_layer_ids": (1, 2, 3),
+        "mask_token_id": 1,
+    }
+    DrafterConfig(**good)
+    with pytest.raises(CheckpointError, match=message):
+        DrafterConfig(**{**good, **change})
+
+
+# ---- the engine's drafts, step by step ------------------------------------------------------
+
+PROMPTS = [[4, 99, 31, 31, 200, 7], [17], [250, 3, 3, 8, 120, 9, 9, 41, 12, 77]]
+PARAMS = SamplingParams(max_tokens=36, ignore_eos=True)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One sequence at one call of the proposer."""
+
+    history: list[int]
+    num_accepted: int
+    drafts: list[int]
+    logits_KV: Tensor
+
+
+def generate_and_record(
+    llm: LLM, truth: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> list[Recorded]:
+    """Generate PROMPTS, recording the drafts; some are then replaced by the true continuation, so
+    that verification accepts every number of them from 0 to K.
+    """
+    proposer: Any = llm.engine.runner.proposer
+    propose, compute_logits = proposer.propose, proposer.drafter.compute_logits
+    columns: list[Tensor] = []
+    recorded: list[Recorded] = []
+
+    def recording_logits(hidden: Tensor) -> Tensor:
+        columns.append(compute_logits(hidden))
+        return columns[-1]
+
+    def recording_propose(step: TargetStep) -> Drafts:
+        columns.clear()
+        drafts = propose(step)
+        logits_BKV = torch.cat(columns, dim=1)
+        tokens_BK = drafts.tokens_BK.clone()
+        for b, history in enumerate(step.histories):
+            whole = truth[history[0]]
+            prompt_len = len(whole) - PARAMS.max_tokens
+            if len(history) - prompt_len != int(step.sampling.num_outputs_B[b]):
+                continue  # finished, its output was trimmed
+            recorded.append(
+                Recorded(
+                    list(history),
+                    int(step.num_accepted_B[b]),
+                    drafts.tokens_BK[b].tolist(),
+                    logits_BKV[b],
+                )
+            )
+            num_right = random.Random(f"{history}").randint(0, K)
+            right = whole[len(history) : len(history) + num_right]
+            tokens_BK[b, : len(right)] = torch.tensor(right, dtype=torch.int64)
+        return replace(drafts, tokens_BK=tokens_BK)
+
+    monkeypatch.setattr(proposer.drafter, "compute_logits", recording_logits)
+    monkeypatch.setattr(proposer, "propose", recording_propose)
+    outputs = llm.generate(PROMPTS, PARAMS)
+    assert [p + o.token_ids for p, o in zip(PROMPTS, outputs)] == list(truth.values())
+    return recorded
+
+
+@pytest.fixture(scope="module")
+def truth(target_folder: Path) -> dict[int, list[int]]:
+    """Prompt and greedy continuation by first token."""
+    outputs = LLM(target_folder, dtype="float64").generate(PROMPTS, PARAMS)
+    return {p[0]: p + o.token_ids for p, o in zip(PROMPTS, outputs)}
+
+
+def make_llm(target_folder: Path, head_folder: Path) -> LLM:
+    # Small blocks and two sequences at a time: the third prompt joins a running batch.
+    return LLM(
+        target_folder,
+        dtype="float64",
+        block_size=3,
+        max_num_seqs=2,
+        speculative_config={"model": str(head_folder), "num_speculative_tokens": K},
+    )
+
+
+def largest_difference(
+    recorded: list[Recorded], target_folder: Path, head_folder: Path, truth: dict[int, list[int]]
+) -> float:
+    """Of the recorded draft logits from the reference's; asserts nothing."""
+    head = ReferenceHead(head_folder)
+    features = {first: aux_features(target_folder, t, head) for first, t in truth.items()}
+    worst = 0.0
+    for one in recorded:
+        _, logits = head.draft(one.history, features[one.history[0]][: len(one.history) - 1])
+        worst = max(worst, float((logits - one.logits_KV).abs().max()))
+    return worst
+
+
+@torch.no_grad()
+def test_drafts_equal_the_reference_at_every_step(
+    target_folder: Path,
+    head_folder: Path,
+    truth: dict[int, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorded = generate_and_record(make_llm(target_folder, head_folder), truth, monkeypatch)
+    decoded = {one.num_accepted for one in recorded if len(one.history) > 12}
+    assert decoded == set(range(K + 1)), "every number of accepted drafts must occur"
+    head = ReferenceHead(head_folder)
+    features = {first: aux_features(target_folder, t, head) for first, t in truth.items()}
+    for one in recorded:
+        known = features[one.history[0]][: len(one.history) - 1]
+        drafts, logits = head.draft(one.history, known)
+        torch.testing.assert_close(one.logits_KV, logits, atol=1e-9, rtol=0)
+        assert one.drafts == drafts
+
+
+@torch.no_grad()
+def test_positions_beyond_the_heads_own_limit_keep_their_angles(
+    target_folder: Path,
+    head_folders: Callable[..., Path],
+    truth: dict[int, list[int]],
+    parallel: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = head_folders(parallel=parallel, seed=5, max_position_embeddings=16)
+    recorded = generate_and_record(make_llm(target_folder, folder), truth, monkeypatch)
+    assert max(len(one.history) for one in recorded) > 40
+    assert largest_difference(recorded, target_folder, folder, truth) < 1e-9
+
+
+def keep_stale_slots(expand: Callable[..., DraftBatch]) -> Callable[..., DraftBatch]:
+    """A planted fault: what mask slots and rejected drafts left in the cache is not overwritten."""
+
+    def faulty(*args: Any, **kwargs: Any) -> DraftBatch:
+        batch = expand(*args, **kwargs)
+        first = batch.query_start_loc[:-1]
+        index = torch.arange(len(batch.slots_S))
+        after_first = ~torch.isin(index, first)
+        is_ntp = batch.feature_rows_S < len(args[0])
+        decoding = batch.positions_S >= 12
+        stale = after_first & is_ntp & decoding
+        return replace(batch, slots_S=torch.where(stale, -1, batch.slots_S))
+
+    return faulty
+
+
+def count_stale_slots(expand: Callable[..., DraftBatch]) -> Callable[..., DraftBatch]:
+    """A planted fault: the context is one slot too long, so queries stand one position off."""
+
+    def faulty(*args: Any, **kwargs: Any) -> DraftBatch:
+        batch = expand(*args, **kwargs)
+        return replace(batch, seq_lens_B=batch.seq_lens_B + 1)
+
+    return faulty
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fault", [keep_stale_slots, count_stale_slots])
+def test_leaked_slots_are_noticed(
+    target_folder: Path,
+    head_folders: Callable[..., Path],
+    truth: dict[int, list[int]],
+    parallel: bool,
+    fault: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = head_folders(parallel=parallel, seed=5)
+    monkeypatch.setattr(proposers, "expand_draft_batch", fault(proposers.expand_draft_batch))
+    recorded = generate_and_record(make_llm(target_folder, folder), truth, monkeypatch)
+    assert largest_difference(recorded, target_folder, folder, truth) > 1e-3
+
+
+# ---- vocabulary maps ------------------------------------------------------------------------
+
+
+def test_draft_ids_map_to_target_ids(head_folders: Callable[..., Path]) -> None:
+    config = DrafterConfig(32, 40, 1, 4, 2, 8, 320, 4, 32, (1, 2, 3), 1)
+    drafter = Drafter(config)
+    drafter.set_draft_vocabulary(torch.tensor([3, 10, 11, 319]))
+    assert drafter.target_ids().tolist() == [3, 10, 11, 319]
+    assert drafter.to_target_ids(torch.tensor([[2, 0], [3, 3]])).tolist() == [[11, 3], [319, 319]]
+    assert drafter.d2t is not None
+    assert drafter.d2t.tolist() == [3, 9, 9, 316]
+    assert drafter.t2d is not None
+    assert drafter.t2d.nonzero().flatten().tolist() == [3, 10, 11, 319]
+    assert F.one_hot(torch.tensor([3, 10, 11, 319]), 320).sum(0).bool().equal(drafter.t2d)

@@ -1,0 +1,426 @@
+"""The target over the paged cache equals transformers' own model, layer taps included.
+
+In float64 the reference is transformers' sdpa attention; its eager one takes the softmax in float32
+even there, so it is compared with that tolerance.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, BertConfig, GPT2Config
+
+from peagle.attention import AttentionMetadata, LayerKVCache, Prepared, TorchAttention
+from peagle.errors import CheckpointError, UserError
+from peagle.models.target import (
+    TargetModel,
+    _attention,
+    default_aux_layer_ids,
+    load_tokenizer,
+)
+from tests.conftest import make_target_folder
+
+BLOCK_SIZE = 4
+LENS = [5, 1, 19, 8]  # prompts
+CHUNKS = [1, 4, 8, 3]  # newest token and drafts of each sequence
+
+ROPE = {"rope_theta": 10000.0, "factor": 4.0}
+TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "qwen2 with a sliding window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2},
+    ),
+    "llama, heads not grouped": ("llama", {"num_key_value_heads": 4}),
+    "llama, one kv head, tied embeddings": (
+        "llama",
+        {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    ),
+    "linear rope": ("llama", {"rope_parameters": {**ROPE, "rope_type": "linear"}}),
+    "yarn rope": (
+        "qwen3",
+        {"rope_parameters": {**ROPE, "rope_type": "yarn", "original_max_position_embeddings": 64}},
+    ),
+    "llama3 rope": (
+        "llama",
+        {
+            "rope_parameters": {
+                **ROPE,
+                "rope_type": "llama3",
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    kind, overrides = TARGETS[request.param]
+    return make_target_folder(tmp_path_factory.mktemp("target"), kind, **overrides)
+
+
+@dataclass
+class Counting:
+    """Counts the layers that call the attention function."""
+
+    inner: Prepared
+    calls: int = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.calls += 1
+        return self.inner(*args, **kwargs)
+
+
+@dataclass
+class Paged:
+    """Sequences of one target over shuffled blocks."""
+
+    target: TargetModel
+    sequences: list[list[int]]
+    caches: list[LayerKVCache] = field(init=False)
+    tables: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        width = -(-max(map(len, self.sequences)) // BLOCK_SIZE)
+        count = width * len(self.sequences)
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(3))
+        self.tables = order.view(len(self.sequences), width)
+        self.caches = [
+            LayerKVCache(count, BLOCK_SIZE, heads, size, self.target.dtype, self.target.device)
+            for heads, size in self.target.kv_shapes()
+        ]
+        self.target.set_kv_caches(self.caches)
+
+    def run(self, first: list[int], lens: list[int]) -> tuple[list[Tensor], list[Tensor], int]:
+        """Logits and features of lens[b] tokens from first[b] on, and the attention calls."""
+        where = [
+            (b, p)
+            for b, (f, n) in enumerate(zip(first, lens, strict=True))
+            for p in range(f, f + n)
+        ]
+        metadata = AttentionMetadata(
+            query_start_loc=torch.tensor(list(accumulate(lens, initial=0))),
+            seq_lens_B=torch.tensor([f + n for f, n in zip(first, lens, strict=True)]),
+            block_tables_BM=self.tables,
+            slots_T=torch.tensor(
+                [
+                    int(self.tables[b, p // BLOCK_SIZE]) * BLOCK_SIZE + p % BLOCK_SIZE
+                    for b, p in where
+                ]
+            ),
+            max_query_len=max(lens),
+            max_seq_len=max(f + n for f, n in zip(first, lens, strict=True)),
+        )
+        attend = Counting(TorchAttention().prepare(metadata))
+        hidden, features = self.target.forward(
+            torch.tensor([self.sequences[b][p] for b, p in where]),
+            torch.tensor([p for _, p in where]),
+            attend,
+        )
+        logits = self.target.compute_logits(hidden)
+        return list(logits.split(lens)), list(features.split(lens)), attend.calls
+
+
+def make_sequences() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    totals = [n + k for n, k in zip(LENS, CHUNKS, strict=True)]
+    return [torch.randint(2, 300, (n,), generator=generator).tolist() for n in totals]
+
+
+@torch.no_grad()
+def reference(
+    folder: Path, sequences: list[list[int]], attention: str = "sdpa"
+) -> list[tuple[Tensor, list[Tensor]]]:
+    """Logits and hidden states (index i enters layer i) of each whole sequence."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation=attention
+    ).eval()
+    outputs = [model(torch.tensor([s]), output_hidden_states=True) for s in sequences]
+    return [(out.logits[0], [h[0] for h in out.hidden_states]) for out in outputs]
+
+
+def largest_difference(found: list[Tensor], expected: list[Tensor]) -> float:
+    return max(float((f - e).abs().max()) for f, e in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(("attention", "tolerance"), [("sdpa", 1e-10), ("eager", 1e-5)])
+def test_prefill_and_verify_equal_transformers(
+    folder: Path, attention: str, tolerance: float
+) -> None:
+    target = TargetModel.load(folder, dtype=torch.float64)
+    sequences = make_sequences()
+    expected = [logits for logits, _ in reference(folder, sequences, attention)]
+    assert min(float(logits.std(0).max()) for logits in expected) > 0.1, "logits must vary"
+    paged = Paged(target, sequences)
+
+    logits, _, calls = paged.run([0] * len(LENS), LENS)
+    assert calls == target.num_layers, "every layer attends through us, once"
+    assert largest_difference(logits, [e[:n] for e, n in zip(expected, LENS)]) < tolerance
+
+    verified, _, calls = paged.run(LENS, CHUNKS)
+    assert calls == target.num_layers
+    after = [e[n:] for e, n in zip(expected, LENS)]
+    assert largest_difference(verified, after) < tolerance
+
+    # Drafts that were rejected are simply run over by the next tokens at their positions.
+    again, _, _ = paged.run(LENS, CHUNKS)
+    assert largest_difference(again, after) < tolerance
+
+
+@pytest.mark.parametrize("part", ["keys", "values"])
+def test_a_corrupted_cache_fails_the_probe(folder: Path, part: str) -> None:
+    target = TargetModel.load(folder, dtype=torch.float64)
+    sequences = make_sequences()
+    expected = [logits[n:] for (logits, _), n in zip(reference(folder, sequences), LENS)]
+    for layer in range(target.num_layers):
+        paged = Paged(target, sequences)
+        paged.run([0] * len(LENS), LENS)
+        # The newest cached position of each sequence, which no window leaves out.
+        for b, length in enumerate(LENS):
+            block = int(paged.tables[b, (length - 1) // BLOCK_SIZE])
+            getattr(paged.caches[layer], part)[block, (length - 1) % BLOCK_SIZE] += 0.5
+        logits, _, _ = paged.run(LENS, CHUNKS)
+        for found, wanted in zip(logits, expected, strict=True):
+            assert float((found - wanted).abs().max()) > 1e-6, (layer, part)
+
+
+def test_aux_features_are_the_states_entering_the_layers(folder: Path) -> None:
+    target = TargetModel.load(folder, dtype=torch.float64)
+    sequences = make_sequences()
+    states = [hidden for _, hidden in reference(folder, sequences)]
+    for ids in [(0,), (1, 2), (1, 2, 3), (0, 3), (0, 1, 2, 3)]:
+        target.tap_aux(ids)
+        _, features, _ = Paged(target, sequences).run([0] * len(LENS), LENS)
+        expected = [torch.cat([h[i] for i in ids], -1)[:n] for h, n in zip(states, LENS)]
+        assert largest_difference(features, expected) < 1e-10, ids
+        # The check sees an off-by-one: no state equals its neighbour.
+        shifted = [torch.cat([h[i + 1] for i in ids], -1)[:n] for h, n in zip(states, LENS)]
+        assert largest_difference(features, shifted) > 1e-2, ids
+
+
+def test_taps_are_replaced_and_removed(target: TargetModel) -> None:
+    widths = []
+    for ids in [(1, 2, 3), (2,), ()]:
+        target.tap_aux(ids)
+        _, features, _ = Paged(target, make_sequences()).run([0] * len(LENS), LENS)
+        widths.append(features[0].shape[-1])
+    assert widths == [96, 32, 0]
+
+
+@pytest.mark.parametrize("ids", [(4,), (-1, 2), (2, 1), (1, 1, 2)], ids=str)
+def test_bad_aux_layers_are_refused(target: TargetModel, ids: tuple[int, ...]) -> None:
+    with pytest.raises(UserError, match=r"from 0 to 3 \(the target has 4 layers\)") as caught:
+        target.tap_aux(ids)
+    assert str(list(ids)) in str(caught.value)
+
+
+DEFAULT_AUX = {
+    1: (0,), 2: (0, 1), 3: (0, 1, 2), 4: (1, 2, 3), 5: (1, 2, 4), 6: (1, 3, 5), 7: (2, 3, 4),
+    8: (2, 4, 5), 9: (2, 4, 6), 10: (2, 5, 7), 11: (2, 5, 8), 12: (2, 6, 9), 13: (2, 6, 10),
+    14: (2, 7, 11), 15: (2, 7, 12), 16: (2, 8, 13), 17: (2, 8, 14), 18: (2, 9, 15),
+    19: (2, 9, 16), 20: (2, 10, 17), 21: (2, 10, 18), 22: (2, 11, 19), 23: (2, 11, 20),
+    24: (2, 12, 21), 25: (2, 12, 22), 26: (2, 13, 23), 27: (2, 13, 24), 28: (2, 14, 25),
+    29: (2, 14, 26), 30: (2, 15, 27), 31: (2, 15, 28), 32: (2, 16, 29), 33: (2, 16, 30),
+    34: (2, 17, 31), 35: (2, 17, 32), 36: (2, 18, 33), 37: (2, 18, 34), 38: (2, 19, 35),
+    39: (2, 19, 36), 40: (2, 20, 37),
+}  # fmt: skip
+
+
+def test_default_aux_layers() -> None:
+    assert {n: default_aux_layer_ids(n) for n in range(1, 41)} == DEFAULT_AUX
+    for num_layers, ids in DEFAULT_AUX.items():
+        assert len(ids) == min(3, num_layers)
+        assert list(ids) == sorted(set(ids))
+        assert ids[-1] < num_layers
+
+
+# ---- what the attention function refuses ----------------------------------------------------
+
+
+def call_attention(**keywords: Any) -> None:
+    rows = torch.zeros(1, 2, 3, 4)
+    keywords = {"attend": lambda q, k, v, **_: q, "attention_mask": None, **keywords}
+    _attention(torch.nn.Identity(), rows, rows, rows, **keywords)
+
+
+@pytest.mark.parametrize("name", ["position_bias", "s_aux", "softcap", "sinks", "indices"])
+def test_keywords_that_change_the_result_are_refused(name: str) -> None:
+    call_attention(**{name: None, "position_ids": torch.zeros(1), "is_causal": True})
+    with pytest.raises(RuntimeError, match=name):
+        call_attention(**{name: torch.ones(1)})
+
+
+@pytest.mark.parametrize("extra", [{"attention_mask": torch.ones(1)}, {"dropout": 0.1}], ids=str)
+def test_masks_and_dropout_are_refused(extra: dict[str, Any]) -> None:
+    with pytest.raises(RuntimeError, match="attention_mask or dropout"):
+        call_attention(**extra)
+
+
+def test_the_model_runs_only_inside_peagle(target: TargetModel) -> None:
+    with pytest.raises(RuntimeError, match="only inside peagle"):
+        target.model(torch.tensor([[1, 2]]), use_cache=False)
+
+
+# ---- folders that are not usable ------------------------------------------------------------
+
+
+@pytest.fixture
+def broken(target_folder: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny Llama, to be broken."""
+    return Path(shutil.copytree(target_folder, tmp_path / "broken"))
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        TargetModel.load(folder)
+    return str(caught.value)
+
+
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
+    message = refusal(tmp_path / "nothing")
+    assert str(tmp_path / "nothing") in message
+    assert "is not there; expected a folder with config.json" in message
+
+
+def test_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model").write_text("")
+    assert "is a file, not a folder" in refusal(tmp_path / "model")
+
+
+def test_a_folder_without_config_is_refused(broken: Path) -> None:
+    (broken / "config.json").unlink()
+    message = refusal(broken)
+    assert str(broken) in message
+    assert "has no config.json; expected a folder in Hugging Face format" in message
+
+
+@pytest.mark.parametrize("text", ["{", "", "[1, 2]", '"llama"', "{}", '{"model_type": "nonsense"}'])
+def test_a_config_that_is_not_a_models_is_refused(broken: Path, text: str) -> None:
+    (broken / "config.json").write_text(text)
+    assert str(broken / "config.json") in refusal(broken)
+
+
+@pytest.mark.parametrize("config", [BertConfig(), GPT2Config()], ids=lambda c: c.model_type)
+def test_an_unsupported_architecture_is_refused(config: Any, tmp_path: Path) -> None:
+    config.save_pretrained(tmp_path)
+    message = refusal(tmp_path)
+    assert repr(config.model_type) in message
+    assert "supported: llama, qwen2, qwen3" in message
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_parameters": {**ROPE, "rope_type": "dynamic"}},
+        {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        {
+            "rope_parameters": {
+                **ROPE,
+                "rope_type": "longrope",
+                "short_factor": [1.0] * 4,
+                "long_factor": [2.0] * 4,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ],
+    ids=["dynamic", "dynamic, old style", "longrope"],
+)
+def test_rope_that_looks_at_the_batch_is_refused(broken: Path, change: dict[str, Any]) -> None:
+    edit_config(broken, **change)
+    message = refusal(broken)
+    assert "longrope" in message or "dynamic" in message
+    assert "supported: default, linear, llama3, yarn" in message
+
+
+def test_pickled_weights_are_refused_unread(broken: Path) -> None:
+    (broken / "model.safetensors").unlink()
+    # Not even a pickle: reading it would fail in another way.
+    (broken / "pytorch_model.bin").write_bytes(b"never read")
+    message = refusal(broken)
+    assert str(broken / "pytorch_model.bin") in message
+    assert "is a pickle" in message
+    assert "expected *.safetensors" in message
+    assert "save_pretrained" in message
+
+
+def test_missing_weights_are_refused(broken: Path) -> None:
+    (broken / "model.safetensors").unlink()
+    assert "has no *.safetensors weights" in refusal(broken)
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def fill_with_text(file: Path) -> None:
+    file.write_text("not a tensor file")
+
+
+def drop_a_tensor(file: Path) -> None:
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def reshape_a_tensor(file: Path) -> None:
+    tensors = load_file(file)
+    tensors["model.norm.weight"] = torch.ones(7)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("damage", [truncate, fill_with_text, drop_a_tensor, reshape_a_tensor])
+def test_broken_weights_are_refused(broken: Path, damage: Any) -> None:
+    damage(broken / "model.safetensors")
+    message = refusal(broken)
+    assert str(broken) in message
+    if damage is drop_a_tensor:
+        assert "model.layers.1.mlp.up_proj.weight" in message
+
+
+def test_a_folder_without_tokenizer_is_refused(broken: Path) -> None:
+    for file in broken.glob("*token*"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match=r"tokenizer of .*broken.* does not load"):
+        load_tokenizer(broken)
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [({"eos_token_id": [3, 0]}, 5, (3, 0)), ({"eos_token_id": 4}, 5, (4,)), (None, 5, (5,))],
+)
+def test_end_of_text_ids(
+    broken: Path, generation: dict[str, Any] | None, config: int, expected: tuple[int, ...]
+) -> None:
+    edit_config(broken, eos_token_id=config)
+    (broken / "generation_config.json").unlink(missing_ok=True)
+    if generation is not None:
+        (broken / "generation_config.json").write_text(json.dumps(generation))
+    assert TargetModel.load(broken).eos_token_ids() == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_loads_in_the_type_asked_for_and_frozen(target_folder: Path, dtype: torch.dtype) -> None:
+    target = TargetModel.load(target_folder, dtype=dtype)
+    assert {p.dtype for p in target.model.parameters()} == {dtype}
+    assert target.dtype == dtype
+    assert not any(p.requires_grad for p in target.model.parameters())
+    assert not target.model.training
