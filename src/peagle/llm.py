@@ -154,6 +154,11 @@ class LLM:
             raise UserError(
                 f"{len(params)} sampling params for {len(prompts)} prompts; expected one each."
             )
+        if self.engine.has_unfinished:
+            raise UserError(
+                "This LLM is generating already; finish or close the other stream first, or make "
+                "another LLM on the same model."
+            )
         start = time.perf_counter()
         running: dict[int, tuple[int, EngineSequence, IncrementalDetokenizer]] = {}
         try:
@@ -189,8 +194,17 @@ class LLM:
             raise UserError(f"{which}: {error}") from None
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt."""
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        """Token ids of a prompt.
+
+        Raises:
+            UserError: it is neither text nor a list of token ids.
+        """
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        try:
+            return list(prompt)
+        except TypeError:
+            raise UserError(f"A prompt is {prompt!r}; expected text or token ids.") from None
 
     @staticmethod
     def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

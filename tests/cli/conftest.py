@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import peagle as package
 from peagle.cli.main import run
 from peagle.models.checkpoint import save_drafter
 from peagle.models.fingerprint import TargetFingerprint
@@ -26,6 +28,11 @@ class Result:
 
 
 Peagle = Callable[..., Result]
+
+
+def environment() -> dict[str, str]:
+    """Of a process that finds the package."""
+    return {**os.environ, "PYTHONPATH": str(Path(package.__file__).resolve().parents[1])}
 
 
 @pytest.fixture

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +14,7 @@ from rich.console import Console
 from peagle.cli import demo_view
 from peagle.evaluation.prompts import Prompt
 from peagle.llm import StreamChunk
-from tests.cli.conftest import Pair, Peagle
+from tests.cli.conftest import Pair, Peagle, environment
 from tests.conftest import byte_tokenizer
 
 METHODS = ["plain", "EAGLE-3", "P-EAGLE"]
@@ -157,3 +159,8 @@ def test_missing_bundled_weights(
         assert result.status == 2
         assert "This installation has no bundled target" in result.err
         assert "--target and --draft" in result.err
+
+
+def test_the_view_needs_no_torch() -> None:
+    code = "import sys; sys.modules['torch'] = None; import peagle.cli.demo_view"
+    subprocess.run([sys.executable, "-c", code], env=environment(), check=True)

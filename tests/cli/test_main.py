@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -14,16 +13,14 @@ import pytest
 import peagle as package
 from peagle.cli import main
 from peagle.errors import UserError
-from tests.cli.conftest import Pair, Peagle
-
-SOURCE = Path(package.__file__).resolve().parents[1]
+from tests.cli.conftest import Pair, Peagle, environment
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:
     """The command in a process of its own."""
     return subprocess.Popen(
         [sys.executable, "-m", "peagle", *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -57,8 +54,7 @@ def test_help_needs_no_torch(command: str) -> None:
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
         f"from peagle.cli.main import run; sys.exit(run({command.split()!r}))"
     )
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+    result = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True)
     assert result.returncode == 0, result.stderr
 
 
@@ -68,8 +64,7 @@ def test_help_of_the_program_imports_no_command() -> None:
         "loaded = [m for m in sys.modules if m.startswith('peagle.cli.')]\n"
         "sys.exit(loaded != ['peagle.cli.main'])"
     )
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], env=environment()).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -147,3 +142,18 @@ def test_a_reader_that_goes_away_is_no_error(busy: subprocess.Popen[str]) -> Non
     busy.stdout.close()
     assert busy.stderr.read() == ""
     assert busy.wait(timeout=60) == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_is_no_traceback(pair: Pair) -> None:
+    command = [sys.executable, "-m", "peagle", "generate", *map(str, pair.options)]
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [*command, "--prompt", "x", "--max-new-tokens", "4"],
+            env=environment(),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert result.returncode == 1
+    assert result.stderr == "peagle: error: No space left on device: output\n"

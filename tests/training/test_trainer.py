@@ -14,7 +14,7 @@ from peagle import LLM, SamplingParams
 from peagle.errors import UserError
 from peagle.training import state
 from peagle.training.config import TrainConfig
-from peagle.training.trainer import Report, Trainer
+from peagle.training.trainer import Report, Trainer, TrainingStopped
 
 
 @pytest.fixture(scope="session")
@@ -182,3 +182,17 @@ def test_draft_vocabulary_is_the_most_frequent_response_tokens(
     assert counts[ids].sum() == counts.topk(40).values.sum()
     assert len(ids.unique()) == 40 and torch.equal(ids, ids.sort().values)
     assert torch.equal(trainer.drafter.lm_head.weight, trainer.target.lm_head_weight()[ids])
+
+
+def test_a_requested_stop_saves_the_step_at_hand(
+    target_folder: Path, responses: Path, tmp_path: Path
+) -> None:
+    config = make_config(
+        target_folder, responses, tmp_path, run={"log_every": 1}, optimizer={"steps": 12}
+    )
+    trainer = Trainer(config, lambda r: setattr(trainer, "stop_requested", r.step == 7))
+    with pytest.raises(TrainingStopped, match="step 7 of 12"):
+        trainer.run()
+    resumed = Trainer(config)
+    resumed.run(resume=True)
+    assert [entry["step"] for entry in resumed.history if entry["kind"] == "train"][0] == 8

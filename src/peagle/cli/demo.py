@@ -96,7 +96,14 @@ def demo(
     max_new_tokens: options.MaxNewTokens = options.DEFAULT_MAX_NEW_TOKENS,
     dtype: options.DType = options.DEFAULT_DTYPE,
     device: options.Device = options.DEFAULT_DEVICE,
-    threads: options.Threads = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            help="CPU threads.",
+            show_default="1 with the bundled model, else torch's choice",
+            rich_help_panel=options.ENGINE,
+        ),
+    ] = None,
 ) -> None:
     """Complete HumanEval prompts with plain decoding, EAGLE-3 and P-EAGLE, and compare.
 
@@ -116,13 +123,16 @@ def demo(
             for name, head in heads.items()
         },
     }
-    options.set_threads(threads)
-    from peagle.cli import demo_report, demo_view
+    from peagle.cli import demo_view
 
     console = demo_view.make_console(no_color)
     view = demo_view.make_view(console, output_format)
     with view.loading():
+        # So small a model is as fast on one thread as on two, and far faster where others compute:
+        # two threads wait for each other at every operation.
+        options.set_threads(1 if threads is None and target is None else threads)
         options.quiet_libraries()
+        from peagle.cli import demo_report
         from peagle.evaluation.compare import build, load_target, warm_up
 
         _check_kinds(heads)

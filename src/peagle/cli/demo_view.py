@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console, Group
@@ -15,10 +15,12 @@ from rich.text import Text
 
 from peagle.cli.demo import PEAGLE, PLAIN, View
 from peagle.cli.options import OutputFormat
-from peagle.engine.detokenizer import IncrementalDetokenizer
-from peagle.evaluation.compare import Measurement
 from peagle.evaluation.prompts import Prompt
-from peagle.llm import LLM, StreamChunk
+
+if TYPE_CHECKING:
+    # torch takes seconds to import, and the spinner should turn by then.
+    from peagle.evaluation.compare import Measurement
+    from peagle.llm import LLM, StreamChunk
 
 FRAMES_PER_S = 30
 MAX_PANEL_LINES = 22
@@ -114,6 +116,8 @@ class LiveView(SilentView):
 
     def begin(self, prompt: Prompt, method: str) -> None:
         """Start a text."""
+        from peagle.engine.detokenizer import IncrementalDetokenizer
+
         self._method = method
         self._title = f"{prompt.id}, {method}"
         self._prompt = Text(_printable(prompt.text), style="dim")

@@ -1,11 +1,12 @@
 """The `peagle` command: finds the subcommand, runs it, turns errors into exit statuses.
 
-Status 0: done. 1: the reader of the output went away. 2: a mistake in the input (`UserError` or
-usage). 130: interrupted. Anything else is a fault of peagle and shows its traceback.
+Status 0: done. 1: the reader of the output went away, or the disk is full. 2: a mistake in the
+input (`UserError` or usage). 130: interrupted. A fault of peagle shows its traceback.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from peagle import __version__
 from peagle.errors import UserError
 
 INTERRUPTED = 130
+_UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
 
 # Name and one-line help of each command. The command is the function of that name in the module
 # peagle.cli.NAME, whose EXAMPLES close the help page; it is imported when somebody calls it.
@@ -115,9 +117,13 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _fail(f"{error.format_message()}\nTry: {command} --help")
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED
-    except BrokenPipeError:
-        # Nobody reads on. The interpreter flushes standard output once more at its end: into this.
+    except OSError as error:
+        if error.errno not in _UNWRITABLE:
+            raise
+        # The interpreter flushes standard output once more at its end: into this.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno != errno.EPIPE:
+            print(f"peagle: error: {error.strerror}: {error.filename or 'output'}", file=sys.stderr)
         return 1
     if status == INTERRUPTED:
         print("peagle: interrupted", file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from peagle.cli.main import INTERRUPTED
+
 if TYPE_CHECKING:
-    from peagle.training.trainer import Report
+    from peagle.training.trainer import Report, Trainer
 
 EXAMPLES = """
 # A P-EAGLE head for the bundled code model (paths in the file are relative to it)
@@ -47,7 +50,7 @@ def train(
     train.json.
     """
     from peagle.training.config import TrainConfig
-    from peagle.training.trainer import Trainer
+    from peagle.training.trainer import Trainer, TrainingStopped
 
     plan = TrainConfig.read(config, overrides or [])
     if output is not None:
@@ -62,11 +65,28 @@ def train(
             f"{plan.optimizer.steps} steps on {trainer.device}",
             file=sys.stderr,
         )
-    record = trainer.run(resume=resume)
+    _stop_on_interrupt(trainer)
+    try:
+        record = trainer.run(resume=resume)
+    except TrainingStopped as stopped:
+        print(f"peagle: {stopped}", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
     if format == "json":
         print(json.dumps({"kind": "result", "head": str(plan.output / "head"), **record}))
     else:
         print(f"head written to {plan.output / 'head'} after {record['seconds']:.0f} s")
+
+
+def _stop_on_interrupt(trainer: Trainer) -> None:
+    """The first Ctrl-C finishes and saves the step at hand; the second stops at once."""
+
+    def stop(number: int, frame: object) -> None:
+        print("peagle: saving after this step; once more to stop at once", file=sys.stderr)
+        trainer.stop_requested = True
+        signal.signal(number, signal.default_int_handler)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
 
 
 def _print_json(report: Report) -> None:

@@ -33,9 +33,11 @@ class IncrementalDetokenizer:
         now = self._decode(self._token_ids[self._context :])
         if now.endswith(_INCOMPLETE) and not final:
             return ""
-        self._context, self._shown = self._shown, len(self._token_ids)
         new = now[len(before) :]
-        self.text += new
+        # Tokens without text (special ones) are no context: a word after them would lose its space.
+        if new:
+            self._context, self._shown = self._shown, len(self._token_ids)
+            self.text += new
         return new
 
     def _decode(self, token_ids: list[int]) -> str:

@@ -73,7 +73,9 @@ class LLMEngine:
         drafter = self._load_drafter()
         self._aux_layer_ids = drafter.config.aux_layer_ids if drafter else ()
         num_drafts = speculative.num_speculative_tokens if speculative else 0
-        lookahead = num_drafts + 1
+        # A step may accept K drafts past max_tokens before it is trimmed, and the drafter stands
+        # K - 1 mask slots beyond those.
+        lookahead = 2 * (num_drafts + 1)
         num_blocks = self._num_blocks(drafter, lookahead)
         backend = TorchAttention()
         shapes = target.kv_shapes()

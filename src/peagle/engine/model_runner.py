@@ -133,8 +133,7 @@ class ModelRunner:
             zip(sequences, drafts.tokens_BK.tolist(), strict=True)
         ):
             sequence.drafts = tokens[: drafts.lens[row]]
-            if drafts.probs_BKV is not None:
-                sequence.draft_probs_KV = drafts.probs_BKV[row]
+            sequence.draft_probs_KV = None if drafts.probs_BKV is None else drafts.probs_BKV[row]
 
     def _verify(
         self,

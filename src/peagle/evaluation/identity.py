@@ -62,7 +62,7 @@ class Reference:
 
 def load_reference(folder: str | Path, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
     """The target as transformers runs it, with its own attention."""
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, local_files_only=True, trust_remote_code=False
     )
     return model.to(device).eval()

@@ -58,6 +58,13 @@ class Report:
     seconds_left: float
 
 
+class TrainingStopped(Exception):
+    """A requested stop: the checkpoint holds the step that was reached."""
+
+    def __init__(self, step: int, steps: int) -> None:
+        super().__init__(f"stopped at step {step} of {steps}; go on with --resume")
+
+
 class Trainer:
     """Trains one head.
 
@@ -104,16 +111,21 @@ class Trainer:
             fused=self.device.type == "cuda",
         )
         self.step = 0
+        self.stop_requested = False
         self.history: list[dict[str, Any]] = []
 
     def run(self, *, resume: bool = False) -> dict[str, Any]:
         """Train to the end and write head, checkpoint and records; returns the record.
+
+        Once `stop_requested` is set, the step at hand is finished and saved, and
+        `TrainingStopped` says where to go on.
 
         Args:
             resume: go on from the checkpoint in the output folder.
 
         Raises:
             UserError: no checkpoint to resume from, one that would be overwritten, or no space.
+            TrainingStopped: a stop was requested before the last step.
         """
         config, output = self.config, self.config.output
         checkpoint = output / "checkpoint"
@@ -138,8 +150,10 @@ class Trainer:
                 window = _Window(self.method.section.depth, self.device)
             if self.step % run.validate_every == 0 or self.step == steps:
                 self.validate()
-            if self.step % run.save_every == 0 or self.step == steps:
+            if self.step % run.save_every == 0 or self.step == steps or self.stop_requested:
                 save_state(checkpoint, self.drafter, self.optimizer, self.step, self._facts())
+            if self.stop_requested and self.step < steps:
+                raise TrainingStopped(self.step, steps)
         return self._finish(time.perf_counter() - started)
 
     def validate(self) -> Report | None:

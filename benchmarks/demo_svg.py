@@ -1,0 +1,57 @@
+"""Draw the end of the demo, the last text and the table: `python benchmarks/demo_svg.py FILE.svg`.
+
+Further arguments go to `peagle demo`.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.terminal_theme import MONOKAI
+
+from peagle.cli import demo_view
+from peagle.cli.main import run
+
+WIDTH = 92
+
+
+class PictureView(demo_view.LiveView):
+    """Keeps the last text and shows no frames on the way."""
+
+    def loading(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        self.console.print(self._panel(self._output))
+
+    def _frame(self, *, force: bool) -> None:
+        pass
+
+
+def main() -> int:
+    if len(sys.argv) < 2 or not sys.argv[1].endswith(".svg"):
+        print("usage: python benchmarks/demo_svg.py FILE.svg [OPTIONS OF peagle demo]")
+        return 2
+    console = Console(
+        record=True, file=io.StringIO(), force_terminal=True, width=WIDTH, highlight=False
+    )
+    demo_view.make_console = lambda no_color: console
+    demo_view.make_view = lambda console, output_format: PictureView(console)
+    status = run(["demo", *sys.argv[2:]])
+    if status == 0:
+        picture = console.export_svg(title="peagle demo", theme=MONOKAI)
+        # Without the fonts that rich would have fetched from elsewhere.
+        Path(sys.argv[1]).write_text(re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL))
+    return status
+
+
+sys.exit(main())

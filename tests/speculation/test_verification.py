@@ -1,0 +1,469 @@
+"""Verification keeps the target's distribution: enumeration, chi-square, planted wrong samplers.
+
+The sampled tests play the whole loop on a language of five tokens whose next-token probabilities
+depend on the last two: draft K, verify, append, draft again after a rejection, with the same
+counter-based numbers as the engine. The joint distribution of the first three tokens is compared
+with the exact one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from torch import Tensor
+
+from peagle.kernels.random import Purpose, uniform
+from peagle.kernels.sampling import sample_from_weights
+from peagle.speculation.verification import SamplingTensors, Verified, verify
+
+VOCAB = 5
+START = VOCAB  # what stands before the first token
+LENGTH = 3
+COUNT = 300_000
+
+Verify = Callable[..., Verified]
+
+
+def probabilities(
+    logits: list[float], temperature: float, top_k: int = 0, top_p: float = 1.0
+) -> list[float]:
+    """The target distribution of one row, in plain Python."""
+    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+    if temperature == 0:
+        return [float(i == order[0]) for i in range(len(logits))]
+    weight = [math.exp((x - logits[order[0]]) / temperature) for x in logits]
+    kept = order[: top_k or None]
+    total = sum(weight[i] for i in kept)
+    before = list(itertools.accumulate((weight[i] / total for i in kept), initial=0.0))
+    kept = [i for i, mass in zip(kept, before) if mass == 0 or mass < top_p]
+    total = sum(weight[i] for i in kept)
+    return [weight[i] / total if i in kept else 0.0 for i in range(len(logits))]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One setting of the loop."""
+
+    k: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    probabilistic: bool = True
+    parallel: bool = True
+    ragged: bool = False
+
+
+def tables(case: Case) -> tuple[Tensor, Tensor]:
+    """Logits of the target and of the drafter, which is right about half of the time.
+
+    Target [a, b, V]. Drafter [a, b, K, V]: parallel drafting knows the two tokens before the draft
+    and the depth; autoregressive drafting knows its own last tokens, and looks at depth 0 only.
+    """
+    generator = torch.Generator().manual_seed(17)
+    shape = (VOCAB + 1, VOCAB + 1)
+    target = 1.5 * torch.randn(*shape, VOCAB, generator=generator, dtype=torch.float64)
+    noise = torch.randn(*shape, case.k, VOCAB, generator=generator, dtype=torch.float64)
+    return target, target.unsqueeze(2) + 0.6 * noise
+
+
+def exact_distribution(case: Case) -> Tensor:
+    """P(x1, x2, x3) of the target alone, [V, V, V]."""
+    target, _ = tables(case)
+    settings_ = (case.temperature, case.top_k, case.top_p)
+    rows = torch.tensor(
+        [[probabilities(row.tolist(), *settings_) for row in line] for line in target],
+        dtype=torch.float64,
+    )
+    first = rows[START, START]
+    second = rows[START, :VOCAB]
+    third = rows[:VOCAB, :VOCAB]
+    return first[:, None, None] * second[:, :, None] * third
+
+
+def sampling_of(case: Case, seeds: Tensor, num_outputs: Tensor) -> SamplingTensors:
+    count = len(seeds)
+    return SamplingTensors(
+        temperature_B=torch.full((count,), case.temperature, dtype=torch.float64),
+        top_k_B=torch.full((count,), case.top_k),
+        top_p_B=torch.full((count,), case.top_p, dtype=torch.float64),
+        seeds_B=seeds,
+        num_outputs_B=num_outputs,
+        all_greedy=case.temperature == 0,
+    )
+
+
+def draft(
+    case: Case, drafter: Tensor, a: Tensor, b: Tensor, sampling: SamplingTensors
+) -> tuple[Tensor, Tensor | None]:
+    """K drafts of every row and their q (None for argmax drafts), as the proposers make them."""
+    rows = torch.arange(len(a))
+    tokens, probs = [], []
+    for j in range(case.k):
+        logits = drafter[a, b, j if case.parallel else 0]
+        if case.probabilistic:
+            probs.append(sampling.probs(logits, rows))
+            u = uniform(sampling.seeds_B, sampling.num_outputs_B + j, Purpose.DRAFT)
+            tokens.append(sample_from_weights(probs[-1], u))
+        else:
+            tokens.append(logits.argmax(-1))
+        if not case.parallel:
+            a, b = b, tokens[-1]
+    return torch.stack(tokens, 1), torch.stack(probs, 1) if probs else None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """First three tokens of every row, and the share of drafts that were accepted."""
+
+    tokens: Tensor
+    acceptance: float
+
+
+def simulate(case: Case, verifier: Verify = verify, count: int = COUNT) -> Outcome:
+    target, drafter = tables(case)
+    width = 2 + LENGTH + case.k + 1
+    text = torch.full((count, width), START)
+    length = torch.zeros(count, dtype=torch.int64)
+    drafted = accepted = 0
+    first_seed = zlib.crc32(repr(case).encode()) << 24  # every case has numbers of its own
+    while len(rows := (length < LENGTH).nonzero().flatten()):
+        n = length[rows]
+        a, b = text[rows, n], text[rows, n + 1]
+        sampling = sampling_of(case, first_seed + rows, n)
+        tokens_BK, probs_BKV = draft(case, drafter, a, b, sampling)
+        num_drafts = rows % (case.k + 1) if case.ragged else torch.full_like(rows, case.k)
+        context = torch.cat((a.unsqueeze(1), b.unsqueeze(1), tokens_BK), dim=1)
+        logits_BJV = target[context[:, :-1], context[:, 1:]]
+        packed = torch.arange(case.k + 1) <= num_drafts.unsqueeze(1)
+        verified = verifier(logits_BJV[packed], tokens_BK, num_drafts, sampling, probs_BKV)
+        for j in range(case.k + 1):
+            own = tokens_BK[:, min(j, case.k - 1)]
+            token = torch.where(j < verified.num_accepted_B, own, verified.next_tokens_B)
+            keep = j <= verified.num_accepted_B
+            text[rows[keep], 2 + n[keep] + j] = token[keep]
+        length[rows] += verified.num_accepted_B + 1
+        drafted += int(num_drafts.sum())
+        accepted += int(verified.num_accepted_B.sum())
+    return Outcome(text[:, 2 : 2 + LENGTH], accepted / drafted)
+
+
+def fit(tokens: Tensor, exact: Tensor) -> float:
+    """P-value of the chi-square test of the joint counts; 0 where the impossible happened."""
+    code = (tokens * torch.tensor([VOCAB**2, VOCAB, 1])).sum(-1).numpy()
+    counts = np.bincount(code, minlength=VOCAB**3)
+    expected = exact.flatten().numpy() * len(tokens)
+    if counts[expected == 0].any():
+        return 0.0
+    rare = expected < 10
+    if rare.any():
+        counts = np.append(counts[~rare], counts[rare].sum())
+        expected = np.append(expected[~rare], expected[rare].sum())
+    possible = expected > 0
+    return float(stats.chisquare(counts[possible], expected[possible]).pvalue)
+
+
+CASES = [
+    *(
+        Case(k, temperature, probabilistic=probabilistic, parallel=parallel)
+        for (k, temperature, probabilistic), parallel in zip(
+            itertools.product((1, 2, 3), (0.5, 1.0, 1.5), (True, False)),
+            itertools.cycle((True, False, False, True)),
+        )
+    ),
+    Case(3, 1.0, top_k=3),
+    Case(3, 1.5, top_p=0.7, parallel=False),
+    Case(2, 1.5, top_k=4, top_p=0.8, probabilistic=False),
+    Case(3, 1.0, ragged=True, parallel=False),
+    Case(2, 1.0, ragged=True, probabilistic=False),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_joint_distribution_is_the_targets(case: Case) -> None:
+    outcome = simulate(case)
+    # Rejections and acceptances both occur often, and so re-drafted positions too.
+    assert 0.1 < outcome.acceptance < 0.9
+    assert fit(outcome.tokens, exact_distribution(case)) > 1e-3
+
+
+def test_one_per_cent_of_bias_is_noticed() -> None:
+    exact = exact_distribution(Case(3)).flatten()
+    generator = torch.Generator().manual_seed(0)
+
+    def sample(probs: Tensor) -> Tensor:
+        code = torch.multinomial(probs, COUNT, replacement=True, generator=generator)
+        return torch.stack((code // VOCAB**2, code // VOCAB % VOCAB, code % VOCAB), dim=-1)
+
+    assert fit(sample(exact), exact) > 1e-3
+    # One part in a hundred moved from one outcome to another, and likewise spread over all.
+    moved = exact.clone()
+    moved[exact.argmax()] -= 0.01
+    moved[exact.argmin()] += 0.01
+    assert fit(sample(moved), exact) < 1e-6
+    tilted = exact * (1 + 0.02 * torch.tensor([1.0, -1.0]).repeat(63)[: len(exact)])
+    assert 0.0095 < float((tilted / tilted.sum() - exact).abs().sum() / 2) < 0.0105
+    assert fit(sample(tilted), exact) < 1e-6
+
+
+# ---- wrong samplers -------------------------------------------------------------------------
+
+
+def textbook(fault: str) -> Verify:
+    """Speculative sampling written once more, with one mistake of the named kind."""
+
+    def verifier(
+        logits_RV: Tensor,
+        drafts_BK: Tensor,
+        num_drafts_B: Tensor,
+        sampling: SamplingTensors,
+        q_BKV: Tensor | None,
+    ) -> Verified:
+        batch, k = drafts_BK.shape
+        rows, column = torch.arange(batch), torch.arange(k)
+        p_BJV = sampling.probs(logits_RV, rows.repeat_interleave(k + 1)).view(batch, k + 1, -1)
+        q_BKV = F.one_hot(drafts_BK, VOCAB).double() if q_BKV is None else q_BKV
+        seeds, position_BK = sampling.seeds_B, sampling.num_outputs_B.unsqueeze(1) + column
+        if fault == "numbers of the step, not of the position":
+            position_BK = column.expand(batch, -1)
+        u_BK = uniform(seeds.unsqueeze(1), position_BK, Purpose.ACCEPT)
+        if fault == "one number for all positions":
+            u_BK = u_BK[:, :1]
+        if fault == "the number that drew the draft":
+            u_BK = uniform(seeds.unsqueeze(1), position_BK, Purpose.DRAFT)
+        index = drafts_BK.unsqueeze(2)
+        ratio_BK = (p_BJV[:, :-1].gather(2, index) / q_BKV.gather(2, index)).squeeze(2)
+        if fault == "accepts with p":
+            ratio_BK = p_BJV[:, :-1].gather(2, index).squeeze(2)
+        accepted_B = (u_BK < ratio_BK).long().cumprod(1).sum(1)
+        final_u_B = uniform(seeds, sampling.num_outputs_B + accepted_B, Purpose.SAMPLE)
+        if fault == "one number for accepting and drawing":
+            final_u_B = u_BK[rows, accepted_B.clamp_max(k - 1)]
+        p_BV, q_BV = p_BJV[rows, accepted_B], q_BKV[rows, accepted_B.clamp_max(k - 1)]
+        residual_BV = (p_BV - q_BV).clamp_min(0)
+        if fault == "rejection draws from p":
+            residual_BV = p_BV
+        if fault == "residual not clamped":
+            residual_BV = (p_BV - q_BV).abs()
+        if fault == "residual not renormalised":
+            # The missing weight goes to the last token.
+            residual_BV[:, -1] += 1 - residual_BV.sum(-1)
+        if fault != "bonus from the residual":
+            residual_BV = torch.where((accepted_B == k).unsqueeze(1), p_BV, residual_BV)
+        return Verified(accepted_B, sample_from_weights(residual_BV, final_u_B))
+
+    return verifier
+
+
+FAULTS = [
+    "accepts with p",
+    "rejection draws from p",
+    "residual not clamped",
+    "residual not renormalised",
+    "bonus from the residual",
+    "the number that drew the draft",
+    "one number for accepting and drawing",
+    "one number for all positions",
+    "numbers of the step, not of the position",
+]
+
+
+def test_the_textbook_sampler_passes() -> None:
+    case = Case(3, parallel=False)
+    assert fit(simulate(case, textbook("none")).tokens, exact_distribution(case)) > 1e-3
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_sampler_fails(fault: str) -> None:
+    # With K = 2 the third token is a bonus token, a rejected one or re-drafted.
+    case = Case(2, parallel=False)
+    outcome = simulate(case, textbook(fault), count=COUNT // 2)
+    assert fit(outcome.tokens, exact_distribution(case)) < 1e-6
+
+
+@pytest.mark.parametrize("fault", ["rejection draws from p", "bonus from the residual"])
+def test_a_wrong_sampler_of_argmax_drafts_fails(fault: str) -> None:
+    case = Case(2, probabilistic=False)
+    outcome = simulate(case, textbook(fault), count=COUNT // 2)
+    assert fit(outcome.tokens, exact_distribution(case)) < 1e-6
+
+
+# ---- against a loop, draft by draft ---------------------------------------------------------
+
+
+@dataclass
+class Ragged:
+    """A packed batch with rows of different length and different parameters."""
+
+    num_drafts: list[int]
+    temperature: list[float]
+    top_k: list[int]
+    probabilistic: bool
+    seed: int
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(self.seed)
+        batch, most = len(self.num_drafts), max(self.num_drafts)
+        rows = sum(self.num_drafts) + batch
+        self.logits = torch.randn(rows, VOCAB, generator=generator, dtype=torch.float64)
+        best = self.logits.argmax(-1).tolist()
+        self.drafts = torch.randint(VOCAB, (batch, most), generator=generator)
+        row = 0
+        for b, k in enumerate(self.num_drafts):
+            for j in range(k):  # most drafts are the target's favourite
+                if torch.rand((), generator=generator) < 0.7:
+                    self.drafts[b, j] = best[row + j]
+            row += k + 1
+        self.q: Tensor | None = None
+        if self.probabilistic:
+            self.q = torch.rand(batch, most, VOCAB, generator=generator, dtype=torch.float64)
+            self.q /= self.q.sum(-1, keepdim=True)
+        self.num_outputs = torch.randint(0, 50, (batch,), generator=generator)
+
+    @property
+    def sampling(self) -> SamplingTensors:
+        batch = len(self.num_drafts)
+        return SamplingTensors(
+            temperature_B=torch.tensor(self.temperature, dtype=torch.float64),
+            top_k_B=torch.tensor(self.top_k),
+            top_p_B=torch.ones(batch, dtype=torch.float64),
+            seeds_B=torch.arange(batch) + self.seed,
+            num_outputs_B=self.num_outputs,
+            all_greedy=not any(self.temperature),
+        )
+
+    def run(self) -> list[tuple[int, int]]:
+        found = verify(
+            self.logits, self.drafts, torch.tensor(self.num_drafts), self.sampling, self.q
+        )
+        return list(zip(found.num_accepted_B.tolist(), found.next_tokens_B.tolist()))
+
+    def reference(self) -> list[tuple[int, int]]:
+        results, row = [], 0
+        for b, k in enumerate(self.num_drafts):
+            rows = self.logits[row : row + k + 1].tolist()
+            results.append(self._one(b, rows))
+            row += k + 1
+        return results
+
+    def _one(self, b: int, rows: list[list[float]]) -> tuple[int, int]:
+        """Accept draft after draft; draw the first one that is not accepted, or the bonus."""
+
+        def number(column: int, purpose: Purpose) -> float:
+            position = int(self.num_outputs[b]) + column
+            return uniform(torch.tensor(b + self.seed), torch.tensor(position), purpose).item()
+
+        for j, row in enumerate(rows):
+            weights = probabilities(row, self.temperature[b], self.top_k[b])
+            if j < len(rows) - 1:
+                x = int(self.drafts[b, j])
+                q = [float(i == x) for i in range(VOCAB)]
+                if self.q is not None:
+                    q = self.q[b, j].tolist()
+                if number(j, Purpose.ACCEPT) < weights[x] / q[x]:
+                    continue
+                left = [max(p - other, 0.0) for p, other in zip(weights, q)]
+                weights = left if sum(left) > 0 else weights
+            threshold = number(j, Purpose.SAMPLE) * sum(weights)
+            sums = list(itertools.accumulate(weights))
+            return j, next(i for i in range(VOCAB) if sums[i] > threshold)
+        raise AssertionError("the bonus row always returns")
+
+
+def ragged(temperatures: list[float]) -> st.SearchStrategy[Ragged]:
+    return st.integers(1, 6).flatmap(
+        lambda batch: st.builds(
+            Ragged,
+            num_drafts=st.lists(st.integers(0, 5), min_size=batch, max_size=batch),
+            temperature=st.lists(st.sampled_from(temperatures), min_size=batch, max_size=batch),
+            top_k=st.lists(st.integers(0, 6), min_size=batch, max_size=batch),
+            probabilistic=st.booleans(),
+            seed=st.integers(0, 10_000),
+        )
+    )
+
+
+@settings(deadline=None, max_examples=150)
+@given(ragged([0.0]))
+def test_greedy_equals_the_loop(case: Ragged) -> None:
+    case.q = None
+    assert case.run() == case.reference()
+
+
+@settings(deadline=None, max_examples=150)
+@given(ragged([0.0, 0.5, 1.3]))
+def test_sampling_equals_the_loop(case: Ragged) -> None:
+    """Greedy rows among sampled ones, rows without drafts, argmax and probabilistic drafts."""
+    assert case.run() == case.reference()
+
+
+@settings(deadline=None, max_examples=50)
+@given(ragged([0.0, 0.8, 1.3]))
+def test_argmax_drafts_are_drafts_of_a_one_hot_q(case: Ragged) -> None:
+    case.q = None
+    without = case.run()
+    case.q = F.one_hot(case.drafts, VOCAB).double()
+    assert case.run() == without
+
+
+@settings(deadline=None, max_examples=50)
+@given(ragged([0.0, 0.8, 1.3]))
+def test_rows_do_not_influence_each_other(case: Ragged) -> None:
+    together, row = case.run(), 0
+    for b, k in enumerate(case.num_drafts):
+        whole = case.sampling
+        alone = SamplingTensors(
+            *(getattr(whole, f"{name}_B")[b : b + 1] for name in SAMPLING_FIELDS),
+            all_greedy=case.temperature[b] == 0,
+        )
+        found = verify(
+            case.logits[row : row + k + 1],
+            case.drafts[b : b + 1, :k],
+            torch.tensor([k]),
+            alone,
+            None if case.q is None else case.q[b : b + 1, :k],
+        )
+        assert (int(found.num_accepted_B), int(found.next_tokens_B)) == together[b]
+        row += k + 1
+
+
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "seeds", "num_outputs")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_columns_past_the_drafts_are_ignored(temperature: float) -> None:
+    case = Ragged([0, 1, 4, 2], [temperature] * 4, [0] * 4, temperature > 0, seed=5)
+    expected = case.run()
+    for b, k in enumerate(case.num_drafts):
+        case.drafts[b, k:] = 10**9
+        if case.q is not None:
+            case.q[b, k:] = 0
+    assert case.run() == expected
+
+
+def test_drafts_from_the_target_itself_are_all_accepted() -> None:
+    case = Ragged([5] * 50, [1.0] * 50, [0] * 50, True, seed=3)
+    target = case.sampling.probs(case.logits, torch.arange(50).repeat_interleave(6))
+    case.q = target.view(50, 6, VOCAB)[:, :-1].clone()
+    assert [accepted for accepted, _ in case.run()] == [5] * 50
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision_logits(dtype: torch.dtype) -> None:
+    """The same decisions as on the same numbers in float64, but for rounding of the softmax."""
+    case = Ragged([3] * 200, [0.0, 1.0] * 100, [0] * 200, False, seed=9)
+    case.logits = case.logits.to(dtype)
+    found = case.run()
+    wide = replace(case)
+    wide.logits, wide.drafts, wide.q = case.logits.double(), case.drafts, case.q
+    assert sum(a != b for a, b in zip(found, wide.run())) <= 1
