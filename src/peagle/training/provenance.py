@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 
-import peagle
+from peagle import __version__
 
 
 def provenance(data: Path | None = None) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def provenance(data: Path | None = None) -> dict[str, Any]:
     """
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
     return {
-        "peagle": peagle.__version__,
+        "peagle": __version__,
         "commit": _commit(),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "python": platform.python_version(),
