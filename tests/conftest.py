@@ -109,7 +109,7 @@ def target(target_folder: Path) -> TargetModel:
 def head_folders(
     target_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Path]:
-    """head_folders(parallel=..., ...) saves a random head of the tiny Llama and returns its folder."""
+    """head_folders(parallel=..., ...) saves a random head of the tiny Llama: its folder."""
 
     def make(**options: Any) -> Path:
         folder = tmp_path_factory.mktemp("head")

@@ -177,7 +177,8 @@ def test_draft_vocabulary_is_the_most_frequent_response_tokens(
     )
     trainer = Trainer(config)
     rows = [json.loads(line)["response_token_ids"] for line in responses.read_text().splitlines()]
-    counts = torch.bincount(torch.tensor(sum(rows, [])), minlength=320)
+    flat = [token for row in rows for token in row]
+    counts = torch.bincount(torch.tensor(flat), minlength=320)
     ids = trainer.drafter.target_ids()
     assert counts[ids].sum() == counts.topk(40).values.sum()
     assert len(ids.unique()) == 40 and torch.equal(ids, ids.sort().values)
@@ -195,4 +196,4 @@ def test_a_requested_stop_saves_the_step_at_hand(
         trainer.run()
     resumed = Trainer(config)
     resumed.run(resume=True)
-    assert [entry["step"] for entry in resumed.history if entry["kind"] == "train"][0] == 8
+    assert next(e["step"] for e in resumed.history if e["kind"] == "train") == 8

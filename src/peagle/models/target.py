@@ -127,7 +127,7 @@ class TargetModel:
         _refuse_pickles(folder)
         transformers_logging.disable_progress_bar()
         try:
-            model, report = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=config,
                 dtype=dtype or "auto",
@@ -142,6 +142,7 @@ class TargetModel:
             raise CheckpointError(
                 f"The target model {str(folder)!r} does not load: {first_line}"
             ) from None
+        model, report = loaded
         # transformers would fill them with random numbers and go on.
         if missing := sorted(report["missing_keys"]):
             raise CheckpointError(

@@ -51,7 +51,7 @@ class DataSection(_Section):
     """Responses that the target generated.
 
     Attributes:
-        train, validation: files, .jsonl or .safetensors (formats: `training.data.ResponseDataset.load`).
+        train, validation: files, .jsonl or .safetensors (`ResponseDataset.load` has the formats).
         max_length: longer sequences are cut here.
         batch_tokens: tokens of a batch, padding included.
         length_multiple: rows of a batch are padded to a multiple of this.

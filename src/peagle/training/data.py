@@ -35,8 +35,12 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The batch on a device."""
-        tensors = (self.tokens_BN, self.lengths_B, self.prompt_lens_B)
-        return Batch(*(x.to(device) for x in tensors), self.max_response_len)
+        return Batch(
+            self.tokens_BN.to(device),
+            self.lengths_B.to(device),
+            self.prompt_lens_B.to(device),
+            self.max_response_len,
+        )
 
 
 class ResponseDataset:
