@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -61,6 +61,12 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        _require(
+            isinstance(self.stop_token_ids, Sequence | Set),
+            "stop_token_ids",
+            self.stop_token_ids,
+            "a list of token ids",
+        )
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         _require(
             _is_int(self.max_tokens) and self.max_tokens >= 1,
@@ -145,16 +151,25 @@ class SpeculativeConfig:
             self.draft_sampling,
             '"argmax" or "probabilistic"',
         )
+        parallel, check = self.parallel_drafting, self.check_target
+        ok = parallel is None or isinstance(parallel, bool)
+        _require(ok, "parallel_drafting", parallel, "true, false or none")
+        _require(isinstance(check, bool), "check_target", check, "true or false")
         if self.method == "eagle3":
-            _require(bool(self.model), "model", self.model, "the folder of a draft head")
+            if isinstance(self.model, Path):
+                object.__setattr__(self, "model", str(self.model))
+            ok = isinstance(self.model, str) and bool(self.model)
+            _require(ok, "model", self.model, "the folder of a draft head")
         else:
-            _require(self.model is None, "model", self.model, 'no model with method "ngram"')
-            _require(
-                1 <= self.prompt_lookup_min <= self.prompt_lookup_max,
-                "prompt_lookup_min",
-                self.prompt_lookup_min,
-                f"1 to prompt_lookup_max ({self.prompt_lookup_max})",
-            )
+            self._check_lookup()
+
+    def _check_lookup(self) -> None:
+        _require(self.model is None, "model", self.model, 'no model with method "ngram"')
+        longest, shortest = self.prompt_lookup_max, self.prompt_lookup_min
+        ok = _is_int(longest) and longest >= 1
+        _require(ok, "prompt_lookup_max", longest, "a whole number of at least 1")
+        ok = _is_int(shortest) and 1 <= shortest <= longest
+        _require(ok, "prompt_lookup_min", shortest, f"1 to prompt_lookup_max ({longest})")
 
     @classmethod
     def parse(cls, source: str | Mapping[str, Any] | SpeculativeConfig) -> SpeculativeConfig:
@@ -212,6 +227,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         dtypes = ("auto", "float32", "float64", "bfloat16", "float16")
         _require(self.dtype in dtypes, "dtype", self.dtype, "one of " + ", ".join(dtypes))
+        ok = isinstance(self.device, str)
+        _require(ok, "device", self.device, '"auto", "cpu" or "cuda"')
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             value = getattr(self, name)
             _require(_is_int(value) and value >= 1, name, value, "a whole number of at least 1")

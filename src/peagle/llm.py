@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -98,10 +98,12 @@ class LLM:
         model: TargetModel | None = None,
         **engine_options: Any,
     ) -> None:
-        try:
-            config = EngineConfig(**engine_options)
-        except TypeError as error:
-            raise UserError(f"Unknown engine option: {error}.") from None
+        known = {field.name for field in fields(EngineConfig)}
+        if unknown := sorted(set(engine_options) - known):
+            raise UserError(
+                f"Unknown engine option {unknown[0]!r}; known options: {', '.join(sorted(known))}."
+            )
+        config = EngineConfig(**engine_options)
         speculative = (
             None if speculative_config is None else SpeculativeConfig.parse(speculative_config)
         )
@@ -154,6 +156,9 @@ class LLM:
             raise UserError(
                 f"{len(params)} sampling params for {len(prompts)} prompts; expected one each."
             )
+        for one in params:
+            if not isinstance(one, SamplingParams):
+                raise UserError(f"Sampling params are {one!r}; expected SamplingParams.")
         if self.engine.has_unfinished:
             raise UserError(
                 "This LLM is generating already; finish or close the other stream first, or make "
@@ -210,6 +215,8 @@ class LLM:
     def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         if isinstance(prompts, str):
             return [prompts]
+        if not isinstance(prompts, Iterable):
+            raise UserError(f"The prompts are {prompts!r}; expected text, token ids, or a list.")
         items: list[Any] = list(prompts)
         return [items] if items and isinstance(items[0], int) else items
 

@@ -150,14 +150,13 @@ class DenseCausalAttention:
             position = torch.arange(length, device=query_THd.device)
             distance = position.unsqueeze(1) - position
             mask = (distance >= 0) & (distance < sliding_window)
+        # In float32 a GPU has no kernel for grouped heads but the one that keeps all scores.
+        groups = query_THd.shape[1] // key_THd.shape[1]
+        repeated = (x.repeat_interleave(groups, dim=1) for x in (key_THd, value_THd))
         out_BHTd = F.scaled_dot_product_attention(
-            *(
-                x.unflatten(0, (self.batch, length)).transpose(1, 2)
-                for x in (query_THd, key_THd, value_THd)
-            ),
+            *(x.unflatten(0, (self.batch, length)).transpose(1, 2) for x in (query_THd, *repeated)),
             attn_mask=mask,
             is_causal=mask is None,
             scale=scaling,
-            enable_gqa=query_THd.shape[1] != key_THd.shape[1],
         )
         return out_BHTd.transpose(1, 2).flatten(0, 1)

@@ -178,7 +178,7 @@ class ModelRunner:
         params = [s.params for s in sequences]
         return SamplingTensors(
             temperature_B=torch.tensor([p.temperature for p in params], device=self.device),
-            top_k_B=self._ints([p.top_k for p in params]),
+            top_k_B=self._ints([min(p.top_k, self.target.vocab_size) for p in params]),
             top_p_B=torch.tensor([p.top_p for p in params], device=self.device),
             seeds_B=self._ints([s.seed for s in sequences]),
             num_outputs_B=self._ints([len(s.output_token_ids) for s in sequences]),

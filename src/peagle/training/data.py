@@ -195,6 +195,7 @@ class BatchStream:
         self._cached: tuple[int, list[list[int]]] = (0, self._shuffled(0))
         # Rows are grouped by length, so every epoch has as many batches as the first.
         self.steps_per_epoch = len(self._cached[1])
+        self.tokens_per_step = len(dataset.tokens) / self.steps_per_epoch
 
     def at(self, step: int) -> Batch:
         """The batch of a global step (from 0)."""

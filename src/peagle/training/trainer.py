@@ -43,7 +43,7 @@ class Report:
         acceptance: per depth, P(all drafts down to it match).
         acceptance_lengths: simulated, greedy, at K = 1, 2, ... up to the depth of the method; over
             all anchors in training, as serving would walk them in validation.
-        learning_rate, tokens_per_s, seconds_left: of the run.
+        learning_rate, tokens_per_s, seconds_left: of the run; tokens_per_step: mean of the data.
     """
 
     kind: str
@@ -55,6 +55,7 @@ class Report:
     acceptance_lengths: list[float]
     learning_rate: float
     tokens_per_s: float
+    tokens_per_step: float
     seconds_left: float
 
 
@@ -86,6 +87,9 @@ class Trainer:
         self.report = report
         run = config.run
         self.device = resolve_device(run.device)
+        if self.device.type == "cuda":
+            # The frozen target in float32: TF32 products are twice as exact as bfloat16 ones.
+            torch.set_float32_matmul_precision("high")
         self.target = TargetModel.load(
             config.target, dtype=resolve_dtype(run.target_dtype, self.device), device=self.device
         )
@@ -152,6 +156,7 @@ class Trainer:
                 self.validate()
             if self.step % run.save_every == 0 or self.step == steps or self.stop_requested:
                 save_state(checkpoint, self.drafter, self.optimizer, self.step, self._facts())
+                save_head(self.drafter, self.target, output / "head", run.save_dtype)
             if self.stop_requested and self.step < steps:
                 raise TrainingStopped(self.step, steps)
         return self._finish(time.perf_counter() - started)
@@ -247,6 +252,7 @@ class Trainer:
             acceptance_lengths=window.acceptance_lengths(),
             learning_rate=self._learning_rate(min(self.step, steps - 1)),
             tokens_per_s=window.tokens_per_s(),
+            tokens_per_step=self.stream.tokens_per_step,
             seconds_left=pace * (steps - self.step),
         )
         self.history.append(asdict(report))
@@ -277,18 +283,17 @@ class Trainer:
             "steps": self.step,
             "epochs": self.step / self.stream.steps_per_epoch,
             "sequences": len(self.dataset),
-            "tokens_per_step": len(self.dataset.tokens) / self.stream.steps_per_epoch,
+            "tokens_per_step": self.stream.tokens_per_step,
             "seconds": seconds,
             "final": self.history[-1] if self.history else None,
             "validation": validations[-1] if validations else None,
         }
         write_json(config.output / "train.json", record)
-        save_head(self.drafter, self.target, config.output / "head", config.run.save_dtype)
         return record
 
 
 def save_head(drafter: Drafter, target: TargetModel, folder: Path, dtype: str) -> None:
-    """Write the finished head, vLLM style, with the target's fingerprint."""
+    """Write the head as it stands, vLLM style, with the target's fingerprint."""
     save_drafter(
         folder,
         drafter,
