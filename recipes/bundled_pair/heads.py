@@ -17,6 +17,7 @@ import sys
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 HERE = Path(__file__).parent
 PACE_WINDOWS = 5
@@ -31,17 +32,29 @@ def start(config: str, output: Path, log: Path, settings: list[str]) -> subproce
     return subprocess.Popen(command, stdout=log.open("wb"), stderr=subprocess.STDOUT)
 
 
-def trial_steps(log: Path, seconds: float) -> int:
+def reports(log: Path) -> list[dict[str, Any]]:
+    """The whole lines of progress in a log."""
+    lines = log.read_text().splitlines() if log.exists() else []
+    return [json.loads(x) for x in lines if x.startswith("{") and x.endswith("}")]
+
+
+def measure_pace(runs: dict[str, subprocess.Popen[bytes]], logs: dict[str, Path]) -> None:
+    """Let all runs go on together until each has reported long enough, then end them."""
+    while any(len(reports(log)) < 3 * PACE_WINDOWS for log in logs.values()):
+        for name, run in runs.items():
+            if run.poll() is not None:
+                sys.exit(f"the trial of {name} ended:\n{logs[name].read_text()[-3000:]}")
+        time.sleep(1)
+    for run in runs.values():
+        run.kill()
+        run.wait()
+
+
+def steps_within(log: Path, seconds: float) -> int:
     """Steps that fit `seconds` at the pace of a trial's last windows."""
-    reports = []
-    for line in log.read_text().splitlines():
-        if line.startswith("{") and line.endswith("}"):
-            reports.append(json.loads(line))
-    if not reports:
-        sys.exit(f"the trial reported nothing:\n{log.read_text()[-3000:]}")
-    speed = median(r["tokens_per_s"] for r in reports[-PACE_WINDOWS:])
-    tokens_per_step = reports[-1]["tokens_per_step"]
-    return int(seconds * speed / tokens_per_step)
+    last = reports(log)[-PACE_WINDOWS:]
+    speed = median(r["tokens_per_s"] for r in last)
+    return int(seconds * speed / last[-1]["tokens_per_step"])
 
 
 def main() -> None:
@@ -49,7 +62,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("configs", nargs="+")
     parser.add_argument("--minutes", type=float, required=True, help="of the final runs")
-    parser.add_argument("--trial-seconds", type=float, default=100)
     parser.add_argument("--output", type=Path, default=HERE / "../../build/pair")
     parser.add_argument("--set", action="append", default=[], help="KEY=VALUE for every run")
     options = parser.parse_args()
@@ -58,14 +70,12 @@ def main() -> None:
     logs.mkdir(parents=True, exist_ok=True)
 
     trial = options.output / "trial"
+    trial_logs = {n: logs / f"{n}.trial.log" for n in configs}
     settings = [*options.set, "run.log_every=10"]
-    runs = [start(c, trial / n, logs / f"{n}.trial.log", settings) for n, c in configs.items()]
-    time.sleep(options.trial_seconds)
-    for run in runs:
-        run.kill()
-        run.wait()
+    trials = {n: start(c, trial / n, trial_logs[n], settings) for n, c in configs.items()}
+    measure_pace(trials, trial_logs)
     shutil.rmtree(trial, ignore_errors=True)
-    steps = {n: trial_steps(logs / f"{n}.trial.log", options.minutes * 60) for n in configs}
+    steps = {n: steps_within(trial_logs[n], options.minutes * 60) for n in configs}
     print("steps:", json.dumps(steps), flush=True)
 
     started = time.perf_counter()
