@@ -9,26 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET
+from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-BUNDLED = [BUNDLED_TARGET, BUNDLED_PEAGLE, BUNDLED_EAGLE3]
+BUNDLED = [BUNDLED_TARGET, BUNDLED_PEAGLE]
 
 
 def test_there_are_examples() -> None:
     assert EXAMPLES
 
 
-def test_bundled_weights_are_there_together_or_not_at_all() -> None:
-    # The tests below are skipped only where none of them is there.
-    there = [(folder / "config.json").is_file() for folder in BUNDLED]
-    assert all(there) or not any(folder.exists() for folder in BUNDLED)
+def test_the_bundled_target_and_its_head_are_there() -> None:
+    assert all((folder / "config.json").is_file() for folder in BUNDLED)
 
 
-@pytest.mark.skipif(
-    not any(folder.exists() for folder in BUNDLED), reason="the bundled weights are not here"
-)
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(example: Path) -> None:
     result = subprocess.run(

@@ -34,7 +34,7 @@ def card(title: str, base: str, facts: dict[str, Any], text: str) -> str:
     lines = ["---", "license: apache-2.0", "library_name: peagle"]
     lines += [f"base_model: {base}"] if base else []
     lines += ["---", "", f"# {title}", "", text, "", "| | |", "|---|---|"]
-    lines += [f"| {name} | {value} |" for name, value in facts.items()]
+    lines += [f"| {name} | {value} |" for name, value in facts.items() if value is not None]
     return "\n".join(lines) + "\n"
 
 
@@ -107,6 +107,9 @@ def main() -> None:
     record = json.loads((pair / "target_train.json").read_text())
     (BUNDLED / "target" / "README.md").write_text(target_card(record, manifest))
     for name, title in (("peagle", "P-EAGLE"), ("eagle3", "EAGLE-3")):
+        if not (pair / name / "head").is_dir():
+            print(f"no {title} head in {pair}")
+            continue
         copy(pair / name / "head", BUNDLED / name, ("config.json", "model.safetensors"))
         record = json.loads((pair / name / "train.json").read_text())
         text = head_card(f"{title} head of the bundled code model", record, figures.get(name, []))

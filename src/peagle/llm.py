@@ -15,6 +15,7 @@ from peagle.engine import Sequence as EngineSequence
 from peagle.engine.detokenizer import IncrementalDetokenizer
 from peagle.engine.engine import resolve_device, resolve_dtype
 from peagle.errors import UserError
+from peagle.models.loading import resolve_model, with_local_head
 from peagle.models.target import TargetModel, load_tokenizer
 
 Prompt = str | Sequence[int]
@@ -80,20 +81,23 @@ class LLM:
     """A target, with or without a draft head, ready to generate.
 
     Args:
-        target: model folder; None takes the bundled code model.
+        target: model folder or hub id, as "owner/name" or "owner/name@revision"; None takes the
+            bundled code model.
+        revision: branch, tag or commit of the target's hub id.
         speculative_config: how to draft: a SpeculativeConfig, a mapping or JSON text in vLLM's
             form; None decodes plainly.
         model: a target already loaded, in place of `target`.
         **engine_options: fields of EngineConfig.
 
     Raises:
-        UserError: a folder, a head or an option is not usable.
+        UserError: a folder, a hub id, a head or an option is not usable.
     """
 
     def __init__(
         self,
         target: str | Path | None = None,
         *,
+        revision: str | None = None,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
         model: TargetModel | None = None,
         **engine_options: Any,
@@ -104,13 +108,18 @@ class LLM:
                 f"Unknown engine option {unknown[0]!r}; known options: {', '.join(sorted(known))}."
             )
         config = EngineConfig(**engine_options)
-        speculative = (
-            None if speculative_config is None else SpeculativeConfig.parse(speculative_config)
-        )
+        speculative = None
+        if speculative_config is not None:
+            speculative = with_local_head(SpeculativeConfig.parse(speculative_config))
         if model is None:
             device = resolve_device(config.device)
-            model = TargetModel.load(
-                target or BUNDLED_TARGET, dtype=resolve_dtype(config.dtype, device), device=device
+            folder = resolve_model(target or BUNDLED_TARGET, revision)
+            dtype = resolve_dtype(config.dtype, device)
+            model = TargetModel.load(folder, dtype=dtype, device=device)
+        elif target is not None or revision is not None:
+            raise UserError(
+                f"A loaded model was given, and target {target!r}, revision {revision!r}; leave "
+                "one or the other out."
             )
         self.target = model
         self.tokenizer = load_tokenizer(model.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,18 @@ FLOAT = torch.float64
 
 
 def attend_one(
-    query_hd: Tensor, keys_SHd: Tensor, values_SHd: Tensor, position: int, window: int | None
+    query_hd: Tensor,
+    keys_SHd: Tensor,
+    values_SHd: Tensor,
+    position: int,
+    window: int | None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
-    """One query over the keys it may see: softmax(q . k * scale) v, head by head."""
+    """One query over the keys it may see: softmax(q . k * scale) v, head by head.
+
+    A softcap bends the scores; a sink is one more score, for a value of zero.
+    """
     oldest = 0 if window is None else max(0, position - window + 1)
     keys_SHd, values_SHd = keys_SHd[oldest : position + 1], values_SHd[oldest : position + 1]
     heads = query_hd.shape[0]
@@ -28,7 +38,13 @@ def attend_one(
     out = torch.empty_like(query_hd)
     for head in range(heads):
         scores = keys_SHd[:, head // group] @ query_hd[head] * SCALING
-        out[head] = torch.softmax(scores, 0) @ values_SHd[:, head // group]
+        values = values_SHd[:, head // group]
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[head : head + 1]))
+            values = torch.cat((values, torch.zeros_like(values[:1])))
+        out[head] = torch.softmax(scores, 0) @ values
     return out
 
 
@@ -61,7 +77,8 @@ class Case:
         self.query_THd = normal(sum(self.new), self.num_heads, self.head_dim)
         counts = [-(-length // self.block_size) for length in self.lens]
         num_blocks = sum(counts) + self.spare_blocks
-        order = torch.randperm(num_blocks, generator=generator).tolist()
+        shuffle = torch.Generator().manual_seed(self.seed)  # the same for all sizes of heads
+        order = torch.randperm(num_blocks, generator=shuffle).tolist()
         self.tables = [[order.pop() for _ in range(count)] for count in counts]
         self.cache = LayerKVCache(num_blocks, self.block_size, *kv, FLOAT, torch.device("cpu"))
         # Whatever was in the blocks before must not matter.
@@ -100,19 +117,33 @@ class Case:
         pairs = list(zip(self.past, self.keys, self.values, strict=True))
         return torch.cat([k[p:] for p, k, _ in pairs]), torch.cat([v[p:] for p, _, v in pairs])
 
-    def run(self, window: int | None = None, metadata: AttentionMetadata | None = None) -> Tensor:
+    def run(
+        self,
+        window: int | None = None,
+        metadata: AttentionMetadata | None = None,
+        **special: Any,
+    ) -> Tensor:
         prepared = TorchAttention().prepare(metadata or self.metadata())
         return prepared(
-            self.query_THd, *self.new_kv(), self.cache, scaling=SCALING, sliding_window=window
+            self.query_THd,
+            *self.new_kv(),
+            self.cache,
+            scaling=SCALING,
+            sliding_window=window,
+            **special,
         )
 
-    def reference(self, window: int | None = None) -> Tensor:
+    def sinks(self) -> Tensor:
+        return torch.linspace(-3.0, 3.0, self.num_heads, dtype=FLOAT)
+
+    def reference(self, window: int | None = None, **special: Any) -> Tensor:
         rows, first = [], 0
         for past, new, keys, values in zip(
             self.past, self.new, self.keys, self.values, strict=True
         ):
             for i in range(new):
-                rows.append(attend_one(self.query_THd[first + i], keys, values, past + i, window))
+                query_hd = self.query_THd[first + i]
+                rows.append(attend_one(query_hd, keys, values, past + i, window, **special))
             first += new
         return torch.stack(rows)
 
@@ -144,6 +175,37 @@ def test_equals_full_attention(case: Case, window: int | None) -> None:
     assert_same(case.run(window), case.reference(window))
 
 
+@settings(deadline=None, max_examples=150)
+@given(cases(), st.none() | st.integers(1, 9), st.none() | st.floats(0.5, 20.0), st.booleans())
+def test_sinks_and_softcap_equal_full_attention(
+    case: Case, window: int | None, softcap: float | None, with_sinks: bool
+) -> None:
+    special = {"softcap": softcap, "sinks": case.sinks() if with_sinks else None}
+    assert_same(case.run(window, **special), case.reference(window, **special))
+
+
+def test_scores_beyond_what_exp_can_take() -> None:
+    case = Case([7, 3], [4, 2])
+    case.query_THd *= 1e4
+    for sinks in (case.sinks() * 1e4, case.sinks() - 1e4):
+        assert_same(case.run(sinks=sinks), case.reference(sinks=sinks))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_summed_in_float32(dtype: torch.dtype) -> None:
+    case = Case([7, 3], [4, 2])
+    query, (key, value), cache = case.query_THd, case.new_kv(), case.cache
+    special = {"softcap": 5.0, "sinks": case.sinks()}
+    cache.keys, cache.values = cache.keys.to(dtype), cache.values.to(dtype)
+    out = TorchAttention().prepare(case.metadata())(
+        query.to(dtype), key.to(dtype), value.to(dtype), cache, scaling=SCALING, **special
+    )
+    assert out.dtype == dtype
+    torch.testing.assert_close(
+        out.to(FLOAT), case.reference(**special), rtol=0, atol=8 * torch.finfo(dtype).eps
+    )
+
+
 @pytest.mark.parametrize("past, new", [([9], [1]), ([9], [4]), ([0], [9]), ([3, 8], [4, 4])])
 def test_batches_without_padding(past: list[int], new: list[int]) -> None:
     case = Case(past, new)
@@ -158,6 +220,22 @@ def test_layers_with_and_without_a_window_share_one_pass() -> None:
             case.query_THd, *case.new_kv(), case.cache, scaling=SCALING, sliding_window=window
         )
         assert_same(out, case.reference(window))
+
+
+def test_layers_of_one_pass_may_differ_in_heads_and_sizes() -> None:
+    cases = [Case([7, 3], [4, 1], num_kv_heads=h, head_dim=d) for h, d in [(2, 8), (1, 16), (4, 2)]]
+    prepared = TorchAttention().prepare(cases[0].metadata())
+    for case in cases:
+        assert case.tables == cases[0].tables
+        out = prepared(case.query_THd, *case.new_kv(), case.cache, scaling=SCALING)
+        assert_same(out, case.reference())
+
+
+def test_a_window_that_hides_nothing_needs_no_mask() -> None:
+    case = Case([9], [1])
+    prepared = TorchAttention().prepare(case.metadata())
+    assert prepared._mask(10) is prepared._mask(None) is None
+    assert prepared._mask(9) is not None
 
 
 def test_writes_its_keys_and_values_and_nothing_else() -> None:
@@ -251,15 +329,24 @@ def test_bytes_of_a_block_are_those_allocated() -> None:
     window=st.none() | st.integers(1, 10),
     group=st.sampled_from([1, 2]),
     seed=st.integers(0, 99),
+    softcap=st.none() | st.floats(0.5, 20.0),
+    with_sinks=st.booleans(),
 )
 def test_dense_equals_full_attention(
-    batch: int, length: int, window: int | None, group: int, seed: int
+    batch: int,
+    length: int,
+    window: int | None,
+    group: int,
+    seed: int,
+    softcap: float | None,
+    with_sinks: bool,
 ) -> None:
     case = Case([0] * batch, [length] * batch, num_heads=2 * group, seed=seed)
+    special = {"softcap": softcap, "sinks": case.sinks() if with_sinks else None}
     out = DenseCausalAttention(batch)(
-        case.query_THd, *case.new_kv(), None, scaling=SCALING, sliding_window=window
+        case.query_THd, *case.new_kv(), None, scaling=SCALING, sliding_window=window, **special
     )
-    assert_same(out, case.reference(window))
+    assert_same(out, case.reference(window, **special))
 
 
 def test_dense_padding_at_the_end_is_never_seen() -> None:

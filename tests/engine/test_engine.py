@@ -374,6 +374,33 @@ def test_counters_say_what_happened(
     assert llm.engine.stats == pooled
 
 
+def test_a_trimmed_last_step_reports_what_it_kept(
+    target_folder: Path, heads: dict[bool, Path]
+) -> None:
+    prompt, params = PROMPTS[0], SamplingParams(max_tokens=4, ignore_eos=True)
+    longer = make_llm(target_folder).generate([prompt], replace(params, max_tokens=20))[0]
+    config = {"model": str(heads[True]), "num_speculative_tokens": K}
+    llm = make_llm(target_folder, config)
+    know_the_answer(llm, [prompt + longer.token_ids])
+    first, last = llm.stream([prompt], params)
+    assert (len(first.token_ids), first.num_accepted, first.num_drafted) == (1, 0, 0)
+    assert (len(last.token_ids), last.num_accepted, last.num_drafted) == (3, 3, K)
+    assert last.output is not None
+    assert last.output.stats.num_accepted_tokens == K
+
+
+def test_prompt_lookup_verifies_only_what_it_found(target_folder: Path) -> None:
+    llm = make_llm(target_folder, {"method": "ngram", "num_speculative_tokens": K})
+    proposer: Any = llm.engine.runner.proposer
+    tokens, found = PROMPTS[0], []
+    for chunk in llm.stream([PROMPTS[0]], SamplingParams(max_tokens=30, ignore_eos=True)):
+        tokens = tokens + chunk.token_ids
+        found.append((chunk.num_drafted, len(proposer.lookup(tokens))))
+    verified, looked_up = zip(*found, strict=True)
+    assert verified[1:] == looked_up[:-1]
+    assert len(set(verified[1:])) > 2, "none, some and K drafts"
+
+
 def test_plain_decoding_counts_no_drafts(target_folder: Path) -> None:
     output = make_llm(target_folder).generate(["abc"], SamplingParams(max_tokens=4))[0]
     assert output.stats.num_drafts == 0

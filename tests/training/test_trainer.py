@@ -180,6 +180,7 @@ def test_draft_vocabulary_is_the_most_frequent_response_tokens(
     flat = [token for row in rows for token in row]
     counts = torch.bincount(torch.tensor(flat), minlength=320)
     ids = trainer.drafter.target_ids()
+    counts[0] = counts.max() + 1  # the end of text is always kept
     assert counts[ids].sum() == counts.topk(40).values.sum()
     assert len(ids.unique()) == 40 and torch.equal(ids, ids.sort().values)
     assert torch.equal(trainer.drafter.lm_head.weight, trainer.target.lm_head_weight()[ids])

@@ -74,14 +74,20 @@ class Prepared(Protocol):
         *,
         scaling: float,
         sliding_window: int | None = None,
+        sinks: Tensor | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         """Write this layer's keys and values, then attend causally.
 
         Args:
-            query_THd: [T, Hq, d]; key_THd, value_THd: [T, Hkv, d], all after RoPE.
+            query_THd: [T, Hq, d]; key_THd, value_THd: [T, Hkv, d], all after RoPE. Layers of one
+                pass may differ in Hkv and d.
             cache: the layer's cache.
             scaling: factor on the scores.
             sliding_window: W keeps keys with q_pos - k_pos < W.
+            sinks: [Hq], one more score of each head, which takes its share of the softmax and
+                gives no value.
+            softcap: c bends each score s to c * tanh(s / c), before sinks are added.
 
         Returns:
             [T, Hq, d].

@@ -6,14 +6,14 @@ Shapes: T packed queries of B sequences, Q longest query, S longest context, Hq/
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from peagle.attention.base import AttentionMetadata, LayerKVCache
+from peagle.attention.softmax import masked_attention
 
 
 class TorchAttention:
-    """Gathers each context from its blocks and calls scaled_dot_product_attention once a layer."""
+    """Gathers each context from its blocks and attends once a layer."""
 
     def prepare(self, metadata: AttentionMetadata) -> TorchPreparedAttention:
         return TorchPreparedAttention(metadata)
@@ -46,6 +46,8 @@ class TorchPreparedAttention:
         *,
         scaling: float,
         sliding_window: int | None = None,
+        sinks: Tensor | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         assert cache is not None, "paged attention needs the layer's cache"
         keys_NHd, values_NHd = cache.keys.flatten(0, 1), cache.values.flatten(0, 1)
@@ -57,13 +59,14 @@ class TorchPreparedAttention:
         shape = (self.num_sequences, self.metadata.max_seq_len, *keys_NHd.shape[1:])
         keys_BHSd, values_BHSd = keys_NHd[context].view(shape), values_NHd[context].view(shape)
         query_BQHd = self._pad(query_THd)
-        out_BHQd = F.scaled_dot_product_attention(
+        out_BHQd = masked_attention(
             query_BQHd.transpose(1, 2),
             keys_BHSd.transpose(1, 2),
             values_BHSd.transpose(1, 2),
-            attn_mask=self._mask(sliding_window),
-            scale=scaling,
-            enable_gqa=query_THd.shape[1] != key_THd.shape[1],
+            self._mask(sliding_window),
+            scaling=scaling,
+            sinks=sinks,
+            softcap=softcap,
         )
         return self._unpad(out_BHQd.transpose(1, 2))
 
@@ -92,6 +95,8 @@ class TorchPreparedAttention:
 
     def _mask(self, sliding_window: int | None) -> Tensor | None:
         """Boolean [B, 1, Q, S], true where a query may look; None where every key is visible."""
+        if sliding_window is not None and sliding_window >= self.metadata.max_seq_len:
+            sliding_window = None  # it hides nothing yet
         if sliding_window not in self._masks:
             self._masks[sliding_window] = self._make_mask(sliding_window)
         return self._masks[sliding_window]
@@ -143,20 +148,27 @@ class DenseCausalAttention:
         *,
         scaling: float,
         sliding_window: int | None = None,
+        sinks: Tensor | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         length = query_THd.shape[0] // self.batch
-        mask = None
-        if sliding_window is not None and sliding_window < length:
-            position = torch.arange(length, device=query_THd.device)
-            distance = position.unsqueeze(1) - position
-            mask = (distance >= 0) & (distance < sliding_window)
+        is_local = sliding_window is not None and sliding_window < length
+        needs_mask = is_local or sinks is not None or softcap is not None
         # In float32 a GPU has no kernel for grouped heads but the one that keeps all scores.
         groups = query_THd.shape[1] // key_THd.shape[1]
         repeated = (x.repeat_interleave(groups, dim=1) for x in (key_THd, value_THd))
-        out_BHTd = F.scaled_dot_product_attention(
+        out_BHTd = masked_attention(
             *(x.unflatten(0, (self.batch, length)).transpose(1, 2) for x in (query_THd, *repeated)),
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scaling,
+            mask=self._mask(length, sliding_window, query_THd.device) if needs_mask else None,
+            scaling=scaling,
+            sinks=sinks,
+            softcap=softcap,
+            is_causal=not needs_mask,
         )
         return out_BHTd.transpose(1, 2).flatten(0, 1)
+
+    @staticmethod
+    def _mask(length: int, sliding_window: int | None, device: torch.device) -> Tensor:
+        position = torch.arange(length, device=device)
+        distance = position.unsqueeze(1) - position
+        return (distance >= 0) & (distance < (sliding_window or length))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
@@ -11,7 +12,7 @@ import typer
 from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE
 from peagle.cli import options
 from peagle.cli.options import OutputFormat, default_of
-from peagle.config import SamplingParams, SpeculativeConfig
+from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.errors import UserError
 from peagle.evaluation.prompts import Prompt, load_prompt_set
 
@@ -29,6 +30,7 @@ More prompts, other drafts, a result for a program:
 
 Models of your own:
   peagle demo --target ./Qwen3-0.6B --draft ./peagle-head --eagle3 ./eagle3-head
+  peagle demo --target owner/model --draft owner/peagle-head --eagle3 owner/eagle3-head@v1
 """
 
 PLAIN, EAGLE3, PEAGLE = "plain", "EAGLE-3", "P-EAGLE"
@@ -68,34 +70,36 @@ def demo(
     target: Annotated[
         str | None,
         typer.Option(
-            metavar="DIR",
-            help="Folder of the target; needs --draft.",
+            metavar="MODEL",
+            help="The target, a folder or a hub id; needs --draft.",
             show_default="the bundled code model",
             rich_help_panel=options.MODEL,
         ),
     ] = None,
+    revision: options.Revision = None,
     draft: Annotated[
         str | None,
         typer.Option(
-            metavar="DIR",
-            help="Folder of its P-EAGLE head.",
+            metavar="MODEL",
+            help="Its P-EAGLE head, a folder or a hub id.",
             show_default="the bundled one",
             rich_help_panel=options.MODEL,
         ),
     ] = None,
+    draft_revision: options.DraftRevision = None,
     eagle3: Annotated[
         str | None,
         typer.Option(
-            metavar="DIR",
-            help="Folder of its EAGLE-3 head.",
+            metavar="MODEL",
+            help="Its EAGLE-3 head, a folder or a hub id (owner/name@revision).",
             show_default="the bundled one; none with a target of your own",
             rich_help_panel=options.MODEL,
         ),
     ] = None,
     num_speculative_tokens: options.NumSpeculativeTokens = None,
-    max_new_tokens: options.MaxNewTokens = options.DEFAULT_MAX_NEW_TOKENS,
-    dtype: options.DType = options.DEFAULT_DTYPE,
-    device: options.Device = options.DEFAULT_DEVICE,
+    max_new_tokens: options.MaxNewTokens = None,
+    dtype: options.DType = None,
+    device: options.Device = None,
     threads: Annotated[
         int | None,
         typer.Option(
@@ -111,18 +115,25 @@ def demo(
     Accepted draft tokens are coloured; the others are the target's own.
     """
     prompts = load_prompt_set("humaneval", limit)
-    params = SamplingParams(max_tokens=max_new_tokens)
-    folder, heads = _models(target, draft, eagle3)
+    params = SamplingParams(**options.given(max_tokens=max_new_tokens))
+    engine = EngineConfig(max_num_seqs=1, **options.given(dtype=dtype, device=device))
     k = num_speculative_tokens
     if k is None:
         k = default_of(SpeculativeConfig, "num_speculative_tokens")
+    name, heads = _models(target, draft, eagle3)
     configurations = {
-        PLAIN: None,
-        **{
-            name: SpeculativeConfig(model=head, num_speculative_tokens=k)
-            for name, head in heads.items()
-        },
+        kind: SpeculativeConfig(
+            model=head,
+            revision=draft_revision if kind == PEAGLE else None,
+            num_speculative_tokens=k,
+        )
+        for kind, head in heads.items()
     }
+    from peagle.models.loading import resolve_model, with_local_head
+
+    # Before the view, which would paint over the progress of a download.
+    folder = resolve_model(name, revision)
+    configurations = {kind: with_local_head(one) for kind, one in configurations.items()}
     from peagle.cli import demo_view
 
     console = demo_view.make_console(no_color)
@@ -135,9 +146,9 @@ def demo(
         from peagle.cli import demo_report
         from peagle.evaluation.compare import build, load_target, warm_up
 
-        _check_kinds(heads)
-        model = load_target(folder, dtype=dtype, device=device)
-        llms = build(model, configurations, max_num_seqs=1)
+        _check_kinds(configurations)
+        model = load_target(folder, dtype=engine.dtype, device=engine.device)
+        llms = build(model, {PLAIN: None, **configurations}, max_num_seqs=engine.max_num_seqs)
         warm_up(llms, [prompts[0].text])
     results = _complete(llms, prompts, params, view)
     report = demo_report.report(model, prompts, params, k, results)
@@ -165,23 +176,27 @@ def _complete(
 def _models(
     target: str | None, draft: str | None, eagle3: str | None
 ) -> tuple[str, dict[str, str]]:
-    """The target's folder and the heads by name, in the order in which they run."""
+    """Names of the target and of the heads, these in the order in which they run."""
     if target is None:
         folder = options.target_or_bundled(None)
-        return folder, {
-            EAGLE3: eagle3 or options.bundled(BUNDLED_EAGLE3),
-            PEAGLE: draft or options.bundled(BUNDLED_PEAGLE),
-        }
+        heads = {PEAGLE: draft or options.bundled(BUNDLED_PEAGLE)}
+        if eagle3 is None and not BUNDLED_EAGLE3.exists():
+            print("peagle: there is no bundled EAGLE-3 head yet; it is left out", file=sys.stderr)
+            return folder, heads
+        return folder, {EAGLE3: eagle3 or options.bundled(BUNDLED_EAGLE3), **heads}
     if draft is None:
         raise UserError(f"--target {target!r} was given without --draft: name its P-EAGLE head.")
     return target, {EAGLE3: eagle3, PEAGLE: draft} if eagle3 else {PEAGLE: draft}
 
 
-def _check_kinds(heads: dict[str, str]) -> None:
+def _check_kinds(configurations: dict[str, SpeculativeConfig]) -> None:
     """Refuse a head under the wrong name: the table would be a lie."""
     from peagle.models.checkpoint import read_head_config
 
-    for name, folder in heads.items():
-        if read_head_config(folder)[0].is_parallel != (name == PEAGLE):
-            option, other = ("--draft", EAGLE3) if name == PEAGLE else ("--eagle3", PEAGLE)
-            raise UserError(f"{option} is {folder!r}; expected a head of {name}, not of {other}.")
+    for kind, config in configurations.items():
+        assert config.model is not None
+        if read_head_config(config.model)[0].is_parallel != (kind == PEAGLE):
+            option, other = ("--draft", EAGLE3) if kind == PEAGLE else ("--eagle3", PEAGLE)
+            raise UserError(
+                f"{option} is {config.model!r}; expected a head of {kind}, not of {other}."
+            )

@@ -28,7 +28,20 @@ def default_of(config: type, name: str) -> Any:
     return next(field.default for field in fields(config) if field.name == name)
 
 
+def given(**values: Any) -> dict[str, Any]:
+    """Those options that were given: the others are left to the configuration's defaults."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
 MODEL, SPECULATION, SAMPLING, ENGINE = "Model", "Speculation", "Sampling", "Engine"
+SETTINGS = "Settings"
+
+
+def option_of(config: type, field: str, panel: str, *names: str, help: str) -> Any:
+    """An option whose default is that of a configuration field."""
+    shown = str(default_of(config, field))
+    return typer.Option(*names, help=help, show_default=shown, rich_help_panel=panel)
+
 
 Format = Annotated[OutputFormat, typer.Option("--format", help="How the result is printed.")]
 Threads = Annotated[
@@ -36,35 +49,50 @@ Threads = Annotated[
     typer.Option(help="CPU threads.", show_default="torch's choice", rich_help_panel=ENGINE),
 ]
 DType = Annotated[
-    str,
-    typer.Option(
+    str | None,
+    option_of(
+        EngineConfig,
+        "dtype",
+        ENGINE,
         "--dtype",
         help="auto (float32 on a CPU, bfloat16 on a GPU), float32, float64, bfloat16 or float16.",
-        rich_help_panel=ENGINE,
     ),
 ]
 Device = Annotated[
-    str,
-    typer.Option(help="auto (the GPU if there is one), cpu or cuda.", rich_help_panel=ENGINE),
+    str | None,
+    option_of(EngineConfig, "device", ENGINE, help="auto (the GPU if there is one), cpu or cuda."),
 ]
 MaxNewTokens = Annotated[
-    int, typer.Option(help="Most tokens to generate per prompt.", rich_help_panel=SAMPLING)
+    int | None,
+    option_of(SamplingParams, "max_tokens", SAMPLING, help="Most tokens to generate per prompt."),
 ]
 NumSpeculativeTokens = Annotated[
     int | None,
-    typer.Option(
+    option_of(
+        SpeculativeConfig,
+        "num_speculative_tokens",
+        SPECULATION,
         "--num-speculative-tokens",
         "-k",
         help="K: draft tokens per step.",
-        show_default=str(default_of(SpeculativeConfig, "num_speculative_tokens")),
-        rich_help_panel=SPECULATION,
     ),
 ]
-
-DEFAULT_DTYPE: str = default_of(EngineConfig, "dtype")
-DEFAULT_DEVICE: str = default_of(EngineConfig, "device")
-DEFAULT_MAX_NUM_SEQS: int = default_of(EngineConfig, "max_num_seqs")
-DEFAULT_MAX_NEW_TOKENS: int = default_of(SamplingParams, "max_tokens")
+Revision = Annotated[
+    str | None,
+    typer.Option(
+        help="Branch, tag or commit of the target's hub id; owner/name@revision does the same.",
+        show_default="main",
+        rich_help_panel=MODEL,
+    ),
+]
+DraftRevision = Annotated[
+    str | None,
+    typer.Option(
+        help="Branch, tag or commit of the head's hub id.",
+        show_default="main",
+        rich_help_panel=MODEL,
+    ),
+]
 
 
 def bundled(folder: Path) -> str:
@@ -82,7 +110,7 @@ def bundled(folder: Path) -> str:
 
 
 def target_or_bundled(target: str | None) -> str:
-    """The folder named, else the bundled target."""
+    """The model named, else the folder of the bundled target."""
     return target or bundled(BUNDLED_TARGET)
 
 

@@ -156,10 +156,11 @@ class LLMEngine:
         self.scheduler.cancel(sequence)
 
     def _claim_target(self) -> None:
-        """Hang this engine's KV caches and taps on the target, which another may have used."""
+        """Give the target this engine's KV caches, taps and context; another may have used it."""
         if self.target.kv_caches is not self._target_caches:
             self.target.tap_aux(self._aux_layer_ids)
             self.target.set_kv_caches(self._target_caches)
+            self.target.fix_rope(self.max_model_len)
 
     def _seed(self, params: SamplingParams) -> int:
         if params.seed is not None:

@@ -7,128 +7,18 @@ DV draft vocabulary, Hq/Hkv heads, d head size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from peagle.errors import CheckpointError
-from peagle.models.target import SUPPORTED_ROPE_TYPES
+from peagle.models.drafter_config import DrafterConfig
+
+__all__ = ["Attend", "Drafter", "DrafterConfig", "RMSNorm"]
 
 # attend(layer index, query [..., Hq, d], key [..., Hkv, d], value [..., Hkv, d]) -> [..., Hq, d]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-
-_SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_layers",
-    "num_attention_heads",
-    "num_kv_heads",
-    "head_dim",
-    "vocab_size",
-    "draft_vocab_size",
-    "target_hidden_size",
-    "max_position_embeddings",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class DrafterConfig:
-    """Shape and conventions of a draft head (reference/peagle.md, "Drafter architecture").
-
-    Attributes:
-        hidden_size: D; intermediate_size: width of the MLP; num_layers: decoder layers.
-        num_attention_heads, num_kv_heads, head_dim: attention geometry.
-        vocab_size: V of the target; draft_vocab_size: DV, at most V.
-        target_hidden_size: H; aux_layer_ids: target layers whose entering states are the feature.
-        norm_before_residual: the residual of layer 0 is the normed hidden state.
-        norm_before_fc: one RMSNorm over the concatenated features; fc_norm: one per aux state.
-        mask_token_id: token of the mask slots; None for an autoregressive (EAGLE-3) head.
-        rope_parameters: as transformers has them ({"rope_type", "rope_theta", ...}).
-        trained_depth: K that training covered, None if unknown.
-    """
-
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_attention_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    draft_vocab_size: int
-    target_hidden_size: int
-    aux_layer_ids: tuple[int, ...]
-    mask_token_id: int | None = None
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    attention_bias: bool = False
-    rms_norm_eps: float = 1e-5
-    max_position_embeddings: int = 2048
-    rope_parameters: dict[str, Any] = field(
-        default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0}
-    )
-    trained_depth: int | None = None
-
-    def __post_init__(self) -> None:
-        self._check_types()
-        mask = self.mask_token_id
-        if mask is not None and not 0 <= mask < self.vocab_size:
-            raise CheckpointError(
-                f"The mask token id is {mask}; expected an id of the vocabulary, 0 to "
-                f"{self.vocab_size - 1}."
-            )
-        if not 1 <= self.draft_vocab_size <= self.vocab_size:
-            raise CheckpointError(
-                f"draft_vocab_size is {self.draft_vocab_size}; expected 1 to vocab_size "
-                f"({self.vocab_size})."
-            )
-        if self.num_attention_heads % self.num_kv_heads:
-            raise CheckpointError(
-                f"num_attention_heads is {self.num_attention_heads}; expected a multiple of "
-                f"num_key_value_heads ({self.num_kv_heads})."
-            )
-        if self.norm_before_fc and self.fc_norm:
-            raise CheckpointError("norm_before_fc and fc_norm are both set; expected one at most.")
-
-    def _check_types(self) -> None:
-        for name in _SIZES:
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise CheckpointError(
-                    f"{name} is {value!r}; expected a whole number of at least 1."
-                )
-        ids = self.aux_layer_ids
-        whole = all(type(i) is int and i >= 0 for i in ids)
-        if not ids or not whole or list(ids) != sorted(set(ids)):
-            raise CheckpointError(
-                f"aux_layer_ids is {ids}; expected distinct ascending layers of the target."
-            )
-        rope_type = self.rope_parameters.get("rope_type", "default")
-        if rope_type not in SUPPORTED_ROPE_TYPES:
-            raise CheckpointError(
-                f"The head's RoPE type is {rope_type!r}; "
-                f"supported: {', '.join(SUPPORTED_ROPE_TYPES)}."
-            )
-
-    @property
-    def is_parallel(self) -> bool:
-        """True for P-EAGLE: all K tokens in one pass."""
-        return self.mask_token_id is not None
-
-    @property
-    def feature_size(self) -> int:
-        """A * H, the width of a feature before fc."""
-        return len(self.aux_layer_ids) * self.target_hidden_size
-
-    @property
-    def is_pruned(self) -> bool:
-        """True when the draft vocabulary is smaller than the target's."""
-        return self.draft_vocab_size < self.vocab_size
 
 
 class RMSNorm(nn.Module):
@@ -160,12 +50,18 @@ class DrafterAttention(nn.Module):
         self.o_proj = nn.Linear(
             config.num_attention_heads * config.head_dim, config.hidden_size, bias=bias
         )
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         qkv = self.qkv_proj(x).unflatten(-1, (sum(self.split), self.head_dim))
         num_rotated = self.split[0] + self.split[1]
+        unrotated = qkv[..., :num_rotated, :]
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = unrotated.split(self.split[:2], dim=-2)
+            unrotated = torch.cat((self.q_norm(query), self.k_norm(key)), dim=-2)
         # Angles may be more precise than the matrix products (mixed-precision training).
-        rotated = _rotate(qkv[..., :num_rotated, :], *rope).to(qkv.dtype)
+        rotated = _rotate(unrotated, *rope).to(qkv.dtype)
         query, key = rotated[..., : self.split[0], :], rotated[..., self.split[0] :, :]
         out = attend(self.layer_idx, query, key, qkv[..., num_rotated:, :])
         return self.o_proj(out.flatten(-2))
@@ -185,7 +81,10 @@ class DrafterMLP(nn.Module):
 
 
 class DrafterLayer(nn.Module):
-    """A Llama block. Layer 0 takes concat(norm(embedding), norm(hidden)) and keeps a residual."""
+    """A Llama or Qwen3 block.
+
+    Layer 0 takes concat(norm(embedding), norm(hidden)) and keeps a residual.
+    """
 
     def __init__(self, config: DrafterConfig, layer_idx: int) -> None:
         super().__init__()
@@ -272,17 +171,18 @@ class Drafter(nn.Module):
             attend: attention of the caller.
 
         Returns:
-            [..., D] before the final norm: the next feature of autoregressive drafting.
+            [..., D] before the final norm (after it with `norm_output`): the next feature of
+            autoregressive drafting.
         """
         embedding = self.embed_tokens(tokens)
         rope = self._rope_at(positions, hidden.dtype)
         for layer in self.layers:
             hidden = layer(hidden, embedding, rope, attend)
-        return hidden
+        return self.norm(hidden) if self.config.norm_output else hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """lm_head(norm(hidden)): [..., D] to [..., DV]."""
-        return self.lm_head(self.norm(hidden))
+        """lm_head(norm(hidden)) of what `forward` returned: [..., D] to [..., DV]."""
+        return self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Target ids of draft ids: id + d2t[id]."""
@@ -322,15 +222,7 @@ class Drafter(nn.Module):
         return cos[index].unsqueeze(-2), sin[index].unsqueeze(-2)
 
     def _make_rope(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        config = self.config
-        llama = LlamaConfig(
-            hidden_size=config.hidden_size,
-            num_attention_heads=config.num_attention_heads,
-            head_dim=config.head_dim,
-            max_position_embeddings=config.max_position_embeddings,
-            rope_parameters=dict(config.rope_parameters),
-        )
-        rotary = LlamaRotaryEmbedding(llama).to(device)
+        rotary = LlamaRotaryEmbedding(self.config.rotary_config()).to(device)
         positions = torch.arange(self._num_positions, device=device).unsqueeze(0)
         cos, sin = rotary(torch.empty(0, dtype=dtype, device=device), positions)
         return cos.squeeze(0), sin.squeeze(0)

@@ -14,7 +14,6 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
-    AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -22,49 +21,21 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.utils import logging as transformers_logging
+from transformers.utils.quantization_config import Mxfp4Config
 
 from peagle.attention import LayerKVCache, Prepared
 from peagle.config import require_folder
 from peagle.errors import CheckpointError, UserError
-
-ATTENTION_NAME = "peagle"
-SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
-SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-# Keywords that models pass along and that do not change the result of attention.
-_BENIGN_KEYWORDS = frozenset({"position_ids", "use_cache", "output_router_logits", "is_causal"})
-
-
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    attend: Prepared | None = None,
-    **keywords: Any,
-) -> tuple[Tensor, None]:
-    """The attention function that transformers calls: [1, heads, T, d] in, [1, T, heads, d] out."""
-    if attend is None:
-        raise RuntimeError('attention "peagle" runs only inside peagle: call TargetModel.forward')
-    unknown = {name for name, given in keywords.items() if given is not None} - _BENIGN_KEYWORDS
-    if unknown or attention_mask is not None or dropout:
-        what = ", ".join(sorted(unknown)) or "attention_mask or dropout"
-        raise RuntimeError(
-            f"{type(module).__name__} passes {what}, which peagle does not implement"
-        )
-    out_THd = attend(
-        *(x.squeeze(0).transpose(0, 1) for x in (query, key, value)),
-        cache=getattr(module, "peagle_cache", None),
-        scaling=scaling if scaling is not None else query.shape[-1] ** -0.5,
-        sliding_window=sliding_window,
-    )
-    return out_THd.unsqueeze(0), None
-
-
-AttentionInterface.register(ATTENTION_NAME, _attention)
+from peagle.models.architectures import SUPPORTED_ROPE_TYPES as SUPPORTED_ROPE_TYPES
+from peagle.models.architectures import check_architecture, final_softcap, fix_longrope
+from peagle.models.target_attention import (
+    ATTENTION_NAME,
+    AttentionLayer,
+    DryRun,
+    attention_layers,
+    decoder_layers,
+    dry_run,
+)
 
 
 class TargetModel:
@@ -80,9 +51,11 @@ class TargetModel:
     def __init__(
         self, model: PreTrainedModel, *, aux_layer_ids: Sequence[int] = (), name: str = ""
     ) -> None:
+        check_architecture(model.config)
         config = model.config.get_text_config()
-        _check_architecture(config)
         model.set_attn_implementation(ATTENTION_NAME)
+        if model.dtype == torch.float64 and "grouped_mm" in _experts(model):
+            model.set_experts_implementation("eager")  # the default knows no float64
         self.model = model.eval().requires_grad_(False)
         self.name = name
         self.hidden_size: int = config.hidden_size
@@ -94,8 +67,10 @@ class TargetModel:
         # Modules of transformers are duck-typed: what is used of them differs by architecture.
         self._decoder: Any = model.get_decoder()
         self._lm_head: Any = model.get_output_embeddings()
-        self._layers: list[nn.Module] = list(self._decoder.layers)
-        self._attention_modules: list[Any] = [layer.self_attn for layer in self._layers]
+        self._layers = decoder_layers(model)
+        self._final_softcap = final_softcap(model.config)
+        self.fix_rope(self.max_model_len)
+        self._attention_layers = self._probe()
         self._hooks: list[Any] = []
         self._taps: list[Tensor] = []
         self.aux_layer_ids: tuple[int, ...] = ()
@@ -123,32 +98,9 @@ class TargetModel:
         """
         folder = require_folder(path, "The target model")
         config = _load_config(folder)
-        _check_architecture(config)
+        check_architecture(config)
         _refuse_pickles(folder)
-        transformers_logging.disable_progress_bar()
-        try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder,
-                config=config,
-                dtype=dtype or "auto",
-                use_safetensors=True,
-                trust_remote_code=False,
-                local_files_only=True,
-                attn_implementation=ATTENTION_NAME,
-                output_loading_info=True,
-            )
-        except (OSError, SafetensorError, RuntimeError, ValueError) as error:
-            first_line = str(error).strip().splitlines()[0]
-            raise CheckpointError(
-                f"The target model {str(folder)!r} does not load: {first_line}"
-            ) from None
-        model, report = loaded
-        # transformers would fill them with random numbers and go on.
-        if missing := sorted(report["missing_keys"]):
-            raise CheckpointError(
-                f"The target model {str(folder)!r} lacks tensor {missing[0]!r} ({len(missing)} "
-                "missing in all). Its weights are incomplete: copy or convert them again."
-            )
+        model = _load_weights(folder, config, dtype)
         return cls(model.to(torch.device(device)), name=str(path))
 
     def tap_aux(self, layer_ids: Sequence[int]) -> None:
@@ -174,18 +126,36 @@ class TargetModel:
         hidden = args[0] if args else kwargs["hidden_states"]
         self._taps.append(hidden.squeeze(0))
 
+    def fix_rope(self, max_model_len: int) -> None:
+        """Fix the angles of LongRoPE for contexts up to `max_model_len`; others have no choice."""
+        fix_longrope(self._decoder, max_model_len)
+
+    def _probe(self) -> list[AttentionLayer]:
+        """The attention of each layer, as one token through the model shows it."""
+        run = dry_run(self.model)
+        layers = attention_layers(self.model, run.calls)
+        self._check_logits(run)
+        return layers
+
+    def _check_logits(self, run: DryRun) -> None:
+        difference = (self.compute_logits(run.hidden_TH) - run.logits_TV).abs().max()
+        tolerance = max(1e-4, 2 * torch.finfo(self.dtype).eps)
+        if not difference <= tolerance * run.logits_TV.abs().max():
+            raise CheckpointError(
+                f"{type(self.model).__name__} cannot be a target: what it does to the logits "
+                "after lm_head is more than a softcap, which is all that peagle knows."
+            )
+
     def kv_shapes(self) -> list[tuple[int, int]]:
-        """(key/value heads, head size) of each layer."""
-        return [
-            (module.k_proj.out_features // module.head_dim, module.head_dim)
-            for module in self._attention_modules
-        ]
+        """(key/value heads, head size) of each KV cache; layers may share one."""
+        return list({layer.cache: layer.kv_shape for layer in self._attention_layers}.values())
 
     def set_kv_caches(self, caches: Sequence[LayerKVCache]) -> None:
-        """Give each layer its KV cache."""
+        """Give the layers their KV caches, in the order of `kv_shapes`."""
+        assert len(caches) == len(self.kv_shapes())
         self.kv_caches = caches
-        for module, cache in zip(self._attention_modules, caches, strict=True):
-            module.peagle_cache = cache
+        for layer in self._attention_layers:
+            layer.module.peagle_cache = caches[layer.cache]
 
     def forward(
         self, tokens_T: Tensor, positions_T: Tensor, attend: Prepared
@@ -214,8 +184,12 @@ class TargetModel:
         return hidden_TH, features
 
     def compute_logits(self, hidden_NH: Tensor) -> Tensor:
-        """lm_head of the given rows: [N, V]."""
-        return self._lm_head(hidden_NH)
+        """The model's logits for the given rows, [N, V]: lm_head, and the softcap c * tanh(x / c)
+        where the architecture has one.
+        """
+        logits_NV = self._lm_head(hidden_NH)
+        cap = self._final_softcap
+        return logits_NV if cap is None else torch.tanh(logits_NV / cap) * cap
 
     def lm_head_weight(self) -> Tensor:
         """The output embedding, [V, H]."""
@@ -231,7 +205,7 @@ class TargetModel:
         generation = self.model.generation_config
         value = getattr(generation, "eos_token_id", None)
         if value is None:
-            value = self.model.config.eos_token_id
+            value = self.model.config.get_text_config().eos_token_id
         if value is None:
             return ()
         return tuple(value) if isinstance(value, list | tuple) else (value,)
@@ -274,26 +248,58 @@ def _load_config(folder: Path) -> Any:
         )
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise CheckpointError(
             f"{str(folder / 'config.json')!r} is not a model: {first_line}"
         ) from None
 
 
-def _check_architecture(config: Any) -> None:
-    if config.model_type not in SUPPORTED_MODEL_TYPES:
-        raise CheckpointError(
-            f"The target is of model type {config.model_type!r}; "
-            f"supported: {', '.join(SUPPORTED_MODEL_TYPES)}."
+def _load_weights(folder: Path, config: Any, dtype: torch.dtype | None) -> Any:
+    transformers_logging.disable_progress_bar()
+    unpacking = _unpacking(config)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype or "auto",
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            attn_implementation=ATTENTION_NAME,
+            output_loading_info=True,
+            **unpacking,
         )
-    rope = getattr(config, "rope_parameters", None) or {}
-    rope_type = rope.get("rope_type", "default")
-    if rope_type not in SUPPORTED_ROPE_TYPES:
+    except (OSError, SafetensorError, RuntimeError, ValueError, ImportError) as error:
+        first_line = str(error).strip().splitlines()[0]
         raise CheckpointError(
-            f"The target uses RoPE type {rope_type!r}, whose angles depend on the batch; "
-            f"supported: {', '.join(SUPPORTED_ROPE_TYPES)}."
+            f"The target model {str(folder)!r} does not load: {first_line}"
+        ) from None
+    model, report = loaded
+    # transformers would fill them with random numbers and go on.
+    if missing := sorted(report["missing_keys"]):
+        raise CheckpointError(
+            f"The target model {str(folder)!r} lacks tensor {missing[0]!r} ({len(missing)} "
+            "missing in all). Its weights are incomplete: copy or convert them again."
         )
+    if unpacking:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(model.dtype)  # some versions unpack to bfloat16
+    return model
+
+
+def _unpacking(config: Any) -> dict[str, Any]:
+    """Options that unpack MXFP4 weights, as gpt-oss is published, to the model's type.
+
+    transformers would else look for kernels to run them as they are, and fetch code from the hub.
+    """
+    quantization = getattr(config, "quantization_config", None) or {}
+    is_mxfp4 = quantization.get("quant_method") == "mxfp4"
+    return {"quantization_config": Mxfp4Config(dequantize=True)} if is_mxfp4 else {}
+
+
+def _experts(model: PreTrainedModel) -> set[str | None]:
+    return set(model.get_experts_implementation().values())
 
 
 def _refuse_pickles(folder: Path) -> None:

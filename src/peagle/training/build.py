@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import nn
-from transformers import PreTrainedTokenizerBase
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from peagle.errors import UserError
 from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.models.target import TargetModel, default_aux_layer_ids
 from peagle.training.config import TrainConfig
 from peagle.training.data import ResponseDataset
+from peagle.training.vocabulary import always_kept, choose_draft_vocabulary
 
 MASK_TOKEN = "<|mask|>"
 
@@ -24,7 +27,8 @@ def build_drafter(
     """A fresh head: random layers, embeddings and lm_head from the target.
 
     Geometry that the configuration leaves out is the target's. The draft vocabulary is the most
-    frequent tokens of the training responses.
+    frequent tokens of the training responses and those that end a text
+    (`training.vocabulary.vocabulary_report` says what it covers).
 
     Raises:
         UserError: the geometry does not work out.
@@ -51,13 +55,42 @@ def build_drafter(
             fc_norm=head.fc_norm,
             rms_norm_eps=model.rms_norm_eps,
             max_position_embeddings=model.max_position_embeddings,
-            rope_parameters=dict(model.rope_parameters),
+            rope_parameters=_rope_parameters(model),
             trained_depth=depth,
+            qk_norm=head.qk_norm,
+            norm_output=head.norm_output,
         )
     )
-    _initialize(drafter, target, dataset, config.run.seed)
+    if drafter.config.is_pruned:
+        drafter.set_draft_vocabulary(_draft_vocabulary(drafter, config, target, tokenizer, dataset))
+    _initialize(drafter, target, config.run.seed)
     drafter.embed_tokens.requires_grad_(not head.freeze_embeddings)
     return drafter.to(target.device)
+
+
+def _rope_parameters(model: PretrainedConfig) -> dict[str, Any]:
+    """RoPE of the target's global layers, over the whole of the head's own heads."""
+    rope = model.rope_parameters
+    rope = dict(rope.get("full_attention", rope))
+    rope.pop("partial_rotary_factor", None)
+    return rope
+
+
+def _draft_vocabulary(
+    drafter: Drafter,
+    config: TrainConfig,
+    target: TargetModel,
+    tokenizer: PreTrainedTokenizerBase,
+    dataset: ResponseDataset,
+) -> Tensor:
+    always = always_kept(
+        target,
+        tokenizer,
+        special_tokens=config.head.keep_special_tokens,
+        mask_token_id=drafter.config.mask_token_id,
+    )
+    counts = dataset.response_token_counts(target.vocab_size)
+    return choose_draft_vocabulary(counts, drafter.config.draft_vocab_size, always)
 
 
 def _mask_token_id(
@@ -78,7 +111,7 @@ def _mask_token_id(
 
 
 @torch.no_grad()
-def _initialize(drafter: Drafter, target: TargetModel, dataset: ResponseDataset, seed: int) -> None:
+def _initialize(drafter: Drafter, target: TargetModel, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for module in drafter.modules():
         if isinstance(module, nn.Linear):
@@ -92,10 +125,6 @@ def _initialize(drafter: Drafter, target: TargetModel, dataset: ResponseDataset,
     if drafter.mask_hidden is not None:
         drafter.mask_hidden.normal_(0, 1.0, generator=generator)
 
-    if drafter.config.is_pruned:
-        counts = dataset.response_token_counts(target.vocab_size)
-        size = drafter.config.draft_vocab_size
-        drafter.set_draft_vocabulary(counts.topk(size).indices.sort().values)
     if drafter.config.hidden_size == target.hidden_size:
         drafter.embed_tokens.weight.copy_(target.embedding_weight())
         rows = target.lm_head_weight().cpu()[drafter.target_ids()]

@@ -24,11 +24,14 @@ class HeadSection(_Section):
     Attributes:
         num_layers: decoder layers (the paper's heads have 4, EAGLE-3 heads 1).
         hidden_size, intermediate_size, num_attention_heads, num_kv_heads, head_dim: geometry.
-        draft_vocab_size: keep the most frequent tokens of the training responses; none keeps all.
+        draft_vocab_size: keep the most frequent tokens of the training responses, and those that
+            end a text; none keeps all.
+        keep_special_tokens: keep the tokenizer's special tokens too.
         aux_layer_ids: target layers whose entering states are the feature.
         mask_token_id: token of the mask slots; none takes the tokenizer's `<|mask|>` or, failing
             that, the last id of the vocabulary.
-        norm_before_residual, norm_before_fc, fc_norm: conventions of the head.
+        norm_before_residual, norm_before_fc, fc_norm, norm_output: conventions of the head.
+        qk_norm: Qwen3-style layers, with a norm on every query and key head.
         freeze_embeddings: keep the target's embeddings (costs about 5% acceptance length).
     """
 
@@ -39,11 +42,14 @@ class HeadSection(_Section):
     num_kv_heads: int | None = Field(None, ge=1)
     head_dim: int | None = Field(None, ge=2, multiple_of=2)
     draft_vocab_size: int | None = Field(None, ge=1)
+    keep_special_tokens: bool = False
     aux_layer_ids: tuple[int, ...] | None = None
     mask_token_id: int | None = Field(None, ge=0)
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
+    norm_output: bool = False
+    qk_norm: bool = False
     freeze_embeddings: bool = False
 
 

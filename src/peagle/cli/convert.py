@@ -1,0 +1,69 @@
+"""`peagle convert`: a draft head from one checkpoint style to the other."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from peagle.models.checkpoint import Conversion
+
+EXAMPLES = """
+A head that vLLM serves, for the speculators package:
+  peagle convert ./head ./head-speculators --format speculators
+
+A head that the package trained, in the style of the published P-EAGLE heads:
+  peagle convert ./checkpoint_best ./head --format vllm
+
+With the target's name, by which `vllm serve ./head-speculators` finds it; for a program:
+  peagle convert ./head ./head-speculators --format speculators --target Qwen/Qwen3-8B --json
+"""
+
+
+def convert(
+    source: Annotated[
+        Path, typer.Argument(help="Folder of the head, in either style.", metavar="SRC")
+    ],
+    destination: Annotated[Path, typer.Argument(help="Folder that receives it.", metavar="DST")],
+    format: Annotated[
+        Literal["vllm", "speculators"], typer.Option(help="Style of the new checkpoint.")
+    ],
+    target: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Name of the target to write down; it is not loaded.",
+            show_default="the one that the head names",
+        ),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write into a folder that is not empty.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the result as one JSON object.")
+    ] = False,
+) -> None:
+    """Rewrite a draft head in the style of vLLM or of speculators.
+
+    No weight changes, and the target is not needed. The style of SRC is read from its config.json.
+    """
+    from peagle.models.checkpoint import convert_head
+
+    result = convert_head(source, destination, format, force=force, target=target)
+    for note in result.notes:
+        print(f"peagle: note: {note}", file=sys.stderr)
+    print(json.dumps(result.to_json()) if as_json else _summary(result))
+
+
+def _summary(result: Conversion) -> str:
+    config = result.config
+    layers = "1 layer" if config.num_layers == 1 else f"{config.num_layers} layers"
+    return (
+        f"{result.kind} head, {layers}, {result.num_tensors} tensors, "
+        f"{result.num_bytes / 1e6:.1f} MB of {result.dtype}: {result.source} "
+        f"({result.source_format}) to {result.destination} ({result.format})"
+    )

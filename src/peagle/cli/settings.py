@@ -1,0 +1,222 @@
+"""Layers of settings: flags over environment over a TOML file over the configurations' defaults."""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig, speculative_keys
+from peagle.errors import UserError
+
+FORMAT_VERSION = 1
+SPECULATIVE_VARIABLE = "PEAGLE_SPECULATIVE_CONFIG"
+_SECTIONS = {"engine": EngineConfig, "speculative": SpeculativeConfig, "sampling": SamplingParams}
+_NAMES = ("target", "revision")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A value and where it was given: a flag, a variable, or a table of a file."""
+
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What one place gives.
+
+    Attributes:
+        settings: by dotted key: "target", "revision", "engine.dtype", "speculative.model", ...
+        replaces: beginnings of keys that lower layers lose: a name takes its revision along, a
+            whole speculative configuration leaves nothing of another one.
+    """
+
+    settings: dict[str, Setting]
+    replaces: tuple[str, ...] = ()
+
+
+class Settings:
+    """What the layers amount to; the lowest comes first."""
+
+    def __init__(self, *layers: Layer) -> None:
+        self._settings: dict[str, Setting] = {}
+        for layer in layers:
+            self.put(layer)
+
+    def put(self, layer: Layer) -> None:
+        """Put a layer over what is there."""
+        kept = {k: v for k, v in self._settings.items() if not k.startswith(layer.replaces)}
+        self._settings = kept | layer.settings
+
+    def value(self, key: str) -> Any:
+        """The value at a dotted key, None where no layer has one."""
+        return self._settings[key].value if key in self._settings else None
+
+    def source(self, key: str) -> str:
+        """Where the value at a dotted key comes from."""
+        return self._settings[key].source if key in self._settings else "default"
+
+    def section(self, name: str) -> dict[str, Any]:
+        """The values that the layers give for a section."""
+        parts = ((key.partition("."), setting) for key, setting in self._settings.items())
+        return {key: setting.value for (section, _, key), setting in parts if section == name}
+
+    def build(self, name: str) -> Any:
+        """The configuration of a section.
+
+        Raises:
+            UserError: a value is not usable; the message names the place that gave it.
+        """
+        try:
+            return _SECTIONS[name](**self.section(name))
+        except UserError as error:
+            # Messages about a value begin with the field's name.
+            source = self.source(f"{name}.{str(error).partition(' ')[0]}")
+            raise UserError(str(error) if source == "default" else f"{source}: {error}") from None
+
+    def shown(self, target: str, speculative: SpeculativeConfig | None, off: str) -> dict[str, Any]:
+        """Every value with its source, as `--show-config` prints it.
+
+        Args:
+            target: the target in use.
+            speculative: how drafts are made.
+            off: what turned drafting off, where `speculative` is None.
+        """
+
+        def with_sources(name: str, config: Any) -> dict[str, Any]:
+            values = asdict(config).items()
+            return {k: {"value": v, "source": self.source(f"{name}.{k}")} for k, v in values}
+
+        return {
+            "format_version": FORMAT_VERSION,
+            "target": {"value": target, "source": self.source("target")},
+            "revision": {"value": self.value("revision"), "source": self.source("revision")},
+            "speculative": {"value": None, "source": off}
+            if speculative is None
+            else with_sources("speculative", speculative),
+            "engine": with_sources("engine", self.build("engine")),
+            "sampling": with_sources("sampling", self.build("sampling")),
+        }
+
+
+def speculative_layer(source: str, name: str) -> Layer:
+    """A whole speculative configuration in vLLM's form.
+
+    Raises:
+        UserError: it is not one; the message begins with `name`.
+    """
+    try:
+        keys = speculative_keys(source)
+        SpeculativeConfig(**keys)
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from None
+    settings = {f"speculative.{key}": Setting(value, name) for key, value in keys.items()}
+    return Layer(settings, ("speculative.",))
+
+
+def environment_layers(environ: Mapping[str, str]) -> list[Layer]:
+    """PEAGLE_TARGET, PEAGLE_REVISION, PEAGLE_<ENGINE OPTION>, PEAGLE_SPECULATIVE_CONFIG.
+
+    Other variables of that beginning are left alone (Kubernetes sets PEAGLE_PORT and the like
+    where a service is called peagle), unless they look like a misspelt one. An empty variable
+    counts as none.
+
+    Raises:
+        UserError: a misspelt variable or an unusable value.
+    """
+    settings: dict[str, Setting] = {}
+    keys = {f"PEAGLE_{name.upper()}": name for name in _NAMES}
+    keys |= {f"PEAGLE_{f.name.upper()}": f"engine.{f.name}" for f in fields(EngineConfig)}
+    words = {"engine.dtype", "engine.device", *_NAMES}
+    for variable, key in keys.items():
+        if text := environ.get(variable):
+            value = text if key in words else _number(text)
+            settings[key] = Setting(value, variable)
+    known = [*keys, SPECULATIVE_VARIABLE]
+    for variable in environ.keys() - set(known):
+        if variable.startswith("PEAGLE_") and (near := get_close_matches(variable, known, 1, 0.9)):
+            raise UserError(
+                f"The variable {variable} is not known; {near[0]} is. Rename or unset it."
+            )
+    layers = [Layer(settings, ("revision",) if "target" in settings else ())]
+    if text := environ.get(SPECULATIVE_VARIABLE):
+        layers.append(speculative_layer(text, SPECULATIVE_VARIABLE))
+    return layers
+
+
+def _number(text: str) -> Any:
+    """A number or null; other text stays as it is, for the configuration to refuse."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def file_layer(path: Path) -> Layer:
+    """A TOML file: format_version, target, revision, [engine], [speculative], [sampling].
+
+    A name that starts with "." or is found beside the file is a path relative to it.
+
+    Raises:
+        UserError: not readable, not TOML, of a newer format, or with a key that is not known.
+    """
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"--config {str(path)!r} is not readable: {error.strerror}.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"--config {str(path)!r} is not TOML: {error}.") from None
+    _check_format(data.pop("format_version", FORMAT_VERSION), path)
+    settings: dict[str, Setting] = {}
+    for key, value in data.items():
+        if key in _NAMES:
+            settings[key] = Setting(value, str(path))
+            continue
+        for name, one in _table(path, key, value).items():
+            settings[f"{key}.{name}"] = Setting(one, f"{path} [{key}]")
+    for key in settings.keys() & {"target", "revision", "speculative.model"}:
+        value, source = settings[key].value, settings[key].source
+        if not isinstance(value, str) or not value:
+            raise UserError(f"{source}: {key} is {value!r}; expected text.")
+        # Not a Path, which would make a hub id of "./owner/name".
+        beside = os.path.join(path.parent, value)
+        if key != "revision" and (value.startswith(".") or os.path.exists(beside)):
+            settings[key] = Setting(beside, source)
+    return Layer(settings)
+
+
+def _check_format(version: object, path: Path) -> None:
+    if type(version) is not int or version < 1:
+        raise UserError(f"{path}: format_version is {version!r}; expected a whole number from 1.")
+    if version > FORMAT_VERSION:
+        raise UserError(
+            f"{path}: format_version is {version}, newer than this peagle reads "
+            f"({FORMAT_VERSION}). Upgrade peagle."
+        )
+
+
+def _table(path: Path, name: str, table: object) -> dict[str, Any]:
+    """The keys of one table, all of them known."""
+    known = ["format_version", *_NAMES, *(f"[{section}]" for section in _SECTIONS)]
+    if name not in _SECTIONS:
+        raise UserError(f"{path}: unknown key {name!r}; known: {', '.join(known)}.")
+    if not isinstance(table, dict):
+        raise UserError(f"{path}: {name} is {table!r}; expected a table, [{name}].")
+    if name == "speculative":
+        try:
+            return speculative_keys(table)
+        except UserError as error:
+            raise UserError(f"{path} [{name}]: {error}") from None
+    fitting = [field.name for field in fields(_SECTIONS[name])]
+    if unknown := sorted(table.keys() - set(fitting)):
+        raise UserError(
+            f"{path} [{name}]: unknown key {unknown[0]!r}; known: {', '.join(sorted(fitting))}."
+        )
+    return table

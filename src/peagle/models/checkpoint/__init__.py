@@ -1,0 +1,33 @@
+"""Draft heads on disk, in the vLLM and the speculators style.
+
+`formats` says which style a config.json is in and hands it to `vllm_style` or `speculators_style`
+(`layers` is what both share); `weights` reads and checks tensors; `head` puts both together;
+`convert` goes from one style to the other.
+"""
+
+from peagle.models.checkpoint.convert import Conversion, convert_head
+from peagle.models.checkpoint.files import write_json
+from peagle.models.checkpoint.formats import (
+    FORMATS,
+    HeadFormat,
+    config_from_json,
+    config_to_json,
+    format_of,
+)
+from peagle.models.checkpoint.head import load_drafter, read_head_config, save_drafter
+from peagle.models.checkpoint.weights import split_tensors
+
+__all__ = [
+    "FORMATS",
+    "Conversion",
+    "HeadFormat",
+    "config_from_json",
+    "config_to_json",
+    "convert_head",
+    "format_of",
+    "load_drafter",
+    "read_head_config",
+    "save_drafter",
+    "split_tensors",
+    "write_json",
+]

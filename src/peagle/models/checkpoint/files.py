@@ -1,0 +1,46 @@
+"""JSON files, written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from peagle.errors import CheckpointError
+
+
+def write_json(path: Path, data: object) -> None:
+    """Write JSON so that a reader sees the old file or the new one, never half of one."""
+    text = json.dumps(data, indent=2) + "\n"
+    temporary = path.with_name(path.name + ".part")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a file that holds one JSON object.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{str(path)!r} is not JSON: {error}.") from None
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{str(path)!r} holds {type(data).__name__}; expected an object.")
+    return data
+
+
+def object_at(data: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The object under `key`, empty where there is none.
+
+    Raises:
+        CheckpointError: something else is there.
+    """
+    value = data.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"{key} is {value!r}; expected an object.")
+    return dict(value)

@@ -1,0 +1,185 @@
+"""A head as a folder: config.json and tensors, saved and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from peagle.config import require_folder
+from peagle.errors import CheckpointError, UserError
+from peagle.models.checkpoint.files import read_object, write_json
+from peagle.models.checkpoint.formats import (
+    HeadFormat,
+    config_from_json,
+    config_to_json,
+    facts_from_json,
+)
+from peagle.models.checkpoint.weights import (
+    check_tensors,
+    fill,
+    read_tensors,
+    replace_weights,
+    split_tensors,
+    write_tensors,
+)
+from peagle.models.drafter import Drafter, DrafterConfig
+from peagle.models.fingerprint import TargetFingerprint
+from peagle.models.target import TargetModel
+
+CONFIG_NAME = "config.json"
+
+
+def save_drafter(
+    folder: str | Path,
+    drafter: Drafter,
+    *,
+    fingerprint: TargetFingerprint | None = None,
+    extra: Mapping[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+    format: HeadFormat = "vllm",
+) -> None:
+    """Write a head as config.json and model.safetensors.
+
+    Args:
+        folder: made if it is not there.
+        drafter: the head.
+        fingerprint: of its target, checked at load.
+        extra: further facts for the "peagle" object of config.json.
+        dtype: type of the stored weights; None keeps the module's.
+        format: style of the checkpoint.
+
+    Raises:
+        UserError: it could not be written.
+    """
+    facts = dict(extra or {})
+    if fingerprint is not None:
+        facts["target"] = fingerprint.to_json()
+    tensors = {
+        name: value.detach().to(dtype if value.is_floating_point() else None).cpu().contiguous()
+        for name, value in split_tensors(drafter)
+    }
+    write_head(Path(folder), drafter.config, facts, tensors, format)
+
+
+def write_head(
+    folder: Path,
+    config: DrafterConfig,
+    facts: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    format: HeadFormat,
+) -> None:
+    """Write a head of which everything is known, in place of one that may be there.
+
+    Raises:
+        UserError: it could not be written, for want of space or of permission.
+    """
+    data = config_to_json(config, facts, format=format)
+    data["dtype"] = str(tensors["fc.weight"].dtype).removeprefix("torch.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = write_tensors(folder, tensors)
+        write_json(folder / CONFIG_NAME, data)
+        replace_weights(folder, temporary)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"The head {str(folder)!r} could not be written: {error}.") from None
+
+
+def read_head_json(folder: str | Path) -> dict[str, Any]:
+    """The config.json of the head in `folder`.
+
+    Raises:
+        UserError: no such folder.
+        CheckpointError: it has no config.json, or one that is no object.
+    """
+    path = require_folder(folder, "The draft head") / CONFIG_NAME
+    if not path.is_file():
+        raise CheckpointError(f"The draft head {str(folder)!r} has no {CONFIG_NAME}.")
+    return read_object(path)
+
+
+def read_head_config(
+    folder: str | Path, *, num_target_layers: int | None = None
+) -> tuple[DrafterConfig, dict[str, Any]]:
+    """The shape of the head in `folder`, and what else is known of it (the "peagle" object).
+
+    Args:
+        folder: the head, in either style.
+        num_target_layers: layers of its target, for heads that leave their aux layers to vLLM.
+
+    Raises:
+        UserError: no such folder.
+        CheckpointError: config.json is missing or not a head's.
+    """
+    data, source = read_head_json(folder), str(Path(folder) / CONFIG_NAME)
+    config = config_from_json(data, source, num_target_layers=num_target_layers)
+    try:
+        return config, facts_from_json(data)
+    except CheckpointError as error:
+        raise CheckpointError(f"{source}: {error}") from None
+
+
+def load_drafter(
+    folder: str | Path,
+    target: TargetModel,
+    *,
+    dtype: torch.dtype | None = None,
+    check_target: bool = True,
+) -> Drafter:
+    """Load a head for `target`, onto its device.
+
+    `embed_tokens` and `lm_head` may be absent: they are then the target's own, as in vLLM.
+
+    Args:
+        folder: the head, in either style.
+        target: the model it drafts for.
+        dtype: type of the weights; None takes the target's.
+        check_target: compare the fingerprint where the head has one.
+
+    Raises:
+        CheckpointError: another target; a tensor missing, unknown or misshapen; a pickle.
+    """
+    folder = Path(folder)
+    config, facts = read_head_config(folder, num_target_layers=target.num_layers)
+    _check_fits(config, target, str(folder))
+    if check_target and "target" in facts:
+        TargetFingerprint.from_json(facts["target"]).check(target, str(folder))
+    tensors, source = read_tensors(folder)
+    check_tensors(tensors, config, source)
+    tensors.setdefault("embed_tokens.weight", target.embedding_weight())
+    if config.is_pruned:
+        tensors.setdefault("t2d", _kept_tokens(tensors["d2t"], config))
+    else:
+        tensors.setdefault("lm_head.weight", target.lm_head_weight())
+    drafter = Drafter(config)
+    fill(drafter, tensors)
+    drafter.requires_grad_(False).eval()
+    return drafter.to(device=target.device, dtype=dtype or target.dtype)
+
+
+def _kept_tokens(d2t: Tensor, config: DrafterConfig) -> Tensor:
+    kept = torch.zeros(config.vocab_size, dtype=torch.bool)
+    kept[torch.arange(config.draft_vocab_size) + d2t] = True
+    return kept
+
+
+def _check_fits(config: DrafterConfig, target: TargetModel, head: str) -> None:
+    for name, given in (
+        ("vocab_size", target.vocab_size),
+        ("target_hidden_size", target.hidden_size),
+    ):
+        expected = getattr(config, name)
+        if expected != given:
+            raise CheckpointError(
+                f"The head {head!r} has {name} {expected}, the target {target.name!r} has {given}: "
+                "it is a head of another target."
+            )
+    if max(config.aux_layer_ids) >= target.num_layers:
+        raise CheckpointError(
+            f"The head {head!r} reads target layers {list(config.aux_layer_ids)}, but "
+            f"{target.name!r} has {target.num_layers} layers: it is a head of another target."
+        )

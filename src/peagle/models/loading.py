@@ -1,0 +1,171 @@
+"""Models by folder or by hub id: found, and checked before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+from peagle.config import SpeculativeConfig, require_folder
+from peagle.errors import CheckpointError, UserError
+from peagle.models.hub import DEFAULT_REVISION, Repository
+
+_LFS_POINTER = b"version https://git-lfs"
+
+
+def resolve_model(
+    name_or_path: str | os.PathLike[str],
+    revision: str | None = None,
+    *,
+    what: str = "The target model",
+) -> Path:
+    """The folder of a model, fetched from the hub where the name is not a path.
+
+    A name that starts with ".", "/" or "~", or that exists here, is a path; of the others,
+    "owner/name" and "owner/name@revision" are hub ids. Safetensors files are checked for
+    completeness wherever they come from.
+
+    Args:
+        name_or_path: the folder or hub id.
+        revision: branch, tag or commit of a hub id; None takes "main".
+        what: the model's role, for messages.
+
+    Raises:
+        UserError: no such folder or repository, no access, no network, no space, no such revision.
+        CheckpointError: no safetensors, weights that are incomplete or damaged, code instead of a
+            known architecture.
+    """
+    text = os.fspath(name_or_path)
+    path = Path(text).expanduser()
+    if text and (isinstance(name_or_path, Path) or _looks_like_path(text) or path.exists()):
+        folder = require_folder(path, what)
+        if revision is not None:
+            raise UserError(
+                f"revision is {revision!r}, but {what[0].lower()}{what[1:]} {text!r} is a folder, "
+                "and only hub ids have revisions. Leave the revision out, or name a hub id."
+            )
+    else:
+        folder = Repository(*_hub_id(text, revision, what), what).fetch()
+    check_weights(folder)
+    _refuse_code(folder, f"{what} {text!r}")
+    return folder
+
+
+def with_local_head(config: SpeculativeConfig) -> SpeculativeConfig:
+    """The configuration with its head in a folder, fetched from the hub where it is not in one.
+
+    Raises:
+        UserError: as `resolve_model`.
+    """
+    if config.model is None:
+        return config
+    folder = resolve_model(config.model, config.revision, what="The draft head")
+    return replace(config, model=str(folder), revision=None)
+
+
+def _looks_like_path(text: str) -> bool:
+    return text.startswith((".", "/", "~")) or "\\" in text
+
+
+def _hub_id(text: str, revision: str | None, what: str) -> tuple[str, str]:
+    """Repository and revision of "owner/name" or "owner/name@revision"."""
+    repo, at, pinned = text.partition("@")
+    try:
+        validate_repo_id(repo)
+    except HFValidationError:
+        repo = ""
+    # A bare name is not asked for: hubs have few, and a mistyped folder is nobody's business.
+    if "/" not in repo or (at and not pinned):
+        raise UserError(
+            f"{what} {text!r} is not there; expected a folder with config.json, or a hub id of the "
+            "form owner/name or owner/name@revision."
+        )
+    if pinned and revision not in (None, pinned):
+        raise UserError(
+            f"The revision of {repo!r} is given twice, as {pinned!r} and as {revision!r}; "
+            "leave one of them out."
+        )
+    return repo, pinned or revision or DEFAULT_REVISION
+
+
+def check_weights(folder: Path) -> None:
+    """Refuse safetensors files that are missing or cut; of each, only the header is read.
+
+    Raises:
+        CheckpointError: naming the file.
+    """
+    for index in sorted(folder.glob("*.safetensors.index.json")):
+        try:
+            shards = set(_read_json(index)["weight_map"].values())
+            missing = sorted(name for name in shards if not (folder / name).is_file())
+        except (KeyError, TypeError, AttributeError):
+            raise CheckpointError(
+                f"{str(index)!r} is not an index of shards; expected an object with weight_map, "
+                "file names by tensor names. Copy or fetch it again."
+            ) from None
+        if missing:
+            raise CheckpointError(
+                f"{str(folder / missing[0])!r} is missing; {index.name!r} names {len(shards)} "
+                f"shards, {len(missing)} of which are not there. Copy or fetch them again."
+            )
+    for file in sorted(folder.glob("*.safetensors")):
+        if problem := _header_problem(file):
+            raise CheckpointError(
+                f"{str(file)!r} is cut or damaged: {problem}. Copy or fetch it again (the hub's "
+                "cache fetches a file anew once it is removed)."
+            )
+
+
+def _header_problem(file: Path) -> str:
+    """What is wrong with the frame of a safetensors file, "" if nothing is.
+
+    It is 8 bytes (the header's length N), N bytes of JSON, then the tensors.
+    """
+    size = file.stat().st_size if file.exists() else 0
+    if size < 8:
+        return f"it has {size} bytes, too few for a header"
+    with file.open("rb") as data:
+        first = data.read(8)
+        length = int.from_bytes(first, "little")
+        header = data.read(length) if length <= size - 8 else b""
+    if _LFS_POINTER.startswith(first):
+        return "it is a pointer of Git LFS, not the weights; `git lfs pull` fetches them"
+    if not header:
+        return f"its header takes {length} bytes, the file has {size}"
+    try:
+        tensors = json.loads(header)
+        tensors.pop("__metadata__", None)
+        promised = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        return "its header is not that of a safetensors file"
+    found = size - 8 - length
+    return "" if found == promised else f"its tensors take {found} bytes, expected {promised}"
+
+
+def _refuse_code(folder: Path, name: str) -> None:
+    """Refuse a model type that only code of the model's own could build."""
+    config = folder / "config.json"
+    data = _read_json(config) if config.is_file() else None
+    # Heads of the speculators package name its classes, but are read without them.
+    if not isinstance(data, dict) or not data.get("auto_map") or "speculators_model_type" in data:
+        return
+    from transformers import CONFIG_MAPPING
+
+    if data.get("model_type") not in CONFIG_MAPPING:
+        raise CheckpointError(
+            f"{name} has model type {data.get('model_type')!r}, which transformers does not know: "
+            "it brings code of its own (auto_map), and peagle runs no code out of a model. Use a "
+            "model that transformers supports by itself, or a newer transformers."
+        )
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{str(path)!r} is not JSON: {error}.") from None

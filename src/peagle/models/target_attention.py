@@ -1,0 +1,188 @@
+"""The attention function that transformers calls, and what one pass tells about a model's layers.
+
+Shapes: T packed tokens, H target width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from peagle.attention import Prepared
+from peagle.attention.torch_backend import DenseCausalAttention
+from peagle.errors import CheckpointError
+
+ATTENTION_NAME = "peagle"
+# Keywords that models pass along and that do not change the result of attention.
+_BENIGN_KEYWORDS = frozenset({"position_ids", "use_cache", "output_router_logits", "is_causal"})
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One call of the attention function: who called, with which keys and values."""
+
+    module: nn.Module
+    key: Tensor
+    value: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """The attention of one decoder layer.
+
+    Attributes:
+        module: the one that calls the attention function.
+        cache: index of its KV cache; a layer that takes over an earlier layer's keys and values
+            has the same.
+        kv_shape: (key/value heads, head size).
+    """
+
+    module: Any
+    cache: int
+    kv_shape: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """One token through the whole model.
+
+    Attributes:
+        calls: of the attention function, in order.
+        hidden_TH: after the last norm.
+        logits_TV: as the model itself makes them of these.
+    """
+
+    calls: list[AttentionCall]
+    hidden_TH: Tensor
+    logits_TV: Tensor
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    softcap: float | None = None,
+    attend: Prepared | None = None,
+    calls: list[AttentionCall] | None = None,
+    **keywords: Any,
+) -> tuple[Tensor, None]:
+    """The attention function that transformers calls: [1, heads, T, d] in, [1, T, heads, d] out.
+
+    `attend` and `calls` are ours: the pass, and where a dry run notes its calls.
+    """
+    if attend is None:
+        raise RuntimeError('attention "peagle" runs only inside peagle: call TargetModel.forward')
+    unknown = {name for name, given in keywords.items() if given is not None} - _BENIGN_KEYWORDS
+    if unknown or attention_mask is not None or dropout:
+        what = ", ".join(sorted(unknown)) or "attention_mask or dropout"
+        raise RuntimeError(
+            f"{type(module).__name__} passes {what}, which peagle does not implement"
+        )
+    if calls is not None:
+        calls.append(AttentionCall(module, key, value))
+    out_THd = attend(
+        *(x.squeeze(0).transpose(0, 1) for x in (query, key, value)),
+        cache=getattr(module, "peagle_cache", None),
+        scaling=scaling if scaling is not None else query.shape[-1] ** -0.5,
+        sliding_window=sliding_window,
+        sinks=s_aux,
+        softcap=softcap,
+    )
+    return out_THd.unsqueeze(0), None
+
+
+AttentionInterface.register(ATTENTION_NAME, attention)
+
+
+def dry_run(model: PreTrainedModel) -> DryRun:
+    """Run one token.
+
+    Raises:
+        CheckpointError: the model does not run over this attention function.
+    """
+    calls: list[AttentionCall] = []
+    hidden: list[Tensor] = []
+    position = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    # From the middle of the vocabulary: the ends hold special tokens, padding may be embedded as 0.
+    token = position + model.config.get_text_config().vocab_size // 2
+    decoder: Any = model.get_decoder()
+    hook = decoder.register_forward_hook(lambda *io: hidden.append(io[-1].last_hidden_state))
+    try:
+        with torch.no_grad():
+            output = model(
+                input_ids=token,
+                position_ids=position,
+                use_cache=False,
+                attend=DenseCausalAttention(1),
+                calls=calls,
+            )
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise _refusal(model, f"it does not run over paged attention: {error}") from None
+    finally:
+        hook.remove()
+    if len(hidden) != 1:
+        raise _refusal(model, f"its decoder runs {len(hidden)} times a pass, not once")
+    return DryRun(calls, hidden[0].squeeze(0), output.logits.squeeze(0))
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The model's decoder layers.
+
+    Raises:
+        CheckpointError: it has no list of them where transformers' decoders keep it.
+    """
+    if model.config.is_encoder_decoder:
+        raise _refusal(model, "it is an encoder-decoder")
+    layers = getattr(model.get_decoder(), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise _refusal(model, "its decoder has no list of layers called `layers`")
+    return list(layers)
+
+
+def attention_layers(
+    model: PreTrainedModel, calls: Sequence[AttentionCall]
+) -> list[AttentionLayer]:
+    """Which module attends in each decoder layer, and which KV cache it needs.
+
+    Raises:
+        CheckpointError: a layer does not attend exactly once, looks ahead, or keeps keys and
+            values of unlike shapes.
+    """
+    layers = decoder_layers(model)
+    layer_of = {id(module): i for i, layer in enumerate(layers) for module in layer.modules()}
+    order = [layer_of.get(id(call.module)) for call in calls]
+    if order != list(range(len(layers))):
+        raise _refusal(
+            model,
+            f"attention is called by layers {order}, expected 0 to {len(layers) - 1} once each; "
+            "the others would run without state",
+        )
+    found: list[AttentionLayer] = []
+    cached: list[AttentionCall] = []
+    for index, call in enumerate(calls):
+        if not getattr(call.module, "is_causal", True):
+            raise _refusal(model, f"the attention of layer {index} looks ahead")
+        if call.key.shape != call.value.shape:
+            raise _refusal(model, f"keys and values of layer {index} differ in size")
+        shared = [i for i, c in enumerate(cached) if c.key is call.key and c.value is call.value]
+        if not shared:
+            cached.append(call)
+        cache = shared[0] if shared else len(cached) - 1
+        found.append(AttentionLayer(call.module, cache, (call.key.shape[1], call.key.shape[3])))
+    return found
+
+
+def _refusal(model: PreTrainedModel, reason: str) -> CheckpointError:
+    first_line = reason.strip().splitlines()[0].rstrip(".")
+    return CheckpointError(f"{type(model).__name__} cannot be a target: {first_line}.")

@@ -1,0 +1,398 @@
+"""Settings of `peagle generate` from flags, variables and a file; models by revision."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from peagle import LLM, EngineConfig, SamplingParams, SpeculativeConfig
+from tests.cli.conftest import Pair, Peagle, Result, environment
+from tests.fake_hub import FakeHub, read_folder, serve, used
+from tests.fake_hub import environment as hub_environment
+
+CONFIG = """
+format_version = 1
+target = "org/file"
+revision = "v1"
+
+[engine]
+dtype = "float32"
+max_num_seqs = 8
+seed = 3
+
+[speculative]
+model = "org/file-head"
+revision = "h1"
+num_speculative_tokens = 5
+
+[sampling]
+temperature = 0.5
+stop_token_ids = [7]
+"""
+JSON_CONFIG = '{"method": "eagle3", "model": "org/json-head", "num_speculative_tokens": 2}'
+DEFAULTS = {
+    "engine": EngineConfig(),
+    "speculative": SpeculativeConfig(method="ngram"),
+    "sampling": SamplingParams(),
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("PEAGLE_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "peagle.toml"
+    path.write_text(CONFIG)
+    return path
+
+
+def settings(result: Result) -> dict[str, tuple[Any, str]]:
+    """Value and source by dotted key, of what `--show-config` printed; without the defaults."""
+    assert (result.status, result.err) == (0, "")
+    found = {}
+    for name, value in json.loads(result.out).items():
+        if name != "format_version":
+            items = {"": value} if "source" in value else value
+            found |= {f"{name}.{key}".rstrip("."): one for key, one in items.items()}
+    return {k: (v["value"], v["source"]) for k, v in found.items() if v["source"] != "default"}
+
+
+# ---- layers ---------------------------------------------------------------------------------
+
+
+def test_the_higher_layer_wins(peagle: Peagle, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PEAGLE_MAX_NUM_SEQS", "4")
+    monkeypatch.setenv("PEAGLE_DTYPE", "float64")
+    monkeypatch.setenv("PEAGLE_KV_CACHE_GIB", "0.5")
+    call = ("generate", "--config", file, "--show-config", "--dtype", "auto", "-k", 3)
+    assert settings(peagle(*call, "--max-new-tokens", 9)) == {
+        "target": ("org/file", str(file)),
+        "revision": ("v1", str(file)),
+        "speculative.model": ("org/file-head", f"{file} [speculative]"),
+        "speculative.revision": ("h1", f"{file} [speculative]"),
+        "speculative.num_speculative_tokens": (3, "--num-speculative-tokens"),
+        "engine.dtype": ("auto", "--dtype"),
+        "engine.max_num_seqs": (4, "PEAGLE_MAX_NUM_SEQS"),
+        "engine.kv_cache_gib": (0.5, "PEAGLE_KV_CACHE_GIB"),
+        "engine.seed": (3, f"{file} [engine]"),
+        "sampling.max_tokens": (9, "--max-new-tokens"),
+        "sampling.temperature": (0.5, f"{file} [sampling]"),
+        "sampling.stop_token_ids": ([7], f"{file} [sampling]"),
+    }
+
+
+def test_every_setting_is_shown_with_the_default_of_its_configuration(peagle: Peagle) -> None:
+    result = peagle("generate", "--target", "org/x", "--method", "ngram", "--show-config")
+    data = json.loads(result.out)
+    assert set(data) == {"format_version", "target", "revision", *DEFAULTS}
+    assert data["speculative"].pop("method") == {"value": "ngram", "source": "--method"}
+    for name, config in DEFAULTS.items():
+        expected = json.loads(json.dumps(asdict(config)))
+        expected.pop("method", None)
+        assert {key: one["value"] for key, one in data[name].items()} == expected
+        assert {one["source"] for one in data[name].values()} == {"default"}
+
+
+def test_a_whole_speculative_configuration_leaves_nothing_of_another(
+    peagle: Peagle, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def speculative(*flags: object) -> dict[str, tuple[Any, str]]:
+        found = settings(peagle("generate", "--config", file, "--show-config", *flags))
+        keys = [key for key in found if key.startswith("speculative")]
+        return {key.partition(".")[2]: found[key] for key in keys}
+
+    monkeypatch.setenv("PEAGLE_SPECULATIVE_CONFIG", JSON_CONFIG)
+    variable = "PEAGLE_SPECULATIVE_CONFIG"
+    whole = {
+        "method": ("eagle3", variable),
+        "model": ("org/json-head", variable),
+        "num_speculative_tokens": (2, variable),
+    }
+    assert speculative() == whole
+    one = {"num_speculative_tokens": (4, "--num-speculative-tokens")}
+    assert speculative("-k", 4) == whole | one
+    flag = '{"model": "org/flag-head", "draft_sample_method": "probabilistic"}'
+    assert speculative("--speculative-config", flag) == {
+        "model": ("org/flag-head", "--speculative-config"),
+        "draft_sampling": ("probabilistic", "--speculative-config"),
+    }
+    assert speculative("--no-speculation") == {"": (None, "--no-speculation")}
+
+
+def test_a_name_takes_its_revision_along(
+    peagle: Peagle, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(*flags: object) -> list[Any]:
+        result = settings(peagle("generate", "--config", file, "--show-config", *flags))
+        keys = ("target", "revision", "speculative.model", "speculative.revision")
+        return [result[key][0] if key in result else None for key in keys]
+
+    assert found() == ["org/file", "v1", "org/file-head", "h1"]
+    assert found("--target", "org/x") == ["org/x", None, "org/file-head", "h1"]
+    both = ("--revision", "v2", "--draft-revision", "h2")
+    assert found(*both) == ["org/file", "v2", "org/file-head", "h2"]
+    assert found("--draft", "org/y") == ["org/file", "v1", "org/y", None]
+    assert found("--method", "ngram") == ["org/file", "v1", None, None]
+    monkeypatch.setenv("PEAGLE_TARGET", "org/z")
+    assert found() == ["org/z", None, "org/file-head", "h1"]
+    monkeypatch.setenv("PEAGLE_REVISION", "12")
+    assert found() == ["org/z", "12", "org/file-head", "h1"]
+
+
+def test_paths_in_a_file_are_relative_to_it(
+    peagle: Peagle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models" / "head").mkdir(parents=True)
+    path = tmp_path / "models" / "peagle.toml"
+    path.write_text('target = "./org/target"\nspeculative.model = "head"')
+    found = settings(peagle("generate", "--config", path, "--show-config"))
+    assert Path(found["target"][0]) == tmp_path / "models" / "org" / "target"
+    assert Path(found["speculative.model"][0]) == tmp_path / "models" / "head"
+    monkeypatch.chdir(path.parent)
+    found = settings(peagle("generate", "--config", "peagle.toml", "--show-config"))
+    assert found["target"][0].startswith("./"), "a hub id otherwise"
+
+
+def test_the_bundled_pair_is_the_default(
+    peagle: Peagle, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peagle.cli.options.BUNDLED_TARGET", pair.target)
+    monkeypatch.setattr("peagle.cli.generate.BUNDLED_PEAGLE", pair.peagle)
+    data = json.loads(peagle("generate", "--show-config").out)
+    assert data["target"] == {"value": str(pair.target), "source": "default"}
+    assert data["speculative"]["model"] == {"value": str(pair.peagle), "source": "default"}
+    data = json.loads(peagle("generate", "--show-config", "-k", 3).out)
+    assert data["speculative"]["model"]["value"] == str(pair.peagle)
+    data = json.loads(peagle("generate", "--show-config", "--target", "org/x").out)
+    assert data["speculative"] == {"value": None, "source": "default"}
+
+
+def test_foreign_and_empty_variables_are_left_alone(
+    peagle: Peagle, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = settings(peagle("generate", "--config", file, "--show-config"))
+    # The first two as Kubernetes sets them beside a service called peagle.
+    for name in ("PEAGLE_PORT", "PEAGLE_SERVICE_HOST", "PEAGLE_COMMIT"):
+        monkeypatch.setenv(name, "tcp://10.0.0.1:80")
+    for name in ("PEAGLE_DTYPE", "PEAGLE_TARGET", "PEAGLE_SPECULATIVE_CONFIG"):
+        monkeypatch.setenv(name, "")
+    assert settings(peagle("generate", "--config", file, "--show-config")) == before
+
+
+def test_show_config_needs_neither_torch_nor_a_hub(file: Path) -> None:
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['huggingface_hub'] = None\n"
+        "from peagle.cli.main import run\n"
+        f"sys.exit(run(['generate', '--show-config', '--config', {str(file)!r}]))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["target"]["value"] == "org/file"
+
+
+def test_a_run_uses_what_is_shown(
+    peagle: Peagle, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        f"target = {str(pair.target)!r}\n"
+        f"speculative = {{ model = {str(pair.peagle)!r}, num_speculative_tokens = 2 }}\n"
+        "engine.max_model_len = 64\n"
+        "sampling = { max_tokens = 5, ignore_eos = true, temperature = 1.0, seed = 4 }\n"
+    )
+    monkeypatch.setenv("PEAGLE_DTYPE", "float64")
+    call = ("generate", "--config", path, "--prompt", "def f(x):", "--format", "json")
+    result = peagle(*call)
+    assert result.status == 0, result.err
+    assert "at K=2, temperature 1, float64" in result.err
+    params = SamplingParams(max_tokens=5, ignore_eos=True, temperature=1.0, seed=4)
+    expected = LLM(pair.target, dtype="float64").generate("def f(x):", params)[0]
+    assert json.loads(result.out)["token_ids"] == expected.token_ids
+    result = peagle("generate", "--config", path, "--prompt", "x" * 65)
+    assert (result.status, result.out) == (2, "")
+    assert "expected at most 63" in result.err
+
+
+# ---- mistakes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"target = ", "is not TOML"),
+        (b"\xff\xfe", "is not TOML"),
+        (b"format_version = 2", "format_version is 2, newer than this peagle reads (1). Upgrade"),
+        (b"format_version = 0", "format_version is 0; expected a whole number"),
+        (b'format_version = "1"', "format_version is '1'; expected a whole number"),
+        (b"format_version = true", "format_version is True; expected a whole number"),
+        (b'model = "x"', "unknown key 'model'; known: format_version, target, revision, [engine]"),
+        (b"[serving]\nport = 1", "unknown key 'serving'"),
+        (b"[engine]\ndtpye = 1", "[engine]: unknown key 'dtpye'; known: block_size, device, dtype"),
+        (b"[sampling]\ntop = 1", "[sampling]: unknown key 'top'; known: "),
+        (b"[speculative]\nk = 1", "[speculative]: Unknown key 'k' in the speculative"),
+        (
+            b"[speculative.parallel_drafting_spec]\ntrees = 4",
+            "[speculative]: parallel_drafting_spec is {'trees': 4}: it asks for candidate trees",
+        ),
+        (b"engine = 5", "engine is 5; expected a table, [engine]"),
+        (b"target = 5", "target is 5; expected text"),
+        (b'target = ""', "target is ''; expected text"),
+        (b"speculative.model = 5", "speculative.model is 5; expected text"),
+        (b"[engine]\nmax_num_seqs = 0", "peagle.toml [engine]: max_num_seqs is 0; expected"),
+        (b'[engine]\nblock_size = "16"', "peagle.toml [engine]: block_size is '16'; expected"),
+        (b"[sampling]\ntop_p = 2", "peagle.toml [sampling]: top_p is 2; expected"),
+        (b"[sampling]\nstop_token_ids = 5", "stop_token_ids is 5"),
+        (b"[speculative]\nnum_speculative_tokens = 5", "peagle.toml [speculative] was given, but"),
+    ],
+)
+def test_bad_files(peagle: Peagle, tmp_path: Path, text: bytes, message: str) -> None:
+    path = tmp_path / "peagle.toml"
+    path.write_bytes(text)
+    target = [] if b"target" in text else ["--target", "org/x"]
+    for last in (["--show-config"], ["--prompt", "x"]):
+        result = peagle("generate", "--config", path, *target, *last)
+        assert (result.status, result.out) == (2, "")
+        assert result.err.startswith("peagle: error: ")
+        assert str(path) in result.err and message in result.err
+
+
+def test_a_file_that_is_not_there(peagle: Peagle, tmp_path: Path) -> None:
+    for path, why in ((tmp_path / "no.toml", "No such file"), (tmp_path, "Is a directory")):
+        result = peagle("generate", "--config", path, "--show-config")
+        assert (result.status, result.out) == (2, "")
+        assert f"--config {str(path)!r} is not readable: {why}" in result.err
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("PEAGLE_MAX_NUM_SEQS", "many", "PEAGLE_MAX_NUM_SEQS: max_num_seqs is 'many'; expected"),
+        ("PEAGLE_MAX_NUM_SEQS", "4.5", "PEAGLE_MAX_NUM_SEQS: max_num_seqs is 4.5; expected"),
+        ("PEAGLE_MAX_NUM_SEQS", "true", "PEAGLE_MAX_NUM_SEQS: max_num_seqs is True; expected"),
+        ("PEAGLE_DTYPE", "int4", "PEAGLE_DTYPE: dtype is 'int4'; expected one of"),
+        ("PEAGLE_KV_CACHE_GIB", "-1", "PEAGLE_KV_CACHE_GIB: kv_cache_gib is -1; expected"),
+        ("PEAGLE_MAX_NUM_SEQ", "4", "PEAGLE_MAX_NUM_SEQ is not known; PEAGLE_MAX_NUM_SEQS is."),
+        ("PEAGLE_SPECULATIV_CONFIG", "{}", "PEAGLE_SPECULATIVE_CONFIG is."),
+        ("PEAGLE_SPECULATIVE_CONFIG", "eagle3", "PEAGLE_SPECULATIVE_CONFIG: The speculative"),
+        ("PEAGLE_SPECULATIVE_CONFIG", "{}", "PEAGLE_SPECULATIVE_CONFIG: model is None; expected"),
+        ("PEAGLE_SPECULATIVE_CONFIG", '{"model": "a", "method": "x"}', "_CONFIG: method is 'x'"),
+    ],
+)
+def test_bad_variables(
+    peagle: Peagle, monkeypatch: pytest.MonkeyPatch, name: str, value: str, message: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    result = peagle("generate", "--target", "org/x", "--show-config")
+    assert (result.status, result.out) == (2, "")
+    assert message in result.err
+
+
+# ---- models from the hub --------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(tmp_path: Path, pair: Pair) -> Iterator[FakeHub]:
+    """A hub with the pair at revision v1; "main" of each is not a model."""
+    with serve() as hub, used(hub.url, tmp_path / "home"):
+        for name in ("target", "peagle", "eagle3"):
+            model = hub.add(f"org/{name}")
+            model.commit(read_folder(getattr(pair, name)), "v1")
+            model.commit({"config.json": b"{}", "model.safetensors": b"nonsense"})
+        yield hub
+
+
+PINNED = ("--target", "org/target", "--revision", "v1", "--draft", "org/peagle")
+
+
+def test_generate_from_the_hub(
+    peagle: Peagle, hub: FakeHub, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = ("generate", "--prompt", "def f(x):", "--max-new-tokens", 8, "--format", "json")
+    expected = json.loads(peagle(*call, *pair.options).out)["token_ids"]
+    config = '{"model": "org/peagle", "revision": "v1"}'
+    for models in (
+        (*PINNED, "--draft-revision", "v1"),
+        ("--target", "org/target@v1", "--draft", "org/eagle3@v1"),
+        ("--target", "org/target@v1", "--speculative-config", config),
+    ):
+        result = peagle(*call, *models)
+        assert result.status == 0, result.err
+        assert json.loads(result.out)["token_ids"] == expected
+        assert json.loads(result.out)["num_drafts"] > 0
+    hub.requests.clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert peagle(*call, *PINNED, "--draft-revision", "v1").status == 0
+    assert hub.requests == []
+
+
+def test_demo_from_the_hub(peagle: Peagle, hub: FakeHub) -> None:
+    call = ("demo", "--limit", 1, "--max-new-tokens", 4, "--format", "json", *PINNED)
+    result = peagle(*call, "--draft-revision", "v1", "--eagle3", "org/eagle3@v1")
+    assert result.status == 0, result.err
+    names = [method["name"] for method in json.loads(result.out)["methods"]]
+    assert names == ["plain", "EAGLE-3", "P-EAGLE"]
+    result = peagle(*call, "--draft-revision", "v9")
+    assert (result.status, result.out) == (2, "")
+    assert "The draft head 'org/peagle' has no revision 'v9'" in result.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--target", "org/ghost"], "The target model 'org/ghost' is neither a folder here nor"),
+        (["--target", "org/target", "--revision", "v9"], "has no revision 'v9'"),
+        (["--target", "org/target"], "is cut or damaged"),
+        ([*PINNED, "--draft-revision", "v9"], "The draft head 'org/peagle' has no revision 'v9'"),
+        ([*PINNED], "is cut or damaged"),
+        (["--target", ".", "--revision", "v1"], "revision is 'v1', but the target model '.' is"),
+        (
+            ["--target", "org/target@v1", "--draft-revision", "v1"],
+            "--draft-revision was given, but",
+        ),
+        (
+            ["--speculative-config", "{}", "--draft-revision", "v1"],
+            "--speculative-config and --draft-revision contradict each other",
+        ),
+    ],
+)
+def test_bad_models(peagle: Peagle, hub: FakeHub, options: list[str], message: str) -> None:
+    result = peagle("generate", "--prompt", "x", *options)
+    assert (result.status, result.out) == (2, "")
+    assert message in result.err
+
+
+def test_a_process_of_its_own_respects_the_variables_of_the_hub(
+    hub: FakeHub, tmp_path: Path
+) -> None:
+    hub.models["org/target"].private = hub.models["org/peagle"].gated = True
+    code = (
+        "from peagle.models.loading import resolve_model\n"
+        "for name in ('target', 'peagle'): print(resolve_model(f'org/{name}', 'v1'))"
+    )
+    variables = {**environment(), **hub_environment(hub.url, tmp_path / "own")}
+
+    def run(**more: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", code]
+        return subprocess.run(command, env=variables | more, capture_output=True, text=True)
+
+    result = run(HF_TOKEN=hub.token)
+    assert (result.returncode, result.stderr) == (0, ""), "and no progress bars"
+    for folder in result.stdout.splitlines():
+        assert Path(folder).is_relative_to(tmp_path / "own" / "hub")
+    hub.requests.clear()
+    assert run(HF_HUB_OFFLINE="1").stdout == result.stdout
+    assert hub.requests == []

@@ -1,0 +1,150 @@
+"""`peagle convert`: what it writes and prints, and what it refuses."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shutil
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+from safetensors.torch import load_file
+
+from peagle.cli.convert import convert
+from peagle.models.checkpoint import HeadFormat, read_head_config, save_drafter
+from peagle.models.target import TargetModel
+from tests.cli.conftest import Pair, Peagle
+from tests.conftest import make_drafter
+
+FIELDS = [
+    "source",
+    "source_format",
+    "destination",
+    "format",
+    "kind",
+    "model_type",
+    "num_layers",
+    "hidden_size",
+    "target_hidden_size",
+    "vocab_size",
+    "draft_vocab_size",
+    "aux_layer_ids",
+    "mask_token_id",
+    "num_speculative_tokens_trained",
+    "target",
+    "dtype",
+    "num_tensors",
+    "num_bytes",
+    "notes",
+]
+
+
+def test_the_formats_are_those_of_the_library() -> None:
+    assert get_args(get_type_hints(convert)["format"]) == get_args(HeadFormat)
+    assert inspect.signature(convert).parameters["format"].default is inspect.Parameter.empty
+
+
+@pytest.mark.parametrize("head", ["peagle", "eagle3"])
+def test_there_and_back(peagle: Peagle, pair: Pair, tmp_path: Path, head: str) -> None:
+    source: Path = getattr(pair, head)
+    result = peagle("convert", source, tmp_path / "s", "--format", "speculators")
+    assert result.status == 0, result.err
+    kind = "P-EAGLE" if head == "peagle" else "EAGLE-3"
+    assert result.out.startswith(f"{kind} head, 2 layers, ")
+    assert f"{source} (vllm) to {tmp_path / 's'} (speculators)\n" in result.out
+    data = json.loads((tmp_path / "s" / "config.json").read_text())
+    assert data["speculators_model_type"] == head
+    back = peagle("convert", tmp_path / "s", tmp_path / "v", "--format", "vllm")
+    assert (back.status, back.err) == (0, "")
+    before, after = (load_file(f / "model.safetensors") for f in (source, tmp_path / "v"))
+    assert all(value.equal(after[name]) for name, value in before.items())
+    assert read_head_config(tmp_path / "v") == read_head_config(source)
+
+
+def test_either_style_generates_the_same(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
+    assert peagle("convert", pair.peagle, tmp_path / "s", "--format", "speculators").status == 0
+    records = []
+    for draft in (pair.peagle, tmp_path / "s"):
+        result = peagle(
+            *("generate", "--target", pair.target, "--draft", draft, "--prompt", "def f(x):"),
+            *("--max-new-tokens", 16, "--format", "json"),
+        )
+        assert result.status == 0, result.err
+        record = json.loads(result.out)
+        del record["elapsed_s"]
+        records.append(record)
+    assert records[0] == records[1]
+
+
+def test_json_has_exactly_the_promised_fields(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
+    result = peagle(
+        *("convert", pair.peagle, tmp_path / "s", "--format", "speculators"),
+        *("--target", "example/name", "--json"),
+    )
+    assert result.status == 0, result.err
+    record = json.loads(result.out)
+    assert list(record) == FIELDS
+    size = sum(value.nbytes for value in load_file(pair.peagle / "model.safetensors").values())
+    assert record["num_bytes"] == size
+    assert (record["kind"], record["target"]) == ("P-EAGLE", "example/name")
+    assert (record["source_format"], record["format"]) == ("vllm", "speculators")
+    assert record["notes"] == [
+        "the trained depth is unknown: speculative_tokens is the package's default"
+    ]
+    assert f"peagle: note: {record['notes'][0]}\n" == result.err
+
+
+def test_the_target_is_not_needed(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
+    head = make_drafter(TargetModel.load(pair.target), qk_norm=True, head_dim=16)
+    save_drafter(tmp_path / "head", head)
+    result = peagle("convert", tmp_path / "head", tmp_path / "s", "--format", "speculators")
+    assert result.status == 0, result.err
+    assert "the target's name is unknown" in result.err
+
+
+def test_force(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
+    call = ("convert", pair.peagle, tmp_path / "s", "--format", "speculators")
+    assert peagle(*call).status == 0
+    refused = peagle(*call)
+    assert (refused.status, refused.out) == (2, "")
+    assert "is not empty" in refused.err and "--force" in refused.err
+    assert peagle(*call, "--force").status == 0
+
+
+def test_mistakes(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
+    def message(*arguments: object) -> str:
+        result = peagle("convert", *arguments)
+        assert (result.status, result.out) == (2, "")
+        assert result.err.startswith("peagle: error: ")
+        return result.err
+
+    out = tmp_path / "out"
+    speculators = ("--format", "speculators")
+    assert "Missing option '--format'" in message(pair.peagle, out)
+    assert "'gguf' is not one of 'vllm', 'speculators'" in message(
+        pair.peagle, out, "--format", "gguf"
+    )
+    assert "Missing argument" in message(pair.peagle, *speculators)
+    assert "'nowhere' is not there" in message("nowhere", out, *speculators)
+    assert "has no config.json" in message(tmp_path, out, *speculators)
+    assert "expected the target layers" in message(pair.target, out, *speculators)
+    assert "is the source; expected another" in message(pair.peagle, pair.peagle, *speculators)
+    forced = (pair.peagle, pair.peagle, *speculators, "--force")
+    assert "is the source; expected another" in message(*forced)
+    file = tmp_path / "file"
+    file.write_text("x")
+    assert "is a file; expected a folder" in message(pair.peagle, file, *speculators)
+    assert "could not be written" in message(pair.peagle, file / "below", *speculators)
+    broken = Path(shutil.copytree(pair.peagle, tmp_path / "broken"))
+    (broken / "model.safetensors").write_bytes(b"x" * 40)
+    assert "is not readable as safetensors" in message(broken, out, *speculators)
+    (broken / "config.json").write_text("{")
+    assert "is not JSON" in message(broken, out, *speculators)
+    assert not out.exists()
+
+
+def test_help_ends_with_examples(peagle: Peagle) -> None:
+    result = peagle("convert", "--help")
+    assert result.status == 0
+    assert "peagle convert ./head ./head-speculators --format speculators" in result.out

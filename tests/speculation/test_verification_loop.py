@@ -1,0 +1,203 @@
+"""Verification of ragged, mixed batches against a loop that takes draft after draft."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from peagle.kernels.random import Purpose, uniform
+from peagle.speculation.verification import SamplingTensors, verify
+
+VOCAB = 5
+
+
+def probabilities(
+    logits: list[float], temperature: float, top_k: int = 0, top_p: float = 1.0
+) -> list[float]:
+    """The target distribution of one row, in plain Python."""
+    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+    if temperature == 0:
+        return [float(i == order[0]) for i in range(len(logits))]
+    weight = [math.exp((x - logits[order[0]]) / temperature) for x in logits]
+    kept = order[: top_k or None]
+    total = sum(weight[i] for i in kept)
+    before = list(itertools.accumulate((weight[i] / total for i in kept), initial=0.0))
+    kept = [i for i, mass in zip(kept, before) if mass == 0 or mass < top_p]
+    total = sum(weight[i] for i in kept)
+    return [weight[i] / total if i in kept else 0.0 for i in range(len(logits))]
+
+
+@dataclass
+class Ragged:
+    """A packed batch with rows of different length and different parameters."""
+
+    num_drafts: list[int]
+    temperature: list[float]
+    top_k: list[int]
+    probabilistic: bool
+    seed: int
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(self.seed)
+        batch, most = len(self.num_drafts), max(self.num_drafts)
+        rows = sum(self.num_drafts) + batch
+        self.logits = torch.randn(rows, VOCAB, generator=generator, dtype=torch.float64)
+        best = self.logits.argmax(-1).tolist()
+        self.drafts = torch.randint(VOCAB, (batch, most), generator=generator)
+        row = 0
+        for b, k in enumerate(self.num_drafts):
+            for j in range(k):  # most drafts are the target's favourite
+                if torch.rand((), generator=generator) < 0.7:
+                    self.drafts[b, j] = best[row + j]
+            row += k + 1
+        self.q: Tensor | None = None
+        if self.probabilistic:
+            self.q = torch.rand(batch, most, VOCAB, generator=generator, dtype=torch.float64)
+            self.q /= self.q.sum(-1, keepdim=True)
+        self.num_outputs = torch.randint(0, 50, (batch,), generator=generator)
+
+    @property
+    def sampling(self) -> SamplingTensors:
+        batch = len(self.num_drafts)
+        return SamplingTensors(
+            temperature_B=torch.tensor(self.temperature, dtype=torch.float64),
+            top_k_B=torch.tensor(self.top_k),
+            top_p_B=torch.ones(batch, dtype=torch.float64),
+            seeds_B=torch.arange(batch) + self.seed,
+            num_outputs_B=self.num_outputs,
+            all_greedy=not any(self.temperature),
+        )
+
+    def run(self) -> list[tuple[int, int]]:
+        found = verify(
+            self.logits, self.drafts, torch.tensor(self.num_drafts), self.sampling, self.q
+        )
+        return list(zip(found.num_accepted_B.tolist(), found.next_tokens_B.tolist()))
+
+    def reference(self) -> list[tuple[int, int]]:
+        results, row = [], 0
+        for b, k in enumerate(self.num_drafts):
+            rows = self.logits[row : row + k + 1].tolist()
+            results.append(self._one(b, rows))
+            row += k + 1
+        return results
+
+    def _one(self, b: int, rows: list[list[float]]) -> tuple[int, int]:
+        """Accept draft after draft; draw the first one that is not accepted, or the bonus."""
+
+        def number(column: int, purpose: Purpose) -> float:
+            position = int(self.num_outputs[b]) + column
+            return uniform(torch.tensor(b + self.seed), torch.tensor(position), purpose).item()
+
+        for j, row in enumerate(rows):
+            weights = probabilities(row, self.temperature[b], self.top_k[b])
+            if j < len(rows) - 1:
+                x = int(self.drafts[b, j])
+                q = [float(i == x) for i in range(VOCAB)]
+                if self.q is not None:
+                    q = self.q[b, j].tolist()
+                if number(j, Purpose.ACCEPT) < weights[x] / q[x]:
+                    continue
+                left = [max(p - other, 0.0) for p, other in zip(weights, q)]
+                weights = left if sum(left) > 0 else weights
+            threshold = number(j, Purpose.SAMPLE) * sum(weights)
+            sums = list(itertools.accumulate(weights))
+            return j, next(i for i in range(VOCAB) if sums[i] > threshold)
+        raise AssertionError("the bonus row always returns")
+
+
+def ragged(temperatures: list[float]) -> st.SearchStrategy[Ragged]:
+    return st.integers(1, 6).flatmap(
+        lambda batch: st.builds(
+            Ragged,
+            num_drafts=st.lists(st.integers(0, 5), min_size=batch, max_size=batch),
+            temperature=st.lists(st.sampled_from(temperatures), min_size=batch, max_size=batch),
+            top_k=st.lists(st.integers(0, 6), min_size=batch, max_size=batch),
+            probabilistic=st.booleans(),
+            seed=st.integers(0, 10_000),
+        )
+    )
+
+
+@settings(deadline=None, max_examples=150)
+@given(ragged([0.0]))
+def test_greedy_equals_the_loop(case: Ragged) -> None:
+    case.q = None
+    assert case.run() == case.reference()
+
+
+@settings(deadline=None, max_examples=150)
+@given(ragged([0.0, 0.5, 1.3]))
+def test_sampling_equals_the_loop(case: Ragged) -> None:
+    """Greedy rows among sampled ones, rows without drafts, argmax and probabilistic drafts."""
+    assert case.run() == case.reference()
+
+
+@settings(deadline=None, max_examples=50)
+@given(ragged([0.0, 0.8, 1.3]))
+def test_argmax_drafts_are_drafts_of_a_one_hot_q(case: Ragged) -> None:
+    case.q = None
+    without = case.run()
+    case.q = F.one_hot(case.drafts, VOCAB).double()
+    assert case.run() == without
+
+
+@settings(deadline=None, max_examples=50)
+@given(ragged([0.0, 0.8, 1.3]))
+def test_rows_do_not_influence_each_other(case: Ragged) -> None:
+    together, row = case.run(), 0
+    for b, k in enumerate(case.num_drafts):
+        whole = case.sampling
+        alone = SamplingTensors(
+            *(getattr(whole, f"{name}_B")[b : b + 1] for name in SAMPLING_FIELDS),
+            all_greedy=case.temperature[b] == 0,
+        )
+        found = verify(
+            case.logits[row : row + k + 1],
+            case.drafts[b : b + 1, :k],
+            torch.tensor([k]),
+            alone,
+            None if case.q is None else case.q[b : b + 1, :k],
+        )
+        assert (int(found.num_accepted_B), int(found.next_tokens_B)) == together[b]
+        row += k + 1
+
+
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "seeds", "num_outputs")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_columns_past_the_drafts_are_ignored(temperature: float) -> None:
+    case = Ragged([0, 1, 4, 2], [temperature] * 4, [0] * 4, temperature > 0, seed=5)
+    expected = case.run()
+    for b, k in enumerate(case.num_drafts):
+        case.drafts[b, k:] = 10**9
+        if case.q is not None:
+            case.q[b, k:] = 0
+    assert case.run() == expected
+
+
+def test_drafts_from_the_target_itself_are_all_accepted() -> None:
+    case = Ragged([5] * 50, [1.0] * 50, [0] * 50, True, seed=3)
+    target = case.sampling.probs(case.logits, torch.arange(50).repeat_interleave(6))
+    case.q = target.view(50, 6, VOCAB)[:, :-1].clone()
+    assert [accepted for accepted, _ in case.run()] == [5] * 50
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision_logits(dtype: torch.dtype) -> None:
+    """The same decisions as on the same numbers in float64, but for rounding of the softmax."""
+    case = Ragged([3] * 200, [0.0, 1.0] * 100, [0] * 200, False, seed=9)
+    case.logits = case.logits.to(dtype)
+    found = case.run()
+    wide = replace(case)
+    wide.logits, wide.drafts, wide.q = case.logits.double(), case.drafts, case.q
+    assert sum(a != b for a, b in zip(found, wide.run())) <= 1

@@ -1,0 +1,383 @@
+"""What a user can get wrong with `LLM`: every message names the value, what was expected and what
+to do.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from peagle import LLM, EngineConfig, SamplingParams, SpeculativeConfig
+from peagle.errors import UserError
+from peagle.llm import RequestOutput
+from peagle.models.target import TargetModel
+
+GREEDY = SamplingParams(max_tokens=4, ignore_eos=True)
+
+
+def message_of(call: Callable[[], object]) -> str:
+    with pytest.raises(UserError) as caught:
+        call()
+    return str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def llm(target_folder: Path) -> LLM:
+    return LLM(target_folder)
+
+
+@pytest.fixture(scope="module")
+def heads(head_folders: Callable[..., Path]) -> dict[bool, str]:
+    return {parallel: str(head_folders(parallel=parallel)) for parallel in (True, False)}
+
+
+# ---- what works -----------------------------------------------------------------------------
+
+
+def test_every_form_of_prompts(llm: LLM) -> None:
+    ids = llm.tokenizer.encode("hi")
+    expected = llm.generate("hi", GREEDY)[0].token_ids
+    forms: list[Any] = ["hi", ["hi"], ids, [ids], tuple(ids), [tuple(ids)]]
+    for prompts in forms:
+        (output,) = llm.generate(prompts, GREEDY)
+        assert output.token_ids == expected
+        assert output.prompt_token_ids == ids
+    mixed = llm.generate(["hi", ids, "ho"], [GREEDY, SamplingParams(max_tokens=2), GREEDY])
+    assert [o.prompt_token_ids for o in mixed] == [ids, ids, llm.tokenizer.encode("ho")]
+    assert [len(o.token_ids) for o in mixed] == [4, 2, 4]
+    assert llm.generate([]) == []
+
+
+def test_default_params_are_greedy(llm: LLM) -> None:
+    greedy = SamplingParams(max_tokens=128)
+    assert llm.generate("hi")[0].token_ids == llm.generate("hi", greedy)[0].token_ids
+
+
+def test_output_as_json(llm: LLM, heads: dict[bool, str]) -> None:
+    config = {"model": heads[True], "num_speculative_tokens": 3}
+    output = LLM(model=llm.target, speculative_config=config).generate("hi", GREEDY)[0]
+    assert isinstance(output, RequestOutput)
+    data = json.loads(json.dumps(output.to_json()))
+    assert data.pop("elapsed_s") > 0
+    stats = output.stats
+    assert data == {
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "finish_reason": "length",
+        "num_drafts": stats.num_drafts,
+        "num_draft_tokens": 3 * stats.num_drafts,
+        "num_accepted_tokens": stats.num_accepted_tokens,
+        "num_accepted_tokens_per_pos": stats.num_accepted_tokens_per_pos,
+        "acceptance_length": stats.acceptance_length,
+    }
+
+
+def test_every_form_of_the_speculative_configuration(llm: LLM, heads: dict[bool, str]) -> None:
+    data = {"method": "eagle3", "model": heads[True], "num_speculative_tokens": 3}
+    forms: list[Any] = [data, json.dumps(data), SpeculativeConfig(**data)]
+    forms += [{**data, "model": Path(heads[True])}, {**data, "parallel_drafting": True}]
+    for config in forms:
+        engine = LLM(model=llm.target, speculative_config=config).engine
+        assert engine.runner.proposer is not None
+        assert engine.runner.proposer.num_speculative_tokens == 3
+
+
+# ---- the target -----------------------------------------------------------------------------
+
+
+def test_a_missing_target(tmp_path: Path) -> None:
+    message = message_of(lambda: LLM(tmp_path / "none"))
+    assert repr(str(tmp_path / "none")) in message
+    assert "is not there; expected a folder with config.json" in message
+
+
+def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
+    message = message_of(lambda: LLM(tmp_path))
+    assert repr(str(tmp_path)) in message
+    assert "has no config.json; expected a folder in Hugging Face format" in message
+
+
+def test_a_target_without_tokenizer(target_folder: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(target_folder / name, tmp_path)
+    message = message_of(lambda: LLM(tmp_path))
+    assert f"The tokenizer of {str(tmp_path)!r} does not load" in message
+
+
+def test_a_device_that_is_not_there(target_folder: Path) -> None:
+    if not torch.cuda.is_available():
+        assert "device is 'cuda'" in message_of(lambda: LLM(target_folder, device="cuda"))
+    message = message_of(lambda: LLM(target_folder, device="toaster"))
+    assert "device is 'toaster'" in message
+    assert 'expected "auto", "cpu" or "cuda"' in message
+
+
+# ---- the prompts ----------------------------------------------------------------------------
+
+
+def test_an_empty_prompt(llm: LLM) -> None:
+    for prompts in ("", [""], [[]]):
+        message = message_of(lambda prompts=prompts: llm.generate(prompts))
+        assert message == "Prompt 1 of 1: The prompt is empty; expected at least one token."
+
+
+def test_a_prompt_longer_than_the_context(llm: LLM, target_folder: Path) -> None:
+    for length in (256, 300):
+        message = message_of(lambda n=length: llm.generate([5] * n))
+        assert f"The prompt has {length} tokens; expected at most 255" in message
+        assert "the context of 256. Shorten the prompt." in message
+    assert len(llm.generate([5] * 255, GREEDY)[0].token_ids) == 1
+    short = LLM(target_folder, max_model_len=10)
+    assert "expected at most 9" in message_of(lambda: short.generate([5] * 10))
+
+
+@pytest.mark.parametrize("token", [-1, 320, 10**9, 1.5, True, "x"])
+def test_a_token_outside_the_vocabulary(llm: LLM, token: Any) -> None:
+    message = message_of(lambda: llm.generate([[5, token, 7]]))
+    assert f"prompt_token_ids is {token!r}; expected token ids from 0 to 319" in message
+
+
+@pytest.mark.parametrize("prompts", [5, None, [None], [1.5], [[5], 7]], ids=str)
+def test_things_that_are_no_prompts(llm: LLM, prompts: Any) -> None:
+    message = message_of(lambda: llm.generate(prompts))
+    assert "expected text" in message
+    assert not llm.engine.has_unfinished
+
+
+def test_a_stop_id_outside_the_vocabulary(llm: LLM) -> None:
+    params = SamplingParams(stop_token_ids=(3, 320))
+    message = message_of(lambda: llm.generate("hi", params))
+    assert "stop_token_ids is 320; expected token ids from 0 to 319" in message
+
+
+def test_params_that_do_not_match_the_prompts(llm: LLM) -> None:
+    message = message_of(lambda: llm.generate(["a", "b", "c"], [GREEDY, GREEDY]))
+    assert "2 sampling params for 3 prompts; expected one each" in message
+    bad: Any = [{"max_tokens": 3}]
+    message = message_of(lambda: llm.generate(["a"], bad))
+    assert "{'max_tokens': 3}; expected SamplingParams" in message
+
+
+def test_a_request_larger_than_the_cache(target_folder: Path, heads: dict[bool, str]) -> None:
+    config = {"model": heads[True], "num_speculative_tokens": 3}
+    small = LLM(target_folder, speculative_config=config, num_kv_blocks=4, block_size=8)
+    params = SamplingParams(max_tokens=100)
+    message = message_of(lambda: small.generate([5] * 20, params))
+    assert "needs 16 KV blocks of 8 tokens, the cache has 4" in message
+    assert "Lower max_tokens (100) or raise kv_cache_gib" in message
+    assert len(small.generate([5] * 20, GREEDY)[0].token_ids) == 4
+
+
+def test_a_cache_too_small_for_one_block(target_folder: Path) -> None:
+    message = message_of(lambda: LLM(target_folder, kv_cache_gib=1e-9))
+    assert "A KV block takes" in message
+    assert "Raise kv_cache_gib" in message
+
+
+def test_two_streams_of_one_llm(llm: LLM) -> None:
+    stream = llm.stream("hi", GREEDY)
+    next(stream)
+    message = message_of(lambda: llm.generate("ho", GREEDY))
+    assert "generating already; finish or close the other stream first" in message
+    assert sum(chunk.output is not None for chunk in stream) == 1
+    assert len(llm.generate("ho", GREEDY)) == 1
+
+
+# ---- sampling -------------------------------------------------------------------------------
+
+BAD_SAMPLING: list[tuple[str, Any, str]] = [
+    *(("max_tokens", v, "a whole number of at least 1") for v in (0, -3, 1.5, "8", None, True)),
+    *(
+        ("temperature", v, "a number of at least 0 (0 is greedy)")
+        for v in (-0.1, math.nan, math.inf, "hot", None, True)
+    ),
+    *(
+        ("top_k", v, "a whole number of at least 0 (0 keeps every token)")
+        for v in (-1, 2.0, "5", None)
+    ),
+    *(
+        ("top_p", v, "a number above 0 and at most 1 (1 keeps every token)")
+        for v in (0, -0.5, 1.01, math.nan, "1", None)
+    ),
+    *(("seed", v, "a whole number from 0 to 2**63 - 1, or none") for v in (-1, 2**63, 1.0, "1")),
+    ("stop_token_ids", 5, "a list of token ids"),
+    ("stop_token_ids", None, "a list of token ids"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "expected"), BAD_SAMPLING)
+def test_bad_sampling_values(name: str, value: Any, expected: str) -> None:
+    message = message_of(lambda: SamplingParams(**{name: value}))
+    assert message == f"{name} is {value!r}; expected {expected}."
+
+
+@pytest.mark.parametrize("token", [-1, 1.5, "x", True])
+def test_bad_stop_ids(token: Any) -> None:
+    message = message_of(lambda: SamplingParams(stop_token_ids=(3, token)))
+    assert message == f"stop_token_ids is {token!r}; expected token ids of at least 0."
+
+
+def test_the_limits_of_sampling_values_are_accepted(llm: LLM) -> None:
+    limits: list[dict[str, Any]] = [
+        {"max_tokens": 1},
+        {"temperature": 1e-300},
+        {"temperature": 1e300, "seed": 2**63 - 1},
+        {"top_k": 2**80, "temperature": 1.0, "seed": 0},
+        {"top_p": 1e-300, "temperature": 1.0},
+        {"max_tokens": 2**80, "stop_token_ids": [0]},
+    ]
+    greedy = llm.generate("hi", GREEDY)[0].token_ids
+    for values in limits:
+        params = SamplingParams(**{"max_tokens": 4, "ignore_eos": True, **values})
+        (output,) = llm.generate("hi", params)
+        assert output.token_ids
+        if values.get("top_p") or values.get("temperature", 1) < 1:
+            assert output.token_ids == greedy
+
+
+# ---- speculation ----------------------------------------------------------------------------
+
+
+def test_k_of_zero_says_how_to_decode_plainly(target_folder: Path, heads: dict[bool, str]) -> None:
+    config = {"model": heads[True], "num_speculative_tokens": 0}
+    message = message_of(lambda: LLM(target_folder, speculative_config=config))
+    assert "num_speculative_tokens is 0; expected a whole number from 1 to 64" in message
+    assert "(--no-speculation)" in message
+
+
+BAD_SPECULATION: list[tuple[dict[str, Any], str]] = [
+    ({"num_speculative_tokens": 65}, "num_speculative_tokens is 65; expected a whole number"),
+    ({"num_speculative_tokens": "7"}, "num_speculative_tokens is '7'"),
+    ({"num_speculative_tokens": True}, "num_speculative_tokens is True"),
+    ({"method": "medusa"}, 'method is \'medusa\'; expected "eagle3" or "ngram"'),
+    ({"method": 3}, "method is 3"),
+    ({"model": None}, "model is None; expected the folder of a draft head"),
+    ({"model": ""}, "model is ''; expected the folder of a draft head"),
+    ({"model": 5}, "model is 5; expected the folder of a draft head"),
+    ({"draft_sampling": "beam"}, "draft_sampling is 'beam'; expected \"argmax\" or"),
+    ({"parallel_drafting": "yes"}, "parallel_drafting is 'yes'; expected true, false or none"),
+    ({"check_target": "no"}, "check_target is 'no'; expected true or false"),
+    ({"method": "ngram"}, "model is 'head'; expected no model with method \"ngram\""),
+    (
+        {"method": "ngram", "model": None, "prompt_lookup_min": 0},
+        "prompt_lookup_min is 0; expected 1 to prompt_lookup_max (4)",
+    ),
+    (
+        {"method": "ngram", "model": None, "prompt_lookup_min": 5},
+        "prompt_lookup_min is 5; expected 1 to prompt_lookup_max (4)",
+    ),
+    (
+        {"method": "ngram", "model": None, "prompt_lookup_max": "4"},
+        "prompt_lookup_max is '4'; expected a whole number of at least 1",
+    ),
+    ({"num_spec_tokens": 3}, "Unknown key 'num_spec_tokens' in the speculative configuration"),
+]
+
+
+@pytest.mark.parametrize(("change", "expected"), BAD_SPECULATION, ids=lambda v: str(v)[:40])
+def test_bad_speculative_configurations(change: dict[str, Any], expected: str) -> None:
+    data = {"method": "eagle3", "model": "head", "num_speculative_tokens": 3, **change}
+    message = message_of(lambda: SpeculativeConfig.parse(data))
+    assert expected in message
+    assert message_of(lambda: SpeculativeConfig.parse(json.dumps(data))) == message
+
+
+def test_an_unknown_key_lists_the_known_ones() -> None:
+    message = message_of(lambda: SpeculativeConfig.parse({"draft": "x"}))
+    assert "known keys: check_target, draft_sampling, method, model, num_spec" in message
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{", "The speculative configuration is not JSON"),
+        ("", "The speculative configuration is not JSON"),
+        ("[1]", "is [1]; expected a JSON object"),
+        ("null", "is None; expected a JSON object"),
+        (7, "is 7; expected a JSON object"),
+    ],
+)
+def test_speculative_configurations_that_are_no_objects(source: Any, expected: str) -> None:
+    assert expected in message_of(lambda: SpeculativeConfig.parse(source))
+
+
+def test_a_missing_head(target_folder: Path, tmp_path: Path) -> None:
+    config = {"model": str(tmp_path / "none")}
+    message = message_of(lambda: LLM(target_folder, speculative_config=config))
+    assert f"The draft head {str(tmp_path / 'none')!r} is not there" in message
+
+
+def test_a_target_given_as_a_head(target_folder: Path) -> None:
+    config = {"model": str(target_folder)}
+    message = message_of(lambda: LLM(target_folder, speculative_config=config))
+    assert str(target_folder) in message
+    assert "eagle_aux_hidden_state_layer_ids is missing" in message
+
+
+@pytest.mark.parametrize("parallel", [True, False], ids=["peagle", "eagle3"])
+def test_a_head_of_the_other_kind(llm: LLM, heads: dict[bool, str], parallel: bool) -> None:
+    config = {"model": heads[parallel], "parallel_drafting": not parallel}
+    message = message_of(lambda: LLM(model=llm.target, speculative_config=config))
+    kind = "a P-EAGLE head" if parallel else "an autoregressive EAGLE-3 head"
+    assert f"parallel_drafting is {not parallel}, but {heads[parallel]!r} is {kind}" in message
+    assert f"Set it to {parallel} or leave it out." in message
+    LLM(model=llm.target, speculative_config={**config, "parallel_drafting": parallel})
+
+
+def test_a_refused_head_leaves_the_target_usable(llm: LLM, heads: dict[bool, str]) -> None:
+    expected = llm.generate("hi", GREEDY)[0].token_ids
+    config = {"model": heads[True], "parallel_drafting": False}
+    message_of(lambda: LLM(model=llm.target, speculative_config=config))
+    assert llm.generate("hi", GREEDY)[0].token_ids == expected
+
+
+# ---- engine options -------------------------------------------------------------------------
+
+
+def test_an_unknown_engine_option(target_folder: Path) -> None:
+    message = message_of(lambda: LLM(target_folder, max_seqs=3))
+    assert "Unknown engine option 'max_seqs'; known options: block_size, device, dtype" in message
+
+
+BAD_OPTIONS: list[tuple[str, Any, str]] = [
+    ("dtype", "float8", "one of auto, float32, float64, bfloat16, float16"),
+    ("dtype", None, "one of auto, float32"),
+    ("device", 0, '"auto", "cpu" or "cuda"'),
+    *(
+        (name, value, "a whole number of at least 1")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size")
+        for value in (0, 1.5, None)
+    ),
+    *(
+        (name, value, "a whole number of at least 1, or none")
+        for name in ("max_model_len", "num_kv_blocks")
+        for value in (0, -1, "9")
+    ),
+    *(("kv_cache_gib", value, "a number above 0, or none") for value in (0, -1, math.inf, "2")),
+    *(("seed", value, "a whole number from 0 to 2**63 - 1") for value in (-1, 2**63, None)),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "expected"), BAD_OPTIONS)
+def test_bad_engine_options(name: str, value: Any, expected: str) -> None:
+    message = message_of(lambda: EngineConfig(**{name: value}))
+    assert message.startswith(f"{name} is {value!r}; expected {expected}")
+
+
+def test_a_context_longer_than_the_targets(target_folder: Path) -> None:
+    message = message_of(lambda: LLM(target_folder, max_model_len=257))
+    assert "max_model_len is 257; the target's positions end at 256" in message
+    assert "Ask for at most that." in message
+
+
+def test_an_unnamed_target_has_no_tokenizer(target_folder: Path) -> None:
+    named = TargetModel.load(target_folder)
+    message = message_of(lambda: LLM(model=TargetModel(named.model)))
+    assert "tokenizer of '' does not load" in message
