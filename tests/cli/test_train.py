@@ -63,8 +63,10 @@ def test_json_progress_and_the_head(config: Path) -> None:
 
 
 def test_text_progress_names_everything(config: Path) -> None:
-    done = peagle_train(config, "--output", config.parent / "other")
+    pruned = ["--set", "head.draft_vocab_size=100"]
+    done = peagle_train(config, "--output", config.parent / "other", *pruned)
     assert done.returncode == 0, done.stderr
+    assert "draft vocabulary: 100 of 320 tokens cover" in done.stderr
     for expected in ("loss", "AL", "(K=3)", "accuracy by depth", "tokens/s", "left", "validation"):
         assert expected in done.stdout
     assert (config.parent / "other" / "head" / "config.json").is_file()

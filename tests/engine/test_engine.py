@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -461,3 +462,14 @@ def test_the_cache_keeps_to_its_bound(target_folder: Path, heads: dict[bool, Pat
     per_block = sum(c.keys[0].nbytes + c.values[0].nbytes for c in caches)
     assert blocks * per_block <= 2**20 < (blocks + 1) * per_block
     assert_idle(llm)
+
+
+def test_drafting_deeper_than_the_head_was_trained_warns(
+    target_folder: Path, head_folders: Callable[..., Path]
+) -> None:
+    head = str(head_folders(trained_depth=3))
+    with pytest.warns(UserWarning, match="num_speculative_tokens is 4.*trained for 3"):
+        LLM(target_folder, speculative_config={"model": head, "num_speculative_tokens": 4})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        LLM(target_folder, speculative_config={"model": head, "num_speculative_tokens": 3})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from textwrap import indent
@@ -136,8 +137,13 @@ def _fail(message: str) -> int:
     return 2
 
 
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    print(f"peagle: warning: {message}", file=sys.stderr)
+
+
 def main() -> NoReturn:
     """The entry point of the `peagle` script."""
+    warnings.showwarning = _show_warning
     sys.exit(run())
 
 

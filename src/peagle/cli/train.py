@@ -65,6 +65,8 @@ def train(
             f"{plan.optimizer.steps} steps on {trainer.device}",
             file=sys.stderr,
         )
+        if trainer.vocabulary is not None:
+            print(trainer.vocabulary, file=sys.stderr)
     _stop_on_interrupt(trainer)
     try:
         record = trainer.run(resume=resume)

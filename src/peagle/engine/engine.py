@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -190,6 +191,13 @@ class LLMEngine:
             raise UserError(
                 f"parallel_drafting is {wanted}, but {speculative.model!r} is {kind} head. "
                 f"Set it to {head.is_parallel} or leave it out."
+            )
+        depth = head.trained_depth
+        if depth is not None and speculative.num_speculative_tokens > depth:
+            warnings.warn(
+                f"num_speculative_tokens is {speculative.num_speculative_tokens}, but the head "
+                f"{speculative.model!r} was trained for {depth}; deeper drafts seldom pass.",
+                stacklevel=3,
             )
         return load_drafter(speculative.model, self.target, check_target=speculative.check_target)
 

@@ -27,6 +27,7 @@ from peagle.training.losses import AcceptanceMeter, draft_loss, greedy_match
 from peagle.training.methods import Graded, Method
 from peagle.training.provenance import provenance
 from peagle.training.state import load_state, save_state
+from peagle.training.vocabulary import vocabulary_report
 
 _COD_SEED = 7_919
 
@@ -100,6 +101,7 @@ class Trainer:
         self.stream = BatchStream(self.dataset, data.batch_tokens, data.length_multiple, run.seed)
         self.validation = ResponseDataset.load(data.validation, *load) if data.validation else None
         self.drafter = build_drafter(config, self.target, tokenizer, self.dataset)
+        self.vocabulary = vocabulary_report(self.drafter, self.dataset, self.validation)
         self.target.tap_aux(self.drafter.config.aux_layer_ids)
         # EAGLE-3 has a shape for every depth, each to be compiled: a mask is cheaper there.
         suits_flex = self.device.type == "cuda" and config.method.name == "peagle"
@@ -283,6 +285,7 @@ class Trainer:
             "steps": self.step,
             "epochs": self.step / self.stream.steps_per_epoch,
             "sequences": len(self.dataset),
+            "draft_vocabulary": self.vocabulary.to_json() if self.vocabulary else None,
             "tokens_per_step": self.stream.tokens_per_step,
             "seconds": seconds,
             "final": self.history[-1] if self.history else None,
