@@ -146,8 +146,8 @@ def demo(
         from peagle.cli import demo_report
         from peagle.evaluation.compare import build, load_target, warm_up
 
-        _check_kinds(configurations)
         model = load_target(folder, dtype=engine.dtype, device=engine.device)
+        _check_kinds(configurations, model.num_layers)
         llms = build(model, {PLAIN: None, **configurations}, max_num_seqs=engine.max_num_seqs)
         warm_up(llms, [prompts[0].text])
     results = _complete(llms, prompts, params, view)
@@ -189,13 +189,14 @@ def _models(
     return target, {EAGLE3: eagle3, PEAGLE: draft} if eagle3 else {PEAGLE: draft}
 
 
-def _check_kinds(configurations: dict[str, SpeculativeConfig]) -> None:
+def _check_kinds(configurations: dict[str, SpeculativeConfig], num_target_layers: int) -> None:
     """Refuse a head under the wrong name: the table would be a lie."""
     from peagle.models.checkpoint import read_head_config
 
     for kind, config in configurations.items():
         assert config.model is not None
-        if read_head_config(config.model)[0].is_parallel != (kind == PEAGLE):
+        head, _ = read_head_config(config.model, num_target_layers=num_target_layers)
+        if head.is_parallel != (kind == PEAGLE):
             option, other = ("--draft", EAGLE3) if kind == PEAGLE else ("--eagle3", PEAGLE)
             raise UserError(
                 f"{option} is {config.model!r}; expected a head of {kind}, not of {other}."

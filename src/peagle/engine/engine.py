@@ -184,7 +184,7 @@ class LLMEngine:
         speculative = self.speculative
         if speculative is None or speculative.model is None:
             return None
-        head, _ = read_head_config(speculative.model)
+        head, _ = read_head_config(speculative.model, num_target_layers=self.target.num_layers)
         wanted = speculative.parallel_drafting
         if wanted is not None and wanted != head.is_parallel:
             kind = "a P-EAGLE" if head.is_parallel else "an autoregressive EAGLE-3"
