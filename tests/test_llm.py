@@ -381,3 +381,12 @@ def test_an_unnamed_target_has_no_tokenizer(target_folder: Path) -> None:
     named = TargetModel.load(target_folder)
     message = message_of(lambda: LLM(model=TargetModel(named.model)))
     assert "tokenizer of '' does not load" in message
+
+
+@pytest.mark.parametrize("option", [{"dtype": "float32"}, {"device": "cpu"}], ids=str)
+def test_a_loaded_model_keeps_its_type_and_place(
+    target_folder: Path, option: dict[str, str]
+) -> None:
+    model = TargetModel.load(target_folder, dtype=torch.float64)
+    with pytest.raises(UserError, match=r"float64 on cpu\. Leave them out"):
+        LLM(model=model, **option)

@@ -121,6 +121,11 @@ class LLM:
                 f"A loaded model was given, and target {target!r}, revision {revision!r}; leave "
                 "one or the other out."
             )
+        elif (config.dtype, config.device) != ("auto", "auto"):
+            raise UserError(
+                f"A loaded model was given, and dtype {config.dtype!r}, device {config.device!r}; "
+                f"it is {model.dtype} on {model.device}. Leave them out, or load it so."
+            )
         self.target = model
         self.tokenizer = load_tokenizer(model.name)
         self.engine = LLMEngine(model, config, speculative)
