@@ -13,9 +13,9 @@ import torch
 from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.cli.options import quiet_libraries
 from peagle.config import SpeculativeConfig
+from peagle.environment import environment
 from peagle.errors import UserError
 from peagle.evaluation.compare import load_target
-from peagle.evaluation.environment import environment
 from peagle.evaluation.prompts import PROMPT_SETS
 from peagle.models.target import TargetModel
 

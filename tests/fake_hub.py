@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,6 +19,11 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from peagle.errors import UserError
+from peagle.models.loading import resolve_model
+
+TINY = "org/tiny"
+WEIGHTS = "model.safetensors"
 LARGE = (".safetensors", ".bin")
 
 
@@ -232,6 +237,16 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(body)
+
+
+def message_of(call: Callable[[], object], error: type[UserError] = UserError) -> str:
+    with pytest.raises(error) as caught:
+        call()
+    return str(caught.value)
+
+
+def refused(name: str = TINY, revision: str | None = None) -> str:
+    return message_of(lambda: resolve_model(name, revision))
 
 
 def _blob_id(data: bytes) -> str:

@@ -32,6 +32,7 @@ RANKS = {
     "kernels": 0,
     "bundled": 0,
     "config": 0,
+    "environment": 0,
     "errors": 0,
 }
 FACADE = "the facade peagle/__init__.py"

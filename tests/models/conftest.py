@@ -1,15 +1,19 @@
-"""A saved head, fresh for every test."""
+"""A saved head, a hub and a sharded model, for the tests of this folder."""
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from peagle.models.checkpoint import save_drafter
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target import TargetModel
 from tests.conftest import make_drafter
+from tests.fake_hub import TINY, WEIGHTS, FakeHub, serve, used
 
 
 @pytest.fixture
@@ -17,4 +21,23 @@ def head(target: TargetModel, tmp_path: Path) -> Path:
     """A saved P-EAGLE head of the tiny Llama."""
     folder = tmp_path / "head"
     save_drafter(folder, make_drafter(target), fingerprint=TargetFingerprint.of(target))
+    return folder
+
+
+@pytest.fixture
+def hub(tmp_path: Path, target_folder: Path) -> Iterator[FakeHub]:
+    """A hub with the tiny Llama; the cache, empty as yet, is in tmp_path/home."""
+    with serve() as hub, used(hub.url, tmp_path / "home"):
+        hub.add(TINY, target_folder)
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def sharded_folder(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny Llama in several files."""
+    folder = shutil.copytree(target_folder, tmp_path_factory.mktemp("sharded"), dirs_exist_ok=True)
+    (folder / WEIGHTS).unlink()
+    model = AutoModelForCausalLM.from_pretrained(target_folder)
+    model.save_pretrained(folder, max_shard_size="20KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
     return folder

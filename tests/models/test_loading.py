@@ -4,49 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
 
 from peagle import LLM, SamplingParams, SpeculativeConfig
-from peagle.errors import CheckpointError, UserError
+from peagle.errors import CheckpointError
 from peagle.models.loading import check_weights, resolve_model, with_local_head
-from tests.fake_hub import FakeHub, serve, used
+from tests.fake_hub import TINY, WEIGHTS, FakeHub, message_of, refused
 
-TINY = "org/tiny"
-WEIGHTS = "model.safetensors"
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
-
-
-@pytest.fixture
-def hub(tmp_path: Path, target_folder: Path) -> Iterator[FakeHub]:
-    """A hub with the tiny Llama; the cache, empty as yet, is in tmp_path/home."""
-    with serve() as hub, used(hub.url, tmp_path / "home"):
-        hub.add(TINY, target_folder)
-        yield hub
-
-
-@pytest.fixture(scope="module")
-def sharded_folder(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny Llama in several files."""
-    folder = shutil.copytree(target_folder, tmp_path_factory.mktemp("sharded"), dirs_exist_ok=True)
-    (folder / WEIGHTS).unlink()
-    model = AutoModelForCausalLM.from_pretrained(target_folder)
-    model.save_pretrained(folder, max_shard_size="20KB")
-    assert len(list(folder.glob("*.safetensors"))) > 2
-    return folder
-
-
-def message_of(call: Callable[[], object], error: type[UserError] = UserError) -> str:
-    with pytest.raises(error) as caught:
-        call()
-    return str(caught.value)
-
-
-def refused(name: str = TINY, revision: str | None = None) -> str:
-    return message_of(lambda: resolve_model(name, revision))
 
 
 # ---- folders --------------------------------------------------------------------------------

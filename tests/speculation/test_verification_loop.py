@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import dataclass, replace
 
 import pytest
@@ -15,24 +14,9 @@ from torch import Tensor
 
 from peagle.kernels.random import Purpose, uniform
 from peagle.speculation.verification import SamplingTensors, verify
+from tests.speculation.test_verification import probabilities
 
 VOCAB = 5
-
-
-def probabilities(
-    logits: list[float], temperature: float, top_k: int = 0, top_p: float = 1.0
-) -> list[float]:
-    """The target distribution of one row, in plain Python."""
-    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
-    if temperature == 0:
-        return [float(i == order[0]) for i in range(len(logits))]
-    weight = [math.exp((x - logits[order[0]]) / temperature) for x in logits]
-    kept = order[: top_k or None]
-    total = sum(weight[i] for i in kept)
-    before = list(itertools.accumulate((weight[i] / total for i in kept), initial=0.0))
-    kept = [i for i, mass in zip(kept, before) if mass == 0 or mass < top_p]
-    total = sum(weight[i] for i in kept)
-    return [weight[i] / total if i in kept else 0.0 for i in range(len(logits))]
 
 
 @dataclass

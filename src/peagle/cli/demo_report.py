@@ -6,8 +6,8 @@ from typing import Any
 
 from peagle.cli.demo import PLAIN
 from peagle.config import SamplingParams
+from peagle.environment import environment
 from peagle.evaluation.compare import Measurement
-from peagle.evaluation.environment import environment
 from peagle.evaluation.prompts import Prompt
 from peagle.models.target import TargetModel
 

@@ -147,8 +147,9 @@ class Trainer:
         start_step, started = self.step, time.perf_counter()
         window = _Window(self.method.section.depth, self.device)
         while self.step < steps:
-            batch = self.stream.at(self.step).to(self.device)
-            window.add(self._train_step(batch, window.meter), int(batch.lengths_B.sum()))
+            batch = self.stream.at(self.step)
+            loss = self._train_step(batch.to(self.device), window.meter)
+            window.add(loss, int(batch.lengths_B.sum()))
             self.step += 1
             if self.step % run.log_every == 0 or self.step == steps:
                 pace = (time.perf_counter() - started) / (self.step - start_step)
@@ -172,8 +173,9 @@ class Trainer:
         window = _Window(self.method.section.depth, self.device, walk=True)
         with torch.no_grad():
             for index in range(min(self.config.run.validation_batches, stream.steps_per_epoch)):
-                batch = stream.at(index).to(self.device)
-                loss, weight = self._loss(batch, window.meter, None, everything=True)
+                batch = stream.at(index)
+                on_device = batch.to(self.device)
+                loss, weight = self._loss(on_device, window.meter, None, everything=True)
                 window.add(loss / weight, int(batch.lengths_B.sum()))
         return self._log("validation", window, 0.0)
 
@@ -279,7 +281,7 @@ class Trainer:
         config = self.config
         validations = [entry for entry in self.history if entry["kind"] == "validation"]
         record = {
-            **provenance(config.data.train),
+            **provenance(config.data.train, self.device),
             "config": config.model_dump(mode="json", exclude={"target", "output", "data"}),
             "parameters": sum(p.numel() for p in self.drafter.parameters()),
             "steps": self.step,

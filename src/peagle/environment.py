@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 from pathlib import Path
@@ -44,7 +45,10 @@ def _cpu_name() -> str:
 
 def _commit() -> str | None:
     """The commit of this package's checkout, "-dirty" if changed; None outside a checkout."""
-    source = Path(__file__).resolve().parents[3]
+    # A copy without its history (a machine that only computes) is told the commit.
+    if told := os.environ.get("PEAGLE_COMMIT"):
+        return told
+    source = Path(__file__).resolve().parents[2]
     # An installed package may lie below somebody else's checkout, a virtual environment in it say.
     if not (source / "src" / "peagle").is_dir():
         return None
