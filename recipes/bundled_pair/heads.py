@@ -1,16 +1,17 @@
-"""Train the heads side by side on one GPU, each for the same time.
+"""Train the heads side by side, each for the same time on a GPU of its own.
 
-Small models leave a large GPU idle between kernels, so the runs share it. A trial of all runs
-together measures the pace; from it follow the steps that fit the minutes, and with them a
-learning-rate schedule that ends where the time does.
+A trial of all runs together measures the pace; from it follow the steps that fit the minutes, and
+with them a learning-rate schedule that ends where the time does. With fewer GPUs than heads the
+runs share them, and take the longer for it.
 
-    python recipes/bundled_pair/heads.py --minutes 20 peagle.toml eagle3.toml eagle3_4l.toml
+    python recipes/bundled_pair/heads.py --minutes 14 peagle.toml eagle3.toml eagle3_4l.toml
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -19,17 +20,24 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 HERE = Path(__file__).parent
 PACE_WINDOWS = 5
 
 
-def start(config: str, output: Path, log: Path, settings: list[str]) -> subprocess.Popen[bytes]:
-    """Start one training run in a process of its own."""
+def start(
+    config: str, gpu: int, output: Path, log: Path, settings: list[str]
+) -> subprocess.Popen[bytes]:
+    """Start one training run in a process of its own, which sees one GPU."""
     command = [sys.executable, "-m", "peagle", "train", str(HERE / config), "--format", "json"]
     command += ["--output", str(output)]
     for setting in settings:
         command += ["--set", setting]
-    return subprocess.Popen(command, stdout=log.open("wb"), stderr=subprocess.STDOUT)
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
+    return subprocess.Popen(
+        command, stdout=log.open("wb"), stderr=subprocess.STDOUT, env=environment
+    )
 
 
 def reports(log: Path) -> list[dict[str, Any]]:
@@ -66,13 +74,15 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], help="KEY=VALUE for every run")
     options = parser.parse_args()
     configs = {Path(config).stem: config for config in options.configs}
+    count = max(1, torch.cuda.device_count())
+    gpus = {name: index % count for index, name in enumerate(configs)}
     logs = options.output / "logs"
     logs.mkdir(parents=True, exist_ok=True)
 
     trial = options.output / "trial"
     trial_logs = {n: logs / f"{n}.trial.log" for n in configs}
     settings = [*options.set, "run.log_every=10"]
-    trials = {n: start(c, trial / n, trial_logs[n], settings) for n, c in configs.items()}
+    trials = {n: start(c, gpus[n], trial / n, trial_logs[n], settings) for n, c in configs.items()}
     measure_pace(trials, trial_logs)
     shutil.rmtree(trial, ignore_errors=True)
     steps = {n: steps_within(trial_logs[n], options.minutes * 60) for n in configs}
@@ -82,6 +92,7 @@ def main() -> None:
     final = {
         n: start(
             c,
+            gpus[n],
             options.output / n,
             logs / f"{n}.log",
             [*options.set, f"optimizer.steps={steps[n]}"],

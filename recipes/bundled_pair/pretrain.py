@@ -29,6 +29,8 @@ import torch.nn.functional as F
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from peagle.training.optimizers import Muon
+
 HERE = Path(__file__).parent
 CALIBRATION_STEPS = (40, 100)  # step time is measured between these two, past compilation
 
@@ -77,53 +79,6 @@ def build_model(config_path: Path, seed: int) -> LlamaForCausalLM:
             layer.self_attn.o_proj.weight.mul_(scale)
             layer.mlp.down_proj.weight.mul_(scale)
     return model
-
-
-class Muon(torch.optim.Optimizer):
-    """Momentum orthogonalised by a quintic Newton-Schulz iteration (Jordan et al., 2024).
-
-    W ← (1 - lr·wd)·W - lr·0.2·√max(m, n)·U with U ≈ the polar factor of the Nesterov momentum; the
-    factor gives updates AdamW's usual RMS, so that both share one learning rate (Liu et al., 2025).
-    `torch.optim.Muon` walks matrix by matrix: 112 small ones would cost thousands of launches a
-    step. Here matrices of one shape are one batch.
-    """
-
-    def __init__(self, params, lr: float, momentum: float = 0.95, weight_decay: float = 0.1):
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        super().__init__(params, defaults)
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            shapes: dict[torch.Size, list[torch.Tensor]] = {}
-            for weight in group["params"]:
-                shapes.setdefault(weight.shape, []).append(weight)
-            for weights in shapes.values():
-                self._step_same_shape(weights, group)
-
-    def _step_same_shape(self, weights: list[torch.Tensor], group: dict) -> None:
-        grad = torch.stack([weight.grad for weight in weights])
-        state = self.state[weights[0]]
-        if not state:
-            state["momentum"] = torch.zeros_like(grad)
-        momentum = state["momentum"].lerp_(grad, 1 - group["momentum"])
-        update = orthogonalize(grad.lerp(momentum, group["momentum"]))
-        rate = group["lr"] * 0.2 * math.sqrt(max(grad.shape[1:]))
-        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(weights, list(update.to(grad.dtype).unbind()), alpha=-rate)
-
-
-def orthogonalize(matrices: torch.Tensor, iterations: int = 5) -> torch.Tensor:
-    """[N, m, n] → each matrix with its singular values pushed to about 1, in bfloat16."""
-    a, b, c = 3.4445, -4.7750, 2.0315
-    x = matrices.bfloat16()
-    tall = x.shape[1] > x.shape[2]
-    x = x.mT if tall else x
-    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    for _ in range(iterations):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
 
 
 def build_optimizers(model: LlamaForCausalLM, config: TrainConfig) -> list[torch.optim.Optimizer]:

@@ -20,8 +20,8 @@ from corpus import load_prompts
 from tokenizer import END_ID, read_documents
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-ROWS = {448: 12_000, 256: 24_000, 128: 40_000}
-SHARES = {"docstring": 0.7, "line": 0.2, "text": 0.1}
+ROWS = {448: 20_000, 256: 50_000, 128: 80_000}
+SHARES = {"docstring": 0.5, "line": 0.4, "text": 0.1}
 # Rows whose last tokens agree would get the same response.
 TAIL = 48
 SEED = 20_240

@@ -15,7 +15,9 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import multiprocessing
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -214,25 +216,29 @@ def plan(
     return jobs
 
 
-def generate_all(model: LlamaForCausalLM, args: argparse.Namespace) -> tuple[list[Sample], dict]:
-    """Answer every planned prompt, or what `--minutes` allows; returns samples and counts."""
+def answer_share(args: argparse.Namespace, worker: int, workers: int) -> tuple[list[Sample], int]:
+    """Answer every `workers`-th batch on device `worker`; returns samples and tokens generated.
+
+    Random numbers depend on the batch alone, not on the device that answers it.
+    """
+    device = torch.device(f"cuda:{worker}" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    model = load_target(args.target or args.data / "target", device)
     with np.load(args.data / "response_prompts.npz") as file:
         prompts = {name: file[name] for name in file.files}
     jobs = plan(prompts, args.temperatures, args.shares, args.seed)
     batches = [(name, first) for name in jobs for first in range(0, len(jobs[name][0]), args.batch)]
-    np.random.default_rng(args.seed).shuffle(batches)
     offsets = dict(zip(sorted(prompts), np.cumsum([0, *map(len, prompts.values())])))
     decoders: dict[str, StaticDecoder] = {}
     samples, generated, started = [], 0, time.perf_counter()
-    for done, (name, first) in enumerate(batches):
-        if args.minutes and time.perf_counter() - started > args.minutes * 60:
-            print(f"time is up after {done} of {len(batches)} batches", flush=True)
-            break
-        first = int(first)
+    for index in range(worker, len(batches), workers):
+        name, first = batches[index]
         if name not in decoders:
             width = prompts[name].shape[1]
             decoders[name] = StaticDecoder(model, args.batch, width, args.max_new)
         rows, temps = (part[first : first + args.batch] for part in jobs[name])
+        torch.manual_seed(args.seed * 100_003 + index)
         responses = decoders[name].generate(prompts[name][rows], temps)
         generated += sum(map(len, responses))
         for row, temp, response in zip(rows, temps, responses, strict=True):
@@ -242,8 +248,27 @@ def generate_all(model: LlamaForCausalLM, args: argparse.Namespace) -> tuple[lis
             looped = cut < len(response)
             samples.append(Sample(prompt, response[:cut], float(temp), order, looped))
         rate = generated / (time.perf_counter() - started)
-        print(f"batch {done + 1}/{len(batches)} {name}: {rate / 1e3:.1f}k tokens/s", flush=True)
-    return samples, {"generated": generated, "tokens_per_second": round(rate)}
+        print(
+            f"device {worker}, batch {index + 1}/{len(batches)} {name}: {rate / 1e3:.1f}k tokens/s",
+            flush=True,
+        )
+    return samples, generated
+
+
+def generate_all(args: argparse.Namespace) -> tuple[list[Sample], dict]:
+    """Answer every planned prompt, on all GPUs side by side; returns samples and counts."""
+    workers, started = max(1, torch.cuda.device_count()), time.perf_counter()
+    if workers == 1:
+        parts = [answer_share(args, 0, 1)]
+    else:
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
+            tasks = [pool.submit(answer_share, args, worker, workers) for worker in range(workers)]
+            parts = [task.result() for task in tasks]
+    samples = [sample for part, _ in parts for sample in part]
+    generated = sum(count for _, count in parts)
+    rate = round(generated / (time.perf_counter() - started))
+    return samples, {"generated": generated, "tokens_per_second": rate, "devices": workers}
 
 
 def write(samples: list[Sample], path: Path, metadata: dict) -> None:
@@ -293,14 +318,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, default=Path("build/pair"))
     parser.add_argument("--target", type=Path, help="default: target/ under --data")
     parser.add_argument("--out", type=Path, default=Path("build/pair"))
-    parser.add_argument("--temperatures", type=numbers, default=[0.0, 0.7, 0.8, 1.0])
+    parser.add_argument("--temperatures", type=numbers, default=[0.0, 0.7, 1.0])
     parser.add_argument(
-        "--shares", type=numbers, default=[1.0, 0.4, 0.3, 0.3], help="of the prompts, each"
+        "--shares", type=numbers, default=[1.0, 0.5, 0.3], help="of the prompts, each"
     )
     parser.add_argument("--max-new", type=int, default=256)
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--val", type=int, default=500, help="last samples, held back")
-    parser.add_argument("--minutes", type=float, help="start no batch after this long")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--show", action="store_true", help="print completions of a few probes")
     args = parser.parse_args()
@@ -315,11 +339,12 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     folder = args.target or args.data / "target"
-    torch.manual_seed(args.seed)
-    model = load_target(folder, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if args.show:
-        show(model, folder)
-    samples, summary = generate_all(model, args)
+        show(
+            load_target(folder, torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+            folder,
+        )
+    samples, summary = generate_all(args)
     # Shuffled by prompt, so that the held-back samples are like the rest but of other prompts.
     ranks = np.random.default_rng(args.seed).permutation(max(s.order for s in samples) + 1)
     samples.sort(key=lambda s: (ranks[s.order], s.temperature))
@@ -330,7 +355,8 @@ def main() -> None:
         "seed": args.seed,
         "max_new": args.max_new,
         "loop_ngram": LOOP_NGRAM,
-        "stop_id": model.config.eos_token_id,
+        "temperatures": args.temperatures,
+        "shares": args.shares,
     }
     split = max(1, len(samples) - args.val)
     args.out.mkdir(parents=True, exist_ok=True)

@@ -89,13 +89,16 @@ def test_training_learns_and_the_head_serves(
     )
 
 
-@pytest.mark.parametrize("method", [{"name": "peagle"}, {"name": "eagle3"}], ids=str)
+@pytest.mark.parametrize(
+    ("method", "optimizer"), [("peagle", "adamw"), ("eagle3", "adamw"), ("peagle", "muon")]
+)
 def test_resumed_run_equals_uninterrupted_run(
-    target_folder: Path, responses: Path, tmp_path: Path, method: dict[str, Any]
+    target_folder: Path, responses: Path, tmp_path: Path, method: str, optimizer: str
 ) -> None:
-    whole = make_config(target_folder, responses, tmp_path / "whole", method=method)
+    changes = {"method": {"name": method}, "optimizer": {"name": optimizer}}
+    whole = make_config(target_folder, responses, tmp_path / "whole", **changes)
     Trainer(whole).run()
-    halved = make_config(target_folder, responses, tmp_path / "halved", method=method)
+    halved = make_config(target_folder, responses, tmp_path / "halved", **changes)
 
     class Stop(Exception):
         pass

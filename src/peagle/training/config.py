@@ -90,8 +90,20 @@ class MethodSection(_Section):
 
 
 class OptimizerSection(_Section):
-    """AdamW with linear warm-up and linear decay to zero."""
+    """Linear warm-up, then linear decay to zero.
 
+    Attributes:
+        name: "adamw", or "muon" for the matrices of the layers with AdamW for all else.
+        steps: optimizer steps of the whole run.
+        learning_rate: the highest; with Muon updates have the size of AdamW's, so that its
+            rates are a good start.
+        warmup_ratio: share of the steps that warm up.
+        weight_decay: decoupled, on matrices only.
+        betas: of AdamW.
+        max_grad_norm: gradients are clipped to this norm.
+    """
+
+    name: Literal["adamw", "muon"] = "adamw"
     steps: int = Field(..., ge=1)
     learning_rate: float = Field(1e-4, gt=0)
     warmup_ratio: float = Field(0.01, ge=0, lt=1)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from peagle.errors import UserError
 
@@ -19,7 +20,7 @@ _OPTIMIZER = "optimizer."
 
 
 def save_state(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, facts: dict
+    folder: Path, model: nn.Module, optimizers: Sequence[Optimizer], step: int, facts: dict
 ) -> None:
     """Write a checkpoint beside the last one, then put it in its place.
 
@@ -30,9 +31,9 @@ def save_state(
     """
     tensors = {_WEIGHTS + n: p.detach().cpu().contiguous() for n, p in model.state_dict().items()}
     names = {id(p): n for n, p in model.named_parameters()}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            for key, value in optimizer.state.get(parameter, {}).items():
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
                 name = f"{_OPTIMIZER}{key}.{names[id(parameter)]}"
                 tensors[name] = value.detach().cpu().contiguous()
     partial = folder.with_name(folder.name + ".part")
@@ -55,9 +56,7 @@ def save_state(
     shutil.rmtree(previous, ignore_errors=True)
 
 
-def load_state(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, facts: dict
-) -> int:
+def load_state(folder: Path, model: nn.Module, optimizers: Sequence[Optimizer], facts: dict) -> int:
     """Put a checkpoint into model and optimizer; returns the step to go on from.
 
     Raises:
@@ -92,7 +91,10 @@ def load_state(
     except (SafetensorError, OSError) as error:
         raise UserError(f"The checkpoint {str(folder)!r} is not readable: {error}.") from None
     model.load_state_dict(weights)
-    for name, parameter in model.named_parameters():
-        if name in state:
-            optimizer.state[parameter] = state[name]
+    names = {id(p): n for n, p in model.named_parameters()}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if names[id(parameter)] in state:
+                    optimizer.state[parameter] = state[names[id(parameter)]]
     return record["step"]

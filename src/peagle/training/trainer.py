@@ -25,6 +25,7 @@ from peagle.training.element_attention import dense_attention, flex_attention
 from peagle.training.features import TargetStates, target_states
 from peagle.training.losses import AcceptanceMeter, draft_loss, greedy_match
 from peagle.training.methods import Graded, Method
+from peagle.training.optimizers import build_optimizers
 from peagle.training.provenance import provenance
 from peagle.training.state import load_state, save_state
 from peagle.training.vocabulary import vocabulary_report
@@ -108,14 +109,7 @@ class Trainer:
         flex = run.attention == "flex" or (run.attention == "auto" and suits_flex)
         self.method = Method(config.method, flex_attention if flex else dense_attention, flex=flex)
         self.draft_ids = self.drafter.target_ids() if self.drafter.config.is_pruned else None
-        trainable = [p for p in self.drafter.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(
-            trainable,
-            lr=config.optimizer.learning_rate,
-            betas=config.optimizer.betas,
-            weight_decay=config.optimizer.weight_decay,
-            fused=self.device.type == "cuda",
-        )
+        self.optimizers = build_optimizers(self.drafter, config.optimizer)
         self.step = 0
         self.stop_requested = False
         self.history: list[dict[str, Any]] = []
@@ -137,7 +131,7 @@ class Trainer:
         checkpoint = output / "checkpoint"
         output.mkdir(parents=True, exist_ok=True)
         if resume:
-            self.step = load_state(checkpoint, self.drafter, self.optimizer, self._facts())
+            self.step = load_state(checkpoint, self.drafter, self.optimizers, self._facts())
         elif checkpoint.exists():
             raise UserError(
                 f"{str(checkpoint)!r} holds an earlier run; go on with --resume or choose another "
@@ -158,7 +152,7 @@ class Trainer:
             if self.step % run.validate_every == 0 or self.step == steps:
                 self.validate()
             if self.step % run.save_every == 0 or self.step == steps or self.stop_requested:
-                save_state(checkpoint, self.drafter, self.optimizer, self.step, self._facts())
+                save_state(checkpoint, self.drafter, self.optimizers, self.step, self._facts())
                 save_head(self.drafter, self.target, output / "head", run.save_dtype)
             if self.stop_requested and self.step < steps:
                 raise TrainingStopped(self.step, steps)
@@ -181,16 +175,18 @@ class Trainer:
 
     def _train_step(self, batch: Batch, meter: AcceptanceMeter) -> torch.Tensor:
         options = self.config.optimizer
-        for group in self.optimizer.param_groups:
-            group["lr"] = self._learning_rate(self.step)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self._learning_rate(self.step)
         generator = torch.Generator(self.device)
         generator.manual_seed(self.config.run.seed * _COD_SEED + self.step)
         loss, weight = self._loss(batch, meter, generator, everything=False)
         mean = loss / weight
-        self.optimizer.zero_grad(set_to_none=True)
+        self.drafter.zero_grad(set_to_none=True)
         mean.backward()
         torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), options.max_grad_norm)
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         return mean.detach()
 
     def _loss(

@@ -1,0 +1,100 @@
+"""The optimizers of a head: AdamW, or Muon for the matrices of its layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from peagle.models.drafter import Drafter
+from peagle.training.config import OptimizerSection
+
+
+def build_optimizers(drafter: Drafter, section: OptimizerSection) -> list[Optimizer]:
+    """One optimizer for AdamW; for Muon a second one, which takes `fc` and the layers' matrices.
+
+    Embeddings, lm_head, mask_hidden and norms are always AdamW's. Weight decay is on matrices.
+    """
+    named = [(name, p) for name, p in drafter.named_parameters() if p.requires_grad]
+    hidden = [p for name, p in named if p.ndim == 2 and name.startswith(("fc.", "layers."))]
+    chosen = {id(p) for p in hidden} if section.name == "muon" else set()
+    rest = [p for _, p in named if id(p) not in chosen]
+    groups = [
+        {"params": [p for p in rest if p.ndim == 2], "weight_decay": section.weight_decay},
+        {"params": [p for p in rest if p.ndim != 2], "weight_decay": 0.0},
+    ]
+    fused = rest[0].device.type == "cuda"
+    optimizers: list[Optimizer] = [
+        torch.optim.AdamW(groups, lr=section.learning_rate, betas=section.betas, fused=fused)
+    ]
+    if chosen:
+        optimizers.append(Muon(hidden, lr=section.learning_rate, weight_decay=section.weight_decay))
+    return optimizers
+
+
+class Muon(Optimizer):
+    """Momentum orthogonalised by a quintic Newton-Schulz iteration (Jordan et al., 2024).
+
+    W <- (1 - lr * wd) * W - lr * 0.2 * sqrt(max(m, n)) * U, where U is about the polar factor of
+    the Nesterov momentum; the factor gives updates the usual RMS of AdamW's, so that both share
+    one learning rate (Liu et al., 2025). `torch.optim.Muon` walks matrix by matrix, thousands of
+    launches a step for a deep small model; here matrices of one shape are one batch.
+
+    Args:
+        params: matrices, each [m, n].
+        lr: learning rate.
+        momentum: of the running mean of the gradient.
+        weight_decay: decoupled, as AdamW's.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        lr: float,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One update of every matrix that has a gradient."""
+        for group in self.param_groups:
+            shapes: dict[torch.Size, list[Tensor]] = {}
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    shapes.setdefault(weight.shape, []).append(weight)
+            for weights in shapes.values():
+                self._step_same_shape(weights, group)
+
+    def _step_same_shape(self, weights: list[Tensor], group: dict) -> None:
+        grads = [weight.grad for weight in weights if weight.grad is not None]
+        for weight in weights:
+            if not self.state[weight]:
+                self.state[weight]["momentum"] = torch.zeros_like(weight)
+        momenta = [self.state[weight]["momentum"] for weight in weights]
+        torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
+        nesterov = torch._foreach_lerp(grads, momenta, group["momentum"])
+        updates = orthogonalize(torch.stack(nesterov)).to(weights[0].dtype)
+        rate = group["lr"] * 0.2 * math.sqrt(max(weights[0].shape))
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(weights, list(updates.unbind()), alpha=-rate)
+
+
+def orthogonalize(matrices_Nmn: Tensor, iterations: int = 5) -> Tensor:
+    """Each matrix [m, n] with its singular values pushed to about 1.
+
+    Computed in bfloat16 on a GPU, in the matrices' own type on a CPU, where bfloat16 is slow.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315  # coefficients of Jordan et al.
+    x = matrices_Nmn.bfloat16() if matrices_Nmn.is_cuda else matrices_Nmn
+    tall = x.shape[1] > x.shape[2]
+    x = x.mT if tall else x
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(iterations):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
