@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
+from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-BUNDLED = [BUNDLED_TARGET, BUNDLED_PEAGLE]
+BUNDLED = [BUNDLED_TARGET, BUNDLED_PEAGLE, BUNDLED_EAGLE3]
 
 
 def test_there_are_examples() -> None:
     assert EXAMPLES
 
 
-def test_the_bundled_target_and_its_head_are_there() -> None:
+def test_the_bundled_target_and_its_heads_are_there() -> None:
     assert all((folder / "config.json").is_file() for folder in BUNDLED)
 
 

@@ -74,6 +74,7 @@ def head_card(title: str, record: dict[str, Any], figures: list[dict[str, Any]])
         "data": f"{record['sequences']:,} responses of the target to prompts from its training "
         "packages, greedy and sampled",
         "steps": f"{record['steps']:,} ({record['epochs']:.1f} epochs)",
+        "note": record.get("note"),
         "depth trained": method["depth"],
         "validation loss": f"{validation['loss']:.4f} ({method['loss']})",
         "simulated acceptance length": f"{validation['acceptance_lengths'][6]:.3f} at K = 7, "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
@@ -179,11 +178,10 @@ def _models(
     """Names of the target and of the heads, these in the order in which they run."""
     if target is None:
         folder = options.target_or_bundled(None)
-        heads = {PEAGLE: draft or options.bundled(BUNDLED_PEAGLE)}
-        if eagle3 is None and not BUNDLED_EAGLE3.exists():
-            print("peagle: there is no bundled EAGLE-3 head yet; it is left out", file=sys.stderr)
-            return folder, heads
-        return folder, {EAGLE3: eagle3 or options.bundled(BUNDLED_EAGLE3), **heads}
+        return folder, {
+            EAGLE3: eagle3 or options.bundled(BUNDLED_EAGLE3),
+            PEAGLE: draft or options.bundled(BUNDLED_PEAGLE),
+        }
     if draft is None:
         raise UserError(f"--target {target!r} was given without --draft: name its P-EAGLE head.")
     return target, {EAGLE3: eagle3, PEAGLE: draft} if eagle3 else {PEAGLE: draft}
