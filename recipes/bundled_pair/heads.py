@@ -4,7 +4,7 @@ A trial of all runs together measures the pace; from it follow the steps that fi
 with them a learning-rate schedule that ends where the time does. With fewer GPUs than heads the
 runs share them, and take the longer for it.
 
-    python recipes/bundled_pair/heads.py --minutes 14 peagle.toml eagle3.toml eagle3_4l.toml
+    python recipes/bundled_pair/heads.py --minutes 7 peagle.toml eagle3.toml eagle3_4l.toml
 """
 
 from __future__ import annotations
