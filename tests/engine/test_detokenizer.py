@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from peagle.engine.detokenizer import IncrementalDetokenizer
@@ -29,7 +29,64 @@ def metaspace_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=core)
 
 
+def trained_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE whose tokens join bytes across the borders of characters."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330,
+        special_tokens=["<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    lines = ["the words and the emoji 👩‍👩‍👧👍🏽", "漢字漢字仮名 né é à", "    return 漢字 + é"]
+    core.train_from_iterator(lines * 5, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>")
+
+
+def fallback_tokenizer() -> PreTrainedTokenizerFast:
+    """As Llama 2: a mark for the space, put before the text too, and bytes for the rest."""
+    words = ["▁", "a", "b", "é", "▁a", "▁b", "ab", "\u0301", "\u200d"]
+    names = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    core = Tokenizer(
+        models.BPE(
+            vocab={name: i for i, name in enumerate(names)},
+            merges=[("▁", "a"), ("▁", "b"), ("a", "b")],
+            unk_token="<unk>",
+            byte_fallback=True,
+        )
+    )
+    core.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    core.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    core.add_special_tokens(["<unk>", "</s>"])
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
+
+
 METASPACE = metaspace_tokenizer()
+TRAINED = trained_tokenizer()
+FALLBACK = fallback_tokenizer()
+KINDS = {"trained": TRAINED, "fallback": FALLBACK, "metaspace": METASPACE, "bytes": BYTES}
+TEXTS = st.text(
+    st.one_of(
+        st.characters(codec="utf-8"), st.sampled_from("aab  \né漢字\u0301\u200d👩👧👍🏽\ufffd▁")
+    ),
+    max_size=30,
+)
+STEPS = st.lists(st.integers(0, 6), max_size=60)
+
+
+def fallback_bytes(data: bytes) -> list[int]:
+    return [2 + byte for byte in data]
 
 
 def cut(token_ids: list[int], seed: int) -> list[list[int]]:
@@ -94,10 +151,10 @@ def test_a_character_appears_when_its_last_byte_does(character: str) -> None:
     assert len(chunks) == len(token_ids)
 
 
-def test_a_step_that_ends_inside_a_character_waits_for_the_rest() -> None:
+def test_only_the_character_that_a_step_cuts_waits_for_the_rest() -> None:
     token_ids = BYTES.encode("né€!")  # 1, 2, 3 and 1 bytes
     steps = [token_ids[:2], token_ids[2:5], token_ids[5:6], token_ids[6:]]
-    assert chunks_of(BYTES, steps) == ["", "", "né€", "!"]
+    assert chunks_of(BYTES, steps) == ["n", "é", "€", "!"]
 
 
 def test_an_incomplete_end_is_released_when_final() -> None:
@@ -123,6 +180,87 @@ def test_spaces_between_words_survive_the_cuts(token_ids: list[int], seed: int) 
     special tokens.
     """
     assert "".join(chunks_of(METASPACE, cut(token_ids, seed))) == decode(METASPACE, token_ids)
+
+
+def stream(
+    tokenizer: PreTrainedTokenizerBase, token_ids: list[int], sizes: list[int]
+) -> IncrementalDetokenizer:
+    """Token ids in steps of `sizes`, the rest in the last; the text must grow by the chunks."""
+    detokenizer, shown = IncrementalDetokenizer(tokenizer), ""
+    rest = token_ids
+    for size in sizes:
+        step, rest = rest[:size], rest[size:]
+        shown += detokenizer.add(step)
+        assert detokenizer.text == shown
+        assert decode(tokenizer, token_ids).startswith(shown)
+    shown += detokenizer.add(rest, final=True)
+    assert detokenizer.text == shown
+    return detokenizer
+
+
+@pytest.mark.parametrize("kind", ["trained", "fallback"])
+@settings(deadline=None, max_examples=200)
+@given(text=TEXTS, sizes=STEPS)
+def test_any_cut_gives_the_text_of_decoding_at_once(kind: str, text: str, sizes: list[int]) -> None:
+    tokenizer = KINDS[kind]
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    detokenizer = stream(tokenizer, token_ids, sizes)
+    assert detokenizer.text == decode(tokenizer, token_ids)
+    if "▁" not in text:
+        assert detokenizer.text == text
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@settings(deadline=None, max_examples=200)
+@given(data=st.data(), sizes=STEPS)
+def test_any_tokens_in_any_cut_give_the_text_of_decoding_at_once(
+    kind: str, data: st.DataObject, sizes: list[int]
+) -> None:
+    """Also invalid bytes, special tokens between bytes, and ids outside the vocabulary."""
+    tokenizer = KINDS[kind]
+    ids = st.integers(0, len(tokenizer) + 3)
+    if kind == "fallback":
+        few = [*fallback_bytes(b"\xc3\xa9\xff\xe6\xbc\xa2 a"), 0, 1, 258, 259, 262]
+        ids = st.one_of(ids, st.sampled_from(few))
+    token_ids = data.draw(st.lists(ids, max_size=60))
+    assert stream(tokenizer, token_ids, sizes).text == decode(tokenizer, token_ids)
+
+
+def test_byte_tokens_come_out_when_their_run_ends() -> None:
+    """A later byte of the run could still make U+FFFD of all of it."""
+    a, b = FALLBACK.convert_tokens_to_ids(["a", "b"])
+    steps = [[a], fallback_bytes("é".encode()), [b]]
+    assert chunks_of(FALLBACK, steps, final=False) == ["a", "", "éb"]
+    steps = [[a], fallback_bytes("é".encode()), fallback_bytes(b"\xff"), [b]]
+    assert chunks_of(FALLBACK, steps) == ["a", "", "", 3 * INCOMPLETE + "b"]
+
+
+def test_bytes_cut_by_a_special_token_are_one_character() -> None:
+    first, second = fallback_bytes("é".encode())
+    assert chunks_of(FALLBACK, [[first], [1], [second]]) == ["", "", "é"]
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("token_id", [0, 5, 201, 257, 10_000])
+def test_the_same_token_for_ever_costs_no_more_each_time(
+    kind: str, token_id: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Invalid bytes, special tokens and padding rows too."""
+    if kind == "metaspace":
+        token_id = min(token_id, 6)
+    detokenizer, decoded = IncrementalDetokenizer(KINDS[kind]), []
+    inner = detokenizer._decode
+
+    def counting(token_ids: list[int]) -> str:
+        decoded.append(len(token_ids))
+        return inner(token_ids)
+
+    monkeypatch.setattr(detokenizer, "_decode", counting)
+    for _ in range(300):
+        detokenizer.add([token_id])
+    assert max(decoded) < 40
+    detokenizer.add([], final=True)
+    assert detokenizer.text == decode(KINDS[kind], [token_id] * 300)
 
 
 def test_the_cost_does_not_grow_with_the_output(

@@ -2,43 +2,93 @@
 
 from __future__ import annotations
 
+import re
+
 from transformers import PreTrainedTokenizerBase
 
-_INCOMPLETE = "\ufffd"
+_REPLACEMENT = "\ufffd"
+_FALLBACK_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+# Invalid bytes may go on for ever; beyond so many tokens only the last few stay in the window. Four
+# characters of it are enough: a UTF-8 decoder that starts anywhere is in step after three bytes.
+_MAX_UNSETTLED, _KEPT_UNSETTLED, _IN_STEP = 32, 8, 4
 
 
 class IncrementalDetokenizer:
     """Turns a growing list of tokens into a growing text.
 
-    Only the tokens since the last safe point are decoded anew, so the cost does not grow with the
-    output. Text that ends in an incomplete UTF-8 character is held back until it is whole.
+    The text is that of decoding all tokens at once, however they are cut into steps, and is only
+    ever appended to. Only the tokens since the last safe point are decoded anew, so the cost does
+    not grow with the output. Two things are held back until a later token settles them:
+
+    - an incomplete UTF-8 character of a byte-level tokenizer;
+    - a run of byte tokens (`<0xE6>`) of a byte-fallback tokenizer: one invalid byte turns all
+      characters of its run, also the whole ones, into U+FFFD.
 
     Args:
         tokenizer: of the model; special tokens are left out of the text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.text = ""
         self._tokenizer = tokenizer
-        self._token_ids: list[int] = []
-        # Tokens before `_shown` are in `text`; decoding starts at `_context`, a little earlier,
-        # because some tokenizers write a token differently at the beginning of a text.
-        self._context = 0
-        self._shown = 0
+        self._skipped_ids = _special_ids(tokenizer)
+        self._pieces: list[str] = []
+        # The window: `_num_context` tokens whose text is out already, because some tokenizers write
+        # a token differently at the beginning of a text; then new ones, of which those after
+        # `_num_ready` are an open run of byte tokens.
+        self._window: list[int] = []
+        self._num_context = 0
+        self._num_ready = 0
+        self._num_shown = 0  # characters of the window's text that are out
+
+    @property
+    def text(self) -> str:
+        """All text given out so far."""
+        return "".join(self._pieces)
 
     def add(self, token_ids: list[int], *, final: bool = False) -> str:
         """Add tokens and return the new text, which may be empty; `final` releases all of it."""
-        self._token_ids += token_ids
-        before = self._decode(self._token_ids[self._context : self._shown])
-        now = self._decode(self._token_ids[self._context :])
-        if now.endswith(_INCOMPLETE) and not final:
-            return ""
-        new = now[len(before) :]
-        # Tokens without text (special ones) are no context: a word after them would lose its space.
+        self._take(token_ids)
+        if final:
+            self._num_ready = len(self._window)
+        text = self._decode(self._window[: self._num_ready])
+        # Bytes that may yet become a character are one U+FFFD, the last.
+        incomplete = text.endswith(_REPLACEMENT) and not final
+        settled = text[:-1] if incomplete else text
+        new = settled[self._num_shown :]
+        self._num_shown = max(self._num_shown, len(settled))
+        if incomplete:
+            self._shorten()
+        elif new:
+            # A token without text of its own is no context: a word after it would lose its space.
+            self._move_window(self._num_context)
         if new:
-            self._context, self._shown = self._shown, len(self._token_ids)
-            self.text += new
+            self._pieces.append(new)
         return new
+
+    def _take(self, token_ids: list[int]) -> None:
+        for token_id in token_ids:
+            token = self._tokenizer.convert_ids_to_tokens(token_id)
+            # None: a padding row of the embedding, without an entry in the vocabulary.
+            if token is None or token_id in self._skipped_ids:
+                continue
+            self._window.append(token_id)
+            if not _FALLBACK_BYTE.fullmatch(str(token)):
+                self._num_ready = len(self._window)
+
+    def _move_window(self, start: int) -> None:
+        """Let the ready tokens from `start` on be the context of what follows."""
+        del self._window[:start]
+        self._num_ready -= start
+        self._num_context = self._num_ready
+        self._num_shown = len(self._decode(self._window[: self._num_ready]))
+
+    def _shorten(self) -> None:
+        if self._num_ready <= _MAX_UNSETTLED:
+            return
+        start = self._num_ready - _KEPT_UNSETTLED
+        if len(self._decode(self._window[start : self._num_ready])) >= _IN_STEP:
+            self._move_window(start)
+            self._num_shown -= 1  # the last U+FFFD stays open
 
     def _decode(self, token_ids: list[int]) -> str:
         text = self._tokenizer.decode(
@@ -46,3 +96,11 @@ class IncrementalDetokenizer:
         )
         assert isinstance(text, str)
         return text
+
+
+def _special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Tokens that decoding leaves out: the backend goes by its own flag, not by the named ones."""
+    if not tokenizer.is_fast:
+        return frozenset(tokenizer.all_special_ids)
+    added = tokenizer.added_tokens_decoder
+    return frozenset(token_id for token_id, token in added.items() if token.special)
