@@ -31,6 +31,7 @@ RANKS = {
     "attention": 1,
     "kernels": 0,
     "bundled": 0,
+    "chat": 0,
     "config": 0,
     "environment": 0,
     "errors": 0,

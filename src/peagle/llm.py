@@ -9,6 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from peagle.bundled import BUNDLED_TARGET
+from peagle.chat import (
+    ChatMessage,
+    Message,
+    opens_thinking,
+    render_chat,
+    split_thinking,
+    with_answer,
+)
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine import LLMEngine, SpeculationStats
 from peagle.engine import Sequence as EngineSequence
@@ -75,6 +83,23 @@ class StreamChunk:
     num_accepted: int
     num_drafted: int
     output: RequestOutput | None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOutput:
+    """The answer to a conversation.
+
+    Attributes:
+        answer: what the model said, without its reasoning.
+        reasoning: what stood between the thinking markers, "" if it did not think.
+        messages: the conversation with the answer as its last message: the next turn goes on here.
+        output: the request as `generate` gives it.
+    """
+
+    answer: str
+    reasoning: str
+    messages: list[dict[str, Any]]
+    output: RequestOutput
 
 
 class LLM:
@@ -205,6 +230,54 @@ class LLM:
         finally:
             for _, sequence, _ in running.values():
                 self.engine.cancel(sequence)
+
+    def chat(
+        self,
+        conversations: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **template_options: Any,
+    ) -> list[ChatOutput]:
+        """Answer conversations, batched together.
+
+        Args:
+            conversations: one list of messages, or several; a message is a `ChatMessage` or a
+                mapping with role and content.
+            params: for all of them, or one each.
+            **template_options: `chat_template`, `thinking`, `continue_final_message`,
+                `template_kwargs`, `tools`, ... as `peagle.chat.render_chat` has them.
+
+        Returns:
+            one answer a conversation, in order.
+
+        Raises:
+            UserError: a conversation, the template or an option of it is not usable; nothing is
+                generated then.
+        """
+        if conversations and isinstance(conversations[0], ChatMessage | Mapping):
+            conversations = [conversations]  # type: ignore[list-item]
+        chats: Sequence[Sequence[Message]] = conversations  # type: ignore[assignment]
+        prompts = []
+        for index, messages in enumerate(chats):
+            try:
+                prompts.append(render_chat(self.tokenizer, messages, **template_options))
+            except UserError as error:
+                which = f"Conversation {index + 1} of {len(chats)}"
+                raise UserError(f"{which}: {error}") from None
+        return [
+            self._chat_output(messages, prompt, output)
+            for messages, prompt, output in zip(
+                chats, prompts, self.generate(prompts, params), strict=True
+            )
+        ]
+
+    def _chat_output(
+        self, messages: Sequence[Message], prompt: list[int], output: RequestOutput
+    ) -> ChatOutput:
+        opened = opens_thinking(self.tokenizer, prompt)
+        reasoning, answer = split_thinking(output.text, opened=opened)
+        return ChatOutput(
+            answer, reasoning, with_answer(messages, output.text, opened=opened), output
+        )
 
     def _add(self, prompt: Prompt, params: SamplingParams, which: str) -> EngineSequence:
         try:

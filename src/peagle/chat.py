@@ -1,0 +1,381 @@
+"""Conversations to prompts: chat templates, thinking mode, and answers back into conversations.
+
+Templates come with models and are untrusted. Here they are parsed, to see which variables they
+read; only the sandboxed renderer of transformers runs them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.nodes
+import jinja2.sandbox
+from jinja2.parser import Parser
+from transformers import PreTrainedTokenizerBase
+
+from peagle.errors import UserError
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+THINKING_VARIABLES = ("enable_thinking", "thinking")
+
+_FILE_SUFFIXES = (".jinja", ".jinja2", ".j2")
+# What the renderer itself gives to a template, and so no option of the template.
+_RENDERER_NAMES = {"messages", "raise_exception", "strftime_now"} | set(
+    inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+) - {"documents"}
+_RENDER_ERRORS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    RecursionError,
+    ImportError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One message of a conversation.
+
+    Attributes:
+        role: "system", "user", "assistant", or another one that the template knows.
+        content: text, or a list of `{"type": "text", "text": ...}` parts, as in the OpenAI API.
+    """
+
+    role: str
+    content: str | Sequence[Mapping[str, Any]]
+
+
+Message = ChatMessage | Mapping[str, Any]
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    *,
+    chat_template: str | Path | None = None,
+    thinking: bool | None = None,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool = False,
+    template_kwargs: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> list[int]:
+    """Token ids of a conversation, ready for the model to answer.
+
+    Args:
+        tokenizer: of the model.
+        messages: the conversation; other keys of a mapping than role and content reach the
+            template as they are. Text parts are joined by newlines.
+        chat_template: None takes the tokenizer's own; else a path to a .jinja file, a Jinja
+            template, or the name of one of the tokenizer's named templates.
+        thinking: None leaves the template's default; True and False set `enable_thinking` and
+            `thinking`, whichever the template reads.
+        add_generation_prompt: end with the opening of an assistant message; None does so unless
+            `continue_final_message`.
+        continue_final_message: leave the final message open, for the model to go on with.
+        template_kwargs: further variables of the template.
+        tools: JSON schemas of functions, for templates that read `tools`.
+
+    Raises:
+        UserError: the template is unknown, does not parse or refuses the messages; a message is
+            malformed; an option would have no effect on this template.
+    """
+    source = resolve_chat_template(tokenizer, chat_template, with_tools=bool(tools))
+    variables = _variables(source)
+    if add_generation_prompt is None:
+        add_generation_prompt = not continue_final_message
+    conversation = _checked_messages(messages, source)
+    _check_end(conversation, add_generation_prompt, continue_final_message)
+    options = _template_options(variables, thinking, template_kwargs or {})
+    if tools and "tools" not in variables:
+        raise UserError(
+            f"{len(tools)} tools were given, and the chat template does not read tools; leave them "
+            "out, or pass chat_template, one that does."
+        )
+    try:
+        token_ids: Any = tokenizer.apply_chat_template(
+            conversation,
+            tools=[dict(tool) for tool in tools] if tools else None,
+            chat_template=source,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tokenize=True,
+            return_dict=False,
+            **options,
+        )
+    except _RENDER_ERRORS as error:
+        raise UserError(
+            f"The chat template cannot render these {len(conversation)} messages: {error}. Change "
+            "the messages accordingly, or pass another chat_template."
+        ) from error
+    if not token_ids:
+        raise UserError(
+            f"The chat template renders these {len(conversation)} messages as an empty prompt; "
+            "pass another chat_template."
+        )
+    return list(token_ids)
+
+
+# ---- templates ------------------------------------------------------------------------------
+
+
+def resolve_chat_template(
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template: str | Path | None = None,
+    *,
+    with_tools: bool = False,
+) -> str:
+    """The Jinja source that `chat_template` means; see `render_chat`.
+
+    Raises:
+        UserError: it means none, naming the value and the templates that exist.
+    """
+    own: Any = getattr(tokenizer, "chat_template", None)
+    named: dict[str, str] = own if isinstance(own, dict) else {}
+    if chat_template is None:
+        return _default_template(own, named, with_tools)
+    if not isinstance(chat_template, str | Path) or not str(chat_template).strip():
+        raise UserError(f"The chat template is {chat_template!r}; expected {_choices(named)}.")
+    if str(chat_template) in named:
+        return named[str(chat_template)]
+    if isinstance(chat_template, str) and ("{{" in chat_template or "{%" in chat_template):
+        return chat_template
+    if isinstance(chat_template, Path) or chat_template.endswith(_FILE_SUFFIXES):
+        return _read_template(Path(chat_template))
+    raise UserError(f"Unknown chat template {chat_template!r}; expected {_choices(named)}.")
+
+
+def _default_template(own: Any, named: Mapping[str, str], with_tools: bool) -> str:
+    if isinstance(own, str) and own:
+        return own
+    for name in ("tool_use", "default") if with_tools else ("default",):
+        if name in named:
+            return named[name]
+    if named:
+        raise UserError(
+            "The tokenizer has several chat templates and none is the default; pass chat_template, "
+            f"one of: {', '.join(sorted(named))}."
+        )
+    raise UserError(
+        "The tokenizer has no chat template, as is usual for a base model; pass chat_template (a "
+        ".jinja file or a Jinja template), or use generate with a plain prompt."
+    )
+
+
+def _choices(named: Mapping[str, str]) -> str:
+    names = f"one of the tokenizer's ({', '.join(sorted(named))})" if named else ""
+    ways = [names, "a path to a .jinja file", "a Jinja template, with '{{' or '{%'"]
+    note = "" if named else "; this tokenizer has no named templates, None takes its own if any"
+    return " or ".join(way for way in ways if way) + note
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(
+            f"The chat template file {str(path)!r} cannot be read: {reason}. Expected a Jinja "
+            "template in UTF-8; check the path."
+        ) from None
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %}` marks the model's words in a template; here it is only its content."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@lru_cache(maxsize=16)
+def _variables(source: str) -> frozenset[str]:
+    """Names that the template reads and does not define itself."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
+    )
+    try:
+        return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
+    except jinja2.TemplateSyntaxError as error:
+        raise UserError(
+            f"The chat template does not parse: line {error.lineno}: {error.message}. Correct it, "
+            "or pass another chat_template."
+        ) from None
+
+
+def _template_options(
+    variables: frozenset[str], thinking: bool | None, template_kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Variables for the template, each of which it reads."""
+    options = dict(template_kwargs)
+    known = variables - _RENDERER_NAMES - set(jinja2.sandbox.SandboxedEnvironment().globals)
+    for name in options:
+        if name not in known:
+            names = ", ".join(sorted(known)) or "none"
+            raise UserError(
+                f"The chat template has no option {name!r}, so {options[name]!r} would have no "
+                f"effect; it reads: {names}. Leave {name!r} out of template_kwargs."
+            )
+    if thinking is None:
+        return options
+    if not isinstance(thinking, bool):
+        raise UserError(f"thinking is {thinking!r}; expected True, False or None.")
+    switches = [name for name in THINKING_VARIABLES if name in known]
+    if not switches:
+        raise UserError(
+            f"thinking is {thinking}, and the chat template has no thinking mode to set (it reads "
+            f"neither {' nor '.join(THINKING_VARIABLES)}); leave thinking out."
+        )
+    if twice := [name for name in switches if name in options]:
+        raise UserError(
+            f"thinking is {thinking}, and template_kwargs has {twice[0]!r}: "
+            f"{options[twice[0]]!r}; give one of them."
+        )
+    return {**options, **dict.fromkeys(switches, thinking)}
+
+
+# ---- messages -------------------------------------------------------------------------------
+
+
+def _checked_messages(messages: Any, source: str = "") -> list[dict[str, Any]]:
+    """The conversation as dictionaries with text content; `source` may name further roles."""
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise UserError(f"The messages are {messages!r}; expected a list of messages.")
+    if not messages:
+        raise UserError("The list of messages is empty; expected at least one message.")
+    return [
+        _checked_message(message, f"Message {number} of {len(messages)}", source)
+        for number, message in enumerate(messages, 1)
+    ]
+
+
+def _checked_message(message: Any, which: str, source: str) -> dict[str, Any]:
+    if isinstance(message, ChatMessage):
+        message = {"role": message.role, "content": message.content}
+    if not isinstance(message, Mapping):
+        raise UserError(f"{which} is {message!r}; expected an object with role and content.")
+    role, content = message.get("role"), message.get("content")
+    # A role that the template spells out is fine too; a misspelt one most templates let through.
+    if not isinstance(role, str) or (
+        role not in ROLES and f"'{role}'" not in source and f'"{role}"' not in source
+    ):
+        raise UserError(f"{which} has the role {role!r}; expected one of: {', '.join(ROLES)}.")
+    if content is None and not (role == "assistant" and message.get("tool_calls")):
+        raise UserError(f"{which} ({role}) has no content; expected text.")
+    checked = {key: value for key, value in message.items() if key != "content"}
+    return checked if content is None else {**checked, "content": _text_of(content, which)}
+
+
+def _text_of(content: Any, which: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise UserError(f"{which} has the content {content!r}; expected text or text parts.")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind != "text":
+            raise UserError(
+                f"{which} has a part of type {kind!r}; peagle reads text only, expected "
+                '{"type": "text", "text": ...}.'
+            )
+        if not isinstance(part.get("text"), str):
+            raise UserError(f"{which} has a text part with the text {part.get('text')!r}.")
+        texts.append(part["text"])
+    if not texts:
+        raise UserError(f"{which} has an empty list of parts as content; expected text.")
+    return "\n".join(texts)
+
+
+def _check_end(conversation: list[dict[str, Any]], add_prompt: bool, continues: bool) -> None:
+    if add_prompt and continues:
+        raise UserError(
+            "add_generation_prompt and continue_final_message are both True; the prompt ends "
+            "either in a new assistant message or in the final one. Leave one out."
+        )
+    if add_prompt and conversation[-1]["role"] == "assistant":
+        raise UserError(
+            "The final message is the assistant's, and the answer would be a second one after it; "
+            "set continue_final_message to go on with it, or add a user message."
+        )
+
+
+# ---- answers --------------------------------------------------------------------------------
+
+
+def split_thinking(
+    text: str, start: str = "<think>", end: str = "</think>", *, opened: bool | None = None
+) -> tuple[str, str]:
+    """Split an output into (reasoning, answer); either may be "".
+
+    Reasoning comes first or not at all: a `start` further on is part of the answer. Reasoning that
+    was cut off before `end` leaves no answer. Newlines around the markers are dropped.
+
+    Args:
+        text: what the model wrote.
+        start: opens reasoning.
+        end: closes it.
+        opened: the prompt ended with `start` already (see `opens_thinking`); None assumes so if
+            the text has `end` and does not begin with `start`.
+    """
+    body = text.lstrip()
+    if body.startswith(start):
+        body = body[len(start) :]
+    elif opened is False or (opened is None and end not in text):
+        return "", text
+    reasoning, _, answer = body.partition(end)
+    return reasoning.strip(), answer.lstrip("\n")
+
+
+def opens_thinking(
+    tokenizer: PreTrainedTokenizerBase, prompt_token_ids: Sequence[int], start: str = "<think>"
+) -> bool:
+    """Whether a prompt ends by opening the reasoning, so that the output begins inside it."""
+    # A marker is at most one token a byte.
+    tail = list(prompt_token_ids[-len(start.encode()) - 8 :])
+    text: Any = tokenizer.decode(tail, skip_special_tokens=False)
+    return text.rstrip().endswith(start)
+
+
+def with_answer(
+    messages: Sequence[Message],
+    text: str,
+    *,
+    start: str = "<think>",
+    end: str = "</think>",
+    opened: bool | None = None,
+) -> list[dict[str, Any]]:
+    """The conversation with the model's output added, without its reasoning, for the next turn.
+
+    After an assistant message (`continue_final_message`) the output goes on with that message.
+    Arguments are those of `split_thinking`; `messages` is left as it is.
+
+    Raises:
+        UserError: a message is malformed.
+    """
+    # Roles were checked against the template when the prompt was made.
+    roles = "".join(f"'{_role_of(message)}'" for message in messages)
+    conversation = _checked_messages(messages, roles)
+    last = conversation[-1]
+    if last["role"] != "assistant":
+        _, answer = split_thinking(text, start, end, opened=opened)
+        return [*conversation, {"role": "assistant", "content": answer}]
+    before = last.get("content", "")
+    _, answer = split_thinking(before + text, start, end, opened=opened)
+    return [*conversation[:-1], {**last, "content": answer}]
+
+
+def _role_of(message: Any) -> Any:
+    return message.get("role") if isinstance(message, Mapping) else getattr(message, "role", None)
