@@ -17,6 +17,7 @@ DraftSampling = Literal["argmax", "probabilistic"]
 
 MAX_SPECULATIVE_TOKENS = 64
 MAX_SEED = 2**63 - 1
+MAX_STOP_STRINGS = 64
 
 # Keys of vLLM that concern how it runs, not what it drafts: accepted with the values for which this
 # engine does the same.
@@ -56,6 +57,8 @@ class SamplingParams:
         top_p: keep the smallest set of most likely tokens whose probabilities sum to top_p.
         seed: the same seed gives the same output for the same K, head, dtype and backend,
             whatever else is in the batch; None draws a fresh one from the engine's seed.
+        stop: strings that end the output and are left out of its text, at most 64; one string
+            stands for a list of one.
         stop_token_ids: token ids that end the output, beside the model's own end-of-text ids.
         ignore_eos: generate on past the model's own end-of-text ids.
 
@@ -68,10 +71,12 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     seed: int | None = None
+    stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        self._check_stop()
         _require(
             isinstance(self.stop_token_ids, Sequence | Set),
             "stop_token_ids",
@@ -113,6 +118,21 @@ class SamplingParams:
             _require(
                 _is_int(token) and token >= 0, "stop_token_ids", token, "token ids of at least 0"
             )
+
+    def _check_stop(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        _require(isinstance(stop, Sequence | Set), "stop", stop, "a string or a list of strings")
+        stop = tuple(stop)
+        for one in stop:
+            _require(isinstance(one, str) and bool(one), "stop", one, "strings that are not empty")
+        _require(
+            len(stop) <= MAX_STOP_STRINGS,
+            "stop",
+            f"{len(stop)} strings",
+            f"at most {MAX_STOP_STRINGS}",
+            "Look for others in the finished text.",
+        )
+        object.__setattr__(self, "stop", stop)
 
     @property
     def is_greedy(self) -> bool:

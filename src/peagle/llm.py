@@ -20,8 +20,8 @@ from peagle.chat import (
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine import LLMEngine, SpeculationStats
 from peagle.engine import Sequence as EngineSequence
-from peagle.engine.detokenizer import IncrementalDetokenizer
 from peagle.engine.engine import resolve_device, resolve_dtype
+from peagle.engine.output_text import OutputText
 from peagle.errors import UserError
 from peagle.models.loading import resolve_model, with_local_head
 from peagle.models.target import TargetModel, load_tokenizer
@@ -34,8 +34,8 @@ class RequestOutput:
     """A finished request.
 
     Attributes:
-        text: the output, without the end-of-text token.
-        token_ids: output tokens, the stop token included.
+        text: the output, without the end-of-text token or the stop string.
+        token_ids: output tokens, the stop token or those of the stop string included.
         prompt_token_ids: the prompt as the model read it.
         finish_reason: "stop" or "length".
         stats: drafts made and accepted.
@@ -204,26 +204,26 @@ class LLM:
                 "another LLM on the same model."
             )
         start = time.perf_counter()
-        running: dict[int, tuple[int, EngineSequence, IncrementalDetokenizer]] = {}
+        running: dict[int, tuple[int, EngineSequence, OutputText]] = {}
         try:
             for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
                 sequence = self._add(prompt, one, f"Prompt {index + 1} of {len(prompts)}")
-                running[sequence.seq_id] = (index, sequence, IncrementalDetokenizer(self.tokenizer))
+                running[sequence.seq_id] = (index, sequence, OutputText(self.tokenizer, one.stop))
             while running:
                 for step in self.engine.step():
-                    index, sequence, detokenizer = running[step.sequence.seq_id]
-                    text = detokenizer.add(step.new_token_ids, final=sequence.is_finished)
+                    index, sequence, written = running[step.sequence.seq_id]
+                    new = written.add(step.new_token_ids, final=sequence.is_finished)
+                    if new.stopped:
+                        self.engine.stop(sequence, len(step.new_token_ids) - new.num_tokens)
                     output = None
                     if sequence.is_finished:
                         del running[sequence.seq_id]
-                        output = self._output(
-                            sequence, detokenizer.text, time.perf_counter() - start
-                        )
+                        output = self._output(sequence, written.text, time.perf_counter() - start)
                     yield StreamChunk(
                         index,
-                        text,
-                        step.new_token_ids,
-                        step.num_accepted,
+                        new.text,
+                        step.new_token_ids[: new.num_tokens],
+                        min(step.num_accepted, new.num_tokens),
                         step.num_drafted,
                         output,
                     )

@@ -241,3 +241,18 @@ def test_nothing_is_generated_when_one_prompt_is_too_long(
     result = peagle("generate", *pair.options, "--prompts", path)
     assert (result.status, result.out) == (2, "")
     assert "Prompt 21 of 21: The prompt has 3000 tokens" in result.err
+
+
+def test_stop_strings_end_the_output(peagle: Peagle, pair: Pair) -> None:
+    call = ("generate", *pair.options, "--prompt", "hello", "--format", "json")
+    whole = json.loads(peagle(*call).out)["text"]
+    stop = next(c for c in whole[1:] if c != "\ufffd")
+    result = json.loads(peagle(*call, "--stop", "never there", "--stop", stop).out)
+    assert result["finish_reason"] == "stop"
+    assert result["text"] == whole[: whole.index(stop)]
+
+
+def test_an_empty_stop_string_is_a_mistake(peagle: Peagle, pair: Pair) -> None:
+    result = peagle("generate", *pair.options, "--prompt", "hello", "--stop", "")
+    assert (result.status, result.out) == (2, "")
+    assert "stop is ''; expected strings that are not empty" in result.err

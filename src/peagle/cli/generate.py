@@ -142,6 +142,13 @@ def generate(
             rich_help_panel=options.SAMPLING,
         ),
     ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Text that ends the output and is left out of it; may be given several times.",
+            rich_help_panel=options.SAMPLING,
+        ),
+    ] = None,
     dtype: options.DType = None,
     device: options.Device = None,
     max_num_seqs: Annotated[
@@ -194,6 +201,7 @@ def generate(
         "sampling.top_k": top_k,
         "sampling.top_p": top_p,
         "sampling.seed": seed,
+        "sampling.stop": stop or None,
     }
     settings = Settings(
         *([] if config is None else [file_layer(config)]),

@@ -156,6 +156,11 @@ class LLMEngine:
         """Stop a sequence and free what it holds; finished ones are left alone."""
         self.scheduler.cancel(sequence)
 
+    def stop(self, sequence: Sequence, num_surplus: int) -> None:
+        """End a sequence at a stop string: drop its last `num_surplus` tokens, free its blocks."""
+        self.cancel(sequence)
+        sequence.trim(num_surplus)
+
     def _claim_target(self) -> None:
         """Give the target this engine's KV caches, taps and context; another may have used it."""
         if self.target.kv_caches is not self._target_caches:

@@ -123,3 +123,8 @@ class Sequence:
                 self.status = SequenceStatus.FINISHED
                 break
         return kept
+
+    def trim(self, num_surplus: int) -> None:
+        """Drop the last tokens of a finished output, those after a stop string."""
+        del self.output_token_ids[len(self.output_token_ids) - num_surplus :]
+        self.finish_reason = "stop"
