@@ -15,9 +15,7 @@ import hashlib
 import json
 import lzma
 import math
-import platform
 import shutil
-import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -26,9 +24,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from peagle.environment import environment
 from peagle.training.optimizers import Muon
 
 HERE = Path(__file__).parent
@@ -256,26 +254,14 @@ def save(model: LlamaForCausalLM, data: Path, folder: Path) -> str:
     return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
 
-def commit() -> str | None:
-    """The checkout's commit, or None outside a repository."""
-    command = ["git", "-C", str(HERE), "rev-parse", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
 def provenance() -> dict:
-    cuda = torch.cuda.is_available()
+    facts = environment(torch.device("cuda") if torch.cuda.is_available() else None)
+    on_gpu = facts["device"] != "cpu"
     return {
-        "hardware": torch.cuda.get_device_name() if cuda else f"CPU {platform.machine()}",
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        "hardware": facts["device"] if on_gpu else facts["cpu"],
+        "versions": {name: facts[name] for name in ("python", "torch", "transformers")},
         "command": " ".join(["python", "recipes/bundled_pair/pretrain.py", *sys.argv[1:]]),
-        "commit": commit(),
+        "commit": facts["commit"],
     }
 
 
