@@ -18,6 +18,14 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from peagle.kernels.logits import (
+    apply_masks,
+    apply_penalties,
+    apply_probability_filters,
+    min_p_mask,
+    process_logits,
+    typical_p_mask,
+)
+from peagle.kernels.logits_rules import (
     AllowedTokens,
     BadWords,
     LogitBias,
@@ -25,13 +33,7 @@ from peagle.kernels.logits import (
     MinTokens,
     TokenCounts,
     VerificationRows,
-    apply_masks,
-    apply_penalties,
-    apply_probability_filters,
     context_tails,
-    min_p_mask,
-    process_logits,
-    typical_p_mask,
 )
 from peagle.kernels.random import Purpose, uniform
 from peagle.kernels.sampling import probs_from_logits, sample_from_weights

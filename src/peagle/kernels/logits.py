@@ -22,217 +22,19 @@ sequence, K most drafts, V vocabulary, S count slots, N entries of a sparse rule
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from peagle.kernels.sampling import probs_from_logits
-
-NO_TOKEN = -1
-_ANY_TOKEN = -2
-
-
-@dataclass(frozen=True, slots=True)
-class VerificationRows:
-    """Which context each packed row stands in.
-
-    Attributes:
-        sequences_R: int64, the sequence of a row.
-        offsets_R: int64, the drafts before a row: its j.
-        first_row_B: int64, row 0 of each sequence.
-        num_drafts_B: int64, k_b.
-        drafts_BK: int64, 0 in the columns at or above num_drafts.
-        num_outputs_B: int64, output tokens before row 0.
-        tails_BW: last context tokens before row 0, see `context_tails`; needed by bad words only.
-    """
-
-    sequences_R: Tensor
-    offsets_R: Tensor
-    first_row_B: Tensor
-    num_drafts_B: Tensor
-    drafts_BK: Tensor
-    num_outputs_B: Tensor
-    tails_BW: Tensor | None = None
-
-    @classmethod
-    def pack(
-        cls,
-        draft_tokens_BK: Tensor,
-        num_drafts_B: Tensor,
-        num_outputs_B: Tensor,
-        num_rows: int,
-        tails_BW: Tensor | None = None,
-    ) -> VerificationRows:
-        """Rows in the order of `verify`, whose arguments the first two are.
-
-        num_rows is R, the sum of k_b + 1, known to the host from the logits' shape.
-        """
-        num_rows_B = num_drafts_B + 1
-        first_row_B = num_rows_B.cumsum(0) - num_rows_B
-        sequences_R = torch.repeat_interleave(num_rows_B, output_size=num_rows)
-        rows_R = torch.arange(num_rows, device=num_drafts_B.device)
-        column_K = torch.arange(draft_tokens_BK.shape[1], device=num_drafts_B.device)
-        return cls(
-            sequences_R=sequences_R,
-            offsets_R=rows_R - first_row_B[sequences_R],
-            first_row_B=first_row_B,
-            num_drafts_B=num_drafts_B,
-            drafts_BK=torch.where(column_K < num_drafts_B.unsqueeze(1), draft_tokens_BK, 0),
-            num_outputs_B=num_outputs_B,
-            tails_BW=tails_BW,
-        )
-
-    def of(self, sequences_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Columns [J], packed rows [N, J] and their existence [N, J] in the given sequences.
-
-        Past a sequence's own rows stand repeats of its last, which do not exist.
-        """
-        columns_J = torch.arange(self.drafts_BK.shape[1] + 1, device=sequences_N.device)
-        num_drafts_N1 = self.num_drafts_B[sequences_N].unsqueeze(1)
-        within_NJ = torch.minimum(columns_J, num_drafts_N1)
-        rows_NJ = self.first_row_B[sequences_N].unsqueeze(1) + within_NJ
-        return columns_J, rows_NJ, columns_J <= num_drafts_N1
-
-
-@dataclass(frozen=True, slots=True)
-class LogitBias:
-    """values_N (finite or -inf) to add to the logits of tokens_N in sequences_N, int64.
-
-    Entries of one token add up.
-    """
-
-    sequences_N: Tensor
-    tokens_N: Tensor
-    values_N: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class AllowedTokens:
-    """Token ids outside of which a sequence may not generate.
-
-    mask_AV holds one bool row for each distinct set of ids; index_B, int64, is the row that
-    applies to a sequence, below 0 where all ids are allowed.
-    """
-
-    mask_AV: Tensor
-    index_B: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class BadWords:
-    """Token sequences that must not appear; the last token is banned after the others.
-
-    The prefix is looked for in prompt and output alike, as transformers does. sequences_N is where
-    a word is banned, prefixes_NW its tokens but the last (right-aligned behind wildcards), last_N
-    the last; int64.
-    """
-
-    sequences_N: Tensor
-    prefixes_NW: Tensor
-    last_N: Tensor
-
-    @classmethod
-    def build(
-        cls, words: Sequence[Sequence[Sequence[int]]], device: torch.device | str = "cpu"
-    ) -> BadWords:
-        """From the words of each sequence; a word is a non-empty list of token ids."""
-        flat = [(index, list(word)) for index, of in enumerate(words) for word in of]
-        width = max((len(word) for _, word in flat), default=1) - 1
-        prefixes = [[_ANY_TOKEN] * (width + 1 - len(word)) + word[:-1] for _, word in flat]
-        return cls(
-            torch.tensor([index for index, _ in flat], dtype=torch.int64, device=device),
-            torch.tensor(prefixes, dtype=torch.int64, device=device).view(len(flat), width),
-            torch.tensor([word[-1] for _, word in flat], dtype=torch.int64, device=device),
-        )
-
-    @property
-    def prefix_len(self) -> int:
-        """W, the least width of `context_tails`."""
-        return self.prefixes_NW.shape[1]
-
-
-@dataclass(frozen=True, slots=True)
-class MinTokens:
-    """Stop ids tokens_N are banned in sequences_N while they have fewer output tokens than
-    min_tokens_B; int64.
-    """
-
-    min_tokens_B: Tensor
-    sequences_N: Tensor
-    tokens_N: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class LogitsRules:
-    """The rules of a batch, one entry a sequence; None where nobody uses the feature.
-
-    Attributes:
-        repetition_penalty_B: above 0; 1 changes nothing.
-        presence_penalty_B, frequency_penalty_B: in logits; 0 changes nothing.
-        count_slots_B: int64, the slot of TokenCounts that a sequence has, below 0 for none: such a
-            sequence is not penalised. None: slot b for sequence b.
-        min_p_B: 0 keeps all tokens.
-        typical_p_B: 1 keeps all tokens.
-        bias, allowed, bad_words, min_tokens: see the classes.
-    """
-
-    repetition_penalty_B: Tensor | None = None
-    presence_penalty_B: Tensor | None = None
-    frequency_penalty_B: Tensor | None = None
-    count_slots_B: Tensor | None = None
-    min_p_B: Tensor | None = None
-    typical_p_B: Tensor | None = None
-    bias: LogitBias | None = None
-    allowed: AllowedTokens | None = None
-    bad_words: BadWords | None = None
-    min_tokens: MinTokens | None = None
-
-    @property
-    def has_penalties(self) -> bool:
-        """Whether somebody needs TokenCounts."""
-        penalties = (self.repetition_penalty_B, self.presence_penalty_B, self.frequency_penalty_B)
-        return any(penalty is not None for penalty in penalties)
-
-
-class TokenCounts:
-    """What each slot has in its prompt and how often in its output.
-
-    S slots, as many as sequences are penalised together; in_prompt_SV is bool, outputs_SV int32,
-    five bytes a slot and token.
-    """
-
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
-        self.in_prompt_SV = torch.zeros(num_slots, vocab_size, dtype=torch.bool, device=device)
-        self.outputs_SV = torch.zeros(num_slots, vocab_size, dtype=torch.int32, device=device)
-
-    def start(self, slot: int, prompt_N: Tensor) -> None:
-        """Give a slot to a new sequence; prompt_N are its int64 prompt ids."""
-        self.in_prompt_SV[slot] = False
-        self.in_prompt_SV[slot, prompt_N] = True
-        self.outputs_SV[slot] = 0
-
-    def add(self, slots_N: Tensor, tokens_N: Tensor, keep_N: Tensor | None = None) -> None:
-        """Count output tokens; the arguments have one shape.
-
-        Slots below 0 and entries that keep_N leaves out (rejected drafts, padding) count nothing.
-        """
-        counted_N = slots_N >= 0 if keep_N is None else keep_N & (slots_N >= 0)
-        at_N = (slots_N.clamp_min(0), torch.where(counted_N, tokens_N, 0))
-        self.outputs_SV.index_put_(at_N, counted_N.int(), accumulate=True)
-
-
-def context_tails(
-    contexts: Sequence[Sequence[int]], width: int, device: torch.device | str = "cpu"
-) -> Tensor:
-    """The last `width` tokens (prompt and output) of each sequence, int64 [B, width].
-
-    Right-aligned, with NO_TOKEN before the start of a sequence.
-    """
-    ends = [list(context[max(0, len(context) - width) :]) for context in contexts]
-    padded = [[NO_TOKEN] * (width - len(end)) + end for end in ends]
-    return torch.tensor(padded, dtype=torch.int64, device=device).view(len(contexts), width)
+from peagle.kernels.logits_rules import (
+    ANY_TOKEN,
+    AllowedTokens,
+    BadWords,
+    LogitBias,
+    LogitsRules,
+    TokenCounts,
+    VerificationRows,
+)
+from peagle.kernels.sampling import at_least_float32, probs_from_logits
 
 
 def process_logits(
@@ -272,7 +74,7 @@ def apply_masks(logits_RV: Tensor, rows: VerificationRows, rules: LogitsRules) -
 
     Returns [R, V] in at least float32; the module says what a row that would be empty keeps.
     """
-    raw_RV = _at_least_float32(logits_RV)
+    raw_RV = at_least_float32(logits_RV)
     masks = (rules.allowed, rules.bad_words, rules.min_tokens)
     if rules.bias is None and all(rule is None for rule in masks):
         return raw_RV
@@ -338,7 +140,7 @@ def _prefix_matches(words: BadWords, rows: VerificationRows) -> Tensor:
     windows_BJW = torch.cat([tails_BW, rows.drafts_BK], 1).unfold(1, width, 1)
     prefixes_N1W = words.prefixes_NW.unsqueeze(1)
     same_NJW = windows_BJW[words.sequences_N] == prefixes_N1W
-    return (same_NJW | (prefixes_N1W == _ANY_TOKEN)).all(-1)
+    return (same_NJW | (prefixes_N1W == ANY_TOKEN)).all(-1)
 
 
 def apply_penalties(
@@ -351,7 +153,7 @@ def apply_penalties(
     definition). The drafts before a row count as output. Returns [R, V] in at least float32; what
     was finite stays finite, and what was -inf -inf.
     """
-    logits_RV = _at_least_float32(logits_RV)
+    logits_RV = at_least_float32(logits_RV)
     of_R, dtype = rows.sequences_R, logits_RV.dtype
     slots_R = of_R if rules.count_slots_B is None else rules.count_slots_B[of_R]
     outputs_RV = _output_counts(rows, counts, slots_R.clamp_min(0))
@@ -392,7 +194,7 @@ def apply_probability_filters(
     Greedy rows (temperature 0) are left alone. Returns [N, V] in at least float32; the logits that
     stay keep their bits.
     """
-    logits_NV = _at_least_float32(logits_NV)
+    logits_NV = at_least_float32(logits_NV)
     all_k_N = torch.zeros_like(temperature_N, dtype=torch.int64)
     all_p_N = torch.ones_like(temperature_N)
     for mask, limit_N in ((min_p_mask, min_p_N), (typical_p_mask, typical_p_N)):
@@ -423,7 +225,3 @@ def typical_p_mask(probs_NV: Tensor, typical_p_N: Tensor) -> Tensor:
     p_N1 = typical_p_N.to(probs_NV.dtype).unsqueeze(1)
     last_N1 = torch.searchsorted(mass_NV, p_N1).clamp_max(probs_NV.shape[1] - 1)
     return (distance_NV <= sorted_NV.gather(1, last_N1)) | (p_N1 >= 1)
-
-
-def _at_least_float32(logits_NV: Tensor) -> Tensor:
-    return logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()

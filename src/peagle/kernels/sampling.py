@@ -27,7 +27,7 @@ def probs_from_logits(
     Returns:
         [N, V] in at least float32; every row sums to 1.
     """
-    logits_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
+    logits_NV = at_least_float32(logits_NV)
     greedy_N = temperature_N == 0
     # Shifted and clamped, so that no temperature, however small or large, makes inf / inf.
     limits = torch.finfo(logits_NV.dtype)
@@ -42,6 +42,11 @@ def probs_from_logits(
         best_NV = torch.zeros_like(probs_NV).scatter_(1, logits_NV.argmax(-1, keepdim=True), 1.0)
         probs_NV = torch.where(greedy_N.unsqueeze(1), best_NV, probs_NV)
     return probs_NV
+
+
+def at_least_float32(logits_NV: Tensor) -> Tensor:
+    """float64 logits as they are, others in float32."""
+    return logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
 
 
 def _cut(probs_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:
