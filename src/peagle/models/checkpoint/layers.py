@@ -100,6 +100,20 @@ def read_layers(data: Mapping[str, Any], model_type: str, path: str = "") -> dic
     }
 
 
+def read_head(data: Mapping[str, Any], layers: Mapping[str, Any]) -> dict[str, Any]:
+    """What both styles write beside the layers, at the top level: widths and options of the head.
+
+    Args:
+        data: config.json.
+        layers: from `read_layers`; absent widths are the layers' own.
+    """
+    return {
+        "draft_vocab_size": value_at(data, "draft_vocab_size", layers["vocab_size"]),
+        "target_hidden_size": value_at(data, "target_hidden_size", layers["hidden_size"]),
+        **{name: value_at(data, name, False) for name in OPTIONS},
+    }
+
+
 def read_aux_layers(given: Any, key: str, num_target_layers: int | None) -> tuple[int, ...]:
     """The layers whose entering states are the feature.
 

@@ -13,6 +13,7 @@ from peagle.models.checkpoint.layers import (
     OPTIONS,
     QWEN3,
     read_aux_layers,
+    read_head,
     read_layers,
     value_at,
     write_layers,
@@ -91,12 +92,10 @@ def read(data: Mapping[str, Any], num_target_layers: int | None) -> dict[str, An
     layers = read_layers(nested, model_type, f"{_LAYERS}.")
     return {
         **layers,
-        "draft_vocab_size": value_at(data, "draft_vocab_size", layers["vocab_size"]),
-        "target_hidden_size": value_at(data, "target_hidden_size", layers["hidden_size"]),
+        **read_head(data, layers),
         "aux_layer_ids": read_aux_layers(data.get(AUX_KEY), AUX_KEY, num_target_layers),
         "mask_token_id": mask,
         "norm_before_residual": value_at(data, "norm_before_residual", KINDS[kind]),
-        **{name: value_at(data, name, False) for name in OPTIONS},
     }
 
 

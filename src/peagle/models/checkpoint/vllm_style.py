@@ -10,9 +10,9 @@ from peagle.models.checkpoint.files import object_at
 from peagle.models.checkpoint.layers import (
     AUX_KEY,
     LLAMA,
-    OPTIONS,
     QWEN3,
     read_aux_layers,
+    read_head,
     read_layers,
     value_at,
     write_layers,
@@ -75,14 +75,12 @@ def read(data: Mapping[str, Any], num_target_layers: int | None) -> dict[str, An
     layers = read_layers(data, model_type)
     return {
         **layers,
-        "draft_vocab_size": value_at(data, "draft_vocab_size", layers["vocab_size"]),
-        "target_hidden_size": value_at(data, "target_hidden_size", layers["hidden_size"]),
+        **read_head(data, layers),
         "aux_layer_ids": read_aux_layers(
             data.get(AUX_KEY) or eagle.get(AUX_KEY), f"eagle_config.{AUX_KEY}", num_target_layers
         ),
         "mask_token_id": next((data[k] for k in _MASK_KEYS if data.get(k) is not None), None),
         "norm_before_residual": value_at(data, "norm_before_residual", False),
-        **{name: value_at(data, name, False) for name in OPTIONS},
         "norm_before_fc": value_at(
             eagle, "norm_before_fc", value_at(data, "norm_before_fc", False)
         ),
