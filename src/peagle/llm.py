@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -207,7 +208,8 @@ class LLM:
         running: dict[int, tuple[int, EngineSequence, OutputText]] = {}
         try:
             for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
-                sequence = self._add(prompt, one, f"Prompt {index + 1} of {len(prompts)}")
+                with _at(f"Prompt {index + 1} of {len(prompts)}"):
+                    sequence = self.engine.add_request(self.encode(prompt), one)
                 running[sequence.seq_id] = (index, sequence, OutputText(self.tokenizer, one.stop))
             while running:
                 for step in self.engine.step():
@@ -258,11 +260,8 @@ class LLM:
         chats: Sequence[Sequence[Message]] = conversations  # type: ignore[assignment]
         prompts = []
         for index, messages in enumerate(chats):
-            try:
+            with _at(f"Conversation {index + 1} of {len(chats)}"):
                 prompts.append(render_chat(self.tokenizer, messages, **template_options))
-            except UserError as error:
-                which = f"Conversation {index + 1} of {len(chats)}"
-                raise UserError(f"{which}: {error}") from None
         return [
             self._chat_output(messages, prompt, output)
             for messages, prompt, output in zip(
@@ -278,12 +277,6 @@ class LLM:
         return ChatOutput(
             answer, reasoning, with_answer(messages, output.text, opened=opened), output
         )
-
-    def _add(self, prompt: Prompt, params: SamplingParams, which: str) -> EngineSequence:
-        try:
-            return self.engine.add_request(self.encode(prompt), params)
-        except UserError as error:
-            raise UserError(f"{which}: {error}") from None
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt.
@@ -318,3 +311,12 @@ class LLM:
             stats=sequence.stats,
             elapsed_s=elapsed_s,
         )
+
+
+@contextmanager
+def _at(which: str) -> Iterator[None]:
+    """Let a user's mistake name the item of the list in which it is."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{which}: {error}") from None

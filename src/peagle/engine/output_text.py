@@ -52,7 +52,8 @@ class OutputText:
     def add(self, token_ids: list[int], *, final: bool = False) -> TextStep:
         """Read new tokens; `final` releases what is held back."""
         if not self._stop:
-            return self._give(self._detokenizer.add(token_ids, final=final), len(token_ids))
+            self._pieces.append(self._detokenizer.add(token_ids, final=final))
+            return TextStep(self._pieces[-1], len(token_ids), stopped=False)
         start = len(self._pieces)
         for index, token in enumerate(token_ids):
             is_last = final and index == len(token_ids) - 1
@@ -65,10 +66,6 @@ class OutputText:
             self._pieces.append(self._held[: len(self._held) - keep])
             self._held = self._held[len(self._held) - keep :]
         return TextStep("".join(self._pieces[start:]), len(token_ids), stopped=False)
-
-    def _give(self, text: str, num_tokens: int) -> TextStep:
-        self._pieces.append(text)
-        return TextStep(text, num_tokens, stopped=False)
 
 
 def _open_tail(text: str, stop: Sequence[str]) -> int:

@@ -18,10 +18,12 @@ def build_optimizers(drafter: Drafter, section: OptimizerSection) -> list[Optimi
 
     Embeddings, lm_head, mask_hidden and norms are always AdamW's. Weight decay is on matrices.
     """
-    named = [(name, p) for name, p in drafter.named_parameters() if p.requires_grad]
-    hidden = [p for name, p in named if p.ndim == 2 and name.startswith(("fc.", "layers."))]
-    chosen = {id(p) for p in hidden} if section.name == "muon" else set()
-    rest = [p for _, p in named if id(p) not in chosen]
+    hidden: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
+    for name, parameter in drafter.named_parameters():
+        if parameter.requires_grad:
+            in_layers = parameter.ndim == 2 and name.startswith(("fc.", "layers."))
+            (hidden if section.name == "muon" and in_layers else rest).append(parameter)
     groups = [
         {"params": [p for p in rest if p.ndim == 2], "weight_decay": section.weight_decay},
         {"params": [p for p in rest if p.ndim != 2], "weight_decay": 0.0},
@@ -30,7 +32,7 @@ def build_optimizers(drafter: Drafter, section: OptimizerSection) -> list[Optimi
     optimizers: list[Optimizer] = [
         torch.optim.AdamW(groups, lr=section.learning_rate, betas=section.betas, fused=fused)
     ]
-    if chosen:
+    if hidden:
         optimizers.append(Muon(hidden, lr=section.learning_rate, weight_decay=section.weight_decay))
     return optimizers
 
