@@ -34,7 +34,7 @@ RANKS = {
     "chat": 0,
     "config": 0,
     "environment": 0,
-    "errors": 0,
+    "errors": -1,
 }
 FACADE = "the facade peagle/__init__.py"
 FACADE_NAMES_FOR_ALL = {"__version__"}

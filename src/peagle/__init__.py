@@ -5,12 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
+    from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig, StructuredOutput
     from peagle.llm import LLM
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "EngineConfig", "SamplingParams", "SpeculativeConfig", "__version__"]
+__all__ = [
+    "LLM",
+    "EngineConfig",
+    "SamplingParams",
+    "SpeculativeConfig",
+    "StructuredOutput",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> object:
@@ -19,7 +26,7 @@ def __getattr__(name: str) -> object:
         from peagle.llm import LLM
 
         return LLM
-    if name in ("EngineConfig", "SamplingParams", "SpeculativeConfig"):
+    if name in ("EngineConfig", "SamplingParams", "SpeculativeConfig", "StructuredOutput"):
         from peagle import config
 
         return getattr(config, name)

@@ -1,0 +1,37 @@
+"""Configuration: frozen dataclasses, each default written once, each value checked when made."""
+
+from peagle.config.checks import require_folder, token_ids
+from peagle.config.engine import DType, EngineConfig
+from peagle.config.sampling import (
+    MAX_LOGPROBS,
+    MAX_OUTPUTS,
+    MAX_SEED,
+    MAX_STOP_STRINGS,
+    SamplingParams,
+)
+from peagle.config.speculative import (
+    MAX_SPECULATIVE_TOKENS,
+    DraftSampling,
+    Method,
+    SpeculativeConfig,
+    speculative_keys,
+)
+from peagle.config.structured import StructuredOutput
+
+__all__ = [
+    "MAX_LOGPROBS",
+    "MAX_OUTPUTS",
+    "MAX_SEED",
+    "MAX_SPECULATIVE_TOKENS",
+    "MAX_STOP_STRINGS",
+    "DType",
+    "DraftSampling",
+    "EngineConfig",
+    "Method",
+    "SamplingParams",
+    "SpeculativeConfig",
+    "StructuredOutput",
+    "require_folder",
+    "speculative_keys",
+    "token_ids",
+]

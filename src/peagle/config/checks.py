@@ -1,0 +1,61 @@
+"""Checks of values that a user gave."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from peagle.errors import UserError
+
+
+def require(condition: bool, name: str, value: object, expected: str, remedy: str = "") -> None:
+    """Refuse a value.
+
+    Raises:
+        UserError: the condition does not hold; the message names value, expectation and remedy.
+    """
+    if not condition:
+        raise UserError(
+            f"{name} is {value!r}; expected {expected}.{' ' + remedy if remedy else ''}"
+        )
+
+
+def is_int(value: object) -> bool:
+    """Whether it is a whole number; true and false are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a finite number; true and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def require_folder(path: str | Path, what: str) -> Path:
+    """Return `path` as an existing folder.
+
+    Raises:
+        UserError: there is no such folder, or it is a file.
+    """
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    found = "a file, not a folder" if folder.exists() else "not there"
+    raise UserError(f"{what} {str(path)!r} is {found}; expected a folder with config.json.")
+
+
+def token_ids(values: Sequence[int], vocab_size: int, what: str) -> list[int]:
+    """Return `values` as a list of token ids below `vocab_size`.
+
+    Raises:
+        UserError: an id is not a whole number of the vocabulary.
+    """
+    ids = list(values)
+    for value in ids:
+        require(
+            is_int(value) and 0 <= value < vocab_size,
+            what,
+            value,
+            f"token ids from 0 to {vocab_size - 1}",
+        )
+    return ids

@@ -1,0 +1,229 @@
+"""How one request is sampled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+from peagle.config.checks import is_int, is_number, require
+from peagle.config.speculative import MAX_SPECULATIVE_TOKENS
+from peagle.config.structured import StructuredOutput
+from peagle.errors import UserError
+
+MAX_SEED = 2**63 - 1
+MAX_STOP_STRINGS = 64
+MAX_LOGPROBS = 20
+MAX_OUTPUTS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request is sampled, and what ends or constrains its output.
+
+    Order of effect: `logit_bias`, then what is forbidden (`structured_output`,
+    `allowed_token_ids`, `bad_words`, `min_tokens`), penalties, `min_p`, `typical_p`, temperature,
+    `top_k`, `top_p`.
+
+    Attributes:
+        max_tokens: most tokens to generate, at least 1.
+        min_tokens: no stop id before so many tokens.
+        temperature: 0 is greedy decoding; otherwise logits are divided by it.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the smallest set of most likely tokens whose probabilities sum to top_p.
+        min_p: keep tokens of at least min_p times the highest probability; 0 keeps all.
+        typical_p: keep the tokens whose surprise is closest to the entropy, up to this mass
+            (locally typical sampling); 1 keeps all.
+        repetition_penalty: divides the logits (multiplies negative ones) of tokens in prompt or
+            output; 1 changes nothing.
+        presence_penalty: taken from the logits of tokens in the output; from -2 to 2.
+        frequency_penalty: the same, times how often they are there; from -2 to 2.
+        logit_bias: added to the logits of token ids; -inf forbids. A mapping, kept as pairs.
+        bad_words: texts, or lists of token ids, that may not appear in the output.
+        allowed_token_ids: the only token ids that may be generated; None allows all.
+        structured_output: the shape that the output must have.
+        n: outputs of the one prompt; output i > 0 draws with a seed derived from `seed` and i.
+        seed: the same seed gives the same output for the same K, head, dtype and backend,
+            whatever else is in the batch; None draws a fresh one from the engine's seed.
+        logprobs: give log-probabilities of the output tokens and of this many most likely ones at
+            each position, by the target's raw logits; 0 gives those of the output alone.
+        prompt_logprobs: the same for the prompt's tokens.
+        stop: strings that end the output and are left out of its text, at most 64; one string
+            stands for a list of one.
+        stop_token_ids: token ids that end the output, beside the model's own end-of-text ids.
+        ignore_eos: generate on past the model's own end-of-text ids.
+        num_speculative_tokens: K of this request, at most the engine's; 0 decodes it without
+            drafts, None takes the engine's.
+
+    Raises:
+        UserError: a value is out of range, or two contradict each other; the message names them.
+    """
+
+    max_tokens: int = 128
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[str | tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    structured_output: StructuredOutput | None = None
+    n: int = 1
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    num_speculative_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check_counts()
+        self._check_numbers()
+        self._check_tokens()
+        self._check_stop()
+        self._check_together()
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_counts(self) -> None:
+        for name, least, most, optional, note in (
+            ("max_tokens", 1, None, False, ""),
+            ("min_tokens", 0, None, False, ""),
+            ("top_k", 0, None, False, " (0 keeps every token)"),
+            ("n", 1, MAX_OUTPUTS, False, ""),
+            ("seed", 0, MAX_SEED, True, ""),
+            ("logprobs", 0, MAX_LOGPROBS, True, ""),
+            ("prompt_logprobs", 0, MAX_LOGPROBS, True, ""),
+            ("num_speculative_tokens", 0, MAX_SPECULATIVE_TOKENS, True, " (0 drafts nothing)"),
+        ):
+            value: Any = getattr(self, name)
+            ok = is_int(value) and least <= value and (most is None or value <= most)
+            span = f"of at least {least}" if most is None else f"from {least} to {_shown(most)}"
+            expected = f"a whole number {span}{note}{', or none' if optional else ''}"
+            require(ok or (optional and value is None), name, value, expected)
+        require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "true or false")
+
+    def _check_numbers(self) -> None:
+        value: Any = self.temperature
+        expected = "a number of at least 0 (0 is greedy)"
+        require(is_number(value) and value >= 0, "temperature", value, expected)
+        for name in ("top_p", "typical_p"):
+            value = getattr(self, name)
+            expected = "a number above 0 and at most 1 (1 keeps every token)"
+            require(is_number(value) and 0 < value <= 1, name, value, expected)
+        expected = "a number from 0 to 1 (0 keeps every token)"
+        require(is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, expected)
+        value = self.repetition_penalty
+        expected = "a number above 0 (1 changes nothing)"
+        require(is_number(value) and value > 0, "repetition_penalty", value, expected)
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            expected = "a number from -2 to 2 (0 changes nothing)"
+            require(is_number(value) and -2 <= value <= 2, name, value, expected)
+
+    def _check_tokens(self) -> None:
+        self._set("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+        if self.allowed_token_ids is not None:
+            allowed = _ids("allowed_token_ids", self.allowed_token_ids)
+            require(bool(allowed), "allowed_token_ids", allowed, "at least one token id, or none")
+            self._set("allowed_token_ids", allowed)
+        bias: Any = self.logit_bias
+        pairs = bias.items() if isinstance(bias, Mapping) else bias
+        require(isinstance(bias, Mapping | Sequence), "logit_bias", bias, "a mapping of token ids")
+        self._set("logit_bias", tuple(_bias(pair) for pair in pairs))
+        words: Any = self.bad_words
+        ok = isinstance(words, Sequence) and not isinstance(words, str)
+        require(ok, "bad_words", words, "a list of texts or of lists of token ids")
+        self._set("bad_words", tuple(_word(word) for word in words))
+
+    def _check_stop(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        require(isinstance(stop, Sequence | Set), "stop", stop, "a string or a list of strings")
+        stop = tuple(stop)
+        for one in stop:
+            require(isinstance(one, str) and bool(one), "stop", one, "strings that are not empty")
+        require(
+            len(stop) <= MAX_STOP_STRINGS,
+            "stop",
+            f"{len(stop)} strings",
+            f"at most {MAX_STOP_STRINGS}",
+            "Look for others in the finished text.",
+        )
+        self._set("stop", stop)
+
+    def _check_together(self) -> None:
+        if self.min_tokens > self.max_tokens:
+            raise UserError(
+                f"min_tokens is {self.min_tokens} and max_tokens {self.max_tokens}: no output has "
+                "both. Raise max_tokens or lower min_tokens."
+            )
+        if self.n > 1 and self.is_greedy:
+            raise UserError(
+                f"n is {self.n} and temperature 0: greedy outputs are all the same. Set a "
+                "temperature, or leave n out."
+            )
+        structured = self.structured_output
+        ok = structured is None or isinstance(structured, StructuredOutput)
+        require(ok, "structured_output", structured, "a StructuredOutput")
+        if structured is None:
+            return
+        # Each of them can take away what the grammar requires next.
+        for name, without in (("allowed_token_ids", None), ("bad_words", ()), ("min_tokens", 0)):
+            if getattr(self, name) != without:
+                raise UserError(
+                    f"structured_output and {name} {getattr(self, name)!r} were both given: a "
+                    "grammar says alone which tokens may come. Leave one of the two out."
+                )
+        if self.ignore_eos:
+            raise UserError(
+                "structured_output and ignore_eos were both given: nothing may follow a finished "
+                "structure. Leave one of the two out."
+            )
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def _shown(limit: int) -> str:
+    return "2**63 - 1" if limit == MAX_SEED else str(limit)
+
+
+def _ids(name: str, values: Any) -> tuple[int, ...]:
+    ok = isinstance(values, Sequence | Set) and not isinstance(values, str)
+    require(ok, name, values, "a list of token ids")
+    for token in values:
+        require(is_int(token) and token >= 0, name, token, "token ids of at least 0")
+    return tuple(values)
+
+
+def _bias(pair: Any) -> tuple[int, float]:
+    ok = isinstance(pair, list | tuple) and len(pair) == 2
+    require(ok, "logit_bias", pair, "pairs of a token id and a number")
+    token: Any = pair[0]
+    value: Any = pair[1]
+    require(is_int(token) and token >= 0, "logit_bias", token, "token ids of at least 0")
+    require(
+        is_number(value) or value == -math.inf,
+        "logit_bias",
+        value,
+        "finite numbers, or -inf to forbid a token",
+    )
+    return token, float(value)
+
+
+def _word(word: Any) -> str | tuple[int, ...]:
+    if isinstance(word, str):
+        require(bool(word), "bad_words", word, "texts that are not empty")
+        return word
+    ids = _ids("bad_words", word)
+    require(bool(ids), "bad_words", word, "lists of at least one token id")
+    return ids

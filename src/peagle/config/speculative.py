@@ -1,0 +1,183 @@
+"""How drafts are made: the fields of vLLM's speculative configuration, and its parser."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from peagle.config.checks import is_int, require
+from peagle.errors import UserError
+
+Method = Literal["eagle3", "ngram"]
+DraftSampling = Literal["argmax", "probabilistic"]
+
+MAX_SPECULATIVE_TOKENS = 64
+
+# Keys of vLLM that concern how it runs, not what it drafts: accepted with the values for which this
+# engine does the same.
+_WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
+    "enforce_eager": (False, True),
+    "disable_padded_drafter_batch": (False, True),
+    "use_local_argmax_reduction": (False, True),
+    "draft_tensor_parallel_size": (1,),
+    "rejection_sample_method": ("standard",),
+}
+_DRAFT_SAMPLE_METHODS = {"greedy": "argmax", "probabilistic": "probabilistic"}
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """How drafts are made; the field names are those of vLLM's speculative configuration.
+
+    Attributes:
+        method: "eagle3" drafts with a head (P-EAGLE heads too), "ngram" looks the drafts up in
+            the tokens so far (prompt lookup).
+        model: folder or hub id of the draft head; none for "ngram".
+        revision: branch, tag or commit of a hub id.
+        num_speculative_tokens: K, the draft tokens per step.
+        parallel_drafting: draft all K in one pass; None takes what the head was trained for.
+        draft_sampling: "argmax" drafts, or "probabilistic" ones drawn at the request's temperature.
+        prompt_lookup_max, prompt_lookup_min: longest and shortest n-gram that "ngram" matches.
+        check_target: refuse a head whose fingerprint names another target.
+        max_model_len: positions up to which a head drafts; longer sequences go on without drafts.
+            None takes the length that the head was trained for.
+
+    Raises:
+        UserError: a value is out of range or the combination makes no sense.
+    """
+
+    method: Method = "eagle3"
+    model: str | None = None
+    revision: str | None = None
+    num_speculative_tokens: int = 7
+    parallel_drafting: bool | None = None
+    draft_sampling: DraftSampling = "argmax"
+    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 1
+    check_target: bool = True
+    max_model_len: int | None = None
+
+    def __post_init__(self) -> None:
+        k = self.num_speculative_tokens
+        require(
+            is_int(k) and 1 <= k <= MAX_SPECULATIVE_TOKENS,
+            "num_speculative_tokens",
+            k,
+            f"a whole number from 1 to {MAX_SPECULATIVE_TOKENS}",
+            "To decode without drafts, leave the speculative configuration out (--no-speculation).",
+        )
+        require(self.method in ("eagle3", "ngram"), "method", self.method, '"eagle3" or "ngram"')
+        require(
+            self.draft_sampling in ("argmax", "probabilistic"),
+            "draft_sampling",
+            self.draft_sampling,
+            '"argmax" or "probabilistic"',
+        )
+        parallel, check = self.parallel_drafting, self.check_target
+        ok = parallel is None or isinstance(parallel, bool)
+        require(ok, "parallel_drafting", parallel, "true, false or none")
+        require(isinstance(check, bool), "check_target", check, "true or false")
+        length = self.max_model_len
+        ok = length is None or (is_int(length) and length >= 1)
+        require(ok, "max_model_len", length, "a whole number of at least 1, or none")
+        self._check_source()
+
+    def _check_source(self) -> None:
+        """Where the drafts come from: a head, or the tokens so far."""
+        revision = self.revision
+        ok = revision is None or (isinstance(revision, str) and bool(revision))
+        require(ok, "revision", revision, "a branch, a tag or a commit")
+        if self.method == "eagle3":
+            if isinstance(self.model, Path):
+                object.__setattr__(self, "model", str(self.model))
+            ok = isinstance(self.model, str) and bool(self.model)
+            require(ok, "model", self.model, "the folder of a draft head, or its hub id")
+        else:
+            self._check_lookup()
+
+    def _check_lookup(self) -> None:
+        for name in ("model", "revision", "max_model_len"):
+            value = getattr(self, name)
+            require(value is None, name, value, f'no {name} with method "ngram"')
+        longest, shortest = self.prompt_lookup_max, self.prompt_lookup_min
+        ok = is_int(longest) and longest >= 1
+        require(ok, "prompt_lookup_max", longest, "a whole number of at least 1")
+        ok = is_int(shortest) and 1 <= shortest <= longest
+        require(ok, "prompt_lookup_min", shortest, f"1 to prompt_lookup_max ({longest})")
+
+    @classmethod
+    def parse(cls, source: str | Mapping[str, Any] | SpeculativeConfig) -> SpeculativeConfig:
+        """Read vLLM's form of the configuration, from JSON text or a mapping.
+
+        Keys are those of the attributes and of vLLM: `draft_sample_method` ("greedy" or
+        "probabilistic") is its name of `draft_sampling`; `enforce_eager`,
+        `disable_padded_drafter_batch` and `use_local_argmax_reduction` are accepted and change
+        nothing here, as are `draft_tensor_parallel_size` 1 and `rejection_sample_method`
+        "standard". Null stands for the default. All else is refused.
+
+        Raises:
+            UserError: the text is not a JSON object, or a key or value is not understood.
+        """
+        if isinstance(source, SpeculativeConfig):
+            return source
+        return cls(**speculative_keys(source))
+
+
+def speculative_keys(source: str | Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of SpeculativeConfig that vLLM's form of it gives, see `SpeculativeConfig.parse`.
+
+    Raises:
+        UserError: not a JSON object, an unknown key, or a value of vLLM that has no equal here.
+    """
+    data = _json(source) if isinstance(source, str) else source
+    if not isinstance(data, Mapping):
+        raise UserError(f"The speculative configuration is {data!r}; expected a JSON object.")
+    known = {field.name for field in fields(SpeculativeConfig)}
+    vllm = {*_WITHOUT_EFFECT, "draft_sample_method"}
+    if unknown := sorted(set(map(str, data)) - known - vllm - {"parallel_drafting_spec"}):
+        raise UserError(
+            f"Unknown key {unknown[0]!r} in the speculative configuration; "
+            f"known keys: {', '.join(sorted(known))}; of vLLM also {', '.join(sorted(vllm))}."
+        )
+    given = {key: value for key, value in data.items() if value is not None}
+    if "parallel_drafting_spec" in given:
+        raise UserError(
+            f"parallel_drafting_spec is {given['parallel_drafting_spec']!r}: it asks for candidate "
+            "trees, which this engine does not draft. Leave it out; num_speculative_tokens sets "
+            "the depth of the one chain that it drafts."
+        )
+    for key, allowed in _WITHOUT_EFFECT.items():
+        expected, value = " or ".join(map(json.dumps, allowed)), given.pop(key, allowed[0])
+        require(value in allowed, key, value, expected, "This engine has no other: leave it out.")
+    if "draft_sample_method" in given:
+        _rename_draft_sampling(given)
+    return given
+
+
+def _rename_draft_sampling(given: dict[str, Any]) -> None:
+    method = given.pop("draft_sample_method")
+    expected = " or ".join(map(json.dumps, _DRAFT_SAMPLE_METHODS))
+    require(method in [*_DRAFT_SAMPLE_METHODS], "draft_sample_method", method, expected)
+    sampling = _DRAFT_SAMPLE_METHODS[method]
+    if given.setdefault("draft_sampling", sampling) != sampling:
+        raise UserError(
+            f"draft_sample_method {method!r} and draft_sampling {given['draft_sampling']!r} "
+            "contradict each other; leave one of them out."
+        )
+
+
+def _json(text: str) -> Any:
+    """JSON, in which no key may appear twice: one of the two would be ignored."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if twice := [key for n, (key, _) in enumerate(pairs) if key in dict(pairs[:n])]:
+            raise UserError(f"The speculative configuration has the key {twice[0]!r} twice.")
+        return dict(pairs)
+
+    try:
+        return json.loads(text, object_pairs_hook=unique)
+    except json.JSONDecodeError as error:
+        raise UserError(f"The speculative configuration is not JSON: {error}.") from None
