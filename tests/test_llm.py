@@ -85,8 +85,8 @@ def test_every_form_of_the_speculative_configuration(llm: LLM, heads: dict[bool,
     forms += [{**data, "model": Path(heads[True])}, {**data, "parallel_drafting": True}]
     for config in forms:
         engine = LLM(model=llm.target, speculative_config=config).engine
-        assert engine.runner.proposer is not None
-        assert engine.runner.proposer.num_speculative_tokens == 3
+        assert engine.drafting.proposer is not None
+        assert engine.drafting.proposer.num_speculative_tokens == 3
 
 
 # ---- the target -----------------------------------------------------------------------------

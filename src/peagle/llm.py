@@ -21,8 +21,8 @@ from peagle.chat import (
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine import LLMEngine, SpeculationStats
 from peagle.engine import Sequence as EngineSequence
-from peagle.engine.engine import resolve_device, resolve_dtype
 from peagle.engine.output_text import OutputText
+from peagle.engine.placement import resolve_device, resolve_dtype
 from peagle.errors import UserError
 from peagle.models.loading import resolve_model, with_local_head
 from peagle.models.target import TargetModel, load_tokenizer

@@ -60,7 +60,7 @@ def engine_outputs(
     outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=NEW_TOKENS))
     assert llm.engine.scheduler.blocks.num_free_blocks == llm.engine.scheduler.blocks.num_blocks
     if right_share:
-        assert llm.engine.stats.acceptance_length > 1.5
+        assert llm.engine.stats.speculation.acceptance_length > 1.5
     return [output.token_ids for output in outputs]
 
 
@@ -70,7 +70,7 @@ def know_the_answers(llm: LLM, outputs: list[list[int]], right_share: float) -> 
     Random heads are hardly ever right; this makes verification accept, and reject, at every
     position.
     """
-    proposer: Any = llm.engine.runner.proposer
+    proposer: Any = llm.engine.drafting.proposer
     propose, rng = proposer.propose, random.Random(0)
     answers = [prompt + output for prompt, output in zip(PROMPTS, outputs, strict=True)]
 

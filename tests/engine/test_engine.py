@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from peagle import LLM, SamplingParams
+from peagle.engine import SpeculationStats
 from peagle.llm import StreamChunk
 from peagle.models.target import TargetModel
 from peagle.speculation import Drafts, TargetStep
@@ -57,7 +58,7 @@ def assert_idle(llm: LLM) -> None:
 
 def know_the_answer(llm: LLM, answers: Sequence[list[int]], num_right: int = K) -> None:
     """Replace the first drafts by the right ones, so that drafts are accepted."""
-    proposer: Any = llm.engine.runner.proposer
+    proposer: Any = llm.engine.drafting.proposer
     propose = proposer.propose
 
     def informed(step: TargetStep) -> Drafts:
@@ -186,7 +187,7 @@ def test_a_request_that_ends_leaves_its_neighbours_drafts_alone(
     def drafts_of_the_first(prompts: list[list[int]], shorter: int) -> list[tuple[int, list[int]]]:
         llm = make_llm(target_folder, config, block_size=4)
         know_the_answer(llm, answers, num_right=k)
-        proposer: Any = llm.engine.runner.proposer
+        proposer: Any = llm.engine.drafting.proposer
         draw, seen = proposer._draw, []
 
         def watching(hidden_BJD: Any, sampling: Any, first: int) -> Drafts:
@@ -358,7 +359,7 @@ def test_counters_say_what_happened(
     config = {"model": str(heads[True]), "num_speculative_tokens": K}
     llm = make_llm(target_folder, config)
     know_the_answer(llm, answers, num_right)
-    pooled = type(llm.engine.stats)()
+    pooled = SpeculationStats()
     for output in llm.generate(prompts, params):
         stats = output.stats
         pooled.add(stats)
@@ -372,7 +373,7 @@ def test_counters_say_what_happened(
         if num_right == K:
             assert stats.num_drafts == 4
             assert stats.acceptance_length == 1 + K, "counted before the output is trimmed"
-    assert llm.engine.stats == pooled
+    assert llm.engine.stats.speculation == pooled
 
 
 def test_a_trimmed_last_step_reports_what_it_kept(
@@ -392,7 +393,7 @@ def test_a_trimmed_last_step_reports_what_it_kept(
 
 def test_prompt_lookup_verifies_only_what_it_found(target_folder: Path) -> None:
     llm = make_llm(target_folder, {"method": "ngram", "num_speculative_tokens": K})
-    proposer: Any = llm.engine.runner.proposer
+    proposer: Any = llm.engine.drafting.proposer
     tokens, found = PROMPTS[0], []
     for chunk in llm.stream([PROMPTS[0]], SamplingParams(max_tokens=30, ignore_eos=True)):
         tokens = tokens + chunk.token_ids
@@ -443,7 +444,7 @@ def test_a_drafter_of_another_width_shares_the_blocks(
     """The drafter has its own cache shapes in the block ids of the target."""
     head = head_folders(hidden_size=48, num_attention_heads=6, num_kv_heads=3, head_dim=16)
     llm = make_llm(target_folder, {"model": str(head), "num_speculative_tokens": K})
-    proposer: Any = llm.engine.runner.proposer
+    proposer: Any = llm.engine.drafting.proposer
     blocks = llm.engine.scheduler.blocks
     assert [tuple(c.keys.shape) for c in proposer.caches] == [
         (blocks.num_blocks + 1, blocks.block_size, 3, 16)
@@ -456,7 +457,7 @@ def test_a_drafter_of_another_width_shares_the_blocks(
 def test_the_cache_keeps_to_its_bound(target_folder: Path, heads: dict[bool, Path]) -> None:
     config = {"model": str(heads[True]), "num_speculative_tokens": K}
     llm = make_llm(target_folder, config, kv_cache_gib=2**-10)  # 1 MiB
-    proposer: Any = llm.engine.runner.proposer
+    proposer: Any = llm.engine.drafting.proposer
     blocks = llm.engine.scheduler.blocks.num_blocks
     caches = [*llm.target.kv_caches, *proposer.caches]
     per_block = sum(c.keys[0].nbytes + c.values[0].nbytes for c in caches)

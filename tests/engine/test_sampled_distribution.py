@@ -97,7 +97,7 @@ def test_sampled_tokens_have_the_targets_distribution(
 ) -> None:
     llm = make_llm(folder, tmp_path, parallel, draft_sampling)
     codes = sample(llm, params, first_seed=10**6)
-    counted = llm.engine.stats
+    counted = llm.engine.stats.speculation
     assert 0.1 < counted.num_accepted_tokens / counted.num_draft_tokens < 0.9
     temperature, top_k = params["temperature"], params.get("top_k", 0)
     assert fit(codes, exact(folder, temperature, top_k)) > 1e-3

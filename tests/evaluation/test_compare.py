@@ -93,7 +93,7 @@ def test_draft_seconds(llms: dict[str, LLM]) -> None:
     # Nothing is drafted after the last step; the drafting of the prompt pass is left out.
     assert len(seconds) == len(steps) - 2
     assert all(value > 0 for value in seconds)
-    assert llm.engine.runner.propose.__func__ is type(llm.engine.runner).propose
+    assert llm.engine.drafting.draft.__func__ is type(llm.engine.drafting).draft
 
 
 def test_load_target(target_folder: Path) -> None:

@@ -191,7 +191,7 @@ def generate_and_record(
     """Generate PROMPTS, recording the drafts; some are then replaced by the true continuation, so
     that verification accepts every number of them from 0 to K.
     """
-    proposer: Any = llm.engine.runner.proposer
+    proposer: Any = llm.engine.drafting.proposer
     propose, compute_logits = proposer.propose, proposer.drafter.compute_logits
     columns: list[Tensor] = []
     recorded: list[Recorded] = []

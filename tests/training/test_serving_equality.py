@@ -55,7 +55,7 @@ def serve(folder: Path, head: Path, prompt: list[int], monkeypatch: pytest.Monke
     )
     # Sampling makes some drafts fail early and the output varied.
     output = llm.generate([prompt], SamplingParams(max_tokens=30, temperature=1.0, seed=3))[0]
-    return prompt + output.token_ids, recorded, llm.engine.runner.proposer.drafter  # type: ignore[union-attr]
+    return prompt + output.token_ids, recorded, llm.engine.drafting.proposer.drafter  # type: ignore[union-attr]
 
 
 def train_forward(folder: Path, tokens: list[int], drafter: Any) -> dict[tuple[int, int], Tensor]:

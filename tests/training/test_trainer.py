@@ -83,7 +83,7 @@ def test_training_learns_and_the_head_serves(
         [r["prompt_token_ids"] for r in rows], SamplingParams(max_tokens=24, ignore_eos=True)
     )
     assert [o.token_ids for o in outputs] == [r["response_token_ids"] for r in rows]
-    served = llm.engine.stats.acceptance_length
+    served = llm.engine.stats.speculation.acceptance_length
     assert abs(served - validations[-1].acceptance_lengths[-1]) < 0.15, (
         "what training promises is what serving gives"
     )

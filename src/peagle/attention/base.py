@@ -24,6 +24,8 @@ class AttentionMetadata:
         block_tables_BM: int64, KV blocks of each sequence in order.
         slots_T: int64, KV slot that each token writes; -1 writes nothing.
         max_query_len, max_seq_len: bounds known to the host.
+        context_starts_B: int64, first position of each context that may be looked at; None: all of
+            it.
     """
 
     query_start_loc: Tensor
@@ -32,6 +34,7 @@ class AttentionMetadata:
     slots_T: Tensor
     max_query_len: int
     max_seq_len: int
+    context_starts_B: Tensor | None = None
 
 
 class LayerKVCache:

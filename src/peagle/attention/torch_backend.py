@@ -103,7 +103,8 @@ class TorchPreparedAttention:
 
     def _make_mask(self, sliding_window: int | None) -> Tensor | None:
         meta = self.metadata
-        if self.num_sequences == 1 and meta.max_query_len == 1 and sliding_window is None:
+        all_visible = sliding_window is None and meta.context_starts_B is None
+        if self.num_sequences == 1 and meta.max_query_len == 1 and all_visible:
             return None
         device = meta.slots_T.device
         lens_B = meta.query_start_loc.diff()
@@ -114,6 +115,8 @@ class TorchPreparedAttention:
         visible_BQS = distance_BQS >= 0
         if sliding_window is not None:
             visible_BQS &= distance_BQS < sliding_window
+        if meta.context_starts_B is not None:
+            visible_BQS &= key_pos_S >= meta.context_starts_B.view(-1, 1, 1)
         return visible_BQS.unsqueeze(1)
 
     def _pad(self, rows_THd: Tensor) -> Tensor:

@@ -1,6 +1,14 @@
-"""The engine: continuous batching over a paged KV cache, one target pass and one draft a step."""
+"""The engine: continuous batching over a paged KV cache, prompts in chunks, one draft a step."""
 
 from peagle.engine.engine import LLMEngine, StepOutput
-from peagle.engine.sequence import Sequence, SequenceStatus, SpeculationStats
+from peagle.engine.sequence import Sequence, SequenceStatus
+from peagle.engine.stats import EngineStats, SpeculationStats
 
-__all__ = ["LLMEngine", "Sequence", "SequenceStatus", "SpeculationStats", "StepOutput"]
+__all__ = [
+    "EngineStats",
+    "LLMEngine",
+    "Sequence",
+    "SequenceStatus",
+    "SpeculationStats",
+    "StepOutput",
+]

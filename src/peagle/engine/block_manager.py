@@ -1,8 +1,10 @@
-"""Who owns which KV block."""
+"""Who owns which KV block, and which blocks hold a prefix that others may share."""
 
 from __future__ import annotations
 
-from collections import deque
+import hashlib
+from array import array
+from collections import Counter, OrderedDict
 
 from peagle.engine.sequence import Sequence
 
@@ -10,35 +12,125 @@ from peagle.engine.sequence import Sequence
 class BlockManager:
     """Hands out KV blocks; target and drafter layers share the block ids.
 
+    A full block whose KV is settled is *published* under the hash of all tokens up to its end.
+    Sequences that begin with these tokens share it, and it stays when its owners have gone, until
+    somebody needs the space: the free block that was used longest ago is taken first.
+
+    The drafter's slot p depends on token p + 1, so the last slot of a block depends on the next
+    block. Where there is a drafter, a match is therefore good up to its last block only, which the
+    sequence computes again; that also supplies the features at which the drafter goes on.
+
     Args:
         num_blocks: blocks of the cache.
         block_size: token slots of a block.
+        enable_prefix_caching: whether blocks are published.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._free: deque[int] = deque(range(num_blocks))
+        self.enable_prefix_caching = enable_prefix_caching
+        # In the order in which they are taken.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._num_owners: Counter[int] = Counter()
+        self._published: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
 
     @property
     def num_free_blocks(self) -> int:
+        """Blocks that nobody owns; some may still be published."""
         return len(self._free)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def can_allocate(self, num_tokens: int) -> bool:
-        """Whether enough blocks are free for `num_tokens` tokens."""
-        return self.blocks_for(num_tokens) <= self.num_free_blocks
+    def match(self, sequence: Sequence, *, with_drafter: bool) -> list[int]:
+        """Published blocks that hold the beginning of the sequence, at least one token short.
 
-    def allocate(self, sequence: Sequence, num_tokens: int) -> None:
-        """Give `sequence` blocks for `num_tokens` tokens; `can_allocate` must hold."""
+        Args:
+            with_drafter: the sequence reads the drafter's KV too: one block fewer.
+        """
+        if not self.enable_prefix_caching:
+            return []
+        blocks: list[int] = []
+        for index in range((len(sequence) - 1) // self.block_size):
+            block = self._published.get(self._hash(sequence, index))
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks[:-1] if with_drafter else blocks
+
+    def can_admit(self, matched: list[int], num_tokens: int, num_reserved: int = 0) -> bool:
+        """Whether a sequence that shares `matched` gets blocks for `num_tokens` tokens.
+
+        `num_reserved` further blocks must stay free.
+        """
+        num_new = self.blocks_for(num_tokens) - len(matched)
+        num_woken = sum(block in self._free for block in matched)
+        return num_new + num_woken + num_reserved <= self.num_free_blocks
+
+    def admit(self, sequence: Sequence, matched: list[int], num_tokens: int) -> None:
+        """Give a sequence its shared blocks and new ones; `can_admit` must hold."""
         assert not sequence.block_table, "the sequence has blocks already"
-        assert self.can_allocate(num_tokens), "not enough free blocks"
-        sequence.block_table = [self._free.popleft() for _ in range(self.blocks_for(num_tokens))]
+        for block in matched:
+            self._free.pop(block, None)
+            self._num_owners[block] += 1
+        sequence.block_table = list(matched)
+        sequence.num_published_blocks = len(matched)
+        assert self.extend(sequence, num_tokens), "not enough free blocks"
+
+    def extend(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Add blocks until `num_tokens` tokens fit; false, with no change, if too few are free."""
+        num_new = self.blocks_for(num_tokens) - len(sequence.block_table)
+        if num_new > self.num_free_blocks:
+            return False
+        for _ in range(num_new):
+            block, _ = self._free.popitem(last=False)
+            self._unpublish(block)
+            self._num_owners[block] = 1
+            sequence.block_table.append(block)
+        return True
+
+    def publish(self, sequence: Sequence, num_tokens: int) -> None:
+        """Share the full blocks of the first `num_tokens` tokens, whose KV is settled."""
+        if not self.enable_prefix_caching:
+            return
+        for index in range(sequence.num_published_blocks, num_tokens // self.block_size):
+            block, key = sequence.block_table[index], self._hash(sequence, index)
+            if key not in self._published:
+                self._published[key] = block
+                self._hash_of[block] = key
+            sequence.num_published_blocks = index + 1
 
     def free(self, sequence: Sequence) -> None:
-        """Take the sequence's blocks back."""
-        self._free.extend(sequence.block_table)
+        """Take the sequence's blocks back; what is published stays until the space is needed."""
+        # The end of a prefix is useless without its beginning: it is taken first.
+        for block in reversed(sequence.block_table):
+            self._num_owners[block] -= 1
+            if self._num_owners[block] == 0:
+                del self._num_owners[block]
+                self._free[block] = None
         sequence.block_table = []
+
+    def forget_published(self) -> None:
+        """Publish nothing any more of what is there now."""
+        self._published.clear()
+        self._hash_of.clear()
+
+    def _unpublish(self, block: int) -> None:
+        key = self._hash_of.pop(block, None)
+        if key is not None:
+            del self._published[key]
+
+    def _hash(self, sequence: Sequence, index: int) -> bytes:
+        """Hash of the tokens up to the end of block `index`; of a kind that nobody can forge."""
+        hashes = sequence.block_hashes
+        while len(hashes) <= index:
+            start = len(hashes) * self.block_size
+            tokens = array("q", sequence.token_ids[start : start + self.block_size])
+            parent = hashes[-1] if hashes else b""
+            hashes.append(hashlib.sha256(parent + tokens.tobytes()).digest())
+        return hashes[index]

@@ -1,34 +1,44 @@
-"""The engine loop: requests in, tokens out, one scheduled batch a step."""
+"""The engine loop: requests in, tokens out, one step at a time."""
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from peagle.attention import LayerKVCache, TorchAttention
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig, token_ids
 from peagle.engine.block_manager import BlockManager
-from peagle.engine.model_runner import ModelRunner, make_caches
-from peagle.engine.scheduler import Scheduler
-from peagle.engine.sequence import Sequence, SpeculationStats
+from peagle.engine.build import (
+    drafter_kv_shapes,
+    load_head,
+    make_proposer,
+    num_kv_blocks,
+    resolve_max_model_len,
+)
+from peagle.engine.drafting import Drafting, HeadDrafting, LookupDrafting
+from peagle.engine.model_runner import ModelRunner, TargetPass, make_caches
+from peagle.engine.sampler import Sampler
+from peagle.engine.scheduler import Chunk, Scheduler
+from peagle.engine.sequence import Sequence, SequenceStatus
+from peagle.engine.stats import EngineStats, SpeculationStats
 from peagle.errors import UserError
+from peagle.kernels.logprobs import TokenLogprobs
 from peagle.kernels.random import Purpose, uniform
-from peagle.models.checkpoint import load_drafter, read_head_config
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
-from peagle.speculation.proposers import (
-    AutoregressiveProposer,
-    ParallelProposer,
-    PromptLookupProposer,
-    Proposer,
-)
+from peagle.speculation import PromptLookup
 
-_CPU_CACHE_GIB = 2.0
-_GPU_FREE_SHARE = 0.8
+_COUNTERS = (
+    "num_steps",
+    "num_finished",
+    "num_cancelled",
+    "num_preemptions",
+    "num_prompt_tokens",
+    "num_cached_tokens",
+    "num_output_tokens",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +50,14 @@ class StepOutput:
         new_token_ids: the tokens added.
         num_accepted: how many of them came from the draft (the first ones).
         num_drafted: draft tokens that the step verified.
+        logprobs: of the tokens added, if asked for.
     """
 
     sequence: Sequence
     new_token_ids: list[int]
     num_accepted: int
     num_drafted: int
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 class LLMEngine:
@@ -70,43 +82,213 @@ class LLMEngine:
         self.target = target
         self.config = config or EngineConfig()
         self.speculative = speculative
-        self.max_model_len = self._max_model_len()
-        drafter = self._load_drafter()
+        self.max_model_len = resolve_max_model_len(target, self.config)
+        self.num_speculative_tokens = speculative.num_speculative_tokens if speculative else 0
+        drafter = load_head(target, speculative)
         self._aux_layer_ids = drafter.config.aux_layer_ids if drafter else ()
-        num_drafts = speculative.num_speculative_tokens if speculative else 0
-        # A step may accept K drafts past max_tokens before it is trimmed, and the drafter stands
-        # K - 1 mask slots beyond those.
-        lookahead = 2 * (num_drafts + 1)
-        num_blocks = self._num_blocks(drafter, lookahead)
-        backend = TorchAttention()
-        shapes = target.kv_shapes()
-        self._target_caches = self._caches(shapes, num_blocks)
+        num_blocks = num_kv_blocks(target, drafter, self.config, self.max_model_len)
+        self._target_caches = self._caches(target.kv_shapes(), num_blocks)
         self._claim_target()
+        backend = TorchAttention()
+        self.sampler = Sampler(target.vocab_size, target.device, self.config.max_num_seqs)
         self.runner = ModelRunner(
             target,
             backend,
-            self._proposer(drafter, backend, num_blocks),
+            self.sampler,
             block_size=self.config.block_size,
             max_model_len=self.max_model_len,
         )
+        # Positions up to which the drafter's KV matters; without a head none does.
+        self.max_draft_len = self._max_draft_len(drafter)
+        self.drafting = self._drafting(drafter, backend, num_blocks)
         self.scheduler = Scheduler(
-            BlockManager(num_blocks, self.config.block_size),
+            BlockManager(
+                num_blocks,
+                self.config.block_size,
+                enable_prefix_caching=self.config.enable_prefix_caching,
+            ),
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
-            num_lookahead_slots=lookahead,
+            # The K drafts that a step may accept, and the drafter's K - 1 mask slots beyond those.
+            num_lookahead_slots=2 * (self.num_speculative_tokens + 1),
+            has_drafter=drafter is not None,
         )
-        self.stats = SpeculationStats()
+        self.speculation_stats = SpeculationStats()
+        self._counts = dict.fromkeys(_COUNTERS, 0)
         self._eos_token_ids = target.eos_token_ids()
         self._num_requests = 0
 
-    def add_request(self, prompt_token_ids: Iterable[int], params: SamplingParams) -> Sequence:
-        """Queue a prompt.
+    def add_request(
+        self,
+        prompt_token_ids: Iterable[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        leader: Sequence | None = None,
+    ) -> Sequence:
+        """Queue a prompt for one output, whatever `params.n` says.
+
+        Args:
+            prompt_token_ids: the prompt.
+            params: how it is sampled; `bad_words` as token ids.
+            priority: lower goes first.
+            leader: a sequence with the same prompt: this one waits for its KV.
 
         Raises:
             UserError: the prompt is empty, holds ids outside the vocabulary, leaves no room for
-                output, or could never fit the KV cache.
+                output, or could never fit the KV cache; or the parameters ask for what this
+                engine or model has not.
         """
+        prompt = self._checked_prompt(prompt_token_ids)
+        self._check_params(params)
+        stop = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop |= set(self._eos_token_ids)
+        asked = params.num_speculative_tokens
+        k = self.num_speculative_tokens if asked is None else asked
+        sequence = Sequence(
+            self._num_requests,
+            prompt,
+            params,
+            self._seed(params),
+            frozenset(stop),
+            priority=priority,
+            num_speculative_tokens=k,
+            may_speculate=k > 0,
+            leader=leader if self.config.enable_prefix_caching else None,
+        )
+        needed = self.blocks.blocks_for(self.scheduler.most_slots(sequence))
+        if needed > self.blocks.num_blocks:
+            raise UserError(
+                f"The request needs {needed} KV blocks of {self.config.block_size} tokens, the "
+                f"cache has {self.blocks.num_blocks}. Lower max_tokens "
+                f"({params.max_tokens}) or raise kv_cache_gib."
+            )
+        self._num_requests += 1
+        self.scheduler.add(sequence)
+        return sequence
+
+    @property
+    def blocks(self) -> BlockManager:
+        """Who owns which KV block."""
+        return self.scheduler.blocks
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a step would do something."""
+        return self.scheduler.has_unfinished
+
+    def step(self) -> list[StepOutput]:
+        """Run one step: a pass over prompts, one over decoding sequences; what came of it.
+
+        A sequence whose prompt is not all computed is not among the outputs.
+        """
+        self._claim_target()
+        plan = self.scheduler.schedule()
+        self._counts["num_steps"] += 1
+        self._counts["num_preemptions"] += len(plan.preempted)
+        for sequence in plan.preempted:
+            self.sampler.release(sequence)
+        for sequence in plan.admitted:
+            if not sequence.num_preemptions:
+                self._counts["num_prompt_tokens"] += sequence.num_prompt_tokens
+                self._counts["num_cached_tokens"] += sequence.num_cached_tokens or 0
+        outputs: list[StepOutput] = []
+        for chunks in (plan.prefill, plan.decode):
+            if chunks:
+                outputs += self._run(chunks)
+        return outputs
+
+    def _run(self, chunks: list[Chunk]) -> list[StepOutput]:
+        done = self.runner.run(chunks)
+        outputs = self._append(done)
+        if self.drafting is not None:
+            self.drafting.draft(done)
+        for chunk in chunks:
+            self._publish(chunk.sequence)
+            if chunk.sequence.is_finished:
+                self._retire(chunk.sequence)
+        return outputs
+
+    def _append(self, done: TargetPass) -> list[StepOutput]:
+        """Give each sequence its new tokens."""
+        outputs: list[StepOutput] = []
+        for chunk in done.chunks:
+            sequence = chunk.sequence
+            sequence.num_computed_tokens += chunk.num_tokens
+            if not chunk.samples:
+                continue
+            assert done.sampled is not None
+            row = len(outputs)
+            accepted = done.sampled.num_accepted[row]
+            sequence.num_computed_tokens += accepted
+            for stats in (sequence.stats, self.speculation_stats):
+                stats.record(chunk.num_drafts, accepted)
+            kept = sequence.append(done.sampled.new_token_ids[row], self.max_model_len)
+            logprobs = (done.sampled.logprobs[row] or [])[: len(kept)]
+            sequence.logprobs += logprobs
+            self._counts["num_output_tokens"] += len(kept)
+            outputs.append(
+                StepOutput(sequence, kept, min(accepted, len(kept)), chunk.num_drafts, logprobs)
+            )
+        return outputs
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Share the blocks in which all slots are settled, the drafter's too."""
+        if sequence.drafter_start:
+            return  # behind a hole the drafter's KV is not what others would compute
+        settled = min(sequence.num_computed_tokens, len(sequence))
+        if sequence.num_drafter_tokens < self.max_draft_len:
+            settled = min(settled, sequence.num_drafter_tokens)
+        self.blocks.publish(sequence, settled)
+
+    def _retire(self, sequence: Sequence) -> None:
+        self.scheduler.retire(sequence)
+        self.sampler.release(sequence)
+        ended = "num_cancelled" if sequence.finish_reason == "cancelled" else "num_finished"
+        self._counts[ended] += 1
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Stop a sequence and free what it holds; finished ones are left alone."""
+        if not sequence.is_finished:
+            sequence.status, sequence.finish_reason = SequenceStatus.FINISHED, "cancelled"
+            self._retire(sequence)
+
+    def stop(self, sequence: Sequence, num_surplus: int) -> None:
+        """End a sequence at a stop string: drop its last `num_surplus` tokens, free its blocks."""
+        if not sequence.is_finished:
+            sequence.status, sequence.finish_reason = SequenceStatus.FINISHED, "stop"
+            self._retire(sequence)
+        sequence.trim(num_surplus)
+
+    def set_speculative_tokens(self, sequence: Sequence, num_speculative_tokens: int) -> None:
+        """Change K of a sequence from its next draft on; 0 stops drafting for it.
+
+        Raises:
+            UserError: K is above the engine's, or the request was made without drafts.
+        """
+        most = self.num_speculative_tokens if sequence.may_speculate else 0
+        if not 0 <= num_speculative_tokens <= most:
+            raise UserError(
+                f"num_speculative_tokens is {num_speculative_tokens}; expected 0 to {most}, "
+                "which the engine and the request were made for."
+            )
+        sequence.num_speculative_tokens = num_speculative_tokens
+
+    @property
+    def stats(self) -> EngineStats:
+        """How the engine stands, and what it did so far."""
+        return EngineStats(
+            num_waiting=len(self.scheduler.waiting),
+            num_running=len(self.scheduler.running),
+            num_kv_blocks=self.blocks.num_blocks,
+            num_free_kv_blocks=self.blocks.num_free_blocks,
+            speculation=self.speculation_stats,
+            **self._counts,
+        )
+
+    def _checked_prompt(self, prompt_token_ids: Iterable[int]) -> list[int]:
         prompt = token_ids(list(prompt_token_ids), self.target.vocab_size, "prompt_token_ids")
         if not prompt:
             raise UserError("The prompt is empty; expected at least one token.")
@@ -115,51 +297,23 @@ class LLMEngine:
                 f"The prompt has {len(prompt)} tokens; expected at most {self.max_model_len - 1}, "
                 f"one fewer than the context of {self.max_model_len}. Shorten the prompt."
             )
-        stop = set(token_ids(params.stop_token_ids, self.target.vocab_size, "stop_token_ids"))
-        if not params.ignore_eos:
-            stop |= set(self._eos_token_ids)
-        sequence = Sequence(self._num_requests, prompt, params, self._seed(params), frozenset(stop))
-        needed = self.scheduler.blocks.blocks_for(self.scheduler.slots_needed(sequence))
-        if needed > self.scheduler.blocks.num_blocks:
+        return prompt
+
+    def _check_params(self, params: SamplingParams) -> None:
+        """Refuse what depends on this model and this engine."""
+        size = self.target.vocab_size
+        token_ids(params.stop_token_ids, size, "stop_token_ids")
+        token_ids(params.allowed_token_ids or (), size, "allowed_token_ids")
+        token_ids([token for token, _ in params.logit_bias], size, "logit_bias")
+        for word in params.bad_words:
+            assert not isinstance(word, str), "texts are encoded by whoever knows the tokenizer"
+            token_ids(word, size, "bad_words")
+        asked, most = params.num_speculative_tokens, self.num_speculative_tokens
+        if asked is not None and asked > most:
             raise UserError(
-                f"The request needs {needed} KV blocks of {self.config.block_size} tokens, the "
-                f"cache has {self.scheduler.blocks.num_blocks}. Lower max_tokens "
-                f"({params.max_tokens}) or raise kv_cache_gib."
+                f"num_speculative_tokens of the request is {asked}; the engine was made for at "
+                f"most {most}. Ask for fewer, or set it in the speculative configuration."
             )
-        self._num_requests += 1
-        self.scheduler.add(sequence)
-        return sequence
-
-    @property
-    def has_unfinished(self) -> bool:
-        """Whether a step would do something."""
-        return self.scheduler.has_unfinished
-
-    def step(self) -> list[StepOutput]:
-        """Run one scheduled batch and return what it added to each sequence."""
-        self._claim_target()
-        batch = self.scheduler.schedule()
-        result = self.runner.run_target(batch)
-        outputs = []
-        for row, sequence in enumerate(batch.sequences):
-            drafted, accepted = result.num_drafted[row], result.num_accepted[row]
-            for stats in (sequence.stats, self.stats):
-                stats.record(drafted, accepted)
-            kept = sequence.append(result.new_token_ids[row], self.max_model_len)
-            outputs.append(StepOutput(sequence, kept, min(accepted, len(kept)), drafted))
-        if not all(s.is_finished for s in batch.sequences):
-            self.runner.propose(batch.sequences, result.target_step)
-        self.scheduler.retire_finished()
-        return outputs
-
-    def cancel(self, sequence: Sequence) -> None:
-        """Stop a sequence and free what it holds; finished ones are left alone."""
-        self.scheduler.cancel(sequence)
-
-    def stop(self, sequence: Sequence, num_surplus: int) -> None:
-        """End a sequence at a stop string: drop its last `num_surplus` tokens, free its blocks."""
-        self.cancel(sequence)
-        sequence.trim(num_surplus)
 
     def _claim_target(self) -> None:
         """Give the target this engine's KV caches, taps and context; another may have used it."""
@@ -176,115 +330,26 @@ class LLMEngine:
         )
         return int(draw.item() * 2**53)
 
-    def _max_model_len(self) -> int:
-        limit, asked = self.target.max_model_len, self.config.max_model_len
-        if asked is not None and asked > limit:
-            raise UserError(
-                f"max_model_len is {asked}; the target's positions end at {limit}. "
-                "Ask for at most that."
-            )
-        return asked or limit
+    def _max_draft_len(self, drafter: Drafter | None) -> int:
+        if drafter is None:
+            return 0
+        assert self.speculative is not None
+        asked = self.speculative.max_model_len
+        return min(asked or drafter.config.max_position_embeddings, self.max_model_len)
 
-    def _load_drafter(self) -> Drafter | None:
-        speculative = self.speculative
-        if speculative is None or speculative.model is None:
-            return None
-        head, _ = read_head_config(speculative.model, num_target_layers=self.target.num_layers)
-        wanted = speculative.parallel_drafting
-        if wanted is not None and wanted != head.is_parallel:
-            kind = "a P-EAGLE" if head.is_parallel else "an autoregressive EAGLE-3"
-            raise UserError(
-                f"parallel_drafting is {wanted}, but {speculative.model!r} is {kind} head. "
-                f"Set it to {head.is_parallel} or leave it out."
-            )
-        depth = head.trained_depth
-        if depth is not None and speculative.num_speculative_tokens > depth:
-            warnings.warn(
-                f"num_speculative_tokens is {speculative.num_speculative_tokens}, but the head "
-                f"{speculative.model!r} was trained for {depth}; deeper drafts seldom pass.",
-                stacklevel=3,
-            )
-        return load_drafter(speculative.model, self.target, check_target=speculative.check_target)
-
-    def _proposer(
+    def _drafting(
         self, drafter: Drafter | None, backend: TorchAttention, num_blocks: int
-    ) -> Proposer | None:
+    ) -> Drafting | None:
         speculative = self.speculative
         if speculative is None:
             return None
         if drafter is None:
-            return PromptLookupProposer(
-                speculative.num_speculative_tokens,
-                speculative.prompt_lookup_max,
-                speculative.prompt_lookup_min,
-            )
-        kind = ParallelProposer if drafter.config.is_parallel else AutoregressiveProposer
-        return kind(
-            drafter,
-            backend,
-            self._caches(_drafter_kv_shapes(drafter), num_blocks),
-            num_speculative_tokens=speculative.num_speculative_tokens,
-            max_model_len=self.max_model_len,
-            draft_sampling=speculative.draft_sampling,
-        )
+            lookup = PromptLookup(speculative.prompt_lookup_max, speculative.prompt_lookup_min)
+            return LookupDrafting(lookup, self.max_model_len)
+        caches = self._caches(drafter_kv_shapes(drafter), num_blocks)
+        proposer = make_proposer(drafter, speculative, backend, caches, self.max_model_len)
+        return HeadDrafting(proposer, self.sampler, self.max_model_len, self.max_draft_len)
 
     def _caches(self, shapes: list[tuple[int, int]], num_blocks: int) -> list[LayerKVCache]:
         target = self.target
         return make_caches(shapes, num_blocks, self.config.block_size, target.dtype, target.device)
-
-    def _num_blocks(self, drafter: Drafter | None, lookahead: int) -> int:
-        config, size = self.config, self.config.block_size
-        per_sequence = -(-(self.max_model_len + lookahead) // size)
-        shapes = self.target.kv_shapes() + (_drafter_kv_shapes(drafter) if drafter else [])
-        block_bytes = sum(
-            LayerKVCache.bytes_per_block(size, heads, dim, self.target.dtype)
-            for heads, dim in shapes
-        )
-        if config.num_kv_blocks is not None:
-            return config.num_kv_blocks
-        budget = self._cache_bytes()
-        fitting = int(budget // block_bytes)
-        if fitting < 1:
-            raise UserError(
-                f"A KV block takes {block_bytes / 2**20:.1f} MiB, the cache may take "
-                f"{budget / 2**20:.1f} MiB. Raise kv_cache_gib."
-            )
-        return min(fitting, per_sequence * config.max_num_seqs)
-
-    def _cache_bytes(self) -> float:
-        if self.config.kv_cache_gib is not None:
-            return self.config.kv_cache_gib * 2**30
-        if self.target.device.type == "cuda":
-            return torch.cuda.mem_get_info(self.target.device)[0] * _GPU_FREE_SHARE
-        return _CPU_CACHE_GIB * 2**30
-
-
-def _drafter_kv_shapes(drafter: Drafter) -> list[tuple[int, int]]:
-    config = drafter.config
-    return [(config.num_kv_heads, config.head_dim)] * config.num_layers
-
-
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The torch type of an EngineConfig dtype; "auto" is float32 on a CPU, bfloat16 on a GPU."""
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return getattr(torch, name)
-
-
-def resolve_device(name: str) -> torch.device:
-    """The device of an EngineConfig.
-
-    Raises:
-        UserError: it is not one that torch has here.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError):
-        raise UserError(
-            f"device is {name!r}, which torch does not have here ({os.uname().sysname}); "
-            'expected "auto", "cpu" or "cuda".'
-        ) from None
-    return device

@@ -1,34 +1,63 @@
-"""Which sequences run in the next step."""
+"""Which tokens of which sequences run in the next step."""
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
+from bisect import insort
+from dataclasses import dataclass, field
 
 from peagle.engine.block_manager import BlockManager
 from peagle.engine.sequence import Sequence, SequenceStatus
 
 
 @dataclass(frozen=True, slots=True)
-class ScheduledBatch:
-    """The sequences of one step: all of them prompts, or all of them decoding."""
+class Chunk:
+    """What one pass computes of one sequence.
 
-    sequences: list[Sequence]
-    is_prefill: bool
+    Attributes:
+        sequence: whose tokens.
+        num_tokens: how many, from the first that is not computed.
+        num_drafts: drafts that are verified behind them.
+        samples: whether the last of these rows, and those of the drafts, give new tokens; a chunk
+            of a prompt but the last does not.
+    """
+
+    sequence: Sequence
+    num_tokens: int
+    num_drafts: int = 0
+    samples: bool = True
+
+
+@dataclass(slots=True)
+class Schedule:
+    """One step: a pass over chunks of prompts, then one over the sequences that decode.
+
+    Attributes:
+        prefill, decode: chunks of the two passes.
+        admitted: sequences that got their blocks.
+        preempted: sequences that lost theirs.
+    """
+
+    prefill: list[Chunk] = field(default_factory=list)
+    decode: list[Chunk] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
 
 
 class Scheduler:
-    """Continuous batching, first come first served.
+    """Continuous batching with chunked prefill, by priority, then first come first served.
 
-    A sequence is admitted once the blocks for its whole life are free, so a running sequence never
-    runs out. Waiting prompts go first: they fill the decode batch.
+    A running sequence holds blocks for its tokens and a few more; when it cannot get the next one,
+    the last sequence in order is preempted: it gives its blocks up and waits to be computed again.
+    The first in order can always go on, so everybody is served in the end. A waiting sequence is
+    not overtaken by one that needs less; it takes the place of running ones of lower priority.
 
     Args:
         blocks: the KV blocks.
         max_num_seqs: most sequences running together.
-        max_num_batched_tokens: most prompt tokens of one prefill pass; a longer prompt runs alone.
+        max_num_batched_tokens: most prompt tokens of one step.
         max_model_len: longest sequence.
         num_lookahead_slots: KV slots that a step may touch beyond the last token.
+        has_drafter: whether a drafter shares the blocks.
     """
 
     def __init__(
@@ -39,65 +68,130 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         num_lookahead_slots: int,
+        has_drafter: bool = False,
     ) -> None:
         self.blocks = blocks
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.num_lookahead_slots = num_lookahead_slots
-        self.waiting: deque[Sequence] = deque()
+        self.has_drafter = has_drafter
+        # Both in the order of `Sequence.order`.
+        self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
 
-    def slots_needed(self, sequence: Sequence) -> int:
-        """KV slots of the sequence's whole life, the last step's drafts included."""
-        longest = len(sequence.prompt_token_ids) + sequence.params.max_tokens
-        return min(longest, self.max_model_len) + self.num_lookahead_slots
+    def most_slots(self, sequence: Sequence) -> int:
+        """KV slots that the sequence ever holds."""
+        return self._slots(sequence.num_prompt_tokens + sequence.params.max_tokens)
+
+    def _slots(self, num_tokens: int) -> int:
+        return min(num_tokens + self.num_lookahead_slots, self.max_model_len)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
-        self.waiting.append(sequence)
+        insort(self.waiting, sequence, key=lambda s: s.order)
 
     @property
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def schedule(self) -> ScheduledBatch:
-        """Choose the next step's sequences; there must be unfinished ones."""
-        if admitted := self._admit():
-            return ScheduledBatch(admitted, is_prefill=True)
-        assert self.running, "nothing runs and nothing fits: the request should have been refused"
-        return ScheduledBatch(list(self.running), is_prefill=False)
+    def schedule(self) -> Schedule:
+        """Choose the next step's chunks; there must be unfinished sequences."""
+        plan = Schedule()
+        self._decode(plan)
+        budget = self._continue_prompts(plan)
+        self._admit(plan, budget)
+        assert plan.decode or plan.prefill, "nothing runs and nothing fits: should be refused"
+        return plan
 
-    def _admit(self) -> list[Sequence]:
-        admitted: list[Sequence] = []
+    def _decode(self, plan: Schedule) -> None:
+        for sequence in list(self.running):
+            if sequence.status is not SequenceStatus.RUNNING or sequence.is_prefilling:
+                continue
+            slots = self._slots(len(sequence))
+            while not self.blocks.extend(sequence, slots):
+                self._preempt(self.running[-1], plan)
+                if sequence.status is not SequenceStatus.RUNNING:
+                    break
+            else:
+                plan.decode.append(Chunk(sequence, 1, len(sequence.drafts)))
+
+    def _continue_prompts(self, plan: Schedule) -> int:
+        """Chunks of the prompts that are under way; returns what is left of the step's tokens."""
         budget = self.max_num_batched_tokens
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            sequence = self.waiting[0]
-            num_tokens = len(sequence.prompt_token_ids)
-            slots = self.slots_needed(sequence)
-            if (admitted and num_tokens > budget) or not self.blocks.can_allocate(slots):
-                break
-            self.waiting.popleft()
-            self.blocks.allocate(sequence, slots)
-            sequence.status = SequenceStatus.RUNNING
-            self.running.append(sequence)
-            admitted.append(sequence)
-            budget -= num_tokens
-        return admitted
-
-    def retire_finished(self) -> None:
-        """Drop finished sequences and free their blocks."""
         for sequence in self.running:
-            if sequence.is_finished:
-                self.blocks.free(sequence)
-        self.running = [s for s in self.running if not s.is_finished]
+            if sequence.is_prefilling and budget:
+                plan.prefill.append(_prompt_chunk(sequence, budget))
+                budget -= plan.prefill[-1].num_tokens
+        return budget
 
-    def cancel(self, sequence: Sequence) -> None:
-        """Finish a sequence now, wherever it stands."""
-        if sequence.is_finished:
-            return
-        sequence.status = SequenceStatus.FINISHED
-        sequence.finish_reason = "cancelled"
-        if sequence in self.waiting:
+    def _admit(self, plan: Schedule, budget: int) -> None:
+        for sequence in list(self.waiting):
+            if not budget:
+                break
+            if sequence.waits_for_leader or sequence in plan.preempted:
+                continue
+            matched = self._match(sequence)
+            if not self._make_room(sequence, matched, plan):
+                break
             self.waiting.remove(sequence)
-        self.retire_finished()
+            self._start(sequence, matched)
+            plan.admitted.append(sequence)
+            if sequence.is_prefilling:
+                plan.prefill.append(_prompt_chunk(sequence, budget))
+                budget -= plan.prefill[-1].num_tokens
+            else:
+                plan.decode.append(Chunk(sequence, 1, len(sequence.drafts)))
+
+    def _match(self, sequence: Sequence) -> list[int]:
+        if sequence.needs_every_token:
+            return []
+        reads_drafter = self.has_drafter and sequence.may_speculate
+        return self.blocks.match(sequence, with_drafter=reads_drafter)
+
+    def _make_room(self, sequence: Sequence, matched: list[int], plan: Schedule) -> bool:
+        """Find a seat and blocks, if need be those of running sequences of lower priority."""
+        slots = self._slots(len(sequence))
+        while True:
+            # A block for each running sequence stays free, or they would be preempted at once.
+            has_blocks = self.blocks.can_admit(matched, slots, num_reserved=len(self.running))
+            if has_blocks and len(self.running) < self.max_num_seqs:
+                return True
+            last = self.running[-1] if self.running else None
+            if last is None or last.priority <= sequence.priority:
+                return False
+            self._preempt(last, plan)
+
+    def _start(self, sequence: Sequence, matched: list[int]) -> None:
+        self.blocks.admit(sequence, matched, self._slots(len(sequence)))
+        num_cached = len(matched) * self.blocks.block_size
+        sequence.num_computed_tokens = sequence.num_drafter_tokens = num_cached
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = num_cached
+        sequence.status = SequenceStatus.RUNNING
+        insort(self.running, sequence, key=lambda s: s.order)
+
+    def _preempt(self, sequence: Sequence, plan: Schedule) -> None:
+        self.running.remove(sequence)
+        self.blocks.free(sequence)
+        sequence.forget_computed()
+        sequence.status = SequenceStatus.WAITING
+        sequence.num_preemptions += 1
+        self.add(sequence)
+        plan.preempted.append(sequence)
+        for chunks in (plan.decode, plan.prefill):
+            chunks[:] = [chunk for chunk in chunks if chunk.sequence is not sequence]
+
+    def retire(self, sequence: Sequence) -> None:
+        """Drop a finished sequence from wherever it stands and free its blocks."""
+        for queue in (self.waiting, self.running):
+            if sequence in queue:
+                queue.remove(sequence)
+        self.blocks.free(sequence)
+
+
+def _prompt_chunk(sequence: Sequence, budget: int) -> Chunk:
+    remaining = sequence.prefill_end - sequence.num_computed_tokens
+    num_tokens = min(remaining, budget)
+    samples = num_tokens == remaining and not sequence.num_output_tokens
+    return Chunk(sequence, num_tokens, samples=samples)

@@ -1,4 +1,4 @@
-"""One request inside the engine, and what speculation did for it."""
+"""One request inside the engine: its tokens, what is computed of them, what is drafted."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from enum import Enum, auto
 from torch import Tensor
 
 from peagle.config import SamplingParams
+from peagle.engine.features import FeatureRing
+from peagle.engine.stats import SpeculationStats
+from peagle.kernels.logprobs import TokenLogprobs
 
 
 class SequenceStatus(Enum):
@@ -18,93 +21,112 @@ class SequenceStatus(Enum):
     FINISHED = auto()
 
 
-@dataclass(slots=True)
-class SpeculationStats:
-    """Counters of speculative decoding, taken before stop conditions trim the output (as in vLLM).
-
-    Attributes:
-        num_drafts: verified drafts (a draft is up to K tokens).
-        num_draft_tokens: tokens in them.
-        num_accepted_tokens: tokens accepted.
-        num_accepted_tokens_per_pos: drafts whose first i + 1 tokens were all accepted.
-    """
-
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
-
-    def record(self, num_drafted: int, num_accepted: int) -> None:
-        """Count one verified draft."""
-        if num_drafted == 0:
-            return
-        self.num_drafts += 1
-        self.num_draft_tokens += num_drafted
-        self.num_accepted_tokens += num_accepted
-        per_pos = self.num_accepted_tokens_per_pos
-        per_pos.extend([0] * (num_drafted - len(per_pos)))
-        for position in range(num_accepted):
-            per_pos[position] += 1
-
-    def add(self, other: SpeculationStats) -> None:
-        """Pool another's counters into these."""
-        self.num_drafts += other.num_drafts
-        self.num_draft_tokens += other.num_draft_tokens
-        self.num_accepted_tokens += other.num_accepted_tokens
-        per_pos = self.num_accepted_tokens_per_pos
-        per_pos.extend([0] * (len(other.num_accepted_tokens_per_pos) - len(per_pos)))
-        for position, count in enumerate(other.num_accepted_tokens_per_pos):
-            per_pos[position] += count
-
-    @property
-    def acceptance_length(self) -> float:
-        """1 + accepted draft tokens / drafts; 1.0 where nothing was drafted."""
-        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
-
-    @property
-    def acceptance_per_pos(self) -> list[float]:
-        """Unconditional acceptance: P(the first i + 1 drafts are all accepted)."""
-        return [count / self.num_drafts for count in self.num_accepted_tokens_per_pos]
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Sequence:
     """A prompt, its output so far, its KV blocks and its pending drafts.
 
+    With N tokens, of which the newest was just emitted, the target has computed N - 1, and the
+    drafter's slots 0..N-2 are written (slot p reads token p + 1).
+
     Attributes:
-        seq_id: of the engine.
-        prompt_token_ids, output_token_ids: tokens.
+        seq_id: of the engine, in the order of arrival.
+        token_ids: prompt, then output.
         params: how it is sampled; seed: the seed it draws with.
         stop_token_ids: ids that end the output.
+        priority: lower goes first.
+        num_speculative_tokens: K of the next draft; 0 drafts nothing.
+        may_speculate: false if the request never drafts: nothing is kept for its drafter then.
+        leader: a sequence with the same prompt whose KV this one waits for.
         block_table: KV blocks in order.
-        drafts: tokens that the next step verifies; draft_probs_KV: their q, None if argmax.
-        finish_reason: "stop" or "length" once finished.
+        block_hashes: of the full blocks known so far, see BlockManager.
+        num_computed_tokens: tokens whose KV the target has written.
+        num_drafter_tokens: slots that the drafter has written.
+        drafter_start: first slot that the drafter may look at; above 0 behind a hole.
+        pending_features: features that the drafter has not read, None if it has read all.
+        drafts: tokens that the next step verifies; draft_probs_KV: their q, None if argmax. They
+            outlive preemption, so that it changes nothing.
+        num_cached_tokens: prompt tokens whose KV was there when it was first admitted.
+        num_preemptions: times that it lost its blocks.
+        logprobs: of the output tokens, if asked for.
+        prompt_logprobs: of the prompt's tokens but the first, if asked for.
+        finish_reason: "stop", "length" or "cancelled" once finished.
     """
 
     seq_id: int
-    prompt_token_ids: list[int]
+    token_ids: list[int]
     params: SamplingParams
     seed: int
     stop_token_ids: frozenset[int]
-    output_token_ids: list[int] = field(default_factory=list)
+    priority: int = 0
+    num_speculative_tokens: int = 0
+    may_speculate: bool = True
+    leader: Sequence | None = None
+    num_prompt_tokens: int = field(init=False)
     status: SequenceStatus = SequenceStatus.WAITING
     block_table: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_published_blocks: int = 0
+    num_computed_tokens: int = 0
+    num_drafter_tokens: int = 0
+    drafter_start: int = 0
+    pending_features: FeatureRing | None = None
     drafts: list[int] = field(default_factory=list)
     draft_probs_KV: Tensor | None = None
+    num_cached_tokens: int | None = None
+    num_preemptions: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     stats: SpeculationStats = field(default_factory=SpeculationStats)
 
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+
     def __len__(self) -> int:
-        return len(self.prompt_token_ids) + len(self.output_token_ids)
+        return len(self.token_ids)
 
     @property
-    def token_ids(self) -> list[int]:
-        """Prompt and output."""
-        return self.prompt_token_ids + self.output_token_ids
+    def prompt_token_ids(self) -> list[int]:
+        return self.token_ids[: self.num_prompt_tokens]
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def is_finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
+
+    @property
+    def prefill_end(self) -> int:
+        """Tokens to compute before it decodes: a new prompt's last one gives the first output."""
+        return len(self.token_ids) - (1 if self.num_output_tokens else 0)
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.num_computed_tokens < self.prefill_end
+
+    @property
+    def needs_every_token(self) -> bool:
+        """Whether the prompt must run through the target though its KV may be there."""
+        wanted = self.params.prompt_logprobs is not None
+        return wanted and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+
+    @property
+    def waits_for_leader(self) -> bool:
+        """Whether the leader is about to compute the prompt that both share."""
+        leader = self.leader
+        return leader is not None and not (leader.is_finished or leader.num_output_tokens)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who goes first: by priority, then by arrival."""
+        return self.priority, self.seq_id
 
     def append(self, token_ids: list[int], max_model_len: int) -> list[int]:
         """Add new tokens up to the first stop condition; returns those that were kept.
@@ -113,11 +135,11 @@ class Sequence:
         """
         kept: list[int] = []
         for token in token_ids:
-            self.output_token_ids.append(token)
+            self.token_ids.append(token)
             kept.append(token)
             if token in self.stop_token_ids:
                 self.finish_reason = "stop"
-            elif len(self.output_token_ids) >= self.params.max_tokens or len(self) >= max_model_len:
+            elif self.num_output_tokens >= self.params.max_tokens or len(self) >= max_model_len:
                 self.finish_reason = "length"
             if self.finish_reason:
                 self.status = SequenceStatus.FINISHED
@@ -126,5 +148,12 @@ class Sequence:
 
     def trim(self, num_surplus: int) -> None:
         """Drop the last tokens of a finished output, those after a stop string."""
-        del self.output_token_ids[len(self.output_token_ids) - num_surplus :]
+        del self.token_ids[len(self.token_ids) - num_surplus :]
+        del self.logprobs[self.num_output_tokens :]
         self.finish_reason = "stop"
+
+    def forget_computed(self) -> None:
+        """Start over with the KV; the blocks are gone. Tokens and drafts stay."""
+        self.num_computed_tokens = self.num_drafter_tokens = self.drafter_start = 0
+        self.num_published_blocks = 0
+        self.pending_features = None

@@ -10,13 +10,12 @@ from statistics import median
 from typing import Any
 
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
-from peagle.engine import Sequence as EngineSequence
 from peagle.engine import SpeculationStats
-from peagle.engine.engine import resolve_device, resolve_dtype
+from peagle.engine.model_runner import TargetPass
+from peagle.engine.placement import resolve_device, resolve_dtype
 from peagle.evaluation.acceptance import Acceptance, Completion, Step
 from peagle.llm import LLM, StreamChunk
 from peagle.models.target import TargetModel
-from peagle.speculation import TargetStep
 
 WARM_UP_TOKENS = 16
 
@@ -128,21 +127,22 @@ def draft_seconds(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> l
         prompts: texts.
         params: for all of them.
     """
-    runner = llm.engine.runner
-    propose = runner.propose
+    drafting = llm.engine.drafting
+    assert drafting is not None, "plain decoding drafts nothing"
+    draft = drafting.draft
     seconds: list[float] = []
 
-    def timed(sequences: Sequence[EngineSequence], step: TargetStep) -> None:
+    def timed(done: TargetPass) -> None:
         start = time.perf_counter()
-        propose(sequences, step)
-        if all(len(sequence.output_token_ids) > 1 for sequence in sequences):
+        draft(done)
+        if all(chunk.sequence.num_output_tokens > 1 for chunk in done.chunks):
             seconds.append(time.perf_counter() - start)
 
-    runner.propose = timed
+    drafting.draft = timed
     try:
         llm.generate(prompts, params)
     finally:
-        runner.propose = propose
+        drafting.draft = draft
     return seconds
 
 

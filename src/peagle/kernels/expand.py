@@ -58,13 +58,13 @@ def expand_draft_batch(
     block_tables_BM: Tensor,
     *,
     block_size: int,
-    num_mask_slots: int,
+    num_mask_slots_B: Tensor,
     mask_token_id: int,
     max_model_len: int,
 ) -> DraftBatch:
     """Build the drafter's batch after verification (reference/peagle.md, "Drafter inputs").
 
-    Sequence b brings a_b + 1 NTP slots, then `num_mask_slots` MTP slots. NTP slot j pairs the
+    Sequence b brings a_b + 1 NTP slots, then `num_mask_slots_B[b]` MTP slots. NTP slot j pairs the
     feature of target row j with the token after it: target token j + 1, or for the last one the
     token that verification emitted. Positions are not shifted. A prompt is the case where every
     token after the first counts as accepted.
@@ -76,14 +76,15 @@ def expand_draft_batch(
         next_tokens_B: the token emitted after the accepted ones.
         block_tables_BM: KV blocks of each sequence.
         block_size: slots of a block.
-        num_mask_slots: K - 1 for parallel drafting, 0 for autoregressive.
+        num_mask_slots_B: k_b - 1 for parallel drafting; 0 for autoregressive, and where nothing is
+            drafted.
         mask_token_id: token of the mask slots.
         max_model_len: positions from here on write no KV.
     """
     device = target_tokens_T.device
     num_target_rows = target_tokens_T.shape[0]
     ntp_B = num_accepted_B + 1
-    lens_B = ntp_B + num_mask_slots
+    lens_B = ntp_B + num_mask_slots_B
     start_loc = torch.zeros(lens_B.shape[0] + 1, dtype=torch.int64, device=device)
     torch.cumsum(lens_B, 0, out=start_loc[1:])
 

@@ -2,19 +2,20 @@
 
 Row j of a sequence predicts the token after its drafts 0..j-1, so every rule counts those drafts
 as if they were output: row j is then what plain decoding gives in that context, and rejection
-sampling on the processed rows stays exact. Whoever wires it in hands the processed logits to
-`probs_from_logits` or `verify` in place of the raw ones.
+sampling on the processed rows stays exact.
 
 Order:
-    1. logit bias, then the masks (allowed ids, bad words, minimum length): `apply_masks`;
+    1. logit bias, then the masks (grammar, allowed ids, bad words, minimum length): `apply_masks`;
     2. repetition, presence and frequency penalties: `apply_penalties`;
     3. at the request's temperature min-p, then typical-p: `apply_probability_filters`;
     4. temperature, top-k and top-p: `probs_from_logits`.
 
-A row that step 1 leaves without a token keeps one: the most likely allowed token by the raw
-logits (the most likely of all where the allowed ids are an empty set), whatever bias, bad words
-and minimum length say. The later steps always leave a token. Nothing here waits for the device,
-but for the two checks inside `probs_from_logits` in step 3. Logits may be -inf, never +inf or NaN.
+A row that step 1 leaves without a token keeps one: the most likely by the raw logits of those that
+grammar and allowed ids permit (the grammar alone where they share none; of all where the grammar
+permits none), whatever bias, bad words and minimum length say. The later steps always leave a
+token. So nothing outside the grammar is ever left, but in a row of which it permits nothing: one
+behind a draft that it refuses, which is never reached. Nothing here waits for the device, but for
+the two checks inside `probs_from_logits` in step 3. Logits may be -inf, never +inf or NaN.
 
 Shapes: B sequences, R packed rows (k_b + 1 of each sequence), J = K + 1 columns of the widest
 sequence, K most drafts, V vocabulary, S count slots, N entries of a sparse rule, W prefix tokens.
@@ -43,18 +44,20 @@ def process_logits(
     rules: LogitsRules,
     temperature_B: Tensor,
     counts: TokenCounts | None = None,
+    grammar_RV: Tensor | None = None,
 ) -> Tensor:
     """Steps 1 to 3 of the module's order, for raw target logits.
 
     Args:
         temperature_B: 0 is greedy; scales what min-p and typical-p see, not the result.
         counts: counts up to row 0; needed where the rules have penalties.
+        grammar_RV: bool, what a grammar permits; rows of other sequences are all true.
 
     Returns:
         [R, V] in at least float32 for `probs_from_logits` or `verify`; removed tokens are -inf.
         Rows of sequences without a rule keep their bits.
     """
-    logits_RV = apply_masks(logits_RV, rows, rules)
+    logits_RV = apply_masks(logits_RV, rows, rules, grammar_RV)
     if rules.has_penalties:
         assert counts is not None, "penalties need the token counts"
         logits_RV = apply_penalties(logits_RV, rows, rules, counts)
@@ -69,26 +72,33 @@ def process_logits(
     )
 
 
-def apply_masks(logits_RV: Tensor, rows: VerificationRows, rules: LogitsRules) -> Tensor:
-    """Add the bias, then set what allowed ids, bad words and minimum length forbid to -inf.
+def apply_masks(
+    logits_RV: Tensor,
+    rows: VerificationRows,
+    rules: LogitsRules,
+    grammar_RV: Tensor | None = None,
+) -> Tensor:
+    """Add the bias, then forbid (-inf) what grammar, allowed ids, bad words, minimum length say.
 
     Returns [R, V] in at least float32; the module says what a row that would be empty keeps.
     """
     raw_RV = at_least_float32(logits_RV)
-    masks = (rules.allowed, rules.bad_words, rules.min_tokens)
-    if rules.bias is None and all(rule is None for rule in masks):
+    masks = (grammar_RV, rules.allowed, rules.bad_words, rules.min_tokens)
+    if rules.bias is None and all(mask is None for mask in masks):
         return raw_RV
     result_RV = raw_RV if rules.bias is None else _biased(raw_RV, rows, rules.bias)
     banned_RV = _banned(result_RV, rows, rules)
     if banned_RV is not None:
         result_RV = result_RV.masked_fill(banned_RV, -torch.inf)
     candidates_RV = raw_RV.clamp_min(torch.finfo(raw_RV.dtype).min)
+    allowed_RV = None if rules.allowed is None else _allowed(rules.allowed, rows)
+    for permitted_RV in (grammar_RV, allowed_RV):
+        if permitted_RV is not None:
+            result_RV = result_RV.masked_fill(~permitted_RV, -torch.inf)
+            fewer_RV = candidates_RV.masked_fill(~permitted_RV, -torch.inf)
+            some_R1 = fewer_RV.amax(-1, keepdim=True) > -torch.inf
+            candidates_RV = torch.where(some_R1, fewer_RV, candidates_RV)
     best_R1 = candidates_RV.argmax(-1, keepdim=True)
-    if rules.allowed is not None:
-        allowed_RV = _allowed(rules.allowed, rows)
-        result_RV = result_RV.masked_fill(~allowed_RV, -torch.inf)
-        best_allowed_R1 = candidates_RV.masked_fill(~allowed_RV, -torch.inf).argmax(-1, True)
-        best_R1 = torch.where(allowed_RV.any(-1, keepdim=True), best_allowed_R1, best_R1)
     empty_R1 = result_RV.amax(-1, keepdim=True) == -torch.inf
     only_R1 = torch.where(empty_R1, candidates_RV.gather(1, best_R1), result_RV.gather(1, best_R1))
     return result_RV.scatter(1, best_R1, only_R1)
@@ -96,9 +106,13 @@ def apply_masks(logits_RV: Tensor, rows: VerificationRows, rules: LogitsRules) -
 
 def _biased(logits_RV: Tensor, rows: VerificationRows, bias: LogitBias) -> Tensor:
     _, rows_NJ, exists_NJ = rows.of(bias.sequences_N)
-    values_NJ = torch.where(exists_NJ, bias.values_N.to(logits_RV.dtype).unsqueeze(1), 0.0)
+    # Far below the greatest number, so that biases of one token do not add up to inf.
+    limit = torch.finfo(logits_RV.dtype).max
+    values_N1 = bias.values_N.clamp_max(limit / 2**10).to(logits_RV.dtype).unsqueeze(1)
+    values_NJ = torch.where(exists_NJ, values_N1, 0.0)
     tokens_NJ = bias.tokens_N.unsqueeze(1).expand_as(rows_NJ)
-    return logits_RV.index_put((rows_NJ, tokens_NJ), values_NJ, accumulate=True)
+    biased_RV = logits_RV.index_put((rows_NJ, tokens_NJ), values_NJ, accumulate=True)
+    return biased_RV.clamp_max(limit)
 
 
 def _allowed(allowed: AllowedTokens, rows: VerificationRows) -> Tensor:
@@ -155,13 +169,16 @@ def apply_penalties(
     """
     logits_RV = at_least_float32(logits_RV)
     of_R, dtype = rows.sequences_R, logits_RV.dtype
+    limits = torch.finfo(dtype)
     slots_R = of_R if rules.count_slots_B is None else rules.count_slots_B[of_R]
     outputs_RV = _output_counts(rows, counts, slots_R.clamp_min(0))
     seen_RV = outputs_RV > 0
     result_RV = logits_RV
     if rules.repetition_penalty_B is not None:
         seen_RV = seen_RV | counts.in_prompt_SV[slots_R.clamp_min(0)]
-        factor_R1 = rules.repetition_penalty_B[of_R].to(dtype).unsqueeze(1)
+        # Within the numbers of the dtype, so that no 0 * inf is NaN.
+        factor_B = rules.repetition_penalty_B.to(dtype).clamp(limits.tiny, limits.max)
+        factor_R1 = factor_B[of_R].unsqueeze(1)
         result_RV = torch.where(logits_RV > 0, logits_RV / factor_R1, logits_RV * factor_R1)
         result_RV = torch.where(seen_RV, result_RV, logits_RV)
     if rules.presence_penalty_B is not None:
@@ -170,15 +187,13 @@ def apply_penalties(
     if rules.frequency_penalty_B is not None:
         frequency_R1 = rules.frequency_penalty_B[of_R].to(dtype).unsqueeze(1)
         result_RV = result_RV - frequency_R1 * outputs_RV
-    limits = torch.finfo(dtype)
     touched_RV = seen_RV & (slots_R >= 0).unsqueeze(1) & (logits_RV > -torch.inf)
     return torch.where(touched_RV, result_RV.clamp(limits.min, limits.max), logits_RV)
 
 
 def _output_counts(rows: VerificationRows, counts: TokenCounts, slots_R: Tensor) -> Tensor:
     """Output tokens and drafts before each row, int32 [R, V]."""
-    column_K = torch.arange(rows.drafts_BK.shape[1], device=slots_R.device)
-    before_RK = column_K < rows.offsets_R.unsqueeze(1)
+    before_RK = rows.columns_J[:-1] < rows.offsets_R.unsqueeze(1)
     drafts_RK = rows.drafts_BK[rows.sequences_R]
     return counts.outputs_SV[slots_R].scatter_add_(1, drafts_RK, before_RK.int())
 

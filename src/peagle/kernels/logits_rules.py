@@ -8,7 +8,8 @@ rule, W prefix tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -17,66 +18,71 @@ NO_TOKEN = -1
 ANY_TOKEN = -2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class VerificationRows:
-    """Which context each packed row stands in.
+    """Which context each packed row stands in; what follows from that is computed when asked for.
 
     Attributes:
-        sequences_R: int64, the sequence of a row.
-        offsets_R: int64, the drafts before a row: its j.
-        first_row_B: int64, row 0 of each sequence.
-        num_drafts_B: int64, k_b.
-        drafts_BK: int64, 0 in the columns at or above num_drafts.
+        draft_tokens_BK: int64, the drafts; columns at or above num_drafts are ignored.
+        num_drafts_B: int64, k_b of each sequence, 0 where nothing was drafted.
         num_outputs_B: int64, output tokens before row 0.
+        num_rows: R, the sum of k_b + 1, known to the host from the logits' shape.
         tails_BW: last context tokens before row 0, see `context_tails`; needed by bad words only.
     """
 
-    sequences_R: Tensor
-    offsets_R: Tensor
-    first_row_B: Tensor
+    draft_tokens_BK: Tensor
     num_drafts_B: Tensor
-    drafts_BK: Tensor
     num_outputs_B: Tensor
+    num_rows: int
     tails_BW: Tensor | None = None
 
-    @classmethod
-    def pack(
-        cls,
-        draft_tokens_BK: Tensor,
-        num_drafts_B: Tensor,
-        num_outputs_B: Tensor,
-        num_rows: int,
-        tails_BW: Tensor | None = None,
-    ) -> VerificationRows:
-        """Rows in the order of `verify`, whose arguments the first two are.
+    @property
+    def max_drafts(self) -> int:
+        """K."""
+        return self.draft_tokens_BK.shape[1]
 
-        num_rows is R, the sum of k_b + 1, known to the host from the logits' shape.
-        """
-        num_rows_B = num_drafts_B + 1
-        first_row_B = num_rows_B.cumsum(0) - num_rows_B
-        sequences_R = torch.repeat_interleave(num_rows_B, output_size=num_rows)
-        rows_R = torch.arange(num_rows, device=num_drafts_B.device)
-        column_K = torch.arange(draft_tokens_BK.shape[1], device=num_drafts_B.device)
-        return cls(
-            sequences_R=sequences_R,
-            offsets_R=rows_R - first_row_B[sequences_R],
-            first_row_B=first_row_B,
-            num_drafts_B=num_drafts_B,
-            drafts_BK=torch.where(column_K < num_drafts_B.unsqueeze(1), draft_tokens_BK, 0),
-            num_outputs_B=num_outputs_B,
-            tails_BW=tails_BW,
-        )
+    @cached_property
+    def columns_J(self) -> Tensor:
+        """0 to K."""
+        return torch.arange(self.max_drafts + 1, device=self.num_drafts_B.device)
+
+    @cached_property
+    def first_row_B(self) -> Tensor:
+        """Row 0 of each sequence."""
+        num_rows_B = self.num_drafts_B + 1
+        return num_rows_B.cumsum(0) - num_rows_B
+
+    @cached_property
+    def rows_BJ(self) -> Tensor:
+        """The rows of each sequence; past its own stand repeats of its last."""
+        within_BJ = torch.minimum(self.columns_J, self.num_drafts_B.unsqueeze(1))
+        return self.first_row_B.unsqueeze(1) + within_BJ
+
+    @cached_property
+    def drafted_BK(self) -> Tensor:
+        """Where there is a draft, bool."""
+        return self.columns_J[:-1] < self.num_drafts_B.unsqueeze(1)
+
+    @cached_property
+    def drafts_BK(self) -> Tensor:
+        """The drafts, 0 where there is none."""
+        return torch.where(self.drafted_BK, self.draft_tokens_BK, 0)
+
+    @cached_property
+    def sequences_R(self) -> Tensor:
+        """The sequence of a row."""
+        return torch.repeat_interleave(self.num_drafts_B + 1, output_size=self.num_rows)
+
+    @cached_property
+    def offsets_R(self) -> Tensor:
+        """The drafts before a row: its j."""
+        rows_R = torch.arange(self.num_rows, device=self.num_drafts_B.device)
+        return rows_R - self.first_row_B[self.sequences_R]
 
     def of(self, sequences_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Columns [J], packed rows [N, J] and their existence [N, J] in the given sequences.
-
-        Past a sequence's own rows stand repeats of its last, which do not exist.
-        """
-        columns_J = torch.arange(self.drafts_BK.shape[1] + 1, device=sequences_N.device)
-        num_drafts_N1 = self.num_drafts_B[sequences_N].unsqueeze(1)
-        within_NJ = torch.minimum(columns_J, num_drafts_N1)
-        rows_NJ = self.first_row_B[sequences_N].unsqueeze(1) + within_NJ
-        return columns_J, rows_NJ, columns_J <= num_drafts_N1
+        """Columns [J], packed rows [N, J] and their existence [N, J] in the given sequences."""
+        exists_NJ = self.columns_J <= self.num_drafts_B[sequences_N].unsqueeze(1)
+        return self.columns_J, self.rows_BJ[sequences_N], exists_NJ
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +177,11 @@ class LogitsRules:
     allowed: AllowedTokens | None = None
     bad_words: BadWords | None = None
     min_tokens: MinTokens | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody asks for anything."""
+        return all(getattr(self, field.name) is None for field in fields(self))
 
     @property
     def has_penalties(self) -> bool:

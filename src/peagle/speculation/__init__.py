@@ -1,6 +1,19 @@
 """Drafting and verification."""
 
-from peagle.speculation.proposers import Drafts, Proposer, TargetStep
+from peagle.speculation.drafts import Drafts, Proposer, TargetStep
+from peagle.speculation.prompt_lookup import PromptLookup
+from peagle.speculation.proposers import AutoregressiveProposer, HeadProposer, ParallelProposer
 from peagle.speculation.verification import SamplingTensors, Verified, verify
 
-__all__ = ["Drafts", "Proposer", "SamplingTensors", "TargetStep", "Verified", "verify"]
+__all__ = [
+    "AutoregressiveProposer",
+    "Drafts",
+    "HeadProposer",
+    "ParallelProposer",
+    "PromptLookup",
+    "Proposer",
+    "SamplingTensors",
+    "TargetStep",
+    "Verified",
+    "verify",
+]

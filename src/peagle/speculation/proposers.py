@@ -1,13 +1,12 @@
-"""Proposers: given what the target just computed, draft the next K tokens of every sequence.
+"""Drafting with a head: P-EAGLE in one pass, EAGLE-3 in K.
 
-Shapes: B sequences, T packed target rows, A * H feature width, D drafter width, K drafts.
+Shapes: B sequences, N of them, T packed target rows, S drafter slots, A * H feature width, D
+drafter width, K drafts, J columns of them, V target vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,58 +17,7 @@ from peagle.kernels.expand import DraftBatch, expand_draft_batch, slot_mapping
 from peagle.kernels.random import Purpose, uniform
 from peagle.kernels.sampling import sample_from_weights
 from peagle.models.drafter import Attend, Drafter
-from peagle.speculation.verification import SamplingTensors
-
-
-@dataclass(frozen=True, slots=True)
-class TargetStep:
-    """What a proposer may read: the batch the target ran and what verification made of it.
-
-    Attributes:
-        tokens_T, positions_T: the packed target batch.
-        start_loc: [B+1], first row of each sequence.
-        features_TA: aux features of the rows.
-        num_accepted_B: tokens after the first row that stand (all of them in a prompt).
-        next_tokens_B: the token emitted after them.
-        block_tables_BM: KV blocks of each sequence.
-        sampling: with num_outputs counting the emitted tokens.
-        histories: every token of each sequence, the emitted ones included.
-    """
-
-    tokens_T: Tensor
-    positions_T: Tensor
-    start_loc: Tensor
-    features_TA: Tensor
-    num_accepted_B: Tensor
-    next_tokens_B: Tensor
-    block_tables_BM: Tensor
-    sampling: SamplingTensors
-    histories: Sequence[Sequence[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Drafts:
-    """K draft tokens a sequence.
-
-    Attributes:
-        tokens_BK: target ids.
-        lens: drafts of each sequence, K unless fewer were found.
-        probs_BKV: the draft distributions in the target vocabulary; None for argmax drafts.
-    """
-
-    tokens_BK: Tensor
-    lens: list[int]
-    probs_BKV: Tensor | None = None
-
-
-class Proposer(Protocol):
-    """A way of drafting."""
-
-    num_speculative_tokens: int
-
-    def propose(self, step: TargetStep) -> Drafts:
-        """Draft the tokens that follow `next_tokens` of every sequence."""
-        ...
+from peagle.speculation.drafts import Drafts, TargetStep
 
 
 class HeadProposer:
@@ -79,12 +27,9 @@ class HeadProposer:
         drafter: the head.
         backend: attention backend.
         caches: one KV cache a drafter layer, in the block-id space of the target.
-        num_speculative_tokens: K.
         max_model_len: positions from here on write no KV.
         draft_sampling: "argmax" or "probabilistic".
     """
-
-    num_mask_slots = 0
 
     def __init__(
         self,
@@ -92,7 +37,6 @@ class HeadProposer:
         backend: AttentionBackend,
         caches: Sequence[LayerKVCache],
         *,
-        num_speculative_tokens: int,
         max_model_len: int,
         draft_sampling: DraftSampling = "argmax",
     ) -> None:
@@ -100,7 +44,6 @@ class HeadProposer:
         self.drafter.reserve_positions(max_model_len)
         self.backend = backend
         self.caches = list(caches)
-        self.num_speculative_tokens = num_speculative_tokens
         self.max_model_len = max_model_len
         self.draft_sampling = draft_sampling
         self.scaling = drafter.config.head_dim**-0.5
@@ -108,6 +51,7 @@ class HeadProposer:
 
     def _first_pass(self, step: TargetStep) -> tuple[DraftBatch, Tensor]:
         """Run [NTP slots | mask slots] of every sequence: the batch and its hidden states."""
+        num_mask_slots = [self._num_mask_slots(k) for k in step.num_drafts]
         batch = expand_draft_batch(
             step.tokens_T,
             step.positions_T,
@@ -116,12 +60,12 @@ class HeadProposer:
             step.next_tokens_B,
             step.block_tables_BM,
             block_size=self.caches[0].block_size,
-            num_mask_slots=self.num_mask_slots,
+            num_mask_slots_B=torch.tensor(num_mask_slots, device=step.tokens_T.device),
             mask_token_id=self.drafter.config.mask_token_id or 0,
             max_model_len=self.max_model_len,
         )
         hidden_TD = self.drafter.combine_features(step.features_TA)
-        if self.num_mask_slots:
+        if any(num_mask_slots):
             hidden_TD = torch.cat((hidden_TD, self._shared_hidden()))
         hidden_SD = self._run(
             batch.tokens_S,
@@ -134,9 +78,14 @@ class HeadProposer:
                 slots_T=batch.slots_S,
                 max_query_len=int(batch.query_start_loc.diff().max()),
                 max_seq_len=int(batch.seq_lens_B.max()),
+                context_starts_B=step.context_starts_B,
             ),
         )
         return batch, hidden_SD
+
+    def _num_mask_slots(self, num_drafts: int) -> int:
+        """Mask slots behind the NTP slots of a sequence."""
+        return 0
 
     def _run(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, metadata: AttentionMetadata
@@ -153,20 +102,25 @@ class HeadProposer:
     def _shared_hidden(self) -> Tensor:
         return self.drafter.shared_hidden().unsqueeze(0)
 
-    def _draw(self, hidden_BJD: Tensor, sampling: SamplingTensors, first: int) -> Drafts:
-        """Draft tokens from hidden states; column j stands `first` + j tokens after the last."""
+    def _draw(
+        self, hidden_BJD: Tensor, step: TargetStep, sequences_B: Tensor, first: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Draft tokens [B, J] and their q [B, J, V] (None if argmax) from hidden states.
+
+        Column j stands `first` + j tokens after the last; the rows are those of `sequences_B`.
+        """
+        sampling = step.sampling
         logits_BJV = self.drafter.compute_logits(hidden_BJD)
-        batch, columns = logits_BJV.shape[:2]
         if self.draft_sampling == "argmax" or sampling.all_greedy:
-            tokens_BJ = self.drafter.to_target_ids(logits_BJV.argmax(-1))
-            return Drafts(tokens_BJ, [columns] * batch)
+            return self.drafter.to_target_ids(logits_BJV.argmax(-1)), None
+        batch, columns = logits_BJV.shape[:2]
         column_J = torch.arange(columns, device=logits_BJV.device)
-        sequences_N = torch.arange(batch, device=logits_BJV.device).repeat_interleave(columns)
+        sequences_N = sequences_B.repeat_interleave(columns)
         probs_NV = sampling.probs(self._in_target_vocabulary(logits_BJV.flatten(0, 1)), sequences_N)
-        position_BJ = sampling.num_outputs_B.unsqueeze(1) + first + column_J
-        u_BJ = uniform(sampling.seeds_B.unsqueeze(1), position_BJ, Purpose.DRAFT)
+        position_BJ = sampling.num_outputs_B[sequences_B].unsqueeze(1) + first + column_J
+        u_BJ = uniform(sampling.seeds_B[sequences_B].unsqueeze(1), position_BJ, Purpose.DRAFT)
         tokens_BJ = sample_from_weights(probs_NV, u_BJ.flatten()).view(batch, columns)
-        return Drafts(tokens_BJ, [columns] * batch, probs_NV.unflatten(0, (batch, columns)))
+        return tokens_BJ, probs_NV.unflatten(0, (batch, columns))
 
     def _in_target_vocabulary(self, logits_NV: Tensor) -> Tensor:
         if not self.drafter.config.is_pruned:
@@ -180,17 +134,26 @@ class ParallelProposer(HeadProposer):
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-        self.num_mask_slots = self.num_speculative_tokens - 1
         self._h_shared = self.drafter.shared_hidden().unsqueeze(0)
+
+    def _num_mask_slots(self, num_drafts: int) -> int:
+        return max(num_drafts - 1, 0)
 
     def _shared_hidden(self) -> Tensor:
         return self._h_shared
 
     def propose(self, step: TargetStep) -> Drafts:
         batch, hidden_SD = self._first_pass(step)
-        columns = torch.arange(self.num_speculative_tokens, device=hidden_SD.device)
-        hidden_BKD = hidden_SD[batch.last_ntp_B.unsqueeze(1) + columns]
-        return self._draw(hidden_BKD, step.sampling, first=0)
+        written = DraftWriter(step.num_drafts, hidden_SD.device)
+        if written.most:
+            drafting = [b for b, k in enumerate(step.num_drafts) if k]
+            sequences_N = torch.tensor(drafting, device=hidden_SD.device)
+            # Past its own drafts a sequence repeats its last one; nobody reads them.
+            last_N1 = written.lens_B[sequences_N].unsqueeze(1) - 1
+            columns_K = torch.arange(written.most, device=hidden_SD.device)
+            rows_NK = batch.last_ntp_B[sequences_N].unsqueeze(1) + columns_K.minimum(last_N1)
+            written.put(0, sequences_N, self._draw(hidden_SD[rows_NK], step, sequences_N, first=0))
+        return written.drafts()
 
 
 class AutoregressiveProposer(HeadProposer):
@@ -198,64 +161,71 @@ class AutoregressiveProposer(HeadProposer):
 
     def propose(self, step: TargetStep) -> Drafts:
         batch, hidden_SD = self._first_pass(step)
-        hidden_BD = hidden_SD[batch.last_ntp_B]
-        drawn = [self._draw(hidden_BD.unsqueeze(1), step.sampling, first=0)]
-        sequences_B = torch.arange(hidden_BD.shape[0], device=hidden_BD.device)
-        start_loc = torch.arange(hidden_BD.shape[0] + 1, device=hidden_BD.device)
-        position_B = batch.positions_S[batch.last_ntp_B]
-        longest = int(position_B.max()) + 1
-        for j in range(1, self.num_speculative_tokens):
-            position_B = position_B + 1
-            slots_B = slot_mapping(
-                step.block_tables_BM,
-                sequences_B,
-                position_B,
-                self.caches[0].block_size,
-                self.max_model_len,
-            )
-            metadata = AttentionMetadata(
-                query_start_loc=start_loc,
-                seq_lens_B=position_B + 1,
-                block_tables_BM=step.block_tables_BM,
-                slots_T=slots_B,
-                max_query_len=1,
-                max_seq_len=longest + j,
-            )
-            hidden_BD = self._run(drawn[-1].tokens_BK[:, 0], hidden_BD, position_B, metadata)
-            drawn.append(self._draw(hidden_BD.unsqueeze(1), step.sampling, first=j))
-        probs = [d.probs_BKV for d in drawn if d.probs_BKV is not None]
-        return replace(
-            drawn[0],
-            tokens_BK=torch.cat([d.tokens_BK for d in drawn], dim=1),
-            lens=[self.num_speculative_tokens] * hidden_BD.shape[0],
-            probs_BKV=torch.cat(probs, dim=1) if probs else None,
+        lens, device = step.num_drafts, hidden_SD.device
+        written = DraftWriter(lens, device)
+        # Those with the most drafts come first: who is still drafting is then a prefix.
+        order_N = torch.tensor(sorted(range(len(lens)), key=lambda b: -lens[b]), device=device)
+        position_N = batch.positions_S[batch.last_ntp_B[order_N]]
+        hidden_ND = hidden_SD[batch.last_ntp_B[order_N]]
+        tokens_N = position_N
+        positions = position_N.tolist()
+        for j in range(written.most):
+            still = sum(k > j for k in lens)
+            sequences_N, hidden_ND = order_N[:still], hidden_ND[:still]
+            if j:
+                position_N = position_N[:still] + 1
+                longest = max(positions[:still]) + j + 1
+                metadata = self._metadata(step, sequences_N, position_N, longest)
+                hidden_ND = self._run(tokens_N[:still], hidden_ND, position_N, metadata)
+            drawn = self._draw(hidden_ND.unsqueeze(1), step, sequences_N, first=j)
+            tokens_N = drawn[0].squeeze(1)
+            written.put(j, sequences_N, drawn)
+        return written.drafts()
+
+    def _metadata(
+        self, step: TargetStep, sequences_N: Tensor, position_N: Tensor, max_seq_len: int
+    ) -> AttentionMetadata:
+        """A pass over one token of each of the given sequences."""
+        tables_NM = step.block_tables_BM[sequences_N]
+        rows = torch.arange(sequences_N.shape[0] + 1, device=sequences_N.device)
+        size, starts_B = self.caches[0].block_size, step.context_starts_B
+        return AttentionMetadata(
+            query_start_loc=rows,
+            seq_lens_B=position_N + 1,
+            block_tables_BM=tables_NM,
+            slots_T=slot_mapping(tables_NM, rows[:-1], position_N, size, self.max_model_len),
+            max_query_len=1,
+            max_seq_len=max_seq_len,
+            context_starts_B=None if starts_B is None else starts_B[sequences_N],
         )
 
 
-class PromptLookupProposer:
-    """Drafts what followed the latest earlier occurrence of the last n tokens, longest n first.
+class DraftWriter:
+    """Puts drafts together, where not every sequence drafts as much as the others.
 
-    Prompt lookup decoding (Saxena, 2023): free, no head; the baseline any head must beat.
+    Args:
+        num_drafts: k_b of each sequence.
+        device: of the drafts.
     """
 
-    def __init__(self, num_speculative_tokens: int, max_ngram: int, min_ngram: int) -> None:
-        self.num_speculative_tokens = num_speculative_tokens
-        self.max_ngram = max_ngram
-        self.min_ngram = min_ngram
+    def __init__(self, num_drafts: Sequence[int], device: torch.device) -> None:
+        self.lens = list(num_drafts)
+        self.lens_B = torch.tensor(self.lens, device=device)
+        self.most = max(self.lens)
+        self._tokens_BK = torch.zeros(len(self.lens), self.most, dtype=torch.int64, device=device)
+        self._probs_BKV: Tensor | None = None
 
-    def propose(self, step: TargetStep) -> Drafts:
-        found = [self.lookup(history) for history in step.histories]
-        k = self.num_speculative_tokens
-        padded = [tokens + [0] * (k - len(tokens)) for tokens in found]
-        tokens_BK = torch.tensor(padded, dtype=torch.int64, device=step.tokens_T.device)
-        return Drafts(tokens_BK, [len(tokens) for tokens in found])
+    def put(self, first: int, sequences_N: Tensor, drawn: tuple[Tensor, Tensor | None]) -> None:
+        """Write the columns from `first` on of the given sequences."""
+        tokens_NJ, probs_NJV = drawn
+        columns = slice(first, first + tokens_NJ.shape[1])
+        self._tokens_BK[sequences_N, columns] = tokens_NJ
+        if probs_NJV is not None:
+            if self._probs_BKV is None:
+                shape = (*self._tokens_BK.shape, probs_NJV.shape[-1])
+                self._probs_BKV = probs_NJV.new_zeros(shape)
+            self._probs_BKV[sequences_N, columns] = probs_NJV
 
-    def lookup(self, history: Sequence[int]) -> list[int]:
-        """The drafts for one sequence of tokens, at most K, maybe none."""
-        tokens = list(history)
-        for n in range(min(self.max_ngram, len(tokens) - 1), self.min_ngram - 1, -1):
-            pattern = tokens[-n:]
-            for start in range(len(tokens) - n - 1, -1, -1):
-                if tokens[start : start + n] == pattern:
-                    return tokens[start + n : start + n + self.num_speculative_tokens]
-        return []
+    def drafts(self) -> Drafts:
+        """What was put."""
+        return Drafts(self._tokens_BK, self.lens, self._probs_BKV)

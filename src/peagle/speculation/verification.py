@@ -1,7 +1,7 @@
 """Lossless verification: the output is distributed exactly as the target alone would give it.
 
 Speculative sampling of Leviathan et al. (2023) and Chen et al. (2023). Shapes: B sequences, K most
-drafts of a sequence, R packed target rows (k_b + 1 of each sequence), V vocabulary.
+drafts of a sequence, J = K + 1, R packed target rows (k_b + 1 of each sequence), V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from peagle.kernels.logits_rules import VerificationRows
 from peagle.kernels.random import Purpose, uniform
 from peagle.kernels.sampling import probs_from_logits, sample_from_weights
 
@@ -58,8 +59,7 @@ class Verified:
 
 def verify(
     logits_RV: Tensor,
-    draft_tokens_BK: Tensor,
-    num_drafts_B: Tensor,
+    rows: VerificationRows,
     sampling: SamplingTensors,
     draft_probs_BKV: Tensor | None = None,
 ) -> Verified:
@@ -71,52 +71,56 @@ def verify(
 
     Args:
         logits_RV: target logits; row j of a sequence predicts its draft j (the last, the bonus).
-        draft_tokens_BK: the drafts; columns at or above num_drafts are ignored.
-        num_drafts_B: k_b of each sequence, 0 where nothing was drafted.
+        rows: whose rows they are, and the drafts.
         sampling: parameters of each sequence.
         draft_probs_BKV: q in the target vocabulary; None when the drafts are argmax tokens, whose
-            q is one-hot.
+            q is one-hot. Not read at or above a sequence's number of drafts.
     """
-    max_drafts = draft_tokens_BK.shape[1]
-    column_J = torch.arange(max_drafts + 1, device=logits_RV.device)
-    first_row_B = torch.cumsum(num_drafts_B + 1, 0) - (num_drafts_B + 1)
-    # Rows past a sequence's own are repeats of its last; the masks below leave them out.
-    rows_BJ = first_row_B.unsqueeze(1) + torch.minimum(column_J, num_drafts_B.unsqueeze(1))
-    drafted_BK = column_J[:-1] < num_drafts_B.unsqueeze(1)
-
     if sampling.all_greedy:
-        best_BJ = logits_RV.argmax(-1)[rows_BJ]
-        accepted_BK = (best_BJ[:, :-1] == draft_tokens_BK) & drafted_BK
-        num_accepted_B = _prefix_length(accepted_BK)
-        next_B = best_BJ.gather(1, num_accepted_B.unsqueeze(1)).squeeze(1)
-        return Verified(num_accepted_B, next_B)
+        return _verify_greedy(logits_RV, rows)
+    target_probs_RV = sampling.probs(logits_RV, rows.sequences_R)
+    num_accepted_B = _accepted(target_probs_RV, rows, sampling, draft_probs_BKV)
+    weights_BV = target_probs_RV[rows.first_row_B + num_accepted_B]
+    if rows.max_drafts > 0:
+        at_B = num_accepted_B.clamp_max(rows.max_drafts - 1)
+        q_BV = _draft_distribution(rows.drafts_BK, draft_probs_BKV, at_B, weights_BV)
+        leftover_BV = (weights_BV - q_BV).clamp_min(0)
+        # p = q to the last bit leaves nothing over; rejection then has probability 0 but for
+        # rounding, and p itself is the right answer.
+        rejected_B = num_accepted_B < rows.num_drafts_B
+        usable_B1 = (rejected_B & (leftover_BV.sum(-1) > 0)).unsqueeze(1)
+        weights_BV = torch.where(usable_B1, leftover_BV, weights_BV)
+    position_B = sampling.num_outputs_B + num_accepted_B
+    u_B = uniform(sampling.seeds_B, position_B, Purpose.SAMPLE)
+    return Verified(num_accepted_B, sample_from_weights(weights_BV, u_B))
 
-    sequences_R = torch.repeat_interleave(num_drafts_B + 1)
-    target_probs_RV = sampling.probs(logits_RV, sequences_R)
-    output_BJ = sampling.num_outputs_B.unsqueeze(1) + column_J
-    drafts_BK = torch.where(drafted_BK, draft_tokens_BK, 0)
 
-    p_BK = target_probs_RV[rows_BJ[:, :-1], drafts_BK]
+def _verify_greedy(logits_RV: Tensor, rows: VerificationRows) -> Verified:
+    best_R = logits_RV.argmax(-1)
+    if rows.max_drafts == 0:
+        return Verified(torch.zeros_like(best_R), best_R)
+    best_BJ = best_R[rows.rows_BJ]
+    accepted_BK = (best_BJ[:, :-1] == rows.draft_tokens_BK) & rows.drafted_BK
+    num_accepted_B = _prefix_length(accepted_BK)
+    next_B = best_BJ.gather(1, num_accepted_B.unsqueeze(1)).squeeze(1)
+    return Verified(num_accepted_B, next_B)
+
+
+def _accepted(
+    target_probs_RV: Tensor,
+    rows: VerificationRows,
+    sampling: SamplingTensors,
+    draft_probs_BKV: Tensor | None,
+) -> Tensor:
+    """a_b by rejection, int64 [B]."""
+    p_BK = target_probs_RV[rows.rows_BJ[:, :-1], rows.drafts_BK]
     if draft_probs_BKV is None:
         q_BK = torch.ones_like(p_BK)
     else:
-        q_BK = draft_probs_BKV.gather(2, drafts_BK.unsqueeze(2)).squeeze(2)
-    u_BK = uniform(sampling.seeds_B.unsqueeze(1), output_BJ[:, :-1], Purpose.ACCEPT)
-    num_accepted_B = _prefix_length((u_BK * q_BK < p_BK) & drafted_BK)
-
-    residual_BV = target_probs_RV[first_row_B + num_accepted_B]
-    rejected_B = num_accepted_B < num_drafts_B
-    if max_drafts > 0:
-        at_B = num_accepted_B.clamp_max(max_drafts - 1)
-        q_BV = _draft_distribution(drafts_BK, draft_probs_BKV, at_B, residual_BV)
-        leftover_BV = (residual_BV - q_BV).clamp_min(0)
-        # p = q to the last bit leaves nothing over; rejection then has probability 0 but for
-        # rounding, and p itself is the right answer.
-        usable_B1 = (rejected_B & (leftover_BV.sum(-1) > 0)).unsqueeze(1)
-        residual_BV = torch.where(usable_B1, leftover_BV, residual_BV)
-    position_B = sampling.num_outputs_B + num_accepted_B
-    u_B = uniform(sampling.seeds_B, position_B, Purpose.SAMPLE)
-    return Verified(num_accepted_B, sample_from_weights(residual_BV, u_B))
+        q_BK = draft_probs_BKV.gather(2, rows.drafts_BK.unsqueeze(2)).squeeze(2)
+    position_BK = sampling.num_outputs_B.unsqueeze(1) + rows.columns_J[:-1]
+    u_BK = uniform(sampling.seeds_B.unsqueeze(1), position_BK, Purpose.ACCEPT)
+    return _prefix_length((u_BK * q_BK < p_BK) & rows.drafted_BK)
 
 
 def _prefix_length(accepted_BK: Tensor) -> Tensor:

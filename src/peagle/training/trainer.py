@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from peagle.engine.engine import resolve_device, resolve_dtype
+from peagle.engine.placement import resolve_device, resolve_dtype
 from peagle.errors import UserError
 from peagle.models.checkpoint import save_drafter, write_json
 from peagle.models.drafter import Drafter

@@ -1,0 +1,223 @@
+"""After a target pass: what the drafter reads of it, and the drafts of the next step.
+
+A sequence that does not draft leaves a hole in the drafter's KV. Its last features are kept; when
+it drafts again, one pass over them closes the hole, or, if it has grown larger than what is kept,
+the drafter's context begins there. Nothing ever looks into a hole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from peagle.engine.features import FeatureRing
+from peagle.engine.model_runner import TargetPass, block_tables
+from peagle.engine.sampler import Sampler
+from peagle.engine.scheduler import Chunk
+from peagle.engine.sequence import Sequence
+from peagle.speculation import Drafts, PromptLookup, Proposer, TargetStep
+
+FEATURES_KEPT = 256
+
+
+class Drafting(Protocol):
+    """What follows a target pass; leaves the drafts on the sequences."""
+
+    def draft(self, done: TargetPass) -> None:
+        """Draft for the sequences of a pass whose tokens have been appended."""
+        ...
+
+
+def num_drafts(sequence: Sequence, max_model_len: int) -> int:
+    """Drafts of the next step: none may stand beyond the context."""
+    return max(0, min(sequence.num_speculative_tokens, max_model_len - len(sequence)))
+
+
+class LookupDrafting:
+    """Drafts from the text: no features, no KV."""
+
+    def __init__(self, lookup: PromptLookup, max_model_len: int) -> None:
+        self.lookup = lookup
+        self.max_model_len = max_model_len
+
+    def draft(self, done: TargetPass) -> None:
+        for chunk in done.chunks:
+            sequence = chunk.sequence
+            if chunk.samples and not sequence.is_finished:
+                k = num_drafts(sequence, self.max_model_len)
+                sequence.drafts = self.lookup.find(sequence.token_ids, k) if k else []
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """Positions `first` to before `end` of a sequence that the drafter reads now.
+
+    `row` is the packed target row of the position `pass_start`; features of positions before that
+    one are `kept_NA`.
+    """
+
+    sequence: Sequence
+    first: int
+    end: int
+    pass_start: int
+    row: int
+    kept_NA: Tensor | None
+    num_drafts: int
+
+
+class HeadDrafting:
+    """Drafts with a head.
+
+    Args:
+        proposer: the head and its KV.
+        sampler: for the sampling parameters of a batch.
+        max_model_len: longest sequence.
+        max_draft_len: positions up to which the head drafts.
+    """
+
+    def __init__(
+        self, proposer: Proposer, sampler: Sampler, max_model_len: int, max_draft_len: int
+    ) -> None:
+        self.proposer = proposer
+        self.sampler = sampler
+        self.max_model_len = max_model_len
+        self.max_draft_len = max_draft_len
+
+    @torch.inference_mode()
+    def draft(self, done: TargetPass) -> None:
+        readings: list[_Reading] = []
+        row = 0
+        for chunk, pass_start in zip(done.chunks, done.starts, strict=True):
+            if not chunk.sequence.is_finished:
+                reading = self._read(chunk, pass_start, row, done.features_TA)
+                readings += [reading] if reading else []
+            row += chunk.num_tokens + chunk.num_drafts
+        if not readings:
+            return
+        drafts = self.proposer.propose(self._step(done, readings))
+        _hand_out(readings, drafts)
+
+    def _read(
+        self, chunk: Chunk, pass_start: int, row: int, features_TA: Tensor
+    ) -> _Reading | None:
+        """What the drafter reads of one sequence; keeps the features for later if nothing."""
+        sequence = chunk.sequence
+        end = min(sequence.num_computed_tokens, self.max_draft_len)
+        k = self._num_drafts(sequence) if chunk.samples else 0
+        if chunk.samples:
+            sequence.drafts, sequence.draft_probs_KV = [], None
+        if not sequence.num_speculative_tokens:
+            num_kept = max(end - pass_start, 0)
+            self._keep(sequence, features_TA[row : row + num_kept], pass_start)
+            return None
+        first = sequence.num_drafter_tokens
+        kept = sequence.pending_features
+        sequence.pending_features = None
+        if kept is not None and kept.first > first:
+            first = sequence.drafter_start = kept.first
+        if first >= end:
+            return None
+        sequence.num_drafter_tokens = end
+        kept_NA = kept.get() if kept is not None else None
+        return _Reading(sequence, first, end, pass_start, row, kept_NA, k)
+
+    def _num_drafts(self, sequence: Sequence) -> int:
+        # The last of k drafts comes from the slot at position len + k - 3.
+        k = min(num_drafts(sequence, self.max_model_len), self.max_draft_len - len(sequence) + 2)
+        return max(0, k)
+
+    @staticmethod
+    def _keep(sequence: Sequence, features_NA: Tensor, position: int) -> None:
+        if not sequence.may_speculate or not len(features_NA):
+            return
+        if sequence.pending_features is None:
+            sequence.pending_features = FeatureRing(FEATURES_KEPT, position, features_NA)
+        sequence.pending_features.put(features_NA)
+
+    def _step(self, done: TargetPass, readings: SequenceOf[_Reading]) -> TargetStep:
+        sequences = [reading.sequence for reading in readings]
+        starts = [s.drafter_start for s in sequences]
+        device = done.tokens_T.device
+        starts_B = torch.tensor(starts, device=device) if any(starts) else None
+        if _is_whole(done, readings):
+            assert done.sampled is not None
+            return TargetStep(
+                tokens_T=done.tokens_T,
+                positions_T=done.positions_T,
+                start_loc=done.start_loc,
+                features_TA=done.features_TA,
+                num_accepted_B=done.sampled.verified.num_accepted_B,
+                next_tokens_B=done.sampled.verified.next_tokens_B,
+                block_tables_BM=done.block_tables_BM,
+                num_drafts=[reading.num_drafts for reading in readings],
+                sampling=done.sampled.sampling,
+                histories=[s.token_ids for s in sequences],
+                context_starts_B=starts_B,
+            )
+        return self._gathered(done, readings, starts_B)
+
+    def _gathered(
+        self, done: TargetPass, readings: SequenceOf[_Reading], starts_B: Tensor | None
+    ) -> TargetStep:
+        """A step of those rows and kept features that are read, in one packed batch."""
+        sequences = [reading.sequence for reading in readings]
+        device = done.tokens_T.device
+
+        def ints(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+        features = [done.features_TA]
+        rows: list[int] = []
+        tokens: list[int] = []
+        positions: list[int] = []
+        start_loc = [0]
+        num_features = done.features_TA.shape[0]
+        for reading in readings:
+            if reading.kept_NA is not None:
+                features.append(reading.kept_NA)
+                rows += range(num_features, num_features + len(reading.kept_NA))
+                num_features += len(reading.kept_NA)
+            from_pass = range(max(reading.first, reading.pass_start), reading.end)
+            rows += [reading.row + p - reading.pass_start for p in from_pass]
+            tokens += reading.sequence.token_ids[reading.first : reading.end]
+            positions += range(reading.first, reading.end)
+            start_loc.append(len(rows))
+        return TargetStep(
+            tokens_T=ints(tokens),
+            positions_T=ints(positions),
+            start_loc=ints(start_loc),
+            features_TA=torch.cat(features)[ints(rows)],
+            num_accepted_B=ints([reading.end - reading.first - 1 for reading in readings]),
+            next_tokens_B=ints([r.sequence.token_ids[r.end] for r in readings]),
+            block_tables_BM=block_tables(sequences, device),
+            num_drafts=[reading.num_drafts for reading in readings],
+            sampling=self.sampler.tensors(sequences),
+            histories=[s.token_ids for s in sequences],
+            context_starts_B=starts_B,
+        )
+
+
+def _is_whole(done: TargetPass, readings: SequenceOf[_Reading]) -> bool:
+    """Whether the drafter reads what the pass settled of every sequence, and nothing else."""
+    return len(readings) == len(done.chunks) and all(
+        chunk.samples
+        and chunk.num_tokens == 1
+        and reading.kept_NA is None
+        and reading.first == reading.pass_start
+        and reading.end == reading.sequence.num_computed_tokens
+        for chunk, reading in zip(done.chunks, readings, strict=True)
+    )
+
+
+def _hand_out(readings: SequenceOf[_Reading], drafts: Drafts) -> None:
+    tokens = drafts.tokens_BK.tolist()
+    for row, reading in enumerate(readings):
+        if reading.num_drafts:
+            sequence, k = reading.sequence, drafts.lens[row]
+            sequence.drafts = tokens[row][:k]
+            probs_BKV = drafts.probs_BKV
+            sequence.draft_probs_KV = None if probs_BKV is None else probs_BKV[row]

@@ -1,0 +1,277 @@
+"""Turns the target's logits into tokens, as every request of the batch asks.
+
+Shapes: B sequences, K most drafts of a sequence, J = K + 1, R packed target rows (k_b + 1 of each
+sequence), V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from peagle.engine.sampling_rules import build_rules, has_penalties
+from peagle.engine.sequence import Sequence
+from peagle.kernels.logits import process_logits
+from peagle.kernels.logits_rules import LogitsRules, TokenCounts, VerificationRows, context_tails
+from peagle.kernels.logprobs import TokenLogprobs, token_logprobs
+from peagle.speculation.verification import SamplingTensors, Verified, verify
+
+
+@dataclass(frozen=True, slots=True)
+class SampledStep:
+    """What one step sampled, one entry a sequence.
+
+    Attributes:
+        verified: accepted drafts and next tokens, on the device.
+        num_accepted: the same counts on the host.
+        new_token_ids: the emitted tokens: accepted drafts, then the target's own.
+        sampling: with num_outputs counting the emitted tokens.
+        logprobs: of the emitted tokens; None for sequences that did not ask.
+    """
+
+    verified: Verified
+    num_accepted: list[int]
+    new_token_ids: list[list[int]]
+    sampling: SamplingTensors
+    logprobs: list[list[TokenLogprobs] | None]
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What is built for a batch and kept while the next one has the same sequences.
+
+    The num_outputs of `sampling` is that of the first step.
+    """
+
+    seq_ids: list[int]
+    sampling: SamplingTensors
+    rules: LogitsRules | None
+    wants_logprobs: bool
+
+
+class Sampler:
+    """Processes logits, verifies drafts, reports log-probabilities; keeps the counts of penalties.
+
+    Args:
+        vocab_size: V.
+        device: of the logits.
+        max_num_seqs: most sequences between their first step and their release.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device, max_num_seqs: int) -> None:
+        self.vocab_size = vocab_size
+        self.device = device
+        self._max_num_seqs = max_num_seqs
+        self._batch: _Batch | None = None
+        self._counts: TokenCounts | None = None
+        self._free_slots = list(range(max_num_seqs))
+        self._slot_of: dict[int, int] = {}
+
+    @torch.inference_mode()
+    def tensors(self, sequences: SequenceOf[Sequence]) -> SamplingTensors:
+        """Sampling parameters of a batch as it stands."""
+        return self._current(self._prepare(sequences), sequences)
+
+    @torch.inference_mode()
+    def sample(
+        self,
+        logits_RV: Tensor,
+        sequences: SequenceOf[Sequence],
+        num_drafted: SequenceOf[int],
+        masks_RV: Tensor | None = None,
+    ) -> SampledStep:
+        """Verify the drafts of every sequence and draw its next token.
+
+        Args:
+            logits_RV: raw target logits; row j of a sequence stands behind its first j drafts.
+            sequences: their tokens do not hold the drafts.
+            num_drafted: k_b, how many of its drafts each sequence has in the rows; may be 0.
+            masks_RV: bool, the tokens that a grammar permits, all of them for sequences without
+                one; others are never emitted. None if no sequence has a grammar.
+        """
+        batch = self._prepare(sequences)
+        sampling = self._current(batch, sequences)
+        rows = self._rows(batch, sequences, num_drafted, sampling, len(logits_RV))
+        processed_RV = self._processed(batch, logits_RV, rows, sampling, masks_RV)
+        # Greedy verification has no use for q.
+        draft_probs_BKV = None if sampling.all_greedy else self._draft_probs(sequences, num_drafted)
+        verified = verify(processed_RV, rows, sampling, draft_probs_BKV)
+        if batch.rules is not None and batch.rules.has_penalties:
+            self._count(batch.rules, rows, verified)
+
+        num_accepted = verified.num_accepted_B.tolist()
+        next_tokens = verified.next_tokens_B.tolist()
+        new_token_ids = [
+            [*s.drafts[:accepted], token]
+            for s, accepted, token in zip(sequences, num_accepted, next_tokens, strict=True)
+        ]
+        num_outputs_B = sampling.num_outputs_B + verified.num_accepted_B + 1
+        return SampledStep(
+            verified,
+            num_accepted,
+            new_token_ids,
+            replace(sampling, num_outputs_B=num_outputs_B),
+            self._logprobs(logits_RV, sequences, num_drafted, new_token_ids)
+            if batch.wants_logprobs
+            else [None] * len(sequences),
+        )
+
+    def release(self, sequence: Sequence) -> None:
+        """Forget a sequence that finished, was cancelled or preempted; it may come back."""
+        slot = self._slot_of.pop(sequence.seq_id, None)
+        if slot is not None:
+            self._free_slots.append(slot)
+            self._batch = None
+
+    def _prepare(self, sequences: SequenceOf[Sequence]) -> _Batch:
+        seq_ids = [s.seq_id for s in sequences]
+        batch = self._batch
+        if batch is None or batch.seq_ids != seq_ids:
+            batch = self._batch = self._build(sequences, seq_ids)
+        rules = batch.rules
+        if rules is not None and rules.min_tokens is not None:
+            # Output only grows, so a minimum that is reached need not be looked at again.
+            if all(s.num_output_tokens >= s.params.min_tokens for s in sequences):
+                rules = replace(rules, min_tokens=None)
+                batch.rules = None if rules.is_empty else rules
+        return batch
+
+    def _current(self, batch: _Batch, sequences: SequenceOf[Sequence]) -> SamplingTensors:
+        num_outputs_B = self._ints([s.num_output_tokens for s in sequences])
+        return replace(batch.sampling, num_outputs_B=num_outputs_B)
+
+    def _build(self, sequences: SequenceOf[Sequence], seq_ids: list[int]) -> _Batch:
+        params = [s.params for s in sequences]
+        sampling = SamplingTensors(
+            temperature_B=self._floats([p.temperature for p in params]),
+            top_k_B=self._ints([min(p.top_k, self.vocab_size) for p in params]),
+            top_p_B=self._floats([p.top_p for p in params]),
+            seeds_B=self._ints([s.seed for s in sequences]),
+            num_outputs_B=self._ints([s.num_output_tokens for s in sequences]),
+            all_greedy=all(p.is_greedy for p in params),
+        )
+        slots = [self._slot(s) if has_penalties(s) else -1 for s in sequences]
+        return _Batch(
+            seq_ids,
+            sampling,
+            build_rules(sequences, slots, self.vocab_size, self.device),
+            any(p.logprobs is not None for p in params),
+        )
+
+    def _slot(self, sequence: Sequence) -> int:
+        """The count slot of a sequence; a new one starts with all its tokens so far."""
+        slot = self._slot_of.get(sequence.seq_id)
+        if slot is not None:
+            return slot
+        if self._counts is None:
+            self._counts = TokenCounts(self._max_num_seqs, self.vocab_size, self.device)
+        assert self._free_slots, "more sequences hold counts than may run: one was not released"
+        slot = self._slot_of[sequence.seq_id] = self._free_slots.pop()
+        self._counts.start(slot, self._ints(sequence.prompt_token_ids))
+        output_N = self._ints(sequence.output_token_ids)
+        self._counts.add(torch.full_like(output_N, slot), output_N)
+        return slot
+
+    def _rows(
+        self,
+        batch: _Batch,
+        sequences: SequenceOf[Sequence],
+        num_drafted: SequenceOf[int],
+        sampling: SamplingTensors,
+        num_rows: int,
+    ) -> VerificationRows:
+        most = max(num_drafted)
+        padded = [
+            s.drafts[:k] + [0] * (most - k) for s, k in zip(sequences, num_drafted, strict=True)
+        ]
+        words = None if batch.rules is None else batch.rules.bad_words
+        tails_BW = None
+        if words is not None and words.prefix_len > 0:
+            contexts = [s.token_ids for s in sequences]
+            tails_BW = context_tails(contexts, words.prefix_len, self.device)
+        return VerificationRows(
+            self._ints(padded).view(len(sequences), most),
+            self._ints(num_drafted),
+            sampling.num_outputs_B,
+            num_rows,
+            tails_BW,
+        )
+
+    def _processed(
+        self,
+        batch: _Batch,
+        logits_RV: Tensor,
+        rows: VerificationRows,
+        sampling: SamplingTensors,
+        masks_RV: Tensor | None,
+    ) -> Tensor:
+        if batch.rules is None and masks_RV is None:
+            return logits_RV
+        rules = batch.rules or LogitsRules()
+        temperature_B = sampling.temperature_B
+        return process_logits(logits_RV, rows, rules, temperature_B, self._counts, masks_RV)
+
+    def _draft_probs(
+        self, sequences: SequenceOf[Sequence], num_drafted: SequenceOf[int]
+    ) -> Tensor | None:
+        """q of the batch, [B, K, V]; one-hot for sequences that were drafted by argmax.
+
+        None if all of them were.
+        """
+        most = max(num_drafted)
+        probs = [s.draft_probs_KV for s in sequences if s.draft_probs_KV is not None]
+        if not probs or most == 0:
+            return None
+        if len(probs) == len(sequences) and all(len(p) >= most for p in probs):
+            return torch.stack([p[:most] for p in probs])
+        stacked_BKV = probs[0].new_zeros(len(sequences), most, self.vocab_size)
+        for row, (sequence, k) in enumerate(zip(sequences, num_drafted, strict=True)):
+            if sequence.draft_probs_KV is not None:
+                stacked_BKV[row, :k] = sequence.draft_probs_KV[:k]
+            elif k > 0:
+                tokens_K1 = self._ints(sequence.drafts[:k]).unsqueeze(1)
+                stacked_BKV[row, :k].scatter_(1, tokens_K1, 1.0)
+        return stacked_BKV
+
+    def _count(self, rules: LogitsRules, rows: VerificationRows, verified: Verified) -> None:
+        """Add the emitted tokens to the counts."""
+        assert self._counts is not None and rules.count_slots_B is not None
+        last_B1 = verified.num_accepted_B.unsqueeze(1)
+        tokens_BJ = torch.nn.functional.pad(rows.drafts_BK, (0, 1))
+        tokens_BJ = tokens_BJ.scatter(1, last_B1, verified.next_tokens_B.unsqueeze(1))
+        slots_BJ = rules.count_slots_B.unsqueeze(1).expand_as(tokens_BJ)
+        self._counts.add(slots_BJ, tokens_BJ, rows.columns_J <= last_B1)
+
+    def _logprobs(
+        self,
+        logits_RV: Tensor,
+        sequences: SequenceOf[Sequence],
+        num_drafted: SequenceOf[int],
+        new_token_ids: list[list[int]],
+    ) -> list[list[TokenLogprobs] | None]:
+        rows: list[int] = []
+        tokens: list[int] = []
+        num_top: list[int] = []
+        first = 0
+        for sequence, k, new in zip(sequences, num_drafted, new_token_ids, strict=True):
+            if (count := sequence.params.logprobs) is not None:
+                rows.extend(range(first, first + len(new)))
+                tokens.extend(new)
+                num_top.extend([count] * len(new))
+            first += k + 1
+        found = iter(token_logprobs(logits_RV[self._ints(rows)], tokens, num_top))
+        return [
+            None if s.params.logprobs is None else list(islice(found, len(new)))
+            for s, new in zip(sequences, new_token_ids, strict=True)
+        ]
+
+    def _ints(self, values: SequenceOf[int] | list[list[int]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+    def _floats(self, values: list[float]) -> Tensor:
+        # In double precision, so that host and device agree on which temperature is 0.
+        return torch.tensor(values, dtype=torch.float64, device=self.device)

@@ -1,0 +1,84 @@
+"""What speculation and the engine did, in counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """Counters of speculative decoding, taken before stop conditions trim the output (as in vLLM).
+
+    Attributes:
+        num_drafts: verified drafts (a draft is up to K tokens).
+        num_draft_tokens: tokens in them.
+        num_accepted_tokens: tokens accepted.
+        num_accepted_tokens_per_pos: drafts whose first i + 1 tokens were all accepted.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+
+    def record(self, num_drafted: int, num_accepted: int) -> None:
+        """Count one verified draft."""
+        if num_drafted == 0:
+            return
+        self.num_drafts += 1
+        self.num_draft_tokens += num_drafted
+        self.num_accepted_tokens += num_accepted
+        per_pos = self.num_accepted_tokens_per_pos
+        per_pos.extend([0] * (num_drafted - len(per_pos)))
+        for position in range(num_accepted):
+            per_pos[position] += 1
+
+    def add(self, other: SpeculationStats) -> None:
+        """Pool another's counters into these."""
+        self.num_drafts += other.num_drafts
+        self.num_draft_tokens += other.num_draft_tokens
+        self.num_accepted_tokens += other.num_accepted_tokens
+        per_pos = self.num_accepted_tokens_per_pos
+        per_pos.extend([0] * (len(other.num_accepted_tokens_per_pos) - len(per_pos)))
+        for position, count in enumerate(other.num_accepted_tokens_per_pos):
+            per_pos[position] += count
+
+    @property
+    def acceptance_length(self) -> float:
+        """1 + accepted draft tokens / drafts; 1.0 where nothing was drafted."""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+
+    @property
+    def acceptance_per_pos(self) -> list[float]:
+        """Unconditional acceptance: P(the first i + 1 drafts are all accepted)."""
+        return [count / self.num_drafts for count in self.num_accepted_tokens_per_pos]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """One look at an engine; the counters run since it was made.
+
+    Attributes:
+        num_waiting, num_running: sequences now.
+        num_kv_blocks, num_free_kv_blocks: of the cache; free ones may keep KV for later requests.
+        num_steps: steps taken.
+        num_finished, num_cancelled: sequences that ended.
+        num_preemptions: times that a sequence gave its blocks up and was computed again.
+        num_prompt_tokens: tokens of the prompts admitted.
+        num_cached_tokens: those of them whose KV was there already.
+        num_output_tokens: tokens given out.
+        speculation: drafts made and accepted.
+    """
+
+    num_waiting: int
+    num_running: int
+    num_kv_blocks: int
+    num_free_kv_blocks: int
+    num_steps: int
+    num_finished: int
+    num_cancelled: int
+    num_preemptions: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    speculation: SpeculationStats

@@ -1,0 +1,78 @@
+"""Log-probabilities of tokens, by the raw logits: before bias, masks, penalties and temperature.
+
+Shapes: N rows, V vocabulary, P most likely tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from peagle.kernels.sampling import at_least_float32
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """What the target thought of one token, and which it thought most likely there.
+
+    Attributes:
+        token_id: the token.
+        logprob: natural logarithm of its probability, -inf where that is 0.
+        rank: 1 + the number of tokens with a greater logit; 1 is the most likely.
+        top: (token id, logprob), most likely first, of equal ones the lower id first. The token
+            itself is there only if it is among them.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
+def token_logprobs(
+    logits_NV: Tensor, token_ids: Sequence[int], num_top: Sequence[int]
+) -> list[TokenLogprobs]:
+    """log softmax(logits) at a token of each row, and the most likely tokens of the row.
+
+    Waits for the device. Takes about three times the memory of the rows in float32.
+
+    Args:
+        logits_NV: the rows, in any floating type; computed in at least float32.
+        token_ids: one a row.
+        num_top: how many most likely tokens a row gets, 0 or more; at most V come.
+    """
+    assert len(logits_NV) == len(token_ids) == len(num_top)
+    if not token_ids:
+        return []
+    logits_NV = at_least_float32(logits_NV)
+    logprobs_NV = logits_NV.log_softmax(-1)
+    tokens_N1 = torch.tensor(token_ids, dtype=torch.int64, device=logits_NV.device).unsqueeze(1)
+    logprobs = logprobs_NV.gather(1, tokens_N1).squeeze(1).tolist()
+    greater_NV = logits_NV > logits_NV.gather(1, tokens_N1)
+    ranks = (greater_NV.sum(-1) + 1).tolist()
+    ids_NP, top_NP = _most_likely(logprobs_NV, min(max(num_top), logits_NV.shape[1]))
+    columns = zip(ids_NP.tolist(), top_NP.tolist(), num_top, strict=True)
+    tops = [list(zip(ids[:n], values[:n], strict=True)) for ids, values, n in columns]
+    return [TokenLogprobs(*row) for row in zip(token_ids, logprobs, ranks, tops, strict=True)]
+
+
+def _most_likely(values_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Ids and values [N, P] of the greatest values, of equal ones the lower ids, in that order.
+
+    topk alone leaves open which of equal values it takes.
+    """
+    num_rows = values_NV.shape[0]
+    if count == 0:
+        nothing_N0 = values_NV[:, :0]
+        return nothing_N0.long(), nothing_N0
+    last_N1 = values_NV.topk(count, dim=-1).values[:, -1:]
+    above_NV, ties_NV = values_NV > last_N1, values_NV == last_N1
+    room_N1 = count - above_NV.sum(-1, keepdim=True)
+    taken_NV = above_NV | (ties_NV & (ties_NV.cumsum(-1, dtype=torch.int32) <= room_N1))
+    ids_NP = taken_NV.nonzero()[:, 1].view(num_rows, count)
+    # The ids ascend, so a stable sort keeps the lower of equal ones first.
+    top_NP, order_NP = values_NV.gather(1, ids_NP).sort(dim=-1, descending=True, stable=True)
+    return ids_NP.gather(1, order_NP), top_NP
