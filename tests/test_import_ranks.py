@@ -24,6 +24,7 @@ RANKS = {
     "deploy": 7,
     "training": 6,
     "llm": 5,
+    "async_llm": 5,
     "backends": 4,
     "engine": 4,
     "speculation": 3,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from peagle.async_llm import AsyncLLM
     from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig, StructuredOutput
     from peagle.llm import LLM
 
@@ -12,6 +13,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "EngineConfig",
     "SamplingParams",
     "SpeculativeConfig",
@@ -26,6 +28,10 @@ def __getattr__(name: str) -> object:
         from peagle.llm import LLM
 
         return LLM
+    if name == "AsyncLLM":
+        from peagle.async_llm import AsyncLLM
+
+        return AsyncLLM
     if name in ("EngineConfig", "SamplingParams", "SpeculativeConfig", "StructuredOutput"):
         from peagle import config
 

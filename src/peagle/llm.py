@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -19,71 +18,15 @@ from peagle.chat import (
     with_answer,
 )
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
-from peagle.engine import LLMEngine, SpeculationStats
-from peagle.engine import Sequence as EngineSequence
-from peagle.engine.output_text import OutputText
+from peagle.engine import EngineStats, LLMEngine
+from peagle.engine.outputs import RequestOutput, StreamChunk
 from peagle.engine.placement import resolve_device, resolve_dtype
+from peagle.engine.requests import Prompt, Requests
 from peagle.errors import UserError
 from peagle.models.loading import resolve_model, with_local_head
 from peagle.models.target import TargetModel, load_tokenizer
 
-Prompt = str | Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """A finished request.
-
-    Attributes:
-        text: the output, without the end-of-text token or the stop string.
-        token_ids: output tokens, the stop token or those of the stop string included.
-        prompt_token_ids: the prompt as the model read it.
-        finish_reason: "stop" or "length".
-        stats: drafts made and accepted.
-        elapsed_s: seconds from the call to the last token.
-    """
-
-    text: str
-    token_ids: list[int]
-    prompt_token_ids: list[int]
-    finish_reason: str
-    stats: SpeculationStats
-    elapsed_s: float
-
-    def to_json(self) -> dict[str, Any]:
-        """As a JSON object, the fields of `peagle generate --format json` without the id."""
-        return {
-            "text": self.text,
-            "token_ids": self.token_ids,
-            "finish_reason": self.finish_reason,
-            "num_drafts": self.stats.num_drafts,
-            "num_draft_tokens": self.stats.num_draft_tokens,
-            "num_accepted_tokens": self.stats.num_accepted_tokens,
-            "num_accepted_tokens_per_pos": self.stats.num_accepted_tokens_per_pos,
-            "acceptance_length": self.stats.acceptance_length,
-            "elapsed_s": self.elapsed_s,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class StreamChunk:
-    """One step's addition to one request.
-
-    Attributes:
-        index: of the prompt in the list given.
-        text: new text; may be empty while a character is incomplete.
-        token_ids: new tokens.
-        num_accepted: how many of them came from the draft (the first ones).
-        num_drafted: draft tokens that the step verified, 0 in a prompt pass.
-        output: the finished request with its last chunk, None before.
-    """
-
-    index: int
-    text: str
-    token_ids: list[int]
-    num_accepted: int
-    num_drafted: int
-    output: RequestOutput | None
+__all__ = ["LLM", "ChatOutput", "Prompt", "RequestOutput", "StreamChunk"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,83 +98,77 @@ class LLM:
         self.target = model
         self.tokenizer = load_tokenizer(model.name)
         self.engine = LLMEngine(model, config, speculative)
+        self.requests = Requests(self.engine, self.tokenizer)
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
         """Complete prompts, batched together.
 
         Args:
             prompts: text, token ids, or a list of either.
-            params: for all of them, or one each.
+            params: for all of them, or one each; None takes `default_params`.
+            priority: for all of them, or one each; lower goes first.
 
         Returns:
-            one output a prompt, in order.
+            the outputs in the order of the prompts, `params.n` of each.
 
         Raises:
-            UserError: a prompt is empty or too long; nothing is generated then.
+            UserError: a prompt is empty or too long, or parameters ask for what is not there;
+                nothing is generated then.
         """
-        prompts = self._as_list(prompts)
-        outputs: list[RequestOutput | None] = [None] * len(prompts)
-        for chunk in self.stream(prompts, params):
+        outputs: dict[tuple[int, int], RequestOutput] = {}
+        for chunk in self.stream(prompts, params, priority=priority):
             if chunk.output is not None:
-                outputs[chunk.index] = chunk.output
-        return [output for output in outputs if output is not None]
+                outputs[chunk.index, chunk.output_index] = chunk.output
+        return [outputs[key] for key in sorted(outputs)]
 
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
     ) -> Iterator[StreamChunk]:
         """Complete prompts, yielding each step's tokens as they come.
 
         Leaving the iterator early cancels what is unfinished. Arguments and errors as `generate`.
         """
         prompts = self._as_list(prompts)
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
-        if len(params) != len(prompts):
-            raise UserError(
-                f"{len(params)} sampling params for {len(prompts)} prompts; expected one each."
-            )
-        for one in params:
-            if not isinstance(one, SamplingParams):
-                raise UserError(f"Sampling params are {one!r}; expected SamplingParams.")
-        if self.engine.has_unfinished:
+        if params is None:
+            params = self.default_params()
+        every = _each(params, SamplingParams, "sampling params", len(prompts))
+        priorities = _each(priority, int, "priorities", len(prompts))
+        requests = self.requests
+        if requests.has_unfinished:
             raise UserError(
                 "This LLM is generating already; finish or close the other stream first, or make "
                 "another LLM on the same model."
             )
-        start = time.perf_counter()
-        running: dict[int, tuple[int, EngineSequence, OutputText]] = {}
         try:
-            for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+            for index, prompt in enumerate(prompts):
                 with _at(f"Prompt {index + 1} of {len(prompts)}"):
-                    sequence = self.engine.add_request(self.encode(prompt), one)
-                running[sequence.seq_id] = (index, sequence, OutputText(self.tokenizer, one.stop))
-            while running:
-                for step in self.engine.step():
-                    index, sequence, written = running[step.sequence.seq_id]
-                    new = written.add(step.new_token_ids, final=sequence.is_finished)
-                    if new.stopped:
-                        self.engine.stop(sequence, len(step.new_token_ids) - new.num_tokens)
-                    output = None
-                    if sequence.is_finished:
-                        del running[sequence.seq_id]
-                        output = self._output(sequence, written.text, time.perf_counter() - start)
-                    yield StreamChunk(
-                        index,
-                        new.text,
-                        step.new_token_ids[: new.num_tokens],
-                        min(step.num_accepted, new.num_tokens),
-                        step.num_drafted,
-                        output,
-                    )
+                    requests.add(index, prompt, every[index], priority=priorities[index])
+            while requests.has_unfinished:
+                yield from requests.step()
         finally:
-            for _, sequence, _ in running.values():
-                self.engine.cancel(sequence)
+            requests.cancel_all()
+
+    def default_params(self) -> SamplingParams:
+        """How the model asks to be sampled, in its generation_config; greedy if it does not.
+
+        Its stop ids count for every request, whatever its params.
+        """
+        return SamplingParams(**self.target.generation_defaults())
+
+    @property
+    def stats(self) -> EngineStats:
+        """How the engine stands, and what it did so far."""
+        return self.engine.stats
 
     def chat(
         self,
@@ -258,6 +195,9 @@ class LLM:
         if conversations and isinstance(conversations[0], ChatMessage | Mapping):
             conversations = [conversations]  # type: ignore[list-item]
         chats: Sequence[Sequence[Message]] = conversations  # type: ignore[assignment]
+        every = [params] if isinstance(params, SamplingParams) else params or ()
+        if most := max((one.n for one in every if isinstance(one, SamplingParams)), default=1) - 1:
+            raise UserError(f"n is {most + 1}; a conversation has one answer. Leave n out.")
         prompts = []
         for index, messages in enumerate(chats):
             with _at(f"Conversation {index + 1} of {len(chats)}"):
@@ -278,19 +218,6 @@ class LLM:
             answer, reasoning, with_answer(messages, output.text, opened=opened), output
         )
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt.
-
-        Raises:
-            UserError: it is neither text nor a list of token ids.
-        """
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
-        try:
-            return list(prompt)
-        except TypeError:
-            raise UserError(f"A prompt is {prompt!r}; expected text or token ids.") from None
-
     @staticmethod
     def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         if isinstance(prompts, str):
@@ -300,17 +227,15 @@ class LLM:
         items: list[Any] = list(prompts)
         return [items] if items and isinstance(items[0], int) else items
 
-    @staticmethod
-    def _output(sequence: EngineSequence, text: str, elapsed_s: float) -> RequestOutput:
-        assert sequence.finish_reason is not None
-        return RequestOutput(
-            text=text,
-            token_ids=list(sequence.output_token_ids),
-            prompt_token_ids=list(sequence.prompt_token_ids),
-            finish_reason=sequence.finish_reason,
-            stats=sequence.stats,
-            elapsed_s=elapsed_s,
-        )
+
+def _each(values: Any, kind: type, what: str, count: int) -> list[Any]:
+    """One value for all, or a list of one each, as a list of one each."""
+    listed = [values] * count if isinstance(values, kind) else values
+    if not isinstance(listed, Sequence) or not all(isinstance(one, kind) for one in listed):
+        raise UserError(f"The {what} are {values!r}; expected {kind.__name__}, or a list of them.")
+    if len(listed) != count:
+        raise UserError(f"{len(listed)} {what} for {count} prompts; expected one each.")
+    return list(listed)
 
 
 @contextmanager

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import torch
-
 from peagle.attention import LayerKVCache, TorchAttention
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig, token_ids
 from peagle.engine.block_manager import BlockManager
@@ -25,7 +23,7 @@ from peagle.engine.sequence import Sequence, SequenceStatus
 from peagle.engine.stats import EngineStats, SpeculationStats
 from peagle.errors import UserError
 from peagle.kernels.logprobs import TokenLogprobs
-from peagle.kernels.random import Purpose, uniform
+from peagle.kernels.random import derive_seed
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 from peagle.speculation import PromptLookup
@@ -151,7 +149,9 @@ class LLMEngine:
             self._num_requests,
             prompt,
             params,
-            self._seed(params),
+            derive_seed(self.config.seed, self._num_requests)
+            if params.seed is None
+            else params.seed,
             frozenset(stop),
             priority=priority,
             num_speculative_tokens=k,
@@ -321,14 +321,6 @@ class LLMEngine:
             self.target.tap_aux(self._aux_layer_ids)
             self.target.set_kv_caches(self._target_caches)
             self.target.fix_rope(self.max_model_len)
-
-    def _seed(self, params: SamplingParams) -> int:
-        if params.seed is not None:
-            return params.seed
-        draw = uniform(
-            torch.tensor(self.config.seed), torch.tensor(self._num_requests), Purpose.SAMPLE
-        )
-        return int(draw.item() * 2**53)
 
     def _max_draft_len(self, drafter: Drafter | None) -> int:
         if drafter is None:

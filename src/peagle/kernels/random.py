@@ -51,3 +51,9 @@ def uniform(seeds: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
     counter = positions * len(Purpose) + int(purpose) + 1
     bits = _mix(_mix(seeds + _GOLDEN) + counter * _GOLDEN)
     return _shift_right(bits, 11).to(torch.float64) * 2.0**-53
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """A seed of its own for the request or output `index`, from one of many; 53 random bits."""
+    draw = uniform(torch.tensor(seed), torch.tensor(index), Purpose.SAMPLE)
+    return int(draw.item() * 2**53)

@@ -37,6 +37,8 @@ from peagle.models.target_attention import (
     dry_run,
 )
 
+_GENERATION_NAMES = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
+
 
 class TargetModel:
     """A transformers causal LM whose attention is ours; greedy output equals transformers' own.
@@ -209,6 +211,21 @@ class TargetModel:
         if value is None:
             return ()
         return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+    def generation_defaults(self) -> dict[str, Any]:
+        """Sampling parameters of the model's generation config that ask for more than greedy.
+
+        Under the names of `SamplingParams`; empty where the model does not ask to be sampled.
+        """
+        given = self.model.generation_config.to_diff_dict()
+        if not given.get("do_sample"):
+            return {}
+        names = {name: name for name in _GENERATION_NAMES} | {
+            "max_new_tokens": "max_tokens",
+            "min_new_tokens": "min_tokens",
+        }
+        asked = {ours: given[theirs] for theirs, ours in names.items() if given.get(theirs)}
+        return {"temperature": 1.0, **asked}
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

@@ -1,0 +1,91 @@
+"""What a request gives: chunks while it runs, an output when it is finished."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from peagle.engine.stats import SpeculationStats
+from peagle.kernels.logprobs import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A finished output of a prompt.
+
+    Attributes:
+        text: the output, without the end-of-text token or the stop string.
+        token_ids: output tokens, the stop token or those of the stop string included.
+        prompt_token_ids: the prompt as the model read it.
+        finish_reason: "stop" or "length".
+        stats: drafts made and accepted.
+        elapsed_s: seconds from the request to the last token.
+        index: of this output among those of its prompt, 0 to n - 1.
+        time_to_first_token_s: seconds from the request to the first token.
+        num_cached_tokens: prompt tokens whose KV was there already.
+        num_preemptions: times that it was computed again because others needed its blocks.
+        logprobs: of the output tokens; None unless asked for.
+        prompt_logprobs: of the prompt tokens but the first; None unless asked for.
+    """
+
+    text: str
+    token_ids: list[int]
+    prompt_token_ids: list[int]
+    finish_reason: str
+    stats: SpeculationStats
+    elapsed_s: float
+    index: int = 0
+    time_to_first_token_s: float = 0.0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object, the fields of `peagle generate --format json` without the id.
+
+        The index is left out where there is one output, log-probabilities where nobody asked.
+        """
+        fields: dict[str, Any] = {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "finish_reason": self.finish_reason,
+            "num_drafts": self.stats.num_drafts,
+            "num_draft_tokens": self.stats.num_draft_tokens,
+            "num_accepted_tokens": self.stats.num_accepted_tokens,
+            "num_accepted_tokens_per_pos": self.stats.num_accepted_tokens_per_pos,
+            "acceptance_length": self.stats.acceptance_length,
+            "num_cached_tokens": self.num_cached_tokens,
+            "num_preemptions": self.num_preemptions,
+            "time_to_first_token_s": self.time_to_first_token_s,
+            "elapsed_s": self.elapsed_s,
+        }
+        for name in ("logprobs", "prompt_logprobs"):
+            if (values := getattr(self, name)) is not None:
+                fields[name] = [asdict(value) for value in values]
+        return fields
+
+
+@dataclass(frozen=True, slots=True)
+class StreamChunk:
+    """One step's addition to one output.
+
+    Attributes:
+        index: of the prompt in the list given.
+        text: new text; may be empty while a character is incomplete.
+        token_ids: new tokens.
+        num_accepted: how many of them came from the draft (the first ones).
+        num_drafted: draft tokens that the step verified, 0 in a prompt pass.
+        output: the finished output with its last chunk, None before.
+        output_index: of the output among those of its prompt, 0 to n - 1.
+        logprobs: of the new tokens, if asked for.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    num_accepted: int
+    num_drafted: int
+    output: RequestOutput | None
+    output_index: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)

@@ -1,0 +1,189 @@
+"""Requests of texts on an engine of tokens: encoded on the way in, detokenised on the way out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedTokenizerBase
+
+from peagle.config import SamplingParams
+from peagle.engine.engine import LLMEngine, StepOutput
+from peagle.engine.output_text import OutputText
+from peagle.engine.outputs import RequestOutput, StreamChunk
+from peagle.engine.sequence import Sequence as EngineSequence
+from peagle.errors import UserError
+from peagle.kernels.random import derive_seed
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(slots=True)
+class _Running:
+    """One output of a request while it grows."""
+
+    index: int
+    output_index: int
+    sequence: EngineSequence
+    leader: EngineSequence
+    text: OutputText
+    params: SamplingParams
+    start: float
+    first_token_s: float | None = None
+
+
+class Requests:
+    """Adds requests to an engine and turns its steps into chunks of text.
+
+    Not safe to use from several threads.
+
+    Args:
+        engine: where they run.
+        tokenizer: of the engine's target.
+    """
+
+    def __init__(self, engine: LLMEngine, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self._running: dict[int, _Running] = {}
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a step would do something."""
+        return bool(self._running)
+
+    def is_running(self, index: int) -> bool:
+        """Whether an output of the request of that index is unfinished."""
+        return any(running.index == index for running in self._running.values())
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt.
+
+        Raises:
+            UserError: it is neither text nor a list of token ids.
+        """
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        try:
+            return list(prompt)
+        except TypeError:
+            raise UserError(f"A prompt is {prompt!r}; expected text or token ids.") from None
+
+    def add(
+        self, index: int, prompt: Prompt, params: SamplingParams, *, priority: int = 0
+    ) -> list[int]:
+        """Queue a prompt, `params.n` times.
+
+        Args:
+            index: given back with every chunk.
+            prompt: text or token ids.
+            params: how it is sampled.
+            priority: lower goes first.
+
+        Returns:
+            the ids by which `cancel` knows its outputs.
+
+        Raises:
+            UserError: as `LLMEngine.add_request`; nothing is queued then.
+        """
+        ids = self.encode(prompt)
+        engine_params = replace(params, n=1, bad_words=self._word_ids(params))
+        start = time.perf_counter()
+        leader: EngineSequence | None = None
+        added: list[int] = []
+        for output_index in range(params.n):
+            sequence = self.engine.add_request(
+                ids, _nth(engine_params, output_index), priority=priority, leader=leader
+            )
+            leader = leader or sequence
+            text = OutputText(self.tokenizer, params.stop)
+            self._running[sequence.seq_id] = _Running(
+                index, output_index, sequence, leader, text, params, start
+            )
+            added.append(sequence.seq_id)
+        return added
+
+    def step(self) -> list[StreamChunk]:
+        """Run one step of the engine; what it added to each output."""
+        return [self._chunk(step) for step in self.engine.step()]
+
+    def cancel(self, seq_ids: Iterable[int]) -> None:
+        """Stop outputs and free what they hold; finished ones are left alone."""
+        for seq_id in seq_ids:
+            running = self._running.pop(seq_id, None)
+            if running is not None:
+                self.engine.cancel(running.sequence)
+
+    def cancel_all(self) -> None:
+        """Stop everything."""
+        self.cancel(list(self._running))
+
+    def _chunk(self, step: StepOutput) -> StreamChunk:
+        sequence = step.sequence
+        running = self._running[sequence.seq_id]
+        if running.first_token_s is None:
+            running.first_token_s = time.perf_counter() - running.start
+        new = running.text.add(step.new_token_ids, final=sequence.is_finished)
+        if new.stopped:
+            self.engine.stop(sequence, len(step.new_token_ids) - new.num_tokens)
+        output = None
+        if sequence.is_finished:
+            del self._running[sequence.seq_id]
+            output = _output(running)
+        return StreamChunk(
+            running.index,
+            new.text,
+            step.new_token_ids[: new.num_tokens],
+            min(step.num_accepted, new.num_tokens),
+            step.num_drafted,
+            output,
+            running.output_index,
+            step.logprobs[: new.num_tokens],
+        )
+
+    def _word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Bad words as token ids: as they are written at the start of a text, and after a space."""
+        words: dict[tuple[int, ...], None] = {}
+        for word in params.bad_words:
+            if not isinstance(word, str):
+                words[word] = None
+                continue
+            for text in (word, " " + word.lstrip()):
+                ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
+                if not ids:
+                    raise UserError(
+                        f"bad_words has {word!r}, of which the tokenizer leaves nothing; expected "
+                        "text that it has tokens for. Leave it out, or give token ids."
+                    )
+                words[ids] = None
+        return tuple(words)
+
+
+def _nth(params: SamplingParams, output_index: int) -> SamplingParams:
+    """Parameters of one of n outputs: a seed of its own, the prompt's log-probabilities once."""
+    if output_index == 0:
+        return params
+    seed = None if params.seed is None else derive_seed(params.seed, output_index)
+    return replace(params, seed=seed, prompt_logprobs=None)
+
+
+def _output(running: _Running) -> RequestOutput:
+    sequence, params = running.sequence, running.params
+    assert sequence.finish_reason is not None
+    return RequestOutput(
+        text=running.text.text,
+        token_ids=sequence.output_token_ids,
+        prompt_token_ids=sequence.prompt_token_ids,
+        finish_reason=sequence.finish_reason,
+        stats=sequence.stats,
+        elapsed_s=time.perf_counter() - running.start,
+        index=running.output_index,
+        time_to_first_token_s=running.first_token_s or 0.0,
+        num_cached_tokens=sequence.num_cached_tokens or 0,
+        num_preemptions=sequence.num_preemptions,
+        logprobs=None if params.logprobs is None else list(sequence.logprobs),
+        prompt_logprobs=(
+            None if params.prompt_logprobs is None else list(running.leader.prompt_logprobs)
+        ),
+    )
