@@ -165,7 +165,7 @@ def test_params_that_do_not_match_the_prompts(llm: LLM) -> None:
     assert "2 sampling params for 3 prompts; expected one each" in message
     bad: Any = [{"max_tokens": 3}]
     message = message_of(lambda: llm.generate(["a"], bad))
-    assert "{'max_tokens': 3}; expected SamplingParams" in message
+    assert "[{'max_tokens': 3}]; expected SamplingParams, or a list of them" in message
 
 
 def test_a_request_larger_than_the_cache(target_folder: Path, heads: dict[bool, str]) -> None:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from scipy import stats
 from torch import Tensor
 
+from peagle.kernels.logits_rules import VerificationRows
 from peagle.kernels.random import Purpose, uniform
 from peagle.kernels.sampling import sample_from_weights
 from peagle.speculation.verification import SamplingTensors, Verified, verify
@@ -144,7 +145,8 @@ def simulate(case: Case, verifier: Verify = verify, count: int = COUNT) -> Outco
         context = torch.cat((a.unsqueeze(1), b.unsqueeze(1), tokens_BK), dim=1)
         logits_BJV = target[context[:, :-1], context[:, 1:]]
         packed = torch.arange(case.k + 1) <= num_drafts.unsqueeze(1)
-        verified = verifier(logits_BJV[packed], tokens_BK, num_drafts, sampling, probs_BKV)
+        packed_rows = VerificationRows(tokens_BK, num_drafts, n, int(packed.sum()))
+        verified = verifier(logits_BJV[packed], packed_rows, sampling, probs_BKV)
         for j in range(case.k + 1):
             own = tokens_BK[:, min(j, case.k - 1)]
             token = torch.where(j < verified.num_accepted_B, own, verified.next_tokens_B)
@@ -222,11 +224,11 @@ def textbook(fault: str) -> Verify:
 
     def verifier(
         logits_RV: Tensor,
-        drafts_BK: Tensor,
-        num_drafts_B: Tensor,
+        packed: VerificationRows,
         sampling: SamplingTensors,
         q_BKV: Tensor | None,
     ) -> Verified:
+        drafts_BK = packed.draft_tokens_BK
         batch, k = drafts_BK.shape
         rows, column = torch.arange(batch), torch.arange(k)
         p_BJV = sampling.probs(logits_RV, rows.repeat_interleave(k + 1)).view(batch, k + 1, -1)

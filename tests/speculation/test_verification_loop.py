@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from peagle.kernels.logits_rules import VerificationRows
 from peagle.kernels.random import Purpose, uniform
 from peagle.speculation.verification import SamplingTensors, verify
 from tests.speculation.test_verification import probabilities
@@ -61,9 +62,9 @@ class Ragged:
         )
 
     def run(self) -> list[tuple[int, int]]:
-        found = verify(
-            self.logits, self.drafts, torch.tensor(self.num_drafts), self.sampling, self.q
-        )
+        num_drafts = torch.tensor(self.num_drafts)
+        rows = VerificationRows(self.drafts, num_drafts, self.num_outputs, len(self.logits))
+        found = verify(self.logits, rows, self.sampling, self.q)
         return list(zip(found.num_accepted_B.tolist(), found.next_tokens_B.tolist()))
 
     def reference(self) -> list[tuple[int, int]]:
@@ -146,8 +147,9 @@ def test_rows_do_not_influence_each_other(case: Ragged) -> None:
         )
         found = verify(
             case.logits[row : row + k + 1],
-            case.drafts[b : b + 1, :k],
-            torch.tensor([k]),
+            VerificationRows(
+                case.drafts[b : b + 1, :k], torch.tensor([k]), alone.num_outputs_B, k + 1
+            ),
             alone,
             None if case.q is None else case.q[b : b + 1, :k],
         )

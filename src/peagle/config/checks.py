@@ -28,7 +28,12 @@ def is_int(value: object) -> bool:
 
 def is_number(value: object) -> bool:
     """Whether it is a finite number; true and false are none."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number that no float holds
+        return False
 
 
 def require_folder(path: str | Path, what: str) -> Path:

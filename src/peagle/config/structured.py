@@ -74,8 +74,10 @@ def _schema(schema: object) -> str:
             schema = json.loads(schema)
         except json.JSONDecodeError as error:
             raise UserError(f"json_schema is not JSON: {error}.") from None
+        except RecursionError:
+            raise UserError("json_schema is nested too deeply; flatten it.") from None
     require(isinstance(schema, Mapping | bool), "json_schema", schema, "a JSON object")
     try:
-        return json.dumps(schema, ensure_ascii=False)
-    except (TypeError, ValueError) as error:
+        return json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError) as error:
         raise UserError(f"json_schema cannot be written as JSON: {error}.") from None

@@ -12,13 +12,13 @@ from peagle.engine.sequence import Sequence
 class BlockManager:
     """Hands out KV blocks; target and drafter layers share the block ids.
 
-    A full block whose KV is settled is *published* under the hash of all tokens up to its end.
-    Sequences that begin with these tokens share it, and it stays when its owners have gone, until
-    somebody needs the space: the free block that was used longest ago is taken first.
+    A full block whose KV is settled is *published* under the hash of all tokens up to its end and
+    of the one after it. Sequences that begin with these tokens share it, and it stays when its
+    owners have gone, until somebody needs the space: the free block that was used longest ago is
+    taken first.
 
-    The drafter's slot p depends on token p + 1, so the last slot of a block depends on the next
-    block. Where there is a drafter, a match is therefore good up to its last block only, which the
-    sequence computes again; that also supplies the features at which the drafter goes on.
+    The one after it counts because the drafter's slot p reads token p + 1: blocks of equal tokens
+    before different ones hold different drafter KV.
 
     Args:
         num_blocks: blocks of the cache.
@@ -47,21 +47,16 @@ class BlockManager:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def match(self, sequence: Sequence, *, with_drafter: bool) -> list[int]:
-        """Published blocks that hold the beginning of the sequence, at least one token short.
-
-        Args:
-            with_drafter: the sequence reads the drafter's KV too: one block fewer.
-        """
-        if not self.enable_prefix_caching:
-            return []
+    def match(self, sequence: Sequence) -> list[int]:
+        """Published blocks that hold the beginning of the sequence, at least one token short."""
         blocks: list[int] = []
-        for index in range((len(sequence) - 1) // self.block_size):
-            block = self._published.get(self._hash(sequence, index))
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks[:-1] if with_drafter else blocks
+        if self.enable_prefix_caching:
+            for index in range((len(sequence) - 1) // self.block_size):
+                block = self._published.get(self._hash(sequence, index))
+                if block is None:
+                    break
+                blocks.append(block)
+        return blocks
 
     def can_admit(self, matched: list[int], num_tokens: int, num_reserved: int = 0) -> bool:
         """Whether a sequence that shares `matched` gets blocks for `num_tokens` tokens.
@@ -95,7 +90,11 @@ class BlockManager:
         return True
 
     def publish(self, sequence: Sequence, num_tokens: int) -> None:
-        """Share the full blocks of the first `num_tokens` tokens, whose KV is settled."""
+        """Share the full blocks of the first `num_tokens` tokens, whose KV is settled.
+
+        The sequence must have one token more.
+        """
+        assert num_tokens < len(sequence), "the token after the last block is part of its hash"
         if not self.enable_prefix_caching:
             return
         for index in range(sequence.num_published_blocks, num_tokens // self.block_size):
@@ -115,22 +114,17 @@ class BlockManager:
                 self._free[block] = None
         sequence.block_table = []
 
-    def forget_published(self) -> None:
-        """Publish nothing any more of what is there now."""
-        self._published.clear()
-        self._hash_of.clear()
-
     def _unpublish(self, block: int) -> None:
         key = self._hash_of.pop(block, None)
         if key is not None:
             del self._published[key]
 
     def _hash(self, sequence: Sequence, index: int) -> bytes:
-        """Hash of the tokens up to the end of block `index`; of a kind that nobody can forge."""
+        """Hash of the tokens up to one after block `index`; of a kind that nobody can forge."""
         hashes = sequence.block_hashes
         while len(hashes) <= index:
             start = len(hashes) * self.block_size
-            tokens = array("q", sequence.token_ids[start : start + self.block_size])
+            tokens = array("q", sequence.token_ids[start : start + self.block_size + 1])
             parent = hashes[-1] if hashes else b""
             hashes.append(hashlib.sha256(parent + tokens.tobytes()).digest())
         return hashes[index]

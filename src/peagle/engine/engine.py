@@ -110,7 +110,6 @@ class LLMEngine:
             max_model_len=self.max_model_len,
             # The K drafts that a step may accept, and the drafter's K - 1 mask slots beyond those.
             num_lookahead_slots=2 * (self.num_speculative_tokens + 1),
-            has_drafter=drafter is not None,
         )
         self.speculation_stats = SpeculationStats()
         self._counts = dict.fromkeys(_COUNTERS, 0)
@@ -238,7 +237,7 @@ class LLMEngine:
         """Share the blocks in which all slots are settled, the drafter's too."""
         if sequence.drafter_start:
             return  # behind a hole the drafter's KV is not what others would compute
-        settled = min(sequence.num_computed_tokens, len(sequence))
+        settled = min(sequence.num_computed_tokens, len(sequence) - 1)
         if sequence.num_drafter_tokens < self.max_draft_len:
             settled = min(settled, sequence.num_drafter_tokens)
         self.blocks.publish(sequence, settled)

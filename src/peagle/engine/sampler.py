@@ -73,8 +73,11 @@ class Sampler:
 
     @torch.inference_mode()
     def tensors(self, sequences: SequenceOf[Sequence]) -> SamplingTensors:
-        """Sampling parameters of a batch as it stands."""
-        return self._current(self._prepare(sequences), sequences)
+        """Sampling parameters of any sequences as they stand."""
+        batch = self._batch
+        if batch is not None and batch.seq_ids == [s.seq_id for s in sequences]:
+            return self._current(batch, sequences)
+        return self._sampling(sequences)
 
     @torch.inference_mode()
     def sample(
@@ -132,12 +135,8 @@ class Sampler:
         batch = self._batch
         if batch is None or batch.seq_ids != seq_ids:
             batch = self._batch = self._build(sequences, seq_ids)
-        rules = batch.rules
-        if rules is not None and rules.min_tokens is not None:
-            # Output only grows, so a minimum that is reached need not be looked at again.
-            if all(s.num_output_tokens >= s.params.min_tokens for s in sequences):
-                rules = replace(rules, min_tokens=None)
-                batch.rules = None if rules.is_empty else rules
+        if batch.rules is not None and batch.rules.min_tokens is not None:
+            batch.rules = _without_reached_minimum(batch.rules, sequences)
         return batch
 
     def _current(self, batch: _Batch, sequences: SequenceOf[Sequence]) -> SamplingTensors:
@@ -145,21 +144,23 @@ class Sampler:
         return replace(batch.sampling, num_outputs_B=num_outputs_B)
 
     def _build(self, sequences: SequenceOf[Sequence], seq_ids: list[int]) -> _Batch:
+        slots = [self._slot(s) if has_penalties(s) else -1 for s in sequences]
+        return _Batch(
+            seq_ids,
+            self._sampling(sequences),
+            build_rules(sequences, slots, self.vocab_size, self.device),
+            any(s.params.logprobs is not None for s in sequences),
+        )
+
+    def _sampling(self, sequences: SequenceOf[Sequence]) -> SamplingTensors:
         params = [s.params for s in sequences]
-        sampling = SamplingTensors(
+        return SamplingTensors(
             temperature_B=self._floats([p.temperature for p in params]),
             top_k_B=self._ints([min(p.top_k, self.vocab_size) for p in params]),
             top_p_B=self._floats([p.top_p for p in params]),
             seeds_B=self._ints([s.seed for s in sequences]),
             num_outputs_B=self._ints([s.num_output_tokens for s in sequences]),
             all_greedy=all(p.is_greedy for p in params),
-        )
-        slots = [self._slot(s) if has_penalties(s) else -1 for s in sequences]
-        return _Batch(
-            seq_ids,
-            sampling,
-            build_rules(sequences, slots, self.vocab_size, self.device),
-            any(p.logprobs is not None for p in params),
         )
 
     def _slot(self, sequence: Sequence) -> int:
@@ -275,3 +276,13 @@ class Sampler:
     def _floats(self, values: list[float]) -> Tensor:
         # In double precision, so that host and device agree on which temperature is 0.
         return torch.tensor(values, dtype=torch.float64, device=self.device)
+
+
+def _without_reached_minimum(
+    rules: LogitsRules, sequences: SequenceOf[Sequence]
+) -> LogitsRules | None:
+    """The rules less min_tokens if that bans nothing any more: for good, as output only grows."""
+    if any(s.num_output_tokens < s.params.min_tokens for s in sequences):
+        return rules
+    rules = replace(rules, min_tokens=None)
+    return None if rules.is_empty else rules

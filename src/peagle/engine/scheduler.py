@@ -57,7 +57,6 @@ class Scheduler:
         max_num_batched_tokens: most prompt tokens of one step.
         max_model_len: longest sequence.
         num_lookahead_slots: KV slots that a step may touch beyond the last token.
-        has_drafter: whether a drafter shares the blocks.
     """
 
     def __init__(
@@ -68,14 +67,12 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         num_lookahead_slots: int,
-        has_drafter: bool = False,
     ) -> None:
         self.blocks = blocks
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.num_lookahead_slots = num_lookahead_slots
-        self.has_drafter = has_drafter
         # Both in the order of `Sequence.order`.
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -131,7 +128,7 @@ class Scheduler:
                 break
             if sequence.waits_for_leader or sequence in plan.preempted:
                 continue
-            matched = self._match(sequence)
+            matched = [] if sequence.needs_every_token else self.blocks.match(sequence)
             if not self._make_room(sequence, matched, plan):
                 break
             self.waiting.remove(sequence)
@@ -142,12 +139,6 @@ class Scheduler:
                 budget -= plan.prefill[-1].num_tokens
             else:
                 plan.decode.append(Chunk(sequence, 1, len(sequence.drafts)))
-
-    def _match(self, sequence: Sequence) -> list[int]:
-        if sequence.needs_every_token:
-            return []
-        reads_drafter = self.has_drafter and sequence.may_speculate
-        return self.blocks.match(sequence, with_drafter=reads_drafter)
 
     def _make_room(self, sequence: Sequence, matched: list[int], plan: Schedule) -> bool:
         """Find a seat and blocks, if need be those of running sequences of lower priority."""

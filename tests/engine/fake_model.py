@@ -1,0 +1,178 @@
+"""A target and a drafter that are pure functions of what their KV slots hold.
+
+They read their context through block tables, as attention does, so that a stale, stolen or
+misplaced slot changes what they say; and they are fast enough for thousands of schedules. The
+drafter checks that each slot it may look at holds what an undisturbed run would have put there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from peagle.engine.model_runner import TargetPass, block_tables
+from peagle.engine.scheduler import Chunk
+from peagle.engine.sequence import Sequence
+from peagle.speculation import Drafts, TargetStep
+
+VOCAB = 11
+CPU = torch.device("cpu")
+MASK = "mask"
+
+
+@lru_cache(maxsize=200_000)
+def digest(tokens: tuple[int, ...]) -> int:
+    """A number that depends on every token and on their order."""
+    value = 17
+    for token in tokens:
+        value = (value * 1_000_003 + token + 1) % 2_147_483_647
+    return value
+
+
+def next_token(context: tuple[int, ...]) -> int:
+    """What the target says after a context."""
+    return digest(context) % VOCAB
+
+
+def drawn_token(context: tuple[int, ...], rejected: int | None) -> int:
+    """What a sampled request emits: it depends on the draft that was rejected, as sampling does."""
+    return (digest((*context, 5)) + (0 if rejected is None else rejected + 1)) % VOCAB
+
+
+class FakeRunner:
+    """Stands in for `ModelRunner`: token ids as keys and values."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.kv: list[int] = [-1] * (num_blocks * block_size)
+
+    def slot(self, table: SequenceOf[int], position: int) -> int:
+        """The slot of a position; an IndexError if the sequence has no block for it."""
+        return table[position // self.block_size] * self.block_size + position % self.block_size
+
+    def run(self, chunks: SequenceOf[Chunk]) -> TargetPass:
+        accepted: list[int] = []
+        new: list[list[int]] = []
+        features: list[list[float]] = []
+        tokens: list[int] = []
+        positions: list[int] = []
+        start_loc = [0]
+        starts = [chunk.sequence.num_computed_tokens for chunk in chunks]
+        for chunk, start in zip(chunks, starts, strict=True):
+            sequence = chunk.sequence
+            drafts = sequence.drafts[: chunk.num_drafts]
+            rows = [*sequence.token_ids[start : start + chunk.num_tokens], *drafts]
+            for position, token in enumerate(rows, start):
+                self.kv[self.slot(sequence.block_table, position)] = token
+            # All of them are written before any of them looks, as in a packed pass.
+            contexts = [self._context(sequence, p) for p in range(start, start + len(rows))]
+            features += [[float(digest(context))] for context in contexts]
+            tokens += rows
+            positions += range(start, start + len(rows))
+            start_loc.append(len(tokens))
+            if chunk.samples:
+                emitted = _verify(sequence, contexts[len(rows) - len(drafts) - 1 :], drafts)
+                accepted.append(len(emitted) - 1)
+                new.append(emitted)
+        return TargetPass(
+            chunks,
+            starts,
+            tokens_T=torch.tensor(tokens),
+            positions_T=torch.tensor(positions),
+            start_loc=torch.tensor(start_loc),
+            features_TA=torch.tensor(features, dtype=torch.float64),
+            block_tables_BM=block_tables([chunk.sequence for chunk in chunks], CPU),
+            sampled=_sampled(accepted, new),
+        )
+
+    def _context(self, sequence: Sequence, position: int) -> tuple[int, ...]:
+        table = sequence.block_table
+        return tuple(self.kv[self.slot(table, p)] for p in range(position + 1))
+
+
+def _sampled(accepted: list[int], new: list[list[int]]) -> Any:
+    verified = SimpleNamespace(
+        num_accepted_B=torch.tensor(accepted),
+        next_tokens_B=torch.tensor([tokens[-1] for tokens in new]),
+    )
+    return SimpleNamespace(
+        verified=verified,
+        num_accepted=accepted,
+        new_token_ids=new,
+        sampling=None,
+        logprobs=[None] * len(new),
+    )
+
+
+def _verify(sequence: Sequence, contexts: list[tuple[int, ...]], drafts: list[int]) -> list[int]:
+    for j, draft in enumerate(drafts):
+        if draft != next_token(contexts[j]):
+            greedy = sequence.params.is_greedy
+            wrong = next_token(contexts[j]) if greedy else drawn_token(contexts[j], draft)
+            return [*drafts[:j], wrong]
+    last = contexts[len(drafts)]
+    bonus = next_token(last) if sequence.params.is_greedy else drawn_token(last, None)
+    return [*drafts, bonus]
+
+
+class FakeSampler:
+    """Stands in for `Sampler` where only its interface is called."""
+
+    def tensors(self, sequences: SequenceOf[Sequence]) -> Any:
+        return None
+
+    def release(self, sequence: Sequence) -> None:
+        pass
+
+
+class FakeProposer:
+    """Stands in for a head, and checks what it is given and what its slots hold."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.kv: list[Any] = [None] * (num_blocks * block_size)
+
+    def propose(self, step: TargetStep) -> Drafts:
+        starts = step.context_starts_B
+        tokens: list[list[int]] = []
+        for b, history in enumerate(step.histories):
+            first = int(step.start_loc[b])
+            count = int(step.num_accepted_B[b]) + 1
+            rows = range(first, first + count)
+            after = [*step.tokens_T[first + 1 : first + count].tolist(), int(step.next_tokens_B[b])]
+            table = step.block_tables_BM[b].tolist()
+            for row, token in zip(rows, after, strict=True):
+                slot = self._slot(table, int(step.positions_T[row]))
+                self.kv[slot] = (token, float(step.features_TA[row, 0]))
+            last = int(step.positions_T[rows[-1]])
+            self._check(table, history, 0 if starts is None else int(starts[b]), last)
+            k = step.num_drafts[b]
+            for j in range(1, k):
+                self.kv[self._slot(table, last + j)] = MASK
+            tokens.append(_draft(tuple(history[: last + 2]), k) if k else [])
+        most = max(map(len, tokens))
+        padded = [row + [0] * (most - len(row)) for row in tokens]
+        return Drafts(torch.tensor(padded).view(len(tokens), most), list(step.num_drafts))
+
+    def _check(self, table: list[int], history: SequenceOf[int], start: int, last: int) -> None:
+        for p in range(start, last + 1):
+            expected = (history[p + 1], float(digest(tuple(history[: p + 1]))))
+            found = self.kv[self._slot(table, p)]
+            assert found == expected, f"drafter slot {p} holds {found}, not {expected}"
+
+    def _slot(self, table: list[int], position: int) -> int:
+        return table[position // self.block_size] * self.block_size + position % self.block_size
+
+
+def _draft(context: tuple[int, ...], k: int) -> list[int]:
+    """K drafts, most of them right; which ones depends on the context alone."""
+    drafts: list[int] = []
+    for _ in range(k):
+        right = next_token((*context, *drafts))
+        is_right = digest((*context, *drafts, 3)) % 4 > 0
+        drafts.append(right if is_right else (right + 1) % VOCAB)
+    return drafts

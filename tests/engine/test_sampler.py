@@ -1,0 +1,315 @@
+"""The sampler against a slow reference, over schedules that an engine may make."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peagle.config import SamplingParams
+from peagle.engine import sampler as sampler_module
+from peagle.engine.sampler import SampledStep, Sampler
+from tests.engine.sampling_reference import VOCAB, Request, Rows, draft, packed, permitted, step
+
+CPU = torch.device("cpu")
+PLAIN = SamplingParams()
+DRAFTING = ("none", "argmax", "probabilistic")
+STOP = frozenset({0, 4, 6})
+
+
+def make_sampler(max_num_seqs: int = 8) -> Sampler:
+    return Sampler(VOCAB, CPU, max_num_seqs)
+
+
+def run_step(sampler: Sampler, batch: list[Any]) -> tuple[list[Rows], SampledStep]:
+    """One step of a batch of requests; drafts are left on them, nothing is appended."""
+    num_drafted = [draft(request) for request in batch]
+    rows = [Rows.of(request, k) for request, k in zip(batch, num_drafted, strict=True)]
+    logits, masks = packed(rows)
+    before = logits.clone()
+    masked = any(request.grammar for request in batch)
+    result = sampler.sample(logits, batch, num_drafted, masks if masked else None)
+    assert torch.equal(logits, before)
+    return rows, result
+
+
+def check(batch: list[Request], rows: list[Rows], result: SampledStep) -> None:
+    new = result.new_token_ids
+    assert new == [step(request, of) for request, of in zip(batch, rows, strict=True)]
+    assert (
+        result.num_accepted == result.verified.num_accepted_B.tolist() == [len(n) - 1 for n in new]
+    )
+    assert result.verified.next_tokens_B.tolist() == [tokens[-1] for tokens in new]
+    counted = [r.num_output_tokens + len(n) for r, n in zip(batch, new, strict=True)]
+    assert result.sampling.num_outputs_B.tolist() == counted
+    for request, of, tokens, found in zip(batch, rows, new, result.logprobs, strict=True):
+        for context, token in zip(of.contexts, tokens, strict=False):
+            assert token in permitted(request, context)
+        if request.params.logprobs is None:
+            assert found is None
+            continue
+        assert found is not None and [one.token_id for one in found] == tokens
+        for one, raw in zip(found, of.logits, strict=False):
+            total = math.log(sum(map(math.exp, raw)))
+            best = sorted(((x - total, -i) for i, x in enumerate(raw)), reverse=True)
+            assert one.logprob == pytest.approx(raw[one.token_id] - total, abs=1e-12)
+            assert best[one.rank - 1][1] == -one.token_id
+            expected = [(-i, pytest.approx(x, abs=1e-12)) for x, i in best]
+            assert one.top == expected[: request.params.logprobs]
+
+
+Step = tuple[list[Request], list[Rows], SampledStep]
+
+
+def simulate(
+    sampler: Sampler, requests: list[Request], seed: int, num_steps: int = 10
+) -> Iterator[Step]:
+    """Steps of changing batches, in any order, with preemptions, each held against the reference.
+
+    Between changes the same batch runs for a while, as in an engine. Yields every step before its
+    tokens are appended.
+    """
+    dice = random.Random(seed)
+    batch: list[Request] = []
+    for _ in range(num_steps):
+        if not batch or dice.random() < 0.3:
+            batch = dice.sample(requests, dice.randint(1, len(requests)))
+        if dice.random() < 0.2:
+            sampler.release(dice.choice(requests))  # preempted, and back at once or later
+        rows, result = run_step(sampler, batch)
+        check(batch, rows, result)
+        yield batch, rows, result
+        append(batch, result)
+
+
+def append(batch: list[Request], result: SampledStep) -> None:
+    for request, tokens in zip(batch, result.new_token_ids, strict=True):
+        request.output_token_ids.extend(tokens)
+
+
+# --- every feature -------------------------------------------------------------------------------
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "bias": {"logit_bias": {0: 2.5, 1: -4.0, 5: -math.inf}},
+    "allowed ids": {"allowed_token_ids": (1, 2, 5)},
+    "bad words": {"bad_words": ((3,), (1, 2), (2, 5, 2), (7, 7), (0,))},
+    "min tokens": {"min_tokens": 12},
+    "repetition": {"repetition_penalty": 1.9},
+    "presence": {"presence_penalty": 1.6},
+    "frequency": {"frequency_penalty": 0.8},
+    "reward": {"frequency_penalty": -0.6, "presence_penalty": -1.0, "repetition_penalty": 0.8},
+    "grammar": {},
+    "grammar and penalties": {"repetition_penalty": 2.0, "logit_bias": {2: 9.0, 3: -math.inf}},
+    "min_p": {"min_p": 0.3},
+    "typical_p": {"typical_p": 0.5},
+    "top_k": {"top_k": 2},
+    "top_p": {"top_p": 0.5},
+}
+FILTERS = {"min_p", "typical_p", "top_k", "top_p"}  # of no effect on greedy decoding
+
+
+@pytest.mark.parametrize("drafting", DRAFTING)
+@pytest.mark.parametrize("temperature", [0.0, 1.2], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_feature(feature: str, temperature: float, drafting: str) -> None:
+    params = SamplingParams(temperature=temperature, logprobs=2, **FEATURES[feature])
+    grammar = feature.startswith("grammar")
+    requests = [
+        Request(i, params, 50 + i, stop_token_ids=STOP, drafting=drafting, grammar=grammar)
+        for i in range(3)
+    ]
+    # The feature decides something here: without it other tokens would come.
+    without = {"params": SamplingParams(temperature=temperature), "grammar": False}
+    num_changed = 0
+    for batch, rows, result in simulate(make_sampler(), requests, seed=1):
+        for request, of, new in zip(batch, rows, result.new_token_ids, strict=True):
+            num_changed += new != step(replace(request, **without), of)
+    assert num_changed > 0 or (feature in FILTERS and temperature == 0)
+
+
+numbers = st.sampled_from
+optional_ids = st.none() | st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4)
+words = st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3), max_size=3)
+
+
+@st.composite
+def requests_(draw: st.DrawFn, seq_id: int) -> Request:
+    grammar = draw(st.integers(0, 3)) == 0
+    params = SamplingParams(
+        temperature=draw(numbers([0.0, 0.0, 0.6, 1.3])),
+        top_k=draw(numbers([0, 0, 3, 100])),
+        top_p=draw(numbers([1.0, 1.0, 0.8])),
+        min_p=draw(numbers([0.0, 0.0, 0.2])),
+        typical_p=draw(numbers([1.0, 1.0, 0.7])),
+        repetition_penalty=draw(numbers([1.0, 1.0, 1.7])),
+        presence_penalty=draw(numbers([0.0, 0.0, 1.1])),
+        frequency_penalty=draw(numbers([0.0, 0.0, -0.4])),
+        logit_bias=draw(numbers([{}, {}, {1: 2.0, 3: -math.inf, 4: -1.0}])),
+        bad_words=() if grammar else draw(words),
+        allowed_token_ids=None if grammar else draw(optional_ids),
+        min_tokens=0 if grammar else draw(numbers([0, 0, 3, 9])),
+        logprobs=draw(st.none() | st.integers(0, 4)),
+    )
+    return Request(
+        seq_id,
+        params,
+        draw(st.integers(0, 2**40)),
+        draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4)),
+        draw(numbers([frozenset(), STOP])),
+        draw(numbers(DRAFTING)),
+        grammar,
+    )
+
+
+any_batch = st.integers(1, 5).flatmap(lambda n: st.tuples(*(requests_(i) for i in range(n))))
+
+
+@settings(deadline=None, max_examples=120)
+@given(any_batch, st.integers(0, 2**31))
+def test_mixed_features_and_schedules(requests: tuple[Request, ...], seed: int) -> None:
+    for _ in simulate(make_sampler(len(requests)), list(requests), seed):
+        pass
+
+
+@settings(deadline=None, max_examples=60)
+@given(any_batch)
+def test_neighbours_do_not_influence_each_other(requests: tuple[Request, ...]) -> None:
+    together, batch = make_sampler(), list(requests)
+    alone = [(make_sampler(), replace(r, output_token_ids=[])) for r in requests]
+    for _ in range(4):
+        _, result = run_step(together, batch)
+        for row, (sampler, request) in enumerate(alone):
+            _, own = run_step(sampler, [request])
+            assert own.new_token_ids[0] == result.new_token_ids[row]
+            assert own.logprobs[0] == result.logprobs[row]
+            for one in (request, batch[row]):
+                one.output_token_ids.extend(own.new_token_ids[0])
+
+
+# --- what it keeps -------------------------------------------------------------------------------
+
+PENALTY = SamplingParams(frequency_penalty=1.0)
+
+
+def test_counts_are_those_of_prompt_and_output_after_any_step() -> None:
+    sampler = make_sampler()
+    batch = [Request(i, PENALTY, i, [2, 2, i], drafting="argmax") for i in range(3)]
+    for number in range(6):
+        if number == 3:
+            sampler.release(batch[1])
+        _, result = run_step(sampler, batch)
+        append(batch, result)
+    assert any(r.num_output_tokens > 6 for r in batch), "drafts should have been accepted"
+    for request in batch:
+        slot = sampler._slot_of[request.seq_id]
+        counts = sampler._counts
+        assert counts is not None
+        expected = [request.output_token_ids.count(token) for token in range(VOCAB)]
+        assert counts.outputs_SV[slot].tolist() == expected
+        assert counts.in_prompt_SV[slot].nonzero().flatten().tolist() == sorted({2, request.seq_id})
+
+
+def test_slots_are_for_penalties_only_and_are_given_back() -> None:
+    sampler = make_sampler(max_num_seqs=2)
+    plain = [Request(i, SamplingParams(temperature=1.0, min_p=0.1), i) for i in range(5)]
+    run_step(sampler, plain)
+    assert sampler._counts is None
+    for i in range(10, 40, 2):
+        pair = [Request(i, PENALTY, i), plain[0], Request(i + 1, PENALTY, i)]
+        assert len(list(simulate(sampler, pair, seed=i, num_steps=3))) == 3
+        for request in pair:
+            sampler.release(request)
+            sampler.release(request)  # of no effect
+    assert sorted(sampler._free_slots) == [0, 1]
+    with pytest.raises(AssertionError, match="not released"):
+        run_step(sampler, [Request(i, PENALTY, i) for i in range(3)])
+
+
+def test_tensors_are_built_once_a_composition(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[int] = []
+    build = sampler_module.build_rules
+
+    def counting(sequences: Any, *rest: Any) -> Any:
+        built.append(len(sequences))
+        return build(sequences, *rest)
+
+    monkeypatch.setattr(sampler_module, "build_rules", counting)
+    sampler = make_sampler()
+    batch = [Request(i, PENALTY, i, drafting="argmax") for i in range(3)]
+    for same in (batch, batch, batch, batch[:2], batch[:2], [*batch[1::-1]], batch):
+        rows, result = run_step(sampler, same)
+        check(same, rows, result)
+        append(same, result)
+    assert built == [3, 2, 2, 3]
+    now = sampler.tensors(batch)
+    assert now.num_outputs_B.tolist() == [r.num_output_tokens for r in batch]
+    assert now.all_greedy and now.seeds_B.tolist() == [0, 1, 2]
+    # Those of others, as drafting asks for, neither disturb what is kept nor take a slot.
+    others = sampler.tensors([batch[2], Request(9, PENALTY, 7)])
+    assert others.seeds_B.tolist() == [2, 7] and 9 not in sampler._slot_of
+    run_step(sampler, batch)
+    assert built == [3, 2, 2, 3]
+
+
+def test_a_plain_batch_is_not_processed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is one whose minimum length is reached, or a greedy one that asks for filters."""
+
+    def never(*_: Any) -> Any:
+        raise AssertionError("the logits were processed")
+
+    sampler = make_sampler()
+    short = [Request(0, SamplingParams(min_tokens=2), 0, stop_token_ids=STOP), Request(1, PLAIN, 1)]
+    assert run_step(sampler, short)[1].new_token_ids[0][0] not in STOP
+    monkeypatch.setattr(sampler_module, "process_logits", never)
+    with pytest.raises(AssertionError, match="processed"):
+        run_step(sampler, short)
+    short[0].output_token_ids = [1, 1]
+    filters = SamplingParams(min_p=0.5, typical_p=0.5)
+    for batch in (
+        short,
+        [Request(2, filters, 0)],
+        [Request(3, SamplingParams(temperature=1.0), 0)],
+    ):
+        rows, result = run_step(sampler, batch)
+        check(batch, rows, result)
+
+
+@pytest.mark.parametrize("num_outputs", range(5))
+def test_the_minimum_length_holds_from_wherever_a_batch_starts(num_outputs: int) -> None:
+    """As after preemption: the sampler first sees the sequence with some output."""
+    sampler, stop = make_sampler(), frozenset(range(VOCAB - 1))
+    request = Request(0, SamplingParams(min_tokens=3), 0, stop_token_ids=stop)
+    request.output_token_ids = [VOCAB - 1] * num_outputs
+    rows, result = run_step(sampler, [request])
+    check([request], rows, result)
+    assert (result.new_token_ids == [[VOCAB - 1]]) is (num_outputs < 3)
+
+
+def test_bad_words_must_be_encoded() -> None:
+    with pytest.raises(AssertionError, match="encoded"):
+        run_step(make_sampler(), [Request(0, SamplingParams(bad_words=("text",)), 0)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision_logits(dtype: torch.dtype) -> None:
+    """Everything at once on a bfloat16 model: tokens come, inside the grammar, with logprobs."""
+    every = {
+        k: v for name in ("bias", "reward", "min_p", "typical_p") for k, v in FEATURES[name].items()
+    }
+    sampler, params = make_sampler(), SamplingParams(temperature=0.9, logprobs=1, **every)
+    batch = [Request(i, params, i, drafting="probabilistic", grammar=True) for i in range(4)]
+    for _ in range(5):
+        num_drafted = [draft(request) for request in batch]
+        logits, masks = packed([Rows.of(r, k) for r, k in zip(batch, num_drafted, strict=True)])
+        result = sampler.sample(logits.to(dtype), batch, num_drafted, masks)
+        for request, tokens in zip(batch, result.new_token_ids, strict=True):
+            for token in tokens:
+                assert token in permitted(request, request.output_token_ids)
+                request.output_token_ids.append(token)

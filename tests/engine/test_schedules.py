@@ -1,0 +1,370 @@
+"""Random schedules: whatever happens around it, a request's output is that of the request alone.
+
+The machine drives the real engine loop, scheduler, block manager and drafting over the fake models
+of `fake_model.py`: arrivals, cancels, stops, switches of speculation, and so few blocks that
+sequences are preempted all the time. PEAGLE_SCHEDULES sets how many schedules run in all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from peagle.config import EngineConfig, SamplingParams
+from peagle.engine import LLMEngine, Sequence, SequenceStatus
+from peagle.engine.block_manager import BlockManager
+from peagle.engine.drafting import HeadDrafting
+from peagle.engine.scheduler import Scheduler
+from peagle.models.target import TargetModel
+from peagle.speculation import TargetStep
+from tests.engine import fake_model
+from tests.engine.fake_model import FakeProposer, FakeRunner, FakeSampler, digest
+
+NUM_SCHEDULES = int(os.environ.get("PEAGLE_SCHEDULES", "2000"))
+MAX_MODEL_LEN = 48
+K = 3
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What all schedules of one test have in common."""
+
+    has_head: bool = True
+    max_draft_len: int = MAX_MODEL_LEN
+    features_kept: int = 256
+
+
+KINDS = {
+    "a head": Kind(),
+    "a head of short reach": Kind(max_draft_len=20, features_kept=6),
+    "small holes": Kind(features_kept=4),
+    "plain": Kind(has_head=False),
+}
+
+
+@cache
+def bare_target() -> Any:
+    """What the engine asks a target for when a fake one runs."""
+
+    class Bare:
+        vocab_size, max_model_len, num_layers = fake_model.VOCAB, MAX_MODEL_LEN, 4
+        device, dtype = torch.device("cpu"), torch.float64
+        kv_caches: Any = ()
+
+        def kv_shapes(self) -> list[tuple[int, int]]:
+            return []
+
+        def eos_token_ids(self) -> tuple[int, ...]:
+            return (0,)
+
+        def tap_aux(self, layer_ids: Any) -> None: ...
+
+        def set_kv_caches(self, caches: Any) -> None:
+            self.kv_caches = caches
+
+        def fix_rope(self, length: int) -> None: ...
+
+    return Bare()
+
+
+def make_engine(kind: Kind, config: EngineConfig) -> LLMEngine:
+    """A real engine whose models are the fake ones."""
+    target: TargetModel = bare_target()
+    engine = LLMEngine(target, config)
+    assert config.num_kv_blocks is not None
+    size = (config.num_kv_blocks, config.block_size)
+    fake: Any = engine
+    fake.runner, fake.sampler = FakeRunner(*size), FakeSampler()
+    if kind.has_head:
+        fake.num_speculative_tokens = K
+        fake.max_draft_len = kind.max_draft_len
+        fake.drafting = HeadDrafting(
+            FakeProposer(*size), fake.sampler, MAX_MODEL_LEN, kind.max_draft_len
+        )
+        engine.scheduler.num_lookahead_slots = 2 * (K + 1)
+    return engine
+
+
+@cache
+def alone(kind: Kind, prompt: tuple[int, ...], params: SamplingParams) -> list[int]:
+    """The output of a request that nothing disturbs: no neighbour, chunk, cache or preemption."""
+    engine = make_engine(
+        kind, EngineConfig(num_kv_blocks=20, block_size=8, enable_prefix_caching=False)
+    )
+    sequence = engine.add_request(prompt, params)
+    while engine.has_unfinished:
+        engine.step()
+    if params.is_greedy:
+        assert sequence.output_token_ids == greedy(prompt, len(sequence.output_token_ids))
+    return sequence.output_token_ids
+
+
+def greedy(prompt: tuple[int, ...], count: int) -> list[int]:
+    """What the target says after the prompt, by its definition."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(fake_model.next_token(tuple(tokens)))
+    return tokens[len(prompt) :]
+
+
+# Prompts of few different blocks, so that many begin the same way.
+PIECES = st.sampled_from([(1, 2, 3, 4), (1, 2, 3, 5), (7,), (8, 9), (4, 4, 4, 4, 4, 4)])
+PROMPTS = st.lists(PIECES, min_size=1, max_size=6).map(lambda some: sum(some, ()))
+
+
+class Schedules(RuleBasedStateMachine):
+    """Arrivals, cancels, stops and switches between the steps of one engine."""
+
+    kind = Kind()
+    requests: Bundle[Sequence] = Bundle("requests")
+
+    @initialize(
+        block_size=st.sampled_from([1, 2, 4]),
+        extra_blocks=st.integers(0, 20),
+        max_num_seqs=st.integers(1, 4),
+        budget=st.integers(1, 40),
+        caching=st.booleans(),
+    )
+    def start(
+        self, block_size: int, extra_blocks: int, max_num_seqs: int, budget: int, caching: bool
+    ) -> None:
+        # The longest request just fits, and a few blocks more.
+        config = EngineConfig(
+            num_kv_blocks=-(-MAX_MODEL_LEN // block_size) + extra_blocks,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            enable_prefix_caching=caching,
+        )
+        self.engine = make_engine(self.kind, config)
+        self.sequences: list[Sequence] = []
+        self.switched: set[int] = set()
+        self.stopped: dict[int, int] = {}
+
+    @rule(
+        target=requests,
+        prompt=PROMPTS,
+        max_tokens=st.integers(1, 30),
+        sampled=st.booleans(),
+        k=st.none() | st.integers(0, K),
+        priority=st.integers(0, 2),
+        ignore_eos=st.booleans(),
+        copies=st.integers(1, 2),
+    )
+    def arrive(
+        self,
+        prompt: tuple[int, ...],
+        max_tokens: int,
+        sampled: bool,
+        k: int | None,
+        priority: int,
+        ignore_eos: bool,
+        copies: int,
+    ) -> Sequence:
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=float(sampled),
+            seed=0,
+            ignore_eos=ignore_eos,
+            num_speculative_tokens=k if self.kind.has_head else None,
+        )
+        leader: Sequence | None = None
+        for _ in range(copies):
+            sequence = self.engine.add_request(prompt, params, priority=priority, leader=leader)
+            leader = leader or sequence
+            self.sequences.append(sequence)
+        return sequence
+
+    @rule(times=st.integers(1, 6))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            if self.engine.has_unfinished:
+                self._step()
+
+    def _step(self) -> None:
+        before = {s.seq_id: list(s.token_ids) for s in self.sequences}
+        outputs = self.engine.step()
+        assert len({output.sequence.seq_id for output in outputs}) == len(outputs)
+        for output in outputs:
+            old = before.pop(output.sequence.seq_id)
+            assert output.sequence.token_ids == old + output.new_token_ids
+            assert output.new_token_ids
+        for sequence in self.sequences:
+            if sequence.seq_id in before:
+                assert sequence.token_ids == before[sequence.seq_id], "output without a report"
+
+    @rule(sequence=requests)
+    def cancel(self, sequence: Sequence) -> None:
+        self.engine.cancel(sequence)
+
+    @rule(sequence=requests, surplus=st.integers(0, 3))
+    def stop(self, sequence: Sequence, surplus: int) -> None:
+        """A stop string may end it, and take back some of its last tokens."""
+        surplus = min(surplus, sequence.num_output_tokens)
+        if not sequence.is_finished and sequence.num_output_tokens:
+            self.engine.stop(sequence, surplus)
+            self.stopped[sequence.seq_id] = surplus
+
+    @precondition(lambda self: self.kind.has_head)
+    @rule(sequence=requests, k=st.integers(0, K))
+    def switch(self, sequence: Sequence, k: int) -> None:
+        if sequence.may_speculate:
+            self.engine.set_speculative_tokens(sequence, k)
+            self.switched.add(sequence.seq_id)
+
+    @invariant()
+    def blocks_are_accounted_for(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        blocks: Any = self.engine.blocks
+        owners = Counter(block for s in self.sequences for block in s.block_table)
+        assert owners == blocks._num_owners, "owners are counted wrong"
+        assert not set(owners) & set(blocks._free), "a block is owned and free"
+        assert len(owners) + blocks.num_free_blocks == blocks.num_blocks, "a block is lost"
+        for sequence in self.sequences:
+            assert len(set(sequence.block_table)) == len(sequence.block_table)
+            assert bool(sequence.block_table) == (sequence.status is SequenceStatus.RUNNING)
+        self._published_blocks_hold_what_they_say(blocks)
+
+    def _published_blocks_hold_what_they_say(self, blocks: Any) -> None:
+        runner: Any = self.engine.runner
+        for sequence in self.sequences:
+            for index, key in enumerate(sequence.block_hashes):
+                block = blocks._published.get(key)
+                if block is not None:
+                    size = blocks.block_size
+                    expected = sequence.token_ids[index * size : (index + 1) * size]
+                    # After a stop string the tokens that were dropped are gone from the sequence.
+                    held = runner.kv[block * size : (block + 1) * size][: len(expected)]
+                    assert held == expected, "a published block holds something else"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        # Each step computes a token of somebody; preempted work is done again, hence the factor.
+        most = 50 * sum(len(s) + s.params.max_tokens for s in self.sequences) + 10
+        for _ in range(most):
+            if not self.engine.has_unfinished:
+                break
+            self._step()
+            self.blocks_are_accounted_for()
+        assert not self.engine.has_unfinished, "somebody starves"
+        assert self.engine.blocks.num_free_blocks == self.engine.blocks.num_blocks
+        for sequence in self.sequences:
+            self._check_output(sequence)
+
+    def _check_output(self, sequence: Sequence) -> None:
+        output = sequence.output_token_ids
+        params = replace(sequence.params)
+        prompt = tuple(sequence.prompt_token_ids)
+        if sequence.seq_id in self.switched and not params.is_greedy:
+            return  # another K draws other numbers
+        expected = alone(self.kind, prompt, params)
+        if sequence.finish_reason == "cancelled" or sequence.seq_id in self.stopped:
+            assert output == expected[: len(output)]
+        else:
+            assert output == expected
+
+
+def run_machine(kind: Kind, monkeypatch: pytest.MonkeyPatch, count: int, *, shrink: bool) -> None:
+    monkeypatch.setattr("peagle.engine.drafting.FEATURES_KEPT", kind.features_kept)
+    machine = type("Machine", (Schedules,), {"kind": kind})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=count,
+            stateful_step_count=25,
+            deadline=None,
+            database=None,
+            report_multiple_bugs=False,
+            phases=[Phase.generate, *([Phase.shrink] if shrink else [])],
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_schedules(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_machine(KINDS[name], monkeypatch, NUM_SCHEDULES // len(KINDS), shrink=True)
+
+
+# ---- the machine notices what it is there for --------------------------------------------------
+
+
+def hash_of_the_block_alone(self: BlockManager, sequence: Sequence, index: int) -> bytes:
+    end = (index + 1) * self.block_size
+    return bytes(sequence.token_ids[:end])
+
+
+def forget_drafts_too(self: Sequence) -> None:
+    self.num_computed_tokens = self.num_drafter_tokens = self.drafter_start = 0
+    self.num_published_blocks, self.pending_features = 0, None
+    self.drafts = []
+
+
+def publish_what_the_drafter_has_not_read(self: LLMEngine, sequence: Sequence) -> None:
+    self.blocks.publish(sequence, min(sequence.num_computed_tokens, len(sequence) - 1))
+
+
+def preempt_the_first(self: Scheduler, sequence: Sequence, plan: Any) -> None:
+    PREEMPT(self, self.running[0], plan)
+
+
+def free_twice(self: BlockManager, sequence: Sequence) -> None:
+    for block in sequence.block_table:
+        self._free[block] = None
+    FREE(self, sequence)
+
+
+def keep_blocks(self: Scheduler, sequence: Sequence) -> None:
+    blocks = sequence.block_table[:1]
+    RETIRE(self, sequence)
+    for block in blocks:
+        self.blocks._free.pop(block, None)
+
+
+def look_into_holes(self: HeadDrafting, done: Any, readings: Any) -> TargetStep:
+    return replace(STEP(self, done, readings), context_starts_B=None)
+
+
+STEP = HeadDrafting._step
+PREEMPT, FREE, RETIRE = Scheduler._preempt, BlockManager.free, Scheduler.retire
+FAULTS: dict[str, tuple[type, str, Any]] = {
+    "the drafter's last slot is not in the hash": (BlockManager, "_hash", hash_of_the_block_alone),
+    "a block that is taken stays published": (BlockManager, "_unpublish", lambda self, block: None),
+    "preemption loses the drafts": (Sequence, "forget_computed", forget_drafts_too),
+    "unread slots are published": (LLMEngine, "_publish", publish_what_the_drafter_has_not_read),
+    "the first in order gives way": (Scheduler, "_preempt", preempt_the_first),
+    "shared blocks are freed": (BlockManager, "free", free_twice),
+    "a block leaks": (Scheduler, "retire", keep_blocks),
+    "holes are looked into": (HeadDrafting, "_step", look_into_holes),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, attribute, fault = FAULTS[name]
+    monkeypatch.setattr(owner, attribute, fault)
+    with pytest.raises((AssertionError, IndexError, KeyError, RuntimeError)):
+        run_machine(KINDS["small holes"], monkeypatch, 400, shrink=False)
+
+
+def test_the_fake_target_notices_another_order() -> None:
+    assert digest((1, 2, 3)) != digest((1, 3, 2))
