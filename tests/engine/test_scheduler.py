@@ -1,8 +1,10 @@
-"""Scheduling: first come first served, within the seats, the blocks and the token budget."""
+"""Scheduling within the seats, the blocks and the token budget: who runs, who waits, who yields."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,168 +12,330 @@ from hypothesis import strategies as st
 
 from peagle.config import SamplingParams
 from peagle.engine.block_manager import BlockManager
-from peagle.engine.scheduler import Scheduler
+from peagle.engine.scheduler import Chunk, Schedule, Scheduler
 from peagle.engine.sequence import Sequence, SequenceStatus
 
 MAX_MODEL_LEN = 24
+LOOKAHEAD = 4
+RUNNING, WAITING = SequenceStatus.RUNNING, SequenceStatus.WAITING
 
 
-def make_sequence(seq_id: int, prompt_len: int, max_tokens: int) -> Sequence:
+def make_scheduler(
+    num_blocks: int = 20, max_num_seqs: int = 3, budget: int = 100, block_size: int = 4
+) -> Scheduler:
+    return Scheduler(
+        BlockManager(num_blocks, block_size),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_model_len=MAX_MODEL_LEN,
+        num_lookahead_slots=LOOKAHEAD,
+    )
+
+
+def make_sequence(
+    seq_id: int, prompt: int | list[int], max_tokens: int = 4, **options: Any
+) -> Sequence:
+    tokens = [100 + seq_id] * prompt if isinstance(prompt, int) else prompt
     params = SamplingParams(max_tokens=max_tokens)
-    return Sequence(seq_id, [1] * prompt_len, params, seed=0, stop_token_ids=frozenset())
+    return Sequence(seq_id, tokens, params, seed=0, stop_token_ids=frozenset(), **options)
+
+
+def finish(scheduler: Scheduler, sequence: Sequence) -> None:
+    sequence.status = SequenceStatus.FINISHED
+    scheduler.retire(sequence)
+
+
+def run(scheduler: Scheduler, rng: random.Random | None = None) -> Schedule:
+    """One step with what the engine does to the sequences; every token is 7, some with drafts."""
+    plan = scheduler.schedule()
+    for chunk in [*plan.prefill, *plan.decode]:
+        sequence = chunk.sequence
+        accepted = rng.randint(0, chunk.num_drafts) if rng else 0
+        sequence.num_computed_tokens += chunk.num_tokens + accepted
+        if chunk.samples:
+            sequence.append([7] * (accepted + 1), MAX_MODEL_LEN)
+            room = min(LOOKAHEAD // 2, MAX_MODEL_LEN - len(sequence))
+            sequence.drafts = [7] * rng.randint(0, room) if rng else []
+        settled = min(sequence.num_computed_tokens, len(sequence) - 1)
+        scheduler.blocks.publish(sequence, settled)
+        if sequence.is_finished:
+            scheduler.retire(sequence)
+    return plan
+
+
+def ids(chunks: list[Chunk]) -> list[tuple[int, int]]:
+    """Which sequences, and how many tokens of each."""
+    return [(chunk.sequence.seq_id, chunk.num_tokens) for chunk in chunks]
+
+
+def prefills(scheduler: Scheduler) -> list[list[tuple[int, int]]]:
+    """Run to the end: the prompt passes."""
+    found = []
+    while scheduler.has_unfinished:
+        plan = run(scheduler)
+        found += [ids(plan.prefill)] if plan.prefill else []
+    return found
+
+
+# ---- any workload ---------------------------------------------------------------------------
 
 
 @dataclass
 class Workload:
-    """Requests and the limits they are served under."""
+    """Requests (prompt, max_tokens, priority, step of arrival) and the limits they run under."""
 
-    requests: list[tuple[int, int, int]]  # prompt length, max_tokens, step of arrival
-    num_blocks: int = 20
-    block_size: int = 4
-    max_num_seqs: int = 3
-    budget: int = 16
-    lookahead: int = 6
+    requests: list[tuple[list[int], int, int, int]]
+    limits: dict[str, int] = field(default_factory=dict)
     cancelled: dict[int, int] = field(default_factory=dict)  # request: step
+    follows: set[int] = field(default_factory=set)  # requests that wait for one of their prompt
 
-    def scheduler(self) -> Scheduler:
-        return Scheduler(
-            BlockManager(self.num_blocks, self.block_size),
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.budget,
-            max_model_len=MAX_MODEL_LEN,
-            num_lookahead_slots=self.lookahead,
-        )
+
+requests = st.tuples(
+    st.lists(st.integers(0, 1), min_size=1, max_size=MAX_MODEL_LEN - 1),
+    st.integers(1, 30),
+    st.integers(0, 2),
+    st.integers(0, 12),
+)
+workloads = st.builds(
+    Workload,
+    requests=st.lists(requests, min_size=1, max_size=10),
+    limits=st.fixed_dictionaries(
+        {
+            "num_blocks": st.integers(6, 16),  # the longest request takes 6
+            "max_num_seqs": st.integers(1, 5),
+            "budget": st.integers(1, 40),
+        }
+    ),
+    cancelled=st.dictionaries(st.integers(0, 9), st.integers(0, 20), max_size=3),
+    follows=st.sets(st.integers(1, 9), max_size=3),
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(workloads, st.integers(0, 99))
+def test_every_request_is_served_within_the_limits(load: Workload, seed: int) -> None:
+    scheduler, rng = make_scheduler(**load.limits), random.Random(seed)
+    sequences: list[Sequence] = []
+    for i, (prompt, max_tokens, priority, _) in enumerate(load.requests):
+        leader = sequences[i - 1] if i in load.follows else None
+        prompt = leader.prompt_token_ids if leader else prompt
+        sequences.append(make_sequence(i, prompt, max_tokens, priority=priority, leader=leader))
+    # A leader arrives before those that wait for it.
+    arrivals = [arrival for *_, arrival in load.requests]
+    for i in sorted(load.follows & set(range(len(sequences)))):
+        arrivals[i] = max(arrivals[i], arrivals[i - 1])
+    for step in range(2000):
+        for i, arrival in enumerate(arrivals):
+            if arrival == step:
+                scheduler.add(sequences[i])
+        for i, when in load.cancelled.items():
+            if i < len(sequences) and when == step >= arrivals[i]:
+                finish(scheduler, sequences[i])
+        check_blocks(scheduler, sequences)
+        if scheduler.has_unfinished:
+            before = list(scheduler.running)
+            plan = run(scheduler, rng)
+            check_plan(scheduler, before, plan)
+        elif step >= max(arrivals):
+            break
+    assert all(sequence.is_finished for sequence in sequences), "somebody starves"
+    assert scheduler.blocks.num_free_blocks == scheduler.blocks.num_blocks
 
 
 def check_blocks(scheduler: Scheduler, sequences: list[Sequence]) -> None:
-    owned = [block for sequence in sequences for block in sequence.block_table]
-    assert len(set(owned)) == len(owned), "a block has two owners"
-    assert len(owned) + scheduler.blocks.num_free_blocks == scheduler.blocks.num_blocks
+    """Blocks are held by running sequences only, enough of them, and shared where equal only."""
+    holds: dict[int, tuple[int, ...]] = {}
     for sequence in sequences:
-        running = sequence.status is SequenceStatus.RUNNING
-        assert running == bool(sequence.block_table)
-        assert running == (sequence in scheduler.running)
+        running = sequence.status is RUNNING
+        assert running == bool(sequence.block_table) == (sequence in scheduler.running)
         if running:
-            held = len(sequence.block_table) * scheduler.blocks.block_size
-            longest = len(sequence.prompt_token_ids) + sequence.params.max_tokens
-            assert held >= min(longest, MAX_MODEL_LEN) + scheduler.num_lookahead_slots
+            size = scheduler.blocks.block_size
+            assert len(sequence.block_table) * size >= min(len(sequence), MAX_MODEL_LEN)
+            for index, block in enumerate(sequence.block_table):
+                known = tuple(sequence.token_ids[: (index + 1) * size + 1])
+                assert holds.setdefault(block, known) == known
+    assert len(holds) + scheduler.blocks.num_free_blocks == scheduler.blocks.num_blocks
 
 
-def serve(load: Workload) -> list[list[int]]:
-    """Run the workload to its end, checking every step; returns the prefills as lists of ids."""
-    scheduler = load.scheduler()
-    sequences = [make_sequence(i, p, m) for i, (p, m, _) in enumerate(load.requests)]
-    prefills: list[list[int]] = []
-    arrived: set[int] = set()
-    for step in range(1000):
-        for i, (_, _, arrival) in enumerate(load.requests):
-            if arrival <= step and i not in arrived:
-                arrived.add(i)
-                scheduler.add(sequences[i])
-        for i, when in load.cancelled.items():
-            if when == step and i in arrived:
-                scheduler.cancel(sequences[i])
-        check_blocks(scheduler, sequences)
-        if not scheduler.has_unfinished:
-            if len(arrived) == len(sequences):
-                break
-            continue
-        waiting = list(scheduler.waiting)
-        free, seats = scheduler.blocks.num_free_blocks, load.max_num_seqs - len(scheduler.running)
-        batch = scheduler.schedule()
-        ids = [s.seq_id for s in batch.sequences]
-        assert ids, "an empty step"
-        assert len(scheduler.running) <= load.max_num_seqs
-        if batch.is_prefill:
-            assert batch.sequences == waiting[: len(ids)], "first come, first served"
-            lens = [len(s.prompt_token_ids) for s in batch.sequences]
-            assert sum(lens) <= load.budget or len(lens) == 1
-            prefills.append(ids)
-        else:
-            assert set(ids) == {s.seq_id for s in scheduler.running}, "every sequence moves on"
-            if waiting:
-                needed = scheduler.blocks.blocks_for(scheduler.slots_needed(waiting[0]))
-                assert seats == 0 or needed > free, "a prompt waits though it would fit"
-        check_blocks(scheduler, sequences)
-        for sequence in batch.sequences:
-            sequence.append([7], MAX_MODEL_LEN)
-        scheduler.retire_finished()
-    assert all(s.is_finished for s in sequences)
-    assert not scheduler.has_unfinished
-    assert scheduler.blocks.num_free_blocks == scheduler.blocks.num_blocks
-    return prefills
+def check_plan(scheduler: Scheduler, before: list[Sequence], plan: Schedule) -> None:
+    chunks = [*plan.prefill, *plan.decode]
+    run_now = [chunk.sequence for chunk in chunks]
+    assert len(set(run_now)) == len(run_now) > 0
+    assert len(scheduler.running) <= scheduler.max_num_seqs
+    used = sum(chunk.num_tokens for chunk in plan.prefill)
+    assert used <= scheduler.max_num_batched_tokens
+    assert all(chunk.num_tokens == 1 for chunk in plan.decode)
+    stayed = [s for s in before if s not in plan.preempted]
+    if used < scheduler.max_num_batched_tokens:
+        assert set(stayed) | set(plan.admitted) == set(run_now), "somebody was left out"
+    # Those with drafts, at the ends of prompts and in decode steps, have slots for all they touch.
+    for chunk in chunks:
+        sequence = chunk.sequence
+        if not sequence.is_finished:
+            slots = len(sequence.block_table) * scheduler.blocks.block_size
+            assert slots >= min(sequence.num_computed_tokens, MAX_MODEL_LEN)
+    # The last in order yield, the first come first, and nobody passes one who waits.
+    lost = [s.order for s in plan.preempted]
+    assert max((s.order for s in stayed), default=(-1, 0)) < min(lost, default=(9, 0))
+    assert [s.order for s in plan.admitted] == sorted(s.order for s in plan.admitted)
+    standing = [s for s in scheduler.waiting if not s.waits_for_leader or s in plan.preempted]
+    if standing and plan.admitted:
+        assert plan.admitted[-1].order < standing[0].order, "somebody was overtaken"
 
 
-requests = st.tuples(st.integers(1, MAX_MODEL_LEN - 1), st.integers(1, 30), st.integers(0, 20))
+# ---- prompts and the budget -----------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=200)
-@given(
-    st.builds(
-        Workload,
-        requests=st.lists(requests, min_size=1, max_size=10),
-        num_blocks=st.integers(8, 30),  # the longest request takes 8
-        max_num_seqs=st.integers(1, 5),
-        budget=st.integers(1, 40),
-        cancelled=st.dictionaries(st.integers(0, 9), st.integers(0, 40), max_size=4).map(dict),
-    )
-)
-def test_every_request_is_served_within_the_limits(load: Workload) -> None:
-    load.cancelled = {i: step for i, step in load.cancelled.items() if i < len(load.requests)}
-    served = [i for ids in serve(load) for i in ids]
-    assert len(served) == len(set(served)), "a prompt ran twice"
-    # In the order of arrival, of those not cancelled while they waited.
-    order = sorted(range(len(load.requests)), key=lambda i: (load.requests[i][2], i))
-    assert served == [i for i in order if i in served]
-    assert set(range(len(load.requests))) - set(served) <= set(load.cancelled)
+def test_prompts_share_a_pass_and_are_cut_at_the_budget() -> None:
+    scheduler = make_scheduler(num_blocks=40, max_num_seqs=9, budget=16)
+    for i, length in enumerate([6, 12, 1, 20]):
+        scheduler.add(make_sequence(i, length, 9))
+    assert prefills(scheduler) == [[(0, 6), (1, 10)], [(1, 2), (2, 1), (3, 13)], [(3, 7)]]
 
 
-def test_prompts_share_a_pass_within_the_budget() -> None:
-    load = Workload([(6, 2, 0), (10, 2, 0), (1, 2, 0), (20, 2, 0)], num_blocks=40, max_num_seqs=9)
-    assert serve(load) == [[0, 1], [2], [3]]
+def test_a_long_prompt_goes_in_chunks_while_others_decode() -> None:
+    scheduler = make_scheduler(budget=8)
+    scheduler.add(make_sequence(0, 2, 9))
+    assert ids(run(scheduler).prefill) == [(0, 2)]
+    scheduler.add(make_sequence(1, 20))
+    for num_tokens, samples in [(8, False), (8, False), (4, True)]:
+        plan = run(scheduler)
+        assert ids(plan.decode) == [(0, 1)]
+        assert plan.prefill == [Chunk(plan.prefill[0].sequence, num_tokens, samples=samples)]
+    assert ids(run(scheduler).decode) == [(0, 1), (1, 1)]
 
 
-def test_a_prompt_longer_than_the_budget_runs_alone() -> None:
-    assert serve(Workload([(20, 2, 0), (1, 2, 0)])) == [[0], [1]]
+def test_seats_limit_the_batch() -> None:
+    scheduler = make_scheduler(num_blocks=100, max_num_seqs=2)
+    for i in range(5):
+        scheduler.add(make_sequence(i, 1, 3))
+    assert prefills(scheduler) == [[(0, 1), (1, 1)], [(2, 1), (3, 1)], [(4, 1)]]
+
+
+# ---- who waits ------------------------------------------------------------------------------
 
 
 def test_a_large_request_is_not_overtaken() -> None:
     # The second needs more blocks than are free while the first runs; the third would fit.
-    load = Workload([(4, 6, 0), (20, 4, 0), (1, 1, 0)], num_blocks=8, budget=100)
-    assert serve(load) == [[0], [1], [2]]
+    scheduler = make_scheduler(num_blocks=7)
+    for i, (length, max_tokens) in enumerate([(4, 6), (20, 4), (1, 1)]):
+        scheduler.add(make_sequence(i, length, max_tokens))
+    assert prefills(scheduler) == [[(0, 4)], [(1, 20)], [(2, 1)]]
 
 
-def test_seats_limit_the_batch() -> None:
-    load = Workload([(1, 3, 0)] * 5, num_blocks=100, max_num_seqs=2, budget=100)
-    assert serve(load) == [[0, 1], [2, 3], [4]]
-
-
-@pytest.mark.parametrize("state", ["waiting", "running", "finished"])
-def test_cancel(state: str) -> None:
-    scheduler = Workload([], max_num_seqs=1).scheduler()
-    sequence, other = make_sequence(0, 4, 8), make_sequence(1, 4, 8)
-    if state == "waiting":
-        scheduler.add(other)
+def test_one_who_yields_is_not_overtaken_by_one_who_needs_less() -> None:
+    scheduler = make_scheduler(num_blocks=7, max_num_seqs=2)
+    first, large, small = make_sequence(0, 4, 12), make_sequence(1, 10, 8), make_sequence(2, 1, 1)
+    for sequence in (first, large, small):
         scheduler.add(sequence)
-        scheduler.schedule()
-        scheduler.cancel(sequence)
-        assert list(scheduler.waiting) == []
-        assert scheduler.running == [other]
-    else:
+    while first.status is not SequenceStatus.FINISHED:
+        plan = run(scheduler)
+        if plan.preempted:
+            assert plan.preempted == [large]
+            break
+    assert small.status is WAITING, "it would have fitted into what the large one gave up"
+
+
+def test_a_shared_prompt_is_computed_once() -> None:
+    scheduler = make_scheduler(budget=6)
+    leader = make_sequence(0, list(range(11)))
+    followers = [make_sequence(i, list(range(11)), leader=leader) for i in (1, 2)]
+    other = make_sequence(3, 2)
+    for sequence in (leader, *followers, other):
         scheduler.add(sequence)
-        scheduler.schedule()
-        if state == "finished":
-            sequence.append([7] * 8, MAX_MODEL_LEN)
-            scheduler.retire_finished()
-        scheduler.cancel(sequence)
-        assert not scheduler.has_unfinished
+    assert ids(run(scheduler).prefill) == [(0, 6)]
+    assert ids(run(scheduler).prefill) == [(0, 5), (3, 1)], "those that do not wait may go on"
+    assert ids(run(scheduler).prefill) == [(3, 1), (1, 3)], "two blocks of four are there"
+    assert followers[0].block_table[:2] == leader.block_table[:2]
+    assert followers[0].num_cached_tokens == 8
+
+
+def test_followers_of_a_cancelled_leader_go_on() -> None:
+    scheduler = make_scheduler(budget=6)
+    leader = make_sequence(0, 11)
+    follower = make_sequence(1, 11, leader=leader)
+    scheduler.add(leader)
+    scheduler.add(follower)
+    assert ids(run(scheduler).prefill) == [(0, 6)]
+    finish(scheduler, leader)
+    assert run(scheduler).admitted == [follower]
+
+
+# ---- who yields -----------------------------------------------------------------------------
+
+
+def test_the_last_in_order_yields_and_resumes_where_it_was() -> None:
+    scheduler = make_scheduler(num_blocks=7, max_num_seqs=2)
+    first, last = make_sequence(0, 4, 16), make_sequence(1, 6, 12)
+    scheduler.add(first)
+    scheduler.add(last)
+    while not (plan := run(scheduler)).preempted:
+        last.drafts = [8, 9]
+    assert plan.preempted == [last]
+    assert (last.status, last.block_table, last.num_computed_tokens) == (WAITING, [], 0)
+    assert last.num_preemptions == 1
+    tokens = list(last.token_ids)
+    assert len(tokens) > 7, "it had decoded"
+    finish(scheduler, first)
+    # Its tokens but the newest are computed again, as far as the KV is gone; then it goes on.
+    chunks = []
+    while last.token_ids == tokens:
+        chunks.append(run(scheduler))
+    computed = chunks[0].admitted[0].num_cached_tokens
+    assert computed == 0, "counted at its first admission only"
+    prefill = [chunk for plan in chunks for chunk in plan.prefill]
+    assert not any(chunk.samples for chunk in prefill)
+    assert sum(chunk.num_tokens for chunk in prefill) in range(1, len(tokens))
+    assert chunks[-1].decode == [Chunk(last, 1, num_drafts=2)], "with the drafts it had"
+
+
+@pytest.mark.parametrize(("priority", "takes"), [(0, True), (1, False), (2, False)])
+@pytest.mark.parametrize("scarce", ["seats", "blocks"])
+def test_higher_priority_takes_seats_and_blocks_of_lower(
+    scarce: str, priority: int, takes: bool
+) -> None:
+    limits = {"max_num_seqs": 2} if scarce == "seats" else {"num_blocks": 8, "max_num_seqs": 9}
+    scheduler = make_scheduler(**limits)
+    running = [make_sequence(i, 6, 4, priority=1) for i in range(2)]
+    for sequence in running:
+        scheduler.add(sequence)
+    run(scheduler)
+    urgent = make_sequence(2, 6, priority=priority)
+    scheduler.add(urgent)
+    plan = run(scheduler)
+    assert plan.admitted == ([urgent] if takes else [])
+    assert plan.preempted == ([running[1]] if takes else []), "the last to come goes first"
+    assert running[1].seq_id not in dict(ids(plan.decode)) or not takes
+
+
+def test_waiting_ones_go_by_priority_then_by_arrival() -> None:
+    scheduler = make_scheduler(num_blocks=100, max_num_seqs=1)
+    for i, priority in enumerate([1, 0, 1, -1, 0]):
+        scheduler.add(make_sequence(i, 1, 1, priority=priority))
+    assert [i for step in prefills(scheduler) for i, _ in step] == [3, 1, 4, 0, 2]
+
+
+# ---- ends -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", ["waiting", "prefilling", "running"])
+def test_retiring_frees_what_is_held(state: str) -> None:
+    scheduler = make_scheduler(max_num_seqs=1, budget=3)
+    sequence, other = make_sequence(0, 4), make_sequence(1, 4)
+    scheduler.add(sequence)
+    scheduler.add(other)
+    for _ in range({"waiting": 1, "prefilling": 1, "running": 2}[state]):
+        run(scheduler)
+    leaving = other if state == "waiting" else sequence
+    assert leaving.is_prefilling == (state != "running")
+    finish(scheduler, leaving)
+    finish(scheduler, leaving)  # once more changes nothing
+    assert leaving.block_table == []
+    assert [*scheduler.running, *scheduler.waiting] == [sequence if leaving is other else other]
+    if leaving is sequence:
         assert scheduler.blocks.num_free_blocks == scheduler.blocks.num_blocks
-    assert sequence.is_finished
-    assert sequence.finish_reason == ("length" if state == "finished" else "cancelled")
-    scheduler.cancel(sequence)  # once more changes nothing
-    assert sequence.block_table == []
 
 
 def test_nothing_to_schedule_is_an_assertion() -> None:
     with pytest.raises(AssertionError, match="nothing runs and nothing fits"):
-        Workload([]).scheduler().schedule()
+        make_scheduler().schedule()

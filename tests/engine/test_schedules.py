@@ -18,7 +18,6 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    Bundle,
     RuleBasedStateMachine,
     initialize,
     invariant,
@@ -125,6 +124,7 @@ def greedy(prompt: tuple[int, ...], count: int) -> list[int]:
 
 
 # Prompts of few different blocks, so that many begin the same way.
+WHICH = st.integers(0, 9)
 PIECES = st.sampled_from([(1, 2, 3, 4), (1, 2, 3, 5), (7,), (8, 9), (4, 4, 4, 4, 4, 4)])
 PROMPTS = st.lists(PIECES, min_size=1, max_size=6).map(lambda some: sum(some, ()))
 
@@ -133,7 +133,6 @@ class Schedules(RuleBasedStateMachine):
     """Arrivals, cancels, stops and switches between the steps of one engine."""
 
     kind = Kind()
-    requests: Bundle[Sequence] = Bundle("requests")
 
     @initialize(
         block_size=st.sampled_from([1, 2, 4]),
@@ -156,12 +155,11 @@ class Schedules(RuleBasedStateMachine):
         self.engine = make_engine(self.kind, config)
         self.sequences: list[Sequence] = []
         self.switched: set[int] = set()
-        self.stopped: dict[int, int] = {}
+        self.stopped: set[int] = set()
 
     @rule(
-        target=requests,
         prompt=PROMPTS,
-        max_tokens=st.integers(1, 30),
+        max_tokens=st.sampled_from([30, 12, 5, 2, 1]),
         sampled=st.booleans(),
         k=st.none() | st.integers(0, K),
         priority=st.integers(0, 2),
@@ -177,7 +175,7 @@ class Schedules(RuleBasedStateMachine):
         priority: int,
         ignore_eos: bool,
         copies: int,
-    ) -> Sequence:
+    ) -> None:
         params = SamplingParams(
             max_tokens=max_tokens,
             temperature=float(sampled),
@@ -190,7 +188,6 @@ class Schedules(RuleBasedStateMachine):
             sequence = self.engine.add_request(prompt, params, priority=priority, leader=leader)
             leader = leader or sequence
             self.sequences.append(sequence)
-        return sequence
 
     @rule(times=st.integers(1, 6))
     def step(self, times: int) -> None:
@@ -210,24 +207,38 @@ class Schedules(RuleBasedStateMachine):
             if sequence.seq_id in before:
                 assert sequence.token_ids == before[sequence.seq_id], "output without a report"
 
-    @rule(sequence=requests)
-    def cancel(self, sequence: Sequence) -> None:
-        self.engine.cancel(sequence)
+    def _pick(self, which: int) -> Sequence | None:
+        unfinished = [s for s in self.sequences if not s.is_finished]
+        return unfinished[which % len(unfinished)] if unfinished else None
 
-    @rule(sequence=requests, surplus=st.integers(0, 3))
-    def stop(self, sequence: Sequence, surplus: int) -> None:
-        """A stop string may end it, and take back some of its last tokens."""
-        surplus = min(surplus, sequence.num_output_tokens)
-        if not sequence.is_finished and sequence.num_output_tokens:
-            self.engine.stop(sequence, surplus)
-            self.stopped[sequence.seq_id] = surplus
+    @rule(which=WHICH)
+    def cancel(self, which: int) -> None:
+        if sequence := self._pick(which):
+            self.engine.cancel(sequence)
+
+    @rule(which=WHICH, surplus=st.integers(0, 3))
+    def stop(self, which: int, surplus: int) -> None:
+        """A stop string ends it, and takes back some of its last tokens."""
+        sequence = self._pick(which)
+        if sequence and sequence.num_output_tokens:
+            self.stopped.add(sequence.seq_id)
+            self.engine.stop(sequence, min(surplus, sequence.num_output_tokens))
 
     @precondition(lambda self: self.kind.has_head)
-    @rule(sequence=requests, k=st.integers(0, K))
-    def switch(self, sequence: Sequence, k: int) -> None:
-        if sequence.may_speculate:
+    @rule(which=WHICH, k=st.integers(0, K))
+    def switch(self, which: int, k: int) -> None:
+        sequence = self._pick(which)
+        if sequence and sequence.may_speculate:
             self.engine.set_speculative_tokens(sequence, k)
             self.switched.add(sequence.seq_id)
+
+    @precondition(lambda self: self.kind.has_head)
+    @rule(which=WHICH, times=st.integers(1, 8), k=st.integers(1, K))
+    def pause_drafting(self, which: int, times: int, k: int) -> None:
+        """A hole in the drafter's KV."""
+        self.switch(which, 0)
+        self.step(times)
+        self.switch(which, k)
 
     @invariant()
     def blocks_are_accounted_for(self) -> None:
@@ -283,7 +294,9 @@ class Schedules(RuleBasedStateMachine):
             assert output == expected
 
 
-def run_machine(kind: Kind, monkeypatch: pytest.MonkeyPatch, count: int, *, shrink: bool) -> None:
+def run_machine(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch, count: int, *, fixed: bool = False
+) -> None:
     monkeypatch.setattr("peagle.engine.drafting.FEATURES_KEPT", kind.features_kept)
     machine = type("Machine", (Schedules,), {"kind": kind})
     run_state_machine_as_test(
@@ -294,7 +307,8 @@ def run_machine(kind: Kind, monkeypatch: pytest.MonkeyPatch, count: int, *, shri
             deadline=None,
             database=None,
             report_multiple_bugs=False,
-            phases=[Phase.generate, *([Phase.shrink] if shrink else [])],
+            derandomize=fixed,
+            phases=[Phase.generate, *([] if fixed else [Phase.shrink])],
             suppress_health_check=list(HealthCheck),
         ),
     )
@@ -302,7 +316,7 @@ def run_machine(kind: Kind, monkeypatch: pytest.MonkeyPatch, count: int, *, shri
 
 @pytest.mark.parametrize("name", KINDS)
 def test_schedules(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_machine(KINDS[name], monkeypatch, NUM_SCHEDULES // len(KINDS), shrink=True)
+    run_machine(KINDS[name], monkeypatch, NUM_SCHEDULES // len(KINDS))
 
 
 # ---- the machine notices what it is there for --------------------------------------------------
@@ -323,10 +337,6 @@ def publish_what_the_drafter_has_not_read(self: LLMEngine, sequence: Sequence) -
     self.blocks.publish(sequence, min(sequence.num_computed_tokens, len(sequence) - 1))
 
 
-def preempt_the_first(self: Scheduler, sequence: Sequence, plan: Any) -> None:
-    PREEMPT(self, self.running[0], plan)
-
-
 def free_twice(self: BlockManager, sequence: Sequence) -> None:
     for block in sequence.block_table:
         self._free[block] = None
@@ -345,13 +355,12 @@ def look_into_holes(self: HeadDrafting, done: Any, readings: Any) -> TargetStep:
 
 
 STEP = HeadDrafting._step
-PREEMPT, FREE, RETIRE = Scheduler._preempt, BlockManager.free, Scheduler.retire
+FREE, RETIRE = BlockManager.free, Scheduler.retire
 FAULTS: dict[str, tuple[type, str, Any]] = {
     "the drafter's last slot is not in the hash": (BlockManager, "_hash", hash_of_the_block_alone),
     "a block that is taken stays published": (BlockManager, "_unpublish", lambda self, block: None),
     "preemption loses the drafts": (Sequence, "forget_computed", forget_drafts_too),
     "unread slots are published": (LLMEngine, "_publish", publish_what_the_drafter_has_not_read),
-    "the first in order gives way": (Scheduler, "_preempt", preempt_the_first),
     "shared blocks are freed": (BlockManager, "free", free_twice),
     "a block leaks": (Scheduler, "retire", keep_blocks),
     "holes are looked into": (HeadDrafting, "_step", look_into_holes),
@@ -363,7 +372,7 @@ def test_a_planted_fault_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) 
     owner, attribute, fault = FAULTS[name]
     monkeypatch.setattr(owner, attribute, fault)
     with pytest.raises((AssertionError, IndexError, KeyError, RuntimeError)):
-        run_machine(KINDS["small holes"], monkeypatch, 400, shrink=False)
+        run_machine(KINDS["small holes"], monkeypatch, 400, fixed=True)
 
 
 def test_the_fake_target_notices_another_order() -> None:

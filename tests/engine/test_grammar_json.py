@@ -1,0 +1,325 @@
+"""Schemas: every masked sample parses and is valid, and what cannot be enforced is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from conftest import VOCAB_SIZE, byte_tokenizer
+from peagle.bundled import BUNDLED_TARGET
+from peagle.config.structured import StructuredOutput
+from peagle.engine.grammar import GrammarCompiler, full_bitmask, unpack
+from peagle.errors import UserError
+
+pytest.importorskip("xgrammar")
+
+EOS = 0
+PAIR = {
+    "oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}],
+    "$defs": {
+        "A": {
+            "type": "object",
+            "properties": {"kind": {"const": "a"}, "v": {"type": "integer"}},
+            "required": ["kind"],
+        },
+        "B": {"type": "object", "properties": {"kind": {"const": "b"}}, "required": ["kind"]},
+    },
+}
+SCHEMAS: list[Any] = [
+    {"type": "string", "minLength": 2, "maxLength": 4},
+    {"type": "string", "pattern": r'^[^a-f]{1,3}"\\?.$'},
+    {"type": "string", "pattern": r"\s\S|\d{3}-\d{4}|\n\t"},
+    {"type": "string", "format": "date", "title": "a day"},
+    {"minLength": 3},
+    {"type": "integer", "minimum": -3, "maximum": 117},
+    {"type": "integer", "exclusiveMinimum": 41},
+    {"type": "integer", "multipleOf": 7},
+    {"type": "number", "minimum": -0.5, "exclusiveMaximum": 2.25},
+    {"type": ["integer", "null"], "minimum": 3},
+    {"enum": [1, 'é\n"', None, {"b": [1.5, True]}]},
+    {"type": "string", "enum": ["red", "green"]},
+    {"type": "array", "maxItems": 3},
+    {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 4},
+    {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "null"}], "minItems": 2},
+    {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 12},
+            "tags": {"type": "array", "items": {"enum": ["x", "y"]}, "maxItems": 2},
+            "more": {"anyOf": [{"type": "null"}, {"$ref": "#"}]},
+        },
+        "required": ["name"],
+        "additionalProperties": False,
+    },
+    {"type": "object", "additionalProperties": {"type": "integer"}, "maxProperties": 2},
+    {"type": "object", "patternProperties": {"^k[0-9]$": {"type": "null"}}},
+    {"type": "object", "propertyNames": {"maxLength": 2}, "maxProperties": 2},
+    {"properties": {"": {"type": "null"}, 'a"b': {"type": "null"}}, "required": ['a"b']},
+    PAIR,
+    {"allOf": [{"type": "boolean"}]},
+    {"type": "object"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(BUNDLED_TARGET)
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer, len(tokenizer) + 37, [EOS])
+
+
+@pytest.fixture(scope="module")
+def byte_compiler() -> GrammarCompiler:
+    return GrammarCompiler(byte_tokenizer(), VOCAB_SIZE, [EOS])
+
+
+class Sampler:
+    """Random logits under the masks, with a liking for tokens that close something."""
+
+    def __init__(self, compiler: GrammarCompiler, tokenizer) -> None:
+        self.compiler, self.tokenizer = compiler, tokenizer
+        self.generator = torch.Generator().manual_seed(0)
+        texts = [tokenizer.decode([i]) for i in range(len(tokenizer))]
+        # Lone bytes may make invalid UTF-8, whose length a decoder counts in its own way.
+        self.bias = torch.tensor([-12.0 if "\ufffd" in t else 0.0 for t in texts])
+        self.bias[[i for i, t in enumerate(texts) if t and t in '"}]"}"]']] += 4
+        self.bias[EOS] = 4
+
+    def __call__(self, structure: StructuredOutput, most: int = 100) -> str | None:
+        """A sampled output; None if it did not end by itself."""
+        state = self.compiler.start(structure)
+        bitmask = full_bitmask(1, state.vocab_size)
+        tokens: list[int] = []
+        while len(tokens) < most:
+            state.mask_into(bitmask, 0)
+            allowed = unpack(bitmask, state.vocab_size)[0]
+            assert not allowed[len(self.tokenizer) :].any()
+            logits = torch.randn(len(self.bias), generator=self.generator) * 2 + self.bias
+            token = int(logits.where(allowed[: len(self.bias)], -torch.inf).argmax())
+            state.accept([token])
+            if state.is_finished:
+                return self.tokenizer.decode(tokens)
+            tokens.append(token)
+        return None
+
+
+@pytest.fixture(scope="module")
+def sampler(compiler, tokenizer) -> Sampler:
+    return Sampler(compiler, tokenizer)
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=lambda s: json.dumps(s)[:40])
+def test_samples_parse_and_are_valid(sampler, schema):
+    structure = StructuredOutput.json_schema(schema)
+    samples = [text for text in (sampler(structure) for _ in range(25)) if text is not None]
+    assert len(samples) >= 5
+    for text in samples:
+        assert is_valid(json.loads(text), schema, schema), text
+
+
+def test_json_is_any_object(sampler):
+    samples = [sampler(StructuredOutput.json_object()) for _ in range(25)]
+    for text in filter(None, samples):
+        assert isinstance(json.loads(text), dict)
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", '{"a": [1, {"b": null}, "\\u00e9\\"", -2.5e-3, []], "c": {"d": true}}']
+)
+def test_json_admits(byte_compiler, text):
+    state = byte_compiler.start(StructuredOutput.json_object())
+    state.accept(byte_tokenizer().encode(text, add_special_tokens=False))
+    assert state.is_complete
+    state.accept([EOS])
+
+
+@pytest.mark.parametrize("text", ["[1]", "1", '{"a" 1', '{"a": 01', '{"a": "\n', "{'a'", " {"])
+def test_json_does_not_admit(byte_compiler, text):
+    state = byte_compiler.start(StructuredOutput.json_object())
+    tokens = byte_tokenizer().encode(text, add_special_tokens=False)
+    assert not all(state.try_advance(token) for token in tokens) or not state.is_complete
+
+
+def test_whitespace_is_bounded(byte_compiler):
+    state = byte_compiler.start(StructuredOutput.json_object())
+    tokens = byte_tokenizer().encode("{" + " " * 70, add_special_tokens=False)
+    assert not all(state.try_advance(token) for token in tokens)
+
+
+# ---- refusals -------------------------------------------------------------------------------
+
+OBJECT = {"type": "object", "properties": {"a": {"type": "null"}, "b": {"type": "null"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"type": "foo"}, "type at # is"),
+        ({"type": 5}, "type at #"),
+        ({"type": [["a"]]}, "type at #"),
+        ({"type": []}, "type at #"),
+        ({"type": "object", "properties": 3}, "#/properties is 3"),
+        ({"type": "object", "properties": {"a": 3}}, "#/properties/a is 3"),
+        ({"type": "object", "properties": {"a": False}}, "#/properties/a is false"),
+        ({"properties": {"a": {"type": "foo"}}}, "type at #/properties/a"),
+        (False, "# is false"),
+        ({"$ref": "#/nope"}, "#/nope"),
+        ({"$ref": "http://x/y"}, "http://x/y"),
+        ({"$ref": "#name"}, "#name"),
+        ({"$ref": 3}, "\\$ref at # is 3"),
+        ({"$ref": "#"}, "no text"),
+        ({"$dynamicRef": "#x"}, "dynamicRef"),
+        ({"enum": []}, "at least one value"),
+        ({"enum": 3}, "at least one value"),
+        ({"enum": ["a", 3], "type": "string"}, "has 3; expected a value of type string"),
+        ({"enum": [1, 5], "minimum": 3}, "minimum beside enum"),
+        ({"const": float("inf")}, "float values"),
+        ({"const": "\ud800"}, "surrogates"),
+        ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum greater than maximum"),
+        ({"type": "integer", "minimum": 0.5}, "whole number"),
+        ({"type": "integer", "minimum": True}, "must be a number"),
+        ({"type": "integer", "maximum": 10**30}, "exceeds"),
+        ({"type": "number", "multipleOf": 0.5}, "multipleOf"),
+        ({"type": "integer", "multipleOf": 5, "minimum": 3}, "multipleOf"),
+        ({"type": "string", "minLength": -1}, "minLength at # is -1"),
+        ({"type": "string", "maxLength": "x"}, "maxLength at # is 'x'"),
+        ({"type": "string", "minLength": 5, "maxLength": 3}, "at least minLength"),
+        ({"type": "string", "pattern": "a+", "minLength": 5}, "beside pattern"),
+        ({"type": "string", "format": "date", "maxLength": 5}, "beside pattern or format"),
+        ({"type": "string", "format": "date", "pattern": "1.*"}, "format beside pattern"),
+        ({"type": "string", "pattern": "("}, "pattern '\\(' at #"),
+        ({"type": "string", "pattern": "(?=a)b"}, "look-ahead"),
+        ({"type": "string", "pattern": "\x01"}, "control character"),
+        ({"type": "string", "pattern": 3}, "expected text"),
+        ({"type": "array", "minItems": 3, "maxItems": 1}, "3 > 1"),
+        ({"type": "array", "items": [{"type": "integer"}]}, "#/items is"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"type": "array", "contains": {"type": "integer"}}, "contains"),
+        ({"type": "object", "required": ["a"]}, "required at # names 'a'"),
+        ({"type": "object", "required": "a"}, "list of names"),
+        ({**OBJECT, "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+        ({**OBJECT, "propertyNames": {"maxLength": 2}}, "propertyNames"),
+        ({**OBJECT, "patternProperties": {"a": {}}}, "patternProperties"),
+        ({"patternProperties": {"a": {}, "b": {}}}, "2 patterns"),
+        ({"type": "object", "propertyNames": {"type": "null"}}, "schema of strings"),
+        ({"type": "object", "minProperties": 5, "maxProperties": 1}, "5 > 1"),
+        ({**OBJECT, "anyOf": [{"required": ["a"]}]}, "properties, type beside anyOf"),
+        ({"anyOf": []}, "at least one schema"),
+        ({"allOf": [{"type": "integer"}, {"minimum": 5}]}, "allOf at # has 2 parts"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "may overlap"),
+        ({"oneOf": [{"$ref": "#"}, {"type": "number"}]}, "may overlap"),
+        ({"not": {"type": "string"}}, "not at #"),
+        ({"type": "integer", "if": {}, "then": {}}, "if at #"),
+        ({"properties": {str(i): {} for i in range(1001)}}, "1001 entries"),
+        ({"enum": ["x" * 100_000]}, "characters; expected"),
+    ],
+    ids=lambda value: json.dumps(value)[:40] if not isinstance(value, str) else "",
+)
+def test_what_is_wrong_or_cannot_be_enforced_is_refused(byte_compiler, schema, reason):
+    with pytest.raises(UserError, match=reason) as caught:
+        byte_compiler.compile(StructuredOutput.json_schema(schema))
+    assert str(caught.value).startswith("json_schema ")
+    assert ".cc:" not in str(caught.value) and len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("levels", [70, 500, 100_000])
+def test_deep_schemas_are_refused(byte_compiler, levels):
+    with pytest.raises(UserError, match="deep"):
+        source = '{"items":' * levels + "{}" + "}" * levels
+        byte_compiler.compile(StructuredOutput.json_schema(source))
+
+
+def test_references_in_a_circle_are_refused(byte_compiler):
+    a, b = {"$ref": "#/$defs/b"}, {"$ref": "#/$defs/a"}
+    one_of = {"oneOf": [a, b], "$defs": {"a": a, "b": b}}
+    with pytest.raises(UserError, match="overlap"):
+        byte_compiler.compile(StructuredOutput.json_schema(one_of))
+    with pytest.raises(UserError, match="no text"):
+        byte_compiler.compile(StructuredOutput.json_schema({**a, "$defs": {"a": a, "b": b}}))
+
+
+# ---- a validator of the keywords used above -------------------------------------------------
+
+
+def is_valid(value: Any, schema: Any, root: Any) -> bool:
+    if isinstance(schema, bool):
+        return schema
+    for keyword, expected in schema.items():
+        check = CHECKS.get(keyword)
+        if check is not None and not check(value, expected, schema, root):
+            return False
+    return True
+
+
+def _has_type(value: Any, name: str) -> bool:
+    if isinstance(value, bool):
+        return name == "boolean"
+    kinds = {"string": str, "object": dict, "array": list, "null": type(None)}
+    kinds |= {"number": (int, float), "integer": int, "boolean": ()}
+    return isinstance(value, kinds[name])
+
+
+def _resolve(root: Any, path: str) -> Any:
+    for part in path.split("/")[1:]:
+        root = root[part]
+    return root
+
+
+def _items(value: Any, items: Any, schema: Any, root: Any) -> bool:
+    rest = value[len(schema.get("prefixItems", ())) :]
+    return all(is_valid(item, items, root) for item in rest)
+
+
+def _extra(value: Any, extra: Any, schema: Any, root: Any) -> bool:
+    named = schema.get("properties", {})
+    return all(is_valid(v, extra, root) for name, v in value.items() if name not in named)
+
+
+def _typed(kinds: type | tuple[type, ...], check):
+    return lambda v, e, s, r: not isinstance(v, kinds) or isinstance(v, bool) or check(v, e, s, r)
+
+
+CHECKS = {
+    "type": lambda v, e, s, r: any(_has_type(v, t) for t in ([e] if isinstance(e, str) else e)),
+    "enum": lambda v, e, s, r: any(v == option and type(v) is type(option) for option in e),
+    "const": lambda v, e, s, r: v == e,
+    "$ref": lambda v, e, s, r: is_valid(v, _resolve(r, e), r),
+    "anyOf": lambda v, e, s, r: any(is_valid(v, part, r) for part in e),
+    "oneOf": lambda v, e, s, r: sum(is_valid(v, part, r) for part in e) == 1,
+    "allOf": lambda v, e, s, r: all(is_valid(v, part, r) for part in e),
+    "minLength": _typed(str, lambda v, e, s, r: len(v) >= e),
+    "maxLength": _typed(str, lambda v, e, s, r: len(v) <= e),
+    "pattern": _typed(str, lambda v, e, s, r: re.search(e, v, re.ASCII) is not None),
+    "format": _typed(str, lambda v, e, s, r: re.fullmatch(r"\d{4}-\d\d-\d\d", v) is not None),
+    "minimum": _typed((int, float), lambda v, e, s, r: v >= e),
+    "maximum": _typed((int, float), lambda v, e, s, r: v <= e),
+    "exclusiveMinimum": _typed((int, float), lambda v, e, s, r: v > e),
+    "exclusiveMaximum": _typed((int, float), lambda v, e, s, r: v < e),
+    "multipleOf": _typed((int, float), lambda v, e, s, r: v % e == 0),
+    "minItems": _typed(list, lambda v, e, s, r: len(v) >= e),
+    "maxItems": _typed(list, lambda v, e, s, r: len(v) <= e),
+    "items": _typed(list, _items),
+    "prefixItems": _typed(list, lambda v, e, s, r: all(is_valid(*p, r) for p in zip(v, e))),
+    "minProperties": _typed(dict, lambda v, e, s, r: len(v) >= e),
+    "maxProperties": _typed(dict, lambda v, e, s, r: len(v) <= e),
+    "required": _typed(dict, lambda v, e, s, r: set(e) <= set(v)),
+    "additionalProperties": _typed(dict, _extra),
+    "properties": _typed(
+        dict, lambda v, e, s, r: all(is_valid(v[name], e[name], r) for name in e if name in v)
+    ),
+    "patternProperties": _typed(
+        dict,
+        lambda v, e, s, r: all(
+            is_valid(item, e[p], r) for name, item in v.items() for p in e if re.search(p, name)
+        ),
+    ),
+    "propertyNames": _typed(dict, lambda v, e, s, r: all(is_valid(name, e, r) for name in v)),
+}
