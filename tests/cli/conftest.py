@@ -75,6 +75,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder = make_target_folder(root / "target", max_position_embeddings=2048)
     target = TargetModel.load(folder)
     for name, parallel in (("peagle", True), ("eagle3", False)):
-        drafter = make_drafter(target, parallel=parallel)
+        drafter = make_drafter(target, parallel=parallel, max_position_embeddings=2048)
         save_drafter(root / name, drafter, fingerprint=TargetFingerprint.of(target))
     return Pair(folder, root / "peagle", root / "eagle3")

@@ -103,6 +103,7 @@ def test_every_setting_is_shown_with_the_default_of_its_configuration(peagle: Pe
     for name, config in DEFAULTS.items():
         expected = json.loads(json.dumps(asdict(config)))
         expected.pop("method", None)
+        expected |= {"logit_bias": {}} if name == "sampling" else {}
         assert {key: one["value"] for key, one in data[name].items()} == expected
         assert {one["source"] for one in data[name].values()} == {"default"}
 
@@ -171,7 +172,7 @@ def test_the_bundled_pair_is_the_default(
     peagle: Peagle, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("peagle.cli.options.BUNDLED_TARGET", pair.target)
-    monkeypatch.setattr("peagle.cli.generate.BUNDLED_PEAGLE", pair.peagle)
+    monkeypatch.setattr("peagle.cli.plan.BUNDLED_PEAGLE", pair.peagle)
     data = json.loads(peagle("generate", "--show-config").out)
     assert data["target"] == {"value": str(pair.target), "source": "default"}
     assert data["speculative"]["model"] == {"value": str(pair.peagle), "source": "default"}

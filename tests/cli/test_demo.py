@@ -108,10 +108,6 @@ def test_accepted_tokens_are_marked(no_color: bool) -> None:
     assert f" A{style}BC\x1b[0mDE" in written(console).splitlines()[-2]
 
 
-def test_text_cannot_steer_the_terminal() -> None:
-    assert demo_view._printable("a\x1b[2Jb\r\n\tc") == "a\ufffd[2Jb\ufffd\n\tc"
-
-
 def test_a_difference_is_reported() -> None:
     report = {
         "num_different_outputs": 1,

@@ -22,6 +22,9 @@ FIELDS = [
     "num_accepted_tokens",
     "num_accepted_tokens_per_pos",
     "acceptance_length",
+    "num_cached_tokens",
+    "num_preemptions",
+    "time_to_first_token_s",
     "elapsed_s",
 ]
 

@@ -48,7 +48,9 @@ def test_version(peagle: Peagle) -> None:
     assert (result.status, result.out) == (0, f"peagle {package.__version__}\n")
 
 
-@pytest.mark.parametrize("command", ["--help", "--version", "demo --help", "generate --help"])
+@pytest.mark.parametrize(
+    "command", ["--help", "--version", "demo --help", "generate --help", "chat --help"]
+)
 def test_help_needs_no_torch(command: str) -> None:
     code = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import typer
 
 from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE
-from peagle.cli import options
-from peagle.cli.options import OutputFormat, default_of
-from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
+from peagle.cli import groups, options
+from peagle.cli.flags import Flag, Given, group, pick, takes
+from peagle.cli.options import Format, OutputFormat
+from peagle.cli.settings import Layer, Settings
+from peagle.config import SamplingParams, SpeculativeConfig
 from peagle.errors import UserError
 from peagle.evaluation.prompts import Prompt, load_prompt_set
 
@@ -60,53 +62,53 @@ class View(Protocol):
         ...
 
 
+_K, _REVISION = "speculative.num_speculative_tokens", "speculative.revision"
+
+_MODELS = group(
+    "Model",
+    Flag(
+        "target",
+        str,
+        "The target, a folder or a hub id; needs --draft.",
+        metavar="MODEL",
+        default="the bundled code model",
+    ),
+    *pick(groups.MODEL, "revision"),
+    Flag(
+        "draft",
+        str,
+        "Its P-EAGLE head, a folder or a hub id.",
+        metavar="MODEL",
+        default="the bundled one",
+    ),
+    *pick(groups.MODEL, _REVISION),
+    Flag(
+        "eagle3",
+        str,
+        "Its EAGLE-3 head, a folder or a hub id (owner/name@revision).",
+        metavar="MODEL",
+        default="the bundled one; none with a target of your own",
+    ),
+)
+_THREADS = Flag(
+    "threads", int, "CPU threads.", default="1 with the bundled model, else torch's choice"
+)
+
+
+@takes(
+    *_MODELS,
+    *pick(groups.SPECULATION, _K),
+    *pick(groups.SAMPLING, "sampling.max_tokens"),
+    *pick(groups.ENGINE, "engine.dtype", "engine.device"),
+    *group("Engine", _THREADS),
+)
 def demo(
+    given: Given,
     limit: Annotated[int, typer.Option(help="HumanEval prompts to complete.")] = DEFAULT_LIMIT,
-    output_format: options.Format = OutputFormat.TEXT,
+    output_format: Format = OutputFormat.TEXT,
     no_color: Annotated[
         bool, typer.Option("--no-color", help="No colours; NO_COLOR=1 does the same.")
     ] = False,
-    target: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="The target, a folder or a hub id; needs --draft.",
-            show_default="the bundled code model",
-            rich_help_panel=options.MODEL,
-        ),
-    ] = None,
-    revision: options.Revision = None,
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="Its P-EAGLE head, a folder or a hub id.",
-            show_default="the bundled one",
-            rich_help_panel=options.MODEL,
-        ),
-    ] = None,
-    draft_revision: options.DraftRevision = None,
-    eagle3: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="Its EAGLE-3 head, a folder or a hub id (owner/name@revision).",
-            show_default="the bundled one; none with a target of your own",
-            rich_help_panel=options.MODEL,
-        ),
-    ] = None,
-    num_speculative_tokens: options.NumSpeculativeTokens = None,
-    max_new_tokens: options.MaxNewTokens = None,
-    dtype: options.DType = None,
-    device: options.Device = None,
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            help="CPU threads.",
-            show_default="1 with the bundled model, else torch's choice",
-            rich_help_panel=options.ENGINE,
-        ),
-    ] = None,
 ) -> None:
     """Complete HumanEval prompts with plain decoding, EAGLE-3 and P-EAGLE, and compare.
 
@@ -114,24 +116,14 @@ def demo(
     Accepted draft tokens are coloured; the others are the target's own.
     """
     prompts = load_prompt_set("humaneval", limit)
-    params = SamplingParams(**options.given(max_tokens=max_new_tokens))
-    engine = EngineConfig(max_num_seqs=1, **options.given(dtype=dtype, device=device))
-    k = num_speculative_tokens
-    if k is None:
-        k = default_of(SpeculativeConfig, "num_speculative_tokens")
-    name, heads = _models(target, draft, eagle3)
-    configurations = {
-        kind: SpeculativeConfig(
-            model=head,
-            revision=draft_revision if kind == PEAGLE else None,
-            num_speculative_tokens=k,
-        )
-        for kind, head in heads.items()
-    }
+    settings = Settings(Layer(dict(given)))
+    params, engine = settings.build("sampling"), settings.build("engine")
+    target = options.target_or_bundled(given.value("target"))
+    configurations = _heads(given)
     from peagle.models.loading import resolve_model, with_local_head
 
     # Before the view, which would paint over the progress of a download.
-    folder = resolve_model(name, revision)
+    folder = resolve_model(target, given.value("revision"))
     configurations = {kind: with_local_head(one) for kind, one in configurations.items()}
     from peagle.cli import demo_view
 
@@ -140,16 +132,17 @@ def demo(
     with view.loading():
         # So small a model is as fast on one thread as on two, and far faster where others compute:
         # two threads wait for each other at every operation.
-        options.set_threads(1 if threads is None and target is None else threads)
+        options.set_threads(given.value("threads", None if "target" in given else 1))
         options.quiet_libraries()
         from peagle.cli import demo_report
         from peagle.evaluation.compare import build, load_target, warm_up
 
         model = load_target(folder, dtype=engine.dtype, device=engine.device)
         _check_kinds(configurations, model.num_layers)
-        llms = build(model, {PLAIN: None, **configurations}, max_num_seqs=engine.max_num_seqs)
+        llms = build(model, {PLAIN: None, **configurations}, max_num_seqs=1)
         warm_up(llms, [prompts[0].text])
     results = _complete(llms, prompts, params, view)
+    k = configurations[PEAGLE].num_speculative_tokens
     report = demo_report.report(model, prompts, params, k, results)
     if output_format is OutputFormat.JSON:
         print(json.dumps(report, indent=2))
@@ -172,19 +165,19 @@ def _complete(
     return results
 
 
-def _models(
-    target: str | None, draft: str | None, eagle3: str | None
-) -> tuple[str, dict[str, str]]:
-    """Names of the target and of the heads, these in the order in which they run."""
+def _heads(given: Given) -> dict[str, SpeculativeConfig]:
+    """How each method drafts, in the order in which they run."""
+    target, draft, eagle3 = (given.value(key) for key in ("target", "draft", "eagle3"))
     if target is None:
-        folder = options.target_or_bundled(None)
-        return folder, {
-            EAGLE3: eagle3 or options.bundled(BUNDLED_EAGLE3),
-            PEAGLE: draft or options.bundled(BUNDLED_PEAGLE),
-        }
-    if draft is None:
+        eagle3 = eagle3 or options.bundled(BUNDLED_EAGLE3)
+        draft = draft or options.bundled(BUNDLED_PEAGLE)
+    elif draft is None:
         raise UserError(f"--target {target!r} was given without --draft: name its P-EAGLE head.")
-    return target, {EAGLE3: eagle3, PEAGLE: draft} if eagle3 else {PEAGLE: draft}
+    shared = {} if (k := given.value(_K)) is None else {"num_speculative_tokens": k}
+    heads = {PEAGLE: SpeculativeConfig(model=draft, revision=given.value(_REVISION), **shared)}
+    if eagle3:
+        heads = {EAGLE3: SpeculativeConfig(model=eagle3, **shared), **heads}
+    return heads
 
 
 def _check_kinds(configurations: dict[str, SpeculativeConfig], num_target_layers: int) -> None:

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from peagle.cli.demo import PEAGLE, PLAIN, View
 from peagle.cli.options import OutputFormat
+from peagle.cli.terminal import printable
 from peagle.evaluation.prompts import Prompt
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class LiveView(SilentView):
 
         self._method = method
         self._title = f"{prompt.id}, {method}"
-        self._prompt = Text(_printable(prompt.text), style="dim")
+        self._prompt = Text(printable(prompt.text), style="dim")
         self._output = Text()
         self._detokenizer = IncrementalDetokenizer(self._llms[method].tokenizer)
         self._frame(force=True)
@@ -132,8 +133,8 @@ class LiveView(SilentView):
             chunk.token_ids[chunk.num_accepted :],
         )
         is_last = chunk.output is not None
-        self._output.append(_printable(self._detokenizer.add(drafted)), self.accepted_style)
-        self._output.append(_printable(self._detokenizer.add(own, final=is_last)))
+        self._output.append(printable(self._detokenizer.add(drafted)), self.accepted_style)
+        self._output.append(printable(self._detokenizer.add(own, final=is_last)))
         self._frame(force=is_last)
 
     def end(self, results: dict[str, Measurement]) -> None:
@@ -165,11 +166,6 @@ class LiveView(SilentView):
             height=height,
             border_style="dim",
         )
-
-
-def _printable(text: str) -> str:
-    """Text that cannot steer the terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 def results_table(results: dict[str, Measurement]) -> Table:

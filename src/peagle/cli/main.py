@@ -27,6 +27,7 @@ _UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
 # Name and one-line help of each command. The command is the function of that name in the module
 # peagle.cli.NAME, whose EXAMPLES close the help page; it is imported when somebody calls it.
 COMMANDS = {
+    "chat": "Talk with a model in the terminal.",
     "convert": "Rewrite a draft head in the style of vLLM or of speculators.",
     "demo": "Complete HumanEval prompts with plain decoding, EAGLE-3 and P-EAGLE, and compare.",
     "generate": "Complete prompts of your own.",

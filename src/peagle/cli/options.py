@@ -1,18 +1,16 @@
-"""Options that several commands share, and the folders they fall back on."""
+"""What several commands share beside the groups of options: the output format, the bundled pair."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from peagle.bundled import BUNDLED_TARGET
-from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.errors import UserError
 
 
@@ -23,76 +21,7 @@ class OutputFormat(StrEnum):
     JSON = "json"
 
 
-def default_of(config: type, name: str) -> Any:
-    """The default of a configuration field, for help texts: it is written there only."""
-    return next(field.default for field in fields(config) if field.name == name)
-
-
-def given(**values: Any) -> dict[str, Any]:
-    """Those options that were given: the others are left to the configuration's defaults."""
-    return {name: value for name, value in values.items() if value is not None}
-
-
-MODEL, SPECULATION, SAMPLING, ENGINE = "Model", "Speculation", "Sampling", "Engine"
-SETTINGS = "Settings"
-
-
-def option_of(config: type, field: str, panel: str, *names: str, help: str) -> Any:
-    """An option whose default is that of a configuration field."""
-    shown = str(default_of(config, field))
-    return typer.Option(*names, help=help, show_default=shown, rich_help_panel=panel)
-
-
 Format = Annotated[OutputFormat, typer.Option("--format", help="How the result is printed.")]
-Threads = Annotated[
-    int | None,
-    typer.Option(help="CPU threads.", show_default="torch's choice", rich_help_panel=ENGINE),
-]
-DType = Annotated[
-    str | None,
-    option_of(
-        EngineConfig,
-        "dtype",
-        ENGINE,
-        "--dtype",
-        help="auto (float32 on a CPU, bfloat16 on a GPU), float32, float64, bfloat16 or float16.",
-    ),
-]
-Device = Annotated[
-    str | None,
-    option_of(EngineConfig, "device", ENGINE, help="auto (the GPU if there is one), cpu or cuda."),
-]
-MaxNewTokens = Annotated[
-    int | None,
-    option_of(SamplingParams, "max_tokens", SAMPLING, help="Most tokens to generate per prompt."),
-]
-NumSpeculativeTokens = Annotated[
-    int | None,
-    option_of(
-        SpeculativeConfig,
-        "num_speculative_tokens",
-        SPECULATION,
-        "--num-speculative-tokens",
-        "-k",
-        help="K: draft tokens per step.",
-    ),
-]
-Revision = Annotated[
-    str | None,
-    typer.Option(
-        help="Branch, tag or commit of the target's hub id; owner/name@revision does the same.",
-        show_default="main",
-        rich_help_panel=MODEL,
-    ),
-]
-DraftRevision = Annotated[
-    str | None,
-    typer.Option(
-        help="Branch, tag or commit of the head's hub id.",
-        show_default="main",
-        rich_help_panel=MODEL,
-    ),
-]
 
 
 def bundled(folder: Path) -> str:

@@ -6,17 +6,22 @@ import json
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from peagle.cli import values
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig, speculative_keys
 from peagle.errors import UserError
 
 FORMAT_VERSION = 1
-SPECULATIVE_VARIABLE = "PEAGLE_SPECULATIVE_CONFIG"
-_SECTIONS = {"engine": EngineConfig, "speculative": SpeculativeConfig, "sampling": SamplingParams}
+SPECULATIVE_VARIABLE, SAMPLING_VARIABLE = "PEAGLE_SPECULATIVE_CONFIG", "PEAGLE_SAMPLING"
+SECTIONS: dict[str, Any] = {
+    "engine": EngineConfig,
+    "speculative": SpeculativeConfig,
+    "sampling": SamplingParams,
+}
 _NAMES = ("target", "revision")
 
 
@@ -59,40 +64,52 @@ class Settings:
         """The value at a dotted key, None where no layer has one."""
         return self._settings[key].value if key in self._settings else None
 
-    def source(self, key: str) -> str:
+    def source(self, key: str, unset: str = "default") -> str:
         """Where the value at a dotted key comes from."""
-        return self._settings[key].source if key in self._settings else "default"
+        return self._settings[key].source if key in self._settings else unset
 
     def section(self, name: str) -> dict[str, Any]:
         """The values that the layers give for a section."""
         parts = ((key.partition("."), setting) for key, setting in self._settings.items())
         return {key: setting.value for (section, _, key), setting in parts if section == name}
 
-    def build(self, name: str) -> Any:
+    def build(self, name: str, base: Any = None) -> Any:
         """The configuration of a section.
+
+        Args:
+            name: of the section.
+            base: gives the values that no layer has; None takes the configuration's defaults.
 
         Raises:
             UserError: a value is not usable; the message names the place that gave it.
         """
         try:
-            return _SECTIONS[name](**self.section(name))
+            given = self.section(name)
+            return SECTIONS[name](**given) if base is None else replace(base, **given)
         except UserError as error:
             # Messages about a value begin with the field's name.
             source = self.source(f"{name}.{str(error).partition(' ')[0]}")
             raise UserError(str(error) if source == "default" else f"{source}: {error}") from None
 
-    def shown(self, target: str, speculative: SpeculativeConfig | None, off: str) -> dict[str, Any]:
+    def shown(
+        self,
+        target: str,
+        speculative: SpeculativeConfig | None,
+        off: str,
+        unset: str = "default",
+    ) -> dict[str, Any]:
         """Every value with its source, as `--show-config` prints it.
 
         Args:
             target: the target in use.
             speculative: how drafts are made.
             off: what turned drafting off, where `speculative` is None.
+            unset: the source of the sampling parameters that no layer has.
         """
 
-        def with_sources(name: str, config: Any) -> dict[str, Any]:
-            values = asdict(config).items()
-            return {k: {"value": v, "source": self.source(f"{name}.{k}")} for k, v in values}
+        def with_sources(name: str, config: Any, unset: str = "default") -> dict[str, Any]:
+            shown = values.shown(asdict(config)).items()
+            return {k: {"value": v, "source": self.source(f"{name}.{k}", unset)} for k, v in shown}
 
         return {
             "format_version": FORMAT_VERSION,
@@ -102,7 +119,7 @@ class Settings:
             if speculative is None
             else with_sources("speculative", speculative),
             "engine": with_sources("engine", self.build("engine")),
-            "sampling": with_sources("sampling", self.build("sampling")),
+            "sampling": with_sources("sampling", self.build("sampling"), unset),
         }
 
 
@@ -122,7 +139,9 @@ def speculative_layer(source: str, name: str) -> Layer:
 
 
 def environment_layers(environ: Mapping[str, str]) -> list[Layer]:
-    """PEAGLE_TARGET, PEAGLE_REVISION, PEAGLE_<ENGINE OPTION>, PEAGLE_SPECULATIVE_CONFIG.
+    """PEAGLE_TARGET, PEAGLE_REVISION, PEAGLE_<ENGINE OPTION>, and two with a JSON object.
+
+    These are PEAGLE_SPECULATIVE_CONFIG, in vLLM's form, and PEAGLE_SAMPLING, as a file's table.
 
     Other variables of that beginning are left alone (Kubernetes sets PEAGLE_PORT and the like
     where a service is called peagle), unless they look like a misspelt one. An empty variable
@@ -139,7 +158,7 @@ def environment_layers(environ: Mapping[str, str]) -> list[Layer]:
         if text := environ.get(variable):
             value = text if key in words else _number(text)
             settings[key] = Setting(value, variable)
-    known = [*keys, SPECULATIVE_VARIABLE]
+    known = [*keys, SPECULATIVE_VARIABLE, SAMPLING_VARIABLE]
     for variable in environ.keys() - set(known):
         if variable.startswith("PEAGLE_") and (near := get_close_matches(variable, known, 1, 0.9)):
             raise UserError(
@@ -148,7 +167,18 @@ def environment_layers(environ: Mapping[str, str]) -> list[Layer]:
     layers = [Layer(settings, ("revision",) if "target" in settings else ())]
     if text := environ.get(SPECULATIVE_VARIABLE):
         layers.append(speculative_layer(text, SPECULATIVE_VARIABLE))
+    if text := environ.get(SAMPLING_VARIABLE):
+        table = _sampling_table(text)
+        named = {f"sampling.{k}": Setting(v, SAMPLING_VARIABLE) for k, v in table.items()}
+        layers.append(Layer(named))
     return layers
+
+
+def _sampling_table(text: str) -> dict[str, Any]:
+    try:
+        return _fitting("sampling", values.json_object(text, '{"temperature": 0.7}'))
+    except UserError as error:
+        raise UserError(f"{SAMPLING_VARIABLE}: {error}") from None
 
 
 def _number(text: str) -> Any:
@@ -204,19 +234,20 @@ def _check_format(version: object, path: Path) -> None:
 
 def _table(path: Path, name: str, table: object) -> dict[str, Any]:
     """The keys of one table, all of them known."""
-    known = ["format_version", *_NAMES, *(f"[{section}]" for section in _SECTIONS)]
-    if name not in _SECTIONS:
+    known = ["format_version", *_NAMES, *(f"[{section}]" for section in SECTIONS)]
+    if name not in SECTIONS:
         raise UserError(f"{path}: unknown key {name!r}; known: {', '.join(known)}.")
     if not isinstance(table, dict):
         raise UserError(f"{path}: {name} is {table!r}; expected a table, [{name}].")
-    if name == "speculative":
-        try:
-            return speculative_keys(table)
-        except UserError as error:
-            raise UserError(f"{path} [{name}]: {error}") from None
-    fitting = [field.name for field in fields(_SECTIONS[name])]
-    if unknown := sorted(table.keys() - set(fitting)):
-        raise UserError(
-            f"{path} [{name}]: unknown key {unknown[0]!r}; known: {', '.join(sorted(fitting))}."
-        )
-    return table
+    try:
+        return speculative_keys(table) if name == "speculative" else _fitting(name, table)
+    except UserError as error:
+        raise UserError(f"{path} [{name}]: {error}") from None
+
+
+def _fitting(section: str, table: dict[str, Any]) -> dict[str, Any]:
+    """The values of a section's table as its configuration takes them."""
+    known = sorted(field.name for field in fields(SECTIONS[section]))
+    if unknown := sorted(table.keys() - set(known)):
+        raise UserError(f"unknown key {unknown[0]!r}; known: {', '.join(known)}.")
+    return values.sampling(table) if section == "sampling" else table

@@ -124,9 +124,10 @@ class Scheduler:
 
     def _admit(self, plan: Schedule, budget: int) -> None:
         for sequence in list(self.waiting):
-            if not budget:
+            # Nobody passes one that has just been preempted.
+            if not budget or any(s.order <= sequence.order for s in plan.preempted):
                 break
-            if sequence.waits_for_leader or sequence in plan.preempted:
+            if sequence.waits_for_leader:
                 continue
             matched = [] if sequence.needs_every_token else self.blocks.match(sequence)
             if not self._make_room(sequence, matched, plan):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from conftest import VOCAB_SIZE, byte_tokenizer
 from peagle.config.structured import StructuredOutput
-from peagle.engine.grammar import GrammarCompiler, full_bitmask
+from peagle.engine.grammar.compiler import GrammarCompiler, full_bitmask
 from peagle.errors import UserError
 
 pytest.importorskip("xgrammar")

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from conftest import VOCAB_SIZE, byte_tokenizer
 from peagle.bundled import BUNDLED_TARGET
 from peagle.config.structured import StructuredOutput
-from peagle.engine.grammar import GrammarCompiler, full_bitmask, unpack
+from peagle.engine.grammar.compiler import GrammarCompiler, full_bitmask, unpack
 from peagle.errors import UserError
 
 pytest.importorskip("xgrammar")

@@ -16,8 +16,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from conftest import VOCAB_SIZE, byte_tokenizer
 from peagle.bundled import BUNDLED_TARGET
 from peagle.config.structured import StructuredOutput
-from peagle.engine.grammar import GrammarCompiler, GrammarState, full_bitmask, pack, unpack
-from peagle.engine.grammar_drafts import DraftGrammar, walk
+from peagle.engine.grammar.compiler import GrammarCompiler, GrammarState, full_bitmask, pack, unpack
+from peagle.engine.grammar.drafts import DraftGrammar, walk
 from peagle.errors import UserError
 
 pytest.importorskip("xgrammar")

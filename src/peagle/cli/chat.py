@@ -1,0 +1,249 @@
+"""`peagle chat`: a conversation in the terminal, or through a pipe."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from peagle.cli import groups
+from peagle.cli.flags import Flag, Given, takes
+from peagle.cli.options import Format, OutputFormat
+from peagle.cli.plan import Plan
+from peagle.cli.settings import Layer, Setting
+from peagle.cli.terminal import dim, interrupt_asks
+from peagle.errors import UserError
+
+if TYPE_CHECKING:
+    from peagle.cli.chat_screen import Screen
+    from peagle.cli.conversation import Conversation
+    from peagle.llm import LLM
+
+EXAMPLES = """
+A chat model, in a folder or on the hub, with or without a draft head:
+  peagle chat --target Qwen/Qwen3-0.6B
+  peagle chat --target ./Qwen3-8B --draft ./peagle-head --no-thinking --system 'Be brief.'
+
+Drafts looked up in the conversation; a longer answer, another temperature:
+  peagle chat --target ./Qwen3-0.6B --method ngram --max-new-tokens 8000 --temperature 0.6
+
+A model without a chat template, or in place of its own:
+  peagle chat --target ./model --chat-template template.jinja
+
+Through a pipe, one message a line; for a program, one JSON object an answer:
+  printf 'Hello\\nAnd in French?\\n' | peagle chat --target ./Qwen3-0.6B --format json
+"""
+
+MAX_NEW_TOKENS = 2048
+_OWN = "peagle chat"
+_DEFAULTS = Layer(
+    {
+        "engine.max_num_seqs": Setting(1, _OWN),
+        "sampling.max_tokens": Setting(MAX_NEW_TOKENS, _OWN),
+    }
+)
+_UNSET = "the model's generation_config.json, else default"
+# What a generation_config.json may say.
+_OF_MODEL = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
+
+
+def _for_chat(flag: Flag) -> Flag:
+    """A flag as it is here: one conversation, and the model's own way to sample."""
+    if flag.key == "target":
+        return replace(flag, default="the bundled code model, which needs --chat-template")
+    if flag.key == "sampling.max_tokens":
+        return replace(flag, help="Most tokens of an answer.", default=str(MAX_NEW_TOKENS))
+    if flag.key == "sampling.seed":
+        return replace(flag, help="The same seed gives the same answers.", default="the engine's")
+    if flag.key.removeprefix("sampling.") in _OF_MODEL:
+        return replace(flag, default=f"the model's own, else {flag.shown_default}")
+    return flag
+
+
+_FLAGS = tuple(
+    _for_chat(flag)
+    for flag in (
+        *groups.MODEL,
+        *groups.SPECULATION,
+        *groups.SAMPLING,
+        *groups.FINER_SAMPLING,
+        *groups.STRUCTURE,
+        *groups.ENGINE,
+        *groups.SETTINGS,
+    )
+    if flag.key != "engine.max_num_seqs"
+)
+
+
+@takes(*_FLAGS)
+def chat(
+    given: Given,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.")] = None,
+    thinking: Annotated[
+        bool | None,
+        typer.Option(
+            "--thinking/--no-thinking",
+            help="Let a thinking model reason first, or not; shown dim, beside the answer.",
+            show_default="what its chat template does",
+        ),
+    ] = None,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Jinja template, or the name of one of the model's.",
+            show_default="the model's",
+        ),
+    ] = None,
+    output_format: Format = OutputFormat.TEXT,
+) -> None:
+    """Talk with a model in the terminal.
+
+    Answers stream to standard output, statistics go to standard error.
+    /help lists what else can be typed: /new, /undo, /stats, /save FILE, /exit.
+    """
+    plan = Plan.of(given, _DEFAULTS)
+    if "show_config" in given:
+        plan.show(_UNSET)
+        return
+    template: dict[str, Any] = {"chat_template": chat_template, "thinking": thinking}
+    if chat_template and Path(chat_template).is_file():
+        template["chat_template"] = Path(chat_template)
+    plan.prepare()
+    from peagle.models.loading import resolve_model
+
+    folder = resolve_model(plan.target, plan.settings.value("revision"))
+    _check_template(folder, plan, system, template)
+    llm = plan.load(folder)
+    from peagle.cli.chat_screen import JsonScreen, TextScreen
+    from peagle.cli.conversation import Conversation
+
+    params = plan.settings.build("sampling", llm.default_params())
+    conversation = Conversation(llm, params, system, **template)
+    is_text = output_format is OutputFormat.TEXT
+    is_live = is_text and sys.stdin.isatty() and sys.stdout.isatty()
+    if is_live:
+        _aside(f"{plan.target}, {_drafting(llm)}. /help lists the commands, Ctrl-D leaves.")
+    screen = TextScreen(is_live) if is_text else JsonScreen()
+    is_fine = _talk(conversation, _typed() if is_live else _piped(), screen, is_live)
+    if not (is_fine or is_live):
+        raise typer.Exit(2)
+
+
+def _talk(conversation: Conversation, lines: Iterator[str], screen: Screen, is_live: bool) -> bool:
+    """Answer line by line, to the end; return whether every line could be."""
+    is_fine = True
+    for line in lines:
+        is_command = line.startswith("/") and not line.startswith("//")
+        try:
+            if is_command:
+                _aside(conversation.command(line))
+            elif line.strip():
+                _answer(conversation, line.removeprefix("/"), screen, is_live)
+        except UserError as error:
+            is_fine = False
+            print(f"peagle: error: {error}", file=sys.stderr)
+            if not is_command:
+                screen.refuse(conversation, str(error))
+        if conversation.is_over:
+            break
+    return is_fine
+
+
+def _answer(conversation: Conversation, text: str, screen: Screen, is_live: bool) -> None:
+    # In a pipe, Ctrl-C ends the program as it does elsewhere.
+    with interrupt_asks() if is_live else nullcontext(lambda: False) as stopped:
+        for piece in conversation.say(text, stopped):
+            screen.show(piece)
+    screen.end(conversation)
+
+
+def _typed() -> Iterator[str]:
+    """Lines from a terminal, edited, with those before at hand."""
+    with suppress(ImportError):
+        import readline  # noqa: F401 (input() uses it once it is imported)
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print()
+            _aside("Ctrl-D or /exit leaves.")
+            continue
+        except UnicodeDecodeError:
+            _aside("That was not UTF-8 text.")
+            continue
+        yield line
+
+
+def _piped() -> Iterator[str]:
+    try:
+        for line in sys.stdin:
+            yield line.rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"Standard input is not UTF-8 text (byte {error.object[error.start]:#04x}); expected "
+            "one message a line."
+        ) from None
+
+
+def _aside(text: str) -> None:
+    if text:
+        print(dim(text, sys.stderr), file=sys.stderr, flush=True)
+
+
+def _drafting(llm: LLM) -> str:
+    speculative = llm.engine.speculative
+    if speculative is None:
+        return "plain decoding"
+    return f"{speculative.num_speculative_tokens} draft tokens a step"
+
+
+def _check_template(folder: Path, plan: Plan, system: str | None, template: dict[str, Any]) -> None:
+    """Say a first message, before weights are loaded.
+
+    Raises:
+        UserError: the model cannot be talked to in this way; the message names the option.
+    """
+    from peagle.chat import render_chat
+    from peagle.models.target import load_tokenizer
+
+    tokenizer = load_tokenizer(folder)
+    name = template["chat_template"]
+    own: Any = getattr(tokenizer, "chat_template", None)
+    if name is None and not own:
+        is_bundled = plan.settings.value("target") is None
+        raise UserError(
+            f"{'The bundled code model' if is_bundled else repr(plan.target)} has no chat "
+            "template, so it is no chat model. Name one that has, like --target Qwen/Qwen3-0.6B, "
+            "give it a template with --chat-template FILE, or let it complete text with `peagle "
+            "generate`."
+        )
+    named = own if isinstance(own, dict) else {}
+    if isinstance(name, str) and name not in named and not ("{{" in name or "{%" in name):
+        there = f", nor one of the model's templates ({', '.join(sorted(named))})" if named else ""
+        raise UserError(f"--chat-template {name!r} is not a file{there}. Check the path.")
+    messages = [{"role": "user", "content": "Hello"}]
+    with _naming("--chat-template" if name else ""):
+        render_chat(tokenizer, messages, chat_template=name)
+    with _naming("--no-thinking" if template["thinking"] is False else "--thinking"):
+        render_chat(tokenizer, messages, **template)
+    if system is not None:
+        with _naming("--system"):
+            render_chat(tokenizer, [{"role": "system", "content": system}, *messages], **template)
+
+
+@contextmanager
+def _naming(option: str) -> Iterator[None]:
+    """Let a user's mistake name the option that made it."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{option}: {error}" if option else str(error)) from None

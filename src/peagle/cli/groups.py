@@ -1,0 +1,237 @@
+"""The options that commands share, by groups; each is declared here and nowhere else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from peagle.cli import values
+from peagle.cli.flags import Flag, group
+
+MODEL = group(
+    "Model",
+    Flag(
+        "target",
+        str,
+        "The target: a folder in Hugging Face format, or a hub id.",
+        metavar="MODEL",
+        default="the bundled code model, with its P-EAGLE head",
+    ),
+    Flag(
+        "revision",
+        str,
+        "Branch, tag or commit of the target's hub id; owner/name@revision does the same.",
+        default="main",
+    ),
+    Flag(
+        "speculative.model",
+        str,
+        "The draft head, P-EAGLE or EAGLE-3: a folder or a hub id.",
+        "--draft",
+        metavar="MODEL",
+        default="none with a target of your own",
+    ),
+    Flag(
+        "speculative.revision",
+        str,
+        "Branch, tag or commit of the head's hub id.",
+        "--draft-revision",
+        default="main",
+    ),
+)
+
+SPECULATION = group(
+    "Speculation",
+    Flag("speculative.num_speculative_tokens", int, "K: draft tokens per step.", short="-k"),
+    Flag("no_speculation", bool, "Decode plainly, with no draft."),
+    Flag(
+        "speculative.method",
+        str,
+        "eagle3 (a head; its kind is read from it) or ngram (prompt lookup).",
+        default="eagle3 with a head",
+    ),
+    Flag(
+        "speculative.draft_sampling",
+        str,
+        "argmax or probabilistic drafts, where the temperature is not 0.",
+    ),
+    Flag(
+        "speculative.max_model_len",
+        int,
+        "Tokens up to which a head drafts; longer texts go on without drafts.",
+        "--draft-max-len",
+        default="the length that the head was trained for",
+    ),
+    Flag(
+        "speculative_config",
+        str,
+        "All of the above in vLLM's form, in place of the options above.",
+        metavar="JSON",
+    ),
+)
+
+SAMPLING = group(
+    "Sampling",
+    Flag("sampling.max_tokens", int, "Most tokens to generate per prompt.", "--max-new-tokens"),
+    Flag("sampling.temperature", float, "0 is greedy."),
+    Flag("sampling.top_k", int, "0 keeps every token."),
+    Flag("sampling.top_p", float, "1 keeps every token."),
+    Flag(
+        "sampling.min_p",
+        float,
+        "Keep tokens of at least this share of the highest probability; 0 keeps every token.",
+    ),
+    Flag(
+        "sampling.seed",
+        int,
+        "Of every prompt: alone or batched, the same seed gives the same output.",
+        default="one for each prompt, the same in every run",
+    ),
+    Flag(
+        "sampling.stop",
+        list[str],
+        "Text that ends the output and is left out of it; may be given several times.",
+    ),
+)
+
+FINER_SAMPLING = group(
+    "Finer sampling",
+    Flag(
+        "sampling.typical_p",
+        float,
+        "Keep the tokens of most typical surprise, up to this mass; 1 keeps every token.",
+    ),
+    Flag("sampling.repetition_penalty", float, "On tokens of prompt and output; 1 is none."),
+    Flag("sampling.presence_penalty", float, "On tokens of the output, -2 to 2."),
+    Flag("sampling.frequency_penalty", float, "The same, times how often they came."),
+    Flag(
+        "sampling.logit_bias",
+        str,
+        'Added to the logits of token ids, like \'{"42": -5}\'; "-inf" forbids one.',
+        metavar="JSON",
+        read=values.read_logit_bias,
+    ),
+    Flag(
+        "sampling.bad_words",
+        list[str],
+        "Text that may not come; may be given several times.",
+        "--bad-word",
+    ),
+    Flag(
+        "sampling.allowed_token_ids",
+        list[int],
+        "The only token ids that may come; may be given several times.",
+        "--allowed-token-id",
+        default="all",
+    ),
+    Flag("sampling.min_tokens", int, "No end of text before so many tokens."),
+    Flag(
+        "sampling.stop_token_ids",
+        list[int],
+        "A token id that ends the output; may be given several times.",
+        "--stop-token-id",
+    ),
+    Flag("sampling.ignore_eos", bool, "Go on past the model's own end of text."),
+)
+
+STRUCTURE = group(
+    "Structured output (at most one)",
+    Flag(
+        "sampling.structured_output",
+        bool,
+        "Any JSON object.",
+        "--json-object",
+        read=values.structure("json"),
+    ),
+    Flag(
+        "sampling.structured_output",
+        str,
+        "JSON that fits a schema: its text, or a file.",
+        "--json-schema",
+        metavar="JSON|FILE",
+        default="",
+        read=values.structure("json_schema"),
+    ),
+    Flag(
+        "sampling.structured_output",
+        str,
+        "Text that a regular expression matches as a whole.",
+        "--regex",
+        metavar="EXPRESSION",
+        default="",
+        read=values.structure("regex"),
+    ),
+    Flag(
+        "sampling.structured_output",
+        str,
+        "Text of a grammar in GBNF notation, rule root.",
+        "--ebnf",
+        metavar="FILE",
+        default="",
+        read=values.structure("ebnf"),
+    ),
+)
+
+RESULTS = group(
+    "Results",
+    Flag("sampling.n", int, "Outputs of each prompt; more than one needs a temperature."),
+    Flag(
+        "sampling.logprobs",
+        int,
+        "Log-probabilities of the output and of this many likeliest tokens; in JSON only.",
+        default="none",
+    ),
+    Flag("sampling.prompt_logprobs", int, "The same of the prompt's tokens.", default="none"),
+)
+
+ENGINE = group(
+    "Engine",
+    Flag(
+        "engine.dtype",
+        str,
+        "auto (float32 on a CPU, bfloat16 on a GPU), float32, float64, bfloat16 or float16.",
+    ),
+    Flag("engine.device", str, "auto (the GPU if there is one), cpu or cuda."),
+    Flag(
+        "engine.max_model_len",
+        int,
+        "Most tokens of a prompt and its output.",
+        default="the model's",
+    ),
+    Flag("engine.max_num_seqs", int, "Most prompts decoded together."),
+    Flag(
+        "engine.max_num_batched_tokens",
+        int,
+        "Most prompt tokens of one step; longer prompts go in chunks.",
+    ),
+    Flag(
+        "engine.kv_cache_gib",
+        float,
+        "Memory bound of the KV cache in GiB.",
+        default="2 on a CPU, 80% of what is free on a GPU",
+    ),
+    Flag(
+        "engine.enable_prefix_caching",
+        bool,
+        "Compute every prompt anew, also where it begins like an earlier one.",
+        "--no-prefix-caching",
+        read=lambda _: False,
+    ),
+    Flag("threads", int, "CPU threads.", default="torch's choice"),
+)
+
+SETTINGS = group(
+    "Settings",
+    Flag(
+        "config",
+        Path,
+        "TOML file: format_version, target, revision, and the tables engine, speculative and "
+        "sampling. Variables (PEAGLE_DTYPE, PEAGLE_SPECULATIVE_CONFIG, PEAGLE_SAMPLING, ...) go "
+        "over it, flags over both.",
+        metavar="FILE",
+    ),
+    Flag(
+        "show_config",
+        bool,
+        "Print every setting with its source as JSON, and do nothing else.",
+    ),
+)

@@ -1,0 +1,164 @@
+"""What the options of a command amount to: models, a way to draft, an engine, sampling."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from peagle.bundled import BUNDLED_PEAGLE
+from peagle.cli import options
+from peagle.cli.flags import Given
+from peagle.cli.settings import (
+    SECTIONS,
+    Layer,
+    Setting,
+    Settings,
+    environment_layers,
+    file_layer,
+    speculative_layer,
+)
+from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
+from peagle.errors import UserError
+
+if TYPE_CHECKING:
+    from peagle.llm import LLM
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to load and how to run it, every value checked.
+
+    Attributes:
+        settings: all layers.
+        target: folder or hub id of the target.
+        speculative: how drafts are made; None decodes plainly.
+        engine: sizes of the engine.
+        params: how to sample, as far as the settings say.
+        threads: CPU threads; None leaves them to torch.
+        off: what turned drafting off, where it is off.
+    """
+
+    settings: Settings
+    target: str
+    speculative: SpeculativeConfig | None
+    engine: EngineConfig
+    params: SamplingParams
+    threads: int | None
+    off: str
+
+    @classmethod
+    def of(cls, given: Given, *defaults: Layer) -> Plan:
+        """The plan of what was given: flags over environment over file over the defaults.
+
+        Args:
+            given: on the command line.
+            *defaults: the command's own, under all else.
+
+        Raises:
+            UserError: a value is not usable, or two contradict each other.
+        """
+        file = given.value("config")
+        settings = Settings(
+            *defaults,
+            *([] if file is None else [file_layer(file)]),
+            *environment_layers(os.environ),
+            _flags(given),
+            _speculative_flags(given),
+        )
+        params, engine = settings.build("sampling"), settings.build("engine")
+        off = "--no-speculation" if "no_speculation" in given else "default"
+        speculative = None if "no_speculation" in given else _speculation(settings)
+        target = options.target_or_bundled(settings.value("target"))
+        return cls(settings, target, speculative, engine, params, given.value("threads"), off)
+
+    def show(self, unset: str = "default") -> None:
+        """Print every setting with its source as JSON.
+
+        Args:
+            unset: the source of the sampling parameters that no layer has.
+        """
+        shown = self.settings.shown(self.target, self.speculative, self.off, unset)
+        print(json.dumps(shown, indent=2))
+
+    def load(self, folder: Path | None = None) -> LLM:
+        """Load the models.
+
+        Args:
+            folder: of the target, where it was found already.
+
+        Raises:
+            UserError: they are not usable; see `peagle.llm.LLM`.
+        """
+        if self.speculative is None and self.off == "default":
+            note("no --draft: decoding plainly (--method ngram needs no head)")
+        self.prepare()
+        from peagle.llm import LLM
+
+        return LLM(
+            folder or self.target,
+            revision=None if folder else self.settings.value("revision"),
+            speculative_config=self.speculative,
+            **asdict(self.engine),
+        )
+
+    def prepare(self) -> None:
+        """Set up the libraries, before anything is loaded."""
+        options.set_threads(self.threads)
+        options.quiet_libraries()
+
+
+def note(text: str) -> None:
+    """Tell the user something beside the result."""
+    print(f"peagle: note: {text}", file=sys.stderr)
+
+
+def _flags(given: Given) -> Layer:
+    """Flags of settings other than speculative ones; a target takes its revision along."""
+    keys = [key for key in given if key in ("target", "revision") or _section(key)]
+    chosen = {key: given[key] for key in keys if _section(key) != "speculative"}
+    return Layer(chosen, ("revision",) if "target" in chosen else ())
+
+
+def _section(key: str) -> str:
+    section = key.partition(".")[0]
+    return section if section in SECTIONS else ""
+
+
+def _speculative_flags(given: Given) -> Layer:
+    """--speculative-config, --no-speculation, or options for single keys: one of the three."""
+    shorthands = {k: setting for k, setting in given.items() if _section(k) == "speculative"}
+    whole, off = given.get("speculative_config"), given.get("no_speculation")
+    alone = off or whole
+    others = [*shorthands.values(), *([whole] if off and whole else [])]
+    if alone and others:
+        raise UserError(
+            f"{alone.source} and {others[0].source} contradict each other; leave one of them out."
+        )
+    if whole:
+        return speculative_layer(whole.value, whole.source)
+    # Another source of drafts: what a lower layer says of its own does not apply.
+    keys: tuple[str, ...] = ()
+    if "speculative.model" in given or given.value("speculative.method") == "ngram":
+        keys = ("method", "model", "revision", "parallel_drafting", "max_model_len")
+    return Layer(shorthands, tuple(f"speculative.{key}" for key in keys))
+
+
+def _speculation(settings: Settings) -> SpeculativeConfig | None:
+    """The speculative configuration that the settings amount to; None decodes plainly."""
+    given: dict[str, Any] = settings.section("speculative")
+    if given.get("method") != "ngram" and "model" not in given:
+        if (target := settings.value("target")) is not None:
+            if not given:
+                return None
+            source = settings.source(f"speculative.{next(iter(given))}")
+            raise UserError(
+                f"{source} was given, but no draft head for {target!r}. Name one with --draft, or "
+                "look drafts up in the text with --method ngram."
+            )
+        head = Setting(options.bundled(BUNDLED_PEAGLE), "default")
+        settings.put(Layer({"speculative.model": head}))
+    return settings.build("speculative")

@@ -1,0 +1,59 @@
+"""What a command counts while text is generated."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator
+
+from peagle.engine import SpeculationStats
+from peagle.llm import LLM, StreamChunk
+
+
+class Tally:
+    """Tokens and drafts, and the seconds that the engine took for them.
+
+    Attributes:
+        num_tokens: output tokens.
+        seconds: of the engine, prompt passes included; what is done between steps is left out.
+        stats: drafts of the finished outputs.
+    """
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self.seconds = 0.0
+        self.stats = SpeculationStats()
+
+    def watch(self, stream: Iterator[StreamChunk]) -> Generator[StreamChunk]:
+        """Count what a stream brings while it is passed on; closing this cancels the rest."""
+        try:
+            while True:
+                start = time.perf_counter()
+                chunk = next(stream, None)
+                self.seconds += time.perf_counter() - start
+                if chunk is None:
+                    return
+                self.num_tokens += len(chunk.token_ids)
+                if chunk.output is not None:
+                    self.stats.add(chunk.output.stats)
+                yield chunk
+        finally:
+            if isinstance(stream, Generator):
+                stream.close()
+
+    def add(self, other: Tally) -> None:
+        """Pool another's counts into these."""
+        self.num_tokens += other.num_tokens
+        self.seconds += other.seconds
+        self.stats.add(other.stats)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens a second."""
+        return self.num_tokens / self.seconds if self.seconds else 0.0
+
+    def drafting(self, llm: LLM) -> str:
+        """How well drafts were accepted, in words."""
+        if llm.engine.speculative is None:
+            return "no speculation"
+        k = llm.engine.speculative.num_speculative_tokens
+        return f"acceptance length {self.stats.acceptance_length:.2f} at K={k}"

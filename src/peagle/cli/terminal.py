@@ -1,0 +1,46 @@
+"""What a terminal is told, and what it tells."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+
+def printable(text: str) -> str:
+    """Text that cannot steer the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+def has_styles(stream: TextIO) -> bool:
+    """Whether text written here may be styled: a terminal, not a dumb one, no NO_COLOR."""
+    is_dumb = os.environ.get("TERM", "dumb") in ("dumb", "unknown")
+    return stream.isatty() and not is_dumb and not os.environ.get("NO_COLOR")
+
+
+def dim(text: str, stream: TextIO) -> str:
+    """Text of minor importance, for this stream."""
+    return f"\x1b[2m{text}\x1b[0m" if has_styles(stream) else text
+
+
+@contextmanager
+def interrupt_asks() -> Iterator[Callable[[], bool]]:
+    """Within, a first Ctrl-C only asks to stop; the second interrupts as ever.
+
+    A step of the engine that is cut in two could not be taken up again. Yields what tells whether
+    it was asked.
+    """
+    asked = False
+
+    def ask(number: int, frame: object) -> None:
+        nonlocal asked
+        asked = True
+        signal.signal(number, signal.default_int_handler)
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,6 @@
+"""Structured output: grammars that say which tokens may come next."""
+
+from peagle.engine.grammar.compiler import GrammarCompiler, GrammarState, unpack
+from peagle.engine.grammar.drafts import DraftGrammar, walk
+
+__all__ = ["DraftGrammar", "GrammarCompiler", "GrammarState", "unpack", "walk"]

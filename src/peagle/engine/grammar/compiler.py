@@ -1,0 +1,344 @@
+"""Grammars that constrain outputs: compiled once, then one state a sequence.
+
+xgrammar does the matching. A mask is packed, 32 tokens an int32 word, until `unpack` makes it bool
+on the device. Shapes: V vocabulary, W = ceil(V / 32) words, R rows.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from peagle.config.structured import StructuredOutput
+from peagle.engine.grammar.regex import translate
+from peagle.engine.grammar.schema import prepare_schema
+from peagle.errors import UserError
+
+if TYPE_CHECKING:
+    import xgrammar
+    from transformers import PreTrainedTokenizerBase
+
+# Compilation slows with the square of some sources and cannot be interrupted.
+MAX_SOURCE = 64 * 1024
+# More than any indentation in use; without a bound a model may write blanks for ever.
+MAX_WHITESPACE = 64
+_SHOWN = 80
+_PROBE = '{"a": [1, -2.5, "b cd"]}'
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGrammar:
+    """A grammar compiled for one vocabulary.
+
+    Attributes:
+        grammar: xgrammar's.
+        vocab_size: V.
+        textless_ids: ids that are not text: special tokens, padding rows.
+    """
+
+    grammar: xgrammar.CompiledGrammar
+    vocab_size: int
+    textless_ids: frozenset[int]
+
+
+class GrammarCompiler:
+    """Compiles structured outputs for one model, and keeps those used last.
+
+    Args:
+        tokenizer: of the model.
+        vocab_size: V, rows of the model's output; ids that the tokenizer lacks are never allowed.
+        stop_token_ids: the model's end-of-text ids.
+        cache_size: compiled grammars kept.
+
+    Raises:
+        UserError: xgrammar is not installed, there is no end-of-text id, or the tokenizer's tokens
+            do not put together the text that they decode to.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        vocab_size: int,
+        stop_token_ids: Iterable[int],
+        *,
+        cache_size: int = 64,
+    ) -> None:
+        stop = sorted(i for i in set(stop_token_ids) if 0 <= i < vocab_size)
+        if not stop:
+            raise UserError(
+                "structured output needs an end-of-text id, and the model has none; set "
+                "eos_token_id in its generation_config.json."
+            )
+        xgrammar = _import_xgrammar()
+        self.vocab_size = vocab_size
+        self._stop_token_ids = frozenset(stop)
+        self._xgrammar = xgrammar
+        info = _tokenizer_info(xgrammar, tokenizer, vocab_size, stop)
+        self._textless_ids = frozenset(info.special_token_ids) | self._stop_token_ids
+        self._compiler = xgrammar.GrammarCompiler(
+            info, max_threads=min(8, os.cpu_count() or 1), cache_enabled=False
+        )
+        self._cache: OrderedDict[StructuredOutput, CompiledGrammar] = OrderedDict()
+        self._cache_size = cache_size
+
+    def compile(self, structure: StructuredOutput) -> CompiledGrammar:
+        """The compiled grammar of a structured output.
+
+        Raises:
+            UserError: it does not compile, is too long, or no text fits it; the message has the
+                source, shortened, and the reason.
+        """
+        if structure in self._cache:
+            self._cache.move_to_end(structure)
+            return self._cache[structure]
+        try:
+            compiled = CompiledGrammar(
+                self._compile(structure), self.vocab_size, self._textless_ids
+            )
+        except UserError as error:
+            raise UserError(f"{_shown(structure)}: {error}") from None
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise UserError(f"{_shown(structure)} does not compile: {_reason(error)}") from None
+        state = GrammarState(compiled, self._stop_token_ids)
+        if state.is_stuck:
+            raise UserError(f"{_shown(structure)}: no text of this vocabulary fits it.")
+        self._cache[structure] = compiled
+        if len(self._cache) > self._cache_size:
+            self._cache.popitem(last=False)
+        return compiled
+
+    def start(
+        self, structure: StructuredOutput, stop_token_ids: Iterable[int] | None = None
+    ) -> GrammarState:
+        """A state before the first token; `stop_token_ids` are the request's, else the model's.
+
+        Raises:
+            UserError: as `compile`, or the request has no stop id.
+        """
+        stop = self._stop_token_ids if stop_token_ids is None else frozenset(stop_token_ids)
+        return GrammarState(self.compile(structure), stop)
+
+    def _compile(self, structure: StructuredOutput) -> xgrammar.CompiledGrammar:
+        source = structure.source
+        if len(source) > MAX_SOURCE:
+            raise UserError(f"it has {len(source)} characters; expected {MAX_SOURCE} at most.")
+        if structure.kind == "regex":
+            return self._compiler.compile_regex(translate(source))
+        if structure.kind == "ebnf":
+            _check_ebnf(source)
+            return self._compiler.compile_grammar(source)
+        schema = '{"type": "object"}' if structure.kind == "json" else prepare_schema(source)
+        # By way of a grammar: compile_json_schema takes another route for patterns, which lets
+        # quotes through and needs exponential time for some.
+        return self._compiler.compile_grammar(
+            self._xgrammar.Grammar.from_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
+        )
+
+
+class GrammarState:
+    """Where one sequence stands in its grammar: exactly after its output tokens, between steps.
+
+    A grammar that cannot go on (no token of the vocabulary fits) allows the stop ids, so that the
+    output ends there rather than break the grammar.
+
+    Args:
+        compiled: the grammar.
+        stop_token_ids: the only ids that end the output; none of them is ever text.
+
+    Raises:
+        UserError: there is no stop id.
+    """
+
+    def __init__(self, compiled: CompiledGrammar, stop_token_ids: Iterable[int]) -> None:
+        self._compiled = compiled
+        self._stop = sorted(i for i in set(stop_token_ids) if 0 <= i < compiled.vocab_size)
+        if not self._stop:
+            raise UserError(
+                "structured output needs an id that ends it; leave ignore_eos off, or give "
+                "stop_token_ids."
+            )
+        self._text_stop = [i for i in self._stop if i not in compiled.textless_ids]
+        matcher = _import_xgrammar().GrammarMatcher
+        self._matcher = matcher(compiled.grammar, override_stop_tokens=self._stop)
+        self._finished = False
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self._compiled.vocab_size
+
+    @property
+    def is_finished(self) -> bool:
+        """A stop id was accepted."""
+        return self._finished
+
+    @property
+    def is_complete(self) -> bool:
+        """The text so far fits the grammar as it is; a stop id may follow, perhaps more text."""
+        return self._matcher.is_completed()
+
+    @property
+    def is_stuck(self) -> bool:
+        """The text so far is incomplete and no token can follow."""
+        if self._finished or self.is_complete:
+            return False
+        bitmask = full_bitmask(1, self.vocab_size)
+        self._fill(bitmask, 0)
+        return not bitmask.any()
+
+    def mask_into(self, bitmask_RW: Tensor, row: int) -> None:
+        """Write the tokens allowed next into a row, int32 on the CPU; all of them once finished."""
+        if self._finished:
+            bitmask_RW[row] = -1
+            return
+        self._fill(bitmask_RW, row)
+        if not self.is_complete and not bitmask_RW[row].any():
+            for token in self._stop:
+                _set_bit(bitmask_RW, row, token)
+
+    def try_advance(self, token: int) -> bool:
+        """Move past a token if it is allowed; otherwise the state stays."""
+        if self._finished:
+            return False
+        if token in self._stop:
+            self._finished = self.is_complete or self.is_stuck
+            return self._finished
+        if not 0 <= token < self.vocab_size or token in self._compiled.textless_ids:
+            return False
+        return self._matcher.accept_token(token)
+
+    def rollback(self, count: int) -> None:
+        """Take back the last tokens, as many as there were if need be."""
+        if count and self._finished:
+            self._finished = False
+            count -= 1
+        if count:
+            self._matcher.rollback(count)
+
+    def accept(self, tokens: Iterable[int]) -> None:
+        """Move past tokens that were emitted under this state's masks."""
+        for token in tokens:
+            accepted = self.try_advance(token)
+            assert accepted, f"token {token} is not allowed here"
+
+    def _fill(self, bitmask_RW: Tensor, row: int) -> None:
+        self._matcher.fill_next_token_bitmask(bitmask_RW, row)
+        # A stop id that is text would end the output in the middle of the structure.
+        if self._text_stop and not self.is_complete:
+            for token in self._text_stop:
+                _clear_bit(bitmask_RW, row, token)
+
+
+def full_bitmask(rows: int, vocab_size: int) -> Tensor:
+    """A packed mask that allows everything, int32 [R, W] on the CPU."""
+    return torch.full((rows, -(-vocab_size // 32)), -1, dtype=torch.int32)
+
+
+def unpack(bitmask_RW: Tensor, vocab_size: int) -> Tensor:
+    """The packed mask as bool [R, V], on its device."""
+    bits = torch.arange(32, dtype=torch.int32, device=bitmask_RW.device)
+    unpacked = (bitmask_RW.unsqueeze(-1) >> bits).bitwise_and_(1).bool()
+    return unpacked.flatten(-2)[..., :vocab_size]
+
+
+def pack(token_ids: Sequence[int], vocab_size: int) -> Tensor:
+    """A packed mask that allows these ids only, int32 [W] on the CPU."""
+    allowed = torch.zeros(-(-vocab_size // 32) * 32, dtype=torch.int64)
+    allowed[list(token_ids)] = 1
+    words = (allowed.view(-1, 32) << torch.arange(32)).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def _word(token: int) -> tuple[int, int]:
+    """Word and bit of a token; bit 31 is the sign."""
+    bit = token % 32
+    return token // 32, -(2**31) if bit == 31 else 1 << bit
+
+
+def _set_bit(bitmask_RW: Tensor, row: int, token: int) -> None:
+    word, bit = _word(token)
+    bitmask_RW[row, word] |= bit
+
+
+def _clear_bit(bitmask_RW: Tensor, row: int, token: int) -> None:
+    word, bit = _word(token)
+    bitmask_RW[row, word] &= ~bit
+
+
+def _import_xgrammar() -> Any:
+    try:
+        import xgrammar
+    except ImportError:
+        raise UserError(
+            "structured output needs the package xgrammar, which is not installed; run "
+            "pip install 'peagle[grammar]'."
+        ) from None
+    return xgrammar
+
+
+def _tokenizer_info(
+    xgrammar: Any, tokenizer: PreTrainedTokenizerBase, vocab_size: int, stop: list[int]
+) -> xgrammar.TokenizerInfo:
+    """The bytes of every token, as they stand in the output; none for special ones."""
+    try:
+        detected = xgrammar.TokenizerInfo.from_huggingface(
+            tokenizer, vocab_size=vocab_size, stop_token_ids=stop
+        )
+    except (RuntimeError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"structured output cannot use this {type(tokenizer).__name__}: {_reason(error)}"
+        ) from None
+    token_bytes = detected.decoded_vocab
+    added = tokenizer.added_tokens_decoder
+    for token_id, token in added.items():
+        if token_id < vocab_size:  # xgrammar would take their text for encoded bytes
+            token_bytes[token_id] = b"" if token.special else token.content.encode()
+    for token_id in tokenizer.all_special_ids:
+        if token_id < vocab_size:
+            token_bytes[token_id] = b""
+    _check_bytes(tokenizer, token_bytes)
+    return xgrammar.TokenizerInfo(
+        token_bytes, xgrammar.VocabType.RAW, vocab_size=vocab_size, stop_token_ids=stop
+    )
+
+
+def _check_bytes(tokenizer: PreTrainedTokenizerBase, token_bytes: Sequence[bytes]) -> None:
+    """Refuse tokenizers that add or drop blanks between tokens (WordPiece)."""
+    ids = tokenizer.encode(_PROBE, add_special_tokens=False)
+    joined = b"".join(token_bytes[i] for i in ids if i < len(token_bytes))
+    text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    if joined.strip() != str(text).encode().strip():
+        raise UserError(
+            f"structured output cannot use this tokenizer: the tokens of {_PROBE!r} decode to "
+            f"{text!r} but hold {joined.decode(errors='replace')!r}. Expected a byte-level or "
+            "byte-fallback vocabulary."
+        )
+
+
+def _check_ebnf(source: str) -> None:
+    # Rules over token ids bypass the text, and xgrammar's tags match nothing or anything.
+    extension = re.search(r"\b(Token|ExcludeToken|TagDispatch|TokenTagDispatch)\s*\(", source)
+    if extension:
+        raise UserError(f"{extension[1]}(...) is not supported; write the text itself.")
+
+
+def _shown(structure: StructuredOutput) -> str:
+    source = structure.source
+    if len(source) > _SHOWN:
+        source = f"{source[:_SHOWN]}... ({len(structure.source)} characters)"
+    return f"{structure.kind} {source!r}" if source else structure.kind
+
+
+def _reason(error: Exception) -> str:
+    """What xgrammar says, without time and place in its source, in one short line."""
+    text = re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", str(error)).strip()
+    text = re.sub(r"^Check failed: \(.*?\) is false: ", "", text)
+    text = " ".join(text.split())
+    return text if len(text) <= 300 else f"{text[:300]}..."

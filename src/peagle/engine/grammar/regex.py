@@ -1,0 +1,259 @@
+"""Regular expressions for the grammar compiler: checked, and rewritten to what it really enforces.
+
+Read as Python's `re` reads them, with ASCII meanings of \\d, \\w and \\s. xgrammar ignores an
+anchor or an escape that it does not know, and matches patterns of a JSON schema against the JSON
+text rather than against the string that it denotes; both would let wrong outputs through. So every
+expression is parsed here and written anew with plain character classes, groups and repeats.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from re import _constants as op  # type: ignore[attr-defined]
+from re import _parser as parser  # type: ignore[attr-defined]
+from typing import Any
+
+from peagle.errors import UserError
+
+Ranges = list[tuple[int, int]]  # inclusive code points, ascending, apart
+
+MAX_OPEN_IN_A_ROW = 16
+MAX_ROUNDS = 1000
+
+_LAST = 0x10FFFF
+_SURROGATES = (0xD800, 0xDFFF)
+_DIGIT = [(0x30, 0x39)]
+_WORD = [(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)]
+_SPACE = [(0x09, 0x0D), (0x20, 0x20)]
+_JSON_ESCAPES = {0x22: '"', 0x5C: "\\", 0x08: "b", 0x0C: "f", 0x0A: "n", 0x0D: "r", 0x09: "t"}
+_JSON_PLAIN = [(0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, _LAST)]
+
+
+def translate(pattern: str, *, json_string: bool = False) -> str:
+    """The expression in xgrammar's dialect; it has to match the whole text.
+
+    Args:
+        pattern: as Python's `re` reads it. Lazy repeats count as greedy ones, since they match the
+            same texts.
+        json_string: write it for the inside of a JSON string, where a quote is `\\"`.
+
+    Raises:
+        UserError: it does not parse, or needs what a grammar cannot do: look-around, references to
+            groups, flags, word boundaries, anchors in the middle.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            parsed = parser.parse(pattern)
+    except re.error as error:
+        raise UserError(f"it does not parse: {error}.") from None
+    except (RecursionError, OverflowError):
+        raise UserError("it is nested too deeply or repeats too often.") from None
+    if parsed.state.flags & ~re.UNICODE:
+        raise UserError("flags such as (?i) are not supported; write out what they stand for.")
+    try:
+        return _Writer(json_string).sequence(parsed, first=True, last=True)
+    except RecursionError:
+        raise UserError("it is nested too deeply.") from None
+
+
+def any_characters(least: int, most: int | None) -> str:
+    """So many characters of a JSON string, in xgrammar's dialect."""
+    return _Writer(True).characters([(0, _LAST)]) + _counts(least, most)
+
+
+class _Writer:
+    def __init__(self, json_string: bool) -> None:
+        self.json_string = json_string
+        self._rounds: list[int] = []  # most rounds of the open counts around the current item
+
+    def sequence(self, items: Iterable[Any], *, first: bool, last: bool) -> str:
+        """Parsed items in a row; `first` and `last`: nothing comes before, or after, them."""
+        items = list(items)
+        _check_row(items)
+        return "".join(
+            self.item(
+                kind,
+                value,
+                first=first and all(k is op.AT for k, _ in items[:i]),
+                last=last and all(k is op.AT for k, _ in items[i + 1 :]),
+            )
+            for i, (kind, value) in enumerate(items)
+        )
+
+    def item(self, kind: Any, value: Any, *, first: bool, last: bool) -> str:
+        if kind is op.LITERAL:
+            return self.characters([(value, value)])
+        if kind is op.NOT_LITERAL:
+            return self.characters(_complement([(value, value)]))
+        if kind is op.ANY:
+            return self.characters(_complement([(0x0A, 0x0A)]))
+        if kind is op.IN:
+            return self.characters(_ranges(value))
+        if kind is op.BRANCH:
+            parts = (self.sequence(part, first=first, last=last) for part in value[1])
+            return f"(?:{'|'.join(parts)})"
+        if kind is op.SUBPATTERN:
+            _, added, removed, inner = value
+            if added or removed:
+                raise UserError("flags such as (?i:...) are not supported.")
+            return f"(?:{self.sequence(inner, first=first, last=last)})"
+        if kind in (op.MAX_REPEAT, op.MIN_REPEAT):
+            least, most, inner = value
+            most = None if most is op.MAXREPEAT else most
+            _check_counts(least, most, inner.getwidth()[0])
+            body = self.repeated(inner, most if most != least else None)
+            return f"(?:{body}){_counts(least, most)}"
+        at_start = value in (op.AT_BEGINNING, op.AT_BEGINNING_STRING)
+        at_end = value in (op.AT_END, op.AT_END_STRING)
+        if kind is op.AT and ((at_start and first) or (at_end and last)):
+            return ""  # the whole text is matched anyway
+        raise UserError(_refusal(kind, value))
+
+    def repeated(self, inner: Iterable[Any], rounds: int | None) -> str:
+        """What is repeated, up to `rounds` times unless that is fixed or unbounded."""
+        self._rounds.append(rounds or 1)
+        nested = [n for n in self._rounds if n > 1]
+        if len(nested) > 1 and math.prod(nested) > MAX_ROUNDS:
+            raise UserError(
+                f"its nested counts multiply to {math.prod(nested)} rounds; expected {MAX_ROUNDS} "
+                "at most."
+            )
+        body = self.sequence(inner, first=False, last=False)
+        self._rounds.pop()
+        return body
+
+    def characters(self, ranges: Ranges) -> str:
+        """One character out of the ranges."""
+        if not self.json_string:
+            return _character_class(_without_surrogates(ranges))
+        plain = _character_class(_intersect(ranges, _JSON_PLAIN))
+        escapes = [
+            f"\\\\{_escaped(ord(letter))}"
+            for point, letter in _JSON_ESCAPES.items()
+            if any(low <= point <= high for low, high in ranges)
+        ]
+        if not plain and not escapes:
+            raise UserError("it asks for a control character, which JSON writes as \\u....")
+        options = [*([plain] if plain else []), *escapes]
+        return options[0] if len(options) == 1 else f"(?:{'|'.join(options)})"
+
+
+# The matcher follows each way of sharing a text among repeats, so these are limits of time.
+def _check_row(items: Sequence[Any]) -> None:
+    repeats = (op.MAX_REPEAT, op.MIN_REPEAT)
+    is_open = [kind in repeats and value[0] != value[1] for kind, value in items]
+    for found, row in groupby(is_open):
+        length = len(list(row))
+        if found and length > MAX_OPEN_IN_A_ROW:
+            raise UserError(
+                f"it has {length} parts of open length in a row; expected {MAX_OPEN_IN_A_ROW} at "
+                "most."
+            )
+
+
+def _check_counts(least: int, most: int | None, width: int) -> None:
+    if width == 0 and (least > 1 if most is None else most > 1):
+        raise UserError(
+            f"it repeats up to {most or least} times what may be empty; let the repeated part have "
+            "at least one character, or use *."
+        )
+
+
+def _counts(least: int, most: int | None) -> str:
+    # xgrammar is faster with the short forms.
+    short = {(0, None): "*", (1, None): "+", (0, 1): "?"}
+    return short.get((least, most), f"{{{least},{'' if most is None else most}}}")
+
+
+def _refusal(kind: Any, value: Any) -> str:
+    what = {
+        op.ASSERT: "look-ahead and look-behind",
+        op.ASSERT_NOT: "look-ahead and look-behind",
+        op.GROUPREF: "references to groups",
+        op.GROUPREF_EXISTS: "conditions on groups",
+        op.AT: "word boundaries, and anchors in the middle,",
+    }.get(kind, f"the construct {str(kind).lower()}")
+    return f"{what} cannot be enforced; leave it out."
+
+
+def _ranges(items: Sequence[Any]) -> Ranges:
+    """The code points of a character class."""
+    found: Ranges = []
+    negated = False
+    for kind, value in items:
+        if kind is op.NEGATE:
+            negated = True
+        elif kind is op.LITERAL:
+            found.append((value, value))
+        elif kind is op.RANGE:
+            found.append(value)
+        else:
+            found.extend(_category(value))
+    merged = _merge(found)
+    return _complement(merged) if negated else merged
+
+
+def _category(category: Any) -> Ranges:
+    ranges = {
+        op.CATEGORY_DIGIT: _DIGIT,
+        op.CATEGORY_WORD: _WORD,
+        op.CATEGORY_SPACE: _SPACE,
+        op.CATEGORY_NOT_DIGIT: _complement(_DIGIT),
+        op.CATEGORY_NOT_WORD: _complement(_WORD),
+        op.CATEGORY_NOT_SPACE: _complement(_SPACE),
+    }
+    return ranges[category]
+
+
+def _merge(ranges: Ranges) -> Ranges:
+    merged: Ranges = []
+    for low, high in sorted(ranges):
+        if merged and low <= merged[-1][1] + 1:
+            merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
+        else:
+            merged.append((low, high))
+    return merged
+
+
+def _complement(ranges: Ranges) -> Ranges:
+    found: Ranges = []
+    start = 0
+    for low, high in ranges:
+        if start < low:
+            found.append((start, low - 1))
+        start = high + 1
+    return [*found, (start, _LAST)] if start <= _LAST else found
+
+
+def _intersect(left: Ranges, right: Ranges) -> Ranges:
+    pairs = ((max(a, c), min(b, d)) for a, b in left for c, d in right)
+    return [(low, high) for low, high in pairs if low <= high]
+
+
+def _without_surrogates(ranges: Ranges) -> Ranges:
+    found = _intersect(ranges, _complement([_SURROGATES]))
+    if not found:
+        raise UserError("it asks for a character that does not exist.")
+    return found
+
+
+def _character_class(ranges: Ranges) -> str:
+    if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
+        return _escaped(ranges[0][0])
+    pairs = (
+        _escaped(low) if low == high else f"{_escaped(low)}-{_escaped(high)}"
+        for low, high in ranges
+    )
+    return f"[{''.join(pairs)}]" if ranges else ""
+
+
+def _escaped(point: int) -> str:
+    character = chr(point)
+    if character in r"\^$.|?*+()[]{}-/":
+        return "\\" + character
+    return character if character.isprintable() else f"\\u{{{point:x}}}"
