@@ -95,7 +95,7 @@ def make_engine(kind: Kind, config: EngineConfig) -> LLMEngine:
         fake.num_speculative_tokens = K
         fake.max_draft_len = kind.max_draft_len
         fake.drafting = HeadDrafting(
-            FakeProposer(*size), fake.sampler, MAX_MODEL_LEN, kind.max_draft_len
+            FakeProposer(*size), fake.sampler, fake_model.VOCAB, MAX_MODEL_LEN, kind.max_draft_len
         )
         engine.scheduler.num_lookahead_slots = 2 * (K + 1)
     return engine

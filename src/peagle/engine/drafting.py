@@ -8,13 +8,14 @@ the drafter's context begins there. Nothing ever looks into a hole.
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from peagle.engine.features import FeatureRing
+from peagle.engine.grammar import DraftGrammar, walk
 from peagle.engine.model_runner import TargetPass, block_tables
 from peagle.engine.sampler import Sampler
 from peagle.engine.scheduler import Chunk
@@ -40,8 +41,9 @@ def num_drafts(sequence: Sequence, max_model_len: int) -> int:
 class LookupDrafting:
     """Drafts from the text: no features, no KV."""
 
-    def __init__(self, lookup: PromptLookup, max_model_len: int) -> None:
+    def __init__(self, lookup: PromptLookup, vocab_size: int, max_model_len: int) -> None:
         self.lookup = lookup
+        self.vocab_size = vocab_size
         self.max_model_len = max_model_len
 
     def draft(self, done: TargetPass) -> None:
@@ -49,7 +51,9 @@ class LookupDrafting:
             sequence = chunk.sequence
             if chunk.samples and not sequence.is_finished:
                 k = num_drafts(sequence, self.max_model_len)
-                sequence.drafts = self.lookup.find(sequence.token_ids, k) if k else []
+                found = self.lookup.find(sequence.token_ids, k) if k else []
+                lens, _ = walk([sequence.grammar], [found], self.vocab_size)
+                sequence.drafts = found[: lens[0]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +79,21 @@ class HeadDrafting:
     Args:
         proposer: the head and its KV.
         sampler: for the sampling parameters of a batch.
+        vocab_size: of the target.
         max_model_len: longest sequence.
         max_draft_len: positions up to which the head drafts.
     """
 
     def __init__(
-        self, proposer: Proposer, sampler: Sampler, max_model_len: int, max_draft_len: int
+        self,
+        proposer: Proposer,
+        sampler: Sampler,
+        vocab_size: int,
+        max_model_len: int,
+        max_draft_len: int,
     ) -> None:
         self.proposer = proposer
+        self.vocab_size = vocab_size
         self.sampler = sampler
         self.max_model_len = max_model_len
         self.max_draft_len = max_draft_len
@@ -98,8 +109,15 @@ class HeadDrafting:
             row += chunk.num_tokens + chunk.num_drafts
         if not readings:
             return
-        drafts = self.proposer.propose(self._step(done, readings))
-        _hand_out(readings, drafts)
+        step = self._step(done, readings)
+        grammars = [reading.sequence.grammar for reading in readings]
+        if any(grammars):
+            draftable = self.proposer.draft_token_ids
+            grammar = DraftGrammar(grammars, self.vocab_size, draft_token_ids=draftable)
+            _hand_out(readings, self.proposer.propose(replace(step, constraint=grammar)))
+            grammar.finish()
+        else:
+            _hand_out(readings, self.proposer.propose(step))
 
     def _read(
         self, chunk: Chunk, pass_start: int, row: int, features_TA: Tensor

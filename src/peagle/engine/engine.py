@@ -16,6 +16,7 @@ from peagle.engine.build import (
     resolve_max_model_len,
 )
 from peagle.engine.drafting import Drafting, HeadDrafting, LookupDrafting
+from peagle.engine.grammar import GrammarState
 from peagle.engine.model_runner import ModelRunner, TargetPass, make_caches
 from peagle.engine.sampler import Sampler
 from peagle.engine.scheduler import Chunk, Scheduler
@@ -113,7 +114,7 @@ class LLMEngine:
         )
         self.speculation_stats = SpeculationStats()
         self._counts = dict.fromkeys(_COUNTERS, 0)
-        self._eos_token_ids = target.eos_token_ids()
+        self.eos_token_ids = target.eos_token_ids()
         self._num_requests = 0
 
     def add_request(
@@ -122,6 +123,7 @@ class LLMEngine:
         params: SamplingParams,
         *,
         priority: int = 0,
+        grammar: GrammarState | None = None,
         leader: Sequence | None = None,
     ) -> Sequence:
         """Queue a prompt for one output, whatever `params.n` says.
@@ -130,6 +132,7 @@ class LLMEngine:
             prompt_token_ids: the prompt.
             params: how it is sampled; `bad_words` as token ids.
             priority: lower goes first.
+            grammar: the start of the structure that `params` ask for.
             leader: a sequence with the same prompt: this one waits for its KV.
 
         Raises:
@@ -139,9 +142,7 @@ class LLMEngine:
         """
         prompt = self._checked_prompt(prompt_token_ids)
         self._check_params(params)
-        stop = set(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop |= set(self._eos_token_ids)
+        assert (grammar is None) == (params.structured_output is None)
         asked = params.num_speculative_tokens
         k = self.num_speculative_tokens if asked is None else asked
         sequence = Sequence(
@@ -151,10 +152,11 @@ class LLMEngine:
             derive_seed(self.config.seed, self._num_requests)
             if params.seed is None
             else params.seed,
-            frozenset(stop),
+            self.stop_token_ids(params),
             priority=priority,
             num_speculative_tokens=k,
             may_speculate=k > 0,
+            grammar=grammar,
             leader=leader if self.config.enable_prefix_caching else None,
         )
         needed = self.blocks.blocks_for(self.scheduler.most_slots(sequence))
@@ -167,6 +169,12 @@ class LLMEngine:
         self._num_requests += 1
         self.scheduler.add(sequence)
         return sequence
+
+    def stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        """Ids that end an output: those of the request, and the model's unless it ignores them."""
+        return frozenset(
+            (*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids))
+        )
 
     @property
     def blocks(self) -> BlockManager:
@@ -336,10 +344,16 @@ class LLMEngine:
             return None
         if drafter is None:
             lookup = PromptLookup(speculative.prompt_lookup_max, speculative.prompt_lookup_min)
-            return LookupDrafting(lookup, self.max_model_len)
+            return LookupDrafting(lookup, self.target.vocab_size, self.max_model_len)
         caches = self._caches(drafter_kv_shapes(drafter), num_blocks)
         proposer = make_proposer(drafter, speculative, backend, caches, self.max_model_len)
-        return HeadDrafting(proposer, self.sampler, self.max_model_len, self.max_draft_len)
+        return HeadDrafting(
+            proposer,
+            self.sampler,
+            self.target.vocab_size,
+            self.max_model_len,
+            self.max_draft_len,
+        )
 
     def _caches(self, shapes: list[tuple[int, int]], num_blocks: int) -> list[LayerKVCache]:
         target = self.target

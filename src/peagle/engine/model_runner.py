@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from peagle.attention import AttentionBackend, AttentionMetadata, LayerKVCache
+from peagle.engine.grammar import unpack, walk
 from peagle.engine.sampler import SampledStep, Sampler
 from peagle.engine.scheduler import Chunk
 from peagle.engine.sequence import Sequence
@@ -114,11 +115,23 @@ class ModelRunner:
             return None
         if sum(lens) > sum(1 + chunk.num_drafts for chunk in sampling):
             hidden_TH = hidden_TH[self._ints(_sampled_rows(chunks, lens))]
+        sequences = [chunk.sequence for chunk in sampling]
         return self.sampler.sample(
             self.target.compute_logits(hidden_TH),
-            [chunk.sequence for chunk in sampling],
+            sequences,
             [chunk.num_drafts for chunk in sampling],
+            self._masks(sequences),
         )
+
+    def _masks(self, sequences: SequenceOf[Sequence]) -> Tensor | None:
+        """The tokens that grammars allow in each row, bool [R, V]; None if there are none."""
+        grammars = [s.grammar for s in sequences]
+        if not any(grammars):
+            return None
+        lens, bitmask_RW = walk(grammars, [s.drafts for s in sequences], self.target.vocab_size)
+        assert lens == [len(s.drafts) for s in sequences], "drafts are cut when they are made"
+        assert bitmask_RW is not None
+        return unpack(bitmask_RW.to(self.device), self.target.vocab_size)
 
     def _prompt_logprobs(
         self, chunks: SequenceOf[Chunk], hidden_TH: Tensor, lens: list[int]

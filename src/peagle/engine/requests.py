@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from peagle.config import SamplingParams
 from peagle.engine.engine import LLMEngine, StepOutput
+from peagle.engine.grammar import GrammarCompiler, GrammarState
 from peagle.engine.output_text import OutputText
 from peagle.engine.outputs import RequestOutput, StreamChunk
 from peagle.engine.sequence import Sequence as EngineSequence
@@ -47,6 +48,7 @@ class Requests:
         self.engine = engine
         self.tokenizer = tokenizer
         self._running: dict[int, _Running] = {}
+        self._compiler: GrammarCompiler | None = None
 
     @property
     def has_unfinished(self) -> bool:
@@ -94,7 +96,11 @@ class Requests:
         added: list[int] = []
         for output_index in range(params.n):
             sequence = self.engine.add_request(
-                ids, _nth(engine_params, output_index), priority=priority, leader=leader
+                ids,
+                _nth(engine_params, output_index),
+                priority=priority,
+                grammar=self._grammar(engine_params),
+                leader=leader,
             )
             leader = leader or sequence
             text = OutputText(self.tokenizer, params.stop)
@@ -118,6 +124,16 @@ class Requests:
     def cancel_all(self) -> None:
         """Stop everything."""
         self.cancel(list(self._running))
+
+    def _grammar(self, params: SamplingParams) -> GrammarState | None:
+        if params.structured_output is None:
+            return None
+        if self._compiler is None:
+            self._compiler = GrammarCompiler(
+                self.tokenizer, self.engine.target.vocab_size, self.engine.eos_token_ids
+            )
+        stop = self.engine.stop_token_ids(params)
+        return self._compiler.start(params.structured_output, stop)
 
     def _chunk(self, step: StepOutput) -> StreamChunk:
         sequence = step.sequence

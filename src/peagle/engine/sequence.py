@@ -9,6 +9,7 @@ from torch import Tensor
 
 from peagle.config import SamplingParams
 from peagle.engine.features import FeatureRing
+from peagle.engine.grammar import GrammarState
 from peagle.engine.stats import SpeculationStats
 from peagle.kernels.logprobs import TokenLogprobs
 
@@ -36,6 +37,7 @@ class Sequence:
         priority: lower goes first.
         num_speculative_tokens: K of the next draft; 0 drafts nothing.
         may_speculate: false if the request never drafts: nothing is kept for its drafter then.
+        grammar: where the output stands in the structure that it must have, None if it is free.
         leader: a sequence with the same prompt whose KV this one waits for.
         block_table: KV blocks in order.
         block_hashes: of the full blocks known so far, see BlockManager.
@@ -60,6 +62,7 @@ class Sequence:
     priority: int = 0
     num_speculative_tokens: int = 0
     may_speculate: bool = True
+    grammar: GrammarState | None = None
     leader: Sequence | None = None
     num_prompt_tokens: int = field(init=False)
     status: SequenceStatus = SequenceStatus.WAITING
@@ -144,6 +147,8 @@ class Sequence:
             if self.finish_reason:
                 self.status = SequenceStatus.FINISHED
                 break
+        if self.grammar is not None:
+            self.grammar.accept(kept)
         return kept
 
     def trim(self, num_surplus: int) -> None:

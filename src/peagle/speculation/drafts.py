@@ -9,9 +9,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from peagle.speculation.verification import SamplingTensors
+
+
+class DraftConstraint(Protocol):
+    """Says which tokens may be drafted, column after column: a grammar, for instance.
+
+    For each column `mask`, then `advance` with the tokens chosen.
+    """
+
+    lens: list[int]
+    """How many drafts of each sequence are valid so far; later ones must not be verified."""
+
+    def mask(self, device: torch.device) -> Tensor | None:
+        """Tokens allowed in the next column, bool [B, V]; None if all are."""
+        ...
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Take the tokens chosen for the column, one a sequence."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +48,7 @@ class TargetStep:
         sampling: with num_outputs counting the emitted tokens.
         histories: every token of each sequence, the emitted ones included.
         context_starts_B: first drafter slot of each sequence that may be looked at; None: all.
+        constraint: which tokens may be drafted; None: all.
     """
 
     tokens_T: Tensor
@@ -42,6 +62,7 @@ class TargetStep:
     sampling: SamplingTensors
     histories: Sequence[Sequence[int]]
     context_starts_B: Tensor | None = None
+    constraint: DraftConstraint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +82,9 @@ class Drafts:
 
 class Proposer(Protocol):
     """A way of drafting with a head."""
+
+    draft_token_ids: Sequence[int] | None
+    """Target ids that it can draft; None: all."""
 
     def propose(self, step: TargetStep) -> Drafts:
         """Draft the tokens that follow `next_tokens` of every sequence, `num_drafts` of each."""

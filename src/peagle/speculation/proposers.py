@@ -17,7 +17,8 @@ from peagle.kernels.expand import DraftBatch, expand_draft_batch, slot_mapping
 from peagle.kernels.random import Purpose, uniform
 from peagle.kernels.sampling import sample_from_weights
 from peagle.models.drafter import Attend, Drafter
-from peagle.speculation.drafts import Drafts, TargetStep
+from peagle.speculation.drafts import DraftConstraint, Drafts, TargetStep
+from peagle.speculation.verification import SamplingTensors
 
 
 class HeadProposer:
@@ -48,6 +49,8 @@ class HeadProposer:
         self.draft_sampling = draft_sampling
         self.scaling = drafter.config.head_dim**-0.5
         self._target_ids = drafter.target_ids()
+        pruned = drafter.config.is_pruned
+        self.draft_token_ids: Sequence[int] | None = self._target_ids.tolist() if pruned else None
 
     def _first_pass(self, step: TargetStep) -> tuple[DraftBatch, Tensor]:
         """Run [NTP slots | mask slots] of every sequence: the batch and its hidden states."""
@@ -103,24 +106,45 @@ class HeadProposer:
         return self.drafter.shared_hidden().unsqueeze(0)
 
     def _draw(
-        self, hidden_BJD: Tensor, step: TargetStep, sequences_B: Tensor, first: int
+        self, hidden_NJD: Tensor, step: TargetStep, sequences_N: Tensor, first: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Draft tokens [B, J] and their q [B, J, V] (None if argmax) from hidden states.
+        """Draft tokens [N, J] and their q [N, J, V] (None if argmax) from hidden states.
 
-        Column j stands `first` + j tokens after the last; the rows are those of `sequences_B`.
+        Column j stands `first` + j tokens after the last; the rows are those of `sequences_N`.
         """
-        sampling = step.sampling
-        logits_BJV = self.drafter.compute_logits(hidden_BJD)
+        logits_NJV = self.drafter.compute_logits(hidden_NJD)
+        if step.constraint is None:
+            return self._choose(logits_NJV, step.sampling, sequences_N, first)
+        # What may come next depends on what was chosen before it: one column at a time.
+        columns = []
+        for j in range(logits_NJV.shape[1]):
+            logits_N1V = logits_NJV[:, j : j + 1]
+            mask_BV = step.constraint.mask(logits_NJV.device)
+            if mask_BV is not None:
+                mask_N1V = mask_BV[sequences_N][:, self._target_ids].unsqueeze(1)
+                logits_N1V = logits_N1V.masked_fill(~mask_N1V, -torch.inf)
+            columns.append(self._choose(logits_N1V, step.sampling, sequences_N, first + j))
+            tokens_B = torch.zeros_like(step.next_tokens_B)
+            tokens_B[sequences_N] = columns[-1][0].squeeze(1)
+            step.constraint.advance(tokens_B.tolist())
+        probs = [probs_N1V for _, probs_N1V in columns if probs_N1V is not None]
+        tokens_NJ = torch.cat([tokens_N1 for tokens_N1, _ in columns], dim=1)
+        return tokens_NJ, torch.cat(probs, dim=1) if probs else None
+
+    def _choose(
+        self, logits_NJV: Tensor, sampling: SamplingTensors, sequences_N: Tensor, first: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """The tokens of these logits, as `_draw` gives them."""
         if self.draft_sampling == "argmax" or sampling.all_greedy:
-            return self.drafter.to_target_ids(logits_BJV.argmax(-1)), None
-        batch, columns = logits_BJV.shape[:2]
-        column_J = torch.arange(columns, device=logits_BJV.device)
-        sequences_N = sequences_B.repeat_interleave(columns)
-        probs_NV = sampling.probs(self._in_target_vocabulary(logits_BJV.flatten(0, 1)), sequences_N)
-        position_BJ = sampling.num_outputs_B[sequences_B].unsqueeze(1) + first + column_J
-        u_BJ = uniform(sampling.seeds_B[sequences_B].unsqueeze(1), position_BJ, Purpose.DRAFT)
-        tokens_BJ = sample_from_weights(probs_NV, u_BJ.flatten()).view(batch, columns)
-        return tokens_BJ, probs_NV.unflatten(0, (batch, columns))
+            return self.drafter.to_target_ids(logits_NJV.argmax(-1)), None
+        batch, columns = logits_NJV.shape[:2]
+        column_J = torch.arange(columns, device=logits_NJV.device)
+        rows = sequences_N.repeat_interleave(columns)
+        probs_RV = sampling.probs(self._in_target_vocabulary(logits_NJV.flatten(0, 1)), rows)
+        position_NJ = sampling.num_outputs_B[sequences_N].unsqueeze(1) + first + column_J
+        u_NJ = uniform(sampling.seeds_B[sequences_N].unsqueeze(1), position_NJ, Purpose.DRAFT)
+        tokens_NJ = sample_from_weights(probs_RV, u_NJ.flatten()).view(batch, columns)
+        return tokens_NJ, probs_RV.unflatten(0, (batch, columns))
 
     def _in_target_vocabulary(self, logits_NV: Tensor) -> Tensor:
         if not self.drafter.config.is_pruned:
@@ -153,7 +177,7 @@ class ParallelProposer(HeadProposer):
             columns_K = torch.arange(written.most, device=hidden_SD.device)
             rows_NK = batch.last_ntp_B[sequences_N].unsqueeze(1) + columns_K.minimum(last_N1)
             written.put(0, sequences_N, self._draw(hidden_SD[rows_NK], step, sequences_N, first=0))
-        return written.drafts()
+        return written.drafts(step.constraint)
 
 
 class AutoregressiveProposer(HeadProposer):
@@ -180,7 +204,7 @@ class AutoregressiveProposer(HeadProposer):
             drawn = self._draw(hidden_ND.unsqueeze(1), step, sequences_N, first=j)
             tokens_N = drawn[0].squeeze(1)
             written.put(j, sequences_N, drawn)
-        return written.drafts()
+        return written.drafts(step.constraint)
 
     def _metadata(
         self, step: TargetStep, sequences_N: Tensor, position_N: Tensor, max_seq_len: int
@@ -226,6 +250,9 @@ class DraftWriter:
                 self._probs_BKV = probs_NJV.new_zeros(shape)
             self._probs_BKV[sequences_N, columns] = probs_NJV
 
-    def drafts(self) -> Drafts:
-        """What was put."""
-        return Drafts(self._tokens_BK, self.lens, self._probs_BKV)
+    def drafts(self, constraint: DraftConstraint | None) -> Drafts:
+        """What was put, as far as the constraint finds it valid."""
+        lens = self.lens
+        if constraint is not None:
+            lens = [min(k, valid) for k, valid in zip(lens, constraint.lens, strict=True)]
+        return Drafts(self._tokens_BK, lens, self._probs_BKV)

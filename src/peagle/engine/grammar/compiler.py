@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # Compilation slows with the square of some sources and cannot be interrupted.
 MAX_SOURCE = 64 * 1024
 # More than any indentation in use; without a bound a model may write blanks for ever.
-MAX_WHITESPACE = 64
+MAX_WHITESPACE = 32
 _SHOWN = 80
 _PROBE = '{"a": [1, -2.5, "b cd"]}'
 

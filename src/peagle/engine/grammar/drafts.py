@@ -58,7 +58,7 @@ def _walk_one(state: GrammarState, tokens: Sequence[int], bitmask_RW: Tensor, ro
 class DraftGrammar:
     """Masks the drafts of one batch while they are chosen, column after column.
 
-    For each column: `mask()`, choose, `advance(tokens)`; at the end `finish(lens)`. Drafting of a
+    For each column: `mask()`, choose, `advance(tokens)`; at the end `finish()`. Drafting of a
     sequence is over at a token that its grammar does not allow, after a stop id, and where no id of
     the draft vocabulary is allowed; what is chosen for it from then on is ignored.
 
@@ -83,7 +83,7 @@ class DraftGrammar:
         self._vocab_size = vocab_size
         self._draftable_W = None if draft_token_ids is None else pack(draft_token_ids, vocab_size)
         self._is_over = [state is not None and state.is_finished for state in states]
-        self._columns: list[Tensor] = []
+        self._bitmask_BW = full_bitmask(len(states), vocab_size)
         self._fill_column()
 
     def mask(self, device: torch.device | str = "cpu") -> Tensor | None:
@@ -93,9 +93,7 @@ class DraftGrammar:
         """
         if all(s is None or o for s, o in zip(self._states, self._is_over, strict=True)):
             return None
-        bitmask_BW = self._columns[-1].clone()
-        bitmask_BW[torch.tensor(self._is_over)] = -1
-        return unpack(bitmask_BW.to(device), self._vocab_size)
+        return unpack(self._bitmask_BW.to(device), self._vocab_size)
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Take the drafts just chosen, one a sequence."""
@@ -109,35 +107,22 @@ class DraftGrammar:
             self._is_over[b] = state is not None and state.is_finished
         self._fill_column()
 
-    def finish(self, num_drafts: Sequence[int] | None = None) -> Tensor | None:
-        """Put the states back to where they were, and give the masks of the verification.
-
-        Args:
-            num_drafts: k_b of each sequence, at most `lens`, which is the default.
-
-        Returns:
-            As `walk`: the packed masks of the rows, int32 [R, W], or None.
-        """
+    def finish(self) -> None:
+        """Put the states back to where they were."""
         for state, length in zip(self._states, self.lens, strict=True):
             if state is not None:
                 state.rollback(length)
-        if not any(self._states):
-            return None
-        lens = self.lens if num_drafts is None else num_drafts
-        rows = [self._columns[j][b] for b, length in enumerate(lens) for j in range(length + 1)]
-        return torch.stack(rows)
 
     def _fill_column(self) -> None:
-        """The masks after the drafts so far; ends sequences that the draft vocabulary cannot go on.
-
-        A column that is all True after a sequence's end is right for the row after a stop id, and
-        not read after any other end.
-        """
-        bitmask_BW = full_bitmask(len(self._states), self._vocab_size)
+        """The masks after the drafts so far; ends drafting where no id to draft is allowed."""
+        self._bitmask_BW.fill_(-1)
         for b, state in enumerate(self._states):
-            if state is None or self.lens[b] < len(self._columns):
+            if state is None or self._is_over[b]:
                 continue
-            state.mask_into(bitmask_BW, b)
-            if self._draftable_W is not None and not (bitmask_BW[b] & self._draftable_W).any():
+            state.mask_into(self._bitmask_BW, b)
+            if (
+                self._draftable_W is not None
+                and not (self._bitmask_BW[b] & self._draftable_W).any()
+            ):
                 self._is_over[b] = True
-        self._columns.append(bitmask_BW)
+                self._bitmask_BW[b] = -1
