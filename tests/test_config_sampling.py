@@ -224,7 +224,7 @@ def test_schemas_are_compact_json() -> None:
         (["json"], "", "structured output kind is ['json']"),
         ("json", "{}", "source is '{}'; expected none with kind \"json\""),
         ("regex", "", "regex is ''; expected text that is not empty"),
-        ("ebnf", " \n", "ebnf is ' \\n'; expected text that is not empty"),
+        ("ebnf", "", "ebnf is ''; expected text that is not empty"),
         ("regex", 5, "regex is 5; expected text"),
         ("ebnf", None, "ebnf is None; expected text"),
         ("json_schema", "", "json_schema is not JSON"),
@@ -244,6 +244,12 @@ def test_structures_that_are_refused(kind: Any, source: Any, expected: str) -> N
     with pytest.raises(UserError) as caught:
         StructuredOutput(kind, source)
     assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "compact"), [("regex", True), ("json", 1), ("ebnf", "yes")])
+def test_compact_is_for_json(kind: Any, compact: Any) -> None:
+    with pytest.raises(UserError, match="compact is .*; expected true or false, true for JSON"):
+        StructuredOutput(kind, "" if kind == "json" else "a", compact)
 
 
 def test_a_schema_that_holds_itself_is_refused() -> None:

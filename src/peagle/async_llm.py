@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -16,13 +17,30 @@ from peagle.engine.requests import Prompt
 from peagle.errors import UserError
 from peagle.llm import LLM
 
-_Client = Callable[[StreamChunk | BaseException], None]
+
+@dataclass(slots=True, eq=False)
+class _Client:
+    """Who waits for a request, in which event loop; `num_left` outputs are yet to come."""
+
+    loop: asyncio.AbstractEventLoop
+    num_left: int
+    seq_ids: list[int] = field(default_factory=list)
+    items: asyncio.Queue[StreamChunk | BaseException] = field(default_factory=asyncio.Queue)
+
+    def deliver(self, item: StreamChunk | BaseException) -> bool:
+        """Hand something over from another thread; false if nobody waits any more."""
+        try:
+            self.loop.call_soon_threadsafe(self.items.put_nowait, item)
+        except RuntimeError:  # the loop is closed; asking first would be too early
+            return False
+        return True
 
 
 class AsyncLLM:
     """An `LLM` for asyncio: requests join the running batch as they come.
 
-    The engine steps in a thread of its own. Use it as an async context manager, or call `aclose`.
+    The engine steps in a thread of its own; event loops of several threads may share it. Use it as
+    an async context manager, or call `aclose`. Its `llm` is not for others while it is open.
 
     Args:
         target: as in `LLM`.
@@ -35,10 +53,11 @@ class AsyncLLM:
     def __init__(self, target: str | Path | None = None, **options: Any) -> None:
         self.llm = LLM(target, **options)
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._lock = threading.Lock()  # of the next three, which all threads write
         self._clients: dict[int, _Client] = {}
         self._num_requests = 0
-        self._lock = threading.Lock()
-        self._ended: BaseException | None = None
+        self._has_ended = False
+        self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="peagle-engine", daemon=True)
         self._thread.start()
 
@@ -71,10 +90,11 @@ class AsyncLLM:
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
-    ) -> AsyncIterator[StreamChunk]:
+    ) -> AsyncGenerator[StreamChunk, None]:
         """Complete one prompt, yielding each step's tokens as they come.
 
-        Leaving the iterator, or cancelling the task, cancels the request.
+        The engine does not wait for a slow reader. Leaving the iterator, or cancelling the task,
+        cancels the request; where the iterator is kept in a variable, close it with `aclose`.
 
         Args:
             prompt: text or token ids.
@@ -83,62 +103,60 @@ class AsyncLLM:
 
         Raises:
             UserError: the request cannot be served, or this AsyncLLM is closed.
+            RuntimeError: the engine failed; the cause is what it raised.
         """
-        params = params or self.llm.default_params()
-        chunks: asyncio.Queue[StreamChunk | BaseException] = asyncio.Queue()
-        deliver = _deliver_to(asyncio.get_running_loop(), chunks)
-        self._num_requests += 1
-        index = self._num_requests
-        added: list[int] = []
-
-        def add() -> None:
-            try:
-                added.extend(self.llm.requests.add(index, prompt, params, priority=priority))
-                self._clients[index] = deliver
-            except UserError as error:
-                deliver(error)
-
-        def cancel() -> None:
-            self._clients.pop(index, None)
-            self.llm.requests.cancel(added)
-
-        self._order(add)
+        params = self.llm.default_params() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise UserError(f"The sampling params are {params!r}; expected SamplingParams.")
         num_left = params.n
+        client = _Client(asyncio.get_running_loop(), num_left)
+        index = self._register(client)
+        self._orders.put(lambda: self._add(index, prompt, params, priority))
         try:
             while num_left:
-                chunk = await chunks.get()
-                if isinstance(chunk, BaseException):
-                    raise chunk
-                num_left -= chunk.output is not None
-                yield chunk
+                item = await client.items.get()
+                if isinstance(item, BaseException):
+                    raise item
+                num_left -= item.output is not None
+                yield item
         finally:
             if num_left:
-                self._orders.put(cancel)
+                self._orders.put(lambda: self._cancel(index))
 
-    def _order(self, order: Callable[[], None]) -> None:
+    def _register(self, client: _Client) -> int:
+        """Note who waits, before the order is given: whatever ends the engine, it will be told."""
         with self._lock:
-            if self._ended is not None:
-                raise UserError("This AsyncLLM is closed; make another one.") from self._ended
-            self._orders.put(order)
+            if self._has_ended:
+                raise self._end()
+            self._num_requests += 1
+            self._clients[self._num_requests] = client
+            return self._num_requests
+
+    def _end(self) -> Exception:
+        """Why there is nothing more; a new one each time, as each is raised in another task."""
+        if self._failure is None:
+            return UserError("This AsyncLLM is closed; make another one.")
+        error = RuntimeError(f"The engine failed: {self._failure!r}. Make another AsyncLLM.")
+        error.__cause__ = self._failure
+        return error
+
+    # ---- in the engine's thread -------------------------------------------------------------
 
     def _work(self) -> None:
-        """The engine's thread: orders between steps, chunks to their clients."""
-        ended: BaseException = UserError("This AsyncLLM was closed; make another one.")
+        """Serve until the end, then tell everybody who still waits."""
         try:
             self._serve()
+            self.llm.requests.cancel_all()
         except BaseException as error:  # whoever waits must hear of it
-            ended = error
+            self._failure = error
         with self._lock:
-            self._ended = ended
-        while not self._orders.empty():
-            if order := self._orders.get():
-                order()
-        self.llm.requests.cancel_all()
+            self._has_ended = True
         for client in self._clients.values():
-            client(ended)
+            client.deliver(self._end())
         self._clients.clear()
 
     def _serve(self) -> None:
+        """Orders between steps, chunks to their clients."""
         requests = self.llm.requests
         while True:
             while not requests.has_unfinished or not self._orders.empty():
@@ -147,19 +165,31 @@ class AsyncLLM:
                     return
                 order()
             for chunk in requests.step():
-                self._clients[chunk.index](chunk)
-                self._forget_finished(chunk)
+                self._deliver(chunk)
 
-    def _forget_finished(self, chunk: StreamChunk) -> None:
-        if chunk.output is not None and not self.llm.requests.is_running(chunk.index):
-            del self._clients[chunk.index]
+    def _add(self, index: int, prompt: Prompt, params: SamplingParams, priority: int) -> None:
+        requests, client = self.llm.requests, self._clients[index]
+        try:
+            client.seq_ids = requests.add(index, prompt, params, priority=priority)
+        except Exception as error:  # its own affair: nothing was queued
+            self._forget(index)
+            client.deliver(error)
 
+    def _cancel(self, index: int) -> None:
+        client = self._forget(index)
+        if client is not None:
+            self.llm.requests.cancel(client.seq_ids)
 
-def _deliver_to(
-    loop: asyncio.AbstractEventLoop, chunks: asyncio.Queue[StreamChunk | BaseException]
-) -> _Client:
-    def deliver(chunk: StreamChunk | BaseException) -> None:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(chunks.put_nowait, chunk)
+    def _deliver(self, chunk: StreamChunk) -> None:
+        client = self._clients.get(chunk.index)
+        if client is None:
+            return  # another output of this step found that nobody waits
+        client.num_left -= chunk.output is not None
+        if not client.deliver(chunk):
+            self._cancel(chunk.index)
+        elif client.num_left == 0:
+            self._forget(chunk.index)
 
-    return deliver
+    def _forget(self, index: int) -> _Client | None:
+        with self._lock:
+            return self._clients.pop(index, None)

@@ -22,7 +22,7 @@ from peagle.engine import EngineStats, LLMEngine
 from peagle.engine.outputs import RequestOutput, StreamChunk
 from peagle.engine.placement import resolve_device, resolve_dtype
 from peagle.engine.requests import Prompt, Requests
-from peagle.errors import UserError
+from peagle.errors import CheckpointError, UserError
 from peagle.models.loading import resolve_model, with_local_head
 from peagle.models.target import TargetModel, load_tokenizer
 
@@ -162,8 +162,15 @@ class LLM:
         """How the model asks to be sampled, in its generation_config; greedy if it does not.
 
         Its stop ids count for every request, whatever its params.
+
+        Raises:
+            CheckpointError: the generation_config has a value that is out of range.
         """
-        return SamplingParams(**self.target.generation_defaults())
+        try:
+            return SamplingParams(**self.target.generation_defaults())
+        except UserError as error:
+            path = Path(self.target.name, "generation_config.json")
+            raise CheckpointError(f"{path}: {error} Mend the file, or give params.") from None
 
     @property
     def stats(self) -> EngineStats:

@@ -25,7 +25,7 @@ class TorchPreparedAttention:
     def __init__(self, metadata: AttentionMetadata) -> None:
         self.metadata = metadata
         self._masks: dict[int | None, Tensor | None] = {}
-        self._context_slots: Tensor | slice | None = None
+        self._context_blocks: Tensor | slice | None = None
         self._write_slots: Tensor | None = None
         start = metadata.query_start_loc
         self.num_sequences = start.shape[0] - 1
@@ -55,14 +55,12 @@ class TorchPreparedAttention:
         keys_NHd.index_copy_(0, slots_T, key_THd)
         values_NHd.index_copy_(0, slots_T, value_THd)
 
-        context = self._slots_to_read(cache.block_size)
-        shape = (self.num_sequences, self.metadata.max_seq_len, *keys_NHd.shape[1:])
-        keys_BHSd, values_BHSd = keys_NHd[context].view(shape), values_NHd[context].view(shape)
+        keys_BSHd, values_BSHd = self._context(cache.keys), self._context(cache.values)
         query_BQHd = self._pad(query_THd)
         out_BHQd = masked_attention(
             query_BQHd.transpose(1, 2),
-            keys_BHSd.transpose(1, 2),
-            values_BHSd.transpose(1, 2),
+            keys_BSHd.transpose(1, 2),
+            values_BSHd.transpose(1, 2),
             self._mask(sliding_window),
             scaling=scaling,
             sinks=sinks,
@@ -77,21 +75,27 @@ class TorchPreparedAttention:
             self._write_slots = torch.where(slots_T < 0, scrap, slots_T)
         return self._write_slots
 
-    def _slots_to_read(self, block_size: int) -> Tensor | slice:
-        """Slots of every context, one after the other; a slice where that saves the copy."""
-        if self._context_slots is None:
-            meta = self.metadata
-            blocks_BM = meta.block_tables_BM
+    def _context(self, cache_NSHd: Tensor) -> Tensor:
+        """Keys or values of every context, [B, S, Hkv, d], from a cache of whole blocks."""
+        blocks = self._blocks_to_read(cache_NSHd.shape[1])
+        read_NSHd = cache_NSHd[blocks]
+        context = read_NSHd.view(self.num_sequences, -1, *cache_NSHd.shape[2:])
+        return context[:, : self.metadata.max_seq_len]
+
+    def _blocks_to_read(self, block_size: int) -> Tensor | slice:
+        """Blocks of every context, one after the other; a slice where that saves the copy."""
+        if self._context_blocks is None:
+            blocks_BM = self.metadata.block_tables_BM
+            num_blocks = -(-self.metadata.max_seq_len // block_size)
+            assert num_blocks <= blocks_BM.shape[1], "a context is longer than its blocks"
             # Sequences that run alone mostly own neighbouring blocks. (On a GPU asking would wait.)
             alone = self.num_sequences == 1 and blocks_BM.device.type == "cpu"
-            if alone and bool((blocks_BM.diff() == 1).all()):
-                first = int(blocks_BM[0, 0]) * block_size
-                self._context_slots = slice(first, first + meta.max_seq_len)
+            if alone and bool((blocks_BM[:, :num_blocks].diff() == 1).all()):
+                first = int(blocks_BM[0, 0])
+                self._context_blocks = slice(first, first + num_blocks)
             else:
-                position_S = torch.arange(meta.max_seq_len, device=blocks_BM.device)
-                blocks_BS = blocks_BM[:, position_S // block_size]
-                self._context_slots = (blocks_BS * block_size + position_S % block_size).flatten()
-        return self._context_slots
+                self._context_blocks = blocks_BM[:, :num_blocks].flatten()
+        return self._context_blocks
 
     def _mask(self, sliding_window: int | None) -> Tensor | None:
         """Boolean [B, 1, Q, S], true where a query may look; None where every key is visible."""

@@ -23,6 +23,7 @@ class StructuredOutput:
             "ebnf" (a grammar in GBNF notation, rule `root`).
         source: the schema as JSON text or a mapping, the expression, or the grammar; "" for
             "json". Schemas are kept as compact JSON text.
+        compact: JSON without blanks between its parts: shorter, and no room to ramble.
 
     Raises:
         UserError: the kind is unknown, a source is missing or superfluous, or a schema is not JSON.
@@ -31,6 +32,7 @@ class StructuredOutput:
 
     kind: StructureKind
     source: str = ""
+    compact: bool = False
 
     def __post_init__(self) -> None:
         require(
@@ -43,18 +45,23 @@ class StructuredOutput:
         if self.kind == "json":
             require(not source, "source", source, 'none with kind "json"')
         else:
-            require(bool(source.strip()), self.kind, source, "text that is not empty")
+            require(bool(source), self.kind, source, "text that is not empty")
+        is_json, compact = self.kind.startswith("json"), self.compact
+        ok = isinstance(compact, bool) and (is_json or not compact)
+        require(ok, "compact", compact, "true or false, true for JSON only")
         object.__setattr__(self, "source", source)
 
     @classmethod
-    def json_object(cls) -> StructuredOutput:
+    def json_object(cls, *, compact: bool = False) -> StructuredOutput:
         """Any JSON object."""
-        return cls("json")
+        return cls("json", compact=compact)
 
     @classmethod
-    def json_schema(cls, schema: str | Mapping[str, Any] | bool) -> StructuredOutput:
+    def json_schema(
+        cls, schema: str | Mapping[str, Any] | bool, *, compact: bool = False
+    ) -> StructuredOutput:
         """JSON that fits a schema."""
-        return cls("json_schema", schema)  # type: ignore[arg-type]
+        return cls("json_schema", schema, compact)  # type: ignore[arg-type]
 
     @classmethod
     def regex(cls, pattern: str) -> StructuredOutput:

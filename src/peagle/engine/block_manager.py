@@ -106,8 +106,10 @@ class BlockManager:
 
     def free(self, sequence: Sequence) -> None:
         """Take the sequence's blocks back; what is published stays until the space is needed."""
-        # The end of a prefix is useless without its beginning: it is taken first.
-        for block in reversed(sequence.block_table):
+        # The end of a prefix is useless without its beginning: it is taken first. Where nothing is
+        # kept, the order stays, so that neighbours stay neighbours, which attention is fond of.
+        table = sequence.block_table
+        for block in reversed(table) if self.enable_prefix_caching else table:
             self._num_owners[block] -= 1
             if self._num_owners[block] == 0:
                 del self._num_owners[block]

@@ -17,6 +17,7 @@ from peagle.speculation import AutoregressiveProposer, ParallelProposer, Propose
 
 _CPU_CACHE_GIB = 2.0
 _GPU_FREE_SHARE = 0.8
+_KEPT_TIMES = 4
 
 
 def resolve_max_model_len(target: TargetModel, config: EngineConfig) -> int:
@@ -90,7 +91,9 @@ def drafter_kv_shapes(drafter: Drafter | None) -> list[tuple[int, int]]:
 def num_kv_blocks(
     target: TargetModel, drafter: Drafter | None, config: EngineConfig, max_model_len: int
 ) -> int:
-    """Blocks of the cache: what memory allows, at most what all sequences can use.
+    """Blocks of the cache: what memory allows, at most what can be of use.
+
+    All sequences together fill so many; with prefix caching a few times as many keep what was.
 
     Raises:
         UserError: not one fits.
@@ -109,7 +112,8 @@ def num_kv_blocks(
             f"A KV block takes {block_bytes / 2**20:.1f} MiB, the cache may take "
             f"{budget / 2**20:.1f} MiB. Raise kv_cache_gib."
         )
-    return min(fitting, -(-max_model_len // size) * config.max_num_seqs)
+    useful = -(-max_model_len // size) * config.max_num_seqs
+    return min(fitting, useful * _KEPT_TIMES if config.enable_prefix_caching else useful)
 
 
 def _cache_bytes(device: torch.device, config: EngineConfig) -> float:

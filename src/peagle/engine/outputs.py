@@ -45,6 +45,7 @@ class RequestOutput:
         """As a JSON object, the fields of `peagle generate --format json` without the id.
 
         The index is left out where there is one output, log-probabilities where nobody asked.
+        JSON has no -inf: the log-probability of what cannot come is null.
         """
         fields: dict[str, Any] = {
             "text": self.text,
@@ -62,7 +63,7 @@ class RequestOutput:
         }
         for name in ("logprobs", "prompt_logprobs"):
             if (values := getattr(self, name)) is not None:
-                fields[name] = [asdict(value) for value in values]
+                fields[name] = [_finite(asdict(value)) for value in values]
         return fields
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedTokenizerBase
 
 from peagle.config import SamplingParams
+from peagle.config.checks import is_int, require
 from peagle.engine.engine import LLMEngine, StepOutput
 from peagle.engine.grammar import GrammarCompiler, GrammarState
 from peagle.engine.output_text import OutputText
@@ -55,10 +56,6 @@ class Requests:
         """Whether a step would do something."""
         return bool(self._running)
 
-    def is_running(self, index: int) -> bool:
-        """Whether an output of the request of that index is unfinished."""
-        return any(running.index == index for running in self._running.values())
-
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt.
 
@@ -87,27 +84,34 @@ class Requests:
             the ids by which `cancel` knows its outputs.
 
         Raises:
-            UserError: as `LLMEngine.add_request`; nothing is queued then.
+            UserError: as `LLMEngine.add_request`; the priority is no whole number, a bad word is
+                nothing to the tokenizer, or the structured output does not compile. Whatever is
+                raised, nothing is queued.
         """
+        require(is_int(priority), "priority", priority, "a whole number; lower goes first")
         ids = self.encode(prompt)
         engine_params = replace(params, n=1, bad_words=self._word_ids(params))
         start = time.perf_counter()
         leader: EngineSequence | None = None
         added: list[int] = []
-        for output_index in range(params.n):
-            sequence = self.engine.add_request(
-                ids,
-                _nth(engine_params, output_index),
-                priority=priority,
-                grammar=self._grammar(engine_params),
-                leader=leader,
-            )
-            leader = leader or sequence
-            text = OutputText(self.tokenizer, params.stop)
-            self._running[sequence.seq_id] = _Running(
-                index, output_index, sequence, leader, text, params, start
-            )
-            added.append(sequence.seq_id)
+        try:
+            for output_index in range(params.n):
+                text = OutputText(self.tokenizer, params.stop)
+                sequence = self.engine.add_request(
+                    ids,
+                    _nth(engine_params, output_index),
+                    priority=priority,
+                    grammar=self._grammar(engine_params),
+                    leader=leader,
+                )
+                leader = leader or sequence
+                self._running[sequence.seq_id] = _Running(
+                    index, output_index, sequence, leader, text, params, start
+                )
+                added.append(sequence.seq_id)
+        except BaseException:
+            self.cancel(added)
+            raise
         return added
 
     def step(self) -> list[StreamChunk]:

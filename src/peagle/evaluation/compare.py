@@ -25,7 +25,7 @@ class Measurement:
     """Outputs of one run and the time they took.
 
     Attributes:
-        completions: one a prompt, in order.
+        completions: one an output, in the order of the prompts, `params.n` of each.
         seconds: of the engine, prompt passes included, whatever the caller does between steps
             left out.
     """
@@ -40,7 +40,7 @@ class Measurement:
 
     @property
     def token_ids(self) -> list[list[int]]:
-        """Output tokens of each prompt."""
+        """Tokens of each output."""
         return [completion.output.token_ids for completion in self.completions]
 
     @property
@@ -100,8 +100,8 @@ def measure(
     Raises:
         UserError: a prompt is empty or too long.
     """
-    steps: list[list[Step]] = [[] for _ in prompts]
-    completions: list[Completion | None] = [None] * len(prompts)
+    steps: dict[tuple[int, int], list[Step]] = {}
+    completions: dict[tuple[int, int], Completion] = {}
     seconds = 0.0
     stream = llm.stream(prompts, params)
     while True:
@@ -110,13 +110,14 @@ def measure(
         seconds += time.perf_counter() - start
         if chunk is None:
             break
-        own = steps[chunk.index]
+        key = chunk.index, chunk.output_index
+        own = steps.setdefault(key, [])
         own.append(Step(len(chunk.token_ids), chunk.num_drafted, chunk.num_accepted))
         if chunk.output is not None:
-            completions[chunk.index] = Completion(chunk.output, own)
+            completions[key] = Completion(chunk.output, own)
         if watch is not None:
             watch(chunk)
-    return Measurement([c for c in completions if c is not None], seconds)
+    return Measurement([completions[key] for key in sorted(completions)], seconds)
 
 
 def draft_seconds(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> list[float]:
@@ -151,7 +152,9 @@ def build(
     configurations: Mapping[str, SpeculativeConfig | None],
     **engine_options: Any,
 ) -> dict[str, LLM]:
-    """One LLM a configuration, all on the same target.
+    """One LLM a configuration, all on the same target, without prefix caching unless asked for.
+
+    Repeated runs would else find the KV of their prompts.
 
     Args:
         target: shared by all of them.
@@ -162,7 +165,11 @@ def build(
         UserError: a head does not fit the target, or an option is not usable.
     """
     return {
-        name: LLM(model=target, speculative_config=speculative, **engine_options)
+        name: LLM(
+            model=target,
+            speculative_config=speculative,
+            **{"enable_prefix_caching": False, **engine_options},
+        )
         for name, speculative in configurations.items()
     }
 

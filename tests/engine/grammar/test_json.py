@@ -323,3 +323,18 @@ CHECKS = {
     ),
     "propertyNames": _typed(dict, lambda v, e, s, r: all(is_valid(name, e, r) for name in v)),
 }
+
+
+def test_compact_json_has_no_blanks_between_its_parts(compiler, tokenizer):
+    schema = {"type": "object", "properties": {"a b": {"type": "array"}}, "required": ["a b"]}
+    states = [
+        compiler.start(StructuredOutput.json_schema(schema, compact=compact))
+        for compact in (True, False)
+    ]
+    text = '{"a b":[1,{"c":"d e"}]}'
+    for state, blank in zip(states, ('{ "a b"', '{ "a b"')):
+        before = [state.try_advance(t) for t in tokenizer.encode(blank, add_special_tokens=False)]
+        state.rollback(sum(before))
+        assert all(before) == (state is states[1])
+        state.accept(tokenizer.encode(text, add_special_tokens=False))
+        assert state.is_complete

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 # Compilation slows with the square of some sources and cannot be interrupted.
 MAX_SOURCE = 64 * 1024
-# More than any indentation in use; without a bound a model may write blanks for ever.
-MAX_WHITESPACE = 32
+# Enough to indent; without a bound a weak model writes blanks for ever.
+MAX_WHITESPACE = 20
 _SHOWN = 80
 _PROBE = '{"a": [1, -2.5, "b cd"]}'
 
@@ -138,7 +138,12 @@ class GrammarCompiler:
         # By way of a grammar: compile_json_schema takes another route for patterns, which lets
         # quotes through and needs exponential time for some.
         return self._compiler.compile_grammar(
-            self._xgrammar.Grammar.from_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
+            self._xgrammar.Grammar.from_json_schema(
+                schema,
+                any_whitespace=not structure.compact,
+                max_whitespace_cnt=None if structure.compact else MAX_WHITESPACE,
+                separators=(",", ":") if structure.compact else None,
+            )
         )
 
 
