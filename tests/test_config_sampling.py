@@ -248,7 +248,7 @@ def test_structures_that_are_refused(kind: Any, source: Any, expected: str) -> N
 
 @pytest.mark.parametrize(("kind", "compact"), [("regex", True), ("json", 1), ("ebnf", "yes")])
 def test_compact_is_for_json(kind: Any, compact: Any) -> None:
-    with pytest.raises(UserError, match="compact is .*; expected true or false, true for JSON"):
+    with pytest.raises(UserError, match=r"compact is .*; expected true or false, true for JSON"):
         StructuredOutput(kind, "" if kind == "json" else "a", compact)
 
 

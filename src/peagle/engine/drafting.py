@@ -7,6 +7,7 @@ the drafter's context begins there. Nothing ever looks into a hole.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -97,6 +98,7 @@ class HeadDrafting:
         self.sampler = sampler
         self.max_model_len = max_model_len
         self.max_draft_len = max_draft_len
+        self._has_warned = False
 
     @torch.inference_mode()
     def draft(self, done: TargetPass) -> None:
@@ -144,9 +146,18 @@ class HeadDrafting:
         return _Reading(sequence, first, end, pass_start, row, kept_NA, k)
 
     def _num_drafts(self, sequence: Sequence) -> int:
+        k = num_drafts(sequence, self.max_model_len)
         # The last of k drafts comes from the slot at position len + k - 3.
-        k = min(num_drafts(sequence, self.max_model_len), self.max_draft_len - len(sequence) + 2)
-        return max(0, k)
+        within = max(0, self.max_draft_len + 2 - len(sequence))
+        if k > 0 and within == 0 and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"A sequence has {len(sequence)} tokens and goes on without drafts: the head was "
+                f"trained for {self.max_draft_len}. To draft on, set max_model_len in the "
+                "speculative configuration; to draft well there, train the head on longer texts.",
+                stacklevel=2,
+            )
+        return min(k, within)
 
     @staticmethod
     def _keep(sequence: Sequence, features_NA: Tensor, position: int) -> None:

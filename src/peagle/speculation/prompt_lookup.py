@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 
@@ -20,10 +21,15 @@ class PromptLookup:
 
     def find(self, tokens: Sequence[int], num_drafts: int) -> list[int]:
         """The drafts that follow `tokens`, at most `num_drafts`, maybe none."""
-        tokens = list(tokens)
-        for n in range(min(self.max_ngram, len(tokens) - 1), self.min_ngram - 1, -1):
-            pattern = tokens[-n:]
-            for start in range(len(tokens) - n - 1, -1, -1):
-                if tokens[start : start + n] == pattern:
-                    return tokens[start + n : start + n + num_drafts]
+        # As bytes, because their search is fast; a match within a token is none.
+        text = array("q", tokens)
+        data, size = text.tobytes(), text.itemsize
+        for n in range(min(self.max_ngram, len(text) - 1), self.min_ngram - 1, -1):
+            pattern = data[-n * size :]
+            at = data.rfind(pattern, 0, len(data) - size)
+            while at % size and at > 0:
+                at = data.rfind(pattern, 0, at + len(pattern) - 1)
+            if at >= 0:
+                start = at // size + n
+                return list(text[start : start + num_drafts])
         return []
