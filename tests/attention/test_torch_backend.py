@@ -26,12 +26,14 @@ def attend_one(
     window: int | None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    start: int = 0,
 ) -> Tensor:
     """One query over the keys it may see: softmax(q . k * scale) v, head by head.
 
-    A softcap bends the scores; a sink is one more score, for a value of zero.
+    A softcap bends the scores; a sink is one more score, for a value of zero; keys before `start`
+    are hidden.
     """
-    oldest = 0 if window is None else max(0, position - window + 1)
+    oldest = start if window is None else max(start, position - window + 1)
     keys_SHd, values_SHd = keys_SHd[oldest : position + 1], values_SHd[oldest : position + 1]
     heads = query_hd.shape[0]
     group = heads // keys_SHd.shape[1]
@@ -63,6 +65,7 @@ class Case:
     head_dim: int = 8
     seed: int = 0
     spare_blocks: int = 2
+    starts: list[int] | None = None
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(self.seed)
@@ -111,6 +114,7 @@ class Case:
             slots_T=torch.tensor(slots),
             max_query_len=max(self.new),
             max_seq_len=max(self.lens),
+            context_starts_B=None if self.starts is None else torch.tensor(self.starts),
         )
 
     def new_kv(self) -> tuple[Tensor, Tensor]:
@@ -138,12 +142,13 @@ class Case:
 
     def reference(self, window: int | None = None, **special: Any) -> Tensor:
         rows, first = [], 0
-        for past, new, keys, values in zip(
-            self.past, self.new, self.keys, self.values, strict=True
+        starts = self.starts or [0] * len(self.past)
+        for past, new, keys, values, start in zip(
+            self.past, self.new, self.keys, self.values, starts, strict=True
         ):
             for i in range(new):
-                query_hd = self.query_THd[first + i]
-                rows.append(attend_one(query_hd, keys, values, past + i, window, **special))
+                query_hd, at = self.query_THd[first + i], past + i
+                rows.append(attend_one(query_hd, keys, values, at, window, **special, start=start))
             first += new
         return torch.stack(rows)
 
@@ -311,6 +316,41 @@ def test_a_wrong_block_table_changes_the_output() -> None:
     # (Two whole blocks of one sequence could trade places: keys carry their own positions.)
     case.tables[2][0], case.tables[0][0] = case.tables[0][0], case.tables[2][0]
     assert not torch.allclose(case.run(), case.reference(), atol=1e-6)
+
+
+# ---- contexts that begin later --------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=150)
+@given(cases(), st.none() | st.integers(1, 9), st.none() | st.floats(0.5, 20.0), st.data())
+def test_contexts_that_begin_later_equal_full_attention(
+    case: Case, window: int | None, softcap: float | None, data: st.DataObject
+) -> None:
+    # A context begins at the first query at the latest.
+    case.starts = [data.draw(st.integers(0, past)) for past in case.past]
+    special = {"softcap": softcap, "sinks": case.sinks() if softcap else None}
+    assert_same(case.run(window, **special), case.reference(window, **special))
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize(
+    ("past", "new", "starts"),
+    [([9], [1], [5]), ([7, 3, 12], [4, 1, 6], [7, 0, 4]), ([6, 8], [2, 2], [3, 8])],
+)
+def test_hidden_keys_never_influence_the_output(
+    past: list[int], new: list[int], starts: list[int], window: int | None
+) -> None:
+    expected = Case(past, new, starts=starts).run(window)
+    case = Case(past, new, starts=starts)
+    for b, start in enumerate(starts):
+        for position in range(start):
+            place = case.place(b, position)
+            case.cache.keys[place] = -1e6
+            case.cache.values[place] = 1e6
+    assert torch.equal(case.run(window), expected)
+    case.starts = None
+    if window is None:
+        assert not torch.allclose(case.run(), expected, atol=1e-6), "they would, if they were seen"
 
 
 def test_bytes_of_a_block_are_those_allocated() -> None:

@@ -1,51 +1,233 @@
-"""KV blocks: every block has one owner or is free, and none is lost."""
+"""KV blocks against a model that keeps token prefixes and a list: owners, sharing, eviction."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from peagle.config import SamplingParams
 from peagle.engine.block_manager import BlockManager
 from peagle.engine.sequence import Sequence
 
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+WHICH = st.integers(0, 99)
 
-def make_sequence(seq_id: int) -> Sequence:
-    return Sequence(seq_id, [1], SamplingParams(), seed=0, stop_token_ids=frozenset())
+
+def make_sequence(tokens: list[int] | None = None) -> Sequence:
+    return Sequence(0, tokens or [1], SamplingParams(), seed=0, stop_token_ids=frozenset())
+
+
+@dataclass
+class Owner:
+    """A sequence, the blocks it should have, and how many of them it has offered to others."""
+
+    sequence: Sequence
+    table: list[int]
+    offered: int
+    held: int  # tokens that fit
+
+
+@dataclass
+class Model:
+    """What a block manager should do, in the plainest way."""
+
+    num_blocks: int
+    size: int
+    owners: list[Owner] = field(default_factory=list)
+    published: dict[tuple[int, ...], int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.free = list(range(self.num_blocks))  # the one to take next comes first
+
+    def key(self, tokens: list[int], index: int) -> tuple[int, ...]:
+        """What a block depends on: all tokens up to its end, and the one after it."""
+        return tuple(tokens[: (index + 1) * self.size + 1])
+
+    def match(self, tokens: list[int]) -> list[int]:
+        found: list[int] = []
+        # One token at least is left to compute.
+        while (len(found) + 1) * self.size < len(tokens):
+            block = self.published.get(self.key(tokens, len(found)))
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return (num_tokens + self.size - 1) // self.size
+
+    def take(self, count: int) -> list[int]:
+        taken, self.free = self.free[:count], self.free[count:]
+        self.published = {p: b for p, b in self.published.items() if b not in taken}
+        return taken
+
+    def publish(self, owner: Owner, num_tokens: int) -> None:
+        for index in range(owner.offered, num_tokens // self.size):
+            key = self.key(owner.sequence.token_ids, index)
+            self.published.setdefault(key, owner.table[index])
+            owner.offered = index + 1
+
+    def release(self, owner: Owner) -> None:
+        self.owners.remove(owner)
+        elsewhere = {block for other in self.owners for block in other.table}
+        self.free += [block for block in owner.table[::-1] if block not in elsewhere]
+
+
+class Blocks(RuleBasedStateMachine):
+    """Both side by side."""
+
+    @initialize(num_blocks=st.integers(1, 12), size=st.integers(1, 4))
+    def start(self, num_blocks: int, size: int) -> None:
+        self.model = Model(num_blocks, size)
+        self.blocks = BlockManager(num_blocks, size)
+
+    @rule(tokens=TOKENS, room=st.integers(0, 5), keep=st.integers(0, 3))
+    def admit(self, tokens: list[int], room: int, keep: int) -> None:
+        sequence = make_sequence(tokens)
+        matched = self.blocks.match(sequence)
+        assert matched == self.model.match(tokens)
+        assert len(matched) * self.model.size < len(tokens)
+        held = len(tokens) + room
+        left = [block for block in self.model.free if block not in matched]
+        new = self.model.blocks_for(held) - len(matched)
+        fits = new + keep <= len(left)
+        assert self.blocks.can_admit(matched, held, num_reserved=keep) == fits
+        if fits:
+            self.blocks.admit(sequence, matched, held)
+            self.model.free = left
+            table = matched + self.model.take(new)
+            self.model.owners.append(Owner(sequence, table, len(matched), held))
+
+    @precondition(lambda self: self.model.owners)
+    @rule(which=WHICH, tokens=TOKENS)
+    def grow(self, which: int, tokens: list[int]) -> None:
+        owner = self.model.owners[which % len(self.model.owners)]
+        held = max(owner.held, len(owner.sequence) + len(tokens))
+        new = self.model.blocks_for(held) - len(owner.table)
+        fits = new <= len(self.model.free)
+        assert self.blocks.extend(owner.sequence, held) == fits
+        if fits:
+            owner.sequence.token_ids += tokens
+            owner.table, owner.held = owner.table + self.model.take(new), held
+
+    @precondition(lambda self: self.model.owners)
+    @rule(which=WHICH, unsettled=st.integers(1, 4))
+    def publish(self, which: int, unsettled: int) -> None:
+        owner = self.model.owners[which % len(self.model.owners)]
+        settled = max(0, len(owner.sequence) - unsettled)
+        self.blocks.publish(owner.sequence, settled)
+        self.model.publish(owner, settled)
+
+    @precondition(lambda self: self.model.owners)
+    @rule(which=WHICH)
+    def release(self, which: int) -> None:
+        owner = self.model.owners[which % len(self.model.owners)]
+        self.blocks.free(owner.sequence)
+        self.model.release(owner)
+        assert owner.sequence.block_table == []
+        self.blocks.free(owner.sequence)  # once more changes nothing
+
+    @invariant()
+    def agree(self) -> None:
+        if not hasattr(self, "model"):
+            return
+        owned = set[int]()
+        for owner in self.model.owners:
+            assert owner.sequence.block_table == owner.table
+            owned |= set(owner.table)
+        assert self.blocks.num_free_blocks == len(self.model.free)
+        assert sorted([*owned, *self.model.free]) == list(range(self.model.num_blocks))
+        self.only_what_is_equal_is_shared()
+
+    def only_what_is_equal_is_shared(self) -> None:
+        holders: dict[int, tuple[int, ...]] = {}
+        for owner in self.model.owners:
+            for index, block in enumerate(owner.table):
+                key = self.model.key(owner.sequence.token_ids, index)
+                assert holders.setdefault(block, key) == key
+
+
+Blocks.TestCase.settings = settings(deadline=None, max_examples=200, stateful_step_count=30)
+TestAgainstTheModel = Blocks.TestCase
 
 
 @given(
-    num_blocks=st.integers(1, 12),
-    block_size=st.integers(1, 5),
-    operations=st.lists(st.tuples(st.booleans(), st.integers(0, 40)), max_size=40),
+    st.lists(st.lists(st.sampled_from([0, 1, 256, 2**40]), min_size=1, max_size=9), max_size=5),
+    st.integers(1, 4),
 )
-def test_no_block_is_lost_or_owned_twice(
-    num_blocks: int, block_size: int, operations: list[tuple[bool, int]]
-) -> None:
-    blocks = BlockManager(num_blocks, block_size)
-    owners: list[Sequence] = []
-    for step, (give_back, number) in enumerate(operations):
-        if give_back and owners:
-            sequence = owners.pop(number % len(owners))
-            blocks.free(sequence)
-            assert sequence.block_table == []
-        elif blocks.can_allocate(number):
-            owners.append(make_sequence(step))
-            blocks.allocate(owners[-1], number)
-            held = len(owners[-1].block_table) * block_size
-            assert number <= held < number + block_size, "enough, and no block too many"
-        else:
-            assert -(-number // block_size) > num_blocks - sum(len(o.block_table) for o in owners)
-        taken = [block for owner in owners for block in owner.block_table]
-        assert len(set(taken)) == len(taken)
-        assert set(taken) <= set(range(num_blocks))
-        assert blocks.num_free_blocks == num_blocks - len(taken)
-    for owner in owners:
-        blocks.free(owner)
-    everything = make_sequence(-1)
-    blocks.allocate(everything, num_blocks * block_size)
-    assert sorted(everything.block_table) == list(range(num_blocks)), "all of them came back"
+def test_hashes_are_equal_where_all_tokens_so_far_are(texts: list[list[int]], size: int) -> None:
+    blocks = BlockManager(40, size)
+    known: dict[bytes, tuple[int, ...]] = {}
+    prefixes = set[tuple[int, ...]]()
+    for text in texts:
+        sequence = make_sequence(text)
+        blocks.admit(sequence, [], len(sequence))
+        blocks.publish(sequence, len(text) - 1)
+        assert len(sequence.block_hashes) == (len(text) - 1) // size
+        for index, key in enumerate(sequence.block_hashes):
+            prefix = tuple(text[: (index + 1) * size + 1])
+            prefixes.add(prefix)
+            assert known.setdefault(key, prefix) == prefix, "one hash, two texts"
+        blocks.free(sequence)
+    assert len(known) == len(prefixes), "one text, two hashes"
+
+
+def test_the_block_used_longest_ago_is_taken_first_and_ends_before_beginnings() -> None:
+    blocks = BlockManager(6, 2)
+    first, second = make_sequence([1, 2, 3, 4, 9]), make_sequence([5, 6, 7, 8, 9])
+    for sequence in (first, second):
+        blocks.admit(sequence, [], 4)
+        blocks.publish(sequence, 4)
+    tables = [list(first.block_table), list(second.block_table)]
+    blocks.free(second)
+    blocks.free(first)
+    # Two were never used, then the end and the beginning of the second, then the first's end.
+    taker = make_sequence()
+    blocks.admit(taker, [], 10)
+    assert taker.block_table == [4, 5, *tables[1][::-1], tables[0][1]]
+    assert blocks.match(make_sequence([5, 6, 7, 8, 9])) == []
+    assert blocks.match(make_sequence([1, 2, 3, 4, 9])) == tables[0][:1]
+
+
+def test_a_shared_block_is_kept_until_the_last_owner_goes() -> None:
+    blocks = BlockManager(4, 2)
+    first, second = make_sequence([1, 2, 3]), make_sequence([1, 2, 3, 4])
+    blocks.admit(first, [], 3)
+    blocks.publish(first, 2)
+    blocks.admit(second, blocks.match(second), 4)
+    assert second.block_table[0] == first.block_table[0]
+    assert blocks.num_free_blocks == 1
+    blocks.free(first)
+    assert blocks.num_free_blocks == 2
+    assert not blocks.extend(make_sequence(), 5), "the shared block is not for sale"
+    blocks.free(second)
+    assert blocks.num_free_blocks == 4
+
+
+def test_a_block_before_another_token_is_another_block() -> None:
+    """The drafter's last slot of a block reads the token after it."""
+    blocks, sequence = BlockManager(4, 2), make_sequence([1, 2, 3, 4, 5])
+    blocks.admit(sequence, [], 5)
+    blocks.publish(sequence, 4)
+    table = sequence.block_table
+    for tokens, matched in [
+        ([1, 2, 3, 4, 5], 2),
+        ([1, 2, 3, 4, 6], 1),
+        ([1, 2, 4], 0),
+        ([1, 2], 0),
+    ]:
+        assert blocks.match(make_sequence(tokens)) == table[:matched]
+
+
+def test_without_prefix_caching_nothing_is_shared() -> None:
+    blocks, sequence = BlockManager(4, 2, enable_prefix_caching=False), make_sequence([1, 2, 3])
+    blocks.admit(sequence, [], 3)
+    blocks.publish(sequence, 2)
+    assert blocks.match(make_sequence([1, 2, 3])) == []
 
 
 @pytest.mark.parametrize(("tokens", "expected"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2)])
@@ -54,17 +236,11 @@ def test_blocks_for_a_number_of_tokens(tokens: int, expected: int) -> None:
 
 
 def test_misuse_is_an_assertion() -> None:
-    blocks, sequence = BlockManager(2, 4), make_sequence(0)
+    blocks, sequence = BlockManager(2, 4), make_sequence()
     with pytest.raises(AssertionError, match="not enough free blocks"):
-        blocks.allocate(sequence, 9)
-    blocks.allocate(sequence, 4)
+        blocks.admit(sequence, [], 9)
+    blocks.admit(sequence, [], 4)
     with pytest.raises(AssertionError, match="has blocks already"):
-        blocks.allocate(sequence, 4)
-
-
-def test_freeing_twice_does_nothing() -> None:
-    blocks, sequence = BlockManager(2, 4), make_sequence(0)
-    blocks.allocate(sequence, 4)
-    blocks.free(sequence)
-    blocks.free(sequence)
-    assert blocks.num_free_blocks == 2
+        blocks.admit(sequence, [], 4)
+    with pytest.raises(AssertionError, match="token after the last block"):
+        blocks.publish(sequence, len(sequence))

@@ -1,10 +1,10 @@
-"""The life of requests in the engine: ends, seeds, streams, cancellation, counters."""
+"""The life of requests in the engine: ends, seeds, streams, cancellation, shared targets."""
 
 from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,19 @@ import pytest
 import torch
 
 from peagle import LLM, SamplingParams
-from peagle.engine import SpeculationStats
+from peagle.engine import Sequence, SequenceStatus
 from peagle.llm import StreamChunk
 from peagle.models.target import TargetModel
-from peagle.speculation import Drafts, TargetStep
 from tests.conftest import make_target_folder
-
-PROMPTS = [[5, 9, 200, 31], [17] * 12, [3], list(range(20, 55))]
-K = 5
+from tests.engine.engines import (
+    PROMPTS,
+    K,
+    assert_idle,
+    config_of,
+    drive,
+    know_the_answer,
+    make_llm,
+)
 
 
 @pytest.fixture(scope="module")
@@ -29,48 +34,10 @@ def heads(head_folders: Callable[..., Path]) -> dict[bool, Path]:
     return {parallel: head_folders(parallel=parallel) for parallel in (True, False)}
 
 
-def config_of(name: str, heads: dict[bool, Path]) -> dict[str, Any] | None:
-    """A speculative configuration: plain, ngram, peagle or eagle3, maybe with a draft sampling."""
-    kind, _, draft_sampling = name.partition(" ")
-    if kind == "plain":
-        return None
-    if kind == "ngram":
-        return {"method": "ngram", "num_speculative_tokens": K}
-    config = {"model": str(heads[kind == "peagle"]), "num_speculative_tokens": K}
-    return {**config, "draft_sampling": draft_sampling or "argmax"}
-
-
 @pytest.fixture(params=["plain", "peagle", "eagle3", "ngram"])
 def speculative(request: pytest.FixtureRequest, heads: dict[bool, Path]) -> dict[str, Any] | None:
     """Every way to decode."""
     return config_of(request.param, heads)
-
-
-def make_llm(folder: Path, speculative: dict[str, Any] | None = None, **options: Any) -> LLM:
-    return LLM(folder, speculative_config=speculative, dtype="float64", **options)
-
-
-def assert_idle(llm: LLM) -> None:
-    blocks = llm.engine.scheduler.blocks
-    assert not llm.engine.has_unfinished
-    assert blocks.num_free_blocks == blocks.num_blocks
-
-
-def know_the_answer(llm: LLM, answers: Sequence[list[int]], num_right: int = K) -> None:
-    """Replace the first drafts by the right ones, so that drafts are accepted."""
-    proposer: Any = llm.engine.drafting.proposer
-    propose = proposer.propose
-
-    def informed(step: TargetStep) -> Drafts:
-        drafts = propose(step)
-        tokens_BK = drafts.tokens_BK.clone()
-        for b, history in enumerate(step.histories):
-            (answer,) = (a for a in answers if a[: len(history)] == list(history))
-            right = answer[len(history) : len(history) + num_right]
-            tokens_BK[b, : len(right)] = torch.tensor(right, dtype=torch.int64)
-        return replace(drafts, tokens_BK=tokens_BK)
-
-    proposer.propose = informed
 
 
 # ---- how a request ends ---------------------------------------------------------------------
@@ -168,41 +135,6 @@ def test_accepted_drafts_beyond_the_end_are_dropped(
             assert output.token_ids == answer[len(prompt) :][: len(output.token_ids)]
             assert output.stats.acceptance_length > 5, "the drafts were accepted"
         assert_idle(llm)
-
-
-@pytest.mark.parametrize("parallel", [True, False], ids=["peagle", "eagle3"])
-def test_a_request_that_ends_leaves_its_neighbours_drafts_alone(
-    target_folder: Path, heads: dict[bool, Path], parallel: bool
-) -> None:
-    """Blocks of another sequence are never written: the neighbour's drafts stay the same."""
-    prompts = [[17] * 5, [5, 9, 200] * 5]
-    params = SamplingParams(max_tokens=60, ignore_eos=True)
-    answers = [
-        prompt + output.token_ids
-        for prompt, output in zip(prompts, make_llm(target_folder).generate(prompts, params))
-    ]
-    k = 7
-    config = {"model": str(heads[parallel]), "num_speculative_tokens": k}
-
-    def drafts_of_the_first(prompts: list[list[int]], shorter: int) -> list[tuple[int, list[int]]]:
-        llm = make_llm(target_folder, config, block_size=4)
-        know_the_answer(llm, answers, num_right=k)
-        proposer: Any = llm.engine.drafting.proposer
-        draw, seen = proposer._draw, []
-
-        def watching(hidden_BJD: Any, sampling: Any, first: int) -> Drafts:
-            drafts = draw(hidden_BJD, sampling, first)
-            seen.append((int(sampling.num_outputs_B[0]), drafts.tokens_BK[0].tolist()))
-            return drafts
-
-        proposer._draw = watching
-        limits = [params, replace(params, max_tokens=shorter)]
-        llm.generate(prompts, limits[: len(prompts)])
-        return seen
-
-    for shorter in (10, 17):
-        alone = drafts_of_the_first(prompts[:1], shorter)
-        assert drafts_of_the_first(prompts, shorter) == alone
 
 
 # ---- seeds ----------------------------------------------------------------------------------
@@ -304,7 +236,7 @@ def test_leaving_a_stream_early_frees_its_blocks(
 ) -> None:
     llm = make_llm(target_folder, speculative, max_num_seqs=2)
     expected = llm.generate(PROMPTS, SamplingParams(max_tokens=12))
-    stream = llm.stream(PROMPTS, SamplingParams(max_tokens=12))
+    stream: Any = llm.stream(PROMPTS, SamplingParams(max_tokens=12))
     for _ in range(3):
         next(stream)
     assert llm.engine.has_unfinished
@@ -325,88 +257,50 @@ def test_an_error_in_one_prompt_queues_none(target_folder: Path) -> None:
     assert_idle(llm)
 
 
-def test_cancel_leaves_the_others_alone(
-    target_folder: Path, speculative: dict[str, Any] | None
+# ---- cancellation ---------------------------------------------------------------------------
+
+
+def reached(state: str, sequence: Sequence) -> bool:
+    """Whether a sequence stands where the test wants to cancel it."""
+    if state == "preempted":
+        return sequence.status is SequenceStatus.WAITING and sequence.num_preemptions > 0
+    running = sequence.status is SequenceStatus.RUNNING
+    return {
+        "waiting": sequence.status is SequenceStatus.WAITING,
+        "prefilling": running and sequence.is_prefilling and sequence.num_computed_tokens > 0,
+        "decoding": running and sequence.num_output_tokens > 2,
+        "finished": sequence.is_finished,
+    }[state]
+
+
+@pytest.mark.parametrize("state", ["waiting", "prefilling", "decoding", "preempted", "finished"])
+def test_cancel_frees_what_is_held_and_leaves_the_others_alone(
+    target_folder: Path, speculative: dict[str, Any] | None, state: str
 ) -> None:
-    params = SamplingParams(max_tokens=12, ignore_eos=True)
-    llm = make_llm(target_folder, speculative, max_num_seqs=2)
-    expected = [o.token_ids for o in llm.generate(PROMPTS, params)]
-    engine = llm.engine
-    sequences = [engine.add_request(prompt, params) for prompt in PROMPTS]
-    engine.step()
-    engine.step()
-    engine.cancel(sequences[0])  # running
-    engine.cancel(sequences[3])  # waiting
-    while engine.has_unfinished:
-        engine.step()
-    engine.cancel(sequences[1])  # finished
-    assert [s.finish_reason for s in sequences] == ["cancelled", "length", "length", "cancelled"]
-    assert [sequences[i].output_token_ids for i in (1, 2)] == expected[1:3]
-    assert sequences[3].output_token_ids == []
-    assert_idle(llm)
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    expected = [o.token_ids for o in make_llm(target_folder).generate(PROMPTS, params)]
+    # Few blocks: all get in, and not all can stay.
+    small: dict[str, Any] = {"num_kv_blocks": 26, "block_size": 4, "max_num_batched_tokens": 20}
+    llm = make_llm(target_folder, speculative, **small)
+    cancelled: list[Sequence] = []
 
+    def cancel(step: int, sequences: list[Sequence]) -> None:
+        if not cancelled:
+            for sequence in [s for s in sequences if reached(state, s)][:1]:
+                llm.engine.cancel(sequence)
+                assert sequence.is_finished
+                assert sequence.block_table == []
+                cancelled.append(sequence)
 
-# ---- counters -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num_right", [0, 2, K])
-def test_counters_say_what_happened(
-    target_folder: Path, heads: dict[bool, Path], num_right: int
-) -> None:
-    prompts, params = PROMPTS[:2], SamplingParams(max_tokens=25, ignore_eos=True)
-    longer = make_llm(target_folder).generate(prompts, replace(params, max_tokens=40))
-    answers = [prompt + output.token_ids for prompt, output in zip(prompts, longer)]
-    config = {"model": str(heads[True]), "num_speculative_tokens": K}
-    llm = make_llm(target_folder, config)
-    know_the_answer(llm, answers, num_right)
-    pooled = SpeculationStats()
-    for output in llm.generate(prompts, params):
-        stats = output.stats
-        pooled.add(stats)
-        assert stats.num_draft_tokens == K * stats.num_drafts
-        assert stats.num_accepted_tokens == sum(stats.num_accepted_tokens_per_pos)
-        assert len(stats.num_accepted_tokens_per_pos) == K
-        assert stats.num_accepted_tokens_per_pos[:num_right] == [stats.num_drafts] * num_right
-        # One token of the prompt's pass, then a bonus token a step; the last step may be cut.
-        emitted = 1 + stats.num_accepted_tokens + stats.num_drafts
-        assert 25 <= emitted <= 25 + K
-        if num_right == K:
-            assert stats.num_drafts == 4
-            assert stats.acceptance_length == 1 + K, "counted before the output is trimmed"
-    assert llm.engine.stats.speculation == pooled
-
-
-def test_a_trimmed_last_step_reports_what_it_kept(
-    target_folder: Path, heads: dict[bool, Path]
-) -> None:
-    prompt, params = PROMPTS[0], SamplingParams(max_tokens=4, ignore_eos=True)
-    longer = make_llm(target_folder).generate([prompt], replace(params, max_tokens=20))[0]
-    config = {"model": str(heads[True]), "num_speculative_tokens": K}
-    llm = make_llm(target_folder, config)
-    know_the_answer(llm, [prompt + longer.token_ids])
-    first, last = llm.stream([prompt], params)
-    assert (len(first.token_ids), first.num_accepted, first.num_drafted) == (1, 0, 0)
-    assert (len(last.token_ids), last.num_accepted, last.num_drafted) == (3, 3, K)
-    assert last.output is not None
-    assert last.output.stats.num_accepted_tokens == K
-
-
-def test_prompt_lookup_verifies_only_what_it_found(target_folder: Path) -> None:
-    llm = make_llm(target_folder, {"method": "ngram", "num_speculative_tokens": K})
-    proposer: Any = llm.engine.drafting.proposer
-    tokens, found = PROMPTS[0], []
-    for chunk in llm.stream([PROMPTS[0]], SamplingParams(max_tokens=30, ignore_eos=True)):
-        tokens = tokens + chunk.token_ids
-        found.append((chunk.num_drafted, len(proposer.lookup(tokens))))
-    verified, looked_up = zip(*found, strict=True)
-    assert verified[1:] == looked_up[:-1]
-    assert len(set(verified[1:])) > 2, "none, some and K drafts"
-
-
-def test_plain_decoding_counts_no_drafts(target_folder: Path) -> None:
-    output = make_llm(target_folder).generate(["abc"], SamplingParams(max_tokens=4))[0]
-    assert output.stats.num_drafts == 0
-    assert output.stats.acceptance_length == 1.0
+    sequences = drive(llm, PROMPTS, params, cancel)
+    (gone,) = cancelled
+    assert gone.finish_reason == ("length" if state == "finished" else "cancelled")
+    for sequence, whole in zip(sequences, expected, strict=True):
+        output = sequence.output_token_ids
+        assert output == (whole[: len(output)] if sequence is gone else whole)
+    stats = llm.engine.stats
+    assert stats.num_cancelled == (state != "finished")
+    assert stats.num_finished + stats.num_cancelled == len(PROMPTS)
 
 
 # ---- one target, several engines ------------------------------------------------------------
@@ -444,7 +338,8 @@ def test_a_drafter_of_another_width_shares_the_blocks(
     """The drafter has its own cache shapes in the block ids of the target."""
     head = head_folders(hidden_size=48, num_attention_heads=6, num_kv_heads=3, head_dim=16)
     llm = make_llm(target_folder, {"model": str(head), "num_speculative_tokens": K})
-    proposer: Any = llm.engine.drafting.proposer
+    drafting: Any = llm.engine.drafting
+    proposer = drafting.proposer
     blocks = llm.engine.scheduler.blocks
     assert [tuple(c.keys.shape) for c in proposer.caches] == [
         (blocks.num_blocks + 1, blocks.block_size, 3, 16)
@@ -457,7 +352,8 @@ def test_a_drafter_of_another_width_shares_the_blocks(
 def test_the_cache_keeps_to_its_bound(target_folder: Path, heads: dict[bool, Path]) -> None:
     config = {"model": str(heads[True]), "num_speculative_tokens": K}
     llm = make_llm(target_folder, config, kv_cache_gib=2**-10)  # 1 MiB
-    proposer: Any = llm.engine.drafting.proposer
+    drafting: Any = llm.engine.drafting
+    proposer = drafting.proposer
     blocks = llm.engine.scheduler.blocks.num_blocks
     caches = [*llm.target.kv_caches, *proposer.caches]
     per_block = sum(c.keys[0].nbytes + c.values[0].nbytes for c in caches)

@@ -1,12 +1,18 @@
-"""A sequence ends at its first stop condition; its counters are taken before that."""
+"""A sequence: its ends, what is computed of it, who goes first; the counters of its drafts."""
 
 from __future__ import annotations
 
+import itertools
+
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from peagle.config import SamplingParams
-from peagle.engine.sequence import Sequence, SequenceStatus, SpeculationStats
+from peagle.engine.features import FeatureRing
+from peagle.engine.sequence import Sequence, SequenceStatus
+from peagle.engine.stats import SpeculationStats
+from peagle.kernels.logprobs import TokenLogprobs
 
 STOP = 9
 
@@ -63,6 +69,77 @@ def test_a_new_sequence_waits_and_holds_nothing() -> None:
     assert sequence.append([4], 100) == [4]
     assert not sequence.is_finished
     assert sequence.finish_reason is None
+
+
+def test_token_ids_are_the_prompt_then_the_output() -> None:
+    prompt = [1, 2, 3]
+    sequence = Sequence(0, prompt, SamplingParams(), seed=0, stop_token_ids=frozenset())
+    sequence.append([7, 8], 100)
+    assert (sequence.prompt_token_ids, sequence.output_token_ids) == ([1, 2, 3], [7, 8])
+    assert (sequence.num_prompt_tokens, sequence.num_output_tokens, len(sequence)) == (3, 2, 5)
+    assert prompt == [1, 2, 3], "the caller's list stays as it was"
+
+
+def test_what_is_computed_before_it_decodes() -> None:
+    """All of a new prompt, whose last token gives the first output; all but the newest later."""
+    sequence = make_sequence(prompt_len=3)
+    assert (sequence.prefill_end, sequence.is_prefilling) == (3, True)
+    sequence.num_computed_tokens = 2
+    assert sequence.is_prefilling
+    sequence.num_computed_tokens = 3
+    sequence.append([4, 5], 100)
+    assert (sequence.prefill_end, sequence.is_prefilling) == (4, True)
+    sequence.num_computed_tokens = 4
+    assert not sequence.is_prefilling
+
+
+def test_preemption_forgets_what_was_computed_and_nothing_else() -> None:
+    sequence = make_sequence()
+    sequence.append([4, 5], 100)
+    sequence.num_computed_tokens = sequence.num_drafter_tokens = 4
+    sequence.drafter_start, sequence.num_published_blocks, sequence.drafts = 2, 1, [6, 7]
+    sequence.pending_features = FeatureRing(2, 4, torch.empty(0, 1))
+    sequence.forget_computed()
+    assert sequence.num_computed_tokens == sequence.num_drafter_tokens == 0
+    assert sequence.drafter_start == sequence.num_published_blocks == 0
+    assert sequence.pending_features is None
+    assert (sequence.output_token_ids, sequence.drafts) == ([4, 5], [6, 7])
+
+
+def test_trimming_drops_what_follows_a_stop_string() -> None:
+    sequence = make_sequence(stop=None)
+    sequence.append([4, 5, 6], 100)
+    sequence.logprobs = [TokenLogprobs(token, -1.0, 1, []) for token in (4, 5, 6)]
+    sequence.trim(2)
+    assert sequence.token_ids == [1, 1, 1, 4]
+    assert [found.token_id for found in sequence.logprobs] == [4]
+    assert sequence.finish_reason == "stop"
+    sequence.trim(0)
+    assert sequence.token_ids == [1, 1, 1, 4]
+
+
+@given(st.lists(st.tuples(st.integers(-2, 2), st.integers(0, 50)), unique_by=lambda x: x[1]))
+def test_lower_priority_numbers_go_first_then_earlier_ones(waiting: list[tuple[int, int]]) -> None:
+    sequences = [make_sequence() for _ in waiting]
+    for sequence, (priority, seq_id) in zip(sequences, waiting, strict=True):
+        sequence.priority, sequence.seq_id = priority, seq_id
+    found = sorted(sequences, key=lambda s: s.order)
+    for before, after in itertools.pairwise(found):
+        assert before.priority <= after.priority
+        assert before.priority < after.priority or before.seq_id < after.seq_id
+
+
+def test_a_follower_waits_until_its_leader_has_output_or_is_gone() -> None:
+    leader, follower = make_sequence(), make_sequence()
+    assert not follower.waits_for_leader
+    follower.leader = leader
+    assert follower.waits_for_leader
+    leader.append([4], 100)
+    assert not follower.waits_for_leader
+    gone = make_sequence()
+    follower.leader = gone
+    gone.status = SequenceStatus.FINISHED
+    assert not follower.waits_for_leader
 
 
 # ---- counters -------------------------------------------------------------------------------

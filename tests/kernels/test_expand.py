@@ -26,6 +26,7 @@ class OneSequence:
     first: int
     rows: int
     accepted: int
+    masks: int = 0
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,6 @@ class Case:
     """A batch, its target tokens and its block tables (the blocks are dealt in random order)."""
 
     sequences: list[OneSequence]
-    num_mask_slots: int
     block_size: int
     max_model_len: int
     seed: int = 0
@@ -50,7 +50,7 @@ class Case:
 
     @property
     def block_tables(self) -> list[list[int]]:
-        longest = max(s.first + s.rows for s in self.sequences) + self.num_mask_slots
+        longest = max(s.first + s.rows + s.masks for s in self.sequences)
         width = -(-longest // self.block_size)
         blocks = list(range(width * len(self.sequences)))
         random.Random(self.seed + 2).shuffle(blocks)
@@ -67,7 +67,7 @@ def expand(case: Case) -> DraftBatch:
         torch.tensor(case.next_tokens),
         torch.tensor(case.block_tables),
         block_size=case.block_size,
-        num_mask_slots=case.num_mask_slots,
+        num_mask_slots_B=torch.tensor([s.masks for s in case.sequences]),
         mask_token_id=MASK_TOKEN,
         max_model_len=case.max_model_len,
     )
@@ -85,7 +85,7 @@ def reference(case: Case) -> dict[str, list[int]]:
         x = {one.first + i: run[i] for i in range(one.accepted + 1)}
         n = one.first + one.accepted + 1
         x[n] = bonus
-        for p in range(one.first, n + case.num_mask_slots):
+        for p in range(one.first, n + one.masks):
             is_ntp = p < n
             tokens_S.append(x[p + 1] if is_ntp else MASK_TOKEN)
             features_S.append(row + p - one.first if is_ntp else total_rows)
@@ -96,7 +96,7 @@ def reference(case: Case) -> dict[str, list[int]]:
             if p == n - 1:
                 last_ntp.append(len(tokens_S) - 1)
         lens.append(len(tokens_S))
-        seq_lens.append(n + case.num_mask_slots)
+        seq_lens.append(n + one.masks)
         row += one.rows
     return {
         "tokens_S": tokens_S,
@@ -124,10 +124,10 @@ def cases(draw: st.DrawFn) -> Case:
     for _ in range(draw(st.integers(1, 5))):
         rows = draw(st.integers(1, 9))
         accepted = draw(st.integers(0, rows - 1))
-        sequences.append(OneSequence(draw(st.integers(0, 20)), rows, accepted))
+        first, masks = draw(st.integers(0, 20)), draw(st.integers(0, 7))
+        sequences.append(OneSequence(first, rows, accepted, masks))
     return Case(
         sequences,
-        num_mask_slots=draw(st.integers(0, 7)),
         block_size=draw(st.integers(1, 7)),
         max_model_len=draw(st.integers(1, 40)),
         seed=draw(st.integers(0, 9)),
@@ -143,7 +143,7 @@ def test_equals_the_loop(case: Case) -> None:
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
 def test_a_decode_step_runs_at_most_2k_slots(k: int) -> None:
     # Every count of accepted drafts, in one ragged batch.
-    case = Case([OneSequence(10 * a, k + 1, a) for a in range(k + 1)], k - 1, 4, 1000)
+    case = Case([OneSequence(10 * a, k + 1, a, k - 1) for a in range(k + 1)], 4, 1000)
     batch = check(case)
     assert batch.query_start_loc.diff().tolist() == [a + k for a in range(k + 1)]
     assert max(batch.query_start_loc.diff().tolist()) == 2 * k
@@ -160,7 +160,7 @@ def test_worked_example() -> None:
         torch.tensor([70]),
         torch.tensor([[3, 0, 2]]),
         block_size=4,
-        num_mask_slots=2,
+        num_mask_slots_B=torch.tensor([2]),
         mask_token_id=MASK_TOKEN,
         max_model_len=100,
     )
@@ -173,15 +173,24 @@ def test_worked_example() -> None:
 
 
 def test_a_prompt_is_the_case_where_all_is_accepted() -> None:
-    prompts = [OneSequence(0, rows, rows - 1) for rows in (5, 1, 12)]
-    batch = check(Case(prompts, 3, 4, 100))
+    prompts = [OneSequence(0, rows, rows - 1, 3) for rows in (5, 1, 12)]
+    batch = check(Case(prompts, 4, 100))
     starts = batch.query_start_loc.tolist()
     assert [starts[i + 1] - starts[i] for i in range(3)] == [8, 4, 15]
     assert batch.feature_rows_S[:8].tolist() == [0, 1, 2, 3, 4, 18, 18, 18]
 
 
+def test_each_sequence_has_its_own_number_of_mask_slots() -> None:
+    masks = [0, 3, 0, 1]
+    batch = check(Case([OneSequence(2, 4, 1, n) for n in masks], 4, 100))
+    assert batch.query_start_loc.tolist() == [0, 2, 7, 9, 12]
+    is_mask_S = batch.tokens_S == MASK_TOKEN
+    assert [int(part.sum()) for part in is_mask_S.split([2, 5, 2, 3])] == masks
+    assert batch.last_ntp_B.tolist() == [1, 3, 8, 10]
+
+
 def test_rejected_rows_lend_no_feature_and_no_token() -> None:
-    case = Case([OneSequence(3, 6, 2), OneSequence(0, 6, 0)], 4, 4, 100)
+    case = Case([OneSequence(3, 6, 2, 4), OneSequence(0, 6, 0, 4)], 4, 100)
     batch = check(case)
     rejected = {3, 4, 5} | set(range(7, 12))
     assert rejected.isdisjoint(batch.feature_rows_S.tolist())
@@ -190,13 +199,13 @@ def test_rejected_rows_lend_no_feature_and_no_token() -> None:
 
 
 def test_no_slot_is_written_twice() -> None:
-    case = Case([OneSequence(first, 8, first % 8) for first in range(5)], 7, 3, 1000)
+    case = Case([OneSequence(first, 8, first % 8, 7) for first in range(5)], 3, 1000)
     slots = check(case).slots_S.tolist()
     assert len(set(slots)) == len(slots)
 
 
 def test_positions_at_the_end_of_the_context_write_nothing() -> None:
-    case = Case([OneSequence(6, 3, 2), OneSequence(0, 2, 1)], 3, 4, max_model_len=10)
+    case = Case([OneSequence(6, 3, 2, 3), OneSequence(0, 2, 1, 3)], 4, max_model_len=10)
     batch = check(case)
     assert [slot == -1 for slot in batch.slots_S.tolist()] == [False] * 4 + [True] * 2 + [False] * 5
     assert batch.positions_S[batch.slots_S == -1].tolist() == [10, 11]

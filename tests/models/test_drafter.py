@@ -191,7 +191,8 @@ def generate_and_record(
     """Generate PROMPTS, recording the drafts; some are then replaced by the true continuation, so
     that verification accepts every number of them from 0 to K.
     """
-    proposer: Any = llm.engine.drafting.proposer
+    drafting: Any = llm.engine.drafting
+    proposer = drafting.proposer
     propose, compute_logits = proposer.propose, proposer.drafter.compute_logits
     columns: list[Tensor] = []
     recorded: list[Recorded] = []
@@ -206,10 +207,8 @@ def generate_and_record(
         logits_BKV = torch.cat(columns, dim=1)
         tokens_BK = drafts.tokens_BK.clone()
         for b, history in enumerate(step.histories):
+            assert step.num_drafts[b] == K, "drafts are cut at the end of the context only"
             whole = truth[history[0]]
-            prompt_len = len(whole) - PARAMS.max_tokens
-            if len(history) - prompt_len != int(step.sampling.num_outputs_B[b]):
-                continue  # finished, its output was trimmed
             recorded.append(
                 Recorded(
                     list(history),
@@ -237,15 +236,11 @@ def truth(target_folder: Path) -> dict[int, list[int]]:
     return {p[0]: p + o.token_ids for p, o in zip(PROMPTS, outputs)}
 
 
-def make_llm(target_folder: Path, head_folder: Path) -> LLM:
+def make_llm(target_folder: Path, head_folder: Path, **speculative: Any) -> LLM:
     # Small blocks and two sequences at a time: the third prompt joins a running batch.
-    return LLM(
-        target_folder,
-        dtype="float64",
-        block_size=3,
-        max_num_seqs=2,
-        speculative_config={"model": str(head_folder), "num_speculative_tokens": K},
-    )
+    config = {"model": str(head_folder), "num_speculative_tokens": K, **speculative}
+    sizes: dict[str, Any] = {"block_size": 3, "max_num_seqs": 2}
+    return LLM(target_folder, dtype="float64", speculative_config=config, **sizes)
 
 
 def largest_difference(
@@ -289,7 +284,8 @@ def test_positions_beyond_the_heads_own_limit_keep_their_angles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = head_folders(parallel=parallel, seed=5, max_position_embeddings=16)
-    recorded = generate_and_record(make_llm(target_folder, folder), truth, monkeypatch)
+    llm = make_llm(target_folder, folder, max_model_len=256)
+    recorded = generate_and_record(llm, truth, monkeypatch)
     assert max(len(one.history) for one in recorded) > 40
     assert largest_difference(recorded, target_folder, folder, truth) < 1e-9
 

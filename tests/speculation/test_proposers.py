@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
@@ -19,12 +17,7 @@ from peagle.attention import LayerKVCache, TorchAttention
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 from peagle.speculation import Drafts, SamplingTensors, TargetStep
-from peagle.speculation.proposers import (
-    AutoregressiveProposer,
-    HeadProposer,
-    ParallelProposer,
-    PromptLookupProposer,
-)
+from peagle.speculation.proposers import AutoregressiveProposer, ParallelProposer
 from tests.conftest import make_drafter
 
 K = 4
@@ -33,8 +26,8 @@ KINDS = pytest.mark.parametrize("parallel", [True, False], ids=["peagle", "eagle
 
 
 def make_proposer(
-    target: TargetModel, parallel: bool, num_blocks: int, k: int = K, **options: Any
-) -> HeadProposer:
+    target: TargetModel, parallel: bool, num_blocks: int, **options: Any
+) -> ParallelProposer | AutoregressiveProposer:
     draft_sampling = options.pop("draft_sampling", "argmax")
     drafter = make_drafter(target, parallel=parallel, seed=2, **options).double()
     drafter.requires_grad_(False)
@@ -51,14 +44,8 @@ def make_proposer(
         )
         for _ in range(config.num_layers)
     ]
-    return kind(
-        drafter,
-        TorchAttention(),
-        caches,
-        num_speculative_tokens=k,
-        max_model_len=256,
-        draft_sampling=draft_sampling,
-    )
+    backend = TorchAttention()
+    return kind(drafter, backend, caches, max_model_len=256, draft_sampling=draft_sampling)
 
 
 def prompt_step(
@@ -66,8 +53,16 @@ def prompt_step(
     prompts: Sequence[Sequence[int]],
     temperature: Sequence[float] | None = None,
     seeds: Sequence[int] | None = None,
+    k: int | Sequence[int] = K,
 ) -> TargetStep:
-    """The step after a prefill of `prompts`; features are a function of token and position."""
+    """The step after a prefill of `prompts`; features are a function of token and position.
+
+    Args:
+        target: the target.
+        prompts: token ids.
+        temperature, seeds: of each sequence.
+        k: drafts of all sequences, or of each.
+    """
     batch = len(prompts)
     lens = [len(prompt) for prompt in prompts]
     blocks = -(-(max(lens) + 2 * K) // BLOCK_SIZE)
@@ -91,6 +86,7 @@ def prompt_step(
         num_accepted_B=torch.tensor(lens) - 1,
         next_tokens_B=torch.tensor([prompt[0] for prompt in prompts]),
         block_tables_BM=torch.arange(batch * blocks).view(batch, blocks),
+        num_drafts=[k] * batch if isinstance(k, int) else list(k),
         sampling=sampling,
         histories=[[*prompt, prompt[0]] for prompt in prompts],
     )
@@ -121,7 +117,7 @@ def test_k_drafts_in_one_pass_or_in_k(
         return forward(self, tokens, *rest)
 
     monkeypatch.setattr(Drafter, "forward", counting)
-    drafts = propose(target, prompt_step(target, PROMPTS), parallel, k=k)
+    drafts = propose(target, prompt_step(target, PROMPTS, k=k), parallel)
     assert drafts.tokens_BK.shape == (3, k)
     assert drafts.lens == [k, k, k]
     assert drafts.probs_BKV is None
@@ -132,10 +128,10 @@ def test_k_drafts_in_one_pass_or_in_k(
 @KINDS
 def test_the_first_drafts_are_the_same_for_every_k(target: TargetModel, parallel: bool) -> None:
     """Later mask slots are invisible to earlier ones, later passes to earlier passes."""
-    step = prompt_step(target, PROMPTS)
-    longest = propose(target, step, parallel, k=4).tokens_BK
+    longest = propose(target, prompt_step(target, PROMPTS, k=4), parallel).tokens_BK
     for k in (1, 2, 3):
-        assert torch.equal(propose(target, step, parallel, k=k).tokens_BK, longest[:, :k])
+        shorter = propose(target, prompt_step(target, PROMPTS, k=k), parallel).tokens_BK
+        assert torch.equal(shorter, longest[:, :k])
 
 
 @KINDS
@@ -182,8 +178,8 @@ def test_drafts_are_distributed_as_their_q(target: TargetModel, parallel: bool) 
     """
     count = 4000
     options: dict[str, Any] = {"draft_vocab_size": 12, "draft_sampling": "probabilistic"}
-    step = prompt_step(target, [[5, 9, 200]] * count, [1.5] * count, list(range(count)))
-    drafts = propose(target, step, parallel, k=2, **options)
+    step = prompt_step(target, [[5, 9, 200]] * count, [1.5] * count, list(range(count)), k=2)
+    drafts = propose(target, step, parallel, **options)
     q_BKV = drafts.probs_BKV
     assert q_BKV is not None
     torch.testing.assert_close(q_BKV.sum(-1), torch.ones(count, 2, dtype=torch.float64))
@@ -219,61 +215,87 @@ def test_positions_past_the_context_are_drafted_without_writing(
     assert set(written.nonzero().flatten().tolist()) == expected
 
 
-# ---- prompt lookup --------------------------------------------------------------------------
+# ---- every sequence its own number of drafts ------------------------------------------------
 
 
-def naive_lookup(history: list[int], k: int, longest: int, shortest: int) -> list[int]:
-    """What stands at the place before which the text agrees longest with its own end."""
-
-    def agreement(place: int) -> int:
-        n = 0
-        while n < min(place, longest) and history[place - 1 - n] == history[-1 - n]:
-            n += 1
-        return n
-
-    places = [(agreement(place), place) for place in range(1, len(history))]
-    places = [found for found in places if found[0] >= shortest]
-    if not places:
-        return []
-    best = max(places)[1]
-    return history[best : best + k]
-
-
-@settings(deadline=None, max_examples=400)
-@given(
-    history=st.lists(st.integers(0, 3), min_size=1, max_size=30),
-    k=st.integers(1, 6),
-    shortest=st.integers(1, 3),
-    more=st.integers(0, 3),
-)
-def test_lookup_equals_the_naive_search(
-    history: list[int], k: int, shortest: int, more: int
+@KINDS
+@pytest.mark.parametrize("lens", [[0, 3, 1], [4, 0, 2], [1, 4, 4], [0, 0, 1], [0, 0, 0]], ids=str)
+@pytest.mark.parametrize("draft_sampling", ["argmax", "probabilistic"])
+def test_each_gets_the_drafts_that_it_gets_alone(
+    target: TargetModel, parallel: bool, lens: list[int], draft_sampling: str
 ) -> None:
-    proposer = PromptLookupProposer(k, shortest + more, shortest)
-    assert proposer.lookup(history) == naive_lookup(history, k, shortest + more, shortest)
+    options: dict[str, Any] = {"draft_sampling": draft_sampling, "draft_vocab_size": 100}
+    temperature, seeds = [0.9, 1.1, 1.4], [3, 4, 5]
+    step = prompt_step(target, PROMPTS, temperature, seeds, lens)
+    together = propose(target, step, parallel, **options)
+    assert together.lens == lens
+    assert together.tokens_BK.shape == (3, max(lens))
+    assert (together.probs_BKV is None) == (draft_sampling == "argmax" or not any(lens))
+    for b, k in enumerate(lens):
+        mine = slice(b, b + 1)
+        one = prompt_step(target, PROMPTS[mine], temperature[mine], seeds[mine], lens[mine])
+        alone = propose(target, one, parallel, **options)
+        assert torch.equal(together.tokens_BK[b, :k], alone.tokens_BK[0])
+        if alone.probs_BKV is not None:
+            assert together.probs_BKV is not None
+            torch.testing.assert_close(together.probs_BKV[b, :k], alone.probs_BKV[0])
 
 
-@pytest.mark.parametrize(
-    ("history", "expected"),
-    [
-        ([1, 2, 3, 4, 9, 1, 2], [3, 4, 9]),
-        ([7, 1, 5, 8, 1, 6, 8, 1], [6, 8, 1]),  # the longer match wins over the later one
-        ([1, 5, 1, 6, 1], [6, 1]),  # among equals the later one
-        ([4, 4], [4]),
-        ([1, 2, 3], []),
-        ([1], []),
-    ],
-    ids=str,
-)
-def test_lookup_examples(history: list[int], expected: list[int]) -> None:
-    assert PromptLookupProposer(3, 4, 1).lookup(history) == expected
+@KINDS
+def test_slots_and_passes_run_for_those_only_that_draft(
+    target: TargetModel, parallel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots: list[int] = []
+    forward = Drafter.forward
+
+    def counting(self: Drafter, tokens: Tensor, *rest: Any) -> Tensor:
+        slots.append(len(tokens))
+        return forward(self, tokens, *rest)
+
+    monkeypatch.setattr(Drafter, "forward", counting)
+    for lens, mask_slots, passes in [
+        ([0, 4, 2], 3 + 1, [2, 1, 1]),
+        ([3, 1, 3], 2 + 2, [2, 2]),
+        ([0, 0, 0], 0, []),
+    ]:
+        slots.clear()
+        propose(target, prompt_step(target, PROMPTS, k=lens), parallel)
+        assert slots == ([10 + mask_slots] if parallel else [10, *passes[: max(lens) - 1]])
 
 
-def test_lookup_drafts_are_padded_and_counted(target: TargetModel) -> None:
-    step = replace(
-        prompt_step(target, PROMPTS), histories=[[1, 2, 3, 1], [1, 2], [5, 6, 7, 8, 9, 5]]
-    )
-    drafts = PromptLookupProposer(4, 3, 1).propose(step)
-    assert drafts.lens == [3, 0, 4]
-    assert drafts.tokens_BK.tolist() == [[2, 3, 1, 0], [0, 0, 0, 0], [6, 7, 8, 9]]
-    assert drafts.probs_BKV is None
+@KINDS
+def test_one_that_drafts_nothing_is_read_all_the_same(target: TargetModel, parallel: bool) -> None:
+    """The drafter's KV of the prompt is what it is where drafts are made."""
+    caches = []
+    for k in (0, 1):
+        step = prompt_step(target, PROMPTS, k=k)
+        proposer = make_proposer(target, parallel, num_blocks(step))
+        with torch.inference_mode():
+            proposer.propose(step)
+        caches.append([(cache.keys, cache.values) for cache in proposer.caches])
+    assert all(bool(keys.any()) for keys, _ in caches[0])
+    torch.testing.assert_close(caches[0], caches[1])
+
+
+@KINDS
+def test_nothing_before_the_context_start_is_looked_at(target: TargetModel, parallel: bool) -> None:
+    """Drafts behind a hole are those of a sequence that never had the tokens in it."""
+    k, starts = [4, 2, 3], torch.tensor([2, 0, 5])
+    step = prompt_step(target, PROMPTS, k=k)
+    found = propose(target, replace(step, context_starts_B=starts), parallel).tokens_BK
+    for b in range(3):
+        alone = prompt_step(target, PROMPTS[b : b + 1], k=k[b : b + 1])
+        first = int(starts[b])
+        behind = replace(
+            alone,
+            tokens_T=alone.tokens_T[first:],
+            positions_T=alone.positions_T[first:],
+            start_loc=alone.start_loc - torch.tensor([0, first]),
+            features_TA=alone.features_TA[first:],
+            num_accepted_B=alone.num_accepted_B - first,
+            context_starts_B=starts[b : b + 1],
+        )
+        assert torch.equal(propose(target, behind, parallel).tokens_BK[0], found[b, : k[b]])
+        if first:
+            whole = propose(target, alone, parallel).tokens_BK[0]
+            assert not torch.equal(whole, found[b, : k[b]]), "the hidden part matters"

@@ -18,6 +18,7 @@ from peagle.models.checkpoint import save_drafter
 from peagle.models.drafter import Drafter
 from peagle.models.elements import sample_elements, supervised_depth
 from peagle.models.target import TargetModel
+from peagle.speculation import TargetStep
 from peagle.speculation.proposers import HeadProposer
 from peagle.training.data import Batch
 from peagle.training.features import target_states
@@ -39,13 +40,15 @@ def serve(folder: Path, head: Path, prompt: list[int], monkeypatch: pytest.Monke
     columns: list[Tensor] = []
     draw = HeadProposer._draw
 
-    def recording_draw(self: HeadProposer, hidden_BJD: Tensor, sampling: Any, first: int) -> Any:
+    def recording_draw(
+        self: HeadProposer, hidden_BJD: Tensor, step: TargetStep, sequences_B: Tensor, first: int
+    ) -> Any:
         columns.append(self.drafter.compute_logits(hidden_BJD)[0])
         done = torch.cat(columns)
         if len(done) == K:
-            recorded.append((len(prompt) + int(sampling.num_outputs_B[0]), done))
+            recorded.append((len(step.histories[0]), done))
             columns.clear()
-        return draw(self, hidden_BJD, sampling, first)
+        return draw(self, hidden_BJD, step, sequences_B, first)
 
     monkeypatch.setattr(HeadProposer, "_draw", recording_draw)
     llm = LLM(
@@ -55,7 +58,8 @@ def serve(folder: Path, head: Path, prompt: list[int], monkeypatch: pytest.Monke
     )
     # Sampling makes some drafts fail early and the output varied.
     output = llm.generate([prompt], SamplingParams(max_tokens=30, temperature=1.0, seed=3))[0]
-    return prompt + output.token_ids, recorded, llm.engine.drafting.proposer.drafter  # type: ignore[union-attr]
+    drafting: Any = llm.engine.drafting
+    return prompt + output.token_ids, recorded, drafting.proposer.drafter
 
 
 def train_forward(folder: Path, tokens: list[int], drafter: Any) -> dict[tuple[int, int], Tensor]:
@@ -145,14 +149,16 @@ def test_eagle3_steps_equal_when_the_drafts_are_right(
     recorded: list[tuple[int, Tensor]] = []
     columns: list[Tensor] = []
 
-    def recording_draw(self: HeadProposer, hidden_BJD: Tensor, sampling: Any, first: int) -> Any:
-        length = len(prompt) + int(sampling.num_outputs_B[0])
+    def recording_draw(
+        self: HeadProposer, hidden_BJD: Tensor, step: TargetStep, sequences_B: Tensor, first: int
+    ) -> Any:
+        length = len(step.histories[0])
         asked[0] = length + first
         columns.append(self.drafter.compute_logits(hidden_BJD)[0])
         if len(columns) == K:
             recorded.append((length, torch.cat(columns)))
             columns.clear()
-        return draw(self, hidden_BJD, sampling, first)
+        return draw(self, hidden_BJD, step, sequences_B, first)
 
     monkeypatch.setattr(Drafter, "to_target_ids", forced)
     monkeypatch.setattr(HeadProposer, "_draw", recording_draw)

@@ -136,7 +136,9 @@ def draft_seconds(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> l
     def timed(done: TargetPass) -> None:
         start = time.perf_counter()
         draft(done)
-        if all(chunk.sequence.num_output_tokens > 1 for chunk in done.chunks):
+        sequences = [chunk.sequence for chunk in done.chunks]
+        decoded = all(sequence.num_output_tokens > 1 for sequence in sequences)
+        if decoded and not all(sequence.is_finished for sequence in sequences):
             seconds.append(time.perf_counter() - start)
 
     drafting.draft = timed
