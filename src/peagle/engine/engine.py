@@ -157,7 +157,7 @@ class LLMEngine:
             num_speculative_tokens=k,
             may_speculate=k > 0,
             grammar=grammar,
-            leader=leader if self.config.enable_prefix_caching else None,
+            leader=leader if self._shares_prompt(k) else None,
         )
         needed = self.blocks.blocks_for(self.scheduler.most_slots(sequence))
         if needed > self.blocks.num_blocks:
@@ -175,6 +175,11 @@ class LLMEngine:
         return frozenset(
             (*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids))
         )
+
+    def _shares_prompt(self, num_speculative_tokens: int) -> bool:
+        """Whether a request of that K publishes its blocks: where a head has not read, none is."""
+        reads = num_speculative_tokens > 0 or self.max_draft_len == 0
+        return self.config.enable_prefix_caching and reads
 
     @property
     def blocks(self) -> BlockManager:
@@ -268,6 +273,7 @@ class LLMEngine:
             sequence.status, sequence.finish_reason = SequenceStatus.FINISHED, "stop"
             self._retire(sequence)
         sequence.trim(num_surplus)
+        self._counts["num_output_tokens"] -= num_surplus
 
     def set_speculative_tokens(self, sequence: Sequence, num_speculative_tokens: int) -> None:
         """Change K of a sequence from its next draft on; 0 stops drafting for it.
@@ -291,7 +297,7 @@ class LLMEngine:
             num_running=len(self.scheduler.running),
             num_kv_blocks=self.blocks.num_blocks,
             num_free_kv_blocks=self.blocks.num_free_blocks,
-            speculation=self.speculation_stats,
+            speculation=self.speculation_stats.copy(),
             **self._counts,
         )
 

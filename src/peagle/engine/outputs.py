@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+import math
+from dataclasses import dataclass, field
 from typing import Any
 
 from peagle.engine.stats import SpeculationStats
@@ -63,8 +64,20 @@ class RequestOutput:
         }
         for name in ("logprobs", "prompt_logprobs"):
             if (values := getattr(self, name)) is not None:
-                fields[name] = [_finite(asdict(value)) for value in values]
+                fields[name] = [_logprobs_json(value) for value in values]
         return fields
+
+
+def _logprobs_json(given: TokenLogprobs) -> dict[str, Any]:
+    def number(logprob: float) -> float | None:
+        return logprob if math.isfinite(logprob) else None
+
+    return {
+        "token_id": given.token_id,
+        "logprob": number(given.logprob),
+        "rank": given.rank,
+        "top": [[token_id, number(logprob)] for token_id, logprob in given.top],
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(slots=True)
@@ -42,6 +42,10 @@ class SpeculationStats:
         per_pos.extend([0] * (len(other.num_accepted_tokens_per_pos) - len(per_pos)))
         for position, count in enumerate(other.num_accepted_tokens_per_pos):
             per_pos[position] += count
+
+    def copy(self) -> SpeculationStats:
+        """The counters as they are now."""
+        return replace(self, num_accepted_tokens_per_pos=[*self.num_accepted_tokens_per_pos])
 
     @property
     def acceptance_length(self) -> float:

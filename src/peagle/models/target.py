@@ -213,19 +213,20 @@ class TargetModel:
         return tuple(value) if isinstance(value, list | tuple) else (value,)
 
     def generation_defaults(self) -> dict[str, Any]:
-        """Sampling parameters of the model's generation config that ask for more than greedy.
+        """What the model's generation config asks for, under the names of `SamplingParams`.
 
-        Under the names of `SamplingParams`; empty where the model does not ask to be sampled.
+        How to sample only where it asks to be sampled at all.
         """
         given = self.model.generation_config.to_diff_dict()
-        if not given.get("do_sample"):
-            return {}
-        names = {name: name for name in _GENERATION_NAMES} | {
-            "max_new_tokens": "max_tokens",
-            "min_new_tokens": "min_tokens",
+        names = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+        asked: dict[str, Any] = {}
+        if given.get("do_sample"):
+            names |= {name: name for name in _GENERATION_NAMES}
+            asked["temperature"] = 1.0
+        asked |= {
+            ours: given[theirs] for theirs, ours in names.items() if given.get(theirs) is not None
         }
-        asked = {ours: given[theirs] for theirs, ours in names.items() if given.get(theirs)}
-        return {"temperature": 1.0, **asked}
+        return asked
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

@@ -1,0 +1,145 @@
+"""Prefix caching: the next turn of a conversation computes little, and nothing else changes.
+
+On the bundled pair, a second turn of 1,919 tokens computes 31 of them, 1.6%: the new message, and
+what stands before it in the last block.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from peagle import LLM, SamplingParams
+from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_PROMPTS, BUNDLED_TARGET
+from peagle.chat import ChatMessage
+from peagle.engine.drafting import HeadDrafting
+from peagle.engine.outputs import RequestOutput
+from peagle.models.target import TargetModel
+from tests.engine.engines import K, assert_idle, config_of, make_llm, watch_drafts
+
+TEMPLATE = (
+    "{% for m in messages %}# {{ m.role }}\n{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}# assistant\n{% endif %}"
+)
+ANSWER = SamplingParams(max_tokens=40)
+MOST_COMPUTED = 0.05
+BUNDLED_HEADS = {"plain": None, "eagle3": BUNDLED_EAGLE3, "peagle": BUNDLED_PEAGLE}
+
+
+def drafts_of(llm: LLM) -> dict[tuple[int, ...], list[int]]:
+    """What a head drafts behind which tokens, from now on."""
+    return watch_drafts(llm) if isinstance(llm.engine.drafting, HeadDrafting) else {}
+
+
+def facts(output: RequestOutput) -> tuple[Any, ...]:
+    return output.token_ids, output.text, output.finish_reason, output.stats
+
+
+# ---- a conversation with the bundled pair ---------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bundled_target() -> TargetModel:
+    return TargetModel.load(BUNDLED_TARGET, dtype=torch.float64)
+
+
+def bundled_llm(target: TargetModel, head: Path | None, **options: Any) -> LLM:
+    config = {"model": str(head), "num_speculative_tokens": K} if head else None
+    return LLM(model=target, speculative_config=config, **options)
+
+
+def long_code(llm: LLM, num_tokens: int) -> str:
+    """Held-out functions, one after the other."""
+    lines = (BUNDLED_PROMPTS / "heldout_code.jsonl").read_text().splitlines()
+    code = "\n".join(json.loads(line)["turns"][0] for line in lines[:9])
+    return str(llm.tokenizer.decode(llm.tokenizer.encode(code)[:num_tokens]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", BUNDLED_HEADS)
+def test_the_second_turn_computes_little(bundled_target: TargetModel, way: str) -> None:
+    head = BUNDLED_HEADS[way]
+    cached = bundled_llm(bundled_target, head)
+    alone = bundled_llm(bundled_target, head, enable_prefix_caching=False)
+    drafts = drafts_of(cached), drafts_of(alone)
+    question = ChatMessage("user", long_code(cached, 1850))
+    (first,) = cached.chat([question], ANSWER, chat_template=TEMPLATE)
+    assert 1800 < len(first.output.prompt_token_ids) < 1900
+    before = cached.stats
+
+    turn = [*first.messages, ChatMessage("user", "Now write a test of the last function.")]
+    (found,) = cached.chat(turn, ANSWER, chat_template=TEMPLATE)
+    (expected,) = alone.chat(turn, ANSWER, chat_template=TEMPLATE)
+    assert facts(found.output) == facts(expected.output)
+    assert all(drafts[0][text] == draft for text, draft in drafts[1].items())
+    assert head is None or expected.output.stats.num_accepted_tokens > 0
+
+    num_cached, num_prompt = found.output.num_cached_tokens, len(found.output.prompt_token_ids)
+    assert 0 < num_prompt - num_cached < MOST_COMPUTED * num_prompt
+    after = cached.stats
+    assert after.num_cached_tokens - before.num_cached_tokens == num_cached
+    assert after.num_prompt_tokens - before.num_prompt_tokens == num_prompt
+    assert alone.stats.num_cached_tokens == 0
+
+
+# ---- many conversations, little room --------------------------------------------------------
+
+WAYS = ["plain", "eagle3", "peagle", "peagle probabilistic", "ngram"]
+
+
+@pytest.fixture(scope="module")
+def heads(head_folders: Callable[..., Path]) -> dict[bool, Path]:
+    return {parallel: head_folders(parallel=parallel) for parallel in (True, False)}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_was_evicted_is_computed_again(
+    target_folder: Path, heads: dict[bool, Path], way: str, temperature: float
+) -> None:
+    """Two conversations take turns in a cache that holds one and a half."""
+    config = config_of(way, heads)
+    params = SamplingParams(max_tokens=9, temperature=temperature, seed=3, ignore_eos=True)
+    small = make_llm(target_folder, config, block_size=4, num_kv_blocks=38)
+    alone = make_llm(target_folder, config, block_size=4, enable_prefix_caching=False)
+    drafts = drafts_of(small), drafts_of(alone)
+    texts = [list(range(10, 70)), list(range(30, 110))]
+    shares = []
+    for turn in range(8):
+        which = turn % 2 if turn < 6 else 0  # in the end one of them has the room to itself
+        request = replace(params, seed=turn)
+        (output,), (expected,) = (llm.generate([texts[which]], request) for llm in (small, alone))
+        assert facts(output) == facts(expected)
+        shares.append(output.num_cached_tokens / len(output.prompt_token_ids))
+        texts[which] = [*output.prompt_token_ids, *output.token_ids, 200 + turn]
+        assert_idle(small)
+    assert drafts[0] == drafts[1]
+    assert shares[:2] == [0, 0]
+    assert max(shares[2:6]) < 0.9 < shares[7], "blocks were evicted, and kept where there was room"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_prompts_that_part_at_any_token(
+    target_folder: Path, heads: dict[bool, Path], way: str
+) -> None:
+    """A prompt may leave a cached one before, at and behind the border of a block."""
+    config = config_of(way, heads)
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    cached = make_llm(target_folder, config, block_size=4)
+    alone = make_llm(target_folder, config, block_size=4, enable_prefix_caching=False)
+    text = list(range(10, 34))
+    cached.generate([text], params)
+    drafts = drafts_of(cached), drafts_of(alone)
+    for length in range(7, 14):
+        prompt = [*text[:length], 300, 301, 302, 303]
+        (output,), (expected,) = (llm.generate([prompt], params) for llm in (cached, alone))
+        assert facts(output) == facts(expected)
+        # A block counts with the token after it: the drafter's last slot reads that one.
+        assert output.num_cached_tokens == 4 * ((length - 1) // 4)
+    assert drafts[0] == drafts[1]
