@@ -1,6 +1,25 @@
 """Attention over the paged KV cache, behind one interface."""
 
+import torch
+
 from peagle.attention.base import AttentionBackend, AttentionMetadata, LayerKVCache, Prepared
 from peagle.attention.torch_backend import TorchAttention
 
-__all__ = ["AttentionBackend", "AttentionMetadata", "LayerKVCache", "Prepared", "TorchAttention"]
+__all__ = [
+    "AttentionBackend",
+    "AttentionMetadata",
+    "LayerKVCache",
+    "Prepared",
+    "TorchAttention",
+    "make_backend",
+]
+
+
+def make_backend(device: torch.device) -> AttentionBackend:
+    """The fastest backend of a device."""
+    if device.type != "cuda":
+        return TorchAttention()
+    # Triton is imported where a GPU is.
+    from peagle.attention.triton_backend import TritonAttention
+
+    return TritonAttention()

@@ -29,6 +29,7 @@ class EngineConfig:
             what is free once the weights are loaded.
         enable_prefix_caching: keep the KV of prompts and outputs for later requests that begin the
             same way, as long as nobody else needs the blocks.
+        enforce_eager: launch every kernel by itself instead of a CUDA graph a step; a GPU only.
         seed: source of the seeds of requests that bring none.
     """
 
@@ -41,6 +42,7 @@ class EngineConfig:
     num_kv_blocks: int | None = None
     kv_cache_gib: float | None = None
     enable_prefix_caching: bool = True
+    enforce_eager: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -57,8 +59,9 @@ class EngineConfig:
             require(ok, name, value, "a whole number of at least 1, or none")
         ok = self.kv_cache_gib is None or (is_number(self.kv_cache_gib) and self.kv_cache_gib > 0)
         require(ok, "kv_cache_gib", self.kv_cache_gib, "a number above 0, or none")
-        caching = self.enable_prefix_caching
-        require(isinstance(caching, bool), "enable_prefix_caching", caching, "true or false")
+        for name in ("enable_prefix_caching", "enforce_eager"):
+            value = getattr(self, name)
+            require(isinstance(value, bool), name, value, "true or false")
         require(
             is_int(self.seed) and 0 <= self.seed <= MAX_SEED,
             "seed",

@@ -1,6 +1,7 @@
 """The engine: continuous batching over a paged KV cache, prompts in chunks, one draft a step."""
 
-from peagle.engine.engine import LLMEngine, StepOutput
+from peagle.engine.engine import LLMEngine
+from peagle.engine.outputs import StepOutput
 from peagle.engine.sequence import Sequence, SequenceStatus
 from peagle.engine.stats import EngineStats, SpeculationStats
 

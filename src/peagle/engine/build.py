@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence as SequenceOf
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,6 +15,9 @@ from peagle.models.checkpoint import load_drafter, read_head_config
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 from peagle.speculation import AutoregressiveProposer, ParallelProposer, Proposer
+
+if TYPE_CHECKING:
+    from peagle.engine.graph_runner import GraphRunner
 
 _CPU_CACHE_GIB = 2.0
 _GPU_FREE_SHARE = 0.8
@@ -33,6 +37,16 @@ def resolve_max_model_len(target: TargetModel, config: EngineConfig) -> int:
             "Ask for at most that."
         )
     return asked or limit
+
+
+def resolve_max_draft_len(
+    drafter: Drafter | None, speculative: SpeculativeConfig | None, max_model_len: int
+) -> int:
+    """Positions up to which the head drafts; 0 without one."""
+    if drafter is None or speculative is None:
+        return 0
+    asked = speculative.max_model_len
+    return min(asked or drafter.config.max_position_embeddings, max_model_len)
 
 
 def load_head(target: TargetModel, speculative: SpeculativeConfig | None) -> Drafter | None:
@@ -78,6 +92,43 @@ def make_proposer(
         max_model_len=max_model_len,
         draft_sampling=speculative.draft_sampling,
     )
+
+
+def runs_as_graphs(
+    device: torch.device, config: EngineConfig, speculative: SpeculativeConfig | None
+) -> bool:
+    """Whether decode steps run as CUDA graphs."""
+    can_draft = speculative is None or (
+        speculative.model is not None and speculative.draft_sampling == "argmax"
+    )
+    return device.type == "cuda" and not config.enforce_eager and can_draft
+
+
+def make_graph_runner(
+    target: TargetModel,
+    drafter: Drafter | None,
+    drafter_caches: list[LayerKVCache],
+    config: EngineConfig,
+    *,
+    num_drafts: int,
+    max_model_len: int,
+    max_draft_len: int,
+) -> GraphRunner:
+    """The runner of decode steps for up to `config.max_num_seqs` sequences."""
+    # Triton is imported where a GPU is.
+    from peagle.engine.decode_step import StepSizes
+    from peagle.engine.graph_runner import MAX_STOP_IDS, GraphRunner
+
+    sizes = StepSizes(
+        num_seqs=config.max_num_seqs,
+        num_drafts=num_drafts,
+        table_width=-(-max_model_len // config.block_size),
+        num_stop_ids=MAX_STOP_IDS,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+        max_draft_len=max_draft_len,
+    )
+    return GraphRunner(target, drafter, drafter_caches, sizes)
 
 
 def drafter_kv_shapes(drafter: Drafter | None) -> list[tuple[int, int]]:

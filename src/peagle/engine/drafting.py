@@ -152,9 +152,9 @@ class HeadDrafting:
         if k > 0 and within == 0 and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"A sequence has {len(sequence)} tokens and goes on without drafts: the head drafts "
-                f"up to {self.max_draft_len}. To draft on, set max_model_len in the speculative "
-                "configuration; to draft well there, train the head on longer texts.",
+                f"A sequence has {len(sequence)} tokens and goes on without drafts: the head "
+                f"drafts up to {self.max_draft_len}. To draft on, set max_model_len in the "
+                "speculative configuration; to draft well there, train the head on longer texts.",
                 stacklevel=2,
             )
         return min(k, within)

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
-from peagle.attention import LayerKVCache, TorchAttention
+from peagle.attention import AttentionBackend, LayerKVCache, make_backend
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig, token_ids
 from peagle.engine.block_manager import BlockManager
 from peagle.engine.build import (
     drafter_kv_shapes,
     load_head,
+    make_graph_runner,
     make_proposer,
     num_kv_blocks,
+    resolve_max_draft_len,
     resolve_max_model_len,
+    runs_as_graphs,
 )
 from peagle.engine.drafting import Drafting, HeadDrafting, LookupDrafting
 from peagle.engine.grammar import GrammarState
 from peagle.engine.model_runner import ModelRunner, TargetPass, make_caches
+from peagle.engine.outputs import StepOutput
+from peagle.engine.pipeline import Pipeline, RowReport
 from peagle.engine.sampler import Sampler
 from peagle.engine.scheduler import Chunk, Scheduler
 from peagle.engine.sequence import Sequence, SequenceStatus
@@ -38,25 +42,6 @@ _COUNTERS = (
     "num_cached_tokens",
     "num_output_tokens",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """What one step added to one sequence.
-
-    Attributes:
-        sequence: the sequence, with its output so far.
-        new_token_ids: the tokens added.
-        num_accepted: how many of them came from the draft (the first ones).
-        num_drafted: draft tokens that the step verified.
-        logprobs: of the tokens added, if asked for.
-    """
-
-    sequence: Sequence
-    new_token_ids: list[int]
-    num_accepted: int
-    num_drafted: int
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 class LLMEngine:
@@ -88,7 +73,7 @@ class LLMEngine:
         num_blocks = num_kv_blocks(target, drafter, self.config, self.max_model_len)
         self._target_caches = self._caches(target.kv_shapes(), num_blocks)
         self._claim_target()
-        backend = TorchAttention()
+        backend = make_backend(target.device)
         self.sampler = Sampler(target.vocab_size, target.device, self.config.max_num_seqs)
         self.runner = ModelRunner(
             target,
@@ -98,8 +83,10 @@ class LLMEngine:
             max_model_len=self.max_model_len,
         )
         # Positions up to which the drafter's KV matters; without a head none does.
-        self.max_draft_len = self._max_draft_len(drafter)
-        self.drafting = self._drafting(drafter, backend, num_blocks)
+        self.max_draft_len = resolve_max_draft_len(drafter, speculative, self.max_model_len)
+        drafter_caches = self._caches(drafter_kv_shapes(drafter), num_blocks)
+        self.drafting = self._drafting(drafter, backend, drafter_caches)
+        is_pipelined = runs_as_graphs(target.device, self.config, speculative)
         self.scheduler = Scheduler(
             BlockManager(
                 num_blocks,
@@ -109,9 +96,23 @@ class LLMEngine:
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
-            # The K drafts that a step may accept, and the drafter's K - 1 mask slots beyond those.
-            num_lookahead_slots=2 * (self.num_speculative_tokens + 1),
+            # The K drafts that a step may accept, and the drafter's K - 1 mask slots beyond those;
+            # and with a step in flight the K + 1 tokens that it may bring.
+            num_lookahead_slots=(3 if is_pipelined else 2) * (self.num_speculative_tokens + 1),
         )
+        self._pipeline: Pipeline | None = None
+        if is_pipelined:
+            runner = make_graph_runner(
+                target,
+                drafter,
+                drafter_caches,
+                self.config,
+                num_drafts=self.num_speculative_tokens,
+                max_model_len=self.max_model_len,
+                max_draft_len=self.max_draft_len,
+            )
+            self._pipeline = Pipeline(runner, self.scheduler, self._take)
+        self._outputs: list[StepOutput] = []
         self.speculation_stats = SpeculationStats()
         self._counts = dict.fromkeys(_COUNTERS, 0)
         self.eos_token_ids = target.eos_token_ids()
@@ -197,8 +198,18 @@ class LLMEngine:
         A sequence whose prompt is not all computed is not among the outputs.
         """
         self._claim_target()
-        plan = self.scheduler.schedule()
+        outputs = self._outputs = []
         self._counts["num_steps"] += 1
+        if self._pipeline is not None:
+            if self._pipeline.go_on():
+                return outputs
+            self._pipeline.drain()
+        if self.scheduler.has_unfinished:
+            self._schedule_and_run()
+        return outputs
+
+    def _schedule_and_run(self) -> None:
+        plan = self.scheduler.schedule()
         self._counts["num_preemptions"] += len(plan.preempted)
         for sequence in plan.preempted:
             self.sampler.release(sequence)
@@ -206,45 +217,71 @@ class LLMEngine:
             if not sequence.num_preemptions:
                 self._counts["num_prompt_tokens"] += sequence.num_prompt_tokens
                 self._counts["num_cached_tokens"] += sequence.num_cached_tokens or 0
-        outputs: list[StepOutput] = []
-        for chunks in (plan.prefill, plan.decode):
-            if chunks:
-                outputs += self._run(chunks)
-        return outputs
+        if plan.prefill:
+            self._run(plan.prefill)
+        decoding = [chunk.sequence for chunk in plan.decode]
+        if self._pipeline is not None and decoding and self._pipeline.can_run(decoding):
+            self._pipeline.start(decoding)
+        elif decoding:
+            self._run(plan.decode)
 
-    def _run(self, chunks: list[Chunk]) -> list[StepOutput]:
+    def _run(self, chunks: list[Chunk]) -> None:
         done = self.runner.run(chunks)
-        outputs = self._append(done)
+        self._append(done)
         if self.drafting is not None:
             self.drafting.draft(done)
         for chunk in chunks:
-            self._publish(chunk.sequence)
-            if chunk.sequence.is_finished:
-                self._retire(chunk.sequence)
-        return outputs
+            self._settle(chunk.sequence)
 
-    def _append(self, done: TargetPass) -> list[StepOutput]:
+    def _settle(self, sequence: Sequence) -> None:
+        """Share what can be shared of a sequence, and let it go if it has ended."""
+        self._publish(sequence)
+        if sequence.is_finished:
+            self._retire(sequence)
+
+    def _append(self, done: TargetPass) -> None:
         """Give each sequence its new tokens."""
-        outputs: list[StepOutput] = []
+        row = 0
         for chunk in done.chunks:
-            sequence = chunk.sequence
-            sequence.num_computed_tokens += chunk.num_tokens
-            if not chunk.samples:
-                continue
-            assert done.sampled is not None
-            row = len(outputs)
-            accepted = done.sampled.num_accepted[row]
-            sequence.num_computed_tokens += accepted
-            for stats in (sequence.stats, self.speculation_stats):
-                stats.record(chunk.num_drafts, accepted)
-            kept = sequence.append(done.sampled.new_token_ids[row], self.max_model_len)
-            logprobs = (done.sampled.logprobs[row] or [])[: len(kept)]
-            sequence.logprobs += logprobs
-            self._counts["num_output_tokens"] += len(kept)
-            outputs.append(
-                StepOutput(sequence, kept, min(accepted, len(kept)), chunk.num_drafts, logprobs)
-            )
-        return outputs
+            chunk.sequence.num_computed_tokens += chunk.num_tokens
+            if chunk.samples:
+                assert done.sampled is not None
+                self._emit(
+                    chunk.sequence,
+                    done.sampled.new_token_ids[row],
+                    chunk.num_drafts,
+                    done.sampled.num_accepted[row],
+                    done.sampled.logprobs[row] or [],
+                )
+                row += 1
+
+    def _take(self, sequence: Sequence, report: RowReport) -> None:
+        """The same for a step that ran as a graph, drafts included."""
+        sequence.num_computed_tokens += 1
+        self._emit(sequence, report.new_token_ids, report.num_drafted, report.num_accepted, [])
+        if sequence.may_speculate:
+            sequence.drafts = report.drafts
+            sequence.num_drafter_tokens = min(sequence.num_computed_tokens, self.max_draft_len)
+        self._settle(sequence)
+
+    def _emit(
+        self,
+        sequence: Sequence,
+        new: list[int],
+        num_drafted: int,
+        num_accepted: int,
+        logprobs: list[TokenLogprobs],
+    ) -> None:
+        """Append verified tokens up to where the sequence ends."""
+        sequence.num_computed_tokens += num_accepted
+        for stats in (sequence.stats, self.speculation_stats):
+            stats.record(num_drafted, num_accepted)
+        kept = sequence.append(new, self.max_model_len)
+        logprobs = logprobs[: len(kept)]
+        sequence.logprobs += logprobs
+        self._counts["num_output_tokens"] += len(kept)
+        accepted = min(num_accepted, len(kept))
+        self._outputs.append(StepOutput(sequence, kept, accepted, num_drafted, logprobs))
 
     def _publish(self, sequence: Sequence) -> None:
         """Share the blocks in which all slots are settled, the drafter's too."""
@@ -288,6 +325,7 @@ class LLMEngine:
                 "which the engine and the request were made for."
             )
         sequence.num_speculative_tokens = num_speculative_tokens
+        self.scheduler.version += 1
 
     @property
     def stats(self) -> EngineStats:
@@ -335,15 +373,11 @@ class LLMEngine:
             self.target.set_kv_caches(self._target_caches)
             self.target.fix_rope(self.max_model_len)
 
-    def _max_draft_len(self, drafter: Drafter | None) -> int:
-        if drafter is None:
-            return 0
-        assert self.speculative is not None
-        asked = self.speculative.max_model_len
-        return min(asked or drafter.config.max_position_embeddings, self.max_model_len)
-
     def _drafting(
-        self, drafter: Drafter | None, backend: TorchAttention, num_blocks: int
+        self,
+        drafter: Drafter | None,
+        backend: AttentionBackend,
+        drafter_caches: list[LayerKVCache],
     ) -> Drafting | None:
         speculative = self.speculative
         if speculative is None:
@@ -351,8 +385,7 @@ class LLMEngine:
         if drafter is None:
             lookup = PromptLookup(speculative.prompt_lookup_max, speculative.prompt_lookup_min)
             return LookupDrafting(lookup, self.target.vocab_size, self.max_model_len)
-        caches = self._caches(drafter_kv_shapes(drafter), num_blocks)
-        proposer = make_proposer(drafter, speculative, backend, caches, self.max_model_len)
+        proposer = make_proposer(drafter, speculative, backend, drafter_caches, self.max_model_len)
         return HeadDrafting(
             proposer,
             self.sampler,

@@ -6,8 +6,28 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from peagle.engine.sequence import Sequence
 from peagle.engine.stats import SpeculationStats
 from peagle.kernels.logprobs import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one step added to one sequence.
+
+    Attributes:
+        sequence: the sequence, with its output so far.
+        new_token_ids: the tokens added.
+        num_accepted: how many of them came from the draft (the first ones).
+        num_drafted: draft tokens that the step verified.
+        logprobs: of the tokens added, if asked for.
+    """
+
+    sequence: Sequence
+    new_token_ids: list[int]
+    num_accepted: int
+    num_drafted: int
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

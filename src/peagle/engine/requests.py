@@ -10,10 +10,10 @@ from transformers import PreTrainedTokenizerBase
 
 from peagle.config import SamplingParams
 from peagle.config.checks import is_int, require
-from peagle.engine.engine import LLMEngine, StepOutput
+from peagle.engine.engine import LLMEngine
 from peagle.engine.grammar import GrammarCompiler, GrammarState
 from peagle.engine.output_text import OutputText
-from peagle.engine.outputs import RequestOutput, StreamChunk
+from peagle.engine.outputs import RequestOutput, StepOutput, StreamChunk
 from peagle.engine.sequence import Sequence as EngineSequence
 from peagle.errors import UserError
 from peagle.kernels.random import derive_seed

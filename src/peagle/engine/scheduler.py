@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from peagle.engine.block_manager import BlockManager
@@ -76,6 +77,8 @@ class Scheduler:
         # Both in the order of `Sequence.order`.
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        # Counts what may change who runs next: arrivals, ends, changes of a sequence.
+        self.version = 0
 
     def most_slots(self, sequence: Sequence) -> int:
         """KV slots that the sequence ever holds."""
@@ -86,6 +89,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
+        self.version += 1
         insort(self.waiting, sequence, key=lambda s: s.order)
 
     @property
@@ -100,6 +104,10 @@ class Scheduler:
         self._admit(plan, budget)
         assert plan.decode or plan.prefill, "nothing runs and nothing fits: should be refused"
         return plan
+
+    def reserve(self, sequences: Iterable[Sequence]) -> bool:
+        """Give running sequences the blocks of their next step, without preempting anybody."""
+        return all(self.blocks.extend(s, self._slots(len(s))) for s in sequences)
 
     def _decode(self, plan: Schedule) -> None:
         for sequence in list(self.running):
@@ -176,6 +184,7 @@ class Scheduler:
 
     def retire(self, sequence: Sequence) -> None:
         """Drop a finished sequence from wherever it stands and free its blocks."""
+        self.version += 1
         for queue in (self.waiting, self.running):
             if sequence in queue:
                 queue.remove(sequence)

@@ -1,0 +1,209 @@
+"""Paged attention in Triton: the GPU's backend.
+
+On a CPU it runs under Triton's interpreter, for tests: TRITON_INTERPRET=1, set before triton is
+imported. Shapes: T packed tokens, Hq query heads, Hkv key/value heads, d head size.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from peagle.attention.base import AttentionMetadata, LayerKVCache
+from peagle.errors import UserError
+from peagle.kernels.kv_write import kv_write
+from peagle.kernels.paged_attention import (
+    MAX_HEAD_DIM,
+    AttentionShape,
+    DeviceLimits,
+    PagedAttentionConfig,
+    Workspace,
+    choose_config,
+    paged_attention,
+)
+
+MIN_CAPABILITY = (8, 0)
+MIN_CAPABILITY_FP8 = (9, 0)  # Triton 3.6 converts e4m3 to bfloat16 from there on
+FP8 = torch.float8_e4m3fn
+_REMEDY = 'use another GPU, or device "cpu" with the torch backend'
+Chooser = Callable[[AttentionShape, DeviceLimits], PagedAttentionConfig]
+
+
+class TritonAttention:
+    """Writes keys and values, then attends, in two kernels or three."""
+
+    def __init__(self, choose: Chooser = choose_config) -> None:
+        """`choose` says how the work of a layer is cut."""
+        self._choose = choose
+
+    def prepare(self, metadata: AttentionMetadata) -> TritonPreparedAttention:
+        """Return the pass that `metadata` describes; nothing of it is read on the host.
+
+        Raises:
+            UserError: Triton cannot run on the device of the metadata.
+        """
+        check_device(metadata.slots_T.device)
+        return TritonPreparedAttention(metadata, self._choose)
+
+
+class TritonPreparedAttention:
+    """One pass over the paged cache.
+
+    A CUDA graph that captured it may be replayed after the metadata's tensors were overwritten:
+    neither grid nor memory depend on what they hold. Layers of one shape share configuration and
+    workspace, so they must run on one stream, one after the other.
+
+    Rows of the batch that belong to no sequence come out as zeros.
+    """
+
+    def __init__(self, metadata: AttentionMetadata, choose: Chooser) -> None:
+        self.metadata = metadata
+        self._choose = choose
+        self._plans: dict[AttentionShape, tuple[PagedAttentionConfig, Workspace | None]] = {}
+
+    def __call__(
+        self,
+        query_THd: Tensor,
+        key_THd: Tensor,
+        value_THd: Tensor,
+        cache: LayerKVCache | None,
+        *,
+        scaling: float,
+        sliding_window: int | None = None,
+        sinks: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """As `Prepared`.
+
+        An 8-bit cache may have `key_scale` and `value_scale` (1.0 without): it holds x / scale.
+
+        Raises:
+            UserError: the layer's sizes or types are beyond the kernels.
+        """
+        assert cache is not None, "paged attention needs the layer's cache"
+        meta = self.metadata
+        config, workspace = self._plan(query_THd, cache)
+        scales = {name: getattr(cache, name, 1.0) for name in ("key_scale", "value_scale")}
+        kv_write(_rows(key_THd), _rows(value_THd), cache.keys, cache.values, meta.slots_T, **scales)
+        return paged_attention(
+            _rows(query_THd),
+            cache.keys,
+            cache.values,
+            meta.query_start_loc,
+            meta.seq_lens_B,
+            meta.block_tables_BM,
+            max_query_len=meta.max_query_len,
+            scaling=scaling,
+            sliding_window=sliding_window,
+            sinks=sinks,
+            softcap=softcap,
+            context_starts_B=meta.context_starts_B,
+            config=config,
+            workspace=workspace,
+            **scales,
+        )
+
+    def _plan(
+        self, query_THd: Tensor, cache: LayerKVCache
+    ) -> tuple[PagedAttentionConfig, Workspace | None]:
+        num_tokens, num_heads, head_dim = query_THd.shape
+        shape = AttentionShape(
+            num_sequences=self.metadata.seq_lens_B.shape[0],
+            num_tokens=num_tokens,
+            max_query_len=self.metadata.max_query_len,
+            num_heads=num_heads,
+            num_kv_heads=cache.keys.shape[2],
+            head_dim=head_dim,
+            query_dtype=query_THd.dtype,
+            cache_dtype=cache.keys.dtype,
+        )
+        if shape not in self._plans:
+            device = query_THd.device
+            check_layer(shape, device)
+            config = self._choose(shape, DeviceLimits.of(device))
+            self._plans[shape] = config, Workspace.make(shape, config, device)
+        return self._plans[shape]
+
+
+def _rows(x_THd: Tensor) -> Tensor:
+    """With a contiguous last dimension, as models nearly always hand it over."""
+    return x_THd if x_THd.stride(2) == 1 else x_THd.contiguous()
+
+
+@cache
+def check_device(device: torch.device) -> None:
+    """Raise where Triton's kernels cannot run.
+
+    Raises:
+        UserError: triton is missing, the GPU is too old, or the device is a CPU and the interpreter
+            is off.
+    """
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        raise UserError(
+            "The Triton attention backend needs the package triton, which is not installed; "
+            'install it (Linux: pip install triton), or use device "cpu" with the torch backend.'
+        ) from None
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < MIN_CAPABILITY:
+            raise UserError(
+                f"{torch.cuda.get_device_name(device)} has compute capability "
+                f"{_version(capability)}; the Triton attention backend expects "
+                f"{_version(MIN_CAPABILITY)} or later: {_REMEDY}."
+            )
+    elif device.type != "cpu" or os.environ.get("TRITON_INTERPRET") != "1":
+        raise UserError(
+            f'The Triton attention backend cannot run on device "{device}"; expected an NVIDIA GPU '
+            '(or, for tests, "cpu" with TRITON_INTERPRET=1): use the torch backend there.'
+        )
+
+
+def check_layer(shape: AttentionShape, device: torch.device) -> None:
+    """Raise where a layer is beyond the kernels.
+
+    Raises:
+        UserError: the head size, the number of heads or a type is not supported.
+    """
+    if shape.head_dim > MAX_HEAD_DIM:
+        raise UserError(
+            f"The model's attention has head size {shape.head_dim}; the Triton attention backend "
+            f"expects at most {MAX_HEAD_DIM}: {_REMEDY}."
+        )
+    if shape.num_heads % shape.num_kv_heads or shape.group > 128:
+        raise UserError(
+            f"The model has {shape.num_heads} query heads on {shape.num_kv_heads} key/value heads; "
+            f"the Triton attention backend expects a multiple, up to 128: {_REMEDY}."
+        )
+    if shape.query_dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise UserError(
+            f"The model runs in {shape.query_dtype}; the Triton attention backend expects float32, "
+            'float16 or bfloat16: choose another dtype, or device "cpu" with the torch backend.'
+        )
+    if shape.cache_dtype not in (shape.query_dtype, FP8):
+        raise UserError(
+            f"The KV cache is of {shape.cache_dtype}; expected {shape.query_dtype}, as the model, "
+            f"or {FP8}: choose one of these."
+        )
+    if shape.cache_dtype == FP8:
+        if shape.query_dtype == torch.float32:
+            raise UserError(
+                f"The KV cache is of {FP8} and the model of float32; an 8-bit cache expects a "
+                "model in bfloat16 or float16: choose that dtype, or a float32 cache."
+            )
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < MIN_CAPABILITY_FP8:
+            capability = _version(torch.cuda.get_device_capability(device))
+            raise UserError(
+                f"The KV cache is of {FP8}, which compute capability {capability} cannot convert; "
+                f"expected {_version(MIN_CAPABILITY_FP8)} or later: choose a cache of the model's "
+                "own dtype."
+            )
+
+
+def _version(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))

@@ -1,0 +1,92 @@
+"""Keys and values of packed tokens into the paged cache.
+
+Shapes: T packed tokens, N blocks, S slots of a block, Hkv key/value heads, d head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def kv_write(
+    key_THd: Tensor,
+    value_THd: Tensor,
+    keys_NSHd: Tensor,
+    values_NSHd: Tensor,
+    slots_T: Tensor,
+    *,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> None:
+    """keys[slot_t] = key_t, values[slot_t] = value_t in Triton; slot -1 writes nothing.
+
+    Changes only the cache and needs no synchronisation, so that a CUDA graph can hold it.
+
+    Args:
+        key_THd, value_THd: [T, Hkv, d], the last dimension contiguous.
+        keys_NSHd, values_NSHd: the cache of one layer, [N, S, Hkv, d] with equal strides.
+        slots_T: block * S + place in the block, different for all tokens that write.
+        key_scale, value_scale: an 8-bit cache holds x / scale, cut to its largest number; others
+            take no scale.
+    """
+    import triton
+
+    from peagle.kernels import kv_write_triton
+
+    num_tokens, num_kv_heads, head_dim = key_THd.shape
+    assert keys_NSHd.stride() == values_NSHd.stride() and keys_NSHd.stride(3) == 1
+    assert key_THd.stride(2) == value_THd.stride(2) == 1
+    is_8bit = keys_NSHd.dtype.itemsize == 1
+    assert is_8bit or key_scale == value_scale == 1.0, "only an 8-bit cache is scaled"
+    if num_tokens == 0:
+        return
+    kernels: Any = kv_write_triton
+    kernels.kv_write_kernel[(num_tokens,)](
+        key_THd,
+        value_THd,
+        keys_NSHd,
+        values_NSHd,
+        slots_T,
+        1.0 / key_scale,
+        1.0 / value_scale,
+        *key_THd.stride()[:2],
+        *value_THd.stride()[:2],
+        *keys_NSHd.stride()[:3],
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=keys_NSHd.shape[1],
+        BLOCK_H=triton.next_power_of_2(num_kv_heads),
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        LIMIT=torch.finfo(keys_NSHd.dtype).max if is_8bit else 0.0,
+    )
+
+
+def kv_write_reference(
+    key_THd: Tensor,
+    value_THd: Tensor,
+    keys_NSHd: Tensor,
+    values_NSHd: Tensor,
+    slots_T: Tensor,
+    *,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> None:
+    """`kv_write` in plain torch. It waits for the device."""
+    written_T = slots_T >= 0
+    slots_T = slots_T[written_T]
+    place_T = slots_T // keys_NSHd.shape[1], slots_T % keys_NSHd.shape[1]
+    for rows_THd, cache_NSHd, scale in (
+        (key_THd, keys_NSHd, key_scale),
+        (value_THd, values_NSHd, value_scale),
+    ):
+        rows_THd = rows_THd[written_T]
+        if cache_NSHd.dtype.itemsize == 1:
+            limit = torch.finfo(cache_NSHd.dtype).max
+            rows_THd = (rows_THd.float() * (1.0 / scale)).clamp(-limit, limit)
+            # torch does not index 8-bit floats on every device.
+            cache_NSHd.view(torch.uint8)[place_T] = rows_THd.to(cache_NSHd.dtype).view(torch.uint8)
+        else:
+            cache_NSHd[place_T] = rows_THd.to(cache_NSHd.dtype)

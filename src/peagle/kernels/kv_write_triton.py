@@ -1,0 +1,51 @@
+"""Triton kernel of the KV write; `kv_write` launches it and says what it computes."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def kv_write_kernel(
+    key_ptr,
+    value_ptr,
+    keys_ptr,
+    values_ptr,
+    slots_ptr,
+    key_factor,
+    value_factor,
+    stride_key_row,
+    stride_key_head,
+    stride_value_row,
+    stride_value_head,
+    stride_block,
+    stride_slot,
+    stride_head,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    LIMIT: tl.constexpr,  # the largest number of an 8-bit cache; 0: copy as it is
+):
+    """Keys and values of one token."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    if slot < 0:
+        return
+    head = tl.arange(0, BLOCK_H)[:, None]
+    offs_d = tl.arange(0, BLOCK_D)[None, :]
+    mask = (head < NUM_KV_HEADS) & (offs_d < HEAD_DIM)
+    target = slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * stride_slot
+    target = target + head * stride_head + offs_d
+    key = tl.load(key_ptr + row * stride_key_row + head * stride_key_head + offs_d, mask=mask)
+    value = tl.load(
+        value_ptr + row * stride_value_row + head * stride_value_head + offs_d, mask=mask
+    )
+    if LIMIT > 0:
+        # Beyond the largest number there is only NaN.
+        key = tl.minimum(tl.maximum(key.to(tl.float32) * key_factor, -LIMIT), LIMIT)
+        value = tl.minimum(tl.maximum(value.to(tl.float32) * value_factor, -LIMIT), LIMIT)
+    tl.store(keys_ptr + target, key.to(keys_ptr.dtype.element_ty), mask=mask)
+    tl.store(values_ptr + target, value.to(values_ptr.dtype.element_ty), mask=mask)

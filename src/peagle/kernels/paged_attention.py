@@ -1,0 +1,315 @@
+"""Paged attention in Triton: how the work is cut, and the launch of the kernels.
+
+The reference in plain torch is `peagle.attention.torch_backend`.
+
+Shapes: T packed query tokens of B sequences, Hq query heads, Hkv key/value heads, d head size,
+N blocks of S slots, M blocks a sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MAX_HEAD_DIM = 256
+MAX_SPLITS = 128
+WAVES = 2  # programs of the grid per multiprocessor, about
+# Up to here all queries of a sequence share one tile, so that its keys are read once.
+_MAX_BLOCK_M = 128
+# Splits that one program of the reduction loads at a time.
+_COMBINE_CHUNK = 16
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What the launch of one layer depends on: nothing of it is the length of a context.
+
+    Attributes:
+        num_sequences, num_tokens, max_query_len: of the batch, padding included.
+        num_heads, num_kv_heads, head_dim: of the layer.
+        query_dtype, cache_dtype: of the layer.
+    """
+
+    num_sequences: int
+    num_tokens: int
+    max_query_len: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    query_dtype: torch.dtype
+    cache_dtype: torch.dtype
+
+    @property
+    def group(self) -> int:
+        """Query heads of a key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLimits:
+    """What the configuration depends on: multiprocessors, and shared memory of one program."""
+
+    num_sms: int
+    shared_bytes: int
+
+    @staticmethod
+    def of(device: torch.device) -> DeviceLimits:
+        """Limits of a device; for Triton's interpreter on a CPU, of a small imaginary card."""
+        if device.type != "cuda":
+            return DeviceLimits(num_sms=8, shared_bytes=100_000)
+        found = torch.cuda.get_device_properties(device)
+        shared = getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)
+        return DeviceLimits(found.multi_processor_count, shared)
+
+
+@dataclass(frozen=True, slots=True)
+class PagedAttentionConfig:
+    """How the work is cut.
+
+    Attributes:
+        block_m: rows of a tile, pairs of query and query head; a power of two from 16 on.
+        block_n: keys of a tile; a power of two from 16 on.
+        num_splits: programs that share the keys of one tile of rows.
+        num_warps, num_stages: Triton's.
+    """
+
+    block_m: int
+    block_n: int
+    num_splits: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class QueryTiles:
+    """How the rows are cut into tiles: evenly, or for ragged batches as the lengths are.
+
+    Attributes:
+        count: tiles of all sequences.
+        per_sequence: None where the device looks for the sequence of a tile.
+    """
+
+    count: int
+    per_sequence: int | None
+
+    @staticmethod
+    def of(shape: AttentionShape, block_m: int) -> QueryTiles:
+        """The way with fewer tiles, in doubt the even one, which is simpler for the device."""
+        queries = block_m // shape.group
+        per_sequence = -(-shape.max_query_len // queries)
+        even = shape.num_sequences * per_sequence
+        ragged = shape.num_tokens // queries + shape.num_sequences
+        return QueryTiles(even, per_sequence) if even <= ragged else QueryTiles(ragged, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Partial results of the splits, of all layers of one shape in turn.
+
+    Attributes:
+        partial: float32 [T, Hq, splits, d], each split's own softmax.
+        lse: float32 [T, Hq, splits], base-2 logarithms of their weights.
+    """
+
+    partial: Tensor
+    lse: Tensor
+
+    @staticmethod
+    def make(
+        shape: AttentionShape, config: PagedAttentionConfig, device: torch.device
+    ) -> Workspace | None:
+        """Room for what `paged_attention` keeps; None where nothing is split."""
+        if config.num_splits == 1:
+            return None
+        size = (shape.num_tokens, shape.num_heads, config.num_splits)
+        return Workspace(
+            torch.empty(*size, shape.head_dim, dtype=torch.float32, device=device),
+            torch.empty(size, dtype=torch.float32, device=device),
+        )
+
+
+def choose_config(shape: AttentionShape, limits: DeviceLimits) -> PagedAttentionConfig:
+    """A configuration from the shape alone, so that it is the same whatever the contexts are.
+
+    Rows: all of a sequence, where they fit a tile. Splits: as many as make about two programs per
+    multiprocessor; a large batch or a long prompt has that many without.
+    """
+    is_float32 = shape.query_dtype == torch.float32
+    block_d = max(16, _power_of_two(shape.head_dim))
+    # float32 is multiplied without the matrix unit, out of registers.
+    largest = 32 if is_float32 else _MAX_BLOCK_M if block_d <= 128 else 64
+    rows = min(shape.max_query_len * shape.group, largest)
+    block_m = max(16, _power_of_two(rows), _power_of_two(shape.group))
+    block_n = 32 if is_float32 or block_d > 128 else 64
+
+    num_stages = 3
+    itemsize = max(shape.query_dtype.itemsize, shape.cache_dtype.itemsize)
+
+    def shared_bytes() -> int:
+        return (2 * num_stages * block_n + block_m) * block_d * itemsize
+
+    while num_stages > 2 and shared_bytes() > limits.shared_bytes:
+        num_stages -= 1
+    while block_n > 16 and shared_bytes() > limits.shared_bytes:
+        block_n //= 2
+
+    programs = QueryTiles.of(shape, block_m).count * shape.num_kv_heads
+    num_splits = min(max(1, round(WAVES * limits.num_sms / programs)), MAX_SPLITS)
+    # Enough threads to keep the sums, and in float32 the operands, in registers.
+    num_warps = 8 if block_m * block_d > 64 * 128 or (is_float32 and block_d > 128) else 4
+    return PagedAttentionConfig(block_m, block_n, num_splits, num_warps, num_stages)
+
+
+def paged_attention(
+    query_THd: Tensor,
+    keys_NSHd: Tensor,
+    values_NSHd: Tensor,
+    query_start_loc: Tensor,
+    seq_lens_B: Tensor,
+    block_tables_BM: Tensor,
+    *,
+    max_query_len: int,
+    scaling: float,
+    sliding_window: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    context_starts_B: Tensor | None = None,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+    config: PagedAttentionConfig | None = None,
+    workspace: Workspace | None = None,
+) -> Tensor:
+    """softmax(q . k * scaling) v of every query over the keys of its sequence up to its position.
+
+    Prefill, verification and decoding alike. A CUDA graph can hold it: it does not synchronise, and
+    grid and memory depend on shapes and `max_query_len` alone. Float32 is computed in float32, not
+    TF32; 16-bit types are multiplied as they are and summed in float32.
+
+    Args:
+        query_THd: [T, Hq, d], the last dimension contiguous.
+        keys_NSHd, values_NSHd: cache of the layer, equal strides; this pass's keys are in it.
+        query_start_loc: [B+1] first row of each sequence; rows beyond the last give zeros.
+        seq_lens_B: context of each sequence, the queries being its end.
+        block_tables_BM: blocks of each sequence.
+        max_query_len: no sequence has more queries.
+        scaling, sliding_window, sinks, softcap: as `peagle.attention.Prepared`.
+        context_starts_B: first visible position of each context; None: 0.
+        key_scale, value_scale: factors on what the cache holds.
+        config: default `choose_config`.
+        workspace: of `Workspace.make`, to be shared by layers; default a new one.
+
+    Returns:
+        [T, Hq, d], contiguous; zero for queries that see nothing.
+    """
+    import triton.language as tl
+
+    from peagle.kernels import paged_attention_triton
+
+    kernels: Any = paged_attention_triton
+
+    num_tokens, num_heads, head_dim = query_THd.shape
+    block_size, num_kv_heads = keys_NSHd.shape[1:3]
+    assert keys_NSHd.stride() == values_NSHd.stride() and keys_NSHd.stride(3) == 1
+    assert query_THd.stride(2) == block_tables_BM.stride(1) == 1
+    assert num_heads % num_kv_heads == 0 and head_dim <= MAX_HEAD_DIM
+    device = query_THd.device
+    num_sequences = seq_lens_B.shape[0]
+    shape = AttentionShape(
+        num_sequences,
+        num_tokens,
+        max_query_len,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        query_THd.dtype,
+        keys_NSHd.dtype,
+    )
+    config = config or choose_config(shape, DeviceLimits.of(device))
+    assert config.block_m >= shape.group
+    out_THd = torch.empty(query_THd.shape, dtype=query_THd.dtype, device=device)
+    if num_tokens == 0:
+        return out_THd
+    is_split = config.num_splits > 1
+    if is_split and workspace is None:
+        workspace = Workspace.make(shape, config, device)
+    if workspace is not None:
+        assert workspace.lse.shape == (num_tokens, num_heads, config.num_splits)
+    # Where there is no split these two are not looked at.
+    partial, lse = (workspace.partial, workspace.lse) if workspace else (out_THd, out_THd)
+
+    log2_e = 1.0 / math.log(2.0)
+    score_scale = scaling * key_scale * log2_e
+    if softcap is not None:
+        score_scale *= 2.0 / softcap
+    block_d = max(16, _power_of_two(head_dim))
+    # 32-bit offsets where they reach: a third fewer registers.
+    last_element = sum((n - 1) * s for n, s in zip(keys_NSHd.shape, keys_NSHd.stride()))
+    tiles = QueryTiles.of(shape, config.block_m)
+    kernels.attend_kernel[(tiles.count * num_kv_heads * config.num_splits,)](
+        out_THd,
+        partial,
+        lse,
+        query_THd,
+        keys_NSHd,
+        values_NSHd,
+        query_start_loc,
+        seq_lens_B,
+        context_starts_B if context_starts_B is not None else seq_lens_B,
+        block_tables_BM,
+        sinks if sinks is not None else query_THd,
+        score_scale,
+        (softcap or 0.0) * log2_e,
+        float(value_scale),
+        *query_THd.stride()[:2],
+        *keys_NSHd.stride()[:3],
+        block_tables_BM.stride(0),
+        num_sequences,
+        num_tokens,
+        tiles.per_sequence or 1,
+        config.num_splits,
+        sliding_window or 0,
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=shape.group,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        OFFSET=tl.int32 if last_element < 2**31 else tl.int64,
+        BLOCK_D=block_d,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        B2=_power_of_two(num_sequences) if tiles.per_sequence is None else 1,
+        SEARCH=tiles.per_sequence is None,
+        IS_SPLIT=is_split,
+        HAS_WINDOW=sliding_window is not None,
+        HAS_STARTS=context_starts_B is not None,
+        HAS_SINKS=sinks is not None,
+        HAS_SOFTCAP=softcap is not None,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    if is_split:
+        kernels.combine_kernel[(num_tokens * num_heads,)](
+            out_THd,
+            partial,
+            lse,
+            query_start_loc,
+            sinks if sinks is not None else query_THd,
+            num_sequences,
+            config.num_splits,
+            NUM_HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            BLOCK_D=block_d,
+            S2=_power_of_two(config.num_splits),
+            CHUNK=min(_power_of_two(config.num_splits), _COMBINE_CHUNK),
+            HAS_SINKS=sinks is not None,
+            num_warps=4 if block_d > 64 else 2,
+        )
+    return out_THd
+
+
+def _power_of_two(number: int) -> int:
+    """The next power of two, from 1 on."""
+    return 1 << max(number - 1, 0).bit_length()
