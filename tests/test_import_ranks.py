@@ -135,14 +135,15 @@ def violations(package: Path) -> list[str]:
 
 
 def is_triton_file(path: str) -> bool:
-    return path.startswith("kernels/") and path.endswith("_triton.py")
+    return path.startswith(("kernels/", "engine/")) and path.endswith("_triton.py")
 
 
 def triton_at_load(package: Path) -> list[str]:
     """Imports of triton, or of a `*_triton` module, that run when a module is loaded.
 
     Such imports belong into functions, since triton exists on few machines. Only the files
-    `kernels/*_triton.py`, themselves imported lazily, may have them at the top.
+    `kernels/*_triton.py` and `engine/*_triton.py`, themselves imported lazily, may have them at
+    the top.
     """
     return [
         f"{path}:{item.line} imports {item.name} when it is loaded: move that into a function"

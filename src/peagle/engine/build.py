@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING
 
 import torch
 
 from peagle.attention import AttentionBackend, LayerKVCache
 from peagle.config import EngineConfig, SpeculativeConfig
+from peagle.engine.graph_runner import MAX_STOP_IDS, GraphRunner, StepSizes
 from peagle.errors import UserError
 from peagle.models.checkpoint import load_drafter, read_head_config
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 from peagle.speculation import AutoregressiveProposer, ParallelProposer, Proposer
-
-if TYPE_CHECKING:
-    from peagle.engine.graph_runner import GraphRunner
 
 _CPU_CACHE_GIB = 2.0
 _GPU_FREE_SHARE = 0.8
@@ -115,10 +112,6 @@ def make_graph_runner(
     max_draft_len: int,
 ) -> GraphRunner:
     """The runner of decode steps for up to `config.max_num_seqs` sequences."""
-    # Triton is imported where a GPU is.
-    from peagle.engine.decode_step import StepSizes
-    from peagle.engine.graph_runner import MAX_STOP_IDS, GraphRunner
-
     sizes = StepSizes(
         num_seqs=config.max_num_seqs,
         num_drafts=num_drafts,

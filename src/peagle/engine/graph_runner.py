@@ -5,18 +5,22 @@ Shapes: B rows of a graph, K drafts, M blocks a sequence, E stop ids.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from peagle.attention import LayerKVCache
-from peagle.engine.decode_step import DecodeStep, StepBuffers, StepSizes
 from peagle.engine.pipeline import RowReport, read_report
 from peagle.engine.sequence import Sequence
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
+
+if TYPE_CHECKING:
+    from peagle.engine.decode_step_triton import DecodeStep, StepBuffers
 
 MAX_STOP_IDS = 8
 _WARM_UPS = 2
@@ -30,46 +34,75 @@ def buckets(max_num_seqs: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
+class StepSizes:
+    """What a step's buffers are made for.
+
+    Attributes:
+        num_seqs: B.
+        num_drafts: K, 0 without a drafter.
+        table_width: M.
+        num_stop_ids: E.
+        block_size: slots of a KV block.
+        max_model_len, max_draft_len: as in `StepLimits`.
+    """
+
+    num_seqs: int
+    num_drafts: int
+    table_width: int
+    num_stop_ids: int
+    block_size: int
+    max_model_len: int
+    max_draft_len: int
+
+
+@dataclass(frozen=True, slots=True)
 class Flight:
     """A step that was launched.
 
     Attributes:
         sequences: of its rows.
-        report_BX: on the host once `done` has happened.
+        report_BX: on the host once `done` has happened; None where nothing is awaited.
     """
 
     sequences: SequenceOf[Sequence]
     report_BX: Tensor
-    done: torch.cuda.Event
+    done: torch.cuda.Event | None
 
 
 class _Graph:
-    """One captured step: B rows, greedy or not."""
+    """One captured step: B rows, greedy or not. On a CPU, for tests, it runs as it is."""
 
     def __init__(self, step: DecodeStep) -> None:
         self.buffers = step.buffers
-        # Nobody is active: what runs now writes no KV.
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_UPS):
-                step.run()
-        torch.cuda.current_stream().wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            step.run()
-        shape = self.buffers.report_BX.shape
-        self._reports = [torch.empty(shape, dtype=torch.int64, pin_memory=True) for _ in range(2)]
+        self._run = step.run if self.buffers.active_B.device.type == "cpu" else _captured(step)
+        pinned, shape = self.buffers.active_B.is_cuda, self.buffers.report_BX.shape
+        self._reports = [torch.empty(shape, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
         self._next = 0
 
     def launch(self, sequences: SequenceOf[Sequence]) -> Flight:
-        self._graph.replay()
+        self._run()
         report_BX = self._reports[self._next]
         self._next = 1 - self._next
         report_BX.copy_(self.buffers.report_BX, non_blocking=True)
+        if not self.buffers.active_B.is_cuda:
+            return Flight(sequences, report_BX, None)
         done = torch.cuda.Event()
         done.record()
         return Flight(sequences, report_BX, done)
+
+
+def _captured(step: DecodeStep) -> Callable[[], None]:
+    """The step as a graph. Nobody is active while it is captured: no KV is written."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(_WARM_UPS):
+            step.run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step.run()
+    return graph.replay
 
 
 class GraphRunner:
@@ -140,21 +173,16 @@ class GraphRunner:
 
     def read(self, flight: Flight) -> list[RowReport]:
         """What a step did, a row each; waits for it."""
-        flight.done.synchronize()
+        if flight.done is not None:
+            flight.done.synchronize()
         rows = flight.report_BX[: len(flight.sequences)].tolist()
         num_drafts = max(self._sizes.num_drafts, 1)
         return [read_report(row, num_drafts) for row in rows]
 
     def _capture(self, size: int, greedy: bool) -> _Graph:
-        sizes = StepSizes(
-            size,
-            self._sizes.num_drafts,
-            self._sizes.table_width,
-            self._sizes.num_stop_ids,
-            self._sizes.block_size,
-            self._sizes.max_model_len,
-            self._sizes.max_draft_len,
-        )
+        from peagle.engine.decode_step_triton import DecodeStep, StepBuffers
+
+        sizes = replace(self._sizes, num_seqs=size)
         buffers = StepBuffers(sizes, self._target.device)
         step = DecodeStep(self._target, self._drafter, self._caches, buffers, greedy=greedy)
         graph = self._graphs[size, greedy] = _Graph(step)

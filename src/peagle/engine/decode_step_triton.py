@@ -8,13 +8,12 @@ sequence, E stop ids a sequence.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from peagle.attention import AttentionMetadata, LayerKVCache
 from peagle.attention.triton_backend import TritonAttention
+from peagle.engine.graph_runner import StepSizes
 from peagle.kernels.expand_triton import (
     DraftBuffers,
     build_target_batch,
@@ -31,28 +30,6 @@ from peagle.kernels.verify_triton import (
 )
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
-
-
-@dataclass(frozen=True, slots=True)
-class StepSizes:
-    """What a step's buffers are made for.
-
-    Attributes:
-        num_seqs: B.
-        num_drafts: K, 0 without a drafter.
-        table_width: M.
-        num_stop_ids: E.
-        block_size: slots of a KV block.
-        max_model_len, max_draft_len: as in `StepLimits`.
-    """
-
-    num_seqs: int
-    num_drafts: int
-    table_width: int
-    num_stop_ids: int
-    block_size: int
-    max_model_len: int
-    max_draft_len: int
 
 
 class StepBuffers:

@@ -1,0 +1,131 @@
+"""Decode steps as graphs: the same tokens as the engine that launches kernel by kernel.
+
+On a CPU the step is not captured and its kernels run under Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peagle import LLM, SamplingParams
+from peagle.engine.drafting import HeadDrafting
+
+pytest.importorskip("triton")
+ON_CPU = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.skipif(not ON_CPU, reason="TRITON_INTERPRET is not 1")),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+PROMPTS = [[5, 9, 200, 31], [17] * 12, [3], list(range(20, 55)), [8, 8, 9, 9] * 3]
+GREEDY = SamplingParams(max_tokens=14, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=12, temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=5)
+
+
+@pytest.fixture(autouse=True)
+def graphs_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU too, where the engine would not."""
+    monkeypatch.setattr(
+        "peagle.engine.engine.runs_as_graphs", lambda device, config, _: not config.enforce_eager
+    )
+
+
+def make(folder: Path, head: Path | None, device: str, *, eager: bool, **options: Any) -> LLM:
+    config = None if head is None else {"model": str(head), "num_speculative_tokens": 3}
+    options = {"block_size": 4, "max_model_len": 64, "max_num_seqs": 4, **options}
+    return LLM(
+        folder,
+        speculative_config=config,
+        dtype="float32",
+        device=device,
+        enforce_eager=eager,
+        **options,
+    )
+
+
+@pytest.fixture(params=["plain", "peagle", "eagle3"])
+def head(request: pytest.FixtureRequest, head_folders: Callable[..., Path]) -> Path | None:
+    if request.param == "plain":
+        return None
+    return head_folders(parallel=request.param == "peagle", draft_vocab_size=200)
+
+
+def outputs(llm: LLM, params: SamplingParams | list[SamplingParams]) -> list[Any]:
+    found = llm.generate(PROMPTS, params)
+    assert llm.stats.num_free_kv_blocks == llm.stats.num_kv_blocks
+    return [(o.token_ids, o.finish_reason, o.stats) for o in found]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_graphs_give_the_same(
+    target_folder: Path, head: Path | None, device: str, params: SamplingParams
+) -> None:
+    every = [replace(params, seed=i, max_tokens=params.max_tokens + i) for i in range(5)]
+    eager = outputs(make(target_folder, head, device, eager=True), every)
+    graphs = make(target_folder, head, device, eager=False)
+    assert outputs(graphs, every) == eager
+    assert graphs.engine._pipeline is not None
+    assert outputs(graphs, every) == eager, "and again, with cached prompts"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_few_blocks_and_chunks(target_folder: Path, head: Path | None, device: str) -> None:
+    eager = outputs(make(target_folder, head, device, eager=True), GREEDY)
+    small = make(
+        target_folder, head, device, eager=False, num_kv_blocks=19, max_num_batched_tokens=7
+    )
+    assert [o[:2] for o in outputs(small, GREEDY)] == [o[:2] for o in eager]
+    assert small.stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_stops_and_features_among_graphs(
+    target_folder: Path, head: Path | None, device: str
+) -> None:
+    """Stop ids end a row on the device, stop strings a step late; penalties run by kernels."""
+    whole = make(target_folder, head, device, eager=True).generate(PROMPTS, GREEDY)
+    params = [
+        replace(GREEDY, stop_token_ids=(whole[0].token_ids[5],)),
+        replace(GREEDY, stop=(whole[1].text[3:5],)) if len(whole[1].text) > 5 else GREEDY,
+        replace(GREEDY, repetition_penalty=1.4, max_tokens=6),
+        replace(GREEDY, min_tokens=9, stop_token_ids=(whole[3].token_ids[4],)),
+        replace(GREEDY, logprobs=2, max_tokens=4),
+    ]
+    eager = outputs(make(target_folder, head, device, eager=True), params)
+    assert outputs(make(target_folder, head, device, eager=False), params) == eager
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_cancelled_while_in_flight(target_folder: Path, head: Path | None, device: str) -> None:
+    llm = make(target_folder, head, device, eager=False)
+    whole = make(target_folder, head, device, eager=True).generate(PROMPTS, GREEDY)
+    for chunk in llm.stream(PROMPTS[:2], GREEDY):
+        if len(chunk.token_ids) and chunk.output is None:
+            break
+    assert llm.stats.num_free_kv_blocks == llm.stats.num_kv_blocks
+    assert [o.token_ids for o in llm.generate(PROMPTS, GREEDY)] == [o.token_ids for o in whole]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_paused_drafting_leaves_the_graphs(
+    target_folder: Path, head_folders: Callable[..., Path], device: str
+) -> None:
+    head = head_folders(parallel=True)
+    llm = make(target_folder, head, device, eager=False)
+    expected = make(target_folder, None, device, eager=True).generate(PROMPTS[:2], GREEDY)
+    engine = llm.engine
+    assert isinstance(engine.drafting, HeadDrafting)
+    sequences = [engine.add_request(prompt, GREEDY) for prompt in PROMPTS[:2]]
+    for step in range(200):
+        if not engine.has_unfinished:
+            break
+        engine.step()
+        if not sequences[0].is_finished:
+            engine.set_speculative_tokens(sequences[0], (3, 0)[step % 5 > 2])
+    assert [s.output_token_ids for s in sequences] == [o.token_ids for o in expected]
