@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.expand import DraftBatch
+from peagle.kernels.launch import launch
 from peagle.kernels.target_batch import TargetBatch
 
 MAX_SEQUENCES = 1024
@@ -145,7 +146,9 @@ def build_target_batch(
     num_rows = out.tokens_T.shape[0]
     _check_contiguous(drafts_BK, block_tables_BM)
     _check_sequences(num_seqs)
-    _target_batch_kernel[(num_seqs,)](
+    launch(
+        _target_batch_kernel,
+        (num_seqs,),
         last_tokens_B,
         drafts_BK,
         num_drafts_B,
@@ -278,7 +281,9 @@ def expand_draft_batch(
     num_slots = batch.tokens_S.shape[0]
     _check_contiguous(block_tables_BM)
     _check_sequences(num_seqs)
-    _expand_kernel[(num_seqs,)](
+    launch(
+        _expand_kernel,
+        (num_seqs,),
         target_tokens_T,
         target_positions_T,
         target_start_loc,
@@ -343,7 +348,9 @@ def gather_features(
     """
     num_rows, width = features_TD.shape
     block = min(2048, triton.next_power_of_2(width))
-    _gather_kernel[(out_SD.shape[0], triton.cdiv(width, block))](
+    launch(
+        _gather_kernel,
+        (out_SD.shape[0], triton.cdiv(width, block)),
         features_TD,
         h_shared_D,
         feature_rows_S,

@@ -1,0 +1,301 @@
+"""Kernels of a captured decode step beside attention, timed as graph replays on a card.
+
+    PYTHONPATH=src python benchmarks/kernels/bench_step_kernels.py [--json OUT]
+
+Verification: microseconds against the floor of reading the logits once at the bandwidth that a
+large copy reaches here (few rows fit the L2 cache and may beat it; so they may in a real step,
+where the head has just written them). Logits: "flat" is normal noise, "peaked" the same with
+twenty tokens far above.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from peagle.kernels import expand_triton, sampling_triton, verify_triton
+from peagle.kernels.logits_rules import VerificationRows
+from peagle.kernels.sampling import probs_from_logits
+from peagle.kernels.step_state import StepLimits, StepOutput, StepState
+from peagle.kernels.target_batch import TargetBatch
+from peagle.speculation.verification import SamplingTensors, verify
+
+VOCAB = 151_936
+K = 7
+WIDTH = 4096
+DEVICE = "cuda"
+SETTINGS = {
+    "plain": (0, 1.0),
+    "top-k 20": (20, 1.0),
+    "top-p 0.95": (0, 0.95),
+    "top-k 50, top-p 0.9": (50, 0.9),
+    "top-p 0.9999": (0, 0.9999),
+}
+
+
+def microseconds(fn: Callable[[], Any]) -> float:
+    """Median of graph replays."""
+    return 1e3 * float(triton.testing.do_bench_cudagraph(fn, rep=50, return_mode="median"))
+
+
+def eager_microseconds(fn: Callable[[], Any]) -> float:
+    """Median of plain calls: the torch references wait for the device."""
+    return 1e3 * float(triton.testing.do_bench(fn, warmup=10, rep=50, return_mode="median"))
+
+
+def bandwidth() -> float:
+    """Bytes a microsecond, read plus written, of a large copy."""
+    source = torch.randn(2**28, device=DEVICE)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / microseconds(lambda: target.copy_(source))
+
+
+def ints(count: int, value: int = 0) -> Tensor:
+    return torch.full((count,), value, dtype=torch.int64, device=DEVICE)
+
+
+def make_logits(num_rows: int, dtype: torch.dtype, kind: str) -> Tensor:
+    logits = torch.randn(num_rows, VOCAB, device=DEVICE) * 3
+    if kind == "peaked":
+        logits[:, torch.randint(VOCAB, (20,), device=DEVICE)] += 15
+    return logits.to(dtype)
+
+
+class Step:
+    """A batch of rows / (K + 1) sequences that all drafted K tokens."""
+
+    def __init__(self, num_rows: int, dtype: torch.dtype, kind: str, setting: str) -> None:
+        self.num_seqs = num_seqs = num_rows // (K + 1)
+        self.logits = make_logits(num_rows, dtype, kind)
+        top_k, top_p = SETTINGS[setting]
+        self.start_loc = torch.arange(num_seqs + 1, device=DEVICE) * (K + 1)
+        self.sequences = torch.arange(num_seqs, device=DEVICE).repeat_interleave(K + 1)
+        self.active = torch.ones(num_seqs, dtype=torch.bool, device=DEVICE)
+        self.drafts = self.logits.argmax(-1).view(num_seqs, K + 1)[:, :K].contiguous()
+        # Far from every limit: replays move the state on and on.
+        self.limits = StepLimits(
+            ints(num_seqs, -1).unsqueeze(1),
+            ints(num_seqs),
+            ints(num_seqs, 2**60),
+            ints(num_seqs, K),
+            2**31 - 8,
+            2**31 - 8,
+        )
+        self.state = StepState.allocate(num_seqs, DEVICE)
+        self.state.num_drafts_B.fill_(K)
+        floats: dict[str, Any] = {"dtype": torch.float64, "device": DEVICE}
+        self.sampling = verify_triton.SequenceSampling(
+            torch.ones(num_seqs, **floats),
+            ints(num_seqs, top_k),
+            torch.full((num_seqs,), top_p, **floats),
+            torch.randint(2**62, (num_seqs,), device=DEVICE),
+        )
+        self.scratch = verify_triton.VerifyScratch.allocate(num_seqs, num_rows, VOCAB, DEVICE)
+        self.out = StepOutput.allocate(num_seqs, K, DEVICE)
+
+    def greedy(self) -> None:
+        verify_triton.verify_greedy(
+            self.logits,
+            self.sequences,
+            self.start_loc,
+            self.drafts,
+            self.active,
+            self.state,
+            self.limits,
+            self.scratch,
+            self.out,
+        )
+
+    def sampled(self) -> None:
+        verify_triton.verify_sampled(
+            self.logits,
+            self.sequences,
+            self.start_loc,
+            self.drafts,
+            self.active,
+            self.sampling,
+            self.state,
+            self.limits,
+            self.scratch,
+            self.out,
+        )
+
+    def stats(self, **tuning: int) -> None:
+        s = self.sampling
+        sampling_triton.row_stats(
+            self.logits,
+            self.sequences,
+            s.temperature_B,
+            s.top_k_B,
+            s.top_p_B,
+            None,
+            self.scratch.rows,
+            **tuning,
+        )
+
+    def reference(self, greedy: bool) -> None:
+        s = self.sampling
+        tensors = SamplingTensors(
+            s.temperature_B, s.top_k_B, s.top_p_B, s.seeds_B, ints(self.num_seqs), greedy
+        )
+        rows = VerificationRows(
+            self.drafts, ints(self.num_seqs, K), tensors.num_outputs_B, len(self.logits)
+        )
+        verify(self.logits, rows, tensors)
+
+
+def bench_verify(rate: float) -> list[dict[str, Any]]:
+    results = []
+    print(f"\nverification, V = {VOCAB}, K = {K}; torch: the reference, eager")
+    print(
+        f"{'rows':>5} {'dtype':>5} {'logits':>7} {'setting':>20} {'us':>8} {'floor':>7} "
+        f"{'x floor':>7} {'passes':>6} {'torch us':>9}"
+    )
+    for num_rows in (8, 32, 64, 128, 256, 512):
+        for dtype in (torch.bfloat16, torch.float32):
+            for kind in ("flat", "peaked"):
+                for setting in ("greedy", *SETTINGS):
+                    if kind == "peaked" and setting in ("greedy", "plain"):
+                        continue  # as fast as on flat logits
+                    greedy = setting == "greedy"
+                    step = Step(num_rows, dtype, kind, "plain" if greedy else setting)
+                    took = microseconds(step.greedy if greedy else step.sampled)
+                    passes = 0 if greedy else int(step.scratch.rows.num_passes_R.max())
+                    floor = step.logits.nbytes / rate
+                    torch_us = None
+                    if kind == "flat" and dtype == torch.float32 and num_rows <= 256:
+                        torch_us = eager_microseconds(partial(step.reference, greedy))
+                    name = "bf16" if dtype == torch.bfloat16 else "fp32"
+                    results.append(
+                        {
+                            "rows": num_rows,
+                            "dtype": name,
+                            "logits": kind,
+                            "setting": setting,
+                            "us": took,
+                            "floor_us": floor,
+                            "passes": passes,
+                            "torch_us": torch_us,
+                        }
+                    )
+                    print(
+                        f"{num_rows:5} {name:>5} {kind:>7} {setting:>20} {took:8.1f} {floor:7.1f} "
+                        f"{took / floor:7.2f} {passes:6} "
+                        f"{'' if torch_us is None else f'{torch_us:9.0f}'}"
+                    )
+                    del step
+    return results
+
+
+def bench_search() -> list[dict[str, Any]]:
+    """Block and warps of the passes over a row, and torch's sort."""
+    results = []
+    print("\nrow statistics (two launches) by block and warps, top-p 0.95, fp32 logits")
+    for num_rows in (8, 128, 512):
+        for kind in ("flat", "peaked"):
+            step = Step(num_rows, torch.float32, kind, "top-p 0.95")
+            for block, warps in ((2048, 8), (4096, 8), (4096, 16), (8192, 16), (8192, 32)):
+                took = microseconds(partial(step.stats, block=block, num_warps=warps))
+                results.append(
+                    {"rows": num_rows, "logits": kind, "block": block, "warps": warps, "us": took}
+                )
+                print(f"{num_rows:5} {kind:>7} {block:5} x {warps:2} warps {took:8.1f} us")
+            if num_rows <= 128:
+                s, of = step.sampling, step.sequences
+                limits = s.temperature_B[of], s.top_k_B[of], s.top_p_B[of]
+                took = eager_microseconds(lambda: probs_from_logits(step.logits, *limits))  # noqa: B023
+                print(f"{num_rows:5} {kind:>7} probs_from_logits {took:8.1f} us")
+    return results
+
+
+def bench_expand() -> list[dict[str, Any]]:
+    results = []
+    print(f"\nbatches, K = {K}, D = {WIDTH}, bf16 features")
+    print(f"{'B':>4} {'target us':>10} {'expand us':>10} {'gather us':>10}")
+    for num_seqs in (1, 2, 4, 8, 16, 32, 64):
+        num_rows, num_slots = num_seqs * (K + 1), num_seqs * 2 * K
+        tables = torch.randperm(num_seqs * 128, device=DEVICE).view(num_seqs, 128)
+        active = torch.ones(num_seqs, dtype=torch.bool, device=DEVICE)
+        drafts = torch.randint(VOCAB, (num_seqs, K), device=DEVICE)
+        target = TargetBatch.allocate(num_seqs, num_rows, DEVICE)
+        buffers = expand_triton.DraftBuffers.allocate(num_seqs, num_slots, K, DEVICE)
+        features = torch.randn(num_rows, WIDTH, device=DEVICE, dtype=torch.bfloat16)
+        shared = torch.randn(WIDTH, device=DEVICE, dtype=torch.bfloat16)
+        hidden = torch.empty(num_slots, WIDTH, device=DEVICE, dtype=torch.bfloat16)
+        accepted = torch.randint(K + 1, (num_seqs,), device=DEVICE)
+
+        def build() -> None:
+            expand_triton.build_target_batch(
+                ints_of[0],  # noqa: B023
+                drafts,  # noqa: B023
+                ints_of[1],  # noqa: B023
+                ints_of[2],  # noqa: B023
+                tables,  # noqa: B023
+                active,  # noqa: B023
+                target,  # noqa: B023
+                block_size=16,
+                max_model_len=2048,
+            )
+
+        def expand() -> None:
+            expand_triton.expand_draft_batch(
+                target.tokens_T,  # noqa: B023
+                target.positions_T,  # noqa: B023
+                target.query_start_loc,  # noqa: B023
+                accepted,  # noqa: B023
+                ints_of[0],  # noqa: B023
+                tables,  # noqa: B023
+                active,  # noqa: B023
+                buffers,  # noqa: B023
+                block_size=16,
+                num_mask_slots_B=ints_of[3],  # noqa: B023
+                mask_token_id=5,
+                max_model_len=2048,
+            )
+
+        def gather() -> None:
+            rows = buffers.batch.feature_rows_S  # noqa: B023
+            expand_triton.gather_features(features, shared, rows, hidden)  # noqa: B023
+
+        ints_of = (
+            ints(num_seqs, 3),
+            ints(num_seqs, K),
+            torch.randint(2000, (num_seqs,), device=DEVICE),
+            ints(num_seqs, K - 1),
+        )
+        times = [microseconds(fn) for fn in (build, expand, gather)]
+        names = "target_us", "expand_us", "gather_us"
+        results.append({"B": num_seqs, **dict(zip(names, times, strict=True))})
+        print(f"{num_seqs:4} {times[0]:10.2f} {times[1]:10.2f} {times[2]:10.2f}")
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="kernels of a captured decode step")
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    rate = bandwidth()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
+    print(f"a large copy moves {rate / 1e6:.2f} TB/s")
+    figures = {
+        "device": torch.cuda.get_device_name(),
+        "copy_tb_s": rate / 1e6,
+        "expand": bench_expand(),
+        "verify": bench_verify(rate),
+        "search": bench_search(),
+    }
+    if arguments.json:
+        arguments.json.write_text(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,336 @@
+"""Projections of one input as one matrix product: q/k/v, and gate/up.
+
+    [q | k | v] = x [W_q; W_k; W_v]^T + [b_q; b_k; b_v]
+
+The transformers module keeps its own forward code, which calls `self.q_proj(x)`, `self.k_proj(x)`
+and `self.v_proj(x)`: these become thin stand-ins. The first that is called computes the whole
+product, the others hand out their columns of it. Which structure is safe is not looked up: every
+module is run before and after on the same input, and put back where the results differ.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from peagle.attention.torch_backend import DenseCausalAttention
+from peagle.models.target_attention import decoder_layers
+
+# What the one product is called in the module, and the projections that it may replace.
+PATTERNS = {
+    "fused_qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "fused_gate_up_proj": ("gate_proj", "up_proj"),
+}
+_NUM_PROBE_TOKENS = 5
+# Largest |after - before| / |before| of a module's output: other kernels round otherwise.
+_TOLERANCES = {torch.bfloat16: 3e-2, torch.float16: 5e-3}
+_TOLERANCE = 1e-5  # float64 too: some norms compute in float32 whatever comes in
+
+
+class FusedLinear(nn.Module):
+    """Several linear projections of one input, with one weight [sum of outputs, inputs].
+
+    Its parameters appear in `parameters()`; in `state_dict()` they keep the names and shapes of the
+    projections that they came from, see `Part`.
+    """
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        super().__init__()
+        self.sizes = [linear.out_features for linear in linears]
+        self.in_features = linears[0].in_features
+        with torch.no_grad():
+            weight = torch.cat([linear.weight for linear in linears])
+            bias = None if linears[0].bias is None else torch.cat([x.bias for x in linears])
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        # The input of the last product, and the columns of it that nobody has asked for yet.
+        self._input: Tensor | None = None
+        self._columns: list[Tensor | None] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def take(self, index: int, x: Tensor) -> Tensor:
+        """Columns of projection `index` for the input `x`; computed with the first one asked for.
+
+        An input that is another object than before, or a projection asked for twice, computes anew.
+        """
+        if self._input is not x or self._columns[index] is None:
+            self._input = x
+            self._columns = list(self(x).split(self.sizes, dim=-1))
+        columns, self._columns[index] = self._columns[index], None
+        assert columns is not None
+        if self.is_idle:
+            self._input, self._columns = None, []
+        return columns
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is kept for a projection still to be asked for."""
+        return all(columns is None for columns in self._columns)
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """The parts save themselves."""
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """The parts load themselves."""
+
+
+class Part(nn.Module):
+    """Stands where one of the fused projections stood: called, saved and loaded as that was."""
+
+    def __init__(self, fused: FusedLinear, index: int) -> None:
+        super().__init__()
+        self._fused = (fused,)  # in a tuple: it is a child of the module above, once
+        self._index = index
+        start = sum(fused.sizes[:index])
+        self._rows = slice(start, start + fused.sizes[index])
+        self.in_features, self.out_features = fused.in_features, fused.sizes[index]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._fused[0].take(self._index, x)
+
+    @property
+    def weight(self) -> Tensor:
+        """[outputs, inputs], a view."""
+        return self._fused[0].weight[self._rows]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[outputs], a view."""
+        bias = self._fused[0].bias
+        return None if bias is None else bias[self._rows]
+
+    def _tensors(self) -> dict[str, Tensor]:
+        bias = self.bias
+        return {"weight": self.weight, **({} if bias is None else {"bias": bias})}
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        for name, tensor in self._tensors().items():
+            destination[prefix + name] = tensor if keep_vars else tensor.detach()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        for name, tensor in self._tensors().items():
+            given = state_dict.get(prefix + name)
+            if given is None:
+                missing_keys.append(prefix + name)
+            elif given.shape != tensor.shape:
+                error_msgs.append(f"{prefix + name} is {given.shape}, expected {tensor.shape}")
+            else:
+                with torch.no_grad():
+                    tensor.copy_(given)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one group of projections.
+
+    Attributes:
+        layer: index of the decoder layer.
+        module: the module that holds them, by its name in the layer.
+        projections: their names.
+        reason: why they stay as they are; None: they are fused.
+    """
+
+    layer: int
+    module: str
+    projections: tuple[str, ...]
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FusionReport:
+    """What `fuse` did; `str()` of it is a few lines."""
+
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def fused(self) -> tuple[Outcome, ...]:
+        """The groups that are one product now."""
+        return tuple(outcome for outcome in self.outcomes if outcome.reason is None)
+
+    @property
+    def left(self) -> tuple[Outcome, ...]:
+        """The groups that stay as they are."""
+        return tuple(outcome for outcome in self.outcomes if outcome.reason is not None)
+
+    def __str__(self) -> str:
+        counts = Counter((o.module, o.projections, o.reason) for o in self.outcomes)
+        return "\n".join(
+            f"{'fused' if reason is None else 'left alone'}: {module} ({', '.join(projections)}) "
+            f"in {count} layer{'s' * (count != 1)}" + (f": {reason}" if reason else "")
+            for (module, projections, reason), count in counts.items()
+        )
+
+
+@torch.no_grad()
+def fuse(model: PreTrainedModel) -> FusionReport:
+    """Fuse q/k/v and gate/up of every decoder layer where that leaves the results as they are.
+
+    The weights move into the fused ones one group at a time: beyond the model, memory for the
+    largest group is needed, and only meanwhile.
+
+    Args:
+        model: a transformers model under the attention function of `models.target_attention`
+            (`TargetModel.model`), in eval mode.
+
+    Returns:
+        what was fused, and what was not and why. An unknown structure is no error.
+    """
+    layers = decoder_layers(model)
+    groups = list(_groups(layers))
+    uses = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+    recordings = _record(model, [group.module for group in groups])
+    outcomes = []
+    for group in groups:
+        reason = group.obstacle(uses) or group.fuse(recordings[id(group.module)])
+        outcomes.append(Outcome(group.layer, group.name, group.projections, reason))
+        if reason is None and model.device.type == "cuda":
+            # What was freed is too small for the next fused weight: without this, memory doubles.
+            torch.cuda.empty_cache()
+    found = {(group.layer, group.fused_name) for group in groups}
+    outcomes += [
+        Outcome(layer, "layer", projections, "it has none of these")
+        for layer in range(len(layers))
+        for name, projections in PATTERNS.items()
+        if (layer, name) not in found
+    ]
+    return FusionReport(tuple(outcomes))
+
+
+@dataclass(frozen=True, slots=True)
+class _Recording:
+    """One call of a module in the probe."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Projections of one module that may be one product."""
+
+    layer: int
+    name: str
+    module: nn.Module
+    fused_name: str
+    projections: tuple[str, ...]
+
+    def obstacle(self, uses: Counter[int]) -> str | None:
+        """Why these cannot be fused, as far as can be told without running them."""
+        linears: list[Any] = [getattr(self.module, name) for name in self.projections]
+        if len(linears) == 1:
+            return "no other projection beside it"
+        for name, linear in zip(self.projections, linears, strict=True):
+            if type(linear) is not nn.Linear:
+                return f"{name} is a {type(linear).__name__}, not a Linear"
+            if linear._forward_hooks or linear._forward_pre_hooks:
+                return f"{name} has hooks"
+            if any(uses[id(parameter)] > 1 for parameter in linear.parameters()):
+                return f"{name} shares its weight"
+        if len({(x.in_features, x.weight.dtype, x.weight.device) for x in linears}) > 1:
+            return "they differ in input size, type or device"
+        if len({linear.bias is None for linear in linears}) > 1:
+            return "some have a bias and some have none"
+        return None
+
+    def fuse(self, recordings: Sequence[_Recording]) -> str | None:
+        """Fuse, run the module again, and put the projections back if the results differ.
+
+        Returns:
+            why they were put back.
+        """
+        if not recordings:
+            return "the module did not run in the probe"
+        originals = {name: getattr(self.module, name) for name in self.projections}
+        fused = FusedLinear(list(originals.values()))
+        self.module.add_module(self.fused_name, fused)
+        for index, name in enumerate(self.projections):
+            setattr(self.module, name, Part(fused, index))
+        reason = self._difference(fused, recordings)
+        if reason is not None:
+            delattr(self.module, self.fused_name)
+            for name, original in originals.items():
+                setattr(self.module, name, original)
+        return reason
+
+    def _difference(self, fused: FusedLinear, recordings: Sequence[_Recording]) -> str | None:
+        runs: list[None] = []
+        hook = fused.register_forward_hook(lambda *_: runs.append(None))
+        try:
+            outputs = [_first(self.module(*r.args, **r.kwargs)) for r in recordings]
+        except Exception as error:  # whatever it is: it does not run with stand-ins
+            return f"the module fails when fused: {type(error).__name__}: {error}"
+        finally:
+            hook.remove()
+        if len(runs) != len(recordings) or not fused.is_idle:
+            return "the projections do not read one input"
+        for recording, output in zip(recordings, outputs, strict=True):
+            before = recording.output.double()
+            difference, size = (output.double() - before).norm(), before.norm()
+            if not difference <= _TOLERANCES.get(output.dtype, _TOLERANCE) * size:
+                return f"the results differ by {float(difference / size):.1e}"
+        return None
+
+
+def _groups(layers: Sequence[nn.Module]) -> Iterator[_Group]:
+    for index, layer in enumerate(layers):
+        for name, module in layer.named_modules():
+            children = {child for child, found in module.named_children() if found is not None}
+            for fused_name, names in PATTERNS.items():
+                projections = tuple(name for name in names if name in children)
+                if projections:
+                    yield _Group(index, name, module, fused_name, projections)
+
+
+def _record(model: PreTrainedModel, modules: Sequence[nn.Module]) -> dict[int, list[_Recording]]:
+    """The calls of the modules in one pass over a few random tokens, by the id of the module."""
+    found: dict[int, list[_Recording]] = {id(module): [] for module in modules}
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        # The caller may go on to change these in place.
+        kept = tuple(x.clone() if isinstance(x, Tensor) else x for x in args)
+        named = {k: x.clone() if isinstance(x, Tensor) else x for k, x in kwargs.items()}
+        found[id(module)].append(_Recording(kept, named, _first(output).clone()))
+
+    # A module with several groups is in the list as often.
+    hooks = [
+        module.register_forward_hook(note, with_kwargs=True)
+        for module in {id(module): module for module in modules}.values()
+    ]
+    vocab_size = model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocab_size, (1, _NUM_PROBE_TOKENS), generator=generator)
+    decoder: Any = model.get_decoder()
+    try:
+        decoder(
+            input_ids=tokens.to(model.device),
+            position_ids=torch.arange(_NUM_PROBE_TOKENS, device=model.device).unsqueeze(0),
+            use_cache=False,
+            attend=DenseCausalAttention(1),
+        )
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _first(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output

@@ -1,0 +1,328 @@
+"""Compiled layers equal eager ones, are one graph each, and never touch the KV cache themselves.
+
+Most tests run what Dynamo traced as it is (backend "eager"): whether a layer traces whole, and for
+what it is traced again, does not depend on the compiler. Two let Inductor make code.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from peagle import LLM, SamplingParams
+from peagle.attention.torch_backend import DenseCausalAttention
+from peagle.models import compilation
+from peagle.models.checkpoint import save_drafter
+from peagle.models.compilation import CompiledLayers, compile_layers
+from peagle.models.compile_modes import AUTOTUNED, Mode, capture
+from peagle.models.fingerprint import TargetFingerprint
+from peagle.models.fusion import fuse
+from peagle.models.target import TargetModel
+from tests.conftest import CONFIGS, make_drafter
+from tests.models.paging import CHUNKS, LENS, Paged, largest_difference, make_sequences
+from tests.models.test_architectures import ARCHITECTURES
+from tests.models.tiny import make_model
+
+# Different kinds of layers in a model: each is a graph.
+KINDS = {"gpt_oss": 2, "gemma2": 2, "gemma4, shared keys": 4}
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++")
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing traced yet, nothing on disk."""
+    monkeypatch.setenv("PEAGLE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that it is put back
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def make_target(
+    name: str = "llama", dtype: torch.dtype = torch.float32, aux: tuple[int, ...] = (1, 3)
+) -> TargetModel:
+    kind, options = (
+        (name, {"head_dim": 8})
+        if name in CONFIGS
+        else (ARCHITECTURES[name].model_type, ARCHITECTURES[name].options)
+    )
+    model: Any = make_model(kind, **options)
+    return TargetModel(model.to(dtype), aux_layer_ids=aux)
+
+
+def num_graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+@torch.inference_mode()
+def verify(paged: Paged) -> list[Tensor]:
+    """Logits and features of the drafts."""
+    logits, features, _ = paged.run(LENS, CHUNKS)
+    return [*logits, *features]
+
+
+@torch.inference_mode()
+def prefilled(target: TargetModel) -> Paged:
+    paged = Paged(target, make_sequences())
+    paged.prefill()
+    return paged
+
+
+# ---- what is traced -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *(n for n in ARCHITECTURES if "image" not in n)])
+def test_every_architecture_traces_whole(name: str) -> None:
+    target = make_target(name)
+    paged = prefilled(target)
+    expected = verify(paged)
+    fuse(target.model)
+    compiled = compile_layers(target.model, backend="eager")
+    found = verify(paged)
+    assert not compiled.left
+    assert not counters["graph_break"]
+    assert num_graphs() == KINDS.get(name, num_graphs()), "equal layers share a graph"
+    assert num_graphs() <= 4
+    assert largest_difference(found, expected) < 1e-5 * float(expected[0].abs().max()) + 1e-5
+    verify(paged)
+    assert num_graphs() == counters["stats"]["unique_graphs"]
+
+
+def test_layers_are_traced_again_for_new_numbers_of_tokens_only() -> None:
+    target = make_target("qwen3")
+    compile_layers(target.model, backend="eager")
+    paged = prefilled(target)
+    assert num_graphs() == 1
+    for _ in range(2):
+        verify(paged)
+        assert num_graphs() == 2
+    with torch.inference_mode():
+        # As many tokens, shared out otherwise over the sequences; then other caches.
+        paged.run([0] * len(LENS), [4, 1, 8, 3])
+        verify(prefilled(target))
+    assert num_graphs() == 2
+
+
+def test_other_numbers_of_tokens_run_as_before() -> None:
+    target = make_target()
+    compiled = compile_layers(target.model, backend="eager", buckets=(1, sum(CHUNKS)))
+    paged = prefilled(target)
+    assert num_graphs() == 0
+    verify(paged)
+    assert num_graphs() == 1
+    assert compiled.modes == {sum(CHUNKS): "default"}
+
+
+def test_each_layer_has_its_own_cache() -> None:
+    """The shared graph finds the cache of the layer that it runs for."""
+    target, other = make_target(), make_target(dtype=torch.float64)
+    for model in (target, other):
+        compile_layers(model.model, backend="eager")
+    caches = [prefilled(model).caches for model in (target, other)]
+    keys = [cache.keys for cache in caches[0]]
+    assert all(key.abs().sum() > 0 for key in keys)
+    assert all(not torch.equal(keys[0], key) for key in keys[1:])
+    for ours, theirs in zip(*caches, strict=True):
+        assert theirs.keys.dtype == torch.float64
+        torch.testing.assert_close(ours.keys.double(), theirs.keys, atol=1e-4, rtol=1e-4)
+
+
+def test_undoing() -> None:
+    target = make_target()
+    with pytest.raises(RuntimeError, match="compiled already"):
+        compile_layers(target.model, backend="eager")
+        compile_layers(target.model, backend="eager")
+    target = make_target()
+    compile_layers(target.model, backend="eager").undo()
+    prefilled(target)
+    assert num_graphs() == 0
+    compile_layers(target.model, backend="eager")
+    prefilled(target)
+    assert num_graphs() == 1
+
+
+def test_a_layer_that_does_not_trace_whole_runs_as_before() -> None:
+    target = make_target()
+    paged = prefilled(target)
+    expected = verify(paged)
+    decoder: Any = target.model.get_decoder()
+    mlp = decoder.layers[2].mlp
+    forward = mlp.forward
+
+    def breaks(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return forward(x)
+
+    mlp.forward = breaks
+    compiled = compile_layers(target.model, backend="eager")
+    with pytest.warns(UserWarning, match="Layer 2 runs uncompiled"):
+        found = verify(paged)
+    assert list(compiled.left) == [2]
+    assert largest_difference(found, expected) < 1e-5
+    verify(paged)  # silently
+
+
+def test_a_target_is_lossless_over_compiled_layers(target_folder: Path, tmp_path: Path) -> None:
+    prompts, params = [[5, 9, 200, 31], [17] * 20], SamplingParams(max_tokens=16)
+    target = TargetModel.load(target_folder, dtype=torch.float64)
+    save_drafter(tmp_path, make_drafter(target), fingerprint=TargetFingerprint.of(target))
+    drafting = {"model": str(tmp_path), "num_speculative_tokens": 3}
+    llms = [LLM(model=target, speculative_config=c, block_size=4) for c in (None, drafting)]
+    expected = [o.token_ids for o in llms[0].generate(prompts, params)]
+    fuse(target.model)
+    compiled = compile_layers(target.model, backend="eager", buckets=(1, 2, 4, 8))
+    for llm in llms:
+        assert [o.token_ids for o in llm.generate(prompts, params)] == expected
+    assert compiled.modes and not compiled.left
+
+
+# ---- the drafter ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"qk_norm": True, "attention_bias": True}], ids=str)
+@torch.inference_mode()
+def test_a_compiled_drafter_equals_the_eager_one(options: dict[str, Any]) -> None:
+    drafter = make_drafter(make_target(), num_layers=3, **options).requires_grad_(False)
+    asked: list[int] = []
+
+    def attend(layer_idx: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        asked.append(layer_idx)
+        keys, values = (x.repeat_interleave(2, -2).cumsum(0) for x in (key, value))
+        return (query * keys).sum(-1, keepdim=True).sigmoid() * values * (layer_idx + 1)
+
+    def run(tokens: int) -> Tensor:
+        generator = torch.Generator().manual_seed(tokens)
+        ids = torch.randint(2, 300, (tokens,), generator=generator)
+        hidden = torch.randn(tokens, 32, generator=generator)
+        return drafter(ids, hidden, torch.arange(tokens), attend)
+
+    expected = [run(9), run(5)]
+    compiled = compile_layers(drafter, backend="eager")
+    asked.clear()
+    found = [run(9), run(5)]
+    assert asked == [0, 1, 2] * 2
+    for f, e in zip(found, expected, strict=True):
+        torch.testing.assert_close(f, e, atol=1e-5 * float(e.abs().max()), rtol=1e-5)
+    assert not compiled.left
+    assert num_graphs() == 4, "layer 0 is of another kind than the rest; two numbers of tokens"
+    run(9)
+    assert num_graphs() == 4
+
+
+# ---- Inductor -------------------------------------------------------------------------------
+
+
+@needs_compiler
+@torch.inference_mode()
+def test_compiled_code_leaves_the_cache_alone(tmp_path: Path) -> None:
+    from torch._inductor.utils import run_and_get_code
+
+    target = make_target("qwen3")
+    paged = prefilled(target)
+    expected = verify(paged)
+    fuse(target.model)
+    compile_layers(target.model)
+    found, codes = run_and_get_code(lambda: verify(paged))
+    assert largest_difference(found, expected) < 2e-5
+    assert (num_graphs(), len(codes)) == (1, 1)
+    assert not counters["graph_break"]
+    code = codes[0][codes[0].index("def call") : codes[0].index("runner = ")]
+    assert code.count("torch.ops.peagle.paged_attention.default(") == 1
+    assert code.count("extern_kernels.mm(") == 4, "q/k/v, o, gate/up, down"
+    assert "copy_" not in code and "clone" not in code
+    # Nothing in it is of the cache's size.
+    shape = paged.caches[0].keys.shape
+    for size in (shape[0], shape[0] - 1, shape[0] * shape[1], shape.numel()):
+        assert not re.search(rf"\b{size}\b", code), size
+    # Values are read where the fused product left them.
+    attention = next(line for line in code.splitlines() if "paged_attention.default(" in line)
+    assert f"reinterpret_tensor(buf2, ({sum(CHUNKS)}, 2, 8), (64, 8, 1), 48)" in attention
+    # What it made lies below our folder.
+    assert any((tmp_path / "cache" / "inductor").iterdir())
+
+
+# ---- modes -----------------------------------------------------------------------------------
+
+
+def modes_after(target: TargetModel, compiled: CompiledLayers) -> dict[int, Mode]:
+    verify(prefilled(target))
+    return compiled.modes
+
+
+def test_a_mode_for_each_number_of_tokens() -> None:
+    target = make_target()
+    prompts, drafts = sum(LENS), sum(CHUNKS)
+    compiled = compile_layers(
+        target.model, backend="eager", mode=lambda n: AUTOTUNED if n == 0 else "default"
+    )
+    assert modes_after(target, compiled) == {prompts: "default", drafts: "default"}
+
+
+def test_automatic_modes_are_measured_once_for_all_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed: list[torch.device] = []
+
+    def fake_time(call: Callable[[], object], device: torch.device) -> float:
+        call()
+        timed.append(device)
+        return float(len(timed))  # the first, "default", is always faster
+
+    # The autotuned mode is for Inductor alone.
+    monkeypatch.setattr(compilation._CompiledLayer, "_in_mode", lambda self, _: self._forward)
+    monkeypatch.setattr(compilation, "time_call", fake_time)
+    for expected in (4, 0):
+        timed.clear()
+        target = make_target()
+        before = verify(prefilled(target))
+        compiled = compile_layers(target.model, backend="eager", mode="auto")
+        assert set(modes_after(target, compiled).values()) == {"default"}
+        assert len(timed) == expected, "two modes of two numbers of tokens, then none"
+        assert largest_difference(verify(prefilled(target)), before) == 0
+    assert len(list((tmp_path / "cache" / "modes").iterdir())) == 2
+
+
+def test_the_first_pass_of_a_size_may_not_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    target = make_target()
+    compile_layers(target.model, backend="eager")
+    with pytest.raises(RuntimeError, match="first see 33 tokens while a CUDA graph"):
+        prefilled(target)
+
+
+# ---- on a card ------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["default", AUTOTUNED, "auto"])
+@torch.inference_mode()
+def test_a_captured_pass_equals_the_eager_one(mode: Any) -> None:
+    target = TargetModel(make_target("qwen3").model.to("cuda"))  # type: ignore[arg-type]
+    tokens, positions = torch.arange(20, 36, device="cuda"), torch.arange(16, device="cuda")
+    outputs: list[Tensor] = []
+
+    def run() -> None:
+        outputs.append(target.forward(tokens, positions, DenseCausalAttention(1))[0])
+
+    run()
+    expected = outputs[0].clone()
+    fuse(target.model)
+    compiled = compile_layers(target.model, mode=mode)
+    run()
+    assert num_graphs() == (2 if mode == "auto" else 1)  # it tries both modes
+    graph = capture(run)
+    outputs[-1].zero_()
+    graph.replay()
+    torch.testing.assert_close(outputs[-1], expected, atol=1e-4, rtol=1e-4)
+    assert not compiled.left
