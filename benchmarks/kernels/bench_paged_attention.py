@@ -154,6 +154,7 @@ def seconds(runs: list[Callable[[], Any]], budget: float = 0.02) -> float:
     """Median time of one run, from replays of a graph that holds each of them at least once."""
     runs[0]()  # compiles
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for run in runs[:3]:
             run()

@@ -213,7 +213,9 @@ class DecodeStep:
         own, slots, sizes = self.buffers, self._slots, self.buffers.sizes
         last_B = slots.batch.last_ntp_B
         hidden_BD, position_B = hidden_SD[last_B], slots.batch.positions_S[last_B]
+        # Sequences are the first rows; the others have no queries.
         rows = torch.arange(sizes.num_seqs + 1, device=position_B.device)
+        rows = rows.minimum(own.active_B.sum())
         own.drafts_BK[:, 0] = self._best(drafter, hidden_BD)
         for j in range(1, sizes.num_drafts):
             position_B = position_B + 1

@@ -147,6 +147,8 @@ class GraphRunner:
             sequence.grammar is not None,
             sequence.draft_probs_KV is not None,
             len(sequence.stop_token_ids) > MAX_STOP_IDS,
+            # Until then its stop ids are forbidden, which is the sampler's business.
+            sequence.num_output_tokens < params.min_tokens,
             # Who pauses drafting needs the features kept; who never drafts does not.
             sequence.may_speculate and not sequence.num_speculative_tokens,
             sequence.pending_features is not None,

@@ -168,13 +168,18 @@ class ParallelProposer(HeadProposer):
 
     def propose(self, step: TargetStep) -> Drafts:
         batch, hidden_SD = self._first_pass(step)
-        written = DraftWriter(step.num_drafts, hidden_SD.device)
+        lens, device = step.num_drafts, hidden_SD.device
+        columns_K = torch.arange(max(lens), device=device)
+        if min(lens) == max(lens) > 0:
+            sequences_B = torch.arange(len(lens), device=device)
+            hidden_BKD = hidden_SD[batch.last_ntp_B.unsqueeze(1) + columns_K]
+            tokens_BK, probs_BKV = self._draw(hidden_BKD, step, sequences_B, first=0)
+            return Drafts(tokens_BK, valid_lens(lens, step.constraint), probs_BKV)
+        written = DraftWriter(lens, device)
         if written.most:
-            drafting = [b for b, k in enumerate(step.num_drafts) if k]
-            sequences_N = torch.tensor(drafting, device=hidden_SD.device)
+            sequences_N = torch.tensor([b for b, k in enumerate(lens) if k], device=device)
             # Past its own drafts a sequence repeats its last one; nobody reads them.
             last_N1 = written.lens_B[sequences_N].unsqueeze(1) - 1
-            columns_K = torch.arange(written.most, device=hidden_SD.device)
             rows_NK = batch.last_ntp_B[sequences_N].unsqueeze(1) + columns_K.minimum(last_N1)
             written.put(0, sequences_N, self._draw(hidden_SD[rows_NK], step, sequences_N, first=0))
         return written.drafts(step.constraint)
@@ -252,7 +257,11 @@ class DraftWriter:
 
     def drafts(self, constraint: DraftConstraint | None) -> Drafts:
         """What was put, as far as the constraint finds it valid."""
-        lens = self.lens
-        if constraint is not None:
-            lens = [min(k, valid) for k, valid in zip(lens, constraint.lens, strict=True)]
-        return Drafts(self._tokens_BK, lens, self._probs_BKV)
+        return Drafts(self._tokens_BK, valid_lens(self.lens, constraint), self._probs_BKV)
+
+
+def valid_lens(num_drafts: Sequence[int], constraint: DraftConstraint | None) -> list[int]:
+    """How many drafts of each sequence may be verified."""
+    if constraint is None:
+        return list(num_drafts)
+    return [min(k, valid) for k, valid in zip(num_drafts, constraint.lens, strict=True)]
