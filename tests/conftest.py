@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # Triton reads it when it is imported, and transformers imports it: kernels then run on a CPU.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,

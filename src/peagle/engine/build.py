@@ -92,11 +92,16 @@ def make_proposer(
 
 
 def runs_as_graphs(
-    device: torch.device, config: EngineConfig, speculative: SpeculativeConfig | None
+    device: torch.device,
+    config: EngineConfig,
+    speculative: SpeculativeConfig | None,
+    drafter: Drafter | None,
 ) -> bool:
-    """Whether decode steps run as CUDA graphs."""
+    """Whether decode steps run as CUDA graphs: plain ones, and those of P-EAGLE by argmax."""
     can_draft = speculative is None or (
-        speculative.model is not None and speculative.draft_sampling == "argmax"
+        drafter is not None
+        and drafter.config.is_parallel
+        and speculative.draft_sampling == "argmax"
     )
     return device.type == "cuda" and not config.enforce_eager and can_draft
 

@@ -86,7 +86,7 @@ class LLMEngine:
         self.max_draft_len = resolve_max_draft_len(drafter, speculative, self.max_model_len)
         drafter_caches = self._caches(drafter_kv_shapes(drafter), num_blocks)
         self.drafting = self._drafting(drafter, backend, drafter_caches)
-        is_pipelined = runs_as_graphs(target.device, self.config, speculative)
+        is_pipelined = runs_as_graphs(target.device, self.config, speculative, drafter)
         self.scheduler = Scheduler(
             BlockManager(
                 num_blocks,
