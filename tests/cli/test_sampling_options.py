@@ -58,9 +58,17 @@ def shown(result: Result, section: str = "sampling") -> dict[str, tuple[Any, str
             "logit_bias",
             {"42": -5.0, "7": "-inf", "8": "-inf"},
         ),
-        (["--json-object"], "structured_output", {"kind": "json", "source": ""}),
-        (["--json-schema", SCHEMA], "structured_output", {"kind": "json_schema", "source": SCHEMA}),
-        (["--regex", "[0-9]+"], "structured_output", {"kind": "regex", "source": "[0-9]+"}),
+        (["--json-object"], "structured_output", {"kind": "json", "source": "", "compact": False}),
+        (
+            ["--json-schema", SCHEMA],
+            "structured_output",
+            {"kind": "json_schema", "source": SCHEMA, "compact": False},
+        ),
+        (
+            ["--regex", "[0-9]+"],
+            "structured_output",
+            {"kind": "regex", "source": "[0-9]+", "compact": False},
+        ),
     ],
 )
 def test_a_flag_sets_its_parameter(peagle: Peagle, flags: list[str], key: str, value: Any) -> None:
@@ -82,7 +90,7 @@ def test_structures_from_files(peagle: Peagle, tmp_path: Path) -> None:
         ("--json-schema", schema, "json_schema"),
         ("--ebnf", grammar, "ebnf"),
     ):
-        value = {"kind": kind, "source": file.read_text()}
+        value = {"kind": kind, "source": file.read_text(), "compact": False}
         assert shown(peagle(*call, flag, file)) == {"structured_output": (value, flag)}
 
 
@@ -124,7 +132,7 @@ def test_a_file_and_a_variable_set_them_too(
     in_file = {
         "min_p": (0.2, source),
         "logit_bias": ({"42": -5.0, "43": "-inf"}, source),
-        "structured_output": ({"kind": "json_schema", "source": SCHEMA}, source),
+        "structured_output": ({"kind": "json_schema", "source": SCHEMA, "compact": False}, source),
     }
     assert shown(peagle(*call)) == in_file
     variable = '{"min_p": 0.3, "structured_output": {"kind": "json"}, "logit_bias": {"1": 2}}'
@@ -133,7 +141,7 @@ def test_a_file_and_a_variable_set_them_too(
     expected = in_file | {
         "min_p": (0.3, "PEAGLE_SAMPLING"),
         "logit_bias": ({"1": 2.0}, "PEAGLE_SAMPLING"),
-        "structured_output": ({"kind": "regex", "source": "a+"}, "--regex"),
+        "structured_output": ({"kind": "regex", "source": "a+", "compact": False}, "--regex"),
     }
     result = peagle(*call, "--regex", "a+")
     assert shown(result) == expected
