@@ -300,17 +300,18 @@ class LLMEngine:
 
     def cancel(self, sequence: Sequence) -> None:
         """Stop a sequence and free what it holds; finished ones are left alone."""
-        if not sequence.is_finished:
-            sequence.status, sequence.finish_reason = SequenceStatus.FINISHED, "cancelled"
-            self._retire(sequence)
+        self._end(sequence, "cancelled")
 
     def stop(self, sequence: Sequence, num_surplus: int) -> None:
         """End a sequence at a stop string: drop its last `num_surplus` tokens, free its blocks."""
-        if not sequence.is_finished:
-            sequence.status, sequence.finish_reason = SequenceStatus.FINISHED, "stop"
-            self._retire(sequence)
+        self._end(sequence, "stop")
         sequence.trim(num_surplus)
         self._counts["num_output_tokens"] -= num_surplus
+
+    def _end(self, sequence: Sequence, reason: str) -> None:
+        if not sequence.is_finished:
+            sequence.status, sequence.finish_reason = SequenceStatus.FINISHED, reason
+            self._retire(sequence)
 
     def set_speculative_tokens(self, sequence: Sequence, num_speculative_tokens: int) -> None:
         """Change K of a sequence from its next draft on; 0 stops drafting for it.

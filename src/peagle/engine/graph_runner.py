@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from peagle.attention import LayerKVCache
+from peagle.engine.model_runner import block_tables
 from peagle.engine.pipeline import RowReport, read_report
+from peagle.engine.sampling_rules import has_penalties
 from peagle.engine.sequence import Sequence
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
@@ -137,9 +139,7 @@ class GraphRunner:
         params = sequence.params
         rules = (
             params.typical_p < 1,
-            params.repetition_penalty != 1,
-            params.presence_penalty,
-            params.frequency_penalty,
+            has_penalties(sequence),
             params.logit_bias,
             params.bad_words,
             params.allowed_token_ids is not None,
@@ -228,8 +228,7 @@ class GraphRunner:
         buffers.active_B.copy_(active)
 
     def _tables(self, sequences: SequenceOf[Sequence]) -> Tensor:
-        width = self._sizes.table_width
-        return torch.tensor([s.block_table + [0] * (width - len(s.block_table)) for s in sequences])
+        return block_tables(sequences, torch.device("cpu"), self._sizes.table_width)
 
     @staticmethod
     def _copy(buffer: Tensor, values: Tensor) -> None:

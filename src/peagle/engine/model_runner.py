@@ -176,10 +176,12 @@ def _sampled_rows(chunks: SequenceOf[Chunk], lens: list[int]) -> list[int]:
     return rows
 
 
-def block_tables(sequences: SequenceOf[Sequence], device: torch.device) -> Tensor:
-    """KV blocks of the sequences, padded with block 0, int64 [B, M]."""
-    widest = max(len(s.block_table) for s in sequences)
-    tables = [s.block_table + [0] * (widest - len(s.block_table)) for s in sequences]
+def block_tables(
+    sequences: SequenceOf[Sequence], device: torch.device, width: int | None = None
+) -> Tensor:
+    """KV blocks of the sequences, padded with block 0, int64 [B, M]; M is that of the longest."""
+    width = width or max(len(s.block_table) for s in sequences)
+    tables = [s.block_table + [0] * (width - len(s.block_table)) for s in sequences]
     return torch.tensor(tables, dtype=torch.int64, device=device)
 
 
