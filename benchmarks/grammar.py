@@ -18,8 +18,7 @@ from common import add_prompts, finish, methods_of, parser, run_guarded, specula
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from peagle.config import SamplingParams, StructuredOutput
-from peagle.engine import SpeculationStats
-from peagle.evaluation.compare import build
+from peagle.evaluation.compare import build, measure
 from peagle.evaluation.prompts import load_prompt_set
 from peagle.llm import LLM, RequestOutput
 
@@ -120,8 +119,10 @@ def figures(
         )
         for seed, (_, schema) in enumerate(jobs)
     ]
-    outputs = llm.generate(prompts, constrained)
-    free = llm.generate(
+    shaped = measure(llm, prompts, constrained)
+    outputs = [completion.output for completion in shaped.completions]
+    free = measure(
+        llm,
         prompts,
         [
             replace(params, seed=seed, max_tokens=len(output.token_ids), ignore_eos=True)
@@ -133,9 +134,9 @@ def figures(
             is_valid(schema, output) for (_, schema), output in zip(jobs, outputs, strict=True)
         ),
         "finish_reasons": Counter(output.finish_reason for output in outputs),
-        "num_tokens": sum(len(output.token_ids) for output in outputs),
-        "acceptance_length_constrained": pooled(outputs).acceptance_length,
-        "acceptance_length_free": pooled(free).acceptance_length,
+        "num_tokens": shaped.num_tokens,
+        "acceptance_length_constrained": shaped.stats.acceptance_length,
+        "acceptance_length_free": free.stats.acceptance_length,
     }
 
 
@@ -146,14 +147,6 @@ def is_valid(schema: type[BaseModel], output: RequestOutput) -> bool:
     except ValidationError:
         return False
     return True
-
-
-def pooled(outputs: list[RequestOutput]) -> SpeculationStats:
-    """The counters of all outputs."""
-    stats = SpeculationStats()
-    for output in outputs:
-        stats.add(output.stats)
-    return stats
 
 
 if __name__ == "__main__":

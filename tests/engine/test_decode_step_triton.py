@@ -60,10 +60,11 @@ def outputs(llm: LLM, params: SamplingParams | list[SamplingParams]) -> list[Any
 
 
 @pytest.mark.skipif(not ON_CPU, reason="TRITON_INTERPRET is not 1")
+@pytest.mark.parametrize("parallel", [True, False], ids=["peagle", "eagle3"])
 def test_a_step_under_the_interpreter(
-    target_folder: Path, head_folders: Callable[..., Path]
+    target_folder: Path, head_folders: Callable[..., Path], parallel: bool
 ) -> None:
-    head = head_folders(parallel=True)
+    head = head_folders(parallel=parallel)
     params = [GREEDY, replace(SAMPLED, max_tokens=3)]
     params = [replace(one, max_tokens=4) for one in params]
     eager = make(target_folder, head, "cpu", eager=True).generate(PROMPTS[:2], params)

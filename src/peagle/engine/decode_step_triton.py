@@ -14,6 +14,7 @@ from torch import Tensor
 from peagle.attention import AttentionMetadata, LayerKVCache
 from peagle.attention.triton_backend import TritonAttention
 from peagle.engine.graph_runner import StepSizes
+from peagle.kernels.expand import PADDING_SLOT, slot_mapping
 from peagle.kernels.expand_triton import (
     DraftBuffers,
     build_target_batch,
@@ -214,21 +215,24 @@ class DecodeStep:
         last_B = slots.batch.last_ntp_B
         hidden_BD, position_B = hidden_SD[last_B], slots.batch.positions_S[last_B]
         # Sequences are the first rows; the others have no queries.
+        sequences_B = torch.arange(sizes.num_seqs, device=position_B.device)
         rows = torch.arange(sizes.num_seqs + 1, device=position_B.device)
         rows = rows.minimum(own.active_B.sum())
         own.drafts_BK[:, 0] = self._best(drafter, hidden_BD)
         for j in range(1, sizes.num_drafts):
             position_B = position_B + 1
-            block_B1 = (
-                (position_B // sizes.block_size).clamp_max(sizes.table_width - 1).unsqueeze(1)
+            slots_B = slot_mapping(
+                own.block_tables_BM,
+                sequences_B,
+                position_B,
+                sizes.block_size,
+                sizes.max_model_len,
             )
-            slot_B = own.block_tables_BM.gather(1, block_B1).squeeze(1) * sizes.block_size
-            inside_B = own.active_B & (position_B < sizes.max_model_len)
             metadata = AttentionMetadata(
                 query_start_loc=rows,
                 seq_lens_B=torch.where(own.active_B, position_B + 1, 0),
                 block_tables_BM=own.block_tables_BM,
-                slots_T=torch.where(inside_B, slot_B + position_B % sizes.block_size, -1),
+                slots_T=torch.where(own.active_B, slots_B, PADDING_SLOT),
                 max_query_len=1,
                 max_seq_len=sizes.max_model_len,
                 context_starts_B=own.context_starts_B,
