@@ -92,10 +92,6 @@ def test_a_configuration_is_not_changed_by_parsing() -> None:
         ({"draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size is 2; expected 1."),
         ({"draft_tensor_parallel_size": [1]}, "draft_tensor_parallel_size is [1]; expected 1."),
         ({"enforce_eager": "yes"}, "enforce_eager is 'yes'; expected false or true."),
-        (
-            {"rejection_sample_method": "synthetic"},
-            "rejection_sample_method is 'synthetic'; expected \"standard\". This engine has no",
-        ),
         ({"draft_sample_method": "gumbel"}, "draft_sample_method is 'gumbel'; expected \"greedy\""),
         (
             {"draft_sample_method": "greedy", "draft_sampling": "probabilistic"},

@@ -174,7 +174,7 @@ def test_a_request_larger_than_the_cache(target_folder: Path, heads: dict[bool, 
     params = SamplingParams(max_tokens=100)
     message = message_of(lambda: small.generate([5] * 20, params))
     assert "needs 16 KV blocks of 8 tokens, the cache has 4" in message
-    assert "Lower max_tokens (100) or raise kv_cache_gib" in message
+    assert "Lower max_tokens (100), or raise kv_cache_gib or gpu_memory_utilization" in message
     assert len(small.generate([5] * 20, GREEDY)[0].token_ids) == 4
 
 
@@ -364,6 +364,10 @@ BAD_OPTIONS: list[tuple[str, Any, str]] = [
         for value in (0, -1, "9")
     ),
     *(("kv_cache_gib", value, "a number above 0, or none") for value in (0, -1, math.inf, "2")),
+    *(
+        ("gpu_memory_utilization", value, "a number above 0, at most 1")
+        for value in (0, -0.1, 1.01, math.nan, True, None, "0.5")
+    ),
     *(("seed", value, "a whole number from 0 to 2**63 - 1") for value in (-1, 2**63, None)),
 ]
 

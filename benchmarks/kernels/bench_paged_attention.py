@@ -3,6 +3,7 @@
     python benchmarks/kernels/bench_paged_attention.py            # table, sweep and one JSON line
     python benchmarks/kernels/bench_paged_attention.py --no-sweep
     python benchmarks/kernels/bench_paged_attention.py --sweep-only --splits 1,2,3,4
+    python benchmarks/kernels/bench_paged_attention.py --decode   # launches of a step, compared
 
 Time is of a CUDA graph of calls over caches that together are far larger than the L2, per call;
 bandwidth is bytes of keys and values over it. "copy" is that over the bytes that a copy reads and
@@ -18,9 +19,11 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from paged_attention_decode import measure_decode
 from torch import Tensor
 
 from peagle.attention import AttentionMetadata, LayerKVCache, TorchAttention
@@ -258,11 +261,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--no-sweep", action="store_true", help="the chosen configurations only")
     parser.add_argument("--sweep-only", action="store_true", help="only the sweep")
+    parser.add_argument(
+        "--decode", action="store_true", help="layers of a step, in 1 to 3 launches"
+    )
+    parser.add_argument("--out", type=Path, help="JSON file with all times of --decode")
     parser.add_argument("--splits", help="splits to sweep, as 1,2,3 (default: around the chosen)")
     parser.add_argument("--top", type=int, default=6, help="lines of each sweep")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("error: this benchmark needs an NVIDIA GPU.")
+    if args.decode:
+        results = measure_decode(seconds, top=3)
+        found = {"benchmark": "paged_attention_decode", "environment": environment(DEVICE)}
+        if args.out:
+            args.out.write_text(json.dumps({**found, "results": results}))
+        return
 
     limits = DeviceLimits.of(DEVICE)
     copy = copy_bandwidth()

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from peagle.attention import AttentionMetadata, LayerKVCache, TorchAttention
+from peagle.attention import AttentionMetadata, LayerKVCache, TorchAttention, triton_backend
 from peagle.attention.triton_backend import (
     TritonAttention,
     TritonPreparedAttention,
@@ -24,6 +24,7 @@ from peagle.attention.triton_backend import (
     check_layer,
 )
 from peagle.errors import UserError
+from peagle.kernels.kv_write import kv_write
 from peagle.kernels.paged_attention import AttentionShape, DeviceLimits, PagedAttentionConfig
 from peagle.models.target import TargetModel
 from tests.attention.paged_cases import FP8, SCALING, PagedCase
@@ -59,25 +60,49 @@ def small_config(shape: AttentionShape, limits: DeviceLimits) -> PagedAttentionC
     return PagedAttentionConfig(16, 16, num_splits=2, num_warps=4, num_stages=2)
 
 
+def wide_config(shape: AttentionShape, limits: DeviceLimits) -> PagedAttentionConfig:
+    return PagedAttentionConfig(32, 16, num_splits=3, num_warps=4, num_stages=2)
+
+
 # ---- as the torch backend -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("one_launch", [True, False])
 @pytest.mark.parametrize(
     ("past", "new"),
     [([9, 33], [1, 1]), ([20, 3], [5, 2]), ([0], [40]), ([64, 0, 7], [1, 18, 0])],
 )
-def test_writes_and_attends(past: list[int], new: list[int], device: str) -> None:
+def test_writes_and_attends(past: list[int], new: list[int], one_launch: bool, device: str) -> None:
     starts = [p // 2 for p in past]
     case = PagedCase(past, new, device=device, padding_rows=4, padding_sequences=2, starts=starts)
     cache = case.make_cache(with_new=False)
     special = {"sinks": case.sinks(), "softcap": 9.0}
-    out = run(case, TritonAttention().prepare(case.metadata()), cache, 7, **special)
+    backend = TritonAttention(one_launch=one_launch)
+    out = run(case, backend.prepare(case.metadata()), cache, 7, **special)
     case.check(out, case.reference(7, **special))
     # The cache holds the new keys and values, and nothing else has changed.
     written = case.make_cache(with_new=True)
     for found, expected in ((cache.keys, written.keys), (cache.values, written.values)):
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_step_takes_one_launch(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    writes = []
+
+    def count(*args: Any, **scales: float) -> None:
+        writes.append(args)
+        kv_write(*args, **scales)
+
+    monkeypatch.setattr(triton_backend, "kv_write", count)
+    for queries, one_launch, expected in ((8, True, 0), (8, False, 1), (40, True, 1)):
+        writes.clear()
+        case = PagedCase([20, 3], [queries, 2], device=device)
+        prepared = TritonAttention(wide_config, one_launch=one_launch).prepare(case.metadata())
+        out = run(case, prepared, case.make_cache(with_new=False))
+        case.check(out, case.reference())
+        assert len(writes) == expected
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -93,7 +118,7 @@ def test_layers_of_one_pass_may_differ(device: str) -> None:
         for case in cases:
             out = run(case, prepared, cache := case.make_cache(with_new=False), window)
             case.check(out, case.reference(window))
-            workspaces.append(prepared._plan(case.query_THd, cache)[1])
+            workspaces.append(prepared._plan(case.query_THd, cache).workspace)
     assert len({id(workspace) for workspace in workspaces}) == 3
     assert workspaces[0] is workspaces[3] is workspaces[4]
 

@@ -97,11 +97,13 @@ def test_structures_from_files(peagle: Peagle, tmp_path: Path) -> None:
 def test_engine_and_draft_flags(peagle: Peagle) -> None:
     call = ("generate", "--target", "org/x", "--draft", "org/h", "--show-config")
     sizes = ("--max-model-len", 64, "--max-num-batched-tokens", 32, "--kv-cache-gib", 0.5)
+    sizes += ("--gpu-memory-utilization", 0.6)
     result = peagle(*call, *sizes, "--no-prefix-caching", "--draft-max-len", 48)
     assert shown(result, "engine") == {
         "max_model_len": (64, "--max-model-len"),
         "max_num_batched_tokens": (32, "--max-num-batched-tokens"),
         "kv_cache_gib": (0.5, "--kv-cache-gib"),
+        "gpu_memory_utilization": (0.6, "--gpu-memory-utilization"),
         "enable_prefix_caching": (False, "--no-prefix-caching"),
     }
     assert shown(result, "speculative")["max_model_len"] == (48, "--draft-max-len")

@@ -193,6 +193,32 @@ def test_neighbours_do_not_influence_each_other(requests: tuple[Request, ...]) -
                 one.output_token_ids.extend(own.new_token_ids[0])
 
 
+@pytest.mark.parametrize("drafting", ["argmax", "probabilistic"])
+@pytest.mark.parametrize("temperature", [0.0, 1.2], ids=["greedy", "sampled"])
+def test_synthetic_acceptance(temperature: float, drafting: str) -> None:
+    sampler = Sampler(VOCAB, CPU, 8, synthetic_acceptance_rates=[1.0, 1.0, 0.0, 0.0])
+    params = SamplingParams(temperature=temperature, frequency_penalty=0.5, logprobs=0)
+    batch = [Request(i, params, i, drafting=drafting) for i in range(6)]
+    plain = make_sampler()
+    seen = set()
+    for _ in range(6):
+        rows, result = run_step(sampler, batch)
+        num_drafted = [len(of.contexts) - 1 for of in rows]
+        seen |= {*num_drafted}
+        assert result.num_accepted == [min(k, 2) for k in num_drafted]
+        for i, request in enumerate(batch):
+            new = result.new_token_ids[i]
+            assert new[:-1] == request.drafts[: min(num_drafted[i], 2)]
+            # The last token is what a step without drafts gives behind the others.
+            request.output_token_ids.extend(new[:-1])
+            alone = Rows.of(request, 0)
+            logits, _ = packed([alone])
+            assert plain.sample(logits, [request], [0]).new_token_ids == [new[-1:]]
+            plain.release(request)
+            request.output_token_ids.append(new[-1])
+    assert seen == {0, 1, 2, 3, 4}
+
+
 # --- what it keeps -------------------------------------------------------------------------------
 
 PENALTY = SamplingParams(frequency_penalty=1.0)

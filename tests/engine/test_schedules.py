@@ -66,6 +66,7 @@ def bare_target() -> Any:
         vocab_size, max_model_len, num_layers = fake_model.VOCAB, MAX_MODEL_LEN, 4
         device, dtype = torch.device("cpu"), torch.float64
         kv_caches: Any = ()
+        model = torch.nn.Identity()
 
         def kv_shapes(self) -> list[tuple[int, int]]:
             return []

@@ -98,6 +98,36 @@ def test_draft_seconds(llms: dict[str, LLM]) -> None:
     assert drafting.draft.__func__ is type(drafting).draft
 
 
+def test_engines_on_one_card_share_what_is_free(
+    target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each plans with an equal part of what the others before it have left."""
+    free, total = 2**28, 2**28 + 2**26
+    plan: list[tuple[int, int]] = []
+
+    def card(device: torch.device) -> tuple[int, int]:
+        return free, total
+
+    make = LLM.__init__
+
+    def watched(self: LLM, **options: Any) -> None:
+        nonlocal free
+        share = options["gpu_memory_utilization"]
+        given = int(total * share) - (total - free)
+        make(self, **{**options, "num_kv_blocks": 2})
+        plan.append((given, free))
+        free -= given
+
+    monkeypatch.setattr("peagle.evaluation.compare.free_and_total", card)
+    monkeypatch.setattr(LLM, "__init__", watched)
+    target = load_target(target_folder, dtype="float64", device="cpu")
+    build(target, dict.fromkeys("abc"), gpu_memory_utilization=0.8)
+    shares = [given for given, _ in plan]
+    assert max(shares) - min(shares) <= len(shares)
+    assert 0 <= int(0.8 * total) - (total - free) <= len(shares)
+    assert free > 0
+
+
 def test_load_target(target_folder: Path) -> None:
     target = load_target(target_folder, dtype="bfloat16", device="auto")
     assert isinstance(target, TargetModel)

@@ -5,9 +5,7 @@ On a CPU the kernels run under Triton's interpreter (TRITON_INTERPRET=1).
 
 from __future__ import annotations
 
-import os
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -15,59 +13,14 @@ from torch import Tensor
 
 from peagle.kernels.paged_attention import (
     AttentionShape,
-    DeviceLimits,
     PagedAttentionConfig,
-    QueryTiles,
     Workspace,
-    choose_config,
     paged_attention,
 )
 from tests.attention.paged_cases import FP8, SCALING, PagedCase
+from tests.kernels.paged_runs import DEVICES, HALF, attend, config
 
 pytest.importorskip("triton", reason="needs triton")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICES = [
-    pytest.param(
-        "cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not 1")
-    ),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
-HALF = {"cpu": torch.float16, "cuda": torch.bfloat16}
-H100 = DeviceLimits(num_sms=132, shared_bytes=232_448)
-
-
-def config(
-    block_m: int = 16, block_n: int = 16, num_splits: int = 1, num_warps: int = 4
-) -> PagedAttentionConfig:
-    return PagedAttentionConfig(block_m, block_n, num_splits, num_warps, num_stages=2)
-
-
-def attend(
-    case: PagedCase,
-    chosen: PagedAttentionConfig | None,
-    window: int | None = None,
-    lens: list[int] | None = None,
-    **special: Any,
-) -> Tensor:
-    meta = case.metadata()
-    seq_lens_B = meta.seq_lens_B if lens is None else meta.seq_lens_B.new_tensor(lens)
-    cache = case.make_cache(with_new=True)
-    return paged_attention(
-        case.padded(case.query_THd),
-        cache.keys,
-        cache.values,
-        meta.query_start_loc,
-        seq_lens_B,
-        meta.block_tables_BM,
-        max_query_len=meta.max_query_len,
-        scaling=SCALING,
-        sliding_window=window,
-        context_starts_B=meta.context_starts_B,
-        key_scale=case.key_scale,
-        value_scale=case.value_scale,
-        config=chosen,
-        **special,
-    )
 
 
 # ---- the same numbers as the reference ------------------------------------------------------
@@ -243,97 +196,6 @@ def test_a_corrupted_key_changes_only_its_sequence(device: str) -> None:
     after = attend(case, config(num_splits=2))
     assert torch.equal(before[:4], after[:4])
     assert not torch.equal(before[4:], after[4:])
-
-
-# ---- how the work is cut --------------------------------------------------------------------
-
-
-def shape_of(**sizes: Any) -> AttentionShape:
-    batch = sizes.pop("num_sequences", 1)
-    queries = sizes.pop("max_query_len", 1)
-    defaults: dict[str, Any] = {
-        "num_tokens": batch * queries,
-        "num_heads": 32,
-        "num_kv_heads": 8,
-        "head_dim": 128,
-        "query_dtype": torch.bfloat16,
-        "cache_dtype": torch.bfloat16,
-    }
-    return AttentionShape(num_sequences=batch, max_query_len=queries, **{**defaults, **sizes})
-
-
-@pytest.mark.parametrize("batch", [1, 2, 5, 16, 33, 64, 256])
-@pytest.mark.parametrize("queries", [1, 8, 17])
-def test_two_waves_of_programs(batch: int, queries: int) -> None:
-    shape = shape_of(num_sequences=batch, max_query_len=queries)
-    chosen = choose_config(shape, H100)
-    programs = QueryTiles.of(shape, chosen.block_m).count * shape.num_kv_heads * chosen.num_splits
-    assert programs >= 1.5 * H100.num_sms
-    assert chosen.num_splits == 1 or programs <= 2.5 * H100.num_sms
-
-
-@pytest.mark.parametrize("queries", [1, 8, 17, 32])
-def test_the_queries_of_a_step_share_one_tile(queries: int) -> None:
-    shape = shape_of(num_sequences=4, max_query_len=queries)
-    chosen = choose_config(shape, H100)
-    assert QueryTiles.of(shape, chosen.block_m) == QueryTiles(4, 1)
-    assert chosen.block_m < max(17, 2 * queries * shape.group)
-
-
-def test_a_prompt_is_not_split() -> None:
-    shape = shape_of(num_sequences=3, max_query_len=2048, num_tokens=2400)
-    chosen = choose_config(shape, H100)
-    assert chosen.num_splits == 1
-    # Ragged: not three times the longest.
-    assert QueryTiles.of(shape, chosen.block_m) == QueryTiles(2400 // 32 + 3, None)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 256])
-@pytest.mark.parametrize("heads", [(1, 1), (14, 2), (64, 1)])
-@pytest.mark.parametrize("shared_bytes", [99 * 1024, 232_448])
-def test_tiles_fit_shared_memory(
-    dtype: torch.dtype, head_dim: int, heads: tuple[int, int], shared_bytes: int
-) -> None:
-    num_heads, num_kv_heads = heads
-    for queries in (1, 8, 500):
-        shape = shape_of(
-            max_query_len=queries,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            query_dtype=dtype,
-            cache_dtype=dtype,
-        )
-        chosen = choose_config(shape, DeviceLimits(100, shared_bytes))
-        assert chosen.block_m >= shape.group
-        # Beside the tile that is worked on, one less than there are stages is on its way.
-        keys_and_values = 2 * (chosen.num_stages - 1) * chosen.block_n
-        block_d = max(16, 1 << (head_dim - 1).bit_length())
-        assert (keys_and_values + chosen.block_m) * block_d * dtype.itemsize <= shared_bytes
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_ragged_tiles_cover_every_query(seed: int) -> None:
-    """The device's rule: sequence b has the tiles from start_b // queries + b on."""
-    draw = random.Random(seed)
-    lens = [draw.choice([0, 1, 3, 8, 100]) for _ in range(draw.randint(1, 8))]
-    block_m, group = draw.choice([(16, 1), (16, 4), (32, 7), (64, 64)])
-    queries = block_m // group
-    shape = shape_of(
-        num_sequences=len(lens),
-        num_tokens=sum(lens),
-        max_query_len=max([*lens, 1]),
-        num_heads=group,
-        num_kv_heads=1,
-    )
-    tiles = QueryTiles.of(shape, block_m)
-    first = [sum(lens[:b]) // queries + b for b in range(len(lens) + 1)]
-    for length, start, end in zip(lens, first, first[1:]):
-        assert (end - start) * queries >= length
-        if tiles.per_sequence is not None:
-            assert tiles.per_sequence * queries >= length
-    assert tiles.count >= (first[-1] if tiles.per_sequence is None else len(lens))
 
 
 # ---- what only a card can do ----------------------------------------------------------------

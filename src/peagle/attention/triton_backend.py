@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +21,12 @@ from peagle.kernels.paged_attention import (
     MAX_HEAD_DIM,
     AttentionShape,
     DeviceLimits,
+    NewKeyValues,
     PagedAttentionConfig,
     Workspace,
     choose_config,
     paged_attention,
+    writes_new,
 )
 
 MIN_CAPABILITY = (8, 0)
@@ -34,11 +37,16 @@ Chooser = Callable[[AttentionShape, DeviceLimits], PagedAttentionConfig]
 
 
 class TritonAttention:
-    """Writes keys and values, then attends, in two kernels or three."""
+    """Writes keys and values and attends: in one kernel for the few queries of a step, else in two.
 
-    def __init__(self, choose: Chooser = choose_config) -> None:
-        """`choose` says how the work of a layer is cut."""
+    Args:
+        choose: says how the work of a layer is cut.
+        one_launch: attention writes the keys and values itself, where it can.
+    """
+
+    def __init__(self, choose: Chooser = choose_config, *, one_launch: bool = True) -> None:
         self._choose = choose
+        self._one_launch = one_launch
 
     def prepare(self, metadata: AttentionMetadata) -> TritonPreparedAttention:
         """Return the pass that `metadata` describes; nothing of it is read on the host.
@@ -47,7 +55,15 @@ class TritonAttention:
             UserError: Triton cannot run on the device of the metadata.
         """
         check_device(metadata.slots_T.device)
-        return TritonPreparedAttention(metadata, self._choose)
+        return TritonPreparedAttention(metadata, self._choose, one_launch=self._one_launch)
+
+
+class _Plan(NamedTuple):
+    """How the layers of one shape run."""
+
+    config: PagedAttentionConfig
+    workspace: Workspace | None
+    writes_new: bool
 
 
 class TritonPreparedAttention:
@@ -60,10 +76,13 @@ class TritonPreparedAttention:
     Rows of the batch that belong to no sequence come out as zeros.
     """
 
-    def __init__(self, metadata: AttentionMetadata, choose: Chooser) -> None:
+    def __init__(
+        self, metadata: AttentionMetadata, choose: Chooser, *, one_launch: bool = True
+    ) -> None:
         self.metadata = metadata
         self._choose = choose
-        self._plans: dict[AttentionShape, tuple[PagedAttentionConfig, Workspace | None]] = {}
+        self._one_launch = one_launch
+        self._plans: dict[AttentionShape, _Plan] = {}
 
     def __call__(
         self,
@@ -86,9 +105,14 @@ class TritonPreparedAttention:
         """
         assert cache is not None, "paged attention needs the layer's cache"
         meta = self.metadata
-        config, workspace = self._plan(query_THd, cache)
+        plan = self._plan(query_THd, cache)
         scales = {name: getattr(cache, name, 1.0) for name in ("key_scale", "value_scale")}
-        kv_write(_rows(key_THd), _rows(value_THd), cache.keys, cache.values, meta.slots_T, **scales)
+        key_THd, value_THd = _rows(key_THd), _rows(value_THd)
+        new = None
+        if plan.writes_new:
+            new = NewKeyValues(key_THd, value_THd, meta.slots_T)
+        else:
+            kv_write(key_THd, value_THd, cache.keys, cache.values, meta.slots_T, **scales)
         return paged_attention(
             _rows(query_THd),
             cache.keys,
@@ -102,14 +126,13 @@ class TritonPreparedAttention:
             sinks=sinks,
             softcap=softcap,
             context_starts_B=meta.context_starts_B,
-            config=config,
-            workspace=workspace,
+            config=plan.config,
+            workspace=plan.workspace,
+            new=new,
             **scales,
         )
 
-    def _plan(
-        self, query_THd: Tensor, cache: LayerKVCache
-    ) -> tuple[PagedAttentionConfig, Workspace | None]:
+    def _plan(self, query_THd: Tensor, cache: LayerKVCache) -> _Plan:
         num_tokens, num_heads, head_dim = query_THd.shape
         shape = AttentionShape(
             num_sequences=self.metadata.seq_lens_B.shape[0],
@@ -125,7 +148,11 @@ class TritonPreparedAttention:
             device = query_THd.device
             check_layer(shape, device)
             config = self._choose(shape, DeviceLimits.of(device))
-            self._plans[shape] = config, Workspace.make(shape, config, device)
+            self._plans[shape] = _Plan(
+                config,
+                Workspace.make(shape, config, device),
+                self._one_launch and writes_new(shape, config),
+            )
         return self._plans[shape]
 
 

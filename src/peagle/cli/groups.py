@@ -207,7 +207,12 @@ ENGINE = group(
         "engine.kv_cache_gib",
         float,
         "Memory bound of the KV cache in GiB.",
-        default="2 on a CPU, 80% of what is free on a GPU",
+        default="2 on a CPU, all that --gpu-memory-utilization leaves on a GPU",
+    ),
+    Flag(
+        "engine.gpu_memory_utilization",
+        float,
+        "Share of the GPU's memory that may be in use in all, by this engine and others.",
     ),
     Flag(
         "engine.enable_prefix_caching",
@@ -233,5 +238,11 @@ SETTINGS = group(
         "show_config",
         bool,
         "Print every setting with its source as JSON, and do nothing else.",
+    ),
+    Flag(
+        "show_memory",
+        bool,
+        "Print where the memory goes, how long a context and how many requests it allows, to "
+        "standard error; on a GPU that is always printed.",
     ),
 )

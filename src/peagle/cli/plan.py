@@ -21,6 +21,7 @@ from peagle.cli.settings import (
     file_layer,
     speculative_layer,
 )
+from peagle.cli.terminal import dim
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.errors import UserError
 
@@ -40,6 +41,7 @@ class Plan:
         params: how to sample, as far as the settings say.
         threads: CPU threads; None leaves them to torch.
         off: what turned drafting off, where it is off.
+        show_memory: whether the memory plan is printed on a CPU too.
     """
 
     settings: Settings
@@ -49,6 +51,7 @@ class Plan:
     params: SamplingParams
     threads: int | None
     off: str
+    show_memory: bool = False
 
     @classmethod
     def of(cls, given: Given, *defaults: Layer) -> Plan:
@@ -73,7 +76,16 @@ class Plan:
         off = "--no-speculation" if "no_speculation" in given else "default"
         speculative = None if "no_speculation" in given else _speculation(settings)
         target = options.target_or_bundled(settings.value("target"))
-        return cls(settings, target, speculative, engine, params, given.value("threads"), off)
+        return cls(
+            settings,
+            target,
+            speculative,
+            engine,
+            params,
+            given.value("threads"),
+            off,
+            "show_memory" in given,
+        )
 
     def show(self, unset: str = "default") -> None:
         """Print every setting with its source as JSON.
@@ -85,7 +97,7 @@ class Plan:
         print(json.dumps(shown, indent=2))
 
     def load(self, folder: Path | None = None) -> LLM:
-        """Load the models.
+        """Load the models; say where the memory goes, on a CPU only if asked.
 
         Args:
             folder: of the target, where it was found already.
@@ -98,12 +110,15 @@ class Plan:
         self.prepare()
         from peagle.llm import LLM
 
-        return LLM(
+        llm = LLM(
             folder or self.target,
             revision=None if folder else self.settings.value("revision"),
             speculative_config=self.speculative,
             **asdict(self.engine),
         )
+        if self.show_memory or llm.target.device.type == "cuda":
+            print(dim(str(llm.engine.memory_plan), sys.stderr), file=sys.stderr)
+        return llm
 
     def prepare(self) -> None:
         """Set up the libraries, before anything is loaded."""

@@ -24,9 +24,11 @@ class EngineConfig:
         max_num_batched_tokens: most prompt tokens of one step; longer prompts go in chunks, between
             which running sequences decode on.
         block_size: token slots of one KV block.
-        num_kv_blocks: KV blocks of the cache; None derives it from max_num_seqs and kv_cache_gib.
-        kv_cache_gib: memory bound of the KV cache in GiB; None is 2 on a CPU, and on a GPU 80% of
-            what is free once the weights are loaded.
+        num_kv_blocks: KV blocks of the cache; None derives it from max_num_seqs and memory.
+        kv_cache_gib: memory bound of the KV cache in GiB; None is 2 on a CPU, and on a GPU what
+            gpu_memory_utilization leaves, which bounds it in any case.
+        gpu_memory_utilization: share of the GPU's memory that may be in use in all: by weights,
+            KV cache, activations and graphs of this engine, and by whatever else is there.
         enable_prefix_caching: keep the KV of prompts and outputs for later requests that begin the
             same way, as long as nobody else needs the blocks.
         enforce_eager: launch every kernel by itself instead of a CUDA graph a step; a GPU only.
@@ -41,6 +43,7 @@ class EngineConfig:
     block_size: int = 16
     num_kv_blocks: int | None = None
     kv_cache_gib: float | None = None
+    gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
     seed: int = 0
@@ -59,6 +62,9 @@ class EngineConfig:
             require(ok, name, value, "a whole number of at least 1, or none")
         ok = self.kv_cache_gib is None or (is_number(self.kv_cache_gib) and self.kv_cache_gib > 0)
         require(ok, "kv_cache_gib", self.kv_cache_gib, "a number above 0, or none")
+        share = self.gpu_memory_utilization
+        ok = is_number(share) and 0 < share <= 1
+        require(ok, "gpu_memory_utilization", share, "a number above 0, at most 1")
         for name in ("enable_prefix_caching", "enforce_eager"):
             value = getattr(self, name)
             require(isinstance(value, bool), name, value, "true or false")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from peagle.config.checks import is_int, require
+from peagle.config.checks import is_int, is_number, require
 from peagle.errors import UserError
 
 Method = Literal["eagle3", "ngram"]
@@ -23,9 +24,9 @@ _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "disable_padded_drafter_batch": (False, True),
     "use_local_argmax_reduction": (False, True),
     "draft_tensor_parallel_size": (1,),
-    "rejection_sample_method": ("standard",),
 }
 _DRAFT_SAMPLE_METHODS = {"greedy": "argmax", "probabilistic": "probabilistic"}
+_REJECTION_SAMPLE_METHODS = ("standard", "synthetic")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,10 @@ class SpeculativeConfig:
         check_target: refuse a head whose fingerprint names another target.
         max_model_len: positions up to which a head drafts; longer sequences go on without drafts.
             None takes the length that the head was trained for.
+        synthetic_acceptance_rates: r_1 to r_K; at least the first i drafts are accepted with
+            probability r_i, whatever they are. Outputs are then NOT what the model would say: for
+            measuring speed only, with heads that cannot draft (random weights). None: acceptance
+            is real.
 
     Raises:
         UserError: a value is out of range or the combination makes no sense.
@@ -59,6 +64,7 @@ class SpeculativeConfig:
     prompt_lookup_min: int = 1
     check_target: bool = True
     max_model_len: int | None = None
+    synthetic_acceptance_rates: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         k = self.num_speculative_tokens
@@ -84,6 +90,8 @@ class SpeculativeConfig:
         ok = length is None or (is_int(length) and length >= 1)
         require(ok, "max_model_len", length, "a whole number of at least 1, or none")
         self._check_source()
+        if self.synthetic_acceptance_rates is not None:
+            self._check_rates(self.synthetic_acceptance_rates)
 
     def _check_source(self) -> None:
         """Where the drafts come from: a head, or the tokens so far."""
@@ -108,6 +116,18 @@ class SpeculativeConfig:
         ok = is_int(shortest) and 1 <= shortest <= longest
         require(ok, "prompt_lookup_min", shortest, f"1 to prompt_lookup_max ({longest})")
 
+    def _check_rates(self, rates: Sequence[float]) -> None:
+        name, k = "synthetic_acceptance_rates", self.num_speculative_tokens
+        remedy = "Rate i is the probability that at least the first i drafts are accepted."
+        expected = f"a list of {k} numbers, one for each of num_speculative_tokens"
+        ok = isinstance(rates, list | tuple) and len(rates) == k
+        require(ok, name, rates, expected, remedy)
+        ok = all(is_number(rate) and 0 <= rate <= 1 for rate in rates)
+        require(ok, name, rates, "probabilities from 0 to 1", remedy)
+        ok = all(later <= rate for rate, later in pairwise(rates))
+        require(ok, name, rates, "no rate above the one before it", remedy)
+        object.__setattr__(self, name, tuple(map(float, rates)))
+
     @classmethod
     def parse(cls, source: str | Mapping[str, Any] | SpeculativeConfig) -> SpeculativeConfig:
         """Read vLLM's form of the configuration, from JSON text or a mapping.
@@ -115,8 +135,9 @@ class SpeculativeConfig:
         Keys are those of the attributes and of vLLM: `draft_sample_method` ("greedy" or
         "probabilistic") is its name of `draft_sampling`; `enforce_eager`,
         `disable_padded_drafter_batch` and `use_local_argmax_reduction` are accepted and change
-        nothing here, as are `draft_tensor_parallel_size` 1 and `rejection_sample_method`
-        "standard". Null stands for the default. All else is refused.
+        nothing here, as is `draft_tensor_parallel_size` 1; `rejection_sample_method` "synthetic"
+        goes with `synthetic_acceptance_rates`, and "standard" without. Null stands for the default.
+        All else is refused.
 
         Raises:
             UserError: the text is not a JSON object, or a key or value is not understood.
@@ -136,7 +157,7 @@ def speculative_keys(source: str | Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(data, Mapping):
         raise UserError(f"The speculative configuration is {data!r}; expected a JSON object.")
     known = {field.name for field in fields(SpeculativeConfig)}
-    vllm = {*_WITHOUT_EFFECT, "draft_sample_method"}
+    vllm = {*_WITHOUT_EFFECT, "draft_sample_method", "rejection_sample_method"}
     if unknown := sorted(set(map(str, data)) - known - vllm - {"parallel_drafting_spec"}):
         raise UserError(
             f"Unknown key {unknown[0]!r} in the speculative configuration; "
@@ -154,6 +175,8 @@ def speculative_keys(source: str | Mapping[str, Any]) -> dict[str, Any]:
         require(value in allowed, key, value, expected, "This engine has no other: leave it out.")
     if "draft_sample_method" in given:
         _rename_draft_sampling(given)
+    if "rejection_sample_method" in given:
+        _check_rejection_sampling(given)
     return given
 
 
@@ -165,6 +188,24 @@ def _rename_draft_sampling(given: dict[str, Any]) -> None:
     if given.setdefault("draft_sampling", sampling) != sampling:
         raise UserError(
             f"draft_sample_method {method!r} and draft_sampling {given['draft_sampling']!r} "
+            "contradict each other; leave one of them out."
+        )
+
+
+def _check_rejection_sampling(given: dict[str, Any]) -> None:
+    """Take the method out: it says no more than the rates do."""
+    method = given.pop("rejection_sample_method")
+    expected = " or ".join(map(json.dumps, _REJECTION_SAMPLE_METHODS))
+    require(method in _REJECTION_SAMPLE_METHODS, "rejection_sample_method", method, expected)
+    rates = given.get("synthetic_acceptance_rates")
+    if method == "synthetic" and rates is None:
+        raise UserError(
+            "rejection_sample_method is 'synthetic', without synthetic_acceptance_rates; expected "
+            "one rate for each of num_speculative_tokens, like [0.7, 0.5, 0.3]. Add them."
+        )
+    if method != "synthetic" and rates is not None:
+        raise UserError(
+            f"rejection_sample_method {method!r} and synthetic_acceptance_rates {rates!r} "
             "contradict each other; leave one of them out."
         )
 

@@ -9,16 +9,19 @@ import torch
 
 from peagle.attention import AttentionBackend, LayerKVCache
 from peagle.config import EngineConfig, SpeculativeConfig
-from peagle.engine.graph_runner import MAX_STOP_IDS, GraphRunner, StepSizes
+from peagle.engine.capture import Capturer
+from peagle.engine.drafting import Drafting, HeadDrafting
+from peagle.engine.graph_runner import MAX_STOP_IDS, GraphRunner, StepSizes, buckets
+from peagle.engine.memory import drafter_kv_shapes as drafter_kv_shapes
+from peagle.engine.model_runner import ModelRunner
+from peagle.engine.target_graphs import DrafterGraphs, TargetGraphs
 from peagle.errors import UserError
+from peagle.models.acceleration import accelerate_drafter, accelerate_target
 from peagle.models.checkpoint import load_drafter, read_head_config
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 from peagle.speculation import AutoregressiveProposer, ParallelProposer, Proposer
-
-_CPU_CACHE_GIB = 2.0
-_GPU_FREE_SHARE = 0.8
-_KEPT_TIMES = 4
+from peagle.speculation.proposers import HeadProposer
 
 
 def resolve_max_model_len(target: TargetModel, config: EngineConfig) -> int:
@@ -97,13 +100,29 @@ def runs_as_graphs(
     speculative: SpeculativeConfig | None,
     drafter: Drafter | None,
 ) -> bool:
-    """Whether decode steps run as CUDA graphs: plain ones, and those of P-EAGLE by argmax."""
+    """Whether decode steps run as CUDA graphs: plain ones, and with argmax drafts of a head."""
     can_draft = speculative is None or (
-        drafter is not None
-        and drafter.config.is_parallel
-        and speculative.draft_sampling == "argmax"
+        drafter is not None and speculative.draft_sampling == "argmax"
     )
     return device.type == "cuda" and not config.enforce_eager and can_draft
+
+
+def accelerate(
+    target: TargetModel, drafter: Drafter | None, config: EngineConfig, num_drafts: int
+) -> None:
+    """Fuse and compile what the graphs of up to `config.max_num_seqs` sequences run."""
+    sizes = buckets(config.max_num_seqs)
+    columns = num_drafts + 1 if drafter else 1
+    accelerate_target(target, [size * columns for size in sizes])
+    if drafter is None:
+        return
+    k, parallel = num_drafts, drafter.config.is_parallel
+    accelerate_drafter(
+        drafter,
+        [size * 2 * k for size in sizes] if parallel else [*(s * columns for s in sizes), *sizes],
+        num_feature_rows=[size * columns for size in sizes],
+        num_logit_rows=[size * k for size in sizes] if parallel else sizes,
+    )
 
 
 def make_graph_runner(
@@ -115,6 +134,8 @@ def make_graph_runner(
     num_drafts: int,
     max_model_len: int,
     max_draft_len: int,
+    synthetic_rates: tuple[float, ...] | None,
+    capture: Capturer,
 ) -> GraphRunner:
     """The runner of decode steps for up to `config.max_num_seqs` sequences."""
     sizes = StepSizes(
@@ -125,49 +146,15 @@ def make_graph_runner(
         block_size=config.block_size,
         max_model_len=max_model_len,
         max_draft_len=max_draft_len,
+        synthetic_rates=synthetic_rates,
     )
-    return GraphRunner(target, drafter, drafter_caches, sizes)
+    return GraphRunner(target, drafter, drafter_caches, sizes, capture)
 
 
-def drafter_kv_shapes(drafter: Drafter | None) -> list[tuple[int, int]]:
-    """(key/value heads, head size) of each drafter layer."""
-    if drafter is None:
-        return []
-    config = drafter.config
-    return [(config.num_kv_heads, config.head_dim)] * config.num_layers
-
-
-def num_kv_blocks(
-    target: TargetModel, drafter: Drafter | None, config: EngineConfig, max_model_len: int
-) -> int:
-    """Blocks of the cache: what memory allows, at most what can be of use.
-
-    All sequences together fill so many; with prefix caching a few times as many keep what was.
-
-    Raises:
-        UserError: not one fits.
-    """
-    if config.num_kv_blocks is not None:
-        return config.num_kv_blocks
-    size = config.block_size
-    block_bytes = sum(
-        LayerKVCache.bytes_per_block(size, heads, dim, target.dtype)
-        for heads, dim in target.kv_shapes() + drafter_kv_shapes(drafter)
-    )
-    budget = _cache_bytes(target.device, config)
-    fitting = int(budget // block_bytes)
-    if fitting < 1:
-        raise UserError(
-            f"A KV block takes {block_bytes / 2**20:.1f} MiB, the cache may take "
-            f"{budget / 2**20:.1f} MiB. Raise kv_cache_gib."
-        )
-    useful = -(-max_model_len // size) * config.max_num_seqs
-    return min(fitting, useful * _KEPT_TIMES if config.enable_prefix_caching else useful)
-
-
-def _cache_bytes(device: torch.device, config: EngineConfig) -> float:
-    if config.kv_cache_gib is not None:
-        return config.kv_cache_gib * 2**30
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] * _GPU_FREE_SHARE
-    return _CPU_CACHE_GIB * 2**30
+def capture_passes(
+    runner: ModelRunner, drafting: Drafting | None, capture: Capturer, table_width: int
+) -> None:
+    """Let prompts run as CUDA graphs, as far as they are short."""
+    runner.graphs = TargetGraphs(runner.target, runner.backend, capture, table_width)
+    if isinstance(drafting, HeadDrafting) and isinstance(drafting.proposer, HeadProposer):
+        drafting.proposer.graphs = DrafterGraphs(drafting.proposer, capture, table_width)

@@ -13,67 +13,24 @@ from torch import Tensor
 
 from peagle.attention import AttentionMetadata, LayerKVCache
 from peagle.attention.triton_backend import TritonAttention
-from peagle.engine.graph_runner import StepSizes
-from peagle.kernels.expand import PADDING_SLOT, slot_mapping
+from peagle.engine.step_buffers_triton import StepBuffers
+from peagle.kernels.draft_choice_triton import (
+    ChainBuffers,
+    ChoiceScratch,
+    choose_drafts,
+    plan_chain,
+)
 from peagle.kernels.expand_triton import (
     DraftBuffers,
     build_target_batch,
     expand_draft_batch,
     gather_features,
 )
-from peagle.kernels.step_state import StepLimits, StepOutput, StepState
+from peagle.kernels.step_frame_triton import NUM_STAMPS, begin_step, report_step, stamp
 from peagle.kernels.target_batch import TargetBatch
-from peagle.kernels.verify_triton import (
-    SequenceSampling,
-    VerifyScratch,
-    verify_greedy,
-    verify_sampled,
-)
+from peagle.kernels.verify_triton import VerifyScratch, verify_greedy, verify_sampled
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
-
-
-class StepBuffers:
-    """State of the sequences that decode, on the device.
-
-    Attributes:
-        state, limits, sampling: see the classes.
-        drafts_BK: drafts that the next step verifies.
-        block_tables_BM: KV blocks, int64.
-        active_B: which rows are sequences.
-        context_starts_B: first drafter slot that may be looked at.
-        out: what the last step said.
-        report_BX: the same in one tensor, for the host: see `pipeline.read_report`.
-    """
-
-    def __init__(self, sizes: StepSizes, device: torch.device) -> None:
-        def ints(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int64, device=device)
-
-        batch = sizes.num_seqs
-        self.sizes = sizes
-        self.state = StepState.allocate(batch, device)
-        self.limits = StepLimits(
-            stop_ids_BE=ints(batch, sizes.num_stop_ids) - 1,
-            min_tokens_B=ints(batch),
-            max_tokens_B=ints(batch),
-            num_speculative_B=ints(batch),
-            max_model_len=sizes.max_model_len,
-            max_draft_len=sizes.max_draft_len,
-        )
-        self.sampling = SequenceSampling(
-            temperature_B=torch.zeros(batch, device=device),
-            top_k_B=ints(batch),
-            top_p_B=torch.ones(batch, device=device),
-            seeds_B=ints(batch),
-            min_p_B=torch.zeros(batch, device=device),
-        )
-        self.drafts_BK = ints(batch, max(sizes.num_drafts, 1))
-        self.block_tables_BM = ints(batch, sizes.table_width)
-        self.active_B = torch.zeros(batch, dtype=torch.bool, device=device)
-        self.context_starts_B = ints(batch)
-        self.out = StepOutput.allocate(batch, self.drafts_BK.shape[1], device)
-        self.report_BX = ints(batch, 2 * self.drafts_BK.shape[1] + 4)
 
 
 class DecodeStep:
@@ -107,32 +64,46 @@ class DecodeStep:
         num_rows = batch * (columns if drafter else 1)
         self._rows = TargetBatch.allocate(batch, num_rows, device)
         self._scratch = VerifyScratch.allocate(batch, num_rows, target.vocab_size, device)
+        self._running_B = torch.zeros_like(buffers.active_B)
+        self._num_drafted_B = torch.zeros_like(buffers.active_B)
+        self._times = torch.zeros(NUM_STAMPS, dtype=torch.int64, device=device)
         if drafter is not None:
-            k, config = sizes.num_drafts, drafter.config
-            num_slots = batch * (2 * k if config.is_parallel else columns)
-            self._slots = DraftBuffers.allocate(batch, num_slots, k, device)
-            self._hidden_SD = torch.zeros(
-                num_slots, config.hidden_size, dtype=target.dtype, device=device
-            )
-            self._no_masks_B = torch.zeros_like(buffers.out.num_mask_slots_B)
-            with torch.inference_mode():
-                zeros_D = torch.zeros(config.hidden_size, dtype=target.dtype, device=device)
-                self._h_shared_D = drafter.shared_hidden() if config.is_parallel else zeros_D
-                drafter.reserve_positions(sizes.max_model_len + 2 * k)
+            self._make_draft_buffers(drafter)
+
+    def _make_draft_buffers(self, drafter: Drafter) -> None:
+        sizes, config, device = self.buffers.sizes, drafter.config, self.target.device
+        batch, k = sizes.num_seqs, sizes.num_drafts
+        num_slots = batch * (2 * k if config.is_parallel else k + 1)
+        self._slots = DraftBuffers.allocate(batch, num_slots, k, device)
+        self._hidden_SD = torch.zeros(
+            num_slots, config.hidden_size, dtype=self.target.dtype, device=device
+        )
+        self._no_masks_B = torch.zeros_like(self.buffers.out.num_mask_slots_B)
+        num_rows = batch * k if config.is_parallel else batch
+        self._choice = ChoiceScratch.allocate(num_rows, config.draft_vocab_size, device)
+        self._chain = ChainBuffers.allocate(batch, k, device)
+        with torch.inference_mode():
+            zeros_D = torch.zeros(config.hidden_size, dtype=self.target.dtype, device=device)
+            self._h_shared_D = drafter.shared_hidden() if config.is_parallel else zeros_D
+            drafter.reserve_positions(sizes.max_model_len + 2 * k)
 
     @torch.inference_mode()
     def run(self) -> None:
         """Take the step; what it gave stands in `buffers.out`, what comes next in `buffers`."""
         own = self.buffers
-        num_drafted_B = own.state.num_drafts_B.clone()
-        features_TA = self._verify()
+        begin_step(own.active_B, own.state, self._running_B, self._num_drafted_B, self._times)
+        logits_TV, features_TA = self._run_target()
+        stamp(self._times, 1)
+        self._verify(logits_TV)
+        stamp(self._times, 2)
         if self.drafter is not None:
             self._draft(self.drafter, features_TA)
-        counts_B3 = torch.stack((num_drafted_B, own.out.num_accepted_B, own.state.num_drafts_B), 1)
-        torch.cat((counts_B3, own.out.emitted_BJ, own.drafts_BK), dim=1, out=own.report_BX)
+        report_step(
+            self._num_drafted_B, own.out, own.state, own.drafts_BK, self._times, own.report_RX
+        )
 
-    def _verify(self) -> Tensor:
-        """Target pass, verification, new state; returns the features."""
+    def _run_target(self) -> tuple[Tensor, Tensor]:
+        """Logits and features of the newest tokens and the drafts."""
         own, rows, sizes = self.buffers, self._rows, self.buffers.sizes
         state = own.state
         build_target_batch(
@@ -141,7 +112,7 @@ class DecodeStep:
             state.num_drafts_B,
             state.first_positions_B,
             own.block_tables_BM,
-            own.active_B,
+            self._running_B,
             rows,
             block_size=sizes.block_size,
             max_model_len=sizes.max_model_len,
@@ -157,14 +128,23 @@ class DecodeStep:
             )
         )
         hidden_TH, features_TA = self.target.forward(rows.tokens_T, rows.positions_T, attend)
-        logits_TV = self.target.compute_logits(hidden_TH)
-        before = (logits_TV, rows.sequences_T, rows.query_start_loc, own.drafts_BK, own.active_B)
-        after = (state, own.limits, self._scratch, own.out)
+        return self.target.compute_logits(hidden_TH), features_TA
+
+    def _verify(self, logits_TV: Tensor) -> None:
+        """Accepted drafts, next tokens, new state."""
+        own, rows = self.buffers, self._rows
+        before = (
+            logits_TV,
+            rows.sequences_T,
+            rows.query_start_loc,
+            own.drafts_BK,
+            self._running_B,
+        )
+        after = (own.state, own.limits, self._scratch, own.out)
         if self.greedy:
-            verify_greedy(*before, *after)
+            verify_greedy(*before, *after, synthetic=own.synthetic)
         else:
-            verify_sampled(*before, own.sampling, *after)
-        return features_TA
+            verify_sampled(*before, own.sampling, *after, synthetic=own.synthetic)
 
     def _draft(self, drafter: Drafter, features_TA: Tensor) -> None:
         own, rows, slots, sizes = self.buffers, self._rows, self._slots, self.buffers.sizes
@@ -176,7 +156,7 @@ class DecodeStep:
             own.out.num_accepted_B,
             own.out.next_tokens_B,
             own.block_tables_BM,
-            own.active_B,
+            self._running_B,
             slots,
             block_size=sizes.block_size,
             num_mask_slots_B=own.out.num_mask_slots_B if parallel else self._no_masks_B,
@@ -205,41 +185,40 @@ class DecodeStep:
             ),
         )
         if parallel:
-            own.drafts_BK.copy_(self._best(drafter, hidden_SD[slots.draft_rows_BK]))
+            # A sequence's rows stand one after the other, and the last again where drafts end.
+            hidden_ND = hidden_SD[slots.draft_rows_BK.view(-1)]
+            self._choose(drafter, hidden_ND, own.drafts_BK)
         else:
             self._draft_one_by_one(drafter, hidden_SD)
 
     def _draft_one_by_one(self, drafter: Drafter, hidden_SD: Tensor) -> None:
         """EAGLE-3: each draft from a pass over the one before."""
         own, slots, sizes = self.buffers, self._slots, self.buffers.sizes
-        last_B = slots.batch.last_ntp_B
-        hidden_BD, position_B = hidden_SD[last_B], slots.batch.positions_S[last_B]
-        # Sequences are the first rows; the others have no queries.
-        sequences_B = torch.arange(sizes.num_seqs, device=position_B.device)
-        rows = torch.arange(sizes.num_seqs + 1, device=position_B.device)
-        rows = rows.minimum(own.active_B.sum())
-        own.drafts_BK[:, 0] = self._best(drafter, hidden_BD)
+        last_B, chain = slots.batch.last_ntp_B, self._chain
+        plan_chain(
+            last_B,
+            slots.batch.positions_S,
+            own.block_tables_BM,
+            self._running_B,
+            chain,
+            block_size=sizes.block_size,
+            max_model_len=sizes.max_model_len,
+        )
+        hidden_BD = hidden_SD[last_B]
+        self._choose(drafter, hidden_BD, own.drafts_BK[:, 0])
         for j in range(1, sizes.num_drafts):
-            position_B = position_B + 1
-            slots_B = slot_mapping(
-                own.block_tables_BM,
-                sequences_B,
-                position_B,
-                sizes.block_size,
-                sizes.max_model_len,
-            )
             metadata = AttentionMetadata(
-                query_start_loc=rows,
-                seq_lens_B=torch.where(own.active_B, position_B + 1, 0),
+                query_start_loc=chain.query_start_loc,
+                seq_lens_B=chain.seq_lens_PB[j - 1],
                 block_tables_BM=own.block_tables_BM,
-                slots_T=torch.where(own.active_B, slots_B, PADDING_SLOT),
+                slots_T=chain.slots_PB[j - 1],
                 max_query_len=1,
                 max_seq_len=sizes.max_model_len,
                 context_starts_B=own.context_starts_B,
             )
-            tokens_B = own.drafts_BK[:, j - 1]
-            hidden_BD = self._pass(drafter, tokens_B, hidden_BD, position_B, metadata)
-            own.drafts_BK[:, j] = self._best(drafter, hidden_BD)
+            tokens_B, positions_B = own.drafts_BK[:, j - 1], chain.positions_PB[j - 1]
+            hidden_BD = self._pass(drafter, tokens_B, hidden_BD, positions_B, metadata)
+            self._choose(drafter, hidden_BD, own.drafts_BK[:, j])
 
     def _pass(
         self,
@@ -258,7 +237,6 @@ class DecodeStep:
 
         return drafter(tokens, hidden, positions, attend)
 
-    @staticmethod
-    def _best(drafter: Drafter, hidden: Tensor) -> Tensor:
-        """Argmax drafts, as target ids."""
-        return drafter.to_target_ids(drafter.compute_logits(hidden).argmax(-1))
+    def _choose(self, drafter: Drafter, hidden_ND: Tensor, out: Tensor) -> None:
+        """Write the argmax drafts of some hidden states, as target ids."""
+        choose_drafts(drafter.compute_logits(hidden_ND), drafter.d2t, self._choice, out)

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from peagle.attention import AttentionBackend, LayerKVCache, make_backend
-from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig, token_ids
+from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine.block_manager import BlockManager
 from peagle.engine.build import (
+    accelerate,
+    capture_passes,
     drafter_kv_shapes,
     load_head,
     make_graph_runner,
     make_proposer,
-    num_kv_blocks,
     resolve_max_draft_len,
     resolve_max_model_len,
     runs_as_graphs,
 )
+from peagle.engine.capture import make_capturer
 from peagle.engine.drafting import Drafting, HeadDrafting, LookupDrafting
 from peagle.engine.grammar import GrammarState
+from peagle.engine.memory import make_memory_plan
 from peagle.engine.model_runner import ModelRunner, TargetPass, make_caches
 from peagle.engine.outputs import StepOutput
 from peagle.engine.pipeline import Pipeline, RowReport
+from peagle.engine.request_checks import check_params, checked_prompt
 from peagle.engine.sampler import Sampler
 from peagle.engine.scheduler import Chunk, Scheduler
 from peagle.engine.sequence import Sequence, SequenceStatus
-from peagle.engine.stats import EngineStats, SpeculationStats
+from peagle.engine.stats import EngineStats, SpeculationStats, StepTimes
 from peagle.errors import UserError
 from peagle.kernels.logprobs import TokenLogprobs
 from peagle.kernels.random import derive_seed
@@ -69,12 +74,31 @@ class LLMEngine:
         self.max_model_len = resolve_max_model_len(target, self.config)
         self.num_speculative_tokens = speculative.num_speculative_tokens if speculative else 0
         drafter = load_head(target, speculative)
+        is_pipelined = runs_as_graphs(target.device, self.config, speculative, drafter)
+        if is_pipelined and target.device.type == "cuda":
+            accelerate(target, drafter, self.config, self.num_speculative_tokens)
         self._aux_layer_ids = drafter.config.aux_layer_ids if drafter else ()
-        num_blocks = num_kv_blocks(target, drafter, self.config, self.max_model_len)
+        # The K drafts that a step may accept, and the drafter's K - 1 mask slots beyond those; and
+        # with a step in flight the K + 1 tokens that it may bring.
+        num_lookahead_slots = (3 if is_pipelined else 2) * (self.num_speculative_tokens + 1)
+        self.memory_plan = make_memory_plan(
+            target,
+            drafter,
+            self.config,
+            max_model_len=self.max_model_len,
+            num_lookahead_slots=num_lookahead_slots,
+            num_drafts=self.num_speculative_tokens,
+        )
+        num_blocks = self.memory_plan.num_blocks
         self._target_caches = self._caches(target.kv_shapes(), num_blocks)
         self._claim_target()
         backend = make_backend(target.device)
-        self.sampler = Sampler(target.vocab_size, target.device, self.config.max_num_seqs)
+        self.sampler = Sampler(
+            target.vocab_size,
+            target.device,
+            self.config.max_num_seqs,
+            speculative.synthetic_acceptance_rates if speculative else None,
+        )
         self.runner = ModelRunner(
             target,
             backend,
@@ -86,7 +110,6 @@ class LLMEngine:
         self.max_draft_len = resolve_max_draft_len(drafter, speculative, self.max_model_len)
         drafter_caches = self._caches(drafter_kv_shapes(drafter), num_blocks)
         self.drafting = self._drafting(drafter, backend, drafter_caches)
-        is_pipelined = runs_as_graphs(target.device, self.config, speculative, drafter)
         self.scheduler = Scheduler(
             BlockManager(
                 num_blocks,
@@ -96,12 +119,12 @@ class LLMEngine:
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
-            # The K drafts that a step may accept, and the drafter's K - 1 mask slots beyond those;
-            # and with a step in flight the K + 1 tokens that it may bring.
-            num_lookahead_slots=(3 if is_pipelined else 2) * (self.num_speculative_tokens + 1),
+            num_lookahead_slots=num_lookahead_slots,
         )
         self._pipeline: Pipeline | None = None
+        self._step_times: dict[int, StepTimes] = {}
         if is_pipelined:
+            capture = make_capturer(target.device)
             runner = make_graph_runner(
                 target,
                 drafter,
@@ -110,8 +133,15 @@ class LLMEngine:
                 num_drafts=self.num_speculative_tokens,
                 max_model_len=self.max_model_len,
                 max_draft_len=self.max_draft_len,
+                synthetic_rates=speculative.synthetic_acceptance_rates if speculative else None,
+                capture=capture,
             )
             self._pipeline = Pipeline(runner, self.scheduler, self._take)
+            self._step_times = runner.times
+            if target.device.type == "cuda":
+                runner.capture_all()
+                width = self.blocks.blocks_for(self.max_model_len)
+                capture_passes(self.runner, self.drafting, capture, width)
         self._outputs: list[StepOutput] = []
         self.speculation_stats = SpeculationStats()
         self._counts = dict.fromkeys(_COUNTERS, 0)
@@ -141,11 +171,12 @@ class LLMEngine:
                 output, or could never fit the KV cache; or the parameters ask for what this
                 engine or model has not.
         """
-        prompt = self._checked_prompt(prompt_token_ids)
-        self._check_params(params)
+        size, most = self.target.vocab_size, self.num_speculative_tokens
+        prompt = checked_prompt(prompt_token_ids, size, self.max_model_len)
+        check_params(params, size, most)
         assert (grammar is None) == (params.structured_output is None)
         asked = params.num_speculative_tokens
-        k = self.num_speculative_tokens if asked is None else asked
+        k = most if asked is None else asked
         sequence = Sequence(
             self._num_requests,
             prompt,
@@ -165,7 +196,7 @@ class LLMEngine:
             raise UserError(
                 f"The request needs {needed} KV blocks of {self.config.block_size} tokens, the "
                 f"cache has {self.blocks.num_blocks}. Lower max_tokens "
-                f"({params.max_tokens}) or raise kv_cache_gib."
+                f"({params.max_tokens}), or raise kv_cache_gib or gpu_memory_utilization."
             )
         self._num_requests += 1
         self.scheduler.add(sequence)
@@ -337,35 +368,9 @@ class LLMEngine:
             num_kv_blocks=self.blocks.num_blocks,
             num_free_kv_blocks=self.blocks.num_free_blocks,
             speculation=self.speculation_stats.copy(),
+            step_times={rows: replace(times) for rows, times in self._step_times.items()},
             **self._counts,
         )
-
-    def _checked_prompt(self, prompt_token_ids: Iterable[int]) -> list[int]:
-        prompt = token_ids(list(prompt_token_ids), self.target.vocab_size, "prompt_token_ids")
-        if not prompt:
-            raise UserError("The prompt is empty; expected at least one token.")
-        if len(prompt) >= self.max_model_len:
-            raise UserError(
-                f"The prompt has {len(prompt)} tokens; expected at most {self.max_model_len - 1}, "
-                f"one fewer than the context of {self.max_model_len}. Shorten the prompt."
-            )
-        return prompt
-
-    def _check_params(self, params: SamplingParams) -> None:
-        """Refuse what depends on this model and this engine."""
-        size = self.target.vocab_size
-        token_ids(params.stop_token_ids, size, "stop_token_ids")
-        token_ids(params.allowed_token_ids or (), size, "allowed_token_ids")
-        token_ids([token for token, _ in params.logit_bias], size, "logit_bias")
-        for word in params.bad_words:
-            assert not isinstance(word, str), "texts are encoded by whoever knows the tokenizer"
-            token_ids(word, size, "bad_words")
-        asked, most = params.num_speculative_tokens, self.num_speculative_tokens
-        if asked is not None and asked > most:
-            raise UserError(
-                f"num_speculative_tokens of the request is {asked}; the engine was made for at "
-                f"most {most}. Ask for fewer, or set it in the speculative configuration."
-            )
 
     def _claim_target(self) -> None:
         """Give the target this engine's KV caches, taps and context; another may have used it."""

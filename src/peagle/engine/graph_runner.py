@@ -5,34 +5,37 @@ Shapes: B rows of a graph, K drafts, M blocks a sequence, E stop ids.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from operator import gt
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from peagle.attention import LayerKVCache
-from peagle.engine.model_runner import block_tables
+from peagle.engine.capture import Capturer
 from peagle.engine.pipeline import RowReport, read_report
 from peagle.engine.sampling_rules import has_penalties
 from peagle.engine.sequence import Sequence
+from peagle.engine.stats import StepTimes
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 
 if TYPE_CHECKING:
-    from peagle.engine.decode_step_triton import DecodeStep, StepBuffers
+    from peagle.engine.decode_step_triton import DecodeStep
 
 MAX_STOP_IDS = 8
-_WARM_UPS = 2
+# Steps of more sequences are long enough for their kernels to be launched one by one.
+MAX_GRAPH_ROWS = 256
 
 
 def buckets(max_num_seqs: int) -> list[int]:
-    """Numbers of rows for which there are graphs: powers of two, then steps of 16."""
-    sizes = [size for size in (1, 2, 4, 8) if size < max_num_seqs]
-    sizes += range(16, max_num_seqs, 16)
-    return [*sizes, max_num_seqs]
+    """Numbers of rows for which there are graphs: powers of two, then steps of 16, then of 64."""
+    most = min(max_num_seqs, MAX_GRAPH_ROWS)
+    sizes = [1, 2, 4, 8, *range(16, 64, 16), *range(64, MAX_GRAPH_ROWS, 64)]
+    return [*(size for size in sizes if size < most), most]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class StepSizes:
         num_stop_ids: E.
         block_size: slots of a KV block.
         max_model_len, max_draft_len: as in `StepLimits`.
+        synthetic_rates: acceptance set for measurements, see `SpeculativeConfig`.
     """
 
     num_seqs: int
@@ -55,6 +59,7 @@ class StepSizes:
     block_size: int
     max_model_len: int
     max_draft_len: int
+    synthetic_rates: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,48 +68,43 @@ class Flight:
 
     Attributes:
         sequences: of its rows.
-        report_BX: on the host once `done` has happened; None where nothing is awaited.
+        report_RX: on the host once `done` has happened; None where nothing is awaited.
     """
 
     sequences: SequenceOf[Sequence]
-    report_BX: Tensor
+    report_RX: Tensor
     done: torch.cuda.Event | None
 
 
 class _Graph:
     """One captured step: B rows, greedy or not. On a CPU, for tests, it runs as it is."""
 
-    def __init__(self, step: DecodeStep) -> None:
+    def __init__(self, step: DecodeStep, capture: Capturer) -> None:
+        # The graph works in the step's own tensors: they live as long as it does.
+        self._step = step
         self.buffers = step.buffers
-        self._run = step.run if self.buffers.active_B.device.type == "cpu" else _captured(step)
-        pinned, shape = self.buffers.active_B.is_cuda, self.buffers.report_BX.shape
-        self._reports = [torch.empty(shape, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
-        self._next = 0
+        is_cuda = self.buffers.active_B.is_cuda
+        self._run = capture(step.run)
+        shape = self.buffers.report_RX.shape
+        self._reports = [
+            torch.empty(shape, dtype=torch.int64, pin_memory=is_cuda) for _ in range(2)
+        ]
+
+    @property
+    def num_rows(self) -> int:
+        """B."""
+        return self.buffers.sizes.num_seqs
 
     def launch(self, sequences: SequenceOf[Sequence]) -> Flight:
         self._run()
-        report_BX = self._reports[self._next]
-        self._next = 1 - self._next
-        report_BX.copy_(self.buffers.report_BX, non_blocking=True)
+        report_RX = self._reports[0]
+        self._reports.reverse()
+        report_RX.copy_(self.buffers.report_RX, non_blocking=True)
         if not self.buffers.active_B.is_cuda:
-            return Flight(sequences, report_BX, None)
+            return Flight(sequences, report_RX, None)
         done = torch.cuda.Event()
         done.record()
-        return Flight(sequences, report_BX, done)
-
-
-def _captured(step: DecodeStep) -> Callable[[], None]:
-    """The step as a graph. Nobody is active while it is captured: no KV is written."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(_WARM_UPS):
-            step.run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step.run()
-    return graph.replay
+        return Flight(sequences, report_RX, done)
 
 
 class GraphRunner:
@@ -115,6 +115,7 @@ class GraphRunner:
         drafter: the head; None decodes plainly.
         drafter_caches: its KV.
         sizes: of the largest graph.
+        capture: makes the graphs; while it does nobody is active, so that no KV is written.
     """
 
     def __init__(
@@ -123,17 +124,49 @@ class GraphRunner:
         drafter: Drafter | None,
         drafter_caches: list[LayerKVCache],
         sizes: StepSizes,
+        capture: Capturer,
     ) -> None:
         self._target, self._drafter, self._caches = target, drafter, drafter_caches
         self._sizes = sizes
         self._buckets = buckets(sizes.num_seqs)
         self._graphs: dict[tuple[int, bool], _Graph] = {}
-        self._rows: list[tuple[Sequence, int]] = []  # and how many blocks the device knows
+        self._capture = capture
+        self._sequences: list[Sequence] = []
+        self._num_blocks: list[int] = []  # of each, as the device knows them
         self._graph: _Graph | None = None
+        self._has_warned = False
+        self.times: dict[int, StepTimes] = {}  # by the rows of the graph
+
+    def capture_all(self) -> None:
+        """Make all graphs now, the largest first: the others then fit into its memory."""
+        for size in reversed(self._buckets):
+            for greedy in (True, False):
+                self._graph_of(size, greedy)
 
     def can_run(self, sequences: SequenceOf[Sequence]) -> bool:
         """Whether the graphs do all that these sequences ask for."""
-        return len(sequences) <= self._sizes.num_seqs and all(map(self._is_simple, sequences))
+        if len(sequences) > self._buckets[-1]:
+            self._warn_of_size(len(sequences))
+            return False
+        return all(map(self._is_simple, sequences))
+
+    def _warn_of_size(self, num_sequences: int) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{num_sequences} sequences decode together; the largest CUDA graph has "
+                f"{self._buckets[-1]}. Such steps run without a graph; to avoid them, set "
+                f"max_num_seqs to {self._buckets[-1]}.",
+                stacklevel=2,
+            )
+
+    def is_tight(self, num_sequences: int) -> bool:
+        """Whether the running graph is the smallest for so many sequences."""
+        assert self._graph is not None, "nothing was started"
+        return self._bucket(num_sequences) == self._graph.num_rows
+
+    def _bucket(self, num_sequences: int) -> int:
+        return next(size for size in self._buckets if size >= num_sequences)
 
     def _is_simple(self, sequence: Sequence) -> bool:
         params = sequence.params
@@ -158,79 +191,40 @@ class GraphRunner:
     def start(self, sequences: SequenceOf[Sequence]) -> Flight:
         """Take over sequences from the host and launch a step."""
         greedy = all(s.params.is_greedy for s in sequences)
-        size = next(size for size in self._buckets if size >= len(sequences))
-        self._graph = self._graphs.get((size, greedy)) or self._capture(size, greedy)
-        self._rows = [(s, len(s.block_table)) for s in sequences]
-        self._upload(self._graph.buffers, sequences)
+        self._graph = self._graph_of(self._bucket(len(sequences)), greedy)
+        self._sequences = list(sequences)
+        self._num_blocks = [len(s.block_table) for s in sequences]
+        self._graph.buffers.upload(sequences, self._target.vocab_size)
         return self._graph.launch(sequences)
 
     def go_on(self) -> Flight:
-        """Launch the next step of the same sequences; their blocks may have grown."""
+        """Launch the next step of the same sequences; their blocks may have grown.
+
+        Those that ended by themselves do nothing in it.
+        """
         assert self._graph is not None, "nothing was started"
-        sequences = [sequence for sequence, _ in self._rows]
-        if any(len(s.block_table) != known for s, known in self._rows):
-            self._rows = [(s, len(s.block_table)) for s in sequences]
-            self._copy(self._graph.buffers.block_tables_BM, self._tables(sequences))
-        return self._graph.launch(sequences)
+        num_blocks = [len(s.block_table) for s in self._sequences]
+        if any(map(gt, num_blocks, self._num_blocks)):
+            self._num_blocks = num_blocks
+            self._graph.buffers.upload_tables(self._sequences)
+        return self._graph.launch(self._sequences)
 
     def read(self, flight: Flight) -> list[RowReport]:
         """What a step did, a row each; waits for it."""
         if flight.done is not None:
             flight.done.synchronize()
-        rows = flight.report_BX[: len(flight.sequences)].tolist()
+        *rows, times = flight.report_RX.tolist()
+        if flight.done is not None:
+            self.times.setdefault(len(rows), StepTimes()).add(times)
         num_drafts = max(self._sizes.num_drafts, 1)
-        return [read_report(row, num_drafts) for row in rows]
+        return [read_report(row, num_drafts) for row in rows[: len(flight.sequences)]]
 
-    def _capture(self, size: int, greedy: bool) -> _Graph:
-        from peagle.engine.decode_step_triton import DecodeStep, StepBuffers
+    def _graph_of(self, size: int, greedy: bool) -> _Graph:
+        if (size, greedy) not in self._graphs:
+            from peagle.engine.decode_step_triton import DecodeStep
+            from peagle.engine.step_buffers_triton import StepBuffers
 
-        sizes = replace(self._sizes, num_seqs=size)
-        buffers = StepBuffers(sizes, self._target.device)
-        step = DecodeStep(self._target, self._drafter, self._caches, buffers, greedy=greedy)
-        graph = self._graphs[size, greedy] = _Graph(step)
-        return graph
-
-    def _upload(self, buffers: StepBuffers, sequences: SequenceOf[Sequence]) -> None:
-        """Write what the host knows of the sequences over what the device knew."""
-        state, limits, sampling = buffers.state, buffers.limits, buffers.sampling
-        params = [s.params for s in sequences]
-        most, num_stop = buffers.drafts_BK.shape[1], self._sizes.num_stop_ids
-        columns: list[tuple[Tensor, list[int]]] = [
-            (state.last_tokens_B, [s.token_ids[-1] for s in sequences]),
-            (state.first_positions_B, [len(s) - 1 for s in sequences]),
-            (state.num_outputs_B, [s.num_output_tokens for s in sequences]),
-            (state.num_drafts_B, [len(s.drafts) for s in sequences]),
-            (state.finish_B, [0] * len(sequences)),
-            (limits.min_tokens_B, [p.min_tokens for p in params]),
-            (limits.max_tokens_B, [p.max_tokens for p in params]),
-            (limits.num_speculative_B, [s.num_speculative_tokens for s in sequences]),
-            (sampling.top_k_B, [min(p.top_k, self._target.vocab_size) for p in params]),
-            (sampling.seeds_B, [s.seed for s in sequences]),
-            (buffers.context_starts_B, [s.drafter_start for s in sequences]),
-        ]
-        for buffer_B, values in columns:
-            self._copy(buffer_B, torch.tensor(values))
-        floats = (
-            (sampling.temperature_B, [p.temperature for p in params]),
-            (sampling.top_p_B, [p.top_p for p in params]),
-            (sampling.min_p_B, [p.min_p for p in params]),
-        )
-        for buffer_B, values in floats:
-            assert buffer_B is not None
-            self._copy(buffer_B, torch.tensor(values))
-        drafts = [s.drafts + [0] * (most - len(s.drafts)) for s in sequences]
-        self._copy(buffers.drafts_BK, torch.tensor(drafts))
-        stop = [sorted(s.stop_token_ids) for s in sequences]
-        padded = [ids + [-1] * (num_stop - len(ids)) for ids in stop]
-        self._copy(limits.stop_ids_BE, torch.tensor(padded))
-        self._copy(buffers.block_tables_BM, self._tables(sequences))
-        active = torch.arange(buffers.active_B.shape[0]) < len(sequences)
-        buffers.active_B.copy_(active)
-
-    def _tables(self, sequences: SequenceOf[Sequence]) -> Tensor:
-        return block_tables(sequences, torch.device("cpu"), self._sizes.table_width)
-
-    @staticmethod
-    def _copy(buffer: Tensor, values: Tensor) -> None:
-        """Into the first rows of a buffer."""
-        buffer[: values.shape[0]].copy_(values.to(buffer.dtype))
+            buffers = StepBuffers(replace(self._sizes, num_seqs=size), self._target.device)
+            step = DecodeStep(self._target, self._drafter, self._caches, buffers, greedy=greedy)
+            self._graphs[size, greedy] = _Graph(step, self._capture)
+        return self._graphs[size, greedy]

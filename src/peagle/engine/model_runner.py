@@ -16,6 +16,7 @@ from peagle.engine.grammar import unpack, walk
 from peagle.engine.sampler import SampledStep, Sampler
 from peagle.engine.scheduler import Chunk
 from peagle.engine.sequence import Sequence
+from peagle.engine.target_graphs import TargetGraphs
 from peagle.kernels.expand import slot_mapping
 from peagle.kernels.logprobs import token_logprobs
 from peagle.models.target import TargetModel
@@ -56,6 +57,9 @@ class ModelRunner:
         sampler: verifies drafts and draws tokens.
         block_size: slots of a KV block.
         max_model_len: positions from here on write no KV.
+
+    Attributes:
+        graphs: passes over few tokens; None launches every kernel by itself.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class ModelRunner:
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.device = target.device
+        self.graphs: TargetGraphs | None = None
 
     @torch.inference_mode()
     def run(self, chunks: SequenceOf[Chunk]) -> TargetPass:
@@ -88,24 +93,32 @@ class ModelRunner:
         offset_T = torch.arange(sum(lens), device=self.device) - start_loc[sequences_T]
         positions_T = first_B[sequences_T] + offset_T
         tables_BM = block_tables(sequences, self.device)
-        attend = self.backend.prepare(
-            AttentionMetadata(
-                query_start_loc=start_loc,
-                seq_lens_B=first_B + lens_B,
-                block_tables_BM=tables_BM,
-                slots_T=slot_mapping(
-                    tables_BM, sequences_T, positions_T, self.block_size, self.max_model_len
-                ),
-                max_query_len=max(lens),
-                max_seq_len=max(f + n for f, n in zip(first, lens, strict=True)),
-            )
+        metadata = AttentionMetadata(
+            query_start_loc=start_loc,
+            seq_lens_B=first_B + lens_B,
+            block_tables_BM=tables_BM,
+            slots_T=slot_mapping(
+                tables_BM, sequences_T, positions_T, self.block_size, self.max_model_len
+            ),
+            max_query_len=max(lens),
+            max_seq_len=max(f + n for f, n in zip(first, lens, strict=True)),
         )
-        hidden_TH, features_TA = self.target.forward(tokens_T, positions_T, attend)
+        hidden_TH, features_TA = self._forward(tokens_T, positions_T, metadata)
         self._prompt_logprobs(chunks, hidden_TH, lens)
         sampled = self._sample(chunks, hidden_TH, lens)
         return TargetPass(
             chunks, first, tokens_T, positions_T, start_loc, features_TA, tables_BM, sampled
         )
+
+    def _forward(
+        self, tokens_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata
+    ) -> tuple[Tensor, Tensor]:
+        if self.graphs is not None:
+            done = self.graphs(tokens_T, positions_T, metadata)
+            if done is not None:
+                hidden_TH, features_TA = done
+                return hidden_TH, features_TA
+        return self.target.forward(tokens_T, positions_T, self.backend.prepare(metadata))
 
     def _sample(
         self, chunks: SequenceOf[Chunk], hidden_TH: Tensor, lens: list[int]

@@ -75,12 +75,14 @@ class Pipeline:
     def go_on(self) -> bool:
         """Launch the next step, then take the results of the last; false if that cannot be.
 
-        It cannot where somebody came, went or changed, or where blocks run out.
+        It cannot where somebody came, was stopped or changed, or where blocks run out. Who ended by
+        itself is known to the device: the others go on, unless somebody waits for the place or a
+        smaller graph would do.
         """
         flight = self._flight
         if flight is None or self._version != self._scheduler.version:
             return False
-        if not self._scheduler.reserve(flight.sequences):
+        if not self._scheduler.reserve(s for s in flight.sequences if not s.is_finished):
             return False
         self._flight = self._runner.go_on()
         self._read(flight)
@@ -93,6 +95,13 @@ class Pipeline:
             self._read(flight)
 
     def _read(self, flight: Flight) -> None:
+        num_ended = num_left = 0
+        is_current = self._version == self._scheduler.version
         for sequence, report in zip(flight.sequences, self._runner.read(flight), strict=True):
             if not sequence.is_finished:
                 self._take(sequence, report)
+                num_ended += sequence.is_finished
+                num_left += not sequence.is_finished
+        can_stay = num_left and not self._scheduler.waiting and self._runner.is_tight(num_left)
+        if is_current and can_stay:
+            self._version += num_ended

@@ -60,12 +60,23 @@ class Sampler:
         vocab_size: V.
         device: of the logits.
         max_num_seqs: most sequences between their first step and their release.
+        synthetic_acceptance_rates: as in SpeculativeConfig.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device,
+        max_num_seqs: int,
+        synthetic_acceptance_rates: SequenceOf[float] | None = None,
+    ) -> None:
         self.vocab_size = vocab_size
         self.device = device
         self._max_num_seqs = max_num_seqs
+        self._synthetic_rates_K: Tensor | None = None
+        if (rates := synthetic_acceptance_rates) is not None:
+            # In single precision, as the kernels of a captured step read them.
+            self._synthetic_rates_K = torch.tensor(rates, dtype=torch.float32, device=device)
         self._batch: _Batch | None = None
         self._counts: TokenCounts | None = None
         self._free_slots = list(range(max_num_seqs))
@@ -102,7 +113,7 @@ class Sampler:
         processed_RV = self._processed(batch, logits_RV, rows, sampling, masks_RV)
         # Greedy verification has no use for q.
         draft_probs_BKV = None if sampling.all_greedy else self._draft_probs(sequences, num_drafted)
-        verified = verify(processed_RV, rows, sampling, draft_probs_BKV)
+        verified = verify(processed_RV, rows, sampling, draft_probs_BKV, self._synthetic_rates_K)
         if batch.rules is not None and batch.rules.has_penalties:
             self._count(batch.rules, rows, verified)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 
@@ -58,6 +59,31 @@ class SpeculationStats:
         return [count / self.num_drafts for count in self.num_accepted_tokens_per_pos]
 
 
+@dataclass(slots=True)
+class StepTimes:
+    """Where the device spent the decode steps that ran as CUDA graphs, in seconds.
+
+    Attributes:
+        num_steps: steps counted.
+        target: the target's pass over newest and draft tokens.
+        verify: acceptance, next tokens, new state.
+        draft: the drafter, with the making of its batch.
+    """
+
+    num_steps: int = 0
+    target: float = 0.0
+    verify: float = 0.0
+    draft: float = 0.0
+
+    def add(self, stamps: Sequence[int]) -> None:
+        """Count a step from the nanoseconds at its start and at the end of each part."""
+        start, target, verify, draft = stamps[:4]
+        self.num_steps += 1
+        self.target += (target - start) * 1e-9
+        self.verify += (verify - target) * 1e-9
+        self.draft += (draft - verify) * 1e-9
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """One look at an engine; the counters run since it was made.
@@ -72,6 +98,7 @@ class EngineStats:
         num_cached_tokens: those of them whose KV was there already.
         num_output_tokens: tokens given out.
         speculation: drafts made and accepted.
+        step_times: of steps that ran as CUDA graphs, by the rows of the graph.
     """
 
     num_waiting: int
@@ -86,3 +113,4 @@ class EngineStats:
     num_cached_tokens: int
     num_output_tokens: int
     speculation: SpeculationStats
+    step_times: dict[int, StepTimes]

@@ -9,8 +9,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine import SpeculationStats
+from peagle.engine.memory import free_and_total
 from peagle.engine.model_runner import TargetPass
 from peagle.engine.placement import resolve_device, resolve_dtype
 from peagle.evaluation.acceptance import Acceptance, Completion, Step
@@ -156,7 +159,7 @@ def build(
 ) -> dict[str, LLM]:
     """One LLM a configuration, all on the same target, without prefix caching unless asked for.
 
-    Repeated runs would else find the KV of their prompts.
+    Repeated runs would else find the KV of their prompts. On a GPU they share what is free.
 
     Args:
         target: shared by all of them.
@@ -166,14 +169,22 @@ def build(
     Raises:
         UserError: a head does not fit the target, or an option is not usable.
     """
-    return {
-        name: LLM(
-            model=target,
-            speculative_config=speculative,
-            **{"enable_prefix_caching": False, **engine_options},
-        )
-        for name, speculative in configurations.items()
-    }
+    options = {"enable_prefix_caching": False, **engine_options}
+    most = options.get("gpu_memory_utilization", EngineConfig().gpu_memory_utilization)
+    llms: dict[str, LLM] = {}
+    for name, speculative in configurations.items():
+        share = _share(target.device, most, len(configurations) - len(llms))
+        llms[name] = LLM(model=target, speculative_config=speculative, **{**options, **share})
+    return llms
+
+
+def _share(device: torch.device, most: float, num_engines: int) -> dict[str, float]:
+    """The option that leaves as much memory to each engine still to come; none on a CPU."""
+    card = free_and_total(device)
+    if card is None:
+        return {}
+    in_use = 1 - card[0] / card[1]
+    return {"gpu_memory_utilization": in_use + max(0.0, most - in_use) / num_engines}
 
 
 def warm_up(llms: Mapping[str, LLM], prompts: Sequence[str]) -> None:

@@ -1,7 +1,8 @@
 """Greedy output against transformers' own `generate`, token by token.
 
 In float64 there must be no difference. In float32 the shape of a batch moves logits by about 1e-6,
-so a difference is excused only where the reference itself was that undecided: a near-tie.
+so a difference is excused only where the reference itself was that undecided: a near-tie. In
+bfloat16 rounding moves them by more, and the bound is wider.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 NEAR_TIE = 1e-4
+# Logits of 16-bit models are themselves rounded: two of size 8 to 16 are 0.0625 apart or equal.
+NEAR_TIE_BFLOAT16 = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,7 @@ class Difference:
         reference_token, token: what transformers chose, and what we did (None: output ended).
         gap: reference logit of its token minus that of ours.
         top2_gap: reference logit of its token minus the next best.
+        bound: gaps below it are near-ties.
     """
 
     prompt: str
@@ -36,11 +40,12 @@ class Difference:
     token: int | None
     gap: float
     top2_gap: float
+    bound: float = NEAR_TIE
 
     @property
     def is_near_tie(self) -> bool:
-        """Whether rounding alone can explain it: both gaps below 1e-4."""
-        return self.gap < NEAR_TIE and self.top2_gap < NEAR_TIE
+        """Whether rounding alone can explain it: both gaps below the bound."""
+        return self.gap < self.bound and self.top2_gap < self.bound
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""
@@ -87,8 +92,13 @@ def reference_output(
     return Reference(token_ids, torch.cat(generated.logits))
 
 
+def near_tie_bound(dtype: torch.dtype) -> float:
+    """Largest gap between two logits that rounding can turn round."""
+    return NEAR_TIE_BFLOAT16 if dtype == torch.bfloat16 else NEAR_TIE
+
+
 def first_difference(
-    prompt: str, token_ids: Sequence[int], reference: Reference
+    prompt: str, token_ids: Sequence[int], reference: Reference, bound: float = NEAR_TIE
 ) -> Difference | None:
     """Where `token_ids` first leaves the reference; None if they are the same.
 
@@ -96,6 +106,7 @@ def first_difference(
         prompt: its id.
         token_ids: our output.
         reference: that of transformers.
+        bound: of near-ties.
     """
     expected = reference.token_ids
     if list(token_ids) == expected:
@@ -106,8 +117,8 @@ def first_difference(
     ours = token_ids[at] if at < len(token_ids) else None
     if theirs is None or ours is None:
         # One stopped where the other went on: no rounding does that.
-        return Difference(prompt, at, theirs, ours, float("inf"), float("inf"))
+        return Difference(prompt, at, theirs, ours, float("inf"), float("inf"), bound)
     logits_V = reference.logits_NV[at].double()
     best = logits_V.topk(2).values
     gap = float(logits_V[theirs] - logits_V[ours])
-    return Difference(prompt, at, theirs, ours, gap, float(best[0] - best[1]))
+    return Difference(prompt, at, theirs, ours, gap, float(best[0] - best[1]), bound)

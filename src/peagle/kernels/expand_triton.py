@@ -60,7 +60,7 @@ class DraftBuffers:
 
 
 @triton.jit
-def _kv_slots(table_ptr, positions, inside, table_width, limit, BLOCK_SIZE: tl.constexpr):
+def kv_slots(table_ptr, positions, inside, table_width, limit, BLOCK_SIZE: tl.constexpr):
     """Slots of positions of one sequence; -1 beyond the limit or the table."""
     block = positions // BLOCK_SIZE
     inside = inside & (positions < limit) & (block < table_width)
@@ -109,7 +109,7 @@ def _target_batch_kernel(
     drafted = tl.load(drafts_ptr + b * max_drafts + o - 1, mask=inside & (o > 0), other=0)
     tokens = tl.where(o == 0, newest, drafted.to(tl.int64))
     table = tables_ptr + b.to(tl.int64) * table_width
-    slots = _kv_slots(table, first + o, inside, table_width, limit, BLOCK_SIZE)
+    slots = kv_slots(table, first + o, inside, table_width, limit, BLOCK_SIZE)
     tl.store(tokens_ptr + start + o, tokens, mask=inside)
     tl.store(positions_ptr + start + o, first + o, mask=inside)
     tl.store(slots_ptr + start + o, slots, mask=inside)
@@ -231,7 +231,7 @@ def _expand_kernel(
         tokens = tl.where(o < num_accepted, shifted.to(tl.int64), mask_token)
         tokens = tl.where(o == num_accepted, bonus, tokens)
         rows = tl.where(o <= num_accepted, first_row + o, num_target_rows)
-        slots = _kv_slots(table, first + o, inside, table_width, limit, BLOCK_SIZE)
+        slots = kv_slots(table, first + o, inside, table_width, limit, BLOCK_SIZE)
         tl.store(tokens_ptr + start + o, tokens, mask=inside)
         tl.store(positions_ptr + start + o, first + o, mask=inside)
         tl.store(slots_ptr + start + o, slots, mask=inside)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +23,11 @@ WAVES = 2  # programs of the grid per multiprocessor, about
 _MAX_BLOCK_M = 128
 # Splits that one program of the reduction loads at a time.
 _COMBINE_CHUNK = 16
+# Most queries of a sequence whose keys and values attention writes itself.
+MAX_WRITE_ROWS = 32
+# Shared memory for partial results on their way to who arrives last: that of the keys' tiles.
+_COMBINE_BYTES = 64 * 1024
+_MAX_ARRIVALS = 1 << 16  # tiles times key heads of one launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +81,10 @@ class PagedAttentionConfig:
         block_n: keys of a tile; a power of two from 16 on.
         num_splits: programs that share the keys of one tile of rows.
         num_warps, num_stages: Triton's.
+        combine: who adds the splits up: the "last" program of a tile, or another "launch".
+        in_turns: splits take tiles of keys in turns, so that the first tile of each is known before
+            the length is; otherwise each takes one run of them.
+        min_tiles: tiles of keys that a split is worth, in turns: a short context has fewer splits.
     """
 
     block_m: int
@@ -82,6 +92,9 @@ class PagedAttentionConfig:
     num_splits: int
     num_warps: int
     num_stages: int
+    combine: Literal["last", "launch"] = "last"
+    in_turns: bool = True
+    min_tiles: int = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +124,9 @@ class Workspace:
     """Partial results of the splits, of all layers of one shape in turn.
 
     Attributes:
-        partial: float32 [T, Hq, splits, d], each split's own softmax.
-        lse: float32 [T, Hq, splits], base-2 logarithms of their weights.
+        partial: float32 [R, d'], each split's own softmax. R is tiles * Hkv * splits * block_m and
+            d' the head size up to a power of two; for another launch [T * Hq * splits, d].
+        lse: float32 [R], base-2 logarithms of their weights.
     """
 
     partial: Tensor
@@ -125,11 +139,36 @@ class Workspace:
         """Room for what `paged_attention` keeps; None where nothing is split."""
         if config.num_splits == 1:
             return None
-        size = (shape.num_tokens, shape.num_heads, config.num_splits)
+        rows, width = shape.num_tokens * shape.num_heads, shape.head_dim
+        if config.combine == "last":
+            tiles = QueryTiles.of(shape, config.block_m).count
+            rows, width = tiles * shape.num_kv_heads * config.block_m, _block_d(shape.head_dim)
+        rows *= config.num_splits
         return Workspace(
-            torch.empty(*size, shape.head_dim, dtype=torch.float32, device=device),
-            torch.empty(size, dtype=torch.float32, device=device),
+            torch.empty(rows, width, dtype=torch.float32, device=device),
+            torch.empty(rows, dtype=torch.float32, device=device),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class NewKeyValues:
+    """Keys and values of the queries' own positions, which `paged_attention` writes to the cache.
+
+    Attributes:
+        key_THd, value_THd: [T, Hkv, d], the last dimension contiguous.
+        slots_T: as of `kv_write`; -1 in rows of no sequence. No other sequence looks into these
+            slots in this pass. The queries see the keys of their pass with or without a slot.
+    """
+
+    key_THd: Tensor
+    value_THd: Tensor
+    slots_T: Tensor
+
+
+def writes_new(shape: AttentionShape, config: PagedAttentionConfig) -> bool:
+    """Whether attention can write the keys: where one tile holds all queries of a sequence."""
+    per_sequence = QueryTiles.of(shape, config.block_m).per_sequence
+    return per_sequence == 1 and shape.max_query_len <= MAX_WRITE_ROWS
 
 
 def choose_config(shape: AttentionShape, limits: DeviceLimits) -> PagedAttentionConfig:
@@ -139,7 +178,7 @@ def choose_config(shape: AttentionShape, limits: DeviceLimits) -> PagedAttention
     multiprocessor; a large batch or a long prompt has that many without.
     """
     is_float32 = shape.query_dtype == torch.float32
-    block_d = max(16, _power_of_two(shape.head_dim))
+    block_d = _block_d(shape.head_dim)
     # float32 is multiplied without the matrix unit, out of registers.
     largest = 32 if is_float32 else _MAX_BLOCK_M if block_d <= 128 else 64
     rows = min(shape.max_query_len * shape.group, largest)
@@ -182,6 +221,7 @@ def paged_attention(
     value_scale: float = 1.0,
     config: PagedAttentionConfig | None = None,
     workspace: Workspace | None = None,
+    new: NewKeyValues | None = None,
 ) -> Tensor:
     """softmax(q . k * scaling) v of every query over the keys of its sequence up to its position.
 
@@ -191,7 +231,8 @@ def paged_attention(
 
     Args:
         query_THd: [T, Hq, d], the last dimension contiguous.
-        keys_NSHd, values_NSHd: cache of the layer, equal strides; this pass's keys are in it.
+        keys_NSHd, values_NSHd: cache of the layer, equal strides; without `new` this pass's keys
+            are in it.
         query_start_loc: [B+1] first row of each sequence; rows beyond the last give zeros.
         seq_lens_B: context of each sequence, the queries being its end.
         block_tables_BM: blocks of each sequence.
@@ -201,15 +242,17 @@ def paged_attention(
         key_scale, value_scale: factors on what the cache holds.
         config: default `choose_config`.
         workspace: of `Workspace.make`, to be shared by layers; default a new one.
+        new: keys and values to write first, where `writes_new`.
 
     Returns:
         [T, Hq, d], contiguous; zero for queries that see nothing.
     """
     import triton.language as tl
 
-    from peagle.kernels import paged_attention_triton
+    from peagle.kernels import paged_attention_combine_triton, paged_attention_triton
 
-    kernels: Any = paged_attention_triton
+    attend_kernel: Any = paged_attention_triton.attend_kernel
+    combine_kernel: Any = paged_attention_combine_triton.combine_kernel
 
     num_tokens, num_heads, head_dim = query_THd.shape
     block_size, num_kv_heads = keys_NSHd.shape[1:3]
@@ -236,26 +279,38 @@ def paged_attention(
     is_split = config.num_splits > 1
     if is_split and workspace is None:
         workspace = Workspace.make(shape, config, device)
-    if workspace is not None:
-        assert workspace.lse.shape == (num_tokens, num_heads, config.num_splits)
     # Where there is no split these two are not looked at.
     partial, lse = (workspace.partial, workspace.lse) if workspace else (out_THd, out_THd)
+    combine = 0 if not is_split else 1 if config.combine == "launch" else 2
+    is_8bit = keys_NSHd.dtype.itemsize == 1
+    if new is not None:
+        assert writes_new(shape, config)
+        assert new.key_THd.stride(2) == new.value_THd.stride(2) == new.slots_T.stride(0) == 1
+        assert is_8bit or new.key_THd.dtype == new.value_THd.dtype == keys_NSHd.dtype
+        assert is_8bit or key_scale == value_scale == 1.0, "only an 8-bit cache is scaled"
+    key_THd, value_THd = (new.key_THd, new.value_THd) if new else (query_THd, query_THd)
 
     log2_e = 1.0 / math.log(2.0)
     score_scale = scaling * key_scale * log2_e
     if softcap is not None:
         score_scale *= 2.0 / softcap
-    block_d = max(16, _power_of_two(head_dim))
+    block_d = _block_d(head_dim)
     # 32-bit offsets where they reach: a third fewer registers.
     last_element = sum((n - 1) * s for n, s in zip(keys_NSHd.shape, keys_NSHd.stride()))
     tiles = QueryTiles.of(shape, config.block_m)
-    kernels.attend_kernel[(tiles.count * num_kv_heads * config.num_splits,)](
+    groups = tiles.count * num_kv_heads
+    assert combine != 2 or groups <= _MAX_ARRIVALS
+    attend_kernel[(groups * config.num_splits,)](
         out_THd,
         partial,
         lse,
+        _arrivals(device) if combine == 2 else query_start_loc,
         query_THd,
         keys_NSHd,
         values_NSHd,
+        key_THd,
+        value_THd,
+        new.slots_T if new else query_start_loc,
         query_start_loc,
         seq_lens_B,
         context_starts_B if context_starts_B is not None else seq_lens_B,
@@ -264,9 +319,14 @@ def paged_attention(
         score_scale,
         (softcap or 0.0) * log2_e,
         float(value_scale),
+        1.0 / key_scale,
+        1.0 / value_scale,
         *query_THd.stride()[:2],
         *keys_NSHd.stride()[:3],
+        *key_THd.stride()[:2],
+        *value_THd.stride()[:2],
         block_tables_BM.stride(0),
+        block_tables_BM.shape[1],
         num_sequences,
         num_tokens,
         tiles.per_sequence or 1,
@@ -282,7 +342,12 @@ def paged_attention(
         BLOCK_N=config.block_n,
         B2=_power_of_two(num_sequences) if tiles.per_sequence is None else 1,
         SEARCH=tiles.per_sequence is None,
-        IS_SPLIT=is_split,
+        COMBINE=combine,
+        COMBINE_STAGES=min(4, max(1, _COMBINE_BYTES // (config.block_m * block_d * 4))),
+        IN_TURNS=config.in_turns,
+        MIN_TILES=config.min_tiles,
+        WRITE_ROWS=_power_of_two(max_query_len) if new else 0,
+        LIMIT=torch.finfo(keys_NSHd.dtype).max if is_8bit else 0.0,
         HAS_WINDOW=sliding_window is not None,
         HAS_STARTS=context_starts_B is not None,
         HAS_SINKS=sinks is not None,
@@ -290,8 +355,8 @@ def paged_attention(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    if is_split:
-        kernels.combine_kernel[(num_tokens * num_heads,)](
+    if combine == 1:
+        combine_kernel[(num_tokens * num_heads,)](
             out_THd,
             partial,
             lse,
@@ -310,6 +375,22 @@ def paged_attention(
     return out_THd
 
 
+@cache
+def _arrivals(device: torch.device) -> Tensor:
+    """Counters of who has arrived, zero before and after every launch.
+
+    All launches of a device share them, so they must run one after the other. Never freed: CUDA
+    graphs hold their address.
+    """
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    assert not capturing, "attend once before a CUDA graph is captured"
+    return torch.zeros(_MAX_ARRIVALS, dtype=torch.int32, device=device)
+
+
 def _power_of_two(number: int) -> int:
     """The next power of two, from 1 on."""
     return 1 << max(number - 1, 0).bit_length()
+
+
+def _block_d(head_dim: int) -> int:
+    return max(16, _power_of_two(head_dim))

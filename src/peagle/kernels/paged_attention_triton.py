@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
+from peagle.kernels.paged_attention_combine_triton import LOG2_E, combine_tile
 
 
 @triton.jit
@@ -31,9 +31,72 @@ def _sequence_of_tile(
     return sequence, tile - (start // BLOCK_Q + sequence)
 
 
+@triton.jit
+def _as_stored(x, factor, dtype: tl.constexpr, LIMIT: tl.constexpr):
+    """What the cache holds of x; LIMIT is the largest number of an 8-bit one, 0 for others."""
+    if LIMIT > 0:
+        # Beyond the largest number there is only NaN.
+        x = tl.minimum(tl.maximum(x.to(tl.float32) * factor, -LIMIT), LIMIT)
+    return x.to(dtype)
+
+
+@triton.jit
+def _load_rows(
+    cache_rows, new_rows, is_new, any_new, mask, factor, dtype: tl.constexpr, LIMIT: tl.constexpr
+):
+    """A tile of keys or values, the new ones from this pass, as the cache would give them back."""
+    if LIMIT > 0:
+        rows = tl.load(cache_rows, mask=mask & ~is_new, other=0.0)
+        x = rows.to(dtype)
+        if any_new:
+            new = tl.load(new_rows, mask=mask & is_new, other=0.0)
+            x = tl.where(is_new, _as_stored(new, factor, rows.dtype, LIMIT).to(dtype), x)
+    else:  # one load from either place
+        x = tl.load(tl.where(is_new, new_rows, cache_rows), mask=mask, other=0.0)
+    return x
+
+
+@triton.jit
+def _write_rows(
+    key_ptr,
+    value_ptr,
+    slots_ptr,
+    keys_ptr,
+    values_ptr,
+    key_factor,
+    value_factor,
+    stride_key_row,
+    stride_value_row,
+    stride_block,
+    stride_slot,
+    start,
+    count,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """Keys and values of one sequence and head into the cache; slot -1 writes nothing."""
+    offs = tl.arange(0, ROWS)
+    offs_d = tl.arange(0, BLOCK_D)[None, :]
+    row = (start + offs).to(tl.int64)
+    slot = tl.load(slots_ptr + row, mask=offs < count, other=-1).to(tl.int64)
+    is_read = (offs < count)[:, None] & (offs_d < HEAD_DIM)
+    key = tl.load(key_ptr + (row * stride_key_row)[:, None] + offs_d, mask=is_read)
+    value = tl.load(value_ptr + (row * stride_value_row)[:, None] + offs_d, mask=is_read)
+    target = slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * stride_slot
+    target = target[:, None] + offs_d
+    mask = is_read & (slot >= 0)[:, None]
+    dtype: tl.constexpr = keys_ptr.dtype.element_ty
+    tl.store(keys_ptr + target, _as_stored(key, key_factor, dtype, LIMIT), mask=mask)
+    tl.store(values_ptr + target, _as_stored(value, value_factor, dtype, LIMIT), mask=mask)
+
+
 @triton.jit(
     do_not_specialize=[
         "stride_table",
+        "table_width",
         "num_sequences",
         "num_rows",
         "tiles_per_sequence",
@@ -42,12 +105,17 @@ def _sequence_of_tile(
     ]
 )
 def attend_kernel(
-    out_ptr,  # [T, Hq, d], contiguous; written where IS_SPLIT is false
-    partial_ptr,  # float32 [T, Hq, num_splits, d]; written where IS_SPLIT is true, as the next
-    lse_ptr,  # float32 [T, Hq, num_splits], base 2
+    out_ptr,  # [T, Hq, d], contiguous; written where COMBINE is not 1
+    # float32 [T, Hq, num_splits, d]; where COMBINE is 2 [tile, Hkv, num_splits, BLOCK_M, BLOCK_D]
+    partial_ptr,
+    lse_ptr,  # as partial without the last dimension, base 2
+    arrivals_ptr,  # int32 [tile, Hkv], zeros; looked at where COMBINE is 2
     query_ptr,
     keys_ptr,
     values_ptr,
+    key_ptr,  # [T, Hkv, d] of this pass, as the next; looked at where WRITE_ROWS
+    value_ptr,
+    slots_ptr,
     query_start_ptr,
     seq_lens_ptr,
     starts_ptr,
@@ -56,12 +124,19 @@ def attend_kernel(
     score_scale,  # to base 2; with a softcap c: 2 log2(e) scaling / c
     cap_scale,  # c log2(e)
     value_scale,
+    key_factor,  # 1 / key_scale
+    value_factor,
     stride_query_row,
     stride_query_head,
     stride_block,
     stride_slot,
     stride_head,
+    stride_key_row,
+    stride_key_head,
+    stride_value_row,
+    stride_value_head,
     stride_table,
+    table_width,
     num_sequences,
     num_rows,
     tiles_per_sequence,
@@ -77,7 +152,12 @@ def attend_kernel(
     BLOCK_N: tl.constexpr,
     B2: tl.constexpr,  # num_sequences, up to a power of two
     SEARCH: tl.constexpr,  # tiles are dealt by _sequence_of_tile, not evenly
-    IS_SPLIT: tl.constexpr,
+    COMBINE: tl.constexpr,  # 0: nothing is split; 1: combine_kernel does; 2: who arrives last does
+    COMBINE_STAGES: tl.constexpr,
+    IN_TURNS: tl.constexpr,  # splits take tiles of keys in turns, not one run each
+    MIN_TILES: tl.constexpr,  # in turns: as many splits have keys as get so many tiles each
+    WRITE_ROWS: tl.constexpr,  # most queries of a sequence, up to a power of two; 0: all is cached
+    LIMIT: tl.constexpr,  # the largest number of an 8-bit cache; 0: a cache of the keys' dtype
     HAS_WINDOW: tl.constexpr,
     HAS_STARTS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -92,18 +172,15 @@ def attend_kernel(
     num_tiles = tl.num_programs(0) // (NUM_KV_HEADS * num_splits)
     # The last tiles of a prompt see the most keys; started last they would be waited for.
     tile = num_tiles - 1 - program // (NUM_KV_HEADS * num_splits)
+    counter = tile * NUM_KV_HEADS + kv_head
+    first_padding = tile
+    # In a short context it has no keys, and so the time for what has to be done once.
+    is_last_split = split == num_splits - 1
 
     offs_d = tl.arange(0, BLOCK_D)
     offs_m = tl.arange(0, BLOCK_M)
+    in_row = offs_d < HEAD_DIM
     head = kv_head * GROUP + offs_m % GROUP
-    if not IS_SPLIT:
-        # Rows beyond the last sequence pad the batch: zero, so that nothing later sees a NaN.
-        used_rows = tl.load(query_start_ptr + num_sequences).to(tl.int32)
-        of_head = (offs_m < GROUP)[:, None] & (offs_d < HEAD_DIM)[None, :]
-        for row in range(used_rows + tile, num_rows, num_tiles):
-            target = (head.to(tl.int64) + row * (NUM_KV_HEADS * GROUP)) * HEAD_DIM
-            nothing = tl.zeros([BLOCK_M, BLOCK_D], out_ptr.dtype.element_ty)
-            tl.store(out_ptr + target[:, None] + offs_d[None, :], nothing, mask=of_head)
 
     if SEARCH:
         sequence, tile = _sequence_of_tile(query_start_ptr, tile, num_sequences, BLOCK_Q, B2)
@@ -112,15 +189,11 @@ def attend_kernel(
         tile = tile % tiles_per_sequence
     query_start = tl.load(query_start_ptr + sequence).to(tl.int32)
     num_queries = tl.load(query_start_ptr + sequence + 1).to(tl.int32) - query_start
-    first_query = tile * BLOCK_Q
-    if first_query >= num_queries:
-        return
-
-    # Visible to any row of the tile are the keys of [low, high); split evenly, in whole tiles.
-    query = first_query + offs_m // GROUP
-    is_row = (offs_m < BLOCK_Q * GROUP) & (query < num_queries)
     num_cached = tl.load(seq_lens_ptr + sequence).to(tl.int32) - num_queries
-    position = num_cached + query
+    used_rows = tl.load(query_start_ptr + num_sequences).to(tl.int32)
+    first_query = tile * BLOCK_Q
+
+    # Visible to any row of the tile are the keys of [low, high), in num_keys tiles.
     low = 0
     if HAS_STARTS:
         low = tl.maximum(tl.load(starts_ptr + sequence).to(tl.int32), 0)
@@ -128,41 +201,89 @@ def attend_kernel(
         low = tl.maximum(num_cached + first_query - window + 1, low)
     high = tl.maximum(num_cached + tl.minimum(first_query + BLOCK_Q, num_queries), 0)
     first_keys = low // BLOCK_N
-    last_keys = (high + BLOCK_N - 1) // BLOCK_N
-    share = (tl.maximum(last_keys - first_keys, 0) + num_splits - 1) // num_splits
-    first_keys += split * share
-    last_keys = tl.minimum(first_keys + share, last_keys)
+    num_keys = tl.maximum((high + BLOCK_N - 1) // BLOCK_N - first_keys, 0)
+    if IN_TURNS:
+        first_keys += split
+        num_active = tl.minimum((num_keys + MIN_TILES - 1) // MIN_TILES, num_splits)
+        step = tl.maximum(num_active, 1)
+        num_own = tl.where(split < num_active, (num_keys - split + step - 1) // step, 0)
+    else:
+        share = (num_keys + num_splits - 1) // num_splits
+        first_keys += split * share
+        step = 1
+        num_active = (num_keys + share - 1) // tl.maximum(share, 1)
+        num_own = tl.minimum(tl.maximum(num_keys - split * share, 0), share)
 
-    row = ((query_start + query).to(tl.int64) * (NUM_KV_HEADS * GROUP)) + head
-    if IS_SPLIT:  # noqa: SIM102 (one is known when the kernel is compiled)
-        if first_keys >= last_keys:
-            tl.store(
-                lse_ptr + row * num_splits + split,
-                tl.full([BLOCK_M], float("-inf"), tl.float32),
-                mask=is_row,
-            )
-            return
-
-    in_row = offs_d < HEAD_DIM
-    source = (query_start + query).to(tl.int64) * stride_query_row + head * stride_query_head
-    q = tl.load(
-        query_ptr + source[:, None] + offs_d[None, :],
-        mask=is_row[:, None] & in_row[None, :],
-        other=0.0,
-    )
     # Keys and values are addressed by slot below; the head is the same for all.
     keys_ptr += kv_head * stride_head
     values_ptr += kv_head * stride_head
     table_ptr = tables_ptr + sequence.to(tl.int64) * stride_table
+    key = first_keys * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Not masked by the length: in turns and without a window it does not wait for it.
+    block = tl.load(table_ptr + key // BLOCK_SIZE, mask=key // BLOCK_SIZE < table_width, other=0)
+    block = block.to(OFFSET)
+
+    if COMBINE != 1:  # noqa: SIM102 (one is known when the kernel is compiled)
+        if is_last_split:
+            # Rows beyond the last sequence pad the batch: zero, so that nothing later sees a NaN.
+            of_head = (offs_m < GROUP)[:, None] & in_row[None, :]
+            for padding in range(used_rows + first_padding, num_rows, num_tiles):
+                target = (head.to(tl.int64) + padding * (NUM_KV_HEADS * GROUP)) * HEAD_DIM
+                nothing = tl.zeros([BLOCK_M, BLOCK_D], out_ptr.dtype.element_ty)
+                tl.store(out_ptr + target[:, None] + offs_d[None, :], nothing, mask=of_head)
+    if first_query >= num_queries:
+        return
+
+    query = first_query + offs_m // GROUP
+    is_row = (offs_m < BLOCK_Q * GROUP) & (query < num_queries)
+    mask = is_row[:, None] & in_row[None, :]
+    position = num_cached + query
+    row = ((query_start + query).to(tl.int64) * (NUM_KV_HEADS * GROUP)) + head
+    out_tile = out_ptr + (row * HEAD_DIM)[:, None] + offs_d[None, :]
+
+    if WRITE_ROWS:
+        key_ptr += kv_head * stride_key_head
+        value_ptr += kv_head * stride_value_head
+        # Nobody reads these slots in this launch, so that it does not matter who writes, and when.
+        if is_last_split:
+            _write_rows(
+                key_ptr,
+                value_ptr,
+                slots_ptr,
+                keys_ptr,
+                values_ptr,
+                key_factor,
+                value_factor,
+                stride_key_row,
+                stride_value_row,
+                stride_block,
+                stride_slot,
+                query_start,
+                num_queries,
+                HEAD_DIM=HEAD_DIM,
+                BLOCK_SIZE=BLOCK_SIZE,
+                BLOCK_D=BLOCK_D,
+                ROWS=WRITE_ROWS,
+                LIMIT=LIMIT,
+            )
+    if COMBINE:  # noqa: SIM102
+        if num_own == 0:
+            if COMBINE == 1:
+                nothing = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                tl.store(lse_ptr + row * num_splits + split, nothing, mask=is_row)
+            elif is_last_split & (num_active == 0):
+                nothing = tl.zeros([BLOCK_M, BLOCK_D], out_ptr.dtype.element_ty)
+                tl.store(out_tile, nothing, mask=mask)
+            return
+
+    source = (query_start + query).to(tl.int64) * stride_query_row + head * stride_query_head
+    q = tl.load(query_ptr + source[:, None] + offs_d[None, :], mask=mask, other=0.0)
 
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    key = first_keys * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_key = (key >= low) & (key < high)
-    block = tl.load(table_ptr + key // BLOCK_SIZE, mask=is_key, other=0).to(OFFSET)
-    for keys_tile in range(first_keys, last_keys):
-        key = keys_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    for i in range(num_own):
+        key = (first_keys + i * step) * BLOCK_N + tl.arange(0, BLOCK_N)
         # Nothing else is loaded: unused and hidden slots may hold NaN, and 0 * NaN is NaN.
         is_key = (key >= low) & (key < high)
         slot = block * stride_block + key % BLOCK_SIZE * stride_slot
@@ -172,11 +293,37 @@ def attend_kernel(
         else:
             keys_mask = is_key[None, :] & in_row[:, None]
             values_mask = is_key[:, None] & in_row[None, :]
-        k = tl.load(keys_ptr + slot[None, :] + offs_d[:, None], mask=keys_mask, other=0.0)
-        v = tl.load(values_ptr + slot[:, None] + offs_d[None, :], mask=values_mask, other=0.0)
+        if WRITE_ROWS:
+            # With or without a slot: to ask for it would be one more load to wait for.
+            is_new = key >= num_cached
+            any_new = (first_keys + i * step + 1) * BLOCK_N > num_cached
+            from_row = (query_start + key - num_cached).to(tl.int64)
+            k = _load_rows(
+                (keys_ptr + slot)[None, :] + offs_d[:, None],
+                (key_ptr + from_row * stride_key_row)[None, :] + offs_d[:, None],
+                is_new[None, :],
+                any_new,
+                keys_mask,
+                key_factor,
+                q.dtype,
+                LIMIT,
+            )
+            v = _load_rows(
+                (values_ptr + slot)[:, None] + offs_d[None, :],
+                (value_ptr + from_row * stride_value_row)[:, None] + offs_d[None, :],
+                is_new[:, None],
+                any_new,
+                values_mask,
+                value_factor,
+                q.dtype,
+                LIMIT,
+            )
+        else:
+            k = tl.load(keys_ptr + slot[None, :] + offs_d[:, None], mask=keys_mask, other=0.0)
+            v = tl.load(values_ptr + slot[:, None] + offs_d[None, :], mask=values_mask, other=0.0)
 
         # The next tile's blocks one step ahead, so that its keys need not wait for them.
-        ahead = key + BLOCK_N
+        ahead = key + BLOCK_N * step
         block = tl.load(table_ptr + ahead // BLOCK_SIZE, mask=ahead < high, other=0).to(OFFSET)
 
         scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * score_scale
@@ -196,14 +343,40 @@ def attend_kernel(
         acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
         highest = risen
 
-    mask = is_row[:, None] & in_row[None, :]
-    if IS_SPLIT:
+    is_part = COMBINE == 1
+    if COMBINE == 2:
+        is_part = num_active > 1
+    if is_part:
         safe = tl.where(total > 0.0, total, 1.0)
         lse = tl.where(total > 0.0, highest + tl.log2(safe), float("-inf"))
         acc = acc * (value_scale / safe)[:, None]
-        place = row * num_splits + split
-        tl.store(lse_ptr + place, lse, mask=is_row)
-        tl.store(partial_ptr + (place * HEAD_DIM)[:, None] + offs_d[None, :], acc, mask=mask)
+        if COMBINE == 1:
+            place = row * num_splits + split
+            tl.store(lse_ptr + place, lse, mask=is_row)
+            tl.store(partial_ptr + (place * HEAD_DIM)[:, None] + offs_d[None, :], acc, mask=mask)
+        else:
+            # All of a tile lies together: no other program touches its cache lines.
+            lse_tile = lse_ptr + counter.to(tl.int64) * num_splits * BLOCK_M + offs_m
+            partial_tile = partial_ptr + counter.to(tl.int64) * num_splits * (BLOCK_M * BLOCK_D)
+            partial_tile += offs_m[:, None] * BLOCK_D + offs_d[None, :]
+            tl.store(lse_tile + split * BLOCK_M, lse)
+            tl.store(partial_tile + split * (BLOCK_M * BLOCK_D), acc)
+            tl.debug_barrier()  # all threads have stored before one of them says so
+            arrived = tl.atomic_add(arrivals_ptr + counter, 1, sem="acq_rel", scope="gpu")
+            if arrived == num_active - 1:
+                tl.store(arrivals_ptr + counter, 0)  # for the next launch
+                acc = combine_tile(
+                    partial_tile,
+                    lse_tile,
+                    sinks_ptr,
+                    head,
+                    num_active,
+                    BLOCK_M=BLOCK_M,
+                    BLOCK_D=BLOCK_D,
+                    HAS_SINKS=HAS_SINKS,
+                    STAGES=COMBINE_STAGES,
+                )
+                tl.store(out_tile, acc.to(out_ptr.dtype.element_ty), mask=mask)
     else:
         if HAS_SINKS:
             sink = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
@@ -212,57 +385,4 @@ def attend_kernel(
             total = total * shrink + tl.exp2(sink - base)
             acc = acc * shrink[:, None]
         acc = acc * (value_scale / tl.where(total > 0.0, total, 1.0))[:, None]
-        out = acc.to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + (row * HEAD_DIM)[:, None] + offs_d[None, :], out, mask=mask)
-
-
-@triton.jit(do_not_specialize=["num_sequences", "num_splits"])
-def combine_kernel(
-    out_ptr,  # [T, Hq, d], contiguous
-    partial_ptr,  # float32 [T, Hq, num_splits, d]
-    lse_ptr,  # float32 [T, Hq, num_splits], base 2; -inf where a split saw nothing
-    query_start_ptr,
-    sinks_ptr,
-    num_sequences,
-    num_splits,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    S2: tl.constexpr,  # num_splits, up to a power of two
-    CHUNK: tl.constexpr,  # splits summed at a time
-    HAS_SINKS: tl.constexpr,
-):
-    """out = sum_s w_s partial_s / sum_s w_s with w_s = 2^lse_s; a sink is one more, of value 0."""
-    row = tl.program_id(0)  # of [T, Hq]
-    used_rows = tl.load(query_start_ptr + num_sequences).to(tl.int32)
-    # Padding rows have no splits, and so become zero.
-    used_splits = tl.where(row // NUM_HEADS < used_rows, num_splits, 0)
-    offs_s = tl.arange(0, S2)
-    offs_d = tl.arange(0, BLOCK_D)
-    in_row = offs_d < HEAD_DIM
-    first = row.to(tl.int64) * num_splits
-
-    lse = tl.load(lse_ptr + first + offs_s, mask=offs_s < used_splits, other=float("-inf"))
-    highest = tl.max(lse, 0)
-    if HAS_SINKS:
-        sink = tl.load(sinks_ptr + row % NUM_HEADS).to(tl.float32) * LOG2_E
-        highest = tl.maximum(highest, sink)
-    highest = tl.where(highest == float("-inf"), 0.0, highest)
-    total = tl.sum(tl.exp2(lse - highest), 0)
-    if HAS_SINKS:
-        total += tl.exp2(sink - highest)
-
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    for start in range(0, used_splits, CHUNK):
-        split = start + tl.arange(0, CHUNK)
-        chunk_lse = tl.load(lse_ptr + first + split, mask=split < used_splits, other=float("-inf"))
-        # Splits that saw nothing wrote no partial result: what is there may be NaN.
-        partial = tl.load(
-            partial_ptr + ((first + split) * HEAD_DIM)[:, None] + offs_d[None, :],
-            mask=(chunk_lse > float("-inf"))[:, None] & in_row[None, :],
-            other=0.0,
-        )
-        acc += tl.sum(partial * tl.exp2(chunk_lse - highest)[:, None], 0)
-    acc = acc / tl.where(total > 0.0, total, 1.0)
-    out = acc.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row.to(tl.int64) * HEAD_DIM + offs_d, out, mask=in_row)
+        tl.store(out_tile, acc.to(out_ptr.dtype.element_ty), mask=mask)

@@ -17,6 +17,10 @@ _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 
+# A position's share of the counters. It stays what it is when a purpose is added: otherwise every
+# seed would draw anew.
+COUNTERS_PER_POSITION = 3
+
 
 class Purpose(IntEnum):
     """What a random number decides; separate purposes at one position are independent."""
@@ -24,6 +28,8 @@ class Purpose(IntEnum):
     ACCEPT = 0
     SAMPLE = 1
     DRAFT = 2
+    # On the counters of positions from 2**40 on, which no output reaches.
+    SYNTHETIC = COUNTERS_PER_POSITION << 40
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
@@ -48,7 +54,7 @@ def uniform(seeds: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
     Returns:
         float64 of the broadcast shape.
     """
-    counter = positions * len(Purpose) + int(purpose) + 1
+    counter = positions * COUNTERS_PER_POSITION + int(purpose) + 1
     bits = _mix(_mix(seeds + _GOLDEN) + counter * _GOLDEN)
     return _shift_right(bits, 11).to(torch.float64) * 2.0**-53
 

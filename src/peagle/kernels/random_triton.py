@@ -8,11 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.launch import launch
+from peagle.kernels.random import COUNTERS_PER_POSITION
 
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - 2**64)
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9 - 2**64)
 _MIX_2 = tl.constexpr(0x94D049BB133111EB - 2**64)
-_NUM_PURPOSES = tl.constexpr(3)
+_PER_POSITION = tl.constexpr(COUNTERS_PER_POSITION)
 
 
 @triton.jit
@@ -21,7 +22,7 @@ def uniform(seeds, positions, PURPOSE: tl.constexpr):
     golden = tl.full((), _GOLDEN, tl.int64).to(tl.uint64, bitcast=True)
     first = tl.full((), _MIX_1, tl.int64).to(tl.uint64, bitcast=True)
     second = tl.full((), _MIX_2, tl.int64).to(tl.uint64, bitcast=True)
-    counter = (positions * _NUM_PURPOSES + (PURPOSE + 1)).to(tl.uint64, bitcast=True)
+    counter = (positions * _PER_POSITION + (PURPOSE + 1)).to(tl.uint64, bitcast=True)
     x = seeds.to(tl.uint64, bitcast=True) + golden
     x = (x ^ (x >> 30)) * first
     x = (x ^ (x >> 27)) * second

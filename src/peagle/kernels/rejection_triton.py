@@ -16,7 +16,24 @@ from peagle.kernels.step_state_triton import advance
 
 _ACCEPT = tl.constexpr(int(Purpose.ACCEPT))
 _SAMPLE = tl.constexpr(int(Purpose.SAMPLE))
+_SYNTHETIC = tl.constexpr(int(Purpose.SYNTHETIC))
 _FAR = tl.constexpr(2147483647)
+
+
+@triton.jit
+def num_accepted_synthetically(
+    b, real, num_drafts, rates_ptr, seeds_ptr, num_outputs_ptr, COLUMNS: tl.constexpr
+):
+    """a of one sequence, whatever its drafts are: how many rates lie above its one number.
+
+    `real` is the a that the drafts deserve; it changes nothing.
+    """
+    j = tl.arange(0, COLUMNS)
+    rates = tl.load(rates_ptr + j, mask=j < num_drafts, other=0.0)
+    u = uniform(tl.load(seeds_ptr + b), tl.load(num_outputs_ptr + b), _SYNTHETIC)
+    num_accepted = tl.sum((u < rates.to(tl.float64)).to(tl.int32))
+    # Always so, but the compiler does not know: it must leave the work for `real` in.
+    return tl.where(real >= 0, num_accepted, real)
 
 
 @triton.jit
@@ -140,8 +157,11 @@ def weigh_kernel(
     num_chunks,
     weights_ptr,
     accepted_ptr,
+    rates_ptr,
+    synthetic_seeds_ptr,
     HAS_Q: tl.constexpr,
     HAS_INDEX: tl.constexpr,
+    SYNTHETIC: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -175,6 +195,16 @@ def weigh_kernel(
             HAS_INDEX,
             COLUMNS,
         )
+        if SYNTHETIC:
+            num_accepted = num_accepted_synthetically(
+                b,
+                num_accepted,
+                num_drafts,
+                rates_ptr,
+                synthetic_seeds_ptr,
+                num_outputs_ptr,
+                COLUMNS,
+            )
         if chunk == 0:
             tl.store(accepted_ptr + b, num_accepted.to(tl.int64))
         if temperature != 0:
@@ -245,6 +275,7 @@ def draw_kernel(
     masks_ptr,
     HAS_Q: tl.constexpr,
     HAS_INDEX: tl.constexpr,
+    SYNTHETIC: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -266,6 +297,8 @@ def draw_kernel(
         leftover = tl.load(weights_ptr + at + 1, mask=c < num_chunks, other=0.0)
         # p = q to the last bit leaves nothing over: then p itself, as in the reference.
         use_leftover = (num_accepted < num_drafts) & (tl.sum(leftover) > 0)
+        if SYNTHETIC:
+            use_leftover = use_leftover & (num_accepted < 0)  # never, unknown to the compiler
         sums = tl.where(use_leftover, leftover, plain)
         position = tl.load(num_outputs_ptr + b) + num_accepted
         u = uniform(tl.load(seeds_ptr + b), position, _SAMPLE)

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.launch import launch
-from peagle.kernels.rejection_triton import draw_kernel, weigh_kernel
+from peagle.kernels.rejection_triton import draw_kernel, num_accepted_synthetically, weigh_kernel
 from peagle.kernels.sampling_triton import RowStats, chunk_size, chunk_stats, row_stats
 from peagle.kernels.step_state import StepLimits, StepOutput, StepState
 from peagle.kernels.step_state_triton import advance, state_arguments, state_sizes
@@ -59,6 +59,19 @@ class DraftProbs:
 
 
 @dataclass(frozen=True, slots=True)
+class SyntheticAcceptance:
+    """How many drafts pass, whatever they are: see `speculation.verification.verify`.
+
+    Attributes:
+        rates_K: float32, at least one a draft; must not rise.
+        seeds_B: int64, of each sequence.
+    """
+
+    rates_K: Tensor
+    seeds_B: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class VerifyScratch:
     """Buffers between the launches.
 
@@ -87,6 +100,8 @@ def _greedy_kernel(
     chunk_max_ptr,
     chunk_argmax_ptr,
     num_chunks,
+    rates_ptr,
+    synthetic_seeds_ptr,
     drafts_ptr,
     max_drafts,
     last_tokens_ptr,
@@ -106,6 +121,7 @@ def _greedy_kernel(
     emitted_ptr,
     kept_ptr,
     masks_ptr,
+    SYNTHETIC: tl.constexpr,
     CHUNKS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STOP_IDS: tl.constexpr,
@@ -127,6 +143,10 @@ def _greedy_kernel(
     drafted = j < num_drafts
     drafts = tl.load(drafts_ptr + b * max_drafts + j, mask=drafted, other=-1)
     num_accepted = tl.min(tl.where(drafted & (drafts == argmax), COLUMNS, j))
+    if SYNTHETIC:
+        num_accepted = num_accepted_synthetically(
+            b, num_accepted, num_drafts, rates_ptr, synthetic_seeds_ptr, num_outputs_ptr, COLUMNS
+        )
     next_token = tl.sum(tl.where(j == num_accepted, argmax, 0))
     advance(
         b,
@@ -157,6 +177,16 @@ def _greedy_kernel(
     )
 
 
+def _synthetic_arguments(
+    synthetic: SyntheticAcceptance | None, drafts_BK: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rates and seeds; where they are not read any tensor does."""
+    if synthetic is None:
+        return drafts_BK, drafts_BK
+    assert len(synthetic.rates_K) >= drafts_BK.shape[1], "a rate for every draft"
+    return synthetic.rates_K, synthetic.seeds_B
+
+
 def verify_greedy(
     logits_RV: Tensor,
     sequences_R: Tensor,
@@ -167,6 +197,8 @@ def verify_greedy(
     limits: StepLimits,
     scratch: VerifyScratch,
     out: StepOutput,
+    *,
+    synthetic: SyntheticAcceptance | None = None,
 ) -> None:
     """Accept the longest prefix equal to the argmax, emit the argmax after it, advance the state.
 
@@ -179,6 +211,7 @@ def verify_greedy(
         active_B: bool.
         state: before the step; changed in place.
         limits, scratch, out: see the classes.
+        synthetic: accept so many drafts instead; None: acceptance is real.
     """
     # Without sums the kernel reads no temperature; any tensor does.
     chunk_stats(logits_RV, sequences_R, start_loc, scratch.rows, sums=False)
@@ -192,7 +225,9 @@ def verify_greedy(
         scratch.rows.chunk_max_RC,
         scratch.rows.chunk_argmax_RC,
         num_chunks,
+        *_synthetic_arguments(synthetic, drafts_BK),
         *state_arguments(drafts_BK, state, limits, out),
+        SYNTHETIC=synthetic is not None,
         CHUNKS=triton.next_power_of_2(num_chunks),
         **state_sizes(max_drafts, limits),
         num_warps=4,
@@ -211,6 +246,8 @@ def verify_sampled(
     scratch: VerifyScratch,
     out: StepOutput,
     draft_probs: DraftProbs | None = None,
+    *,
+    synthetic: SyntheticAcceptance | None = None,
 ) -> None:
     """Rejection sampling of each sequence's drafts, its next token, its new state.
 
@@ -241,7 +278,11 @@ def verify_sampled(
     chunk = chunk_size(num_seqs, vocab_size)
     num_chunks = triton.cdiv(vocab_size, chunk)
     assert scratch.weights_BC2.shape == (num_seqs, num_chunks, 2), "buffers of another shape"
-    flags = {"HAS_Q": draft_probs is not None, "HAS_INDEX": index_V is not None}
+    flags = {
+        "HAS_Q": draft_probs is not None,
+        "HAS_INDEX": index_V is not None,
+        "SYNTHETIC": synthetic is not None,
+    }
     sizes = state_sizes(max_drafts, limits)
     batch = (
         logits_RV,
@@ -269,6 +310,7 @@ def verify_sampled(
         *of_q,
         scratch.weights_BC2,
         out.num_accepted_B,
+        *_synthetic_arguments(synthetic, drafts_BK),
         COLUMNS=sizes["COLUMNS"],
         CHUNK=chunk,
         **flags,

@@ -38,6 +38,8 @@ from peagle.models.target_attention import decoder_layers
 # every model in the process counts. The default of 8 is for mistakes; here each one is wanted.
 _RECOMPILE_LIMIT = 1024
 
+Others = Literal["eager", "dynamic"]
+
 _numbers = itertools.count()
 _attentions: weakref.WeakValueDictionary[int, LayerAttention] = weakref.WeakValueDictionary()
 
@@ -190,12 +192,14 @@ class CompiledLayers:
         attentions: list[LayerAttention],
         mode: Mode | Literal["auto"] | Callable[[int], Mode],
         buckets: Collection[int] | None,
+        others: Others,
         backend: str,
         store: ModeStore | None,
     ) -> None:
         self.modes: dict[int, Mode] = {}
         self.left: dict[int, str] = {}
-        self.buckets = None if buckets is None else frozenset(buckets)
+        self.buckets = None if buckets is None else set(buckets)
+        self.others = others
         self.backend = backend
         self._mode = mode
         self._store = store
@@ -245,13 +249,15 @@ class _CompiledLayer:
         if isinstance(getattr(self._forward, "__self__", None), _CompiledLayer):
             raise RuntimeError("the layers are compiled already; undo that first")
         self._compiled: dict[Mode, Any] = {}
+        self._dynamic: Any = None
         attention.layer.forward = self.__call__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         owner = self.owner
         swapped_args, swapped_kwargs, attend, tokens = self.attention.swap(args, kwargs)
         is_bucket = owner.buckets is None or tokens in owner.buckets
-        if attend is None or not is_bucket or self.index in owner.left:
+        is_plain = not is_bucket and owner.others == "eager"
+        if attend is None or is_plain or self.index in owner.left:
             return self._forward(*args, **kwargs)
 
         def measure(mode: Mode) -> float:
@@ -260,9 +266,11 @@ class _CompiledLayer:
             return time_call(call, next(self.attention.layer.parameters()).device)
 
         try:
-            mode = owner.mode_for(tokens, measure, self.attention.layer)
+            call = self._of_any_size()
+            if is_bucket:
+                call = self._in_mode(owner.mode_for(tokens, measure, self.attention.layer))
             self.attention.current = attend
-            return self._in_mode(mode)(*swapped_args, **swapped_kwargs)
+            return call(*swapped_args, **swapped_kwargs)
         except (Unsupported, TorchRuntimeError) as error:  # raised before anything has run
             reason = str(error).strip().splitlines()[0]
             owner.left[self.index] = reason
@@ -282,12 +290,20 @@ class _CompiledLayer:
             )
         return self._compiled[mode]
 
+    def _of_any_size(self) -> Any:
+        if self._dynamic is None:
+            self._dynamic = torch.compile(
+                self._forward, fullgraph=True, dynamic=True, backend=self.owner.backend
+            )
+        return self._dynamic
+
 
 def compile_layers(
     model: PreTrainedModel | Drafter,
     *,
     mode: Mode | Literal["auto"] | Callable[[int], Mode] = "default",
     buckets: Collection[int] | None = None,
+    others: Others = "eager",
     backend: str = "inductor",
     store: ModeStore | None = None,
 ) -> CompiledLayers:
@@ -302,7 +318,8 @@ def compile_layers(
         model: `TargetModel.model`, or a drafter that is not being trained.
         mode: of `torch.compile`; a function of the number of tokens; or "auto", which times both
             modes for each number of tokens and keeps the result on disk.
-        buckets: numbers of tokens to compile for, others run as before; None compiles for each.
+        buckets: numbers of tokens to compile for; None compiles for each.
+        others: how other numbers run: as before, or in one more graph for any number ("dynamic").
         backend: of `torch.compile`; other than "inductor" only in tests.
         store: where "auto" keeps its results; None is the usual place.
     """
@@ -314,7 +331,7 @@ def compile_layers(
         attentions: list[LayerAttention] = [DrafterLayerAttention(x) for x in model.layers]
     else:
         attentions = [TargetLayerAttention(layer) for layer in decoder_layers(model)]
-    return CompiledLayers(attentions, mode, buckets, backend, store)
+    return CompiledLayers(attentions, mode, buckets, others, backend, store)
 
 
 def _no_attention(*args: Any, **kwargs: Any) -> Tensor:

@@ -179,6 +179,17 @@ class FusionReport:
         )
 
 
+def relative_difference(after: Tensor, before: Tensor) -> float:
+    """|after - before| / |before|; 0 where both are zero."""
+    difference = (after.double() - before.double()).norm()
+    return float(difference / before.double().norm()) if difference != 0 else 0.0
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Up to which `relative_difference` outputs of a type count as the same."""
+    return _TOLERANCES.get(dtype, _TOLERANCE)
+
+
 @torch.no_grad()
 def fuse(model: PreTrainedModel) -> FusionReport:
     """Fuse q/k/v and gate/up of every decoder layer where that leaves the results as they are.
@@ -283,10 +294,9 @@ class _Group:
         if len(runs) != len(recordings) or not fused.is_idle:
             return "the projections do not read one input"
         for recording, output in zip(recordings, outputs, strict=True):
-            before = recording.output.double()
-            difference, size = (output.double() - before).norm(), before.norm()
-            if not difference <= _TOLERANCES.get(output.dtype, _TOLERANCE) * size:
-                return f"the results differ by {float(difference / size):.1e}"
+            difference = relative_difference(output, recording.output)
+            if not difference <= tolerance(output.dtype):
+                return f"the results differ by {difference:.1e}"
         return None
 
 

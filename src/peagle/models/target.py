@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -37,6 +37,9 @@ from peagle.models.target_attention import (
     dry_run,
 )
 
+if TYPE_CHECKING:
+    from peagle.models.compilation import CompiledLayers
+
 _GENERATION_NAMES = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 
 
@@ -48,7 +51,10 @@ class TargetModel:
         hidden_size, vocab_size, num_layers, max_model_len: its sizes.
         aux_layer_ids: layers whose *entering* hidden states make the feature (may be empty).
         name: where it was loaded from.
+        compiled: its compiled layers, see `models.acceleration`; None: they run as they are.
     """
+
+    compiled: CompiledLayers | None = None
 
     def __init__(
         self, model: PreTrainedModel, *, aux_layer_ids: Sequence[int] = (), name: str = ""

@@ -6,7 +6,7 @@ drafter width, K drafts, J columns of them, V target vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ class HeadProposer:
         caches: one KV cache a drafter layer, in the block-id space of the target.
         max_model_len: positions from here on write no KV.
         draft_sampling: "argmax" or "probabilistic".
+
+    Attributes:
+        graphs: runs passes over few slots, or gives None; None launches every kernel by itself.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class HeadProposer:
         self.caches = list(caches)
         self.max_model_len = max_model_len
         self.draft_sampling = draft_sampling
+        self.graphs: Callable[..., tuple[Tensor, ...] | None] | None = None
         self.scaling = drafter.config.head_dim**-0.5
         self._target_ids = drafter.target_ids()
         pruned = drafter.config.is_pruned
@@ -93,8 +97,17 @@ class HeadProposer:
     def _run(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        attend = self._attend(self.backend.prepare(metadata))
-        return self.drafter(tokens, hidden, positions, attend)
+        if self.graphs is not None:
+            done = self.graphs(tokens, positions, metadata, hidden)
+            if done is not None:
+                return done[0]
+        return self.run_prepared(tokens, hidden, positions, self.backend.prepare(metadata))
+
+    def run_prepared(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, prepared: Prepared
+    ) -> Tensor:
+        """The drafter's hidden states of one pass whose attention is prepared."""
+        return self.drafter(tokens, hidden, positions, self._attend(prepared))
 
     def _attend(self, prepared: Prepared) -> Attend:
         def attend(layer_idx: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -62,6 +62,7 @@ def verify(
     rows: VerificationRows,
     sampling: SamplingTensors,
     draft_probs_BKV: Tensor | None = None,
+    synthetic_rates_K: Tensor | None = None,
 ) -> Verified:
     """Accept a prefix of each sequence's drafts and emit one token of the target's own.
 
@@ -69,17 +70,27 @@ def verify(
     accepted with min(1, p(x) / q(x)); the first rejected position is drawn from
     norm(max(p - q, 0)), or after K acceptances the bonus token from p.
 
+    Synthetic acceptance measures speed with random weights, as in vLLM; the output is then NOT
+    what the target would say. a_b = #{i in 1..k_b : u < r_i} with one number u of the step, and
+    the target's own token is the argmax or a draw from p in the row behind those drafts. All else
+    is computed as ever, so that a step takes the time that it would take.
+
     Args:
         logits_RV: target logits; row j of a sequence predicts its draft j (the last, the bonus).
         rows: whose rows they are, and the drafts.
         sampling: parameters of each sequence.
         draft_probs_BKV: q in the target vocabulary; None when the drafts are argmax tokens, whose
             q is one-hot. Not read at or above a sequence's number of drafts.
+        synthetic_rates_K: float32, r_1 to r_K: the probability that at least i drafts are accepted
+            where so many were made; must not rise. None: acceptance is real.
     """
     if sampling.all_greedy:
-        return _verify_greedy(logits_RV, rows)
+        return _verify_greedy(logits_RV, rows, sampling, synthetic_rates_K)
     target_probs_RV = sampling.probs(logits_RV, rows.sequences_R)
-    num_accepted_B = _accepted(target_probs_RV, rows, sampling, draft_probs_BKV)
+    accepted_BK = _accepted(target_probs_RV, rows, sampling, draft_probs_BKV)
+    if synthetic_rates_K is not None:
+        accepted_BK = _accepted_synthetically(rows, sampling, synthetic_rates_K)
+    num_accepted_B = _prefix_length(accepted_BK)
     weights_BV = target_probs_RV[rows.first_row_B + num_accepted_B]
     if rows.max_drafts > 0:
         at_B = num_accepted_B.clamp_max(rows.max_drafts - 1)
@@ -89,18 +100,26 @@ def verify(
         # rounding, and p itself is the right answer.
         rejected_B = num_accepted_B < rows.num_drafts_B
         usable_B1 = (rejected_B & (leftover_BV.sum(-1) > 0)).unsqueeze(1)
-        weights_BV = torch.where(usable_B1, leftover_BV, weights_BV)
+        if synthetic_rates_K is None:
+            weights_BV = torch.where(usable_B1, leftover_BV, weights_BV)
     position_B = sampling.num_outputs_B + num_accepted_B
     u_B = uniform(sampling.seeds_B, position_B, Purpose.SAMPLE)
     return Verified(num_accepted_B, sample_from_weights(weights_BV, u_B))
 
 
-def _verify_greedy(logits_RV: Tensor, rows: VerificationRows) -> Verified:
+def _verify_greedy(
+    logits_RV: Tensor,
+    rows: VerificationRows,
+    sampling: SamplingTensors,
+    synthetic_rates_K: Tensor | None,
+) -> Verified:
     best_R = logits_RV.argmax(-1)
     if rows.max_drafts == 0:
         return Verified(torch.zeros_like(best_R), best_R)
     best_BJ = best_R[rows.rows_BJ]
     accepted_BK = (best_BJ[:, :-1] == rows.draft_tokens_BK) & rows.drafted_BK
+    if synthetic_rates_K is not None:
+        accepted_BK = _accepted_synthetically(rows, sampling, synthetic_rates_K)
     num_accepted_B = _prefix_length(accepted_BK)
     next_B = best_BJ.gather(1, num_accepted_B.unsqueeze(1)).squeeze(1)
     return Verified(num_accepted_B, next_B)
@@ -112,7 +131,7 @@ def _accepted(
     sampling: SamplingTensors,
     draft_probs_BKV: Tensor | None,
 ) -> Tensor:
-    """a_b by rejection, int64 [B]."""
+    """Which drafts pass, each for itself, bool [B, K]."""
     p_BK = target_probs_RV[rows.rows_BJ[:, :-1], rows.drafts_BK]
     if draft_probs_BKV is None:
         q_BK = torch.ones_like(p_BK)
@@ -120,7 +139,16 @@ def _accepted(
         q_BK = draft_probs_BKV.gather(2, rows.drafts_BK.unsqueeze(2)).squeeze(2)
     position_BK = sampling.num_outputs_B.unsqueeze(1) + rows.columns_J[:-1]
     u_BK = uniform(sampling.seeds_B.unsqueeze(1), position_BK, Purpose.ACCEPT)
-    return _prefix_length((u_BK * q_BK < p_BK) & rows.drafted_BK)
+    return (u_BK * q_BK < p_BK) & rows.drafted_BK
+
+
+def _accepted_synthetically(
+    rows: VerificationRows, sampling: SamplingTensors, rates_K: Tensor
+) -> Tensor:
+    """Which drafts pass, whatever they are; a prefix, as the rates do not rise. Bool [B, K]."""
+    assert len(rates_K) >= rows.max_drafts, "a rate for every draft"
+    u_B = uniform(sampling.seeds_B, sampling.num_outputs_B, Purpose.SYNTHETIC)
+    return (u_B.unsqueeze(1) < rates_K[: rows.max_drafts]) & rows.drafted_BK
 
 
 def _prefix_length(accepted_BK: Tensor) -> Tensor:

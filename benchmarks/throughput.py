@@ -1,0 +1,259 @@
+"""Tokens per second of a named shape at several concurrencies; weights and acceptance are made up.
+
+    python benchmarks/throughput.py --shape qwen3-8b --method none
+    python benchmarks/throughput.py --shape qwen3-8b --method peagle --k 7 --al 3.94 \\
+        --conc 1,4,16,64 --prompt 128 --out 256
+
+Random weights at the sizes of a real model, and SYNTHETIC acceptance: after i drafts the next one
+passes with a constant probability, chosen so that a step gives AL tokens on average. All work is
+done as ever, full logits and verification included. Prints one line, RESULT and a JSON object:
+median tokens per second of each concurrency, the acceptance length really had, where the device
+spent a step, memory. It drives the `LLM` that users have.
+"""
+
+from __future__ import annotations
+
+import time
+
+STARTED = time.perf_counter()
+
+import argparse  # noqa: E402
+import json  # noqa: E402
+import os  # noqa: E402
+import random  # noqa: E402
+import sys  # noqa: E402
+import tempfile  # noqa: E402
+from dataclasses import asdict  # noqa: E402
+from pathlib import Path  # noqa: E402
+from statistics import median  # noqa: E402
+from typing import Any, get_args  # noqa: E402
+
+import torch  # noqa: E402
+from common import run_guarded  # noqa: E402
+from shapes import SHAPES, make_head, make_target  # noqa: E402
+
+from peagle import LLM, SamplingParams  # noqa: E402
+from peagle.cli.options import quiet_libraries  # noqa: E402
+from peagle.config import MAX_SPECULATIVE_TOKENS, DType  # noqa: E402
+from peagle.engine.placement import resolve_device, resolve_dtype  # noqa: E402
+from peagle.environment import environment  # noqa: E402
+from peagle.errors import UserError  # noqa: E402
+
+
+def main() -> None:
+    """Run it."""
+    args = _arguments()
+    quiet_libraries()
+    rates = acceptance_rates(args.al, args.k) if args.method != "none" else None
+    llm = build(args, rates)
+    device = llm.target.device
+    generate(llm, 1, args.prompt, 1, random.Random(1))
+    start_s = time.perf_counter() - STARTED
+    generate(llm, 1, args.prompt, min(32, args.out), random.Random(1))
+    cells = {c: measure(llm, c, args) for c in args.conc}
+    stats = llm.stats.speculation
+    result = {
+        "synthetic": True,
+        "shape": args.shape,
+        "method": args.method,
+        "k": args.k if rates else 0,
+        "al_set": args.al if rates else 1.0,
+        "al": round(stats.acceptance_length, 3),
+        "tps": {c: cell["tps"] for c, cell in cells.items()},
+        "runs": {c: cell["runs"] for c, cell in cells.items()},
+        "step_ms": {c: cell["step_ms"] for c, cell in cells.items()},
+        "prompt": args.prompt,
+        "out": args.out,
+        "first_token_s": round(start_s, 1),
+        "memory": memory(llm),
+        "environment": environment(device),
+    }
+    print("RESULT", json.dumps(result), flush=True)
+
+
+def _arguments() -> argparse.Namespace:
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--shape", default="qwen3-8b", choices=SHAPES)
+    options.add_argument("--method", default="none", choices=("none", "eagle3", "peagle"))
+    options.add_argument("--k", type=int, default=7, help="draft tokens per step (7)")
+    options.add_argument("--al", type=float, default=1.0, help="acceptance length to make up (1)")
+    options.add_argument("--conc", default="1,4,16,64", help="sequences together, a list")
+    options.add_argument("--prompt", type=int, default=128, help="tokens of a prompt (128)")
+    options.add_argument("--out", type=int, default=256, help="tokens to generate (256)")
+    options.add_argument("--repeats", type=int, default=3, help="runs of each concurrency (3)")
+    options.add_argument("--max-model-len", type=int, default=2048)
+    options.add_argument("--device", default="auto")
+    options.add_argument("--dtype", default="auto", choices=get_args(DType))
+    options.add_argument("--temperature", type=float, default=0.0)
+    options.add_argument(
+        "--profile", type=Path, help="write a table of the kernels of 8 steps here"
+    )
+    args = options.parse_args()
+    try:
+        args.conc = [int(c) for c in args.conc.split(",")]
+    except ValueError:
+        raise UserError(f"--conc is {args.conc!r}; expected numbers, like 1,4,16.") from None
+    _check(args)
+    return args
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse what would end a run in the middle, or measure something else than it says."""
+    if min(args.conc) < 1:
+        raise UserError(f"--conc is {args.conc}; expected numbers of at least 1.")
+    for name in ("prompt", "out", "repeats"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name} is {getattr(args, name)}; expected at least 1.")
+    drafts = 0
+    if args.method != "none":
+        drafts, most = args.k, MAX_SPECULATIVE_TOKENS
+        if not 1 <= drafts <= most:
+            raise UserError(f"--k is {drafts}; expected 1 to {most}. No drafts: --method none.")
+        if not 1 <= args.al <= drafts + 1:
+            raise UserError(f"--al is {args.al}; expected 1 to {drafts + 1}, which --k allows.")
+    # At the end of the context outputs are cut, and so are drafts.
+    longest = min(args.max_model_len, SHAPES[args.shape].config["max_position_embeddings"])
+    if (length := args.prompt + args.out + drafts) > longest:
+        raise UserError(
+            f"--prompt {args.prompt} and --out {args.out} make {length} tokens with the last "
+            f"drafts; expected at most {longest}, of --max-model-len and the shape's positions."
+        )
+    if args.profile:
+        if resolve_device(args.device).type != "cuda":
+            raise UserError(f"--profile is {str(args.profile)!r}; it needs a GPU: leave it out.")
+        try:
+            args.profile.open("a").close()
+        except OSError as error:
+            raise UserError(f"--profile cannot be written: {error}.") from None
+
+
+def acceptance_rates(acceptance_length: float, k: int) -> list[float]:
+    """P(at least i drafts pass) = p^i with 1 + p + ... + p^K = the acceptance length."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        p = (low + high) / 2
+        if 1 + sum(p**i for i in range(1, k + 1)) < acceptance_length:
+            low = p
+        else:
+            high = p
+    return [low**i for i in range(1, k + 1)]
+
+
+def build(args: argparse.Namespace, rates: list[float] | None) -> LLM:
+    """The engine that users get, on random weights."""
+    device = resolve_device(args.device)
+    shape, base = SHAPES[args.shape], _folder(args.shape)
+    target = make_target(shape, base, resolve_dtype(args.dtype, device), device)
+    speculative = None
+    if rates is not None:
+        head = base / args.method
+        make_head(target, shape, args.method, head)
+        speculative = {
+            "model": str(head),
+            "num_speculative_tokens": args.k,
+            "rejection_sample_method": "synthetic",
+            "synthetic_acceptance_rates": rates,
+        }
+    return LLM(
+        model=target,
+        speculative_config=speculative,
+        max_model_len=min(args.max_model_len, target.max_model_len),
+        max_num_seqs=max(args.conc),
+        enable_prefix_caching=False,
+    )
+
+
+def _folder(shape: str) -> Path:
+    """Where the tokenizer and the heads of a shape stay for the next run."""
+    try:
+        folder = Path(tempfile.gettempdir(), "peagle-shapes", shape)
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UserError(
+            f"No folder for temporary models: {error}. Set TMPDIR to one that can be written."
+        ) from None
+    return folder
+
+
+def generate(
+    llm: LLM, count: int, prompt: int, out: int, source: random.Random, **params: Any
+) -> int:
+    """Complete random prompts; returns the number of new tokens."""
+    first, last = llm.target.vocab_size // 150, llm.target.vocab_size * 2 // 3
+    prompts = [[source.randrange(first, last) for _ in range(prompt)] for _ in range(count)]
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=out, ignore_eos=True, **params))
+    return sum(len(output.token_ids) for output in outputs)
+
+
+def measure(llm: LLM, concurrency: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Runs at one concurrency: their speed, and where the time of a step went."""
+    source = random.Random(concurrency)
+    options = {"temperature": args.temperature}
+    generate(llm, concurrency, args.prompt, min(16, args.out), source, **options)
+    speeds, before, seconds = [], llm.stats, 0.0
+    for _ in range(args.repeats):
+        start = time.perf_counter()
+        tokens = generate(llm, concurrency, args.prompt, args.out, source, **options)
+        speeds.append(tokens / (time.perf_counter() - start))
+        seconds += time.perf_counter() - start
+    after = llm.stats
+    if args.profile:
+        profile(llm, concurrency, args, source)
+    cell = {
+        "tps": round(median(speeds), 1),
+        "runs": [round(speed, 1) for speed in speeds],
+        "step_ms": split(before, after, seconds),
+    }
+    print(f"# synthetic {args.shape} {args.method} c={concurrency}", json.dumps(cell), flush=True)
+    return cell
+
+
+def split(before: Any, after: Any, seconds: float) -> dict[str, float]:
+    """Milliseconds of a decode step by part, over all steps, and over those of the largest graph.
+
+    `other` is all else: prompts, the host, the gaps.
+    """
+    steps: dict[int, dict[str, float]] = {}
+    for rows, times in after.step_times.items():
+        earlier = asdict(before.step_times[rows]) if rows in before.step_times else {}
+        steps[rows] = {k: v - earlier.get(k, 0) for k, v in asdict(times).items()}
+    steps = {rows: counts for rows, counts in steps.items() if counts["num_steps"]}
+    if not steps:
+        return {"whole": round(1000 * seconds / (after.num_steps - before.num_steps), 3)}
+    parts = {k: sum(counts[k] for counts in steps.values()) for k in steps[max(steps)]}
+    count, full = parts.pop("num_steps"), steps[max(steps)]
+    parts["other"] = seconds - sum(parts.values())
+    full_count = full.pop("num_steps")
+    mean = {name: round(1000 * part / count, 3) for name, part in parts.items()}
+    return mean | {f"full_{k}": round(1000 * part / full_count, 3) for k, part in full.items()}
+
+
+def profile(llm: LLM, concurrency: int, args: argparse.Namespace, source: random.Random) -> None:
+    """A table of the kernels of a short run, most expensive first."""
+    from torch.profiler import ProfilerActivity
+
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as record:
+        generate(llm, concurrency, args.prompt, min(args.out, 32), source)
+    averages = record.key_averages()
+    table = averages.table(sort_by="cuda_time_total", row_limit=60, max_name_column_width=90)
+    with args.profile.open("a", encoding="utf-8") as file:
+        print(f"== {args.method} c={concurrency}", table, sep="\n", file=file)
+
+
+def memory(llm: LLM) -> dict[str, Any]:
+    """GiB at the peak, and the plan made at the start."""
+    plan = getattr(llm.engine, "memory_plan", None)
+    facts: dict[str, Any] = {"plan": None if plan is None else asdict(plan)}
+    if llm.target.device.type == "cuda":
+        facts["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+        facts["reserved_gib"] = round(torch.cuda.max_memory_reserved() / 2**30, 2)
+    return facts
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    run_guarded(main)
+    sys.stdout.flush()

@@ -1,0 +1,207 @@
+"""How a product of few rows is cut, and whether it is better than the library's.
+
+The rules are of an H100 in bfloat16 at the shapes of Qwen3-8B and its drafter, which
+`benchmarks/kernels/bench_skinny_linear.py` times; other shapes get what the nearest of these gets.
+
+Shapes: M rows of x, N rows of the weight, K inputs. For gate and up in one weight N counts both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+Kind = Literal["xw", "wx", "gemv"]
+KINDS: tuple[str, ...] = get_args(Kind)
+MAX_BLOCK_M = 64
+H100_SHARED_BYTES = 232_448  # of one program
+_TILE_BYTES = 16 * 1024  # of the weight, in one step of one program
+_SHARED_BYTES = 200_000  # of a multiprocessor, to be shared by its programs
+# Up to how many rows ours is faster, by the smallest number of weights; smaller is not measured.
+_FASTER = ((2**26, 64), (2**25, 32), (2**22, 16))
+_FASTER_SWIGLU = ((2**25, 64), (2**24, 32), (2**22, 16))
+
+
+@dataclass(frozen=True, slots=True)
+class SkinnyConfig:
+    """How the work is cut. Block sizes are powers of two.
+
+    Attributes:
+        block_m: rows of x in a tile; from 16 on, from 8 on for "wx", 1 for "gemv".
+        block_n: rows of the weight in a tile; `skinny_swiglu` takes so many of gate and of up.
+        block_k: of a tile, at each step.
+        split_k: programs that share the sum over K of one tile.
+        num_warps: Triton's.
+        num_stages: tiles that are loaded ahead, plus one; for "gemv" 1 loads into registers.
+        kind: "xw" multiplies x W^T in the matrix unit, "wx" W x^T; "gemv" does without.
+        tma: load the weight through a tensor descriptor.
+        pdl: start while the kernel before this one ends, and let the next do so. That must not
+            have written the weight.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    split_k: int
+    num_warps: int
+    num_stages: int
+    kind: Kind = "xw"
+    tma: bool = False
+    pdl: bool = False
+
+    def to_ints(self) -> list[int]:
+        """As an operator can take it."""
+        fields = dataclasses.asdict(self)
+        return [int(v) for v in {**fields, "kind": KINDS.index(self.kind)}.values()]
+
+    @staticmethod
+    def from_ints(numbers: list[int]) -> SkinnyConfig:
+        """Back from `to_ints`."""
+        *sizes, kind, tma, pdl = numbers
+        name: Any = KINDS[kind]
+        return SkinnyConfig(*sizes, kind=name, tma=bool(tma), pdl=bool(pdl))
+
+    def stage_bytes(self, itemsize: int, *, swiglu: bool = False) -> int:
+        """Shared memory of one stage: a tile of x, and one of the weight or two."""
+        rows = self.block_m + self.block_n * (2 if swiglu else 1)
+        return rows * self.block_k * itemsize
+
+
+def max_skinny_rows(n: int, k: int, itemsize: int = 2, *, swiglu: bool = False) -> int:
+    """Up to how many rows the Triton kernel is faster than cuBLAS; 0: never.
+
+    The larger the weight, the longer it is the weight that costs. At 32 rows cuBLAS is faster for
+    4096 x 4096 and as fast for 6144 x 4096, at 64 as fast for 4096 x 12288. With `swiglu` it is a
+    product and another kernel for silu(gate) * up that ours is compared with.
+    """
+    if itemsize != 2 or k * itemsize % 16:
+        return 0
+    limits = _FASTER_SWIGLU if swiglu else _FASTER
+    return next((rows for size, rows in limits if n * k >= size), 0)
+
+
+def prefers_skinny(m: int, n: int, k: int, itemsize: int = 2, *, swiglu: bool = False) -> bool:
+    """Whether the Triton kernel is faster than cuBLAS at this shape."""
+    return 0 < m <= max_skinny_rows(n, k, itemsize, swiglu=swiglu)
+
+
+def choose_config(
+    m: int,
+    n: int,
+    k: int,
+    itemsize: int,
+    num_sms: int,
+    *,
+    swiglu: bool = False,
+    tma: bool = False,
+    pdl: bool = False,
+    shared_bytes: int = H100_SHARED_BYTES,
+) -> SkinnyConfig:
+    """A configuration from shapes alone.
+
+    Args:
+        m, n, k: rows of x, rows of the weight, inputs.
+        itemsize: bytes of a number.
+        num_sms: multiprocessors.
+        swiglu: the weight is gate and up; n counts both.
+        tma: there are tensor descriptors, and the weight is aligned as they need it.
+        pdl: begin while the kernel before ends where that was measured to be faster (experimental).
+        shared_bytes: shared memory that one program may have.
+    """
+    tiles = -(-n // (128 if swiglu else 64))
+    if itemsize == 4 or m > MAX_BLOCK_M:
+        config = _by_size(m, n, k, itemsize, num_sms, swiglu=swiglu)
+    elif m == 1:
+        config = _one_row(n, k, swiglu=swiglu, pdl=pdl)
+    elif tiles < 0.45 * num_sms:
+        config = _by_size(m, n, k, itemsize, num_sms, swiglu=swiglu)
+    elif swiglu:
+        config = _swiglu(m, tma=tma)
+    elif m <= 16:
+        config = _up_to_16(tiles, k, num_sms, tma=tma, pdl=pdl)
+    else:
+        config = _up_to_64(m, n, tiles, num_sms, tma=tma, pdl=pdl)
+    if config.kind != "gemv":
+        stages = shared_bytes // config.stage_bytes(itemsize, swiglu=swiglu)
+        in_registers = config.kind == "xw" and config.block_m < 64
+        stages = min(config.num_stages, stages + in_registers)
+        config = dataclasses.replace(config, num_stages=max(stages, 1))
+    return config
+
+
+def _one_row(n: int, k: int, *, swiglu: bool, pdl: bool) -> SkinnyConfig:
+    """Many small programs that load into registers; the matrix unit would have nothing to do."""
+    pdl = pdl and k <= 8192 and n < 2**16
+    config = SkinnyConfig(1, 4, 1024, 1, 2, 1, kind="gemv")
+    if pdl:
+        config = SkinnyConfig(1, 16, 512, 1, 4, 1, kind="gemv", pdl=True)
+    block_k = min(config.block_k, max(32, 1 << (k - 1).bit_length()))
+    return dataclasses.replace(config, block_n=config.block_n >> swiglu, block_k=block_k)
+
+
+def _swiglu(m: int, *, tma: bool) -> SkinnyConfig:
+    """Few stages: there are two tiles of the weight in each."""
+    block_m = 16 if m <= 16 else 32 if m <= 32 else 64
+    if tma:
+        return SkinnyConfig(block_m, 64, 128, 1, 4, 4 if m <= 16 else 3, kind="wx", tma=True)
+    return SkinnyConfig(block_m, 32, 128, 1, 4, 4 if m <= 32 else 3)
+
+
+def _up_to_16(tiles: int, k: int, num_sms: int, *, tma: bool, pdl: bool) -> SkinnyConfig:
+    """Tiles of 64 rows of the weight, as wgmma takes them; half as tall where K is long and all
+    of these run at once.
+    """
+    at_once = 2 * tiles <= num_sms
+    if at_once and (k >= 8192 or pdl or not tma):
+        return SkinnyConfig(16, 32, 256, 1, 4, 6, pdl=pdl)
+    if tma:
+        pdl = pdl and tiles > num_sms
+        return SkinnyConfig(16, 64, 128, 1, 4, 6, kind="wx", tma=True, pdl=pdl)
+    return SkinnyConfig(16, 64, 128, 1, 4, 4, kind="wx")
+
+
+def _up_to_64(m: int, n: int, tiles: int, num_sms: int, *, tma: bool, pdl: bool) -> SkinnyConfig:
+    """Tall tiles, which read x less often, where the last wave of them is nearly full; K is split
+    where there are fewer tiles than multiprocessors.
+    """
+    block_m = 32 if m <= 32 else 64
+    tall = -(-n // 128)
+    waves = -(-tall // num_sms)
+    at_once = 2 * tiles <= num_sms
+    if tall > num_sms and tall >= 0.9 * waves * num_sms:
+        return SkinnyConfig(block_m, 128, 128, 1, 4 if tma else 8, 3, kind="wx", tma=tma)
+    if block_m == 64 and tiles < 0.9 * num_sms and not at_once:
+        return SkinnyConfig(block_m, 32, 128, 1, 4, 4)
+    split_k = 2 if tiles < 0.9 * num_sms else 1
+    if tma:
+        pdl = pdl and (at_once or tiles > num_sms)
+        return SkinnyConfig(block_m, 64, 128, split_k, 4, 4, kind="wx", tma=True, pdl=pdl)
+    return SkinnyConfig(block_m, 64, 128, split_k, 4, 4 if m <= 32 else 6 if at_once else 3)
+
+
+def _by_size(m: int, n: int, k: int, itemsize: int, num_sms: int, *, swiglu: bool) -> SkinnyConfig:
+    """Where nothing was measured.
+
+    Tiles as tall as still give a program to nine of ten multiprocessors, which saves reading x
+    again; with many rows x counts, and K is split before tiles get low. Programs are all resident
+    where there are at most three a multiprocessor, and so end together. They share its memory.
+    """
+    block_m = min(max(16, 1 << max(m - 1, 0).bit_length()), MAX_BLOCK_M)
+    wanted = 0.9 * num_sms / -(-m // block_m)
+    lowest = 32 if block_m == 16 else 64
+    block_n = 128
+    while block_n > lowest and -(-n // block_n) < wanted:
+        block_n //= 2
+    if itemsize == 4:
+        block_n = 32  # multiplied without the matrix unit, out of registers
+    block_k = min(max(_TILE_BYTES // (block_n * itemsize), 32), 256)
+    tiles = -(-n // block_n)
+    split_k = 1
+    while tiles * split_k < wanted and split_k < 8 and k >= 8 * split_k * block_k:
+        split_k *= 2
+    resident = min(max(1, -(-tiles * split_k // num_sms)), 3)
+    tiles_in_memory = _SHARED_BYTES // resident // ((block_n + block_m) * block_k * itemsize)
+    # Up to 32 rows the tile that is multiplied is in registers already.
+    num_stages = min(max(2, tiles_in_memory + (block_m < 64)), 6)
+    return SkinnyConfig(block_m, block_n >> swiglu, block_k, split_k, 4, num_stages)

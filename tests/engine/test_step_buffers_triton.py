@@ -1,0 +1,288 @@
+"""What the host writes for a captured step, and what then stands on the device.
+
+No kernel runs here; on a card the copies run behind the host's back.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from peagle.config import SamplingParams
+from peagle.engine.graph_runner import StepSizes
+from peagle.engine.sequence import Sequence, SequenceStatus
+
+pytest.importorskip("triton", reason="needs triton")
+
+from peagle.engine.step_buffers_triton import HostWritten, StepBuffers
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+ROWS, K, WIDTH, STOP_IDS, VOCAB = 5, 3, 12, 4, 100
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
+
+
+def sleep(device: torch.device) -> None:
+    """Keep a card busy, so that copies are late."""
+    if device.type == "cuda":
+        torch.cuda._sleep(20_000_000)
+
+
+# ---- host and device ------------------------------------------------------------------------
+
+
+def test_one_allocation_holds_all(device: torch.device) -> None:
+    shapes = {"row": (3,), "table": (2, 4), "one": (1,), "empty": (0,)}
+    written = HostWritten(shapes, torch.int64, device)
+    first = written.on_device["row"]
+    ends: set[int] = set()
+    for name, shape in shapes.items():
+        tensor, array = written.on_device[name], written.on_host[name]
+        assert tensor.shape == array.shape == shape
+        assert tensor.dtype == torch.int64 and tensor.device.type == device.type
+        assert tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        places = range(tensor.storage_offset(), tensor.storage_offset() + tensor.numel())
+        assert not ends & {*places}, "two of them share memory"
+        ends |= {*places}
+    assert ends == set(range(3 + 8 + 1))
+
+
+def test_what_is_written_arrives_with_the_upload(device: torch.device) -> None:
+    written = HostWritten({"a": (2,), "b": (2, 2)}, torch.float32, device)
+    written.on_host["a"][:] = [0.5, 1.5]
+    written.on_host["b"][1] = 7
+    assert written.on_device["a"].tolist() == [0, 0]
+    written.upload()
+    assert written.on_device["a"].tolist() == [0.5, 1.5]
+    assert written.on_device["b"].tolist() == [[0, 0], [7, 7]]
+
+
+def test_twins_take_turns(device: torch.device) -> None:
+    """A copy that is under way reads one twin: the next is written into the other."""
+    written = HostWritten({"a": (1000,)}, torch.int64, device)
+    target = written.on_device["a"]
+    seen = []
+    for value in range(1, 6):
+        before = written.on_host["a"][0]
+        assert before == max(value - 2, 0), "what was written two uploads ago"
+        written.on_host["a"][:] = value
+        sleep(device)
+        written.upload()
+        # Already while the copy waits.
+        assert written.on_host["a"][0] == value - 1
+        seen.append(target.clone())
+    assert [set(values.tolist()) for values in seen] == [{1}, {2}, {3}, {4}, {5}]
+
+
+@pytest.mark.gpu
+def test_a_late_copy_brings_what_was_uploaded() -> None:
+    device = torch.device("cuda")
+    written = HostWritten({"a": (100_000,)}, torch.int64, device)
+    written.on_host["a"][:] = 1
+    sleep(device)
+    event = torch.cuda.Event()
+    written.upload()
+    event.record()
+    written.on_host["a"][:] = 2  # of the next upload
+    assert not event.query(), "the host has waited for the copy"
+    torch.cuda.synchronize()
+    assert written.on_device["a"].eq(1).all()
+
+
+# ---- sequences ------------------------------------------------------------------------------
+
+
+def make_buffers(device: torch.device, rates: tuple[float, ...] | None = None) -> StepBuffers:
+    sizes = StepSizes(
+        num_seqs=ROWS,
+        num_drafts=K,
+        table_width=WIDTH,
+        num_stop_ids=STOP_IDS,
+        block_size=4,
+        max_model_len=48,
+        max_draft_len=40,
+        synthetic_rates=rates,
+    )
+    return StepBuffers(sizes, device)
+
+
+def make_sequence(seq_id: int, rng: random.Random) -> Sequence:
+    """As it may stand between two steps."""
+    params = SamplingParams(
+        max_tokens=rng.randrange(20, 30),
+        min_tokens=rng.randrange(3),
+        temperature=rng.choice([0.0, 0.25, 0.5]),
+        top_k=rng.choice([0, 7, 10_000]),
+        top_p=rng.choice([1.0, 0.5]),
+        min_p=rng.choice([0.0, 0.125]),
+    )
+    stops = frozenset(rng.sample(range(VOCAB), rng.randrange(STOP_IDS + 1)))
+    prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 9))]
+    sequence = Sequence(
+        seq_id,
+        prompt,
+        params,
+        seed=rng.randrange(2**63),
+        stop_token_ids=stops,
+        num_speculative_tokens=rng.randrange(K + 1),
+        drafter_start=rng.randrange(3),
+    )
+    sequence.token_ids += [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 6))]
+    sequence.drafts = [rng.randrange(VOCAB) for _ in range(sequence.num_speculative_tokens)]
+    sequence.block_table = rng.sample(range(1, 500), rng.randrange(1, 5))
+    return sequence
+
+
+def end(sequence: Sequence) -> None:
+    """As the scheduler leaves one that has ended."""
+    sequence.status, sequence.block_table = SequenceStatus.FINISHED, []
+
+
+def check(buffers: StepBuffers, sequences: list[Sequence]) -> None:
+    """What the device holds of each sequence, and that the rows behind are nobody's."""
+    state, limits, sampling = buffers.state, buffers.limits, buffers.sampling
+    for row, s in enumerate(sequences):
+        expected: list[tuple[Any, float]] = [
+            (state.last_tokens_B, s.token_ids[-1]),
+            (state.first_positions_B, len(s.token_ids) - 1),
+            (state.num_outputs_B, len(s.output_token_ids)),
+            (state.num_drafts_B, len(s.drafts)),
+            (state.finish_B, 0),
+            (limits.min_tokens_B, s.params.min_tokens),
+            (limits.max_tokens_B, s.params.max_tokens),
+            (limits.num_speculative_B, s.num_speculative_tokens),
+            (sampling.temperature_B, s.params.temperature),
+            (sampling.top_k_B, min(s.params.top_k, VOCAB)),
+            (sampling.top_p_B, s.params.top_p),
+            (sampling.min_p_B, s.params.min_p),
+            (sampling.seeds_B, s.seed),
+            (buffers.active_B, 1),
+            (buffers.context_starts_B, s.drafter_start),
+        ]
+        for index, (tensor, value) in enumerate(expected):
+            assert tensor[row].item() == value, (row, index)
+        stops = limits.stop_ids_BE[row].tolist()
+        assert {*stops} - {-1} == s.stop_token_ids
+        assert stops.count(-1) == STOP_IDS - len(s.stop_token_ids)
+        assert buffers.drafts_BK[row, : len(s.drafts)].tolist() == s.drafts
+        assert buffers.block_tables_BM[row, : len(s.block_table)].tolist() == s.block_table
+    behind = slice(len(sequences), None)
+    assert buffers.active_B[behind].eq(0).all()
+    assert limits.stop_ids_BE[behind].eq(-1).all()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_each_batch_replaces_the_one_before(device: torch.device, seed: int) -> None:
+    """Longer ones and shorter ones, with tables that grow in between."""
+    rng, buffers = random.Random(seed), make_buffers(device)
+    for batch in range(6):
+        count = ROWS if batch == 0 else rng.randrange(1, ROWS + 1)
+        sequences = [make_sequence(i, rng) for i in range(count)]
+        # What the steps before have made of it on the device.
+        for name in buffers.state.__dataclass_fields__:
+            getattr(buffers.state, name).fill_(2)
+        buffers.drafts_BK.fill_(-5)
+        buffers.upload(sequences, VOCAB)
+        check(buffers, sequences)
+        for _ in range(rng.randrange(3)):
+            for sequence in sequences:
+                sequence.block_table += rng.sample(range(500, 900), rng.randrange(3))
+            buffers.upload_tables(sequences)
+            check(buffers, sequences)
+
+
+def test_state_and_drafts_of_the_device_are_left_alone_by_tables(device: torch.device) -> None:
+    buffers, rng = make_buffers(device), random.Random(3)
+    sequences = [make_sequence(i, rng) for i in range(3)]
+    buffers.upload(sequences, VOCAB)
+    for name in buffers.state.__dataclass_fields__:
+        getattr(buffers.state, name).fill_(31)
+    buffers.drafts_BK.fill_(32)
+    sequences[1].block_table.append(17)
+    buffers.upload_tables(sequences)
+    for name in buffers.state.__dataclass_fields__:
+        assert getattr(buffers.state, name).eq(31).all(), name
+    assert buffers.drafts_BK.eq(32).all()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_blocks_that_grow_over_several_steps_all_arrive(device: torch.device, seed: int) -> None:
+    """Each twin has missed what went through the other."""
+    rng, buffers = random.Random(seed), make_buffers(device)
+    sequences = [make_sequence(i, rng) for i in range(4)]
+    fresh = iter(range(1000, 2000))
+    expected = [list(s.block_table) for s in sequences]
+    buffers.upload(sequences, VOCAB)
+    for step in range(8):
+        for row, sequence in enumerate(sequences):
+            # The first grows at each step, the last not at all.
+            if row == 0 or (row < 3 and rng.random() < 0.4):
+                sequence.block_table.append(next(fresh))
+                expected[row] = list(sequence.block_table)
+        sleep(device)
+        buffers.upload_tables(sequences)
+        for row, blocks in enumerate(expected):
+            found = buffers.block_tables_BM[row, : len(blocks)].tolist()
+            assert found == blocks, (step, row)
+    assert len(expected[0]) == len(sequences[0].block_table) > 8
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 2])
+def test_who_has_ended_keeps_its_row(device: torch.device, num_before: int) -> None:
+    """Its blocks are gone, and on the device it still stands among those that go on.
+
+    It ends after so many uploads of tables: one twin may not have known it yet.
+    """
+    buffers, rng = make_buffers(device), random.Random(1)
+    # A batch before, of which the rows must not come back.
+    buffers.upload([make_sequence(i, rng) for i in range(ROWS)], VOCAB)
+    buffers.upload_tables([])
+    sequences = [make_sequence(i, rng) for i in range(3)]
+    buffers.upload(sequences, VOCAB)
+    for block in range(num_before):
+        for sequence in sequences:
+            sequence.block_table.append(600 + block)
+        buffers.upload_tables(sequences)
+    kept = list(sequences[1].block_table)
+    end(sequences[1])
+    for block in range(3):
+        sequences[0].block_table.append(700 + block)
+        buffers.upload_tables(sequences)
+        assert buffers.block_tables_BM[1, : len(kept)].tolist() == kept
+        check_tables(buffers, sequences)
+
+
+def test_a_row_of_the_next_batch_is_not_that_of_one_who_ended(device: torch.device) -> None:
+    buffers, rng = make_buffers(device), random.Random(2)
+    sequences = [make_sequence(i, rng) for i in range(2)]
+    for _ in range(3):
+        buffers.upload(sequences, VOCAB)
+        buffers.upload_tables(sequences)
+        check_tables(buffers, sequences)
+        end(sequences[0])
+        buffers.upload_tables(sequences)
+        sequences = [make_sequence(i, rng) for i in range(3)]
+
+
+def check_tables(buffers: StepBuffers, sequences: list[Sequence]) -> None:
+    for row, sequence in enumerate(sequences):
+        blocks = sequence.block_table
+        assert buffers.block_tables_BM[row, : len(blocks)].tolist() == blocks, row
+
+
+def test_sizes_without_drafts_and_with_made_up_acceptance(device: torch.device) -> None:
+    sizes = StepSizes(2, 0, 6, STOP_IDS, block_size=4, max_model_len=24, max_draft_len=0)
+    plain = StepBuffers(sizes, device)
+    assert plain.drafts_BK.shape == (2, 1)
+    assert plain.report_RX.shape == (3, 6)
+    assert plain.synthetic is None
+    rates = (0.75, 0.5, 0.25)
+    synthetic = make_buffers(device, rates).synthetic
+    assert synthetic is not None
+    assert synthetic.rates_K.tolist() == list(rates)

@@ -1,0 +1,401 @@
+"""The throughput benchmark on the tiny shape: what it prints, what it refuses, whom it measures."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from peagle import LLM
+from peagle.config import MAX_SPECULATIVE_TOKENS
+from peagle.engine import LLMEngine
+from peagle.engine.stats import StepTimes
+from peagle.models.drafter import Drafter
+from peagle.models.target import TargetModel
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "benchmarks"
+SCRIPT = FOLDER / "throughput.py"
+if not SCRIPT.is_file():
+    pytest.skip("a source archive has no benchmarks", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def throughput() -> Iterator[ModuleType]:
+    """The script as a module."""
+    beside = {path.stem for path in FOLDER.glob("*.py")}
+    assert not beside & set(sys.modules), "another module has the name of a script"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(FOLDER)
+        import throughput  # type: ignore[import-not-found]
+
+        yield throughput
+    for name in beside & set(sys.modules):
+        del sys.modules[name]
+
+
+@pytest.fixture
+def run(
+    throughput: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> Any:
+    """run(options) -> (exit status, stdout, stderr), in this process."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def run(*options: str) -> tuple[Any, str, str]:
+        words = ["--shape", "tiny", "--device", "cpu", "--prompt", "6", *options]
+        monkeypatch.setattr(sys, "argv", ["throughput.py", *words])
+        status: Any = 0
+        try:
+            throughput.run_guarded(throughput.main)
+        except SystemExit as ended:
+            status = ended.code
+        stdout, stderr = capsys.readouterr()
+        return status, stdout, stderr
+
+    return run
+
+
+def result_of(stdout: str) -> dict[str, Any]:
+    """The RESULT line, of which there is one; NaN and Infinity are no JSON."""
+    (line,) = (line for line in stdout.splitlines() if line.startswith("RESULT"))
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    return json.loads(line.removeprefix("RESULT "), parse_constant=refuse)
+
+
+# ---- what it prints -------------------------------------------------------------------------
+
+CONCURRENCY, OUT, REPEATS, K, LENGTH = (2, 16), 200, 2, 3, 2.5
+
+
+@pytest.mark.parametrize("method", ["none", "peagle", "eagle3"])
+def test_result_of_a_run(method: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--shape", "tiny", "--device", "cpu"]
+    command += ["--method", method, "--k", str(K), "--al", str(LENGTH), "--prompt", "8"]
+    command += ["--conc", "2,16", "--out", str(OUT), "--repeats", str(REPEATS)]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "TMPDIR": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    result = result_of(done.stdout)
+    drafts = method != "none"
+    expected = {
+        "synthetic": True,
+        "shape": "tiny",
+        "method": method,
+        "k": K if drafts else 0,
+        "al_set": LENGTH if drafts else 1.0,
+        "prompt": 8,
+        "out": OUT,
+    }
+    assert {name: result[name] for name in expected} == expected
+    assert {"commit", "device", "torch"} <= result["environment"].keys()
+    assert result["first_token_s"] > 0
+    for name in ("tps", "runs", "step_ms"):
+        assert list(result[name]) == ["2", "16"]
+    for concurrency, speed in result["tps"].items():
+        runs = result["runs"][concurrency]
+        assert len(runs) == REPEATS
+        assert min(runs) <= speed <= max(runs) and min(runs) > 0
+    # Every line that bears a figure says that it is made up.
+    cells = [line for line in done.stdout.splitlines() if "tps" in line]
+    assert len(cells) == len(CONCURRENCY) + 1
+    assert all("synthetic" in line for line in cells)
+    if drafts:
+        assert abs(result["al"] - LENGTH) < acceptance_error(num_tokens=REPEATS * 18 * OUT) < 0.1
+    else:
+        assert result["al"] == 1.0
+
+
+def acceptance_error(num_tokens: int) -> float:
+    """Four standard errors of the mean acceptance length over so many tokens.
+
+    A step accepts a drafts with P(a >= i) = p^i, hence E[a^2] = sum of (2i - 1) p^i.
+    """
+    p = next(x / 1e4 for x in range(10_001) if sum((x / 1e4) ** i for i in range(K + 1)) >= LENGTH)
+    mean = sum(p**i for i in range(1, K + 1))
+    variance = sum((2 * i - 1) * p**i for i in range(1, K + 1)) - mean**2
+    return 4 * math.sqrt(variance / (num_tokens / LENGTH))
+
+
+@pytest.mark.parametrize("k", [1, 3, 7, MAX_SPECULATIVE_TOKENS])
+def test_rates_add_up_to_the_acceptance_length(throughput: ModuleType, k: int) -> None:
+    for length in (1.0, 1.5, (k + 2) / 2, k + 1):
+        rates = throughput.acceptance_rates(length, k)
+        assert len(rates) == k
+        assert 1 + sum(rates) == pytest.approx(length, abs=1e-6)
+        assert all(0 <= later <= rate <= 1 for rate, later in pairwise(rates))
+        if rates[0] > 0.1:
+            steps = [later / rate for rate, later in pairwise(rates)]
+            assert steps == pytest.approx([rates[0]] * (k - 1)), "a constant probability"
+
+
+def test_speed_is_new_tokens_over_their_time(
+    throughput: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    now = 7.0
+
+    def generate(llm: Any, count: int, prompt: int, out: int, *rest: Any, **params: Any) -> int:
+        nonlocal now
+        now += [1.0, 0.5, 0.25, 0.125][len(calls)]
+        calls.append(out)
+        llm.stats = SimpleNamespace(num_steps=llm.stats.num_steps + 50, step_times={})
+        return 100
+
+    monkeypatch.setattr(throughput, "generate", generate)
+    monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: now))
+    llm = SimpleNamespace(stats=SimpleNamespace(num_steps=0, step_times={}))
+    args = SimpleNamespace(
+        temperature=0.0, prompt=4, out=64, repeats=3, profile=None, shape="tiny", method="none"
+    )
+    cell = throughput.measure(llm, 4, args)
+    assert calls == [16, 64, 64, 64], "one to warm up, which does not count"
+    assert cell["runs"] == [200, 400, 800]
+    assert cell["tps"] == 400, "the median"
+    assert cell["step_ms"] == {"whole": pytest.approx(875 / 150, abs=0.001)}
+
+
+def test_parts_of_a_step_are_those_of_the_time_between(throughput: ModuleType) -> None:
+    early = StepTimes(num_steps=10, target=1.0, verify=0.5, draft=0.25)
+    late = StepTimes(num_steps=30, target=3.0, verify=0.9, draft=0.45)
+    before = SimpleNamespace(num_steps=5, step_times={4: early, 1: early})
+    after = SimpleNamespace(
+        num_steps=99, step_times={4: late, 1: early, 8: replace(early, target=2.0)}
+    )
+    # Of 20 steps with 4 rows and 10 with 8: 3 + 1 = 4 s of target, and so on; the rest is 0.65 s.
+    parts = throughput.split(before, after, seconds=6.0)
+    assert parts == {
+        "target": pytest.approx(4000 / 30, abs=0.001),
+        "verify": pytest.approx(900 / 30, abs=0.001),
+        "draft": pytest.approx(450 / 30, abs=0.001),
+        "other": pytest.approx(650 / 30, abs=0.001),
+        "full_target": 200.0,
+        "full_verify": 50.0,
+        "full_draft": 25.0,
+    }
+
+
+# ---- what it refuses ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--conc many", "--conc is 'many'; expected numbers"),
+        ("--conc 1,,4", "--conc is '1,,4'; expected numbers"),
+        ("--conc 4,0", "--conc is [4, 0]; expected numbers of at least 1"),
+        ("--conc 1.5", "--conc is '1.5'"),
+        ("--method peagle --k 3 --al 4.5", "--al is 4.5; expected 1 to 4"),
+        ("--method eagle3 --k 3 --al 0.9", "--al is 0.9; expected 1 to 4"),
+        ("--method peagle --al nan", "--al is nan; expected 1 to 8"),
+        ("--al much", "argument --al: invalid float value: 'much'"),
+        ("--method peagle --k 0", "--k is 0; expected 1 to 64"),
+        ("--method peagle --k -2", "--k is -2; expected 1 to 64"),
+        ("--method eagle3 --k 65 --al 2", "--k is 65; expected 1 to 64"),
+        ("--k several", "argument --k: invalid int value: 'several'"),
+        ("--prompt 0", "--prompt is 0; expected at least 1"),
+        ("--out 0", "--out is 0; expected at least 1"),
+        ("--repeats 0", "--repeats is 0; expected at least 1"),
+        ("--prompt 1000 --out 100", "make 1100 tokens with the last drafts; expected at most 1024"),
+        ("--max-model-len 30 --out 25", "make 31 tokens with the last drafts; expected at most 30"),
+        ("--method peagle --prompt 1000 --out 20", "make 1027 tokens"),
+        ("--temperature -1", "temperature is -1.0; expected"),
+        ("--device moon", "device is 'moon'"),
+        ("--dtype float7", "argument --dtype: invalid choice: 'float7'"),
+        ("--method medusa", "argument --method: invalid choice: 'medusa'"),
+        ("--shape huge", "argument --shape: invalid choice: 'huge'"),
+    ],
+)
+def test_mistakes_are_named(run: Any, options: str, message: str) -> None:
+    status, stdout, stderr = run(*options.split())
+    assert status == 2
+    assert message in stderr
+    assert "Traceback" not in stderr
+    assert "RESULT" not in stdout
+
+
+def test_a_mistake_ends_the_process_with_status_2(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--conc", "1,x"],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "error: --conc is '1,x'; expected numbers, like 1,4,16.\n"
+    assert done.stdout == ""
+    assert list(tmp_path.iterdir()) == [], "nothing was made for it"
+
+
+def test_no_card(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    status, _, stderr = run("--device", "cuda")
+    assert status == 2
+    assert stderr.startswith("error: device is 'cuda', which torch does not have here")
+    status, _, stderr = run("--profile", "kernels.txt")
+    assert status == 2
+    assert stderr.startswith("error: --profile is 'kernels.txt'; it needs a GPU")
+
+
+@pytest.mark.parametrize("name", ["peagle-shapes", "peagle-shapes/tiny"])
+def test_a_temporary_folder_that_cannot_be_written(run: Any, tmp_path: Path, name: str) -> None:
+    # A file in its place: permissions do not stop root, as whom tests run in containers.
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("")
+    status, stdout, stderr = run("--conc", "1")
+    assert status == 2
+    assert stderr.startswith("error: No folder for temporary models: ")
+    assert str(tmp_path / "peagle-shapes") in stderr and "Set TMPDIR" in stderr
+    assert "RESULT" not in stdout
+
+
+# ---- whom it measures -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["none", "peagle", "eagle3"])
+def test_all_work_is_done_by_generate_of_the_users_llm(
+    run: Any, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """No step of an engine and no pass of a model happens outside `LLM.generate`."""
+    within: list[LLM] = []
+    calls: list[LLM] = []
+    done: Counter[tuple[str, bool]] = Counter()
+    num_tokens = 0
+    generate = LLM.generate
+
+    def watched(self: LLM, *args: Any, **options: Any) -> Any:
+        nonlocal num_tokens
+        calls.append(self)
+        within.append(self)
+        try:
+            outputs = generate(self, *args, **options)
+        finally:
+            within.pop()
+        num_tokens += sum(len(output.token_ids) for output in outputs)
+        return outputs
+
+    def watch(owner: type, name: str) -> None:
+        original = getattr(owner, name)
+
+        def counting(self: Any, *args: Any, **options: Any) -> Any:
+            done[f"{owner.__name__}.{name}", bool(within)] += 1
+            return original(self, *args, **options)
+
+        monkeypatch.setattr(owner, name, counting)
+
+    monkeypatch.setattr("peagle.llm.LLM.generate", watched)
+    watch(LLMEngine, "step")
+    watch(TargetModel, "forward")
+    watch(Drafter, "forward")
+    options = ["--conc", "1,3", "--out", "20", "--repeats", "2", "--k", "3", "--al", "2"]
+    status, stdout, stderr = run("--method", method, *options)
+    assert status == 0, stderr
+    # Twice at the start; at each concurrency once to warm up and twice measured; always one LLM.
+    assert len(calls) == 2 + 2 * (1 + 2)
+    assert len(set(map(id, calls))) == 1
+    passes = {"LLMEngine.step", "TargetModel.forward"}
+    passes |= set() if method == "none" else {"Drafter.forward"}
+    assert {name for name, _ in done} == passes
+    assert all(inside for _, inside in done), f"outside of generate: {done}"
+    stats = calls[0].stats
+    assert done["LLMEngine.step", True] == stats.num_steps
+    assert num_tokens == stats.num_output_tokens > 20 * 2 * 4
+    assert result_of(stdout)["al"] == round(stats.speculation.acceptance_length, 3)
+
+
+# What a loop of its own would need of an engine or of a model.
+INTERNALS = {"step", "stream", "add_request", "requests", "scheduler", "schedule", "runner"}
+INTERNALS |= {"drafting", "sampler", "forward", "compute_logits", "propose", "verify", "sample"}
+PUBLIC = {"generate", "stats", "target"}
+IMPORTS = {
+    "throughput.py": {
+        "peagle": {"LLM", "SamplingParams"},
+        "peagle.cli.options": {"quiet_libraries"},
+        "peagle.config": {"MAX_SPECULATIVE_TOKENS", "DType"},
+        "peagle.engine.placement": {"resolve_device", "resolve_dtype"},
+        "peagle.environment": {"environment"},
+        "peagle.errors": {"UserError"},
+    },
+    # The models are made here, and run by nobody but the LLM.
+    "shapes.py": {
+        "peagle.models.checkpoint": {"save_drafter"},
+        "peagle.models.drafter": {"Drafter", "DrafterConfig"},
+        "peagle.models.target": {"TargetModel", "default_aux_layer_ids"},
+    },
+}
+
+
+def loops_of_its_own(source: str, imports: dict[str, set[str]]) -> Iterator[str]:
+    """What in a benchmark reaches past `LLM.generate`: 'line: what'."""
+    # Where the memory was planned: figures, no work.
+    tree, plan = ast.parse(source), "getattr(llm.engine, 'memory_plan', None)"
+    allowed = {
+        id(node.args[0])
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node) == plan
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.partition(".")[0] == "peagle":
+                    yield f"{node.lineno}: {alias.name}"
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("peagle"):
+            for alias in node.names:
+                if alias.name not in imports.get(node.module or "", ()):
+                    yield f"{node.lineno}: {node.module}.{alias.name}"
+        elif isinstance(node, ast.Attribute) and id(node) not in allowed:
+            of_llm = isinstance(node.value, ast.Name) and node.value.id == "llm"
+            if node.attr in INTERNALS or (of_llm and node.attr not in PUBLIC):
+                yield f"{node.lineno}: {ast.unparse(node)}"
+
+
+@pytest.mark.parametrize("name", sorted(IMPORTS))
+def test_it_has_no_loop_of_its_own(name: str) -> None:
+    assert list(loops_of_its_own((FOLDER / name).read_text(), IMPORTS[name])) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        ("llm.engine.step()", "llm.engine.step"),
+        ("engine = llm.engine", "llm.engine"),
+        ("for chunk in llm.stream(prompts): pass", "llm.stream"),
+        ("step = getattr(llm.engine, 'step')", "llm.engine"),
+        ("import peagle.engine", "peagle.engine"),
+        ("from peagle.engine import LLMEngine", "peagle.engine.LLMEngine"),
+        ("from peagle.engine.model_runner import ModelRunner", "ModelRunner"),
+        ("def f(target):\n    target.forward(x, y, z)", "target.forward"),
+    ],
+)
+def test_a_loop_of_its_own_is_found(source: str, what: str) -> None:
+    problems = list(loops_of_its_own(source, IMPORTS["throughput.py"]))
+    assert problems and any(problem.endswith(what) for problem in problems)
