@@ -57,6 +57,7 @@ def main() -> None:
         "shape": args.shape,
         "method": args.method,
         "k": args.k if rates else 0,
+        "k_per_batch_size": args.k_per_batch_size,
         "al_set": args.al if rates else 1.0,
         "al": round(stats.acceptance_length, 3),
         "tps": {c: cell["tps"] for c, cell in cells.items()},
@@ -78,6 +79,9 @@ def _arguments() -> argparse.Namespace:
     options.add_argument("--shape", default="qwen3-8b", choices=SHAPES)
     options.add_argument("--method", default="none", choices=("none", "eagle3", "peagle"))
     options.add_argument("--k", type=int, default=7, help="draft tokens per step (7)")
+    options.add_argument(
+        "--k-per-batch-size", type=json.loads, help="schedule, like [[1,16,7],[17,64,4]] (none)"
+    )
     options.add_argument("--al", type=float, default=1.0, help="acceptance length to make up (1)")
     options.add_argument("--conc", default="1,4,16,64", help="sequences together, a list")
     options.add_argument("--prompt", type=int, default=128, help="tokens of a prompt (128)")
@@ -155,6 +159,7 @@ def build(args: argparse.Namespace, rates: list[float] | None) -> LLM:
             "num_speculative_tokens": args.k,
             "rejection_sample_method": "synthetic",
             "synthetic_acceptance_rates": rates,
+            "num_speculative_tokens_per_batch_size": args.k_per_batch_size,
         }
     return LLM(
         model=target,

@@ -98,7 +98,6 @@ def test_a_configuration_is_not_changed_by_parsing() -> None:
             "draft_sample_method 'greedy' and draft_sampling 'probabilistic' contradict",
         ),
         ({"quantization": "fp8"}, "Unknown key 'quantization'"),
-        ({"num_speculative_tokens_per_batch_size": [[1, 4, 5]]}, "'num_speculative_tokens_per_b"),
         ({"modle": "head"}, "Unknown key 'modle' in the speculative configuration; known keys: "),
         ({7: 1}, "Unknown key '7'"),
         ({"method": "mtp"}, 'method is \'mtp\'; expected "eagle3" or "ngram"'),

@@ -4,9 +4,8 @@
     python benchmarks/kernels/bench_skinny_linear.py --m 1,8 --quick
 
 Time is of a CUDA graph that calls copies of the weight in turn, together far larger than the L2,
-per call. "pdl" lets a call begin while the one before it ends: in this chain all are of that kind,
-in a model the neighbours are not, so the best with and without it stand apart. Fractions are of the
-bandwidth of a copy. "swiglu" is gate_up with silu(gate) * up behind it, in cuBLAS three kernels.
+per call. Fractions are of the bandwidth of a copy. "swiglu" is gate_up with silu(gate) * up behind
+it, in cuBLAS three kernels.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor
 
 from peagle.environment import environment
-from peagle.kernels.skinny_config import SkinnyConfig, choose_config
+from peagle.kernels.skinny_config import H100_SHARED_BYTES, Kind, SkinnyConfig, choose_config
 from peagle.kernels.skinny_linear import (
     skinny_linear,
     skinny_linear_reference,
@@ -37,11 +36,38 @@ from peagle.kernels.skinny_linear import (
 )
 
 DEVICE = torch.device("cuda")
+H100_SMS = 132
 DTYPE = torch.bfloat16
 COPY_BYTES_PER_S = 3.03e12  # an H100's
 ROTATED_BYTES = 200e6
 REPLAYS = 10
 WORKERS = 8
+# Kind, block_n, block_k, warps and stages at 128 rows. One, two or three of these programs share a
+# multiprocessor; 24,576 rows are 128 tiles of 192, 151,936 are six for each multiprocessor.
+MANY_ROWS: list[tuple[Kind, int, int, int, int]] = [
+    ("wx", 192, 64, 8, 5),
+    ("wx", 128, 64, 8, 3),
+    ("wx", 64, 64, 4, 4),
+    ("wx", 192, 64, 4, 5),
+    ("xw", 192, 64, 8, 5),
+    ("wx", 64, 64, 4, 3),
+    ("wx", 128, 64, 4, 3),
+    ("wx", 128, 64, 8, 6),
+    ("xw", 128, 64, 8, 3),
+    ("wx", 256, 64, 8, 4),
+]
+MANY_ROWS_SWIGLU: list[tuple[Kind, int, int, int, int]] = [  # so many rows of gate and of up
+    ("xw", 96, 64, 8, 5),
+    ("wx", 64, 64, 8, 3),
+    ("xw", 96, 64, 4, 5),
+    ("wx", 64, 64, 4, 3),
+    ("wx", 64, 64, 8, 6),
+    ("wx", 64, 128, 8, 3),
+    ("xw", 64, 64, 8, 3),
+    ("xw", 32, 64, 4, 4),
+    ("wx", 128, 64, 8, 4),
+    ("xw", 128, 64, 8, 4),
+]
 Call = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -78,6 +104,8 @@ SHAPES = [
 
 def candidates(shape: Shape, m: int, quick: bool) -> list[SkinnyConfig]:
     """What is tried: the same kernels for 2 to 16 rows, and as many of the same for all shapes."""
+    if m > 64:
+        return many_rows(shape, quick)
     c = SkinnyConfig
     is_small = shape.n <= 8192
     configs: list[SkinnyConfig] = []
@@ -106,7 +134,6 @@ def candidates(shape: Shape, m: int, quick: bool) -> list[SkinnyConfig]:
                 c(16, 128, 128, 1, 4, 4, kind="wx", tma=True),
                 c(16, 128, 128, 1, 8, 4, kind="wx"),
             ]
-        pdl = [configs[0], configs[1], configs[3]]
         if m == 1:
             gemvs = [
                 c(1, 16, 512, 1, 4, 1, kind="gemv"),
@@ -115,7 +142,6 @@ def candidates(shape: Shape, m: int, quick: bool) -> list[SkinnyConfig]:
                 c(1, 4, 1024, 1, 2, 1, kind="gemv"),
             ]
             configs = [*(configs[:2] if quick else configs[:8]), *gemvs[: 2 if quick else 4]]
-            pdl = [configs[0], gemvs[0]]
     else:
         block_m = 32 if m <= 32 else 64
         configs += [
@@ -123,18 +149,33 @@ def candidates(shape: Shape, m: int, quick: bool) -> list[SkinnyConfig]:
             c(block_m, 64, 128, 2 if is_small else 1, 4, 4, kind="wx", tma=True),
             c(block_m, 128, 64, 4 if is_small else 1, 4, 5, kind="wx"),
         ]
-        pdl = [configs[1]]
         if not quick:
             configs += [
                 c(block_m, 128, 128, 4 if is_small else 1, 4, 3, kind="wx", tma=True),
                 c(block_m, 128, 128, 4 if is_small else 1, 8, 3, kind="wx"),
                 c(block_m, 32 if is_small else 256, 128 if is_small else 64, 1, 4, 4),
             ]
-    configs += [dataclasses.replace(config, pdl=True) for config in pdl]
     if shape.is_swiglu:  # so many rows of gate and of up
         halves = (dataclasses.replace(x, block_n=x.block_n // 2) for x in configs)
         configs = [x for x in halves if x.kind != "wx" or x.block_n >= 64]
     return list(dict.fromkeys(configs))
+
+
+def many_rows(shape: Shape, quick: bool) -> list[SkinnyConfig]:
+    """Above 64 rows: up to 128 of them in one tile, so that the weight is read once. K is split so
+    that there is a program for every place in a multiprocessor, but for swiglu.
+    """
+    cuts = MANY_ROWS_SWIGLU if shape.is_swiglu else MANY_ROWS
+    configs: list[SkinnyConfig] = []
+    for kind, block_n, block_k, num_warps, num_stages in cuts[:4] if quick else cuts:
+        config = SkinnyConfig(128, block_n, block_k, 1, num_warps, num_stages, kind=kind, tma=True)
+        used = num_stages * config.stage_bytes(DTYPE.itemsize, swiglu=shape.is_swiglu)
+        places = H100_SMS * (H100_SHARED_BYTES // (used + 2048))  # barriers, and what Triton adds
+        split_k = places // -(-shape.n // block_n)
+        if not shape.is_swiglu and split_k > 1:
+            config = dataclasses.replace(config, split_k=min(split_k, 8))
+        configs.append(config)
+    return configs
 
 
 def chosen(shape: Shape, m: int, num_sms: int) -> SkinnyConfig:
@@ -230,9 +271,9 @@ def elapsed(run: Callable[[], Any]) -> float:
 
 
 def label(config: SkinnyConfig) -> str:
-    flags = "".join(f" {name}" for name in ("tma", "pdl") if getattr(config, name))
+    tma = " tma" if config.tma else ""
     sizes = f"m{config.block_m} n{config.block_n} k{config.block_k} s{config.split_k}"
-    return f"{config.kind} {sizes} w{config.num_warps} st{config.num_stages}{flags}"
+    return f"{config.kind} {sizes} w{config.num_warps} st{config.num_stages}{tma}"
 
 
 def measure(
@@ -254,8 +295,7 @@ def measure(
             text = f"{type(reason).__name__}: {str(reason)[:150]}"
             print(f"left out {shape.name} m={m} {label(config)}: {text}", flush=True)
     ranking = sorted(tried, key=lambda config: tried[config])
-    plain = [config for config in ranking if not config.pdl]
-    pdl = [config for config in ranking if config.pdl]
+    best = ranking[0] if ranking else None
     return {
         "shape": shape.name,
         "n": shape.n,
@@ -263,10 +303,8 @@ def measure(
         "m": m,
         "floor_us": shape.weight_bytes / COPY_BYTES_PER_S * 1e6,
         "cublas_us": problem.microseconds(x, cublas(shape)),
-        "best_us": tried[plain[0]] if plain else None,
-        "best": label(plain[0]) if plain else None,
-        "best_pdl_us": tried[pdl[0]] if pdl else None,
-        "best_pdl": label(pdl[0]) if pdl else None,
+        "best_us": tried[best] if best else None,
+        "best": label(best) if best else None,
         "choice_us": tried.get(choice),
         "choice": label(choice),
         "all_us": {label(config): tried[config] for config in ranking},
@@ -279,7 +317,7 @@ def line(r: dict[str, Any]) -> str:
 
     return (
         f"{r['shape']:8} {r['m']:3} {cell(r['cublas_us'])} | {cell(r['best_us'])} "
-        f"{r['best'] or '-':34} | {cell(r['best_pdl_us'])} {r['best_pdl'] or '-':38} | "
+        f"{r['best'] or '-':36} | "
         f"{cell(r['choice_us'])} {r['choice']}"
     )
 
@@ -288,7 +326,7 @@ def step_sums(results: list[dict[str, Any]], m: int) -> dict[str, float | None]:
     """Milliseconds of a step of the target, by column; None where a shape is missing."""
     found = {r["shape"]: r for r in results if r["m"] == m}
     sums: dict[str, float | None] = {}
-    for column in ("floor_us", "cublas_us", "best_us", "best_pdl_us", "choice_us"):
+    for column in ("floor_us", "cublas_us", "best_us", "choice_us"):
         total: float | None = 0.0
         for shape in SHAPES:
             if shape.per_step:
@@ -330,9 +368,7 @@ def main() -> None:
         "copy_bytes_per_s": COPY_BYTES_PER_S,
         "results": results,
     }
-    print(
-        "shape      m  cuBLAS us     | best us, config | best with pdl | choose_config", flush=True
-    )
+    print("shape      m  cuBLAS us     | best us, config | choose_config", flush=True)
     for shape in shapes:
         problem = Problem(shape)
         for m in rows:
@@ -346,7 +382,7 @@ def main() -> None:
                 args.out.write_text(json.dumps(report, indent=1))
         del problem
         torch.cuda.empty_cache()
-    print("a step of the target, ms: copy bandwidth, cuBLAS, best, best with pdl, choose_config")
+    print("a step of the target, ms: copy bandwidth, cuBLAS, best, choose_config")
     report["steps"] = {m: step_sums(results, m) for m in rows}
     for m, sums in report["steps"].items():
         values = " ".join(f"{ms:6.2f}" if ms else "     -" for ms in sums.values())

@@ -67,13 +67,17 @@ def test_twins_take_turns(device: torch.device) -> None:
     """A copy that is under way reads one twin: the next is written into the other."""
     written = HostWritten({"a": (1000,)}, torch.int64, device)
     target = written.on_device["a"]
-    seen = []
+    seen, copies = [], []
     for value in range(1, 6):
+        if len(copies) > 1:
+            copies[-2].synchronize()  # one copy may be under way, as one step is in flight
         before = written.on_host["a"][0]
         assert before == max(value - 2, 0), "what was written two uploads ago"
         written.on_host["a"][:] = value
         sleep(device)
         written.upload()
+        if device.type == "cuda":
+            copies.append(torch.cuda.current_stream().record_event())
         # Already while the copy waits.
         assert written.on_host["a"][0] == value - 1
         seen.append(target.clone())
@@ -195,6 +199,16 @@ def test_each_batch_replaces_the_one_before(device: torch.device, seed: int) -> 
                 sequence.block_table += rng.sample(range(500, 900), rng.randrange(3))
             buffers.upload_tables(sequences)
             check(buffers, sequences)
+
+
+def test_a_step_of_fewer_drafts_takes_the_first(device: torch.device) -> None:
+    buffers, sequence = make_buffers(device), make_sequence(0, random.Random(0))
+    sequence.num_speculative_tokens = K + 2
+    sequence.drafts = list(range(40, 42 + K))
+    buffers.upload([sequence], VOCAB)
+    assert buffers.state.num_drafts_B[0] == buffers.limits.num_speculative_B[0] == K
+    assert buffers.drafts_BK[0].tolist() == sequence.drafts[:K]
+    assert len(sequence.drafts) == K + 2
 
 
 def test_state_and_drafts_of_the_device_are_left_alone_by_tables(device: torch.device) -> None:

@@ -35,11 +35,11 @@ def shape_of(**sizes: Any) -> AttentionShape:
 
 @pytest.mark.parametrize("batch", [1, 2, 5, 16, 33, 64, 256])
 @pytest.mark.parametrize("queries", [1, 8, 17])
-def test_two_waves_of_programs(batch: int, queries: int) -> None:
+def test_a_wave_of_programs(batch: int, queries: int) -> None:
     shape = shape_of(num_sequences=batch, max_query_len=queries)
     chosen = choose_config(shape, H100)
     programs = QueryTiles.of(shape, chosen.block_m).count * shape.num_kv_heads * chosen.num_splits
-    assert programs >= 1.5 * H100.num_sms
+    assert programs >= 0.7 * H100.num_sms
     assert chosen.num_splits == 1 or programs <= 2.5 * H100.num_sms
 
 

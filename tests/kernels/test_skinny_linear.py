@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from peagle.kernels import skinny_linear as module
-from peagle.kernels.skinny_config import Kind, SkinnyConfig
+from peagle.kernels.skinny_config import SkinnyConfig
 from peagle.kernels.skinny_linear import (
     skinny_linear,
     skinny_linear_reference,
@@ -34,15 +34,18 @@ CONFIGS = [
     SkinnyConfig(32, 64, 32, 2, 4, 2),
     SkinnyConfig(16, 64, 32, 1, 4, 3, kind="wx"),
     SkinnyConfig(8, 32, 32, 4, 4, 2, kind="wx"),
+    SkinnyConfig(128, 64, 32, 2, 8, 3, kind="wx"),
     SkinnyConfig(1, 16, 64, 1, 4, 1, kind="gemv"),
     SkinnyConfig(1, 32, 128, 2, 4, 3, kind="gemv"),
 ]
-TMA = SkinnyConfig(16, 64, 64, 2, 4, 3, tma=True)
-ON_GPU = [  # what the interpreter does not know
-    TMA,
-    SkinnyConfig(16, 64, 128, 1, 4, 4, kind="wx", tma=True, pdl=True),
-    SkinnyConfig(16, 32, 128, 2, 4, 4, pdl=True),
-    SkinnyConfig(1, 16, 512, 1, 4, 1, kind="gemv", pdl=True),
+DESCRIPTORS = [  # where block_n is three times a power of two there are three tiles
+    SkinnyConfig(16, 64, 64, 2, 4, 3, tma=True),
+    SkinnyConfig(16, 64, 64, 2, 4, 3, kind="wx", tma=True),
+    SkinnyConfig(128, 64, 64, 1, 4, 3, kind="wx", tma=True),
+    SkinnyConfig(128, 64, 64, 2, 8, 3, tma=True),
+    SkinnyConfig(128, 96, 64, 1, 8, 3, kind="wx", tma=True),
+    SkinnyConfig(128, 96, 64, 2, 8, 3, kind="wx", tma=True),
+    SkinnyConfig(128, 48, 64, 2, 8, 3, tma=True),
 ]
 SHAPES = [(1, 32, 64), (2, 40, 72), (5, 33, 100), (17, 130, 64), (33, 16, 257)]  # M, N, K
 
@@ -116,13 +119,17 @@ def test_swiglu_equals_the_reference(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", ["xw", "wx"])
-def test_a_descriptor_of_the_weight(kind: Kind, device: str) -> None:
-    config = SkinnyConfig(16, 64, 64, 2, 4, 3, kind=kind, tma=True)
-    x, weight, bias, _ = make(5, 104, 200, torch.float16, device)
-    weight = weight.contiguous()
+@pytest.mark.parametrize("config", DESCRIPTORS, ids=str)
+@pytest.mark.parametrize("m", [96, 130])
+@pytest.mark.parametrize("is_aligned", [True, False])
+def test_descriptors(m: int, config: SkinnyConfig, is_aligned: bool, device: str) -> None:
+    x, weight, bias, residual = make(m, 232, 200, torch.float16, device)
+    if not is_aligned:  # x is then read without one
+        x = torch.cat((x[:, :1], x), 1)[:, 1:]
     expected = F.linear(x.double(), weight.double(), bias.double())
     check(skinny_linear(x, weight, bias, config=config), expected, torch.float16)
+    found = skinny_linear(x, weight, bias, residual=residual, config=config)
+    check(found, expected + residual.double(), torch.float16)
     expected = skinny_swiglu_reference(x.double(), weight.double())
     check(skinny_swiglu(x, weight, config=config), expected, torch.float16)
 
@@ -173,7 +180,7 @@ def test_is_one_operator_to_a_compiler(device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [None, *CONFIGS, *ON_GPU], ids=str)
+@pytest.mark.parametrize("config", [None, *CONFIGS, *DESCRIPTORS], ids=str)
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 4096, 4096), (8, 6144, 4096), (33, 1032, 2056)])
 def test_bfloat16_on_the_device(m: int, n: int, k: int, config: SkinnyConfig | None) -> None:
     x, weight, bias, residual = make(m, n, k, torch.bfloat16, "cuda")
@@ -185,7 +192,7 @@ def test_bfloat16_on_the_device(m: int, n: int, k: int, config: SkinnyConfig | N
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [None, *CONFIGS, *ON_GPU], ids=str)
+@pytest.mark.parametrize("config", [None, *CONFIGS, *DESCRIPTORS], ids=str)
 def test_replays_in_a_graph(config: SkinnyConfig | None) -> None:
     """A chain in which each product reads what the one before wrote."""
     x, weight, *_ = make(8, 512, 512, torch.bfloat16, "cuda")

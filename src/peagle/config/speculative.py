@@ -39,6 +39,11 @@ class SpeculativeConfig:
         model: folder or hub id of the draft head; none for "ngram".
         revision: branch, tag or commit of a hub id.
         num_speculative_tokens: K, the draft tokens per step.
+        num_speculative_tokens_per_batch_size: (first, last, K) for numbers of sequences that run
+            together, ascending, like ((1, 16, 7), (17, 64, 4)): a busy card pays for every token
+            that it verifies. Numbers between two ranges have the K of the one before; K is never
+            above num_speculative_tokens. None: K is always the same. With a schedule a request's
+            drafts, and so its sampled output, depend on how many others run.
         parallel_drafting: draft all K in one pass; None takes what the head was trained for.
         draft_sampling: "argmax" drafts, or "probabilistic" ones drawn at the request's temperature.
         prompt_lookup_max, prompt_lookup_min: longest and shortest n-gram that "ngram" matches.
@@ -58,6 +63,7 @@ class SpeculativeConfig:
     model: str | None = None
     revision: str | None = None
     num_speculative_tokens: int = 7
+    num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None = None
     parallel_drafting: bool | None = None
     draft_sampling: DraftSampling = "argmax"
     prompt_lookup_max: int = 4
@@ -90,6 +96,8 @@ class SpeculativeConfig:
         ok = length is None or (is_int(length) and length >= 1)
         require(ok, "max_model_len", length, "a whole number of at least 1, or none")
         self._check_source()
+        if self.num_speculative_tokens_per_batch_size is not None:
+            self._check_schedule(self.num_speculative_tokens_per_batch_size)
         if self.synthetic_acceptance_rates is not None:
             self._check_rates(self.synthetic_acceptance_rates)
 
@@ -115,6 +123,30 @@ class SpeculativeConfig:
         require(ok, "prompt_lookup_max", longest, "a whole number of at least 1")
         ok = is_int(shortest) and 1 <= shortest <= longest
         require(ok, "prompt_lookup_min", shortest, f"1 to prompt_lookup_max ({longest})")
+
+    def _check_schedule(self, schedule: object) -> None:
+        name = "num_speculative_tokens_per_batch_size"
+        ranges: Any = schedule
+        if isinstance(schedule, Mapping):
+            ranges = [_range(sizes, k) for sizes, k in schedule.items()]
+        ok = isinstance(ranges, list | tuple) and bool(ranges)
+        ok = ok and all(isinstance(r, list | tuple) and len(r) == 3 for r in ranges)
+        ok = ok and all(is_int(number) for r in ranges for number in r)
+        expected = "ranges of batch sizes with their K, like [[1, 16, 7], [17, 64, 4]]"
+        require(ok, name, schedule, expected)
+        ok = all(1 <= first <= last and k >= 1 for first, last, k in ranges)
+        require(ok, name, schedule, "batch sizes from 1, last not below first, and K of at least 1")
+        ok = all(one[1] < other[0] for one, other in pairwise(ranges))
+        require(ok, name, schedule, "ascending ranges that do not overlap")
+        object.__setattr__(self, name, tuple(map(tuple, ranges)))
+
+    def tokens_for(self, batch_size: int) -> int:
+        """K where so many sequences run together."""
+        k = most = self.num_speculative_tokens
+        for first, _, scheduled in self.num_speculative_tokens_per_batch_size or ():
+            if first <= batch_size:
+                k = min(scheduled, most)
+        return k
 
     def _check_rates(self, rates: Sequence[float]) -> None:
         name, k = "synthetic_acceptance_rates", self.num_speculative_tokens
@@ -208,6 +240,13 @@ def _check_rejection_sampling(given: dict[str, Any]) -> None:
             f"rejection_sample_method {method!r} and synthetic_acceptance_rates {rates!r} "
             "contradict each other; leave one of them out."
         )
+
+
+def _range(sizes: object, k: object) -> tuple[Any, ...]:
+    """("1-16", 7) as (1, 16, 7); () where it is not of that form."""
+    first, dash, last = str(sizes).partition("-")
+    is_range = first.isdecimal() and (last if dash else first).isdecimal()
+    return (int(first), int(last if dash else first), k) if is_range else ()
 
 
 def _json(text: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 import torch
@@ -11,7 +12,7 @@ from peagle.attention import AttentionBackend, LayerKVCache
 from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.engine.capture import Capturer
 from peagle.engine.drafting import Drafting, HeadDrafting
-from peagle.engine.graph_runner import MAX_STOP_IDS, GraphRunner, StepSizes, buckets
+from peagle.engine.graph_runner import MAX_STOP_IDS, GraphRunner, StepSizes, graph_sizes
 from peagle.engine.memory import drafter_kv_shapes as drafter_kv_shapes
 from peagle.engine.model_runner import ModelRunner
 from peagle.engine.target_graphs import DrafterGraphs, TargetGraphs
@@ -108,20 +109,24 @@ def runs_as_graphs(
 
 
 def accelerate(
-    target: TargetModel, drafter: Drafter | None, config: EngineConfig, num_drafts: int
+    target: TargetModel,
+    drafter: Drafter | None,
+    max_num_seqs: int,
+    depth: Callable[[int], int],
 ) -> None:
-    """Fuse and compile what the graphs of up to `config.max_num_seqs` sequences run."""
-    sizes = buckets(config.max_num_seqs)
-    columns = num_drafts + 1 if drafter else 1
-    accelerate_target(target, [size * columns for size in sizes])
+    """Fuse and compile what the graphs run; `depth` as in `GraphRunner`."""
+    sizes = graph_sizes(max_num_seqs, depth)
+    target_rows = [rows * (k + 1) for rows, k in sizes]
+    accelerate_target(target, target_rows)
     if drafter is None:
         return
-    k, parallel = num_drafts, drafter.config.is_parallel
+    all_drafts, single = [rows * k for rows, k in sizes], [rows for rows, _ in sizes]
+    parallel = drafter.config.is_parallel
     accelerate_drafter(
         drafter,
-        [size * 2 * k for size in sizes] if parallel else [*(s * columns for s in sizes), *sizes],
-        num_feature_rows=[size * columns for size in sizes],
-        num_logit_rows=[size * k for size in sizes] if parallel else sizes,
+        [2 * drafts for drafts in all_drafts] if parallel else [*target_rows, *single],
+        num_feature_rows=target_rows,
+        num_logit_rows=all_drafts if parallel else single,
     )
 
 
@@ -135,6 +140,7 @@ def make_graph_runner(
     max_model_len: int,
     max_draft_len: int,
     synthetic_rates: tuple[float, ...] | None,
+    depth: Callable[[int], int],
     capture: Capturer,
 ) -> GraphRunner:
     """The runner of decode steps for up to `config.max_num_seqs` sequences."""
@@ -148,7 +154,7 @@ def make_graph_runner(
         max_draft_len=max_draft_len,
         synthetic_rates=synthetic_rates,
     )
-    return GraphRunner(target, drafter, drafter_caches, sizes, capture)
+    return GraphRunner(target, drafter, drafter_caches, sizes, depth, capture)
 
 
 def capture_passes(

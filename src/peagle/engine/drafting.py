@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from peagle.config.speculative import MAX_SPECULATIVE_TOKENS
 from peagle.engine.features import FeatureRing
 from peagle.engine.grammar import DraftGrammar, walk
 from peagle.engine.model_runner import TargetPass, block_tables
@@ -27,16 +28,22 @@ FEATURES_KEPT = 256
 
 
 class Drafting(Protocol):
-    """What follows a target pass; leaves the drafts on the sequences."""
+    """What follows a target pass; leaves the drafts on the sequences.
+
+    Attributes:
+        most_drafts: K of the batch; a sequence may have less.
+    """
+
+    most_drafts: int
 
     def draft(self, done: TargetPass) -> None:
         """Draft for the sequences of a pass whose tokens have been appended."""
         ...
 
 
-def num_drafts(sequence: Sequence, max_model_len: int) -> int:
+def num_drafts(sequence: Sequence, most: int, max_model_len: int) -> int:
     """Drafts of the next step: none may stand beyond the context."""
-    return max(0, min(sequence.num_speculative_tokens, max_model_len - len(sequence)))
+    return max(0, min(sequence.num_speculative_tokens, most, max_model_len - len(sequence)))
 
 
 class LookupDrafting:
@@ -46,12 +53,13 @@ class LookupDrafting:
         self.lookup = lookup
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
+        self.most_drafts = MAX_SPECULATIVE_TOKENS
 
     def draft(self, done: TargetPass) -> None:
         for chunk in done.chunks:
             sequence = chunk.sequence
             if chunk.samples and not sequence.is_finished:
-                k = num_drafts(sequence, self.max_model_len)
+                k = num_drafts(sequence, self.most_drafts, self.max_model_len)
                 found = self.lookup.find(sequence.token_ids, k) if k else []
                 lens, _ = walk([sequence.grammar], [found], self.vocab_size)
                 sequence.drafts = found[: lens[0]]
@@ -98,6 +106,7 @@ class HeadDrafting:
         self.sampler = sampler
         self.max_model_len = max_model_len
         self.max_draft_len = max_draft_len
+        self.most_drafts = MAX_SPECULATIVE_TOKENS
         self._has_warned = False
 
     @torch.inference_mode()
@@ -146,7 +155,7 @@ class HeadDrafting:
         return _Reading(sequence, first, end, pass_start, row, kept_NA, k)
 
     def _num_drafts(self, sequence: Sequence) -> int:
-        k = num_drafts(sequence, self.max_model_len)
+        k = num_drafts(sequence, self.most_drafts, self.max_model_len)
         # The last of k drafts comes from the slot at position len + k - 3.
         within = max(0, self.max_draft_len + 2 - len(sequence))
         if k > 0 and within == 0 and not self._has_warned:

@@ -76,7 +76,7 @@ class LLMEngine:
         drafter = load_head(target, speculative)
         is_pipelined = runs_as_graphs(target.device, self.config, speculative, drafter)
         if is_pipelined and target.device.type == "cuda":
-            accelerate(target, drafter, self.config, self.num_speculative_tokens)
+            accelerate(target, drafter, self.config.max_num_seqs, self._depth)
         self._aux_layer_ids = drafter.config.aux_layer_ids if drafter else ()
         # The K drafts that a step may accept, and the drafter's K - 1 mask slots beyond those; and
         # with a step in flight the K + 1 tokens that it may bring.
@@ -134,6 +134,7 @@ class LLMEngine:
                 max_model_len=self.max_model_len,
                 max_draft_len=self.max_draft_len,
                 synthetic_rates=speculative.synthetic_acceptance_rates if speculative else None,
+                depth=self._depth,
                 capture=capture,
             )
             self._pipeline = Pipeline(runner, self.scheduler, self._take)
@@ -260,6 +261,7 @@ class LLMEngine:
         done = self.runner.run(chunks)
         self._append(done)
         if self.drafting is not None:
+            self.drafting.most_drafts = self._depth(len(self.scheduler.running))
             self.drafting.draft(done)
         for chunk in chunks:
             self._settle(chunk.sequence)
@@ -371,6 +373,10 @@ class LLMEngine:
             step_times={rows: replace(times) for rows, times in self._step_times.items()},
             **self._counts,
         )
+
+    def _depth(self, num_sequences: int) -> int:
+        """K where so many sequences run together."""
+        return self.speculative.tokens_for(num_sequences) if self.speculative else 0
 
     def _claim_target(self) -> None:
         """Give the target this engine's KV caches, taps and context; another may have used it."""

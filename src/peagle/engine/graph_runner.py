@@ -6,6 +6,7 @@ Shapes: B rows of a graph, K drafts, M blocks a sequence, E stop ids.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from operator import gt
@@ -36,6 +37,16 @@ def buckets(max_num_seqs: int) -> list[int]:
     most = min(max_num_seqs, MAX_GRAPH_ROWS)
     sizes = [1, 2, 4, 8, *range(16, 64, 16), *range(64, MAX_GRAPH_ROWS, 64)]
     return [*(size for size in sizes if size < most), most]
+
+
+def graph_sizes(max_num_seqs: int, depth: Callable[[int], int]) -> list[tuple[int, int]]:
+    """(rows, K) of the graphs, where n sequences draft `depth(n)` tokens each."""
+    found: list[tuple[int, int]] = []
+    smaller = 0
+    for size in buckets(max_num_seqs):
+        found += [(size, k) for k in sorted({depth(n) for n in range(smaller + 1, size + 1)})]
+        smaller = size
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +102,9 @@ class _Graph:
         ]
 
     @property
-    def num_rows(self) -> int:
-        """B."""
-        return self.buffers.sizes.num_seqs
+    def size(self) -> tuple[int, int]:
+        """B and K."""
+        return self.buffers.sizes.num_seqs, self.buffers.sizes.num_drafts
 
     def launch(self, sequences: SequenceOf[Sequence]) -> Flight:
         self._run()
@@ -115,6 +126,7 @@ class GraphRunner:
         drafter: the head; None decodes plainly.
         drafter_caches: its KV.
         sizes: of the largest graph.
+        depth: K where so many sequences run together.
         capture: makes the graphs; while it does nobody is active, so that no KV is written.
     """
 
@@ -124,12 +136,14 @@ class GraphRunner:
         drafter: Drafter | None,
         drafter_caches: list[LayerKVCache],
         sizes: StepSizes,
+        depth: Callable[[int], int],
         capture: Capturer,
     ) -> None:
         self._target, self._drafter, self._caches = target, drafter, drafter_caches
         self._sizes = sizes
+        self._depth = depth
         self._buckets = buckets(sizes.num_seqs)
-        self._graphs: dict[tuple[int, bool], _Graph] = {}
+        self._graphs: dict[tuple[tuple[int, int], bool], _Graph] = {}
         self._capture = capture
         self._sequences: list[Sequence] = []
         self._num_blocks: list[int] = []  # of each, as the device knows them
@@ -139,7 +153,7 @@ class GraphRunner:
 
     def capture_all(self) -> None:
         """Make all graphs now, the largest first: the others then fit into its memory."""
-        for size in reversed(self._buckets):
+        for size in reversed(graph_sizes(self._sizes.num_seqs, self._depth)):
             for greedy in (True, False):
                 self._graph_of(size, greedy)
 
@@ -161,12 +175,13 @@ class GraphRunner:
             )
 
     def is_tight(self, num_sequences: int) -> bool:
-        """Whether the running graph is the smallest for so many sequences."""
+        """Whether the running graph is the one for so many sequences."""
         assert self._graph is not None, "nothing was started"
-        return self._bucket(num_sequences) == self._graph.num_rows
+        return self._size(num_sequences) == self._graph.size
 
-    def _bucket(self, num_sequences: int) -> int:
-        return next(size for size in self._buckets if size >= num_sequences)
+    def _size(self, num_sequences: int) -> tuple[int, int]:
+        rows = next(size for size in self._buckets if size >= num_sequences)
+        return rows, self._depth(num_sequences)
 
     def _is_simple(self, sequence: Sequence) -> bool:
         params = sequence.params
@@ -191,7 +206,7 @@ class GraphRunner:
     def start(self, sequences: SequenceOf[Sequence]) -> Flight:
         """Take over sequences from the host and launch a step."""
         greedy = all(s.params.is_greedy for s in sequences)
-        self._graph = self._graph_of(self._bucket(len(sequences)), greedy)
+        self._graph = self._graph_of(self._size(len(sequences)), greedy)
         self._sequences = list(sequences)
         self._num_blocks = [len(s.block_table) for s in sequences]
         self._graph.buffers.upload(sequences, self._target.vocab_size)
@@ -216,15 +231,16 @@ class GraphRunner:
         *rows, times = flight.report_RX.tolist()
         if flight.done is not None:
             self.times.setdefault(len(rows), StepTimes()).add(times)
-        num_drafts = max(self._sizes.num_drafts, 1)
+        num_drafts = flight.report_RX.shape[1] // 2 - 2
         return [read_report(row, num_drafts) for row in rows[: len(flight.sequences)]]
 
-    def _graph_of(self, size: int, greedy: bool) -> _Graph:
+    def _graph_of(self, size: tuple[int, int], greedy: bool) -> _Graph:
         if (size, greedy) not in self._graphs:
             from peagle.engine.decode_step_triton import DecodeStep
             from peagle.engine.step_buffers_triton import StepBuffers
 
-            buffers = StepBuffers(replace(self._sizes, num_seqs=size), self._target.device)
+            sizes = replace(self._sizes, num_seqs=size[0], num_drafts=size[1])
+            buffers = StepBuffers(sizes, self._target.device)
             step = DecodeStep(self._target, self._drafter, self._caches, buffers, greedy=greedy)
             self._graphs[size, greedy] = _Graph(step, self._capture)
         return self._graphs[size, greedy]

@@ -35,7 +35,7 @@ class RowReport:
 
 
 def read_report(row: list[int], num_drafts: int) -> RowReport:
-    """A row of `StepBuffers.report_BX` on the host; K is `num_drafts`."""
+    """A row of `StepBuffers.report_RX` on the host; K is `num_drafts`."""
     num_drafted, num_accepted, num_next = row[:3]
     emitted, drafts = row[3 : 4 + num_drafts], row[4 + num_drafts :]
     return RowReport(num_drafted, num_accepted, emitted[: num_accepted + 1], drafts[:num_next])

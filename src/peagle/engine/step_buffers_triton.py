@@ -129,16 +129,17 @@ class StepBuffers:
 
     def upload(self, sequences: SequenceOf[Sequence], vocab_size: int) -> None:
         """Write what the host knows of the sequences over what the device knew."""
-        count, params = len(sequences), [s.params for s in sequences]
+        count, most = len(sequences), self.sizes.num_drafts
+        params = [s.params for s in sequences]
         ints, floats = self._ints.on_host, self._floats.on_host
         for name, values in (
             ("last_tokens", [s.token_ids[-1] for s in sequences]),
             ("first_positions", [len(s) - 1 for s in sequences]),
             ("num_outputs", [s.num_output_tokens for s in sequences]),
-            ("num_drafts", [len(s.drafts) for s in sequences]),
+            ("num_drafts", [min(len(s.drafts), most) for s in sequences]),
             ("min_tokens", [p.min_tokens for p in params]),
             ("max_tokens", [p.max_tokens for p in params]),
-            ("num_speculative", [s.num_speculative_tokens for s in sequences]),
+            ("num_speculative", [min(s.num_speculative_tokens, most) for s in sequences]),
             ("top_k", [min(p.top_k, vocab_size) for p in params]),
             ("seeds", [s.seed for s in sequences]),
             ("context_starts", [s.drafter_start for s in sequences]),
@@ -153,10 +154,10 @@ class StepBuffers:
         for row, sequence in enumerate(sequences):
             ids = sorted(sequence.stop_token_ids)
             ints["stop_ids"][row, : len(ids)] = ids
-            ints["drafts"][row, : len(sequence.drafts)] = sequence.drafts
+            drafts = sequence.drafts[:most]
+            ints["drafts"][row, : len(drafts)] = drafts
         self._ints.upload()
         self._floats.upload()
-        self._blocks = [[] for _ in self._blocks]
         self._known = [[0] * len(known) for known in self._known]
         self.upload_tables(sequences)
 

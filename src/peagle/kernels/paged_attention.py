@@ -18,7 +18,7 @@ from torch import Tensor
 
 MAX_HEAD_DIM = 256
 MAX_SPLITS = 128
-WAVES = 2  # programs of the grid per multiprocessor, about
+WAVES = 1  # programs of the grid per multiprocessor, about, where keys are split
 # Up to here all queries of a sequence share one tile, so that its keys are read once.
 _MAX_BLOCK_M = 128
 # Splits that one program of the reduction loads at a time.
@@ -94,7 +94,7 @@ class PagedAttentionConfig:
     num_stages: int
     combine: Literal["last", "launch"] = "last"
     in_turns: bool = True
-    min_tiles: int = 4
+    min_tiles: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +198,9 @@ def choose_config(shape: AttentionShape, limits: DeviceLimits) -> PagedAttention
 
     programs = QueryTiles.of(shape, block_m).count * shape.num_kv_heads
     num_splits = min(max(1, round(WAVES * limits.num_sms / programs)), MAX_SPLITS)
+    if programs > limits.num_sms and block_m <= 32 and not is_float32 and block_d <= 128:
+        # Many short programs: small ones, of which more fit a multiprocessor.
+        return PagedAttentionConfig(block_m, 32, 1, num_warps=2, num_stages=3)
     # Enough threads to keep the sums, and in float32 the operands, in registers.
     num_warps = 8 if block_m * block_d > 64 * 128 or (is_float32 and block_d > 128) else 4
     return PagedAttentionConfig(block_m, block_n, num_splits, num_warps, num_stages)

@@ -33,6 +33,8 @@ from peagle.kernels.search_triton import (
 )
 
 CAPACITY = 2048
+# Triton 3.6 cannot compile the search over blocks of one logit.
+_MIN_BLOCK = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ class RowStats:
 def chunk_size(num_rows: int, vocab_size: int) -> int:
     """Logits that one program holds: fewer where there are few rows, so that all units work."""
     wanted = 8192 if num_rows >= 64 else 4096 if num_rows >= 16 else 2048
-    return min(wanted, triton.next_power_of_2(vocab_size))
+    return min(wanted, max(_MIN_BLOCK, triton.next_power_of_2(vocab_size)))
 
 
 @triton.jit
@@ -302,7 +304,7 @@ def row_stats(
         HAS_MIN_P=min_p_B is not None,
         CAPACITY=out.candidates_RN.shape[1],
         CHUNKS=triton.next_power_of_2(out.chunk_max_RC.shape[1]),
-        BLOCK=min(block, triton.next_power_of_2(vocab_size)),
+        BLOCK=min(block, max(_MIN_BLOCK, triton.next_power_of_2(vocab_size))),
         num_warps=num_warps,
     )
 

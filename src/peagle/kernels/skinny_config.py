@@ -18,14 +18,20 @@ MAX_BLOCK_M = 64
 H100_SHARED_BYTES = 232_448  # of one program
 _TILE_BYTES = 16 * 1024  # of the weight, in one step of one program
 _SHARED_BYTES = 200_000  # of a multiprocessor, to be shared by its programs
-# Up to how many rows ours is faster, by the smallest number of weights; smaller is not measured.
-_FASTER = ((2**26, 64), (2**25, 32), (2**22, 16))
-_FASTER_SWIGLU = ((2**25, 64), (2**24, 32), (2**22, 16))
+# From so many weights on: up to how many rows ours is faster as a product, and as `skinny_swiglu`.
+# Smaller weights are not measured.
+_FASTER = (
+    (2**28, 128, 128),
+    (2**26, 64, 128),
+    (2**25, 32, 64),
+    (2**24, 16, 32),
+    (2**22, 16, 16),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class SkinnyConfig:
-    """How the work is cut. Block sizes are powers of two.
+    """How the work is cut. Block sizes are powers of two; block_n may be three times one with tma.
 
     Attributes:
         block_m: rows of x in a tile; from 16 on, from 8 on for "wx", 1 for "gemv".
@@ -35,9 +41,7 @@ class SkinnyConfig:
         num_warps: Triton's.
         num_stages: tiles that are loaded ahead, plus one; for "gemv" 1 loads into registers.
         kind: "xw" multiplies x W^T in the matrix unit, "wx" W x^T; "gemv" does without.
-        tma: load the weight through a tensor descriptor.
-        pdl: start while the kernel before this one ends, and let the next do so. That must not
-            have written the weight.
+        tma: load the weight through a tensor descriptor; from 128 rows on, x too.
     """
 
     block_m: int
@@ -48,7 +52,6 @@ class SkinnyConfig:
     num_stages: int
     kind: Kind = "xw"
     tma: bool = False
-    pdl: bool = False
 
     def to_ints(self) -> list[int]:
         """As an operator can take it."""
@@ -58,9 +61,14 @@ class SkinnyConfig:
     @staticmethod
     def from_ints(numbers: list[int]) -> SkinnyConfig:
         """Back from `to_ints`."""
-        *sizes, kind, tma, pdl = numbers
+        *sizes, kind, tma = numbers
         name: Any = KINDS[kind]
-        return SkinnyConfig(*sizes, kind=name, tma=bool(tma), pdl=bool(pdl))
+        return SkinnyConfig(*sizes, kind=name, tma=bool(tma))
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of the weight that a program takes, of a power of two rows each."""
+        return 3 if self.block_n % 3 == 0 else 1
 
     def stage_bytes(self, itemsize: int, *, swiglu: bool = False) -> int:
         """Shared memory of one stage: a tile of x, and one of the weight or two."""
@@ -72,13 +80,13 @@ def max_skinny_rows(n: int, k: int, itemsize: int = 2, *, swiglu: bool = False) 
     """Up to how many rows the Triton kernel is faster than cuBLAS; 0: never.
 
     The larger the weight, the longer it is the weight that costs. At 32 rows cuBLAS is faster for
-    4096 x 4096 and as fast for 6144 x 4096, at 64 as fast for 4096 x 12288. With `swiglu` it is a
+    4096 x 4096 and as fast for 6144 x 4096, at 64 as fast for 4096 x 12288, at 128 as fast for
+    24576 x 4096. With `swiglu` it is a
     product and another kernel for silu(gate) * up that ours is compared with.
     """
     if itemsize != 2 or k * itemsize % 16:
         return 0
-    limits = _FASTER_SWIGLU if swiglu else _FASTER
-    return next((rows for size, rows in limits if n * k >= size), 0)
+    return next((limits[swiglu] for size, *limits in _FASTER if n * k >= size), 0)
 
 
 def prefers_skinny(m: int, n: int, k: int, itemsize: int = 2, *, swiglu: bool = False) -> bool:
@@ -95,7 +103,6 @@ def choose_config(
     *,
     swiglu: bool = False,
     tma: bool = False,
-    pdl: bool = False,
     shared_bytes: int = H100_SHARED_BYTES,
 ) -> SkinnyConfig:
     """A configuration from shapes alone.
@@ -106,22 +113,23 @@ def choose_config(
         num_sms: multiprocessors.
         swiglu: the weight is gate and up; n counts both.
         tma: there are tensor descriptors, and the weight is aligned as they need it.
-        pdl: begin while the kernel before ends where that was measured to be faster (experimental).
         shared_bytes: shared memory that one program may have.
     """
     tiles = -(-n // (128 if swiglu else 64))
-    if itemsize == 4 or m > MAX_BLOCK_M:
+    if itemsize == 2 and MAX_BLOCK_M < m <= 2 * MAX_BLOCK_M and tma:
+        config = _up_to_128(swiglu=swiglu)
+    elif itemsize == 4 or m > MAX_BLOCK_M:
         config = _by_size(m, n, k, itemsize, num_sms, swiglu=swiglu)
     elif m == 1:
-        config = _one_row(n, k, swiglu=swiglu, pdl=pdl)
+        config = _one_row(k, swiglu=swiglu)
     elif tiles < 0.45 * num_sms:
         config = _by_size(m, n, k, itemsize, num_sms, swiglu=swiglu)
     elif swiglu:
         config = _swiglu(m, tma=tma)
     elif m <= 16:
-        config = _up_to_16(tiles, k, num_sms, tma=tma, pdl=pdl)
+        config = _up_to_16(tiles, k, num_sms, tma=tma)
     else:
-        config = _up_to_64(m, n, tiles, num_sms, tma=tma, pdl=pdl)
+        config = _up_to_64(m, n, tiles, num_sms, tma=tma)
     if config.kind != "gemv":
         stages = shared_bytes // config.stage_bytes(itemsize, swiglu=swiglu)
         in_registers = config.kind == "xw" and config.block_m < 64
@@ -130,14 +138,10 @@ def choose_config(
     return config
 
 
-def _one_row(n: int, k: int, *, swiglu: bool, pdl: bool) -> SkinnyConfig:
+def _one_row(k: int, *, swiglu: bool) -> SkinnyConfig:
     """Many small programs that load into registers; the matrix unit would have nothing to do."""
-    pdl = pdl and k <= 8192 and n < 2**16
-    config = SkinnyConfig(1, 4, 1024, 1, 2, 1, kind="gemv")
-    if pdl:
-        config = SkinnyConfig(1, 16, 512, 1, 4, 1, kind="gemv", pdl=True)
-    block_k = min(config.block_k, max(32, 1 << (k - 1).bit_length()))
-    return dataclasses.replace(config, block_n=config.block_n >> swiglu, block_k=block_k)
+    block_k = min(1024, max(32, 1 << (k - 1).bit_length()))
+    return SkinnyConfig(1, 4 >> swiglu, block_k, 1, 2, 1, kind="gemv")
 
 
 def _swiglu(m: int, *, tma: bool) -> SkinnyConfig:
@@ -148,20 +152,18 @@ def _swiglu(m: int, *, tma: bool) -> SkinnyConfig:
     return SkinnyConfig(block_m, 32, 128, 1, 4, 4 if m <= 32 else 3)
 
 
-def _up_to_16(tiles: int, k: int, num_sms: int, *, tma: bool, pdl: bool) -> SkinnyConfig:
+def _up_to_16(tiles: int, k: int, num_sms: int, *, tma: bool) -> SkinnyConfig:
     """Tiles of 64 rows of the weight, as wgmma takes them; half as tall where K is long and all
     of these run at once.
     """
-    at_once = 2 * tiles <= num_sms
-    if at_once and (k >= 8192 or pdl or not tma):
-        return SkinnyConfig(16, 32, 256, 1, 4, 6, pdl=pdl)
+    if 2 * tiles <= num_sms and (k >= 8192 or not tma):
+        return SkinnyConfig(16, 32, 256, 1, 4, 6)
     if tma:
-        pdl = pdl and tiles > num_sms
-        return SkinnyConfig(16, 64, 128, 1, 4, 6, kind="wx", tma=True, pdl=pdl)
+        return SkinnyConfig(16, 64, 128, 1, 4, 6, kind="wx", tma=True)
     return SkinnyConfig(16, 64, 128, 1, 4, 4, kind="wx")
 
 
-def _up_to_64(m: int, n: int, tiles: int, num_sms: int, *, tma: bool, pdl: bool) -> SkinnyConfig:
+def _up_to_64(m: int, n: int, tiles: int, num_sms: int, *, tma: bool) -> SkinnyConfig:
     """Tall tiles, which read x less often, where the last wave of them is nearly full; K is split
     where there are fewer tiles than multiprocessors.
     """
@@ -175,9 +177,15 @@ def _up_to_64(m: int, n: int, tiles: int, num_sms: int, *, tma: bool, pdl: bool)
         return SkinnyConfig(block_m, 32, 128, 1, 4, 4)
     split_k = 2 if tiles < 0.9 * num_sms else 1
     if tma:
-        pdl = pdl and (at_once or tiles > num_sms)
-        return SkinnyConfig(block_m, 64, 128, split_k, 4, 4, kind="wx", tma=True, pdl=pdl)
+        return SkinnyConfig(block_m, 64, 128, split_k, 4, 4, kind="wx", tma=True)
     return SkinnyConfig(block_m, 64, 128, split_k, 4, 4 if m <= 32 else 6 if at_once else 3)
+
+
+def _up_to_128(*, swiglu: bool) -> SkinnyConfig:
+    """All rows of x in one tile, so that the weight is read once."""
+    if swiglu:
+        return SkinnyConfig(128, 64, 64, 1, 4, 3, kind="wx", tma=True)
+    return SkinnyConfig(128, 128, 128, 1, 8, 3, kind="wx", tma=True)
 
 
 def _by_size(m: int, n: int, k: int, itemsize: int, num_sms: int, *, swiglu: bool) -> SkinnyConfig:

@@ -8,7 +8,6 @@ Shapes: M rows of x, N outputs, K inputs; I is half of N where gate and up stand
 
 from __future__ import annotations
 
-import os
 from functools import cache
 from typing import Any
 
@@ -17,11 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from peagle.kernels.paged_attention import DeviceLimits
-from peagle.kernels.skinny_config import KINDS, SkinnyConfig, choose_config
+from peagle.kernels.skinny_config import KINDS, MAX_BLOCK_M, SkinnyConfig, choose_config
 
 MAX_TILES = 2**16  # of a product that is split over K
-# Experimental: kernels begin while the one before ends, where `choose_config` knows it to pay.
-USE_PDL = os.environ.get("PEAGLE_PDL") == "1"
 
 
 def skinny_linear(
@@ -34,7 +31,7 @@ def skinny_linear(
 ) -> Tensor:
     """y = x W^T + bias (+ residual) in Triton, for few rows; summed in float32.
 
-    Works for any number of rows, but reads the weight once for each 64. A compiler sees the
+    Works for any number of rows, but reads the weight once for each `block_m`. A compiler sees the
     operator `peagle::skinny_linear`; a CUDA graph can hold it. Calls that split K must not run at
     the same time on several streams of a device, and one of them must have run before a capture.
 
@@ -168,7 +165,6 @@ def _multiply(
             limits.num_sms,
             swiglu=swiglu,
             tma=_has_descriptors(x_MK.device) and _is_aligned(weight),
-            pdl=USE_PDL and x_MK.device.type == "cuda",
             shared_bytes=limits.shared_bytes,
         )
     if bias_N is not None:
@@ -185,13 +181,19 @@ def _multiply(
         size = tiles_m * tiles_n * split_k * parts * block_m * block_n
         partial = torch.empty(size, dtype=torch.float32, device=x_MK.device)
         arrivals = _arrivals(x_MK.device)
-    block = [block_n, config.block_k]
+    # Of many rows x costs too. Rows that are not aligned, as of a slice, have no descriptor.
+    x_tma = config.tma and block_m > MAX_BLOCK_M and _is_aligned(x_MK)
+    tile_n = block_n // config.num_tiles
+    block, matrix = [tile_n, config.block_k], weight
+    paired = swiglu and config.num_tiles > 1
+    if paired:
+        block, matrix = [2, *block], weight.unflatten(0, (2, n))
     kernels.skinny_kernel[(tiles_n * split_k, tiles_m)](
         out_MN,
         partial,
         arrivals,
-        x_MK,
-        TensorDescriptor.from_tensor(weight, block) if config.tma else weight,
+        TensorDescriptor.from_tensor(x_MK, [block_m, config.block_k]) if x_tma else x_MK,
+        TensorDescriptor.from_tensor(matrix, block) if config.tma else weight,
         bias_N if bias_N is not None else out_MN,
         residual_MN if residual_MN is not None else out_MN,
         num_rows,
@@ -201,20 +203,21 @@ def _multiply(
         weight.stride(0),
         n if residual_MN is None else residual_MN.stride(0),
         BLOCK_M=block_m,
-        BLOCK_N=block_n,
+        BLOCK_N=tile_n,
         BLOCK_K=config.block_k,
         SPLIT_K=split_k,
         STAGES=config.num_stages,
         KIND=KINDS.index(config.kind),
         SWIGLU=swiglu,
+        PAIRED=paired,
+        TILES=config.num_tiles,
         EVEN_K=k % config.block_k == 0,
         HAS_BIAS=bias_N is not None,
         HAS_RESIDUAL=residual_MN is not None,
         TMA=config.tma,
-        PDL=config.pdl,
+        X_TMA=x_tma,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **({"launch_pdl": True} if config.pdl else {}),
     )
     return out_MN
 
@@ -230,9 +233,9 @@ def _has_descriptors(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def _is_aligned(weight: Tensor) -> bool:
+def _is_aligned(matrix: Tensor) -> bool:
     """As a descriptor needs it: every row begins at a multiple of 16 bytes."""
-    return weight.data_ptr() % 16 == 0 and weight.stride(0) * weight.itemsize % 16 == 0
+    return matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.itemsize % 16 == 0
 
 
 @cache

@@ -4,8 +4,8 @@ their weights, compiled layers and edges.
     accelerate_target(target, num_rows=[1, 8, 16])
     accelerate_drafter(drafter, num_rows=[14, 28])
 
-Decode steps come in few sizes; for these everything is compiled with fixed shapes. Prompts come in
-any size and share one graph with a size to be filled in.
+Decode steps of few rows come in few sizes; for these everything is compiled with fixed shapes. All
+else shares one graph with a size to be filled in.
 """
 
 from __future__ import annotations
@@ -21,32 +21,28 @@ from peagle.models.fusion import fuse
 from peagle.models.skinny import use_skinny
 from peagle.models.target import TargetModel
 
+MAX_FIXED_ROWS = 128
+
 
 class CompiledCall:
-    """Stands in for a function of [..., rows, width]: compiled for given numbers of rows.
+    """Stands in for a function of [..., rows, width]: compiled for few rows, and for any number.
 
     Args:
         call: the function, which traces whole; its first argument has the rows.
-        num_rows: for which it is compiled; others run as before. May grow.
+        num_rows: for which it is compiled by itself. May grow.
         backend: of `torch.compile`.
-        dynamic: in one graph for all of these numbers.
     """
 
-    def __init__(
-        self,
-        call: Callable[..., Any],
-        num_rows: set[int],
-        backend: str,
-        *,
-        dynamic: bool = False,
-    ) -> None:
-        self._call = call
+    def __init__(self, call: Callable[..., Any], num_rows: set[int], backend: str) -> None:
         self._num_rows = num_rows
-        self._compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend=backend)
+        self._fixed, self._any = (
+            torch.compile(call, fullgraph=True, dynamic=dynamic, backend=backend)
+            for dynamic in (False, True)
+        )
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        is_one = x.shape[:-1].numel() in self._num_rows
-        return (self._compiled if is_one else self._call)(x, *args, **kwargs)
+        is_fixed = x.shape[:-1].numel() in self._num_rows
+        return (self._fixed if is_fixed else self._any)(x, *args, **kwargs)
 
 
 def accelerate_target(
@@ -72,12 +68,9 @@ def accelerate_target(
         for name in ("norm", "rotary_emb"):
             module = getattr(decoder, name, None)
             if module is not None:
-                assert target.compiled.buckets is not None
-                module.forward = CompiledCall(
-                    module.forward, target.compiled.buckets, backend, dynamic=True
-                )
+                module.forward = CompiledCall(module.forward, set(), backend)
     assert target.compiled.buckets is not None
-    target.compiled.buckets.update(num_rows)
+    target.compiled.buckets.update(_few(num_rows))
     return target.compiled
 
 
@@ -101,7 +94,7 @@ def accelerate_drafter(
     """
     _use_skinny(drafter, backend, max_skinny_rows)
     for name, rows in (("combine_features", num_feature_rows), ("compute_logits", num_logit_rows)):
-        setattr(drafter, name, CompiledCall(getattr(drafter, name), set(rows), backend))
+        setattr(drafter, name, CompiledCall(getattr(drafter, name), _few(rows), backend))
     return _compile(drafter, num_rows, backend)
 
 
@@ -111,4 +104,9 @@ def _use_skinny(model: Any, backend: str, max_rows: int | None) -> None:
 
 
 def _compile(model: Any, num_rows: Collection[int], backend: str) -> CompiledLayers:
-    return compile_layers(model, buckets=num_rows, others="dynamic", backend=backend)
+    return compile_layers(model, buckets=_few(num_rows), others="dynamic", backend=backend)
+
+
+def _few(num_rows: Collection[int]) -> set[int]:
+    """Those for which a graph of their own pays: products of more rows are the library's."""
+    return {rows for rows in num_rows if rows <= MAX_FIXED_ROWS}

@@ -155,10 +155,11 @@ def load_drafter(
         tensors.setdefault("t2d", _kept_tokens(tensors["d2t"], config))
     else:
         tensors.setdefault("lm_head.weight", target.lm_head_weight())
-    drafter = Drafter(config)
+    with torch.device("meta"):  # where weights cost nothing to make
+        drafter = Drafter(config).to(dtype or target.dtype)
+    drafter.to_empty(device=target.device)
     fill(drafter, tensors)
-    drafter.requires_grad_(False).eval()
-    return drafter.to(device=target.device, dtype=dtype or target.dtype)
+    return drafter.requires_grad_(False).eval()
 
 
 def _kept_tokens(d2t: Tensor, config: DrafterConfig) -> Tensor:
