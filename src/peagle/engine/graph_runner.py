@@ -33,9 +33,9 @@ MAX_GRAPH_ROWS = 256
 
 
 def buckets(max_num_seqs: int) -> list[int]:
-    """Numbers of rows for which there are graphs: powers of two, then steps of 16, then of 64."""
+    """Numbers of rows for which there are graphs: powers of two, then steps of 8, then of 64."""
     most = min(max_num_seqs, MAX_GRAPH_ROWS)
-    sizes = [1, 2, 4, 8, *range(16, 64, 16), *range(64, MAX_GRAPH_ROWS, 64)]
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, MAX_GRAPH_ROWS, 64)]
     return [*(size for size in sizes if size < most), most]
 
 
