@@ -40,8 +40,9 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="Inducto
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing traced yet, nothing on disk."""
     monkeypatch.setenv("PEAGLE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that it is put back
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(variable, "")  # so that it is put back
+        monkeypatch.delenv(variable)
     torch._dynamo.reset()
     counters.clear()
     yield

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,12 +121,34 @@ def test_a_folder_that_cannot_be_written_is_no_error(
 
 def test_compiled_code_is_kept_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PEAGLE_CACHE", str(tmp_path))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
-    keep_compiled_code()
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/elsewhere", "the user's word counts"
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    keep_compiled_code()
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "inductor")
+    for variable, name in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
+        monkeypatch.setenv(variable, "/elsewhere")
+        keep_compiled_code()
+        assert os.environ[variable] == "/elsewhere", "the user's word counts"
+        monkeypatch.delenv(variable)
+        keep_compiled_code()
+        assert os.environ[variable] == str(tmp_path / name)
+
+
+def test_a_default_of_the_libraries_is_nobodys_word(tmp_path: Path) -> None:
+    """Importing Inductor sets its variable, which must not look like the user's choice."""
+    code = (
+        "import os, torch._inductor.config\n"
+        "from peagle.models.compile_modes import keep_compiled_code\n"
+        "keep_compiled_code()\n"
+        "print(os.environ['TORCHINDUCTOR_CACHE_DIR'], os.environ['TRITON_CACHE_DIR'])"
+    )
+    kept = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
+    env = {name: value for name, value in os.environ.items() if name not in kept}
+    path = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**env, "PEAGLE_CACHE": str(tmp_path), "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == [str(tmp_path / "inductor"), str(tmp_path / "triton")]
 
 
 def test_where_results_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

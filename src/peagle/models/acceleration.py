@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from peagle.models.compilation import CompiledLayers, compile_layers
+from peagle.models.compile_modes import keep_compiled_code
 from peagle.models.drafter import Drafter
 from peagle.models.fusion import fuse
 from peagle.models.skinny import use_skinny
@@ -61,6 +62,8 @@ def accelerate_target(
         max_skinny_rows: `max_rows` of `models.skinny.use_skinny`, only in tests.
     """
     if target.compiled is None:
+        if backend == "inductor":
+            keep_compiled_code()
         fuse(target.model)
         _use_skinny(target.model, backend, max_skinny_rows)
         target.compiled = _compile(target.model, num_rows, backend)

@@ -20,11 +20,14 @@ from statistics import median
 from typing import Any, Literal, cast, get_args
 
 import torch
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 Mode = Literal["default", "max-autotune-no-cudagraphs"]
 AUTOTUNED: Mode = "max-autotune-no-cudagraphs"
 MODES: tuple[Mode, ...] = get_args(Mode)
 CACHE_VARIABLE = "PEAGLE_CACHE"
+# Where Inductor and Triton keep things, and our folders for it.
+_KEPT = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 _FORMAT_VERSION = 1
 # The other mode must win by this much: a tie is decided for the one that compiles sooner.
 _MARGIN = 1.01
@@ -40,16 +43,21 @@ def cache_folder() -> Path:
 def keep_compiled_code() -> None:
     """Let Inductor and Triton keep code and autotuning results below `cache_folder()`.
 
-    Without effect where TORCHINDUCTOR_CACHE_DIR is set, which Inductor does itself when it first
-    compiles. A folder that cannot be written is no error: Inductor's own place is used.
+    To be called before either compiles anything: both then look in one place, whoever compiles
+    first. A variable that the user has set stays as it is. A folder that cannot be written is no
+    error: the libraries' own places are used.
     """
-    folder = cache_folder() / "inductor"
+    folder = cache_folder()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        for name in _KEPT.values():
+            (folder / name).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         warnings.warn(f"Compiled code is not kept in {str(folder)!r}: {error}.", stacklevel=3)
         return
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    for variable, name in _KEPT.items():
+        # Importing Inductor sets its variable to the default: that is nobody's wish.
+        if os.environ.get(variable) in (None, default_cache_dir()):
+            os.environ[variable] = str(folder / name)
 
 
 class ModeStore:
