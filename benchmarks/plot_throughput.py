@@ -88,9 +88,9 @@ def draw(results: list[dict[str, Any]], out: Path) -> None:
     ticks = [128 * 2**i for i in range(8)]
     speeds.set_yticks(ticks, [f"{tick:,}" for tick in ticks])
     speeds.set_ylabel("tokens per second")
-    speeds.legend(frameon=False)
+    speeds.legend(frameon=False, fontsize=8, loc="upper left")
     ratios.axhline(1, color="#6b7280", linestyle="--", linewidth=1.2, alpha=0.5)
-    ratios.set_ylabel("tokens per second over vLLM's, same method and K")
+    ratios.set_ylabel("over vLLM's, same method and K")
     for axes in (speeds, ratios):
         axes.set_xscale("log", base=2)
         axes.set_xticks(CONCURRENCY, [str(size) for size in CONCURRENCY])
