@@ -10,8 +10,8 @@ import torch
 
 from peagle.attention import AttentionBackend, LayerKVCache
 from peagle.config import EngineConfig, SpeculativeConfig
-from peagle.engine.capture import Capturer
-from peagle.engine.drafting import Drafting, HeadDrafting
+from peagle.engine.capture import make_capturer
+from peagle.engine.drafting import Drafting
 from peagle.engine.graph_runner import MAX_STOP_IDS, GraphRunner, StepSizes, graph_sizes
 from peagle.engine.memory import drafter_kv_shapes as drafter_kv_shapes
 from peagle.engine.model_runner import ModelRunner
@@ -108,6 +108,11 @@ def runs_as_graphs(
     return device.type == "cuda" and not config.enforce_eager and can_draft
 
 
+def depth_of(speculative: SpeculativeConfig | None) -> Callable[[int], int]:
+    """K where so many sequences run together."""
+    return speculative.tokens_for if speculative else lambda num_sequences: 0
+
+
 def accelerate(
     target: TargetModel,
     drafter: Drafter | None,
@@ -131,36 +136,38 @@ def accelerate(
 
 
 def make_graph_runner(
-    target: TargetModel,
-    drafter: Drafter | None,
+    runner: ModelRunner,
+    drafting: Drafting | None,
     drafter_caches: list[LayerKVCache],
     config: EngineConfig,
+    speculative: SpeculativeConfig | None,
     *,
-    num_drafts: int,
     max_model_len: int,
     max_draft_len: int,
-    synthetic_rates: tuple[float, ...] | None,
-    depth: Callable[[int], int],
-    capture: Capturer,
 ) -> GraphRunner:
-    """The runner of decode steps for up to `config.max_num_seqs` sequences."""
+    """The runner of decode steps for up to `config.max_num_seqs` sequences.
+
+    On a card all graphs are made now, those of short prompts too, which `runner` and the proposer
+    get.
+    """
+    target, proposer = runner.target, getattr(drafting, "proposer", None)
+    table_width = -(-max_model_len // config.block_size)
     sizes = StepSizes(
         num_seqs=config.max_num_seqs,
-        num_drafts=num_drafts,
-        table_width=-(-max_model_len // config.block_size),
+        num_drafts=speculative.num_speculative_tokens if speculative else 0,
+        table_width=table_width,
         num_stop_ids=MAX_STOP_IDS,
         block_size=config.block_size,
         max_model_len=max_model_len,
         max_draft_len=max_draft_len,
-        synthetic_rates=synthetic_rates,
+        synthetic_rates=speculative.synthetic_acceptance_rates if speculative else None,
     )
-    return GraphRunner(target, drafter, drafter_caches, sizes, depth, capture)
-
-
-def capture_passes(
-    runner: ModelRunner, drafting: Drafting | None, capture: Capturer, table_width: int
-) -> None:
-    """Let prompts run as CUDA graphs, as far as they are short."""
-    runner.graphs = TargetGraphs(runner.target, runner.backend, capture, table_width)
-    if isinstance(drafting, HeadDrafting) and isinstance(drafting.proposer, HeadProposer):
-        drafting.proposer.graphs = DrafterGraphs(drafting.proposer, capture, table_width)
+    capture = make_capturer(target.device)
+    drafter = proposer.drafter if isinstance(proposer, HeadProposer) else None
+    graphs = GraphRunner(target, drafter, drafter_caches, sizes, depth_of(speculative), capture)
+    if target.device.type == "cuda":
+        graphs.capture_all()
+        runner.graphs = TargetGraphs(target, runner.backend, capture, table_width)
+        if isinstance(proposer, HeadProposer):
+            proposer.graphs = DrafterGraphs(proposer, capture, table_width)
+    return graphs

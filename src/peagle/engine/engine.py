@@ -10,7 +10,7 @@ from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine.block_manager import BlockManager
 from peagle.engine.build import (
     accelerate,
-    capture_passes,
+    depth_of,
     drafter_kv_shapes,
     load_head,
     make_graph_runner,
@@ -19,7 +19,6 @@ from peagle.engine.build import (
     resolve_max_model_len,
     runs_as_graphs,
 )
-from peagle.engine.capture import make_capturer
 from peagle.engine.drafting import Drafting, HeadDrafting, LookupDrafting
 from peagle.engine.grammar import GrammarState
 from peagle.engine.memory import make_memory_plan
@@ -73,6 +72,7 @@ class LLMEngine:
         self.speculative = speculative
         self.max_model_len = resolve_max_model_len(target, self.config)
         self.num_speculative_tokens = speculative.num_speculative_tokens if speculative else 0
+        self._depth = depth_of(speculative)
         drafter = load_head(target, speculative)
         is_pipelined = runs_as_graphs(target.device, self.config, speculative, drafter)
         if is_pipelined and target.device.type == "cuda":
@@ -124,25 +124,17 @@ class LLMEngine:
         self._pipeline: Pipeline | None = None
         self._step_times: dict[int, StepTimes] = {}
         if is_pipelined:
-            capture = make_capturer(target.device)
             runner = make_graph_runner(
-                target,
-                drafter,
+                self.runner,
+                self.drafting,
                 drafter_caches,
                 self.config,
-                num_drafts=self.num_speculative_tokens,
+                speculative,
                 max_model_len=self.max_model_len,
                 max_draft_len=self.max_draft_len,
-                synthetic_rates=speculative.synthetic_acceptance_rates if speculative else None,
-                depth=self._depth,
-                capture=capture,
             )
             self._pipeline = Pipeline(runner, self.scheduler, self._take)
             self._step_times = runner.times
-            if target.device.type == "cuda":
-                runner.capture_all()
-                width = self.blocks.blocks_for(self.max_model_len)
-                capture_passes(self.runner, self.drafting, capture, width)
         self._outputs: list[StepOutput] = []
         self.speculation_stats = SpeculationStats()
         self._counts = dict.fromkeys(_COUNTERS, 0)
@@ -373,10 +365,6 @@ class LLMEngine:
             step_times={rows: replace(times) for rows, times in self._step_times.items()},
             **self._counts,
         )
-
-    def _depth(self, num_sequences: int) -> int:
-        """K where so many sequences run together."""
-        return self.speculative.tokens_for(num_sequences) if self.speculative else 0
 
     def _claim_target(self) -> None:
         """Give the target this engine's KV caches, taps and context; another may have used it."""

@@ -96,12 +96,11 @@ class Pipeline:
 
     def _read(self, flight: Flight) -> None:
         num_ended = num_left = 0
-        is_current = self._version == self._scheduler.version
         for sequence, report in zip(flight.sequences, self._runner.read(flight), strict=True):
             if not sequence.is_finished:
                 self._take(sequence, report)
                 num_ended += sequence.is_finished
                 num_left += not sequence.is_finished
         can_stay = num_left and not self._scheduler.waiting and self._runner.is_tight(num_left)
-        if is_current and can_stay:
-            self._version += num_ended
+        if can_stay:
+            self._version += num_ended  # each end counts as a change

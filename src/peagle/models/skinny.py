@@ -9,7 +9,6 @@ for any number of rows the library computes always, so that it is one graph.
 
 from __future__ import annotations
 
-import os
 from functools import cache
 from typing import Any
 
@@ -23,8 +22,6 @@ from peagle.kernels.skinny_linear import skinny_linear, skinny_swiglu
 from peagle.models.drafter import DrafterMLP
 from peagle.models.fusion import FusedLinear, relative_difference, tolerance
 
-# Experimental, for comparisons: "0" leaves all products to the library.
-IS_ALLOWED = os.environ.get("PEAGLE_SKINNY") != "0"
 _NUM_PROBE_ROWS = 5
 _FUSED_MLP = "fused_gate_up_proj"
 
@@ -103,7 +100,7 @@ def _max_rows(linear: Any, given: int | None, *, swiglu: bool = False) -> int:
     weight: Tensor = linear.weight
     if given is not None:
         return given
-    if weight.device.type != "cuda" or not IS_ALLOWED:
+    if weight.device.type != "cuda":
         return 0
     is_half = weight.dtype in (torch.bfloat16, torch.float16)
     is_able = torch.cuda.get_device_capability(weight.device) >= (9, 0)
