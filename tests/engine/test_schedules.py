@@ -94,6 +94,7 @@ def make_engine(kind: Kind, config: EngineConfig) -> LLMEngine:
     fake.runner, fake.sampler = FakeRunner(*size), FakeSampler()
     if kind.has_head:
         fake.num_speculative_tokens = K
+        fake._depth = lambda num_running: K
         fake.max_draft_len = kind.max_draft_len
         fake.drafting = HeadDrafting(
             FakeProposer(*size), fake.sampler, fake_model.VOCAB, MAX_MODEL_LEN, kind.max_draft_len
