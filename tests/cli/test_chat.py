@@ -218,7 +218,7 @@ def test_interrupts_and_the_end_in_a_terminal(
     time.sleep(1)
     chat.send("\x03")
     assert "stopped" in chat.until("> ")
-    time.sleep(0.5)  # The prompt is there a little before readline listens.
+    time.sleep(1.5)  # The prompt is there a little before readline listens.
     chat.send("\x03")
     assert "Ctrl-D or /exit leaves." in chat.until("> ")
     chat.send("/undo\r")
