@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ from peagle.models.checkpoint import save_drafter
 from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target import TargetModel, default_aux_layer_ids
+
+# Who starts the tests in the background has interrupts ignored, in children too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 VOCAB_SIZE = 320
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
