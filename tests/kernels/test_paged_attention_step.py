@@ -15,12 +15,12 @@ from torch import Tensor
 
 from peagle.attention import LayerKVCache
 from peagle.kernels.kv_write import kv_write
+from peagle.kernels.launch import arrivals
 from peagle.kernels.paged_attention import (
     AttentionShape,
     DeviceLimits,
     NewKeyValues,
     Workspace,
-    _arrivals,
     choose_config,
     paged_attention,
 )
@@ -48,7 +48,7 @@ def check_step(case: PagedCase, chosen: Any, window: int | None = None, **specia
                 found.view(raw), stored.view(raw), rtol=0, atol=0, equal_nan=True
             )
     assert torch.equal(*outs)
-    assert not _arrivals(outs[0].device).any()
+    assert not arrivals(outs[0].device).any()
 
 
 # ---- the same numbers as the reference ------------------------------------------------------
@@ -406,4 +406,4 @@ def test_many_replays_give_the_same_bits(batch: int, more_splits: int) -> None:
         outs.fill_(torch.nan)
         graph.replay()
         assert torch.equal(outs, expected.expand_as(outs))
-    assert not _arrivals(expected.device).any()
+    assert not arrivals(expected.device).any()

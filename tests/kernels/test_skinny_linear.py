@@ -63,7 +63,7 @@ def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for device in (torch.device("cpu"), torch.device("cuda", 0)):
         if device.type == "cpu" or torch.cuda.is_available():
-            assert not module._arrivals(device).any()
+            assert not module.arrivals(device).any()
 
 
 def make(

@@ -1,10 +1,35 @@
-"""Launching Triton kernels from typed code."""
+"""Launching Triton kernels from typed code, and what launches share."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
+
+import torch
+from torch import Tensor
+
+MAX_ARRIVALS = 1 << 16
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     """kernel[grid](...): type checkers take a jitted function for a plain one."""
     kernel[grid](*arguments, **options)
+
+
+@cache
+def arrivals(device: torch.device) -> Tensor:
+    """Counters of who has arrived, int32 [MAX_ARRIVALS], zero before and after every launch.
+
+    Of several programs that share one result, the last to arrive puts it together and sets its
+    counter back. All launches of a device share them, so they must run one after the other. Never
+    freed: CUDA graphs hold their address.
+
+    Raises:
+        RuntimeError: first asked for while a CUDA graph is captured: they would be that graph's.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a kernel that counts arrivals is first launched while a CUDA graph is captured; "
+            "launch it once before"
+        )
+    return torch.zeros(MAX_ARRIVALS, dtype=torch.int32, device=device)

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from peagle.kernels.launch import MAX_ARRIVALS, arrivals
 
 MAX_HEAD_DIM = 256
 MAX_SPLITS = 128
@@ -27,7 +28,6 @@ _COMBINE_CHUNK = 16
 MAX_WRITE_ROWS = 32
 # Shared memory for partial results on their way to who arrives last: that of the keys' tiles.
 _COMBINE_BYTES = 64 * 1024
-_MAX_ARRIVALS = 1 << 16  # tiles times key heads of one launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,12 +302,12 @@ def paged_attention(
     last_element = sum((n - 1) * s for n, s in zip(keys_NSHd.shape, keys_NSHd.stride()))
     tiles = QueryTiles.of(shape, config.block_m)
     groups = tiles.count * num_kv_heads
-    assert combine != 2 or groups <= _MAX_ARRIVALS
+    assert combine != 2 or groups <= MAX_ARRIVALS
     attend_kernel[(groups * config.num_splits,)](
         out_THd,
         partial,
         lse,
-        _arrivals(device) if combine == 2 else query_start_loc,
+        arrivals(device) if combine == 2 else query_start_loc,
         query_THd,
         keys_NSHd,
         values_NSHd,
@@ -376,18 +376,6 @@ def paged_attention(
             num_warps=4 if block_d > 64 else 2,
         )
     return out_THd
-
-
-@cache
-def _arrivals(device: torch.device) -> Tensor:
-    """Counters of who has arrived, zero before and after every launch.
-
-    All launches of a device share them, so they must run one after the other. Never freed: CUDA
-    graphs hold their address.
-    """
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    assert not capturing, "attend once before a CUDA graph is captured"
-    return torch.zeros(_MAX_ARRIVALS, dtype=torch.int32, device=device)
 
 
 def _power_of_two(number: int) -> int:

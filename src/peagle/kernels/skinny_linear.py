@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from peagle.kernels.launch import MAX_ARRIVALS, arrivals
 from peagle.kernels.paged_attention import DeviceLimits
 from peagle.kernels.skinny_config import KINDS, MAX_BLOCK_M, SkinnyConfig, choose_config
-
-MAX_TILES = 2**16  # of a product that is split over K
 
 
 def skinny_linear(
@@ -175,12 +174,12 @@ def _multiply(
     block_m, block_n, split_k = config.block_m, config.block_n, config.split_k
     tiles_n, tiles_m = -(-n // block_n), -(-num_rows // block_m)
     # Where K is not split these two are not looked at.
-    partial = arrivals = out_MN
+    partial = counters = out_MN
     if split_k > 1:
-        assert tiles_m * tiles_n <= MAX_TILES, "too many tiles to split over K"
+        assert tiles_m * tiles_n <= MAX_ARRIVALS, "too many tiles to split over K"
         size = tiles_m * tiles_n * split_k * parts * block_m * block_n
         partial = torch.empty(size, dtype=torch.float32, device=x_MK.device)
-        arrivals = _arrivals(x_MK.device)
+        counters = arrivals(x_MK.device)
     # Of many rows x costs too. Rows that are not aligned, as of a slice, have no descriptor.
     x_tma = config.tma and block_m > MAX_BLOCK_M and _is_aligned(x_MK)
     tile_n = block_n // config.num_tiles
@@ -191,7 +190,7 @@ def _multiply(
     kernels.skinny_kernel[(tiles_n * split_k, tiles_m)](
         out_MN,
         partial,
-        arrivals,
+        counters,
         TensorDescriptor.from_tensor(x_MK, [block_m, config.block_k]) if x_tma else x_MK,
         TensorDescriptor.from_tensor(matrix, block) if config.tma else weight,
         bias_N if bias_N is not None else out_MN,
@@ -236,16 +235,3 @@ def _has_descriptors(device: torch.device) -> bool:
 def _is_aligned(matrix: Tensor) -> bool:
     """As a descriptor needs it: every row begins at a multiple of 16 bytes."""
     return matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.itemsize % 16 == 0
-
-
-@cache
-def _arrivals(device: torch.device) -> Tensor:
-    """Counters of programs that are done with a tile; the last one sets it back to zero.
-
-    Made by the first call, and by a graph's capture not at all: they would be that graph's own.
-    """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "a product split over K is first called while a CUDA graph is captured; call it before"
-        )
-    return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
