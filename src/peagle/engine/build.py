@@ -13,7 +13,6 @@ from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.engine.capture import make_capturer
 from peagle.engine.drafting import Drafting
 from peagle.engine.graph_runner import MAX_STOP_IDS, GraphRunner, StepSizes, graph_sizes
-from peagle.engine.memory import drafter_kv_shapes as drafter_kv_shapes
 from peagle.engine.model_runner import ModelRunner
 from peagle.engine.target_graphs import DrafterGraphs, TargetGraphs
 from peagle.errors import UserError

@@ -11,7 +11,6 @@ from peagle.engine.block_manager import BlockManager
 from peagle.engine.build import (
     accelerate,
     depth_of,
-    drafter_kv_shapes,
     load_head,
     make_graph_runner,
     make_proposer,
@@ -21,7 +20,7 @@ from peagle.engine.build import (
 )
 from peagle.engine.drafting import Drafting, HeadDrafting, LookupDrafting
 from peagle.engine.grammar import GrammarState
-from peagle.engine.memory import make_memory_plan
+from peagle.engine.memory import drafter_kv_shapes, make_memory_plan
 from peagle.engine.model_runner import ModelRunner, TargetPass, make_caches
 from peagle.engine.outputs import StepOutput
 from peagle.engine.pipeline import Pipeline, RowReport

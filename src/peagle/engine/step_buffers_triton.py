@@ -147,7 +147,6 @@ class StepBuffers:
             ints[name][:count] = values
         for name in _FLOATS:
             floats[name][:count] = [getattr(p, name) for p in params]
-        ints["finish"][:] = 0
         ints["active"][:] = 0
         ints["active"][:count] = 1
         ints["stop_ids"][:] = -1

@@ -37,6 +37,7 @@ class PassGraphs:
         backend: attention that reads nothing on the host.
         capture: makes the graphs; no KV is written meanwhile.
         table_width: M, of the longest sequence.
+        block_size: slots of a KV block.
         device: where it runs.
         hidden: gives type and width D of the hidden states that go in; None: the model has none.
     """
@@ -47,11 +48,12 @@ class PassGraphs:
         backend: AttentionBackend,
         capture: Capturer,
         table_width: int,
+        block_size: int,
         device: torch.device,
         hidden: Tensor | None = None,
     ) -> None:
         self._passes = [
-            _Pass(run, backend, capture, size, table_width, device, hidden)
+            _Pass(run, backend, capture, size, table_width, block_size, device, hidden)
             for size in reversed(TOKEN_BUCKETS)
         ][::-1]
 
@@ -83,7 +85,8 @@ class TargetGraphs(PassGraphs):
         ) -> tuple[Tensor, ...]:
             return target.forward(tokens_T, positions_T, attend)
 
-        super().__init__(run, backend, capture, table_width, target.device)
+        block_size = target.kv_caches[0].block_size
+        super().__init__(run, backend, capture, table_width, block_size, target.device)
 
 
 class DrafterGraphs(PassGraphs):
@@ -98,7 +101,8 @@ class DrafterGraphs(PassGraphs):
 
         weight = proposer.drafter.fc.weight
         hidden = weight.new_zeros(1, proposer.drafter.config.hidden_size)
-        super().__init__(run, proposer.backend, capture, table_width, weight.device, hidden)
+        block_size, device = proposer.caches[0].block_size, weight.device
+        super().__init__(run, proposer.backend, capture, table_width, block_size, device, hidden)
 
 
 class _Pass:
@@ -111,6 +115,7 @@ class _Pass:
         capture: Capturer,
         num_tokens: int,
         table_width: int,
+        block_size: int,
         device: torch.device,
         hidden: Tensor | None,
     ) -> None:
@@ -127,7 +132,7 @@ class _Pass:
             block_tables_BM=ints(MAX_SEQUENCES, table_width),
             slots_T=ints(num_tokens) + PADDING_SLOT,
             max_query_len=num_tokens,
-            max_seq_len=num_tokens,
+            max_seq_len=table_width * block_size,
         )
         self._outputs: tuple[Tensor, ...] = ()
         self._replay = capture(self._run)
