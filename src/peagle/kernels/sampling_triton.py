@@ -33,8 +33,6 @@ from peagle.kernels.search_triton import (
 )
 
 CAPACITY = 2048
-# Triton 3.6 cannot compile the search over blocks of one logit.
-_MIN_BLOCK = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +94,7 @@ class RowStats:
 def chunk_size(num_rows: int, vocab_size: int) -> int:
     """Logits that one program holds: fewer where there are few rows, so that all units work."""
     wanted = 8192 if num_rows >= 64 else 4096 if num_rows >= 16 else 2048
-    return min(wanted, max(_MIN_BLOCK, triton.next_power_of_2(vocab_size)))
+    return min(wanted, triton.next_power_of_2(vocab_size))
 
 
 @triton.jit
@@ -304,7 +302,7 @@ def row_stats(
         HAS_MIN_P=min_p_B is not None,
         CAPACITY=out.candidates_RN.shape[1],
         CHUNKS=triton.next_power_of_2(out.chunk_max_RC.shape[1]),
-        BLOCK=min(block, max(_MIN_BLOCK, triton.next_power_of_2(vocab_size))),
+        BLOCK=min(block, triton.next_power_of_2(vocab_size)),
         num_warps=num_warps,
     )
 
@@ -316,6 +314,8 @@ def chunk_stats(
     num_rows, vocab_size = logits_RV.shape
     assert logits_RV.dtype != torch.float64, "the kernels compute in float32"
     assert logits_RV.stride(1) == 1, "kernels read whole rows"
+    # Triton 3.6 fails to compile the search for a size of 1, which it makes a constant.
+    assert vocab_size > 1, "one token leaves nothing to choose"
     chunk = chunk_size(num_rows, vocab_size)
     num_chunks = triton.cdiv(vocab_size, chunk)
     assert out.chunk_max_RC.shape == (num_rows, num_chunks), "buffers of another shape"
