@@ -35,6 +35,7 @@ RANKS = {
     "chat": 0,
     "config": 0,
     "environment": 0,
+    "thinking": 0,
     "errors": -1,
 }
 FACADE = "the facade peagle/__init__.py"

@@ -127,6 +127,11 @@ class BlockManager:
         while len(hashes) <= index:
             start = len(hashes) * self.block_size
             tokens = array("q", sequence.token_ids[start : start + self.block_size + 1])
-            parent = hashes[-1] if hashes else b""
+            parent = hashes[-1] if hashes else _root(sequence.cache_salt)
             hashes.append(hashlib.sha256(parent + tokens.tobytes()).digest())
         return hashes[index]
+
+
+def _root(salt: bytes) -> bytes:
+    """What the first block's hash begins with: nothing, or one length for every salt."""
+    return hashlib.sha256(salt).digest() if salt else b""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -148,6 +149,7 @@ class LLMEngine:
         priority: int = 0,
         grammar: GrammarState | None = None,
         leader: Sequence | None = None,
+        cache_salt: bytes = b"",
     ) -> Sequence:
         """Queue a prompt for one output, whatever `params.n` says.
 
@@ -157,6 +159,7 @@ class LLMEngine:
             priority: lower goes first.
             grammar: the start of the structure that `params` ask for.
             leader: a sequence with the same prompt: this one waits for its KV.
+            cache_salt: only requests of the same salt share cached KV.
 
         Raises:
             UserError: the prompt is empty, holds ids outside the vocabulary, leaves no room for
@@ -182,6 +185,7 @@ class LLMEngine:
             may_speculate=k > 0,
             grammar=grammar,
             leader=leader if self._shares_prompt(k) else None,
+            cache_salt=cache_salt,
         )
         needed = self.blocks.blocks_for(self.scheduler.most_slots(sequence))
         if needed > self.blocks.num_blocks:
@@ -238,6 +242,7 @@ class LLMEngine:
             self.sampler.release(sequence)
         for sequence in plan.admitted:
             if not sequence.num_preemptions:
+                sequence.admitted_s = time.perf_counter()
                 self._counts["num_prompt_tokens"] += sequence.num_prompt_tokens
                 self._counts["num_cached_tokens"] += sequence.num_cached_tokens or 0
         if plan.prefill:
@@ -300,12 +305,14 @@ class LLMEngine:
         sequence.num_computed_tokens += num_accepted
         for stats in (sequence.stats, self.speculation_stats):
             stats.record(num_drafted, num_accepted)
+        rejected = sequence.drafts[num_accepted:num_drafted]
         kept = sequence.append(new, self.max_model_len)
         logprobs = logprobs[: len(kept)]
         sequence.logprobs += logprobs
         self._counts["num_output_tokens"] += len(kept)
         accepted = min(num_accepted, len(kept))
-        self._outputs.append(StepOutput(sequence, kept, accepted, num_drafted, logprobs))
+        step = StepOutput(sequence, kept, accepted, num_drafted, logprobs, rejected)
+        self._outputs.append(step)
 
     def _publish(self, sequence: Sequence) -> None:
         """Share the blocks in which all slots are settled, the drafter's too."""

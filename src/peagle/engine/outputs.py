@@ -21,6 +21,7 @@ class StepOutput:
         num_accepted: how many of them came from the draft (the first ones).
         num_drafted: draft tokens that the step verified.
         logprobs: of the tokens added, if asked for.
+        rejected_token_ids: the draft tokens that it refused.
     """
 
     sequence: Sequence
@@ -28,6 +29,7 @@ class StepOutput:
     num_accepted: int
     num_drafted: int
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    rejected_token_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,7 @@ class RequestOutput:
         elapsed_s: seconds from the request to the last token.
         index: of this output among those of its prompt, 0 to n - 1.
         time_to_first_token_s: seconds from the request to the first token.
+        queue_time_s: seconds of them before its prompt was begun.
         num_cached_tokens: prompt tokens whose KV was there already.
         num_preemptions: times that it was computed again because others needed its blocks.
         logprobs: of the output tokens; None unless asked for.
@@ -57,6 +60,7 @@ class RequestOutput:
     elapsed_s: float
     index: int = 0
     time_to_first_token_s: float = 0.0
+    queue_time_s: float = 0.0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     logprobs: list[TokenLogprobs] | None = None
@@ -79,6 +83,7 @@ class RequestOutput:
             "acceptance_length": self.stats.acceptance_length,
             "num_cached_tokens": self.num_cached_tokens,
             "num_preemptions": self.num_preemptions,
+            "queue_time_s": self.queue_time_s,
             "time_to_first_token_s": self.time_to_first_token_s,
             "elapsed_s": self.elapsed_s,
         }
@@ -113,6 +118,7 @@ class StreamChunk:
         output: the finished output with its last chunk, None before.
         output_index: of the output among those of its prompt, 0 to n - 1.
         logprobs: of the new tokens, if asked for.
+        rejected_token_ids: draft tokens that the step refused.
     """
 
     index: int
@@ -123,3 +129,4 @@ class StreamChunk:
     output: RequestOutput | None
     output_index: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    rejected_token_ids: list[int] = field(default_factory=list)

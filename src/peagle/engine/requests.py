@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -38,7 +39,7 @@ class _Running:
 class Requests:
     """Adds requests to an engine and turns its steps into chunks of text.
 
-    Not safe to use from several threads.
+    Not safe to use from several threads, `compile_grammar` excepted.
 
     Args:
         engine: where they run.
@@ -50,6 +51,7 @@ class Requests:
         self.tokenizer = tokenizer
         self._running: dict[int, _Running] = {}
         self._compiler: GrammarCompiler | None = None
+        self._making_compiler = threading.Lock()
 
     @property
     def has_unfinished(self) -> bool:
@@ -70,7 +72,13 @@ class Requests:
             raise UserError(f"A prompt is {prompt!r}; expected text or token ids.") from None
 
     def add(
-        self, index: int, prompt: Prompt, params: SamplingParams, *, priority: int = 0
+        self,
+        index: int,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: bytes = b"",
     ) -> list[int]:
         """Queue a prompt, `params.n` times.
 
@@ -79,6 +87,7 @@ class Requests:
             prompt: text or token ids.
             params: how it is sampled.
             priority: lower goes first.
+            cache_salt: only requests of the same salt share cached KV.
 
         Returns:
             the ids by which `cancel` knows its outputs.
@@ -103,6 +112,7 @@ class Requests:
                     priority=priority,
                     grammar=self._grammar(engine_params),
                     leader=leader,
+                    cache_salt=cache_salt,
                 )
                 leader = leader or sequence
                 self._running[sequence.seq_id] = _Running(
@@ -129,15 +139,30 @@ class Requests:
         """Stop everything."""
         self.cancel(list(self._running))
 
+    def compile_grammar(self, params: SamplingParams) -> None:
+        """Compile the structure that a request asks for, so that `add` finds it compiled.
+
+        This may be done in another thread than all else: compiling can take long.
+
+        Raises:
+            UserError: it does not compile.
+        """
+        if params.structured_output is not None:
+            self._grammars().compile(params.structured_output)
+
+    def _grammars(self) -> GrammarCompiler:
+        with self._making_compiler:
+            if self._compiler is None:
+                self._compiler = GrammarCompiler(
+                    self.tokenizer, self.engine.target.vocab_size, self.engine.eos_token_ids
+                )
+            return self._compiler
+
     def _grammar(self, params: SamplingParams) -> GrammarState | None:
         if params.structured_output is None:
             return None
-        if self._compiler is None:
-            self._compiler = GrammarCompiler(
-                self.tokenizer, self.engine.target.vocab_size, self.engine.eos_token_ids
-            )
         stop = self.engine.stop_token_ids(params)
-        return self._compiler.start(params.structured_output, stop)
+        return self._grammars().start(params.structured_output, stop)
 
     def _chunk(self, step: StepOutput) -> StreamChunk:
         sequence = step.sequence
@@ -160,6 +185,7 @@ class Requests:
             output,
             running.output_index,
             step.logprobs[: new.num_tokens],
+            step.rejected_token_ids,
         )
 
     def _word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
@@ -200,6 +226,7 @@ def _output(running: _Running) -> RequestOutput:
         elapsed_s=time.perf_counter() - running.start,
         index=running.output_index,
         time_to_first_token_s=running.first_token_s or 0.0,
+        queue_time_s=(sequence.admitted_s or running.start) - running.start,
         num_cached_tokens=sequence.num_cached_tokens or 0,
         num_preemptions=sequence.num_preemptions,
         logprobs=None if params.logprobs is None else list(sequence.logprobs),

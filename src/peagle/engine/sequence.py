@@ -39,6 +39,7 @@ class Sequence:
         may_speculate: false if the request never drafts: nothing is kept for its drafter then.
         grammar: where the output stands in the structure that it must have, None if it is free.
         leader: a sequence with the same prompt whose KV this one waits for.
+        cache_salt: only sequences of the same salt share KV blocks.
         block_table: KV blocks in order.
         block_hashes: of the full blocks known so far, see BlockManager.
         num_computed_tokens: tokens whose KV the target has written.
@@ -49,6 +50,7 @@ class Sequence:
             outlive preemption, so that it changes nothing.
         num_cached_tokens: prompt tokens whose KV was there when it was first admitted.
         num_preemptions: times that it lost its blocks.
+        admitted_s: when it was first admitted, by `time.perf_counter`.
         logprobs: of the output tokens, if asked for.
         prompt_logprobs: of the prompt's tokens but the first, if asked for.
         finish_reason: "stop", "length" or "cancelled" once finished.
@@ -64,6 +66,7 @@ class Sequence:
     may_speculate: bool = True
     grammar: GrammarState | None = None
     leader: Sequence | None = None
+    cache_salt: bytes = b""
     num_prompt_tokens: int = field(init=False)
     status: SequenceStatus = SequenceStatus.WAITING
     block_table: list[int] = field(default_factory=list)
@@ -77,6 +80,7 @@ class Sequence:
     draft_probs_KV: Tensor | None = None
     num_cached_tokens: int | None = None
     num_preemptions: int = 0
+    admitted_s: float | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None

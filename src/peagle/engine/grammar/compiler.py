@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -87,6 +88,7 @@ class GrammarCompiler:
         )
         self._cache: OrderedDict[StructuredOutput, CompiledGrammar] = OrderedDict()
         self._cache_size = cache_size
+        self._lock = threading.Lock()  # of the cache: compilations may run side by side
 
     def compile(self, structure: StructuredOutput) -> CompiledGrammar:
         """The compiled grammar of a structured output.
@@ -95,9 +97,10 @@ class GrammarCompiler:
             UserError: it does not compile, is too long, or no text fits it; the message has the
                 source, shortened, and the reason.
         """
-        if structure in self._cache:
-            self._cache.move_to_end(structure)
-            return self._cache[structure]
+        with self._lock:
+            if structure in self._cache:
+                self._cache.move_to_end(structure)
+                return self._cache[structure]
         try:
             compiled = CompiledGrammar(
                 self._compile(structure), self.vocab_size, self._textless_ids
@@ -109,9 +112,10 @@ class GrammarCompiler:
         state = GrammarState(compiled, self._stop_token_ids)
         if state.is_stuck:
             raise UserError(f"{_shown(structure)}: no text of this vocabulary fits it.")
-        self._cache[structure] = compiled
-        if len(self._cache) > self._cache_size:
-            self._cache.popitem(last=False)
+        with self._lock:
+            self._cache[structure] = compiled
+            if len(self._cache) > self._cache_size:
+                self._cache.popitem(last=False)
         return compiled
 
     def start(
