@@ -224,14 +224,104 @@ ENGINE = group(
     Flag("threads", int, "CPU threads.", default="torch's choice"),
 )
 
+SERVER = group(
+    "Server",
+    Flag("server.host", str, "Address to listen on."),
+    Flag("server.port", int, "Port to listen on; 0 takes a free one."),
+    Flag(
+        "server.served_model_name",
+        str,
+        "What clients call the model.",
+        metavar="NAME",
+        default="the folder's name, or the hub id",
+    ),
+    Flag(
+        "server.data_parallel_size",
+        int,
+        "Engine processes behind the one port, on a GPU each; the least loaded takes a request.",
+    ),
+    Flag(
+        "server.on_engine_failure",
+        str,
+        "restart an engine process that died, or exit with status 1.",
+    ),
+    Flag("server.max_queue", int, "Outputs that may wait; more are answered with status 429."),
+    Flag("server.drain_timeout_s", float, "Seconds to finish after SIGTERM.", "--drain-timeout"),
+    Flag("server.chat_template", str, "Jinja template, or the name of one of the model's."),
+    Flag(
+        "server.tool_call_parser",
+        str,
+        "How tool calls are recognised: hermes, llama3_json, mistral, none, or auto (by the "
+        "template).",
+    ),
+    Flag(
+        "server.playground",
+        bool,
+        "No page at /.",
+        "--no-playground",
+        read=lambda _: False,
+    ),
+)
+
+# Of the engine, for those who tune a server.
+TUNING = group(
+    "Tuning",
+    Flag("engine.seed", int, "Source of the seeds of requests that bring none."),
+    Flag("engine.block_size", int, "Token slots of a KV block."),
+    Flag("engine.num_kv_blocks", int, "KV blocks.", default="what memory and --max-num-seqs allow"),
+    Flag("engine.enforce_eager", bool, "No CUDA graphs; a GPU only."),
+)
+
+SAFETY = group(
+    "Safety",
+    Flag(
+        "api_key_file",
+        Path,
+        "API keys, one a line, that open all routes but /health and /ping; the variable "
+        "PEAGLE_API_KEY may hold them too, separated by commas.",
+        metavar="FILE",
+        default="none: everybody who reaches the port is served",
+    ),
+    Flag(
+        "server.allowed_hosts",
+        list[str],
+        "Name under which clients reach the server; may be given several times, * is any.",
+        "--allowed-host",
+        default="localhost on a loopback address, else any",
+    ),
+    Flag(
+        "server.allowed_origins",
+        list[str],
+        "Web page elsewhere that may call the server, like https://chat.example.com; may be given "
+        "several times.",
+        "--allowed-origin",
+        default="none",
+    ),
+    Flag("server.max_body_bytes", int, "Largest request."),
+    Flag("server.compile_timeout_s", float, "Seconds that a schema may compile."),
+)
+
+OBSERVATION = group(
+    "Logs and traces",
+    Flag("server.log_format", str, "text or json, to standard error."),
+    Flag("server.log_prompts", bool, "Put outputs into the log."),
+    Flag(
+        "server.otlp_endpoint",
+        str,
+        "Where OpenTelemetry spans go, like http://localhost:4318.",
+        metavar="URL",
+        default="nowhere",
+    ),
+)
+
 SETTINGS = group(
     "Settings",
     Flag(
         "config",
         Path,
-        "TOML file: format_version, target, revision, and the tables engine, speculative and "
-        "sampling. Variables (PEAGLE_DTYPE, PEAGLE_SPECULATIVE_CONFIG, PEAGLE_SAMPLING, ...) go "
-        "over it, flags over both.",
+        "TOML file: format_version, target, revision, and the tables engine, speculative, "
+        "sampling and server. Variables (PEAGLE_DTYPE, PEAGLE_SPECULATIVE_CONFIG, PEAGLE_SAMPLING, "
+        "...) go over it, flags over both.",
         metavar="FILE",
     ),
     Flag(

@@ -31,6 +31,7 @@ COMMANDS = {
     "convert": "Rewrite a draft head in the style of vLLM or of speculators.",
     "demo": "Complete HumanEval prompts with plain decoding, EAGLE-3 and P-EAGLE, and compare.",
     "generate": "Complete prompts of your own.",
+    "serve": "Serve a model over HTTP, compatible with OpenAI's API.",
     "train": "Train a draft head as a TOML file says.",
 }
 

@@ -87,13 +87,16 @@ class Plan:
             "show_memory" in given,
         )
 
-    def show(self, unset: str = "default") -> None:
+    def show(
+        self, unset: str = "default", sections: tuple[str, ...] = ("engine", "sampling")
+    ) -> None:
         """Print every setting with its source as JSON.
 
         Args:
             unset: the source of the sampling parameters that no layer has.
+            sections: those that the command uses.
         """
-        shown = self.settings.shown(self.target, self.speculative, self.off, unset)
+        shown = self.settings.shown(self.target, self.speculative, self.off, unset, sections)
         print(json.dumps(shown, indent=2))
 
     def load(self, folder: Path | None = None) -> LLM:

@@ -14,15 +14,20 @@ from typing import Any
 from peagle.cli import values
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig, speculative_keys
 from peagle.errors import UserError
+from peagle.serving.config import ServerConfig
 
 FORMAT_VERSION = 1
-SPECULATIVE_VARIABLE, SAMPLING_VARIABLE = "PEAGLE_SPECULATIVE_CONFIG", "PEAGLE_SAMPLING"
+SPECULATIVE_VARIABLE = "PEAGLE_SPECULATIVE_CONFIG"
+# Sections of which a variable holds all that is set, as a JSON object.
+_TABLE_VARIABLES = {"sampling": "PEAGLE_SAMPLING", "server": "PEAGLE_SERVER"}
 SECTIONS: dict[str, Any] = {
     "engine": EngineConfig,
     "speculative": SpeculativeConfig,
     "sampling": SamplingParams,
+    "server": ServerConfig,
 }
 _NAMES = ("target", "revision")
+_OTHER_VARIABLES = ("PEAGLE_API_KEY", "PEAGLE_CACHE")  # read elsewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +102,7 @@ class Settings:
         speculative: SpeculativeConfig | None,
         off: str,
         unset: str = "default",
+        sections: tuple[str, ...] = ("engine", "sampling"),
     ) -> dict[str, Any]:
         """Every value with its source, as `--show-config` prints it.
 
@@ -105,6 +111,7 @@ class Settings:
             speculative: how drafts are made.
             off: what turned drafting off, where `speculative` is None.
             unset: the source of the sampling parameters that no layer has.
+            sections: those that the command uses.
         """
 
         def with_sources(name: str, config: Any, unset: str = "default") -> dict[str, Any]:
@@ -118,8 +125,12 @@ class Settings:
             "speculative": {"value": None, "source": off}
             if speculative is None
             else with_sources("speculative", speculative),
-            "engine": with_sources("engine", self.build("engine")),
-            "sampling": with_sources("sampling", self.build("sampling"), unset),
+            **{
+                name: with_sources(
+                    name, self.build(name), unset if name == "sampling" else "default"
+                )
+                for name in sections
+            },
         }
 
 
@@ -139,9 +150,10 @@ def speculative_layer(source: str, name: str) -> Layer:
 
 
 def environment_layers(environ: Mapping[str, str]) -> list[Layer]:
-    """PEAGLE_TARGET, PEAGLE_REVISION, PEAGLE_<ENGINE OPTION>, and two with a JSON object.
+    """PEAGLE_TARGET, PEAGLE_REVISION, PEAGLE_<ENGINE OPTION>, and three with a JSON object.
 
-    These are PEAGLE_SPECULATIVE_CONFIG, in vLLM's form, and PEAGLE_SAMPLING, as a file's table.
+    These are PEAGLE_SPECULATIVE_CONFIG, in vLLM's form, and PEAGLE_SAMPLING and PEAGLE_SERVER, as
+    a file's tables.
 
     Other variables of that beginning are left alone (Kubernetes sets PEAGLE_PORT and the like
     where a service is called peagle), unless they look like a misspelt one. An empty variable
@@ -158,7 +170,7 @@ def environment_layers(environ: Mapping[str, str]) -> list[Layer]:
         if text := environ.get(variable):
             value = text if key in words else _number(text)
             settings[key] = Setting(value, variable)
-    known = [*keys, SPECULATIVE_VARIABLE, SAMPLING_VARIABLE]
+    known = [*keys, SPECULATIVE_VARIABLE, *_TABLE_VARIABLES.values(), *_OTHER_VARIABLES]
     for variable in environ.keys() - set(known):
         if variable.startswith("PEAGLE_") and (near := get_close_matches(variable, known, 1, 0.9)):
             raise UserError(
@@ -167,18 +179,18 @@ def environment_layers(environ: Mapping[str, str]) -> list[Layer]:
     layers = [Layer(settings, ("revision",) if "target" in settings else ())]
     if text := environ.get(SPECULATIVE_VARIABLE):
         layers.append(speculative_layer(text, SPECULATIVE_VARIABLE))
-    if text := environ.get(SAMPLING_VARIABLE):
-        table = _sampling_table(text)
-        named = {f"sampling.{k}": Setting(v, SAMPLING_VARIABLE) for k, v in table.items()}
-        layers.append(Layer(named))
+    for section, variable in _TABLE_VARIABLES.items():
+        if text := environ.get(variable):
+            table = _variable_table(section, variable, text)
+            layers.append(Layer({f"{section}.{k}": Setting(v, variable) for k, v in table.items()}))
     return layers
 
 
-def _sampling_table(text: str) -> dict[str, Any]:
+def _variable_table(section: str, variable: str, text: str) -> dict[str, Any]:
     try:
-        return _fitting("sampling", values.json_object(text, '{"temperature": 0.7}'))
+        return _fitting(section, values.json_object(text, '{"temperature": 0.7}'))
     except UserError as error:
-        raise UserError(f"{SAMPLING_VARIABLE}: {error}") from None
+        raise UserError(f"{variable}: {error}") from None
 
 
 def _number(text: str) -> Any:
@@ -190,7 +202,7 @@ def _number(text: str) -> Any:
 
 
 def file_layer(path: Path) -> Layer:
-    """A TOML file: format_version, target, revision, [engine], [speculative], [sampling].
+    """A TOML file: format_version, target, revision, and a table for each of SECTIONS.
 
     A name that starts with "." or is found beside the file is a path relative to it.
 

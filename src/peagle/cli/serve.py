@@ -1,0 +1,182 @@
+"""`peagle serve`: a model over HTTP, compatible with OpenAI's API."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET
+from peagle.cli import groups
+from peagle.cli.flags import Given, takes
+from peagle.cli.options import bundled
+from peagle.cli.plan import Plan
+from peagle.cli.settings import Layer, Setting
+from peagle.config import SpeculativeConfig
+from peagle.errors import UserError
+from peagle.serving.config import ServerConfig
+
+if TYPE_CHECKING:
+    from peagle.serving.messages import EngineSpec
+
+EXAMPLES = """
+The bundled code model with its P-EAGLE head, and a page to try it at http://127.0.0.1:8000:
+  peagle serve
+  curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json'
+      -d '{"prompt": "def fibonacci(n):", "max_tokens": 64, "temperature": 0}'
+
+A model of your own, in a folder or on the hub; a second head to compare with on the page:
+  peagle serve Qwen/Qwen3-8B --draft ./peagle-head --max-num-seqs 64
+  peagle serve ./Qwen3-8B --draft ./peagle-head --compare-draft ./eagle3-head
+
+With vLLM's form of the speculative configuration; two engines behind one port:
+  peagle serve ./model --data-parallel-size 2 --speculative-config
+      '{"method": "eagle3", "model": "./head", "num_speculative_tokens": 5}'
+
+For other machines, with a key; in a SageMaker container, whose environment says the rest:
+  PEAGLE_API_KEY=... peagle serve --host 0.0.0.0 --log-format json
+  peagle serve --sagemaker
+"""
+
+_DEFAULTS = Layer({"engine.max_num_seqs": Setting(32, "peagle serve")})
+_PLAIN = "plain"
+
+
+@takes(
+    *groups.MODEL,
+    *groups.SPECULATION,
+    *groups.SERVER,
+    *groups.SAFETY,
+    *groups.OBSERVATION,
+    *groups.ENGINE,
+    *groups.TUNING,
+    *groups.SETTINGS,
+)
+def serve(
+    given: Given,
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="The target, like --target.", show_default=False),
+    ] = None,
+    compare_draft: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="A second head, to compare with: folder or hub id. It shares the target.",
+            show_default="the EAGLE-3 head with the bundled model",
+        ),
+    ] = None,
+    sagemaker: Annotated[
+        bool,
+        typer.Option(
+            "--sagemaker",
+            help="Follow SageMaker's contract: port 8080, and what SM_VLLM_* variables say.",
+        ),
+    ] = False,
+) -> None:
+    """Serve a model over HTTP, compatible with OpenAI's API.
+
+    Routes: /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize, /metrics,
+    /health, /ready, /version, SageMaker's /ping and /invocations, and a page at /. The first
+    SIGTERM or Ctrl-C finishes what runs, the second ends at once.
+    """
+    if sagemaker:
+        return _as_in_sagemaker(with_model=model is None and "target" not in given)
+    if model is not None:
+        if "target" in given:
+            raise UserError(f"{model!r} and --target were both given; leave one of them out.")
+        given["target"] = Setting(model, "MODEL")
+    plan = Plan.of(given, _DEFAULTS)
+    config: ServerConfig = plan.settings.build("server")
+    if "show_config" in given:
+        plan.show(sections=("engine", "server"))
+        return
+    from peagle.serving.keys import load_keys
+
+    keys = load_keys(os.environ, given.value("api_key_file"))
+    # Connections are accepted from here on, while all else is imported and loaded.
+    from peagle.serving.listening import listen
+
+    listening = listen(config.host, config.port)
+    spec, name = _spec(plan, config, compare_draft)
+    _require_extra()
+    from peagle.serving.server import serve as run
+
+    raise typer.Exit(
+        run(config, spec, keys, name=config.served_model_name or name, listening=listening)
+    )
+
+
+def _as_in_sagemaker(*, with_model: bool) -> None:
+    """Start again with what the container's environment says; flags of the command line win."""
+    from peagle.cli.main import run
+    from peagle.serving.sagemaker import arguments_from
+
+    typed = [word for word in sys.argv[2:] if word != "--sagemaker"]
+    arguments = arguments_from(os.environ, with_model=with_model)
+    raise typer.Exit(run(["serve", *arguments, *typed]))
+
+
+def _require_extra() -> None:
+    try:
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            f"peagle serve needs the package {error.name}, which is not installed; run "
+            "pip install 'peagle[serve]'."
+        ) from None
+
+
+def _spec(plan: Plan, config: ServerConfig, compare: str | None) -> tuple[EngineSpec, str]:
+    """What the engines load, and what the model is called."""
+    plan.prepare()
+    from peagle.models.loading import resolve_model, with_local_head
+    from peagle.serving.messages import EngineSpec
+
+    folder = resolve_model(plan.target, plan.settings.value("revision"))
+    speculative = plan.speculative and with_local_head(plan.speculative)
+    proposers = {_proposer_name(speculative): speculative}
+    if compare is None and plan.target == str(BUNDLED_TARGET) and speculative is not None:
+        compare = _other_bundled(speculative)
+    if compare is not None:
+        if speculative is None:
+            raise UserError(f"--compare-draft is {compare!r}; expected a --draft to compare with.")
+        other = with_local_head(SpeculativeConfig(model=compare))
+        name = _proposer_name(other)
+        proposers[name if name not in proposers else f"{name}-2"] = other
+    spec = EngineSpec(
+        str(folder),
+        proposers,
+        plan.engine,
+        threads=plan.threads,
+        compile_timeout_s=config.compile_timeout_s,
+    )
+    is_bundled = plan.target == str(BUNDLED_TARGET)
+    return spec, "peagle-code" if is_bundled else _model_name(plan.target)
+
+
+def _other_bundled(speculative: SpeculativeConfig) -> str | None:
+    """The bundled EAGLE-3 head, where the bundled P-EAGLE head drafts."""
+    return bundled(BUNDLED_EAGLE3) if speculative.model == str(BUNDLED_PEAGLE) else None
+
+
+def _model_name(target: str) -> str:
+    return Path(target).resolve().name if Path(target).exists() else target
+
+
+def _proposer_name(speculative: SpeculativeConfig | None) -> str:
+    """The kind of the head ("peagle", "eagle3"), or how else is drafted ("ngram", "plain")."""
+    if speculative is None:
+        return _PLAIN
+    if speculative.model is None:
+        return speculative.method
+    from peagle.models.checkpoint import read_head_config
+
+    # Only the kind is asked for, whatever the target's depth.
+    head, _ = read_head_config(speculative.model, num_target_layers=32)
+    return "peagle" if head.is_parallel else "eagle3"

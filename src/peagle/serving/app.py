@@ -1,0 +1,316 @@
+"""The routes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.staticfiles import StaticFiles
+
+from peagle import __version__
+from peagle.serving.chat_completions import chat
+from peagle.serving.completions import complete
+from peagle.serving.errors import ApiError
+from peagle.serving.generation import failure_of
+from peagle.serving.params import as_api_error
+from peagle.serving.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from peagle.serving.service import Service, caller_of, tool_dicts
+
+logger = logging.getLogger("peagle.serving")
+
+PLAYGROUND = Path(__file__).parent / "playground"
+_CSP = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+def create_app(service: Service) -> FastAPI:
+    """The application of a service, without what guards it."""
+    errors: dict[int | str, dict[str, Any]] = {
+        status: {"description": "An error object in OpenAI's form"}
+        for status in (400, 401, 403, 404, 408, 413, 415, 429, 500, 503)
+    }
+    # The documentation pages of FastAPI load scripts from elsewhere.
+    app = FastAPI(
+        title="peagle", version=__version__, docs_url=None, redoc_url=None, responses=errors
+    )
+    _add_handlers(app, service)
+    _add_status(app, service)
+    _add_generation(app, service)
+    if service.config.playground:
+        _add_playground(app)
+    return app
+
+
+# ---- errors -------------------------------------------------------------------------------------
+
+
+def _add_handlers(app: FastAPI, service: Service) -> None:
+    def answer(request: Request, error: ApiError) -> Response:
+        if not error.is_counted:
+            service.metrics.failed(failure_of(error.status))
+        if error.status >= 400:
+            state: dict[str, Any] = request.scope.get("state", {})
+            logger.info(
+                "refused",
+                extra={
+                    "request_id": state.get("request_id"),
+                    "method": request.method,
+                    "path": request.url.path,
+                    "status": error.status,
+                    "code": error.code,
+                },
+            )
+        return JSONResponse(error.body(), error.status, error.headers)
+
+    @app.exception_handler(ApiError)
+    async def refused(request: Request, error: ApiError) -> Response:
+        return answer(request, error)
+
+    @app.exception_handler(RequestValidationError)
+    async def malformed(request: Request, error: RequestValidationError) -> Response:
+        return answer(request, validation_error(error.errors()))
+
+    @app.exception_handler(HTTPException)
+    async def other(request: Request, error: HTTPException) -> Response:
+        text = {
+            404: f"There is no route {request.method} {request.url.path!r}; see /openapi.json.",
+            405: f"{request.url.path!r} does not take {request.method}.",
+            400: "The body is not JSON in UTF-8, or too deeply nested; expected a JSON object.",
+        }.get(error.status_code, str(error.detail))
+        return answer(request, ApiError(error.status_code, text, headers=error.headers))
+
+    @app.exception_handler(Exception)
+    async def failed(request: Request, error: Exception) -> Response:
+        logger.error("a request failed", exc_info=error)
+        text = "The server failed; its log says why."
+        return answer(request, ApiError(500, text, code="internal_error"))
+
+
+def validation_error(errors: Any) -> ApiError:
+    """What is wrong with a body, as the client may read it: the error of the deepest field."""
+    first = max(errors, key=lambda error: len(_place(error)))
+    place = _place(first)
+    if first["type"] == "json_invalid":
+        reason = first.get("ctx", {}).get("error", "it cannot be parsed")
+        return ApiError(400, f"The body is not JSON: {reason}.", code="invalid_json")
+    if first["type"] == "extra_forbidden":
+        return ApiError(
+            400,
+            f"Unknown field {place!r:.200}; leave it out, or see /openapi.json.",
+            param=place[:200],
+            code="unknown_field",
+        )
+    if first["type"] == "missing":
+        text = f"{place or 'The body'} is missing."
+        return ApiError(400, text, param=place[:200] or None)
+    given = repr(first.get("input"))
+    given = given if len(given) <= 80 else f"{given[:77]}..."
+    # The branches of a union each say what they expected.
+    wanted = dict.fromkeys(_wish(error) for error in errors if _place(error) == place)
+    return ApiError(
+        400,
+        f"{place[:200] or 'The body'} is {given}; it {' or '.join(wanted)}.",
+        param=place[:200] or None,
+    )
+
+
+def _wish(error: Any) -> str:
+    message = str(error["msg"]).removeprefix("Value error, ")
+    return message.removeprefix("Input ").replace("List should", "should")
+
+
+def _place(error: Any) -> str:
+    """The field that an error is about; parts that name a branch of a union are left out."""
+    parts = [part for part in error["loc"] if part != "body"]
+    kept = [
+        str(part)
+        for part in parts
+        if isinstance(part, int) or ("[" not in part and part not in _BRANCHES)
+    ]
+    return ".".join(kept)
+
+
+_BRANCHES = {"str", "int", "float", "bool", "ToolChoice", "nullable", "is-instance"}
+
+
+def parsed(model: type[BaseModel], body: Any) -> Any:
+    """A body as its model.
+
+    Raises:
+        ApiError: it does not fit.
+    """
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        raise validation_error(error.errors()) from None
+
+
+# ---- how the server stands ----------------------------------------------------------------------
+
+
+def _add_status(app: FastAPI, service: Service) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        """Whether the process lives and has not lost its engines for good."""
+        is_well = not service.pool.failure.done()
+        return JSONResponse({"status": "ok" if is_well else "failed"}, 200 if is_well else 503)
+
+    @app.get("/ready")
+    @app.get("/ping")
+    async def ready() -> Response:
+        """Whether requests are taken."""
+        if service.is_ready:
+            return JSONResponse({"status": "ready"})
+        status = "draining" if service.is_draining else "loading"
+        return JSONResponse({"status": status}, 503, {"Retry-After": "2"})
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        """The version of peagle."""
+        return {"version": __version__}
+
+    @app.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        """Metrics for Prometheus."""
+        body, content_type = service.metrics.render(request.headers.get("accept"))
+        return Response(body, headers={"content-type": content_type})
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The model that is served, and how it can be drafted for."""
+        return {"object": "list", "data": [_model(service)]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        """The model of that name."""
+        service.check_model(name)
+        return _model(service)
+
+
+def _model(service: Service) -> dict[str, Any]:
+    prompts, info = service.loaded()
+    depths = dict(info.num_speculative_tokens)
+    depths.setdefault("plain", 0)
+    return {
+        "id": service.name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "peagle",
+        "max_model_len": info.max_model_len,
+        "chat": prompts.template_source is not None,
+        "speculation": {
+            "default": service.proposers[0],
+            "proposers": [
+                {"name": name, "num_speculative_tokens": k} for name, k in depths.items()
+            ],
+        },
+    }
+
+
+# ---- generation ---------------------------------------------------------------------------------
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+async def valid_unicode(request: Request) -> None:
+    """Refuse half of a surrogate pair, which JSON can write and no tokenizer can read.
+
+    Raises:
+        ApiError: the body has one.
+    """
+    body = await request.body()
+    if _SURROGATE.search(body):
+        try:
+            json.dumps(json.loads(body), ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            text = "The body has half of a surrogate pair (\\ud800 to \\udfff); expected Unicode."
+            raise ApiError(400, text, code="invalid_unicode") from None
+
+
+_POST: dict[str, Any] = {"dependencies": [Depends(valid_unicode)]}
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/completions", **_POST)
+    async def completions(request: Request, body: CompletionBody) -> Response:
+        """Complete prompts."""
+        return await complete(service, body, caller_of(request, body))
+
+    @app.post("/v1/chat/completions", **_POST)
+    async def chat_completions(request: Request, body: ChatBody) -> Response:
+        """Answer a conversation."""
+        return await chat(service, body, caller_of(request, body))
+
+    @app.post("/invocations", **_POST)
+    async def invocations(request: Request, body: dict[str, Any]) -> Response:
+        """SageMaker's route: a chat where there are `messages`, a completion where there is a
+        `prompt`.
+        """
+        if ("messages" in body) == ("prompt" in body):
+            text = 'The body needs "messages" (a chat) or "prompt" (a completion), one of the two.'
+            raise ApiError(400, text)
+        if "messages" in body:
+            chat_body: ChatBody = parsed(ChatBody, body)
+            return await chat(service, chat_body, caller_of(request, chat_body))
+        completion_body: CompletionBody = parsed(CompletionBody, body)
+        return await complete(service, completion_body, caller_of(request, completion_body))
+
+    @app.post("/tokenize", **_POST)
+    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+        """Token ids of a prompt, or of a conversation under the chat template."""
+        prompts, info = service.loaded()
+        service.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, 'Expected "prompt" or "messages", one of the two.', param="prompt")
+        if body.prompt is not None:
+            with as_api_error("prompt"):
+                ids = await prompts.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+        else:
+            with as_api_error("messages"):
+                ids, _ = await prompts.render(
+                    body.messages or [],
+                    tools=tool_dicts(body.tools),
+                    template_kwargs=body.chat_template_kwargs,
+                    add_generation_prompt=body.add_generation_prompt,
+                    continue_final_message=body.continue_final_message,
+                )
+        answer: dict[str, Any] = {
+            "count": len(ids),
+            "max_model_len": info.max_model_len,
+            "tokens": ids,
+        }
+        if body.return_token_strs:
+            answer["token_strs"] = [prompts.token_text(token) for token in ids]
+        return answer
+
+    @app.post("/detokenize", **_POST)
+    async def detokenize(body: DetokenizeBody) -> dict[str, str]:
+        """The text of token ids."""
+        prompts, info = service.loaded()
+        service.check_model(body.model)
+        wrong = next((i for i in body.tokens if not 0 <= i < info.vocab_size), None)
+        if wrong is not None:
+            text = f"tokens has {wrong}; expected ids from 0 to {info.vocab_size - 1}."
+            raise ApiError(400, text, param="tokens")
+        return {"prompt": await prompts.decode(body.tokens)}
+
+
+# ---- playground ---------------------------------------------------------------------------------
+
+
+def _add_playground(app: FastAPI) -> None:
+    app.mount("/static", StaticFiles(directory=PLAYGROUND), name="static")
+
+    @app.get("/", include_in_schema=False)
+    async def playground() -> Response:
+        return FileResponse(PLAYGROUND / "index.html", headers={"Content-Security-Policy": _CSP})

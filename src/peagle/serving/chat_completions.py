@@ -1,0 +1,217 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from starlette.responses import Response
+
+from peagle.engine.outputs import RequestOutput, StreamChunk
+from peagle.serving.answers import EventStream, WholeAnswer
+from peagle.serving.errors import ApiError
+from peagle.serving.generation import Caller, Generation
+from peagle.serving.logprobs import chat_logprobs
+from peagle.serving.params import as_api_error, chat_params
+from peagle.serving.prompts import Prompts
+from peagle.serving.protocol import ChatBody
+from peagle.serving.service import Service, tool_dicts
+from peagle.serving.tool_parsers import parser_for
+from peagle.serving.tool_reader import ToolCallParser
+from peagle.serving.tools import (
+    CallDelta,
+    Delta,
+    check_tools,
+    constraint,
+    finish_reason,
+    message_from,
+)
+from peagle.serving.usage import report_of, usage_of
+from peagle.thinking import START, ThinkingSplitter
+
+ToolChoice = str | dict[str, Any] | None
+
+
+async def chat(service: Service, body: ChatBody, caller: Caller) -> Response:
+    """The answer to a chat request.
+
+    Raises:
+        ApiError: it cannot be served.
+    """
+    prompts, info = service.loaded()
+    service.check_model(body.model)
+    tools = tool_dicts(body.tools)
+    choice = body.tool_choice
+    tool_choice = choice if choice is None or isinstance(choice, str) else choice.model_dump()
+    check_tools(tools or None, tool_choice)
+    if prompts.template_source is None:
+        raise ApiError(
+            400,
+            f"The model {service.name!r} has no chat template; use /v1/completions, or start the "
+            "server with --chat-template FILE.",
+            param="messages",
+        )
+    with as_api_error("messages"):
+        ids, opened = await prompts.render(
+            body.messages,
+            tools=tools if tool_choice != "none" else None,
+            template_kwargs=_template_kwargs(body),
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+        )
+    with as_api_error("tools"):
+        forced = constraint(tools, tool_choice, body.parallel_tool_calls is not False)
+    params = chat_params(body, info, len(ids), forced)
+    generation = service.generation([ids], params, body, caller)
+    readers = _Readers(prompts, opened, service.tool_parser(), tools, tool_choice)
+    answer = _Chat(service.name, body, prompts, generation, readers)
+    return EventStream(answer.events()) if body.stream else WholeAnswer(answer.whole)
+
+
+def _template_kwargs(body: ChatBody) -> dict[str, Any]:
+    given = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        given.setdefault("reasoning_effort", body.reasoning_effort)
+    return given
+
+
+class _Readers:
+    """Makes what tells reasoning, content and tool calls of an output apart."""
+
+    def __init__(
+        self,
+        prompts: Prompts,
+        opened: bool,
+        kind: str,
+        tools: list[dict[str, Any]],
+        tool_choice: ToolChoice,
+    ) -> None:
+        self.thinks = opened or START in (prompts.template_source or "")
+        self.opened = opened
+        self.tool_choice = tool_choice
+        self._kind, self._tools = kind, tools
+
+    def make(self) -> _Reader:
+        """One for an output."""
+        splitter = ThinkingSplitter(opened=self.opened) if self.thinks else None
+        return _Reader(splitter, parser_for(self._kind, self._tools, self.tool_choice))
+
+
+class _Reader:
+    """Takes the text of an output as it comes."""
+
+    def __init__(self, splitter: ThinkingSplitter | None, parser: ToolCallParser) -> None:
+        self._splitter = splitter
+        self._parser = parser
+        self.has_called = False
+
+    def add(self, text: str, *, final: bool) -> tuple[str, list[Delta]]:
+        """(new reasoning, new content and calls)."""
+        if self._splitter is None:
+            reasoning, answer = "", text
+        else:
+            pieces = list(self._splitter.add(text, final=final))
+            reasoning = "".join(piece.text for piece in pieces if piece.is_reasoning)
+            answer = "".join(piece.text for piece in pieces if not piece.is_reasoning)
+        deltas = self._parser.add(answer, final=final)
+        self.has_called |= any(isinstance(delta, CallDelta) for delta in deltas)
+        return reasoning, deltas
+
+
+class _Chat:
+    """One answer, whole or in events."""
+
+    def __init__(
+        self,
+        model: str,
+        body: ChatBody,
+        prompts: Prompts,
+        generation: Generation,
+        readers: _Readers,
+    ) -> None:
+        self._body = body
+        self._prompts = prompts
+        self._generation = generation
+        self._make_readers = readers
+        self._readers = [readers.make() for _ in range(generation.job.params.n)]
+        self._begun: set[int] = set()
+        self._report = body.speculation is not None and body.speculation.report
+        self._head = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "object": "chat.completion.chunk" if body.stream else "chat.completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer as one object."""
+        outputs = await self._generation.finish()
+        choices = [self._choice(output) for output in outputs]
+        return {**self._head, "choices": choices, "usage": usage_of(outputs, report=self._report)}
+
+    def _choice(self, output: RequestOutput) -> dict[str, Any]:
+        reader = self._readers[output.index]
+        reasoning, deltas = reader.add(output.text, final=True)
+        content, calls = message_from(deltas)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if content is None and not calls:
+            message["content"] = ""
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        given = output.logprobs
+        return {
+            "index": output.index,
+            "message": message,
+            "logprobs": None if given is None else chat_logprobs(given, self._prompts.token_text),
+            "finish_reason": self._finish_reason(output, reader),
+        }
+
+    def _finish_reason(self, output: RequestOutput, reader: _Reader) -> str:
+        choice = self._make_readers.tool_choice
+        return finish_reason(output.finish_reason, reader.has_called, choice)
+
+    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """The answer as it comes."""
+        async with aclosing(self._generation.chunks()) as chunks:
+            async for _, chunk in chunks:
+                for event in self._events(chunk):
+                    yield event
+        options = self._body.stream_options
+        if (options is not None and options.include_usage) or self._report:
+            usage = usage_of(self._generation.ordered, report=self._report)
+            yield {**self._head, "choices": [], "usage": usage}
+
+    def _events(self, chunk: StreamChunk) -> list[dict[str, Any]]:
+        """Events of a chunk: the role first, then what it brings, the reason at the end."""
+        index, reader = chunk.output_index, self._readers[chunk.output_index]
+        reasoning, new = reader.add(chunk.text, final=chunk.output is not None)
+        deltas: list[dict[str, Any]] = []
+        if index not in self._begun:
+            self._begun.add(index)
+            deltas.append({"role": "assistant", "content": ""})
+        if reasoning:
+            deltas.append({"reasoning_content": reasoning})
+        deltas += [delta.body() for delta in new]
+        if not deltas and (self._report or chunk.logprobs):
+            deltas.append({"content": ""})
+        events = [self._event(index, delta) for delta in deltas]
+        if chunk.output is not None:
+            reason = self._finish_reason(chunk.output, reader)
+            events.append(self._event(index, {}, reason))
+        if events and chunk.logprobs and self._body.logprobs:
+            given = chat_logprobs(chunk.logprobs, self._prompts.token_text)
+            events[-1]["choices"][0]["logprobs"] = given
+        if events and self._report:
+            events[0]["speculation"] = report_of(chunk, self._prompts.token_text)
+        return events
+
+    def _event(
+        self, index: int, delta: dict[str, Any], reason: str | None = None
+    ) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+        return {**self._head, "choices": [choice]}

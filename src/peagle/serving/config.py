@@ -1,0 +1,76 @@
+"""How a server is reached, guarded and kept alive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from peagle.config.checks import is_int, is_number, require
+
+OnFailure = Literal["restart", "exit"]
+LogFormat = Literal["text", "json"]
+TOOL_PARSERS = ("auto", "hermes", "llama3_json", "mistral", "none")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """How a server is reached, guarded and kept alive.
+
+    Attributes:
+        host, port: where it listens; port 0 takes a free one.
+        served_model_name: what clients call the model; None takes the folder's name.
+        allowed_hosts: Host headers that are served; None derives them from `host`.
+        allowed_origins: of web pages elsewhere that may call the server.
+        max_body_bytes: of a request.
+        max_queue: outputs that may wait beyond those that the engines decode; more get 429.
+        compile_timeout_s: how long a grammar may compile.
+        drain_timeout_s: how long running requests may take to finish after SIGTERM.
+        on_engine_failure: "restart" the engine process, or "exit" with status 1.
+        data_parallel_size: engine processes.
+        chat_template: file or name of a template; None takes the model's.
+        tool_call_parser: how tool calls are recognised; "auto" reads it off the template.
+        log_format, log_prompts: of the log; prompts are never in it unless asked for.
+        otlp_endpoint: where spans go; None sends none.
+        playground: whether the page at / is there.
+
+    Raises:
+        UserError: a value is out of range.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str | None = None
+    allowed_hosts: tuple[str, ...] | None = None
+    allowed_origins: tuple[str, ...] = ()
+    max_body_bytes: int = 4 << 20
+    max_queue: int = 512
+    compile_timeout_s: float = 10.0
+    drain_timeout_s: float = 60.0
+    on_engine_failure: OnFailure = "restart"
+    data_parallel_size: int = 1
+    chat_template: str | None = None
+    tool_call_parser: str = "auto"
+    log_format: LogFormat = "text"
+    log_prompts: bool = False
+    otlp_endpoint: str | None = None
+    playground: bool = True
+
+    def __post_init__(self) -> None:
+        require(bool(self.host), "host", self.host, "an address or a name, like 127.0.0.1")
+        ok = is_int(self.port) and 0 <= self.port <= 65535
+        require(ok, "port", self.port, "a whole number from 0 to 65535")
+        for name in ("max_body_bytes", "data_parallel_size"):
+            value = getattr(self, name)
+            require(is_int(value) and value >= 1, name, value, "a whole number of at least 1")
+        ok = is_int(self.max_queue) and self.max_queue >= 0
+        require(ok, "max_queue", self.max_queue, "a whole number of at least 0")
+        for name in ("compile_timeout_s", "drain_timeout_s"):
+            value = getattr(self, name)
+            require(is_number(value) and value > 0, name, value, "a number of seconds above 0")
+        for name, allowed in (
+            ("on_engine_failure", ("restart", "exit")),
+            ("log_format", ("text", "json")),
+            ("tool_call_parser", TOOL_PARSERS),
+        ):
+            value = getattr(self, name)
+            require(value in allowed, name, value, "one of " + ", ".join(allowed))

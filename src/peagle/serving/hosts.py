@@ -1,0 +1,152 @@
+"""Names of servers: what Host and Origin headers say, and which hosts a server answers to."""
+
+from __future__ import annotations
+
+import re
+from ipaddress import AddressValueError, IPv6Address, ip_address
+from typing import NamedTuple
+
+from peagle.errors import UserError
+from peagle.serving.keys import ApiKeys
+
+_LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+_MAX_NAME_LENGTH = 253  # of DNS
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::([0-9]{0,5}))?", re.ASCII | re.IGNORECASE)
+_LABEL = re.compile(r"[a-z0-9_-]{1,63}")
+_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://(.+)", re.ASCII | re.IGNORECASE)
+
+
+class Host(NamedTuple):
+    """What a Host header says.
+
+    Attributes:
+        name: in lower case, without a trailing dot; IPv6 in its shortest form, in brackets.
+        port: None if none was given.
+    """
+
+    name: str
+    port: int | None
+
+
+class Origin(NamedTuple):
+    """Where a web page comes from; `port` is None only for schemes without a usual port."""
+
+    scheme: str
+    name: str
+    port: int | None
+
+    def is_same_as(self, host: Host) -> bool:
+        """Whether a page from here, by http or https, lies on the server called `host`.
+
+        The scheme is not compared: behind a proxy that ends TLS the server does not know it.
+        """
+        usual = _DEFAULT_PORTS.get(self.scheme)
+        port = usual if host.port is None else host.port
+        return usual is not None and self.name == host.name and self.port == port
+
+
+def parse_host(value: bytes) -> Host | None:
+    """The value of a Host header; None if it is malformed."""
+    match = _HOST.fullmatch(value.decode("latin-1"))
+    if match is None:
+        return None
+    name = _normal_name(match[1])
+    port = int(match[2]) if match[2] else None
+    if name is None or (port is not None and port > 65535):
+        return None
+    return Host(name, port)
+
+
+def parse_origin(value: bytes) -> Origin | None:
+    """The value of an Origin header; None if it is malformed, or "null"."""
+    match = _ORIGIN.fullmatch(value.decode("latin-1"))
+    host = None if match is None else parse_host(match[2].encode("latin-1"))
+    if match is None or host is None:
+        return None
+    scheme = match[1].lower()
+    port = _DEFAULT_PORTS.get(scheme) if host.port is None else host.port
+    return Origin(scheme, host.name, port)
+
+
+def allowed_host(name: str) -> str:
+    """The value of --allowed-host as it is compared: a name, or an address with or without [].
+
+    Raises:
+        UserError: it is malformed, or has a port.
+    """
+    bracketed = f"[{name}]" if _is_ipv6(name) else name
+    host = parse_host(bracketed.encode(errors="replace"))
+    if host is None or host.port is not None:
+        raise UserError(
+            f"The allowed host is {name!r}: expected a name or an address without a port, such as "
+            "chat.example.com, or * for any."
+        )
+    return host.name
+
+
+def allowed_origin(value: str) -> Origin:
+    """The value of --allowed-origin as it is compared; a trailing slash does not count.
+
+    Raises:
+        UserError: it is malformed.
+    """
+    origin = parse_origin(value.removesuffix("/").encode(errors="replace"))
+    if origin is None:
+        raise UserError(
+            f"The allowed origin is {value!r}: expected a scheme and a host, without a path, such "
+            "as https://chat.example.com, or * for any."
+        )
+    return origin
+
+
+def is_loopback(bind_host: str) -> bool:
+    """Whether only this machine reaches a server bound there. Names are not resolved."""
+    literal = _without_zone(bind_host)
+    try:
+        return literal == "localhost" or ip_address(literal).is_loopback
+    except ValueError:
+        return False
+
+
+def default_allowed_hosts(bind_host: str) -> tuple[str, ...]:
+    """The hosts that a server bound to `bind_host` answers to unless told otherwise.
+
+    A loopback server answers to the names of the loopback only: a web page whose DNS name is
+    turned to 127.0.0.1 must not reach it. A server elsewhere has names that it cannot know.
+    """
+    if not is_loopback(bind_host):
+        return ("*",)
+    own = allowed_host(_without_zone(bind_host))
+    return _LOOPBACK_NAMES if own in _LOOPBACK_NAMES else (*_LOOPBACK_NAMES, own)
+
+
+def bind_warning(host: str, keys: ApiKeys) -> str | None:
+    """What to tell the user about a server bound to `host`; None if there is nothing to tell."""
+    if keys or is_loopback(host):
+        return None
+    return (
+        f"The server listens on {host or 'all addresses'} without an API key: everybody who can "
+        "reach it can use it. Set PEAGLE_API_KEY or --api-key-file, or bind to 127.0.0.1."
+    )
+
+
+def _without_zone(bind_host: str) -> str:
+    return bind_host.strip("[]").partition("%")[0].lower()
+
+
+def _normal_name(name: str) -> str | None:
+    name = name.lower()
+    if name.startswith("["):
+        return f"[{IPv6Address(name[1:-1])}]" if _is_ipv6(name[1:-1]) else None
+    name = name.removesuffix(".")
+    is_good = len(name) <= _MAX_NAME_LENGTH and all(map(_LABEL.fullmatch, name.split(".")))
+    return name if is_good else None
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        IPv6Address(text)
+    except AddressValueError:
+        return False
+    return True

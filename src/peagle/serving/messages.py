@@ -1,0 +1,117 @@
+"""What the front end and an engine process say to each other, pickled over a private pipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
+from peagle.engine import EngineStats
+from peagle.engine.outputs import StreamChunk
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What an engine process loads.
+
+    Attributes:
+        target: folder of the target.
+        proposers: how each proposer drafts, by name; the first one is the default. They share the
+            target's weights and split the KV budget.
+        engine: sizes.
+        threads: CPU threads of torch; None leaves them to it.
+        device_index: of the GPU, where the device is "auto" or "cuda" and there are several.
+        compile_timeout_s: how long a grammar may compile.
+    """
+
+    target: str
+    proposers: dict[str, SpeculativeConfig | None]
+    engine: EngineConfig
+    threads: int | None = None
+    device_index: int | None = None
+    compile_timeout_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What the front end has to know of a loaded engine.
+
+    Attributes:
+        max_model_len: longest sequence in tokens.
+        vocab_size: ids of the target.
+        max_num_seqs: sequences decoded together.
+        num_speculative_tokens: K of each proposer, by name, 0 for plain decoding.
+        defaults: how the model asks to be sampled, fields of SamplingParams.
+        memory: the memory plan as a table.
+        device: name of the device.
+    """
+
+    max_model_len: int
+    vocab_size: int
+    max_num_seqs: int
+    num_speculative_tokens: dict[str, int]
+    defaults: dict[str, Any]
+    memory: str
+    device: str
+
+
+# ---- to the engine ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Run a request; its chunks come back under `index`."""
+
+    index: int
+    prompt: list[int]
+    params: SamplingParams
+    proposer: str
+    priority: int = 0
+    cache_salt: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Forget a request and free what it holds."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the process."""
+
+
+# ---- from the engine ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The models are loaded."""
+
+    info: EngineInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The process ends; `is_user_error` tells a mistake in the settings from a fault."""
+
+    message: str
+    is_user_error: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A request was not queued."""
+
+    index: int
+    message: str
+    is_user_error: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """What one step brought; `stats` now and then."""
+
+    chunks: list[StreamChunk]
+    stats: EngineStats | None

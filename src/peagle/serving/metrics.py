@@ -1,0 +1,318 @@
+"""What the server did, for Prometheus: vLLM's names and meanings under `peagle:`.
+
+One `Metrics` belongs to one event loop: it has no locks. Nothing is worked out before somebody
+asks: a snapshot of an engine is only kept, an observation is one addition to one bucket.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, zip_longest
+from operator import attrgetter
+from typing import TYPE_CHECKING, Literal, get_args
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.utils import floatToGoString
+
+from peagle import __version__
+
+if TYPE_CHECKING:
+    from peagle.engine.outputs import RequestOutput
+    from peagle.engine.stats import EngineStats
+
+Failure = Literal["cancelled", "refused", "timeout", "invalid", "error"]
+
+_PREFIX = "peagle:"
+_PER_POS = "spec_decode_num_accepted_tokens_per_pos"
+_TEXT = "text/plain; version=0.0.4; charset=utf-8"
+_OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+
+_PER_TOKEN_S = tuple(
+    round(digit * 10.0**power, 6) for power in range(-4, 1) for digit in (1, 1.5, 2, 3, 5, 7.5)
+)
+_PER_REQUEST_S = tuple(
+    round(digit * 10.0**power, 6) for power in range(-3, 4) for digit in (1, 2.5, 5)
+)
+_TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+
+# Name -> what it counts, where an engine's snapshot has it.
+_TOTALS: dict[str, tuple[str, str]] = {
+    "spec_decode_num_drafts": ("Drafts verified.", "speculation.num_drafts"),
+    "spec_decode_num_draft_tokens": ("Tokens drafted.", "speculation.num_draft_tokens"),
+    "spec_decode_num_accepted_tokens": (
+        "Draft tokens accepted.",
+        "speculation.num_accepted_tokens",
+    ),
+    "num_preemptions": (
+        "Times that a request gave its KV up and was computed again.",
+        "num_preemptions",
+    ),
+    "prefix_cache_queries": (
+        "Prompt tokens looked up in the prefix cache.",
+        "num_prompt_tokens",
+    ),
+    "prefix_cache_hits": (
+        "Prompt tokens whose KV was in the prefix cache.",
+        "num_cached_tokens",
+    ),
+    "prompt_tokens": (
+        "Tokens of the prompts admitted, cached ones included.",
+        "num_prompt_tokens",
+    ),
+    "generation_tokens": ("Tokens given out.", "num_output_tokens"),
+}
+_GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
+    "num_requests_running": ("Outputs being computed.", attrgetter("num_running")),
+    "num_requests_waiting": ("Outputs in the queue.", attrgetter("num_waiting")),
+    "kv_cache_usage_perc": (
+        "Share of the KV blocks in use, 0 to 1.",
+        lambda stats: 1 - stats.num_free_kv_blocks / stats.num_kv_blocks,
+    ),
+}
+_HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
+    "time_to_first_token_seconds": ("From the request to its first token.", _PER_REQUEST_S),
+    "inter_token_latency_seconds": (
+        "Time since the previous chunk over the chunk's tokens, once per token.",
+        _PER_TOKEN_S,
+    ),
+    "inter_chunk_latency_seconds": ("Time between two chunks of an output.", _PER_TOKEN_S),
+    "e2e_request_latency_seconds": ("From the request to the end of the answer.", _PER_REQUEST_S),
+    "request_queue_time_seconds": ("From the request to its admission.", _PER_REQUEST_S),
+    "request_prefill_time_seconds": ("From admission to the first token.", _PER_REQUEST_S),
+    "request_decode_time_seconds": ("From the first token to the last.", _PER_REQUEST_S),
+    "request_prompt_tokens": ("Tokens of the prompt of a finished output.", _TOKENS),
+    "request_generation_tokens": ("Tokens of a finished output.", _TOKENS),
+}
+
+
+class Metrics:
+    """Counters, gauges and histograms of one server; several may live in one process.
+
+    Engines are known by their index; their counters go on where they were when an engine's process
+    is replaced. `num_requests_*` and what `finished` takes count outputs: a request with n = 2 is
+    two of them.
+
+    Args:
+        model_name: the label `model_name` of everything.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._engines: dict[int, _Engine] = {}
+        self._failures: dict[Failure, int] = dict.fromkeys(get_args(Failure), 0)
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def record_engine(self, engine: int, stats: EngineStats) -> None:
+        """Take a snapshot of an engine, whose totals run since its process began.
+
+        Snapshots of an engine come in order. One with fewer steps than the last is from a new
+        process: then `engine_restarted` need not have been called.
+        """
+        self._at(engine).record(stats)
+
+    def engine_restarted(self, engine: int) -> None:
+        """Say that an engine's process is gone, before the first snapshot of the next one.
+
+        Only so is a restart seen if the new process has done more than the old one by the time
+        of its first snapshot. The engine's gauges are 0 until then.
+        """
+        self._at(engine).restart()
+
+    def first_token(self, seconds: float, *, engine: int = 0) -> None:
+        """An output has its first token, so long after the request came."""
+        self._at(engine).first_token.observe(seconds)
+
+    def chunk(self, seconds_since_previous: float, num_tokens: int, *, engine: int = 0) -> None:
+        """A chunk after the first of its output, so long after the previous one.
+
+        A burst of n tokens counts n times in the latency between tokens, each with an n-th of the
+        time; a chunk without tokens counts only as a chunk.
+        """
+        at = self._at(engine)
+        at.inter_chunk.observe(seconds_since_previous)
+        if num_tokens:
+            at.inter_token.observe(seconds_since_previous / num_tokens, num_tokens)
+
+    def finished(self, output: RequestOutput, seconds: float, *, engine: int = 0) -> None:
+        """An output ended by itself, `seconds` after the request came."""
+        at = self._at(engine)
+        at.num_finished[output.finish_reason] += 1
+        # An output that got no token was in its prompt pass to the end.
+        first = output.time_to_first_token_s or output.elapsed_s
+        for name, value in (
+            ("e2e_request_latency_seconds", seconds),
+            ("request_queue_time_seconds", output.queue_time_s),
+            ("request_prefill_time_seconds", first - output.queue_time_s),
+            ("request_decode_time_seconds", output.elapsed_s - first),
+            ("request_prompt_tokens", len(output.prompt_token_ids)),
+            ("request_generation_tokens", len(output.token_ids)),
+        ):
+            at.histograms[name].observe(max(value, 0.0))
+
+    def failed(self, reason: Failure) -> None:
+        """A request got no full answer.
+
+        Args:
+            reason: "cancelled": the client went away; "refused": no room, loading or draining (429,
+                503); "timeout": it took too long; "invalid": the request was wrong (400, 404, 413);
+                "error": the server or an engine failed.
+
+        Raises:
+            KeyError: another reason.
+        """
+        self._failures[reason] += 1
+
+    def render(self, accept: str | None = None) -> tuple[bytes, str]:
+        """All of it as (body, content type).
+
+        Args:
+            accept: the header; OpenMetrics 1.0 if it names that, else Prometheus's text format.
+        """
+        kinds = [part.partition(";")[0].strip() for part in (accept or "").lower().split(",")]
+        if "application/openmetrics-text" in kinds:
+            # Its default makes peagle_ of peagle:, which no query would find.
+            body = openmetrics.generate_latest(self._registry, escaping=openmetrics.ALLOWUTF8)
+            return body, _OPENMETRICS
+        return generate_latest(self._registry), _TEXT
+
+    def collect(self) -> Iterator[Metric]:
+        """All families with their samples, for the registry."""
+        engines = [self._engines[index] for index in sorted(self._engines)]
+        build = InfoMetricFamily(_PREFIX + "build", "What runs here.", labels=["model_name"])
+        build.add_metric([self._model_name], {"version": __version__})
+        yield build
+        yield from self._gauges(engines)
+        yield from self._totals(engines)
+        yield from self._endings(engines)
+        yield from self._histograms(engines)
+
+    def _at(self, engine: int) -> _Engine:
+        found = self._engines.get(engine)
+        if found is None:
+            found = self._engines[engine] = _Engine(engine)
+        return found
+
+    def _counter(self, name: str, text: str, *labels: str) -> CounterMetricFamily:
+        return CounterMetricFamily(_PREFIX + name, text, labels=["model_name", *labels])
+
+    def _gauges(self, engines: Sequence[_Engine]) -> Iterator[Metric]:
+        for name, (text, of) in _GAUGES.items():
+            family = GaugeMetricFamily(_PREFIX + name, text, labels=["model_name", "engine"])
+            for at in engines:
+                family.add_metric([self._model_name, at.label], of(at.stats) if at.stats else 0)
+            yield family
+
+    def _totals(self, engines: Sequence[_Engine]) -> Iterator[Metric]:
+        families = [self._counter(name, text, "engine") for name, (text, _) in _TOTALS.items()]
+        text = "Drafts whose tokens up to this position (from 0) were all accepted."
+        per_pos = self._counter(_PER_POS, text, "engine", "position")
+        restarts = self._counter("engine_restarts", "Times that an engine began anew.", "engine")
+        for at in engines:
+            labels = [self._model_name, at.label]
+            values = at.totals()
+            for family, value in zip(families, values):
+                family.add_metric(labels, value)
+            for position, value in enumerate(values[len(families) :]):
+                per_pos.add_metric([*labels, str(position)], value)
+            restarts.add_metric(labels, at.num_restarts)
+        yield from (*families, per_pos, restarts)
+
+    def _endings(self, engines: Sequence[_Engine]) -> Iterator[Metric]:
+        text = "Outputs that ended by themselves."
+        success = self._counter("request_success", text, "engine", "finished_reason")
+        for at in engines:
+            for reason, count in at.num_finished.items():
+                success.add_metric([self._model_name, at.label, reason], count)
+        failure = self._counter("request_failure", "Requests without a full answer.", "reason")
+        for reason, count in self._failures.items():
+            failure.add_metric([self._model_name, reason], count)
+        yield from (success, failure)
+
+    def _histograms(self, engines: Sequence[_Engine]) -> Iterator[Metric]:
+        for name, (text, _) in _HISTOGRAMS.items():
+            family = HistogramMetricFamily(_PREFIX + name, text, labels=["model_name", "engine"])
+            for at in engines:
+                histogram = at.histograms[name]
+                labels = [self._model_name, at.label]
+                family.add_metric(labels, histogram.buckets(), histogram.sum)
+            yield family
+
+
+class _Engine:
+    """What one engine did, over all its processes.
+
+    Attributes:
+        stats: the last snapshot of the running process, None before its first.
+        num_finished: outputs, by why they ended.
+    """
+
+    def __init__(self, engine: int) -> None:
+        self.label = str(engine)
+        self.stats: EngineStats | None = None
+        self.num_restarts = 0
+        self.num_finished = Counter(stop=0, length=0)
+        self.histograms = {name: _Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
+        self.first_token = self.histograms["time_to_first_token_seconds"]
+        self.inter_token = self.histograms["inter_token_latency_seconds"]
+        self.inter_chunk = self.histograms["inter_chunk_latency_seconds"]
+        self._ended: list[int] = []  # the totals of processes that are gone
+        self._shown: list[int] = []
+
+    def record(self, stats: EngineStats) -> None:
+        if self.stats is not None and stats.num_steps < self.stats.num_steps:
+            self.restart()
+        self.stats = stats
+
+    def restart(self) -> None:
+        self._ended = self._sums()
+        self.stats = None
+        self.num_restarts += 1
+
+    def totals(self) -> list[int]:
+        """The values of _TOTALS, then those per position; none is lower than before.
+
+        An engine takes the tokens of a stop string back: its count of tokens may fall. A counter
+        stays where it was until the count has caught up.
+        """
+        self._shown = [max(pair) for pair in zip_longest(self._shown, self._sums(), fillvalue=0)]
+        return self._shown
+
+    def _sums(self) -> list[int]:
+        if self.stats is None:
+            now = [0] * len(_TOTALS)
+        else:
+            now = [attrgetter(where)(self.stats) for _, where in _TOTALS.values()]
+            now += self.stats.speculation.num_accepted_tokens_per_pos
+        return [sum(pair) for pair in zip_longest(self._ended, now, fillvalue=0)]
+
+
+class _Histogram:
+    """Values in buckets, with weights: prometheus-client's own takes one value at a time."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """(upper bound, values up to it) of every bucket."""
+        bounds = [floatToGoString(bound) for bound in (*self.bounds, float("inf"))]
+        return list(zip(bounds, accumulate(self.counts)))

@@ -1,0 +1,191 @@
+"""Bodies of requests as SamplingParams, and what they ask beside."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from peagle.config import SamplingParams, StructuredOutput
+from peagle.errors import UserError
+from peagle.serving.errors import ApiError
+from peagle.serving.messages import EngineInfo
+from peagle.serving.protocol import ChatBody, CompletionBody, ResponseFormat, SamplingFields
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+_SAME_NAME = (
+    "min_tokens",
+    "top_p",
+    "top_k",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "bad_words",
+    "allowed_token_ids",
+    "n",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "prompt_logprobs",
+)
+
+
+_FIELDS = frozenset(SamplingFields.model_fields)
+
+
+@contextmanager
+def as_api_error(param: str | None = None) -> Iterator[None]:
+    """Let a user's mistake become an answer of status 400."""
+    try:
+        yield
+    except UserError as error:
+        # Messages about a value begin with its name.
+        word = str(error).partition(" ")[0]
+        raise ApiError(400, str(error), param=word if word in _FIELDS else param) from None
+
+
+def completion_params(body: CompletionBody, info: EngineInfo, prompt_len: int) -> SamplingParams:
+    """How a completion is sampled; `prompt_len` is that of its longest prompt, in tokens.
+
+    Raises:
+        ApiError: a value is out of range, or prompt and output do not fit the context.
+    """
+    if body.suffix is not None:
+        raise ApiError(400, "suffix is not supported; leave it out.", param="suffix")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise ApiError(
+            400,
+            f"best_of is {body.best_of} and n {body.n or 1}; expected the same. Ask for n outputs "
+            "with logprobs and choose among them.",
+            param="best_of",
+        )
+    wanted = body.max_tokens
+    if wanted == 0 and body.echo:
+        wanted = 1  # only the prompt is wanted; the answer drops this one
+    elif wanted is None:
+        wanted = min(DEFAULT_COMPLETION_TOKENS, max(1, info.max_model_len - prompt_len))
+    given: dict[str, Any] = {"logprobs": body.logprobs}
+    if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
+        given["prompt_logprobs"] = body.logprobs
+    return _params(body, info, prompt_len, wanted, given)
+
+
+def chat_params(
+    body: ChatBody, info: EngineInfo, prompt_len: int, constraint: StructuredOutput | None
+) -> SamplingParams:
+    """How an answer is sampled; `constraint` is what a forced tool call must look like.
+
+    Raises:
+        ApiError: as `completion_params`.
+    """
+    wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if wanted is None:
+        wanted = max(1, info.max_model_len - prompt_len)
+    given: dict[str, Any] = {}
+    if body.logprobs:
+        given["logprobs"] = body.top_logprobs or 0
+    elif body.top_logprobs is not None:
+        raise ApiError(
+            400,
+            f"top_logprobs is {body.top_logprobs} without logprobs; set logprobs to true.",
+            param="top_logprobs",
+        )
+    if constraint is not None:
+        if body.response_format is not None and body.response_format.type != "text":
+            text = (
+                "response_format and a forced tool_choice were both given; leave one of them out."
+            )
+            raise ApiError(400, text, param="response_format")
+        given["structured_output"] = constraint
+    return _params(body, info, prompt_len, wanted, given)
+
+
+def _params(
+    body: SamplingFields,
+    info: EngineInfo,
+    prompt_len: int,
+    max_tokens: int,
+    given: dict[str, Any],
+) -> SamplingParams:
+    check_context(prompt_len, max_tokens, info.max_model_len)
+    values: dict[str, Any] = {"temperature": 1.0, **info.defaults}
+    for name in _SAME_NAME:
+        if (value := getattr(body, name)) is not None:
+            values[name] = value
+    if body.temperature is not None:
+        values["temperature"] = body.temperature
+    values["max_tokens"] = max_tokens
+    values["min_tokens"] = min(values.get("min_tokens", 0), max_tokens)
+    if body.min_tokens is not None:
+        values["min_tokens"] = body.min_tokens
+    if body.logit_bias is not None:
+        values["logit_bias"] = _bias(body.logit_bias)
+    if body.response_format is not None:
+        values["structured_output"] = _structure(body.response_format)
+    if body.speculation is not None:
+        values["num_speculative_tokens"] = body.speculation.num_speculative_tokens
+    with as_api_error():
+        return SamplingParams(**values | given)
+
+
+def check_context(prompt_len: int, max_tokens: int, max_model_len: int) -> None:
+    """Refuse what does not fit.
+
+    Raises:
+        ApiError: prompt and output are longer than the context.
+    """
+    if prompt_len + max_tokens > max_model_len:
+        raise ApiError(
+            400,
+            f"The prompt has {prompt_len} tokens and {max_tokens} were asked for, "
+            f"{prompt_len + max_tokens} in all; the model's context is {max_model_len}. Shorten "
+            "the prompt or lower max_tokens.",
+            param="max_tokens" if prompt_len < max_model_len else "prompt",
+            code="context_length_exceeded",
+        )
+
+
+def _bias(bias: Mapping[str, float]) -> list[tuple[int, float]]:
+    pairs = []
+    for token, value in bias.items():
+        # int() would take blanks, signs and underscores too.
+        if not (token.isascii() and token.isdigit() and len(token) < 12):
+            raise ApiError(
+                400,
+                f"logit_bias has the key {token!r:.80}; expected token ids.",
+                param="logit_bias",
+            )
+        pairs.append((int(token), value))
+    return pairs
+
+
+def _structure(wanted: ResponseFormat) -> StructuredOutput | None:
+    sources = {
+        "json_schema": wanted.json_schema,
+        "regex": wanted.pattern,
+        "grammar": wanted.grammar,
+    }
+    kind = wanted.type
+    names = {"regex": "pattern"}
+    for other, source in sources.items():
+        if (source is not None) != (other == kind):
+            name = names.get(other, other)
+            what = "needs" if other == kind else "has no"
+            text = f"response_format of type {kind!r} {what} {name!r}."
+            raise ApiError(400, text, param="response_format")
+    with as_api_error("response_format"):
+        if kind == "text":
+            return None
+        if kind == "json_object":
+            return StructuredOutput.json_object()
+        if kind == "json_schema":
+            assert wanted.json_schema is not None
+            schema = wanted.json_schema.schema_
+            return StructuredOutput.json_schema(json.dumps({} if schema is None else schema))
+        if kind == "regex":
+            return StructuredOutput.regex(wanted.pattern or "")
+        return StructuredOutput.ebnf(wanted.grammar or "")

@@ -1,0 +1,372 @@
+"""The environment of a SageMaker container, as arguments of `peagle serve`.
+
+Variables are read as the managed vLLM container reads them: SM_VLLM_X_Y=v is vLLM's option
+`--x-y v`. The table below says what each of vLLM's options is here: an option of ours, nothing to
+be had (dropped, with a warning), or something that this server cannot do (refused). What the table
+does not know is refused too, so that nothing is silently ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from peagle.errors import UserError
+from peagle.serving.config import TOOL_PARSERS
+
+PREFIX = "SM_VLLM_"
+MODEL_DIR = Path("/opt/ml/model")
+# SageMaker kills 30 s after SIGTERM.
+DRAIN_TIMEOUT_S = 25
+_SHOWN_CHARACTERS = 200
+_SECRET = re.compile(r"-(key|token|password|secret)$")
+_COUNT = re.compile(r"([0-9]{1,15})(\.[0-9]{1,15})?([kmgtKMGT]?)")
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_VLLM_DTYPES = {"half": "float16", "float": "float32"}
+
+
+@dataclass(frozen=True, slots=True)
+class VllmFlag:
+    """One variable, as the managed container hands it to vLLM.
+
+    Attributes:
+        variable: its name.
+        value: its text.
+        name: of vLLM's option, "--max-model-len".
+        tokens: what follows the name; none for a switch, None where the option is left out.
+    """
+
+    variable: str
+    value: str
+    name: str
+    tokens: tuple[str, ...] | None
+
+    @property
+    def arguments(self) -> list[str]:
+        """The option and its tokens."""
+        return [] if self.tokens is None else [self.name, *self.tokens]
+
+    @property
+    def shown(self) -> str:
+        """The variable and its value, for messages; a secret is not shown."""
+        if _SECRET.search(self.name):
+            return f"{self.variable} (not shown)"
+        cut = "..." if len(self.value) > _SHOWN_CHARACTERS else ""
+        return f"{self.variable} is {self.value[:_SHOWN_CHARACTERS]!r}{cut}"
+
+    def one_token(self) -> str:
+        """The value of an option that takes one.
+
+        Raises:
+            UserError: there is none, or there are several.
+        """
+        if self.tokens is None or len(self.tokens) != 1 or not self.tokens[0]:
+            raise UserError(f"{self.shown}; expected one value for {self.name}.")
+        return self.tokens[0]
+
+
+def vllm_flags(environ: Mapping[str, str]) -> list[VllmFlag]:
+    """vLLM's options that the variables SM_VLLM_* stand for, by name; other variables are ignored.
+
+    SM_VLLM_X_Y=v is `--x-y v`. "true" and "" make a switch, "false" leaves the option out. A JSON
+    array is one token for each element; all else, also what is not JSON, is one token as it is.
+    """
+    ours = ((name, environ[name]) for name in sorted(environ) if name.startswith(PREFIX))
+    return [
+        VllmFlag(variable, value, _option_name(variable), _tokens(value))
+        for variable, value in ours
+    ]
+
+
+def _option_name(variable: str) -> str:
+    return "--" + variable.removeprefix(PREFIX).lower().replace("_", "-")
+
+
+def _tokens(value: str) -> tuple[str, ...] | None:
+    if value == "false":
+        return None
+    if value in ("", "true"):
+        return ()
+    if value.lstrip().startswith("["):
+        try:
+            elements = json.loads(value)
+        except (ValueError, RecursionError):
+            return (value,)
+        return tuple(e if isinstance(e, str) else json.dumps(e) for e in elements)
+    return (value,)
+
+
+# ---- what an option of vLLM is here ---------------------------------------------------------
+
+# Makes our arguments of one of vLLM's options; raises UserError where that cannot be.
+Rule = Callable[[VllmFlag], list[str]]
+
+
+def _option(name: str, read: Callable[[VllmFlag], str] = VllmFlag.one_token) -> Rule:
+    """An option of ours with a value."""
+    return lambda flag: [name, read(flag)]
+
+
+def _options(name: str) -> Rule:
+    """An option of ours that is given once for each value."""
+
+    def rule(flag: VllmFlag) -> list[str]:
+        if not flag.tokens:
+            raise UserError(f"{flag.shown}; expected a value for {flag.name}, or a JSON array.")
+        return [word for token in flag.tokens for word in (name, token)]
+
+    return rule
+
+
+def _switch(name: str) -> Rule:
+    """An option of ours without a value."""
+
+    def rule(flag: VllmFlag) -> list[str]:
+        if flag.tokens:
+            raise UserError(f"{flag.shown}; expected true or false.")
+        return [name]
+
+    return rule
+
+
+def _dropped(flag: VllmFlag) -> list[str]:
+    """An option that would change nothing here, whatever its value."""
+    warnings.warn(f"{flag.shown}: dropped, it changes nothing in this server.", stacklevel=3)
+    return []
+
+
+def _only(*values: str, remedy: str = "Leave it out.") -> Rule:
+    """An option that changes nothing with one of these values, and cannot be had with another."""
+
+    def rule(flag: VllmFlag) -> list[str]:
+        if flag.tokens is not None and len(flag.tokens) == 1 and flag.tokens[0] in values:
+            return _dropped(flag)
+        why = f"expected {' or '.join(values)}" if values else f"this server has no {flag.name}"
+        raise UserError(f"{flag.shown}; {why}. {remedy}")
+
+    return rule
+
+
+def _instead(what: str) -> Rule:
+    """An option that is to be had in another way."""
+
+    def rule(flag: VllmFlag) -> list[str]:
+        raise UserError(f"{flag.shown}; expected this variable to be unset. {what}")
+
+    return rule
+
+
+def _unknown(flag: VllmFlag) -> list[str]:
+    near = get_close_matches(flag.name, RULES, 1, 0.8)
+    guess = near and f" Did you mean {PREFIX}{near[0][2:].replace('-', '_').upper()}?"
+    raise UserError(
+        f"{flag.shown}: this server has no {flag.name} and cannot tell what it would change. Unset "
+        f"the variable.{guess or ''}"
+    )
+
+
+def _count(flag: VllmFlag) -> str:
+    """A whole number as vLLM writes it: 4096, 4k (4000), 1.5k, 4K (4096)."""
+    match = _COUNT.fullmatch(flag.one_token())
+    if match is None or (match[2] and not match[3].islower()):
+        raise UserError(f"{flag.shown}; expected a whole number, like 8192, 8k or 8K.")
+    base = 1024 if match[3].isupper() else 1000
+    whole, fraction = match[1], (match[2] or ".")[1:]
+    scaled = int(whole + fraction) * base ** _POWERS[match[3].lower()]
+    return str(scaled // 10 ** len(fraction))
+
+
+def _gib(flag: VllmFlag) -> str:
+    return str(int(_count(flag)) / 2**30)
+
+
+def _dtype(flag: VllmFlag) -> str:
+    return _VLLM_DTYPES.get(flag.one_token(), flag.one_token())
+
+
+def _tool_parser(flag: VllmFlag) -> str:
+    if (name := flag.one_token()) not in TOOL_PARSERS:
+        raise UserError(f"{flag.shown}; expected one of {', '.join(TOOL_PARSERS)}.")
+    return name
+
+
+_ONE_GPU = (
+    "One engine runs on one GPU: take an instance whose GPU holds the model, and use its other "
+    "GPUs with SM_VLLM_DATA_PARALLEL_SIZE, or serve with the managed vLLM container."
+)
+_NO_LORA = "Merge the adapter into the model's weights."
+_NO_QUANTIZATION = (
+    "Serve the model in the type it is stored in, or with the managed vLLM container."
+)
+_NO_CODE = "Code of a model's repository is never run here: take a model that transformers knows."
+_SPECULATE = (
+    'Use SM_VLLM_SPECULATIVE_CONFIG=\'{"method": "eagle3", "model": "...", '
+    '"num_speculative_tokens": 7}\'.'
+)
+
+RULES: dict[str, Rule] = {
+    # The same under our name.
+    "--speculative-config": _option("--speculative-config"),
+    "--host": _option("--host"),
+    "--port": _option("--port"),
+    "--served-model-name": _option("--served-model-name"),
+    "--max-model-len": _option("--max-model-len", _count),
+    "--max-num-seqs": _option("--max-num-seqs", _count),
+    "--max-num-batched-tokens": _option("--max-num-batched-tokens", _count),
+    "--max-num-queued-reqs": _option("--max-queue", _count),
+    "--dtype": _option("--dtype", _dtype),
+    "--device": _option("--device"),
+    "--seed": _option("--seed"),
+    "--gpu-memory-utilization": _option("--gpu-memory-utilization"),
+    "--device-memory-utilization": _option("--gpu-memory-utilization"),
+    "--kv-cache-memory-bytes": _option("--kv-cache-gib", _gib),
+    "--data-parallel-size": _option("--data-parallel-size", _count),
+    "--block-size": _option("--block-size"),
+    "--num-gpu-blocks-override": _option("--num-kv-blocks"),
+    "--chat-template": _option("--chat-template"),
+    "--tool-call-parser": _option("--tool-call-parser", _tool_parser),
+    "--revision": _option("--revision"),
+    "--shutdown-timeout": _option("--drain-timeout"),
+    "--allowed-origins": _options("--allowed-origin"),
+    "--enforce-eager": _switch("--enforce-eager"),
+    "--no-enable-prefix-caching": _switch("--no-prefix-caching"),
+    # Logs, loading, scheduling and the like: no answer depends on them.
+    **dict.fromkeys(
+        (
+            *("--disable-log-requests", "--enable-log-requests", "--disable-log-stats"),
+            *("--aggregate-engine-logging", "--max-log-len", "--uvicorn-log-level"),
+            *("--disable-uvicorn-access-log", "--disable-fastapi-docs", "--use-tqdm-on-load"),
+            *("--enable-auto-tool-choice", "--enable-request-id-headers", "--allow-credentials"),
+            *("--allowed-methods", "--allowed-headers", "--swap-space"),
+            *("--enable-prefix-caching", "--enable-chunked-prefill", "--scheduling-policy"),
+            *("--async-scheduling", "--api-server-count", "--max-parallel-loading-workers"),
+            *("--distributed-executor-backend", "--disable-custom-all-reduce", "--stream-interval"),
+            *("--compilation-config", "--optimization-level", "--performance-mode"),
+            *("--cudagraph-capture-sizes", "--max-cudagraph-capture-size", "--attention-backend"),
+            *("--limit-mm-per-prompt", "--language-model-only", "--skip-mm-profiling"),
+        ),
+        _dropped,
+    ),
+    # No harm with one value.
+    "--tensor-parallel-size": _only("1", remedy=_ONE_GPU),
+    "--pipeline-parallel-size": _only("1", remedy=_ONE_GPU),
+    "--decode-context-parallel-size": _only("1", remedy=_ONE_GPU),
+    "--prefill-context-parallel-size": _only("1", remedy=_ONE_GPU),
+    "--nnodes": _only("1", remedy=_ONE_GPU),
+    "--cpu-offload-gb": _only("0", "0.0"),
+    "--load-format": _only("auto", "safetensors", remedy="Convert the weights to safetensors."),
+    "--kv-cache-dtype": _only("auto"),
+    "--task": _only("auto", "generate"),
+    "--runner": _only("auto", "generate"),
+    "--tokenizer-mode": _only("auto"),
+    "--config-format": _only("auto", "hf"),
+    "--generation-config": _only("auto", remedy="Give sampling parameters with every request."),
+    "--response-role": _only("assistant"),
+    "--chat-template-content-format": _only("auto"),
+    # They change answers or where things run, and are not to be had.
+    "--trust-remote-code": _only(remedy=_NO_CODE),
+    "--quantization": _only(remedy=_NO_QUANTIZATION),
+    "--enable-expert-parallel": _only(remedy=_ONE_GPU),
+    "--enable-lora": _only(remedy=_NO_LORA),
+    "--lora-modules": _only(remedy=_NO_LORA),
+    "--max-loras": _only(remedy=_NO_LORA),
+    "--max-lora-rank": _only(remedy=_NO_LORA),
+    "--spec-method": _instead(_SPECULATE),
+    "--spec-model": _instead(_SPECULATE),
+    "--spec-tokens": _instead(_SPECULATE),
+    "--tokenizer": _instead("Put the tokenizer's files into the model's folder."),
+    "--download-dir": _instead("Set HF_HOME to the folder."),
+    "--hf-token": _instead("Set HF_TOKEN."),
+    "--api-key": _instead("SageMaker itself checks who may call; elsewhere set PEAGLE_API_KEY."),
+}
+# Left out by "false", as the managed container does it, and then on: maybe not what was meant.
+_OFF_SWITCHES = {"--enable-prefix-caching": "NO_ENABLE_PREFIX_CACHING"}
+
+
+def arguments_from(
+    environ: Mapping[str, str], *, model_dir: Path = MODEL_DIR, with_model: bool = True
+) -> list[str]:
+    """The arguments of `peagle serve` that a container's environment amounts to.
+
+    The model, if one is named, comes first, as a positional argument: SM_VLLM_MODEL, else the
+    model folder if anything is in it, else HF_MODEL_ID. Without SM_VLLM_HOST, SM_VLLM_PORT and
+    SM_VLLM_SHUTDOWN_TIMEOUT the server listens on port 8080 of all addresses (SageMaker names
+    another port in SAGEMAKER_BIND_TO_PORT where a container shares its host) and drains for 25 s.
+
+    Args:
+        environ: of the container.
+        model_dir: where SageMaker puts the model's files.
+        with_model: false leaves the model out, as the command line names one.
+
+    Raises:
+        UserError: a variable asks for something that this server cannot do, has a value that
+            cannot be read, or is unknown; the message names it, its value and what to do.
+    """
+    given = _given(environ)
+    named_model = given.pop("--model", None)
+    ours = [RULES.get(flag.name, _unknown)(flag) for flag in given.values()]
+    model = _model(environ, named_model, model_dir) if with_model else []
+    defaults = [
+        ["--host", "0.0.0.0"],
+        ["--port", environ.get("SAGEMAKER_BIND_TO_PORT") or "8080"],
+        ["--drain-timeout", str(DRAIN_TIMEOUT_S)],
+    ]
+    named = {option[0] for option in ours if option}
+    options = [option for option in defaults if option[0] not in named] + ours
+    return [*model, *(word for option in options for word in option)]
+
+
+def _given(environ: Mapping[str, str]) -> dict[str, VllmFlag]:
+    """The options that are not left out, by name."""
+    given: dict[str, VllmFlag] = {}
+    for flag in vllm_flags(environ):
+        if flag.tokens is None:
+            if flag.name in _OFF_SWITCHES:
+                warnings.warn(
+                    f"{flag.shown}: that leaves {flag.name} out, and it is on by itself. To turn "
+                    f"it off, set {PREFIX}{_OFF_SWITCHES[flag.name]}=true.",
+                    stacklevel=3,
+                )
+        elif flag.name in given:
+            raise UserError(
+                f"{given[flag.name].variable} and {flag.variable} are both {flag.name}; unset one "
+                "of them."
+            )
+        else:
+            given[flag.name] = flag
+    return given
+
+
+def _model(environ: Mapping[str, str], flag: VllmFlag | None, model_dir: Path) -> list[str]:
+    if flag is not None:
+        name, source = flag.one_token(), flag.variable
+    elif _has_files(model_dir):
+        return [str(model_dir)]
+    else:
+        name, source = environ.get("HF_MODEL_ID", ""), "HF_MODEL_ID"
+    if name.startswith("-"):
+        raise UserError(f"{source} is {name!r}; expected a folder or a hub id.")
+    if not name and not environ.get("PEAGLE_TARGET"):
+        warnings.warn(
+            f"No model: neither {PREFIX}MODEL nor HF_MODEL_ID is set, and {str(model_dir)!r} is "
+            "empty. The small bundled model is served.",
+            stacklevel=3,
+        )
+    return [name] if name else []
+
+
+def _has_files(folder: Path) -> bool:
+    try:
+        return any(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise UserError(
+            f"The model folder {str(folder)!r} cannot be read: {error.strerror}. Let the "
+            "container's user read it, or name the model with SM_VLLM_MODEL."
+        ) from None

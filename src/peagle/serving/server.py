@@ -1,0 +1,210 @@
+"""Starting, draining and ending a server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import time
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from peagle.serving.app import create_app
+from peagle.serving.config import ServerConfig
+from peagle.serving.engine_pool import EngineFailed, EnginePool, specs_for
+from peagle.serving.hosts import bind_warning, default_allowed_hosts
+from peagle.serving.keys import ApiKeys
+from peagle.serving.listening import listen
+from peagle.serving.messages import EngineSpec
+from peagle.serving.metrics import Metrics
+from peagle.serving.prompts import Prompts
+from peagle.serving.security import SecurityMiddleware
+from peagle.serving.service import Service
+from peagle.serving.telemetry import configure_logging, make_tracer
+
+logger = logging.getLogger("peagle.serving")
+
+_UNCOUNTED = ("/health", "/ready", "/ping", "/metrics")
+# What clients still get after the last request, or after an engine died for good.
+_FLUSH_S = 2
+
+
+class CountOpen:
+    """Counts the requests under way, so that a drain knows when it is over."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app = app
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in _UNCOUNTED:
+            return await self._app(scope, receive, send)
+        self._service.num_open += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._service.num_open -= 1
+
+
+class Server(uvicorn.Server):
+    """Uvicorn, with signals that drain: the first one stops new requests, the second all."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self.service = service
+        self._drain: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called by a signal."""
+        self._loop.call_soon_threadsafe(self._on_signal, sig)
+
+    def _on_signal(self, number: int) -> None:
+        if self._drain is None:
+            name = signal.Signals(number).name
+            logger.info("%s: finishing %d requests", name, self.service.num_open)
+            self._drain = asyncio.ensure_future(self.drain())
+        else:
+            self.should_exit = self.force_exit = True
+
+    async def drain(self) -> None:
+        """Take no new requests, let the others finish, then end."""
+        self.service.is_draining = True
+        end = time.monotonic() + self.service.config.drain_timeout_s
+        while self.service.num_open and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+        if self.service.num_open:
+            logger.warning("%d requests did not finish in time", self.service.num_open)
+        self.should_exit = True
+
+
+def serve(
+    config: ServerConfig,
+    spec: EngineSpec,
+    keys: ApiKeys,
+    *,
+    name: str,
+    listening: socket.socket | None = None,
+) -> int:
+    """Serve until a signal ends it.
+
+    Args:
+        config: how it is reached and guarded.
+        spec: what the engines load.
+        keys: that open it.
+        name: what clients call the model.
+        listening: a socket that is bound already; None binds one.
+
+    Returns:
+        the exit status: 0 after a signal, 1 if the engines were lost.
+
+    Raises:
+        UserError: a model or an option is not usable, or the address is taken.
+    """
+    configure_logging(config.log_format)
+    listening = listening or listen(config.host, config.port)
+    return asyncio.run(_serve(config, spec, keys, name, listening))
+
+
+async def _serve(
+    config: ServerConfig, spec: EngineSpec, keys: ApiKeys, name: str, listening: socket.socket
+) -> int:
+    started = time.monotonic()
+    metrics = Metrics(name)
+    pool = EnginePool(
+        specs_for(spec, config.data_parallel_size),
+        max_queue=config.max_queue,
+        restart=config.on_engine_failure == "restart",
+        on_stats=metrics.record_engine,
+        on_restart=metrics.engine_restarted,
+    )
+    tracer = make_tracer(config.otlp_endpoint)
+    service = Service(config, name, tuple(spec.proposers), pool, metrics, tracer)
+    guarded = _guarded(service, keys)
+    server = Server(_uvicorn_config(guarded), service)
+    host, port = listening.getsockname()[:2]
+    where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    logger.info("listening on %s; loading %s", where, name)
+    if warning := bind_warning(config.host, keys):
+        logger.warning("%s", warning)
+    pool.start()
+    serving = asyncio.ensure_future(server.serve(sockets=[listening]))
+    loading = asyncio.ensure_future(_load(service, spec, where, started))
+    try:
+        return await _until_end(service, server, serving, loading)
+    finally:
+        loading.cancel()
+        await pool.close()
+        tracer.shutdown()
+
+
+def _guarded(service: Service, keys: ApiKeys) -> ASGIApp:
+    config = service.config
+    hosts = config.allowed_hosts
+    return SecurityMiddleware(
+        CountOpen(create_app(service), service),
+        keys=keys,
+        allowed_hosts=default_allowed_hosts(config.host) if hosts is None else hosts,
+        allowed_origins=config.allowed_origins,
+        max_body_bytes=config.max_body_bytes,
+    )
+
+
+def _uvicorn_config(app: Any) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=_FLUSH_S,
+    )
+
+
+async def _load(service: Service, spec: EngineSpec, where: str, started: float) -> None:
+    """The tokenizer, while the engines load; then say that the server is ready."""
+    config = service.config
+    service.prompts = await asyncio.to_thread(Prompts, spec.target, config.chat_template)
+    await service.pool.became_ready.wait()
+    info = service.pool.info
+    if info is not None:
+        drafting = ", ".join(f"{n} (K = {k})" for n, k in info.num_speculative_tokens.items())
+        logger.info(
+            "ready on %s after %.1f s: %s with %s, %d tokens of context, on %s",
+            where,
+            time.monotonic() - started,
+            service.name,
+            drafting,
+            info.max_model_len,
+            info.device,
+        )
+
+
+async def _until_end(
+    service: Service, server: Server, serving: asyncio.Task[Any], loading: asyncio.Task[Any]
+) -> int:
+    """Wait for whatever ends the server first."""
+    failure = service.pool.failure
+    waiting = {serving, loading, failure}
+    while not serving.done() and not failure.done():
+        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if loading in done:
+            waiting.discard(loading)
+            if (error := loading.exception()) is not None:
+                failure.done() or failure.set_result(error)  # type: ignore[arg-type]
+    if not failure.done():
+        await serving
+        return 0
+    server.should_exit = True
+    await serving
+    error = failure.result()
+    if isinstance(error, EngineFailed):
+        logger.error("the server ends: %s", error)
+        return 1
+    raise error

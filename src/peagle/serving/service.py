@@ -1,0 +1,187 @@
+"""What all routes that generate share: the model's name, its tokenizer, engines, and limits."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+
+from peagle.config import SamplingParams
+from peagle.serving.config import ServerConfig
+from peagle.serving.engine_pool import EnginePool
+from peagle.serving.errors import ApiError
+from peagle.serving.generation import Caller, Generation, Job
+from peagle.serving.messages import EngineInfo
+from peagle.serving.metrics import Metrics
+from peagle.serving.params import as_api_error
+from peagle.serving.prompts import Prompts
+from peagle.serving.protocol import SamplingFields, Tool
+from peagle.serving.telemetry import Tracer
+from peagle.serving.tool_parsers import detect_parser
+
+
+@dataclass(slots=True)
+class Service:
+    """The model that is served.
+
+    Attributes:
+        name: what clients call it.
+        proposers: names of the proposers; the first one is the default.
+        prompts: the tokenizer; None while it loads.
+        is_draining: no new requests are taken.
+        num_open: answers under way.
+    """
+
+    config: ServerConfig
+    name: str
+    proposers: tuple[str, ...]
+    pool: EnginePool
+    metrics: Metrics
+    tracer: Tracer
+    prompts: Prompts | None = None
+    is_draining: bool = False
+    num_open: int = 0
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are taken."""
+        return bool(self.prompts and self.pool.ready and not self.is_draining)
+
+    def loaded(self) -> tuple[Prompts, EngineInfo]:
+        """Tokenizer and engine facts.
+
+        Raises:
+            ApiError: 503 while there are none, or while the server drains.
+        """
+        if self.is_draining:
+            text = "The server is about to stop and takes no new requests; try another one."
+            raise ApiError(503, text, code="draining", headers={"Retry-After": "5"})
+        info = self.pool.info
+        if self.prompts is None or info is None:
+            text = "The model is not loaded yet; try again shortly."
+            raise ApiError(503, text, code="not_ready", headers={"Retry-After": "2"})
+        return self.prompts, info
+
+    def check_model(self, model: str | None) -> None:
+        """Refuse another model's name.
+
+        Raises:
+            ApiError: 404.
+        """
+        if model is not None and model != self.name:
+            raise ApiError(
+                404,
+                f"The model {model!r:.200} is not served here; expected {self.name!r}.",
+                param="model",
+                code="model_not_found",
+            )
+
+    def proposer_of(self, body: SamplingFields, info: EngineInfo) -> str:
+        """The proposer that a request names, or the default; "plain" is drafting turned off.
+
+        Raises:
+            ApiError: there is none of that name, or K is more than it drafts.
+        """
+        asked = body.speculation
+        if asked is None:
+            return self.proposers[0]
+        name = asked.proposer or self.proposers[0]
+        if name == "plain" and name not in self.proposers:
+            asked.num_speculative_tokens = 0
+            name = self.proposers[0]
+        if name not in self.proposers:
+            names = ", ".join(dict.fromkeys([*self.proposers, "plain"]))
+            raise ApiError(
+                400,
+                f"speculation.proposer is {name!r:.80}; expected one of: {names}.",
+                param="speculation.proposer",
+            )
+        k, most = asked.num_speculative_tokens, info.num_speculative_tokens[name]
+        if k is not None and not 0 <= k <= most:
+            raise ApiError(
+                400,
+                f"speculation.num_speculative_tokens is {k}; expected 0 (no drafts) to {most}.",
+                param="speculation.num_speculative_tokens",
+            )
+        return name
+
+    def tool_parser(self) -> str:
+        """How tool calls are recognised in free output."""
+        kind = self.config.tool_call_parser
+        if kind != "auto":
+            return kind
+        source = self.prompts.template_source if self.prompts else None
+        return detect_parser(source) if source else "none"
+
+    def generation(
+        self, prompts: list[list[int]], params: SamplingParams, body: SamplingFields, caller: Caller
+    ) -> Generation:
+        """A request ready to run."""
+        info = self.loaded()[1]
+        job = Job(prompts, params, self.proposer_of(body, info), body.priority)
+        return Generation(
+            self.pool,
+            self.metrics,
+            self.tracer,
+            self.name,
+            job,
+            caller,
+            log_prompts=self.config.log_prompts,
+        )
+
+    async def encode(self, prompt: Any, *, add_special_tokens: bool = True) -> list[list[int]]:
+        """The prompts of a completion as token ids: text, ids, or a list of either."""
+        prompts, info = self.loaded()
+        items: Sequence[Any] = [prompt] if _is_one(prompt) else prompt
+        with as_api_error("prompt"):
+            encoded = [
+                await prompts.encode(item, add_special_tokens=add_special_tokens)
+                if isinstance(item, str)
+                else list(item)
+                for item in items
+            ]
+        for ids in encoded:
+            if not ids:
+                raise ApiError(
+                    400, "The prompt is empty; expected a token at least.", param="prompt"
+                )
+            wrong = next((i for i in ids if not 0 <= i < info.vocab_size), None)
+            if wrong is not None:
+                raise ApiError(
+                    400,
+                    f"The prompt has the token id {wrong}; expected 0 to {info.vocab_size - 1}.",
+                    param="prompt",
+                )
+        return encoded
+
+
+def _is_one(prompt: Any) -> bool:
+    return isinstance(prompt, str) or isinstance(prompt[0], int)
+
+
+def caller_of(request: Request, body: SamplingFields) -> Caller:
+    """Who asks; a request's own salt counts within those of its key."""
+    state: dict[str, Any] = request.scope.get("state", {})
+    salt: bytes = state.get("cache_salt", b"")
+    if body.cache_salt:
+        own = b""
+        with suppress(UnicodeEncodeError):
+            own = body.cache_salt.encode()
+        salt = hashlib.sha256(salt + b"\0" + own).digest()
+    return Caller(
+        state.get("request_id", ""),
+        request.url.path,
+        salt,
+        request.headers.get("traceparent"),
+    )
+
+
+def tool_dicts(tools: list[Tool] | None) -> list[dict[str, Any]]:
+    """Tools as the chat template and the parsers have them."""
+    return [tool.model_dump(exclude_none=True) for tool in tools or ()]

@@ -1,0 +1,125 @@
+"""A real `peagle serve` as a process, for the tests that need one."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).resolve().parents[2]
+START_S = 180
+CHAT_TEMPLATE = """\
+{% if tools %}{{ tools | tojson }} <tool_call>{% endif %}\
+{% for message in messages %}# {{ message.role }}: {{ message.content }}
+{% endfor %}{% if add_generation_prompt %}# assistant:{% endif %}"""
+
+
+@dataclass(slots=True)
+class LiveServer:
+    """A server that runs.
+
+    Attributes:
+        url: of its root.
+        process: of the front end.
+        log: what it wrote to standard error, a file.
+    """
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def text(self) -> str:
+        """The log so far."""
+        return self.log.read_text(errors="replace")
+
+    def client(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=120, **options)
+
+    def metrics(self) -> dict[str, float]:
+        """Samples of /metrics by their name and labels, the model's name left out."""
+        samples = {}
+        for line in httpx.get(f"{self.url}/metrics").text.splitlines():
+            if not line.startswith("#"):
+                name, _, value = line.rpartition(" ")
+                samples[name.replace('model_name="peagle-code"', "").replace(",}", "}")] = float(
+                    value
+                )
+        return samples
+
+    def engine_pids(self) -> list[int]:
+        """Of the engine processes, as the log names them."""
+        return [int(pid) for pid in re.findall(r"engine \d+ is ready .*?pid=(\d+)", self.text)]
+
+    def terminate(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+
+def serve_command(*arguments: object) -> list[str]:
+    main = "from peagle.cli.main import main; main()"
+    return [sys.executable, "-c", main, "serve", *map(str, arguments)]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PEAGLE_", "SM_VLLM_"))}
+    path = os.pathsep.join(filter(None, (str(ROOT / "src"), kept.get("PYTHONPATH"))))
+    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
+
+
+@contextmanager
+def running(*arguments: object, **variables: str) -> Iterator[LiveServer]:
+    """`peagle serve` on a free port, ready; it is ended afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "log")
+        with log.open("wb") as stream:
+            process = subprocess.Popen(
+                serve_command("--port", 0, *arguments),
+                stderr=stream,
+                stdout=stream,
+                env=environment(**variables),
+                start_new_session=True,
+            )
+        server = LiveServer("", process, log)
+        try:
+            server.url = wait_until_ready(server)
+            yield server
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def wait_until_ready(server: LiveServer, *, timeout_s: float = START_S) -> str:
+    """The root's URL, once requests are taken."""
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        if server.process.poll() is not None:
+            raise AssertionError(f"the server ended: {server.text}")
+        if found := re.search(r"listening on (http://\S+);", server.text):
+            url = found[1].replace("0.0.0.0", "127.0.0.1")
+            try:
+                if httpx.get(f"{url}/ping", timeout=5).status_code == 200:
+                    return url
+            except httpx.TransportError:
+                pass
+        time.sleep(0.1)
+    raise AssertionError(f"the server was not ready in time: {server.text}")
+
+
+def wait_for(condition: Any, *, timeout_s: float = 30) -> None:
+    """Until a function says true."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "it did not come to pass in time"
+        time.sleep(0.05)

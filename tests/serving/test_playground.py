@@ -1,0 +1,562 @@
+"""The playground in a real browser, headless, under the policy that the server sends."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from serving.fake_server import CSP, HOSTILE, TOKENS, WIDE, State, make_app, running, script
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+expect = sync_api.expect
+
+PROPOSERS = ["plain", "eagle3", "peagle"]
+MARKS = """column => [...column.querySelectorAll('.output .token')]
+    .map(token => [token.textContent, token.classList.contains('draft')])"""
+# Counts the refused drafts that were shown and the batches in which tokens came.
+WATCH_OUTPUT = """() => {
+    window.seen = {ghosts: 0, batches: 0};
+    const count = records => {
+        const added = records.flatMap(record => [...record.addedNodes]).map(node => node.className);
+        seen.ghosts += added.filter(name => name === 'ghosts').length;
+        seen.batches += added.some(name => name.includes?.('token'));
+    };
+    for (const output of document.querySelectorAll('.output'))
+        new MutationObserver(count).observe(output, {childList: true});
+}"""
+
+
+@dataclass
+class Site:
+    """A server with the playground, and what the fake one saw."""
+
+    url: str
+    state: State | None = None
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    names = ("chromium", "chromium-browser", "google-chrome")
+    path = next(filter(None, map(shutil.which, names)), None)
+    with sync_api.sync_playwright() as playwright:
+        try:
+            opened = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        except sync_api.Error as error:
+            pytest.skip(f"no Chromium starts: {str(error).splitlines()[0]}")
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="module")
+def fake_site() -> Iterator[Site]:
+    state = State()
+    with running(make_app(state)) as url:
+        yield Site(url, state)
+
+
+@pytest.fixture
+def fake(fake_site: Site) -> Site:
+    """The fake server, with nothing remembered."""
+    assert fake_site.state is not None
+    vars(fake_site.state).update(vars(State()))
+    return fake_site
+
+
+@pytest.fixture(params=["fake_site"])
+def site(request: pytest.FixtureRequest) -> Site:
+    """Any server that has the playground; another fixture's name in `params` adds another."""
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def visit(browser: Any) -> Iterator[Callable[..., Any]]:
+    """visit(site, **context options): the loaded page.
+
+    At the end of the test no page may have written an error or broken the policy; `page.problems`
+    can be emptied by a test that expects some.
+    """
+    pages = []
+
+    def open_page(site: Site, **options: Any) -> Any:
+        page = browser.new_context(**options).new_page()
+        page.problems = []
+        page.on("pageerror", lambda error: page.problems.append(str(error)))
+        page.on("dialog", lambda dialog: page.problems.append(f"dialog: {dialog.message}"))
+        page.on(
+            "console",
+            lambda line: line.type in ("error", "warning") and page.problems.append(line.text),
+        )
+        pages.append(page)
+        page.goto(site.url)
+        expect(page.locator("#run")).to_be_enabled()
+        expect(page.locator(".column").first).to_be_visible()
+        return page
+
+    yield open_page
+    problems = [page.problems for page in pages]
+    for page in pages:
+        page.context.close()
+    assert not any(problems), problems
+
+
+def column(page: Any, name: str) -> Any:
+    return page.locator(f"[data-proposer={name}]")
+
+
+def only(page: Any, name: str) -> Any:
+    """Switch all other columns off: the column."""
+    for other in page.locator(".column").all():
+        other.locator(".on").set_checked(other.get_attribute("data-proposer") == name)
+    return column(page, name)
+
+
+def start(page: Any, prompt: str) -> None:
+    page.locator("#prompt").fill(prompt)
+    page.locator("#run").click()
+
+
+def finish(page: Any) -> None:
+    expect(page.locator("#run")).to_be_enabled(timeout=60_000)
+
+
+def answer(column: Any) -> str:
+    """The prompt and the text, once the refused drafts are gone."""
+    expect(column.locator(".ghosts")).to_have_count(0, timeout=3000)
+    return column.locator(".output").text_content()
+
+
+def stat(column: Any, name: str) -> str:
+    return column.locator(f"[data-stat={name}]").inner_text()
+
+
+def until(condition: Callable[[], bool], page: Any) -> None:
+    deadline = time.monotonic() + 15
+    while not condition():
+        assert time.monotonic() < deadline, "waited 15 seconds in vain"
+        page.wait_for_timeout(20)
+
+
+# ---- any server -----------------------------------------------------------------------------
+
+
+def test_tokens_arrive_one_after_another(site: Site, visit):
+    page = visit(site)
+    page.locator("#max-tokens").fill("40")
+    start(page, "def add(a, b):")
+    tokens = page.locator(".output").first.locator(".token")
+    tokens.first.wait_for(state="attached")
+    early = tokens.count()
+    until(lambda: tokens.count() > early, page)
+    finish(page)
+    for output in page.locator(".column").all():
+        assert output.locator(".token").count() >= 1
+        assert float(stat(output, "rate")) > 0
+    assert page.locator("#speed-chart polyline").count() == page.locator(".column").count()
+    assert "tokens/s" in page.locator("#summary").inner_text()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_serious(site: Site, visit, scheme):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    page = visit(site, color_scheme=scheme)
+
+    def violations() -> list[str]:
+        # What is just fading out cannot keep its contrast; it is hidden from screen readers.
+        found = axe.run(page, context={"exclude": [".ghosts.fading"]}).response["violations"]
+        grave = [entry for entry in found if entry["impact"] in ("serious", "critical")]
+        return [f"{entry['id']}: {[node['html'] for node in entry['nodes']]}" for entry in grave]
+
+    assert violations() == []
+    page.locator("#max-tokens").fill("20")
+    start(page, "def add(a, b):")
+    page.locator(".output .token").first.wait_for(state="attached")
+    assert violations() == []
+    finish(page)
+    assert violations() == []
+    # It would find something.
+    page.evaluate("document.querySelector('label[for=prompt]').remove()")
+    assert any(found.startswith("label") for found in violations())
+
+
+def test_a_phone_scrolls_in_one_direction(site: Site, visit):
+    page = visit(site, viewport={"width": 320, "height": 640}, has_touch=True)
+
+    def overhang() -> list[str]:
+        assert page.evaluate("document.documentElement.scrollWidth") <= 320
+        return page.evaluate(
+            """() => [...document.querySelectorAll('body *:not(.visually-hidden *)')]
+                .filter(node => node.getBoundingClientRect().right > 320.5)
+                .map(node => node.outerHTML.slice(0, 80))"""
+        )
+
+    assert overhang() == []
+    page.locator("#max-tokens").fill("20")
+    start(page, "x" * 300)
+    finish(page)
+    assert overhang() == []
+
+
+def test_the_keyboard_is_enough(site: Site, visit):
+    page = visit(site)
+    page.keyboard.press("Tab")
+    expect(page.locator("#prompt")).to_be_focused()
+    page.keyboard.press("Control+a")
+    page.keyboard.type("def add(a, b):")
+    seen = []
+    while len(seen) < 40:
+        page.keyboard.press("Tab")
+        focus = "[document.activeElement.id || document.activeElement.className, "
+        # The choice's field is invisible, the outline is drawn around the word beside it.
+        focus += """(document.activeElement.name === 'order' ? document.activeElement
+            .nextElementSibling : document.activeElement).matches('body') ? '' : getComputedStyle(
+            document.activeElement.name === 'order' ? document.activeElement.nextElementSibling
+            : document.activeElement).outlineStyle]"""
+        name, outline = page.evaluate(focus)
+        if not outline:
+            break
+        seen.append(name)
+        assert outline == "solid", f"{name} does not show its focus"
+    assert {"depth", "temperature", "max-tokens", "seed", "run", "on", "output"} <= set(seen)
+    page.locator("#prompt").focus()
+    page.keyboard.press("Control+Enter")
+    page.locator(".output .token").first.wait_for(state="attached")
+    page.keyboard.press("Escape")
+    finish(page)
+    page.locator("#run").focus()
+    page.keyboard.press("Enter")
+    expect(page.locator("#stop")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.locator("#run")).to_be_focused()
+
+
+def test_the_policy_is_in_force(site: Site, visit):
+    page = visit(site)
+    page.evaluate(
+        """() => {
+            const script = document.createElement('script');
+            script.textContent = 'window.isBroken = true';
+            document.body.append(script);
+        }"""
+    )
+    assert page.evaluate("window.isBroken") is None
+    until(lambda: any("Content Security Policy" in text for text in page.problems), page)
+    page.problems.clear()
+
+
+# ---- the script of the fake server ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PROPOSERS)
+def test_accepted_tokens_are_marked(fake: Site, visit, name):
+    page = visit(fake)
+    chosen = only(page, name)
+    start(page, "def fibonacci(n):")
+    finish(page)
+    steps = script(name, TOKENS, 0 if name == "plain" else 4)
+    marks = [[t, i < step.num_accepted] for step in steps for i, t in enumerate(step.tokens)]
+    assert chosen.evaluate(MARKS) == marks
+    assert any(drafted for _, drafted in marks) == (name != "plain")
+    assert answer(chosen) == "def fibonacci(n):" + "".join(TOKENS)
+    lines = "node => getComputedStyle(node).textDecorationLine"
+    for token in chosen.locator(".output .token").all()[:12]:
+        is_drafted = "draft" in token.get_attribute("class")
+        assert token.evaluate(lines) == ("underline" if is_drafted else "none")
+
+
+def test_refused_drafts_appear_and_go(fake: Site, visit):
+    page = visit(fake)
+    page.evaluate(WATCH_OUTPUT)
+    chosen = only(page, "peagle")
+    start(page, "def fibonacci(n):")
+    refused = chosen.locator(".ghosts .refused")
+    refused.first.wait_for(state="attached")
+    assert re.fullmatch(r"no\d", refused.first.text_content() or "no9")
+    finish(page)
+    expect(refused).to_have_count(0, timeout=3000)
+    assert page.evaluate("seen.ghosts") >= 2
+
+
+def test_reduced_motion_shows_no_refused_drafts(fake: Site, visit):
+    page = visit(fake, reduced_motion="reduce")
+    page.evaluate(WATCH_OUTPUT)
+    only(page, "peagle")
+    start(page, "def fibonacci(n):")
+    finish(page)
+    assert page.evaluate("seen") == {"ghosts": 0, "batches": page.evaluate("seen.batches")}
+    assert page.evaluate("seen.batches") > 3
+
+
+def test_numbers_of_a_known_stream(fake: Site, visit):
+    page = visit(fake)
+    start(page, "def fibonacci(n):")
+    finish(page)
+    # 42 tokens after the first. P-EAGLE accepts 3, 0, 4, 2 of 4: 13 drafts, 29 accepted tokens.
+    shown = {name: column(page, name) for name in PROPOSERS}
+    assert [stat(shown[name], "acceptance") for name in PROPOSERS] == ["–", "2.47", "3.23"]
+    cells = "rows => rows.map(row => row.textContent)"
+    positions = shown["peagle"].locator("tbody tr").evaluate_all(cells)
+    assert positions == ["177%", "277%", "346%", "423%"]
+    labels = shown["peagle"].locator(".positions text.strong").evaluate_all(cells)
+    assert labels == ["77%", "77%", "46%", "23%"]
+    assert "29 of 52 draft tokens accepted" in shown["peagle"].locator(".counts").inner_text()
+    assert not shown["plain"].locator(".positions").is_visible()
+
+    rates = {name: float(stat(shown[name], "rate")) for name in PROPOSERS}
+    speedups = {name: float(stat(shown[name], "speedup")[:-1]) for name in PROPOSERS}
+    assert speedups["plain"] == 1 < speedups["eagle3"] < speedups["peagle"]
+    assert speedups["peagle"] == pytest.approx(rates["peagle"] / rates["plain"], rel=0.02)
+    widths = "bars => bars.map(bar => bar.width.baseVal.value)"
+    bars = page.locator("#speedup-chart .bar").evaluate_all(widths)
+    assert bars[2] / bars[0] == pytest.approx(speedups["peagle"], rel=0.02)
+    points = "lines => lines.map(line => line.points.numberOfItems)"
+    assert min(page.locator("#speed-chart polyline").evaluate_all(points)) > 10
+    rows = page.locator("#results tbody tr").evaluate_all(cells)
+    assert [row.startswith(name) for row, name in zip(rows, ("Plain", "EAGLE-3", "P-EAGLE"))]
+    assert rows[2].endswith(f"{speedups['peagle']:.2f}×3.23")
+
+
+def test_numbers_while_it_runs(fake: Site, visit):
+    # The stream ends after 4 drafts, without the totals: 3 + 0 + 4 + 2 accepted of 4 each.
+    page = visit(fake)
+    chosen = only(page, "peagle")
+    start(page, "[short]")
+    finish(page)
+    assert stat(chosen, "acceptance") == "3.25"
+    labels = chosen.locator(".positions text.strong").all_text_contents()
+    assert labels == ["75%", "75%", "50%", "25%"]
+    assert "was lost" in chosen.locator(".problem").inner_text()
+
+
+def test_the_totals_of_the_server_rule(fake: Site, visit):
+    # They count a step that gave no text, such as one in the middle of a character.
+    page = visit(fake)
+    measured = page.evaluate(
+        """async () => {
+            const meter = new (await import('/static/playground.js')).Meter(2);
+            meter.step(1, 1, null);
+            meter.step(3, 3, {num_drafted: 2, num_accepted: 2});
+            const before = [meter.rate, meter.acceptanceLength, ...meter.acceptance];
+            meter.finish({completion_tokens: 5, speculation: {num_drafts: 2, num_draft_tokens: 4,
+                num_accepted_tokens: 2, num_accepted_tokens_per_pos: [1, 1]}});
+            return [before, [meter.tokens, meter.acceptanceLength, ...meter.acceptance]];
+        }"""
+    )
+    assert measured == [[1.5, 3, 1, 1], [5, 2, 0.5, 0.5]]
+
+
+def test_what_is_sent(fake: Site, visit):
+    page = visit(fake)
+    page.locator("#depth").fill("2")
+    page.locator("#temperature").fill("0.7")
+    page.locator("#max-tokens").fill("50")
+    page.locator("#seed").fill("11")
+    start(page, "x = ")
+    finish(page)
+    assert fake.state is not None
+    sent = fake.state.requests
+    assert [request.pop("speculation") for request in sent] == [
+        {"proposer": "plain", "num_speculative_tokens": 0, "report": True},
+        {"proposer": "eagle3", "num_speculative_tokens": 2, "report": True},
+        {"proposer": "peagle", "num_speculative_tokens": 2, "report": True},
+    ]
+    common = {"model": "tiny-code", "stream": True, "stream_options": {"include_usage": True}}
+    common |= {"temperature": 0.7, "max_tokens": 50, "seed": 11}
+    assert sent == [common | {"prompt": "x = "}] * 3
+    assert fake.state.most_at_once == 1
+    page.locator("#chat").check()
+    page.locator("#seed").fill("")
+    page.locator("[value=together]").check()
+    chosen = column(page, "peagle")
+    chosen.locator(".on").uncheck()
+    start(page, "hello")
+    finish(page)
+    assert fake.state.paths[3:] == ["/v1/chat/completions"] * 2
+    del common["seed"]
+    del sent[3]["speculation"]
+    assert sent[3] == common | {"messages": [{"role": "user", "content": "hello"}]}
+    assert fake.state.most_at_once == 2
+    assert answer(column(page, "eagle3")) == "".join(TOKENS)
+
+
+def test_values_out_of_range_are_not_sent(fake: Site, visit):
+    page = visit(fake)
+    page.locator("#depth").fill("5")
+    start(page, "x")
+    page.wait_for_timeout(200)
+    assert fake.state is not None and fake.state.requests == []
+    assert page.locator("#depth").evaluate("field => field.validity.rangeOverflow")
+
+
+def test_hostile_text_is_text(fake: Site, visit):
+    page = visit(fake)
+    start(page, "[hostile]<img src=x onerror=alert(3)>")
+    finish(page)
+    assert answer(column(page, "peagle")) == "[hostile]<img src=x onerror=alert(3)>" + "".join(
+        HOSTILE
+    )
+    assert page.locator("main img, main script").count() == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message", "noise"),
+    [
+        ("[full]", "The queue is full: 64 requests wait. Try again in 7 s.", "429"),
+        ("[broken]", "The engine ran out of memory.", None),
+        ("[short]", "The connection to the server was lost before the answer", None),
+        ("[cut]", "The connection to the server was lost before the answer", "INCOMPLETE_CHUNKED"),
+    ],
+)
+def test_errors_in_plain_words(fake: Site, visit, prompt, message, noise):
+    page = visit(fake)
+    chosen = only(page, "peagle")
+    start(page, prompt)
+    finish(page)
+    expect(chosen.locator(".problem")).to_contain_text(message)
+    assert page.locator("#summary").inner_text() == "P-EAGLE failed."
+    # The browser itself logs what goes wrong on the network.
+    assert all(noise and noise in text for text in page.problems)
+    page.problems.clear()
+    start(page, "again")
+    finish(page)
+    expect(chosen.locator(".problem")).to_be_hidden()
+    assert "failed" not in page.locator("#summary").inner_text()
+
+
+def test_a_server_that_is_gone(visit):
+    with running(make_app(State())) as url:
+        page = visit(Site(url))
+    start(page, "x")
+    finish(page)
+    for problem in page.locator(".problem").all():
+        expect(problem).to_have_text("The server cannot be reached.")
+    assert len(page.problems) == 3 and all("ERR_CONNECTION" in text for text in page.problems)
+    page.problems.clear()
+
+
+def test_a_server_that_still_loads(fake: Site, visit):
+    page = visit(fake)
+    body = '{"error": {"message": "The models are still loading."}}'
+    refuse = {"status": 503, "headers": {"Retry-After": "2"}, "body": body}
+    page.route("**/v1/models", lambda route: route.fulfill(**refuse))
+    page.reload()
+    expect(page.locator("#banner")).to_contain_text("The models are still loading.")
+    expect(page.locator("#run")).to_be_disabled()
+    page.unroute("**/v1/models")
+    expect(page.locator("#run")).to_be_enabled()
+    expect(page.locator("#banner")).to_be_hidden()
+    assert all("503" in text for text in page.problems)
+    page.problems.clear()
+
+
+def test_models_differ_in_what_they_can(fake: Site, visit):
+    page = visit(fake)
+    methods = [
+        {"name": "plain", "num_speculative_tokens": 0},
+        {"name": "<b>", "num_speculative_tokens": 20},
+    ]
+    models = [
+        {"id": "old", "chat": False, "speculation": {"default": "plain", "proposers": methods[:1]}},
+        {"id": "new", "chat": True, "speculation": {"default": "<b>", "proposers": methods}},
+    ]
+    page.route("**/v1/models", lambda route: route.fulfill(json={"data": models}))
+    page.reload()
+    expect(page.locator(".column")).to_have_count(1)
+    for name in ("#depth", "#chat"):
+        expect(page.locator(name)).to_be_hidden()
+    page.locator("#model").select_option("new")
+    expect(page.locator(".column .name")).to_have_text(["Plain", "<b>"])
+    expect(page.locator("#depth")).to_have_value("20")
+    expect(page.locator("#chat")).to_be_visible()
+    page.locator("#model").select_option("old")
+    start(page, "x")
+    finish(page)
+    assert fake.state is not None
+    assert [request["model"] for request in fake.state.requests] == ["old"]
+
+
+def test_stop_ends_the_request(fake: Site, visit):
+    page = visit(fake)
+    start(page, "[slow]")
+    tokens = page.locator(".output .token")
+    tokens.first.wait_for(state="attached")
+    page.locator("#stop").click()
+    finish(page)
+    assert fake.state is not None
+    state = fake.state
+    until(lambda: state.disconnects == 1, page)
+    assert len(state.requests) == 1
+    assert column(page, "plain").locator(".state").inner_text() == "stopped"
+    count = tokens.count()
+    page.wait_for_timeout(500)
+    assert tokens.count() == count
+
+
+def test_characters_cut_between_chunks(fake: Site, visit):
+    page = visit(fake)
+    start(page, "[wide]")
+    finish(page)
+    for name in PROPOSERS:
+        assert answer(column(page, name)) == "[wide]" + "".join(WIDE)
+    # Every cut into two parts, for each end of line; comments and empty events are passed over.
+    results = page.evaluate(
+        """async () => {
+            const { readEvents } = await import('/static/playground.js');
+            const results = new Set();
+            for (const end of ['\\n', '\\r\\n', '\\r']) {
+                const lines = ': hello||data: 🦅é|data:x||id: 1||data: y||: z'.split('|');
+                const bytes = new TextEncoder().encode(lines.join(end));
+                for (let cut = 0; cut <= bytes.length; cut++) {
+                    const stream = new ReadableStream({start(controller) {
+                        controller.enqueue(bytes.slice(0, cut));
+                        controller.enqueue(bytes.slice(cut));
+                        controller.close();
+                    }});
+                    const events = [];
+                    for await (const data of readEvents(stream)) events.push(data);
+                    results.add(JSON.stringify(events));
+                }
+            }
+            return [...results];
+        }"""
+    )
+    assert results == ['["🦅é\\nx","y"]']
+
+
+def test_text_rules_over_tokens(fake: Site, visit):
+    # A stop string holds text back, a special token has none that is shown.
+    page = visit(fake)
+    align = "async args => (await import('/static/playground.js')).alignTokens(...args)"
+    cases = [
+        ("ab", [["a", True], ["b", False]], [["a", True], ["b", False]]),
+        ("held a", [[" a", True], ["<end>", False]], [["held", False], [" a", True]]),
+        ("a tail", [["", True], ["a", True]], [["a", True], [" tail", False]]),
+        ("", [["STOP", True]], []),
+    ]
+    for text, tokens, parts in cases:
+        assert page.evaluate(align, [text, tokens]) == parts
+
+
+def test_drawing_keeps_up(fake: Site, visit):
+    page = visit(fake)
+    page.evaluate(WATCH_OUTPUT)
+    chosen = only(page, "peagle")
+    start(page, "[fast]")
+    finish(page)
+    # All 2000 are there when it says so; steps share frames, so that there are fewer batches.
+    assert chosen.locator(".token").count() == 2000
+    steps = len(script("peagle", ["w"] * 2000, 4))
+    seconds = float(re.findall(r"in ([\d.]+) s", chosen.locator(".counts").inner_text())[0])
+    assert page.evaluate("seen.batches") <= min(steps, 61 * seconds + 2)
+    box = "box => box.scrollHeight - box.scrollTop - box.clientHeight"
+    assert chosen.locator(".output").evaluate(box) < 40
+
+
+def test_the_fake_server_sends_the_policy(fake: Site, visit):
+    page = visit(fake)
+    assert page.reload().headers["content-security-policy"] == CSP

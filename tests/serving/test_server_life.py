@@ -1,0 +1,252 @@
+"""Starting, cancelling, losing an engine, draining and ending."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from serving.live import (
+    LiveServer,
+    environment,
+    running,
+    serve_command,
+    wait_for,
+    wait_until_ready,
+)
+
+LONG = {"prompt": "def f(", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+SHORT = {"prompt": "def f(", "max_tokens": 8, "temperature": 0}
+COMPLETIONS = "/v1/completions"
+
+
+@contextlib.contextmanager
+def streaming(server: LiveServer, **body: Any) -> Iterator[Iterator[str]]:
+    """A stream that has begun."""
+    with (
+        httpx.Client(timeout=120) as client,
+        client.stream("POST", server.url + COMPLETIONS, json={**LONG, **body}) as response,
+    ):
+        assert response.status_code == 200
+        lines = (line for line in response.iter_lines() if line)
+        next(lines)
+        yield lines
+
+
+def is_idle(server: LiveServer) -> bool:
+    found = server.metrics()
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    return all(found[f'peagle:{name}{{engine="0"}}'] == 0 for name in names)
+
+
+def test_leaving_frees_everything(server: LiveServer) -> None:
+    with streaming(server), streaming(server, n=3):
+        wait_for(lambda: server.metrics()['peagle:num_requests_running{engine="0"}'] >= 4)
+    wait_for(lambda: is_idle(server))
+    with httpx.Client(timeout=0.5) as client, pytest.raises(httpx.ReadTimeout):
+        client.post(server.url + COMPLETIONS, json={**LONG, "stream": False})
+    wait_for(lambda: is_idle(server))
+
+
+def test_a_killed_engine_is_told_within_two_seconds_and_comes_back() -> None:
+    with running("--no-playground") as server:
+        (pid,) = server.engine_pids()
+        told: list[tuple[float, Any]] = []
+
+        def wait_whole() -> None:
+            body = {**LONG, "stream": False}
+            response = httpx.post(server.url + COMPLETIONS, json=body, timeout=60)
+            told.append((time.monotonic(), response.status_code))
+
+        def wait_stream() -> None:
+            with streaming(server) as lines:
+                last = ""
+                for line in lines:
+                    last = line if "error" in line else last
+            told.append((time.monotonic(), json.loads(last.removeprefix("data: "))["error"]))
+
+        threads = [threading.Thread(target=wait_whole), threading.Thread(target=wait_stream)]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: server.metrics()['peagle:num_requests_running{engine="0"}'] == 2)
+        os.kill(pid, signal.SIGKILL)
+        killed = time.monotonic()
+        for thread in threads:
+            thread.join(10)
+        assert len(told) == 2
+        assert max(when for when, _ in told) - killed < 2
+        statuses = [what for _, what in told]
+        assert 500 in statuses
+        assert any(isinstance(what, dict) and what["code"] == "engine_died" for what in statuses)
+        assert httpx.get(f"{server.url}/ready").status_code == 503
+        refused = httpx.post(server.url + COMPLETIONS, json=SHORT)
+        assert refused.status_code == 503 and int(refused.headers["Retry-After"]) > 0
+        wait_until_ready(server)
+        assert httpx.post(server.url + COMPLETIONS, json=SHORT, timeout=60).status_code == 200
+        assert server.metrics()['peagle:engine_restarts_total{engine="0"}'] == 1
+        assert len(server.engine_pids()) == 2
+
+
+def test_it_ends_where_a_lost_engine_is_to_end_it() -> None:
+    with running("--on-engine-failure", "exit", "--no-playground") as server:
+        os.kill(server.engine_pids()[0], signal.SIGKILL)
+        assert server.process.wait(20) == 1
+        assert "the server ends" in server.text
+
+
+def test_sigterm_lets_requests_finish() -> None:
+    with running("--no-playground") as server:
+        with streaming(server, max_tokens=400) as lines:
+            server.terminate()
+            wait_for(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
+            refused = httpx.post(server.url + COMPLETIONS, json=SHORT)
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "draining"
+            assert server.process.poll() is None
+            *events, done = lines
+        assert done == "data: [DONE]"
+        assert json.loads(events[-1].removeprefix("data: "))["choices"][0]["finish_reason"]
+        assert server.process.wait(20) == 0
+
+
+def test_a_second_signal_ends_it_at_once() -> None:
+    with (
+        running("--no-playground") as server,
+        contextlib.suppress(httpx.TransportError),
+        streaming(server),
+    ):
+        server.terminate()
+        wait_for(lambda: "SIGTERM" in server.text)
+        server.terminate()
+        assert server.process.wait(15) == 0
+
+
+def test_a_full_queue_says_so() -> None:
+    with (
+        running("--max-num-seqs", 1, "--max-queue", 1, "--no-playground") as server,
+        streaming(server),
+        httpx.Client(timeout=1) as waiting,
+    ):
+        with pytest.raises(httpx.ReadTimeout):
+            waiting.post(server.url + COMPLETIONS, json={**LONG, "stream": False})
+        response = httpx.post(server.url + COMPLETIONS, json={**SHORT, "n": 2, "temperature": 1})
+        assert response.status_code == 429
+        assert int(response.headers["Retry-After"]) > 0
+        assert response.json()["error"]["type"] == "rate_limit_error"
+
+
+def test_keys_guard_all_but_health_and_ping() -> None:
+    key = "k" * 32
+    with running(PEAGLE_API_KEY=key) as server:
+        for path, status in (("/health", 200), ("/ping", 200), ("/v1/models", 401), ("/", 401)):
+            assert httpx.get(server.url + path).status_code == status, path
+        headers = {"Authorization": f"Bearer {key}"}
+        assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 200
+        wrong = httpx.post(
+            server.url + COMPLETIONS, json=SHORT, headers={"Authorization": "Bearer x"}
+        )
+        assert wrong.status_code == 401
+        assert httpx.get(server.url + "/", auth=("any", key)).status_code == 200
+        assert key not in server.text
+
+
+def test_two_engines_share_the_work() -> None:
+    with running("--data-parallel-size", 2, "--device", "cpu", "--no-playground") as server:
+        wait_for(lambda: len(server.engine_pids()) == 2, timeout_s=120)
+        with streaming(server), streaming(server):
+            wait_for(
+                lambda: all(
+                    server.metrics()[f'peagle:num_requests_running{{engine="{i}"}}'] == 1
+                    for i in (0, 1)
+                )
+            )
+        os.kill(server.engine_pids()[0], signal.SIGKILL)
+        wait_for(lambda: "is gone" in server.text)
+        assert httpx.get(f"{server.url}/ready").status_code == 200
+        assert httpx.post(server.url + COMPLETIONS, json=SHORT, timeout=60).status_code == 200
+
+
+def test_connections_are_accepted_before_models_are_loaded() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = subprocess.Popen(
+        serve_command("--port", port), env=environment(), stderr=subprocess.DEVNULL
+    )
+    try:
+        wait_for(lambda: _accepts(port), timeout_s=20)
+        response = httpx.get(f"http://127.0.0.1:{port}/ping", timeout=60)
+        assert response.status_code in (200, 503)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _accepts(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("/no/such/model",), "/no/such/model"),
+        (("--port", 70000), "--port: port is 70000"),
+        (("--max-model-len", 99999), "max_model_len is 99999"),
+        (("--chat-template", "nothing.jinja"), "nothing.jinja"),
+        (("--on-engine-failure", "panic"), "panic"),
+        (("--log-format", "xml"), "xml"),
+        (("--api-key-file", "/no/such/file"), "/no/such/file"),
+        (("a", "--target", "b"), "leave one of them out"),
+        (("--no-speculation", "--compare-draft", "x"), "--compare-draft"),
+    ],
+)
+def test_mistakes_end_with_status_2(arguments: tuple[object, ...], words: str) -> None:
+    result = subprocess.run(
+        serve_command("--port", 0, *arguments)
+        if "--port" not in arguments
+        else serve_command(*arguments),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 2, result.stderr
+    assert words in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_taken_port_is_named(server: LiveServer) -> None:
+    port = server.url.rpartition(":")[2]
+    result = subprocess.run(
+        serve_command("--port", port), env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 2
+    assert f"port {port}" in result.stderr
+
+
+def test_the_configuration_is_shown(tmp_path: Path) -> None:
+    file = tmp_path / "peagle.toml"
+    file.write_text("[server]\nmax_queue = 3\nallowed_hosts = ['a.example']\n")
+    result = subprocess.run(
+        serve_command("--config", file, "--port", 9000, "--show-config"),
+        env=environment(PEAGLE_SERVER='{"drain_timeout_s": 5}'),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    shown = json.loads(result.stdout)["server"]
+    assert shown["max_queue"] == {"value": 3, "source": f"{file} [server]"}
+    assert shown["port"] == {"value": 9000, "source": "--port"}
+    assert shown["drain_timeout_s"] == {"value": 5, "source": "PEAGLE_SERVER"}
+    assert shown["host"]["source"] == "default"

@@ -1,0 +1,262 @@
+"""The server as the official client sees it, against the engine used offline."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from peagle import LLM, SamplingParams
+from peagle.evaluation.prompts import load_prompt_set
+from serving.live import LiveServer
+
+PROMPTS = [prompt.text for prompt in load_prompt_set("humaneval", 6)]
+PROMPT = "def fibonacci(n):"
+MODEL = "peagle-code"
+FUNCTION: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer", "maximum": 9, "minimum": 0}},
+            "required": ["a"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def client(server: LiveServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+def greedy(**options: Any) -> dict[str, Any]:
+    return {"model": MODEL, "temperature": 0, "max_tokens": 40, **options}
+
+
+def texts(offline: LLM, prompts: list[str], **params: Any) -> list[str]:
+    outputs = offline.generate(prompts, SamplingParams(**{"max_tokens": 40, **params}))
+    return [output.text for output in outputs]
+
+
+def test_models(client: openai.OpenAI) -> None:
+    (model,) = client.models.list().data
+    assert model.id == MODEL
+    assert client.models.retrieve(MODEL).id == MODEL
+    extra: Any = model.model_extra
+    assert extra["chat"] is True and extra["max_model_len"] == 2048
+    names = [one["name"] for one in extra["speculation"]["proposers"]]
+    assert names == ["peagle", "eagle3", "plain"]
+
+
+def test_completions_equal_the_offline_engine(client: openai.OpenAI, offline: LLM) -> None:
+    answer = client.completions.create(prompt=PROMPTS, **greedy())
+    assert [choice.index for choice in answer.choices] == list(range(len(PROMPTS)))
+    assert [choice.text for choice in answer.choices] == texts(offline, PROMPTS)
+    assert answer.usage and answer.usage.completion_tokens <= 40 * len(PROMPTS)
+    lengths = [len(offline.tokenizer.encode(prompt)) for prompt in PROMPTS]
+    assert answer.usage.prompt_tokens == sum(lengths)
+
+
+@pytest.mark.parametrize("proposer", ["peagle", "eagle3", "plain"])
+def test_a_stream_is_the_whole_answer_in_pieces(
+    client: openai.OpenAI, offline: LLM, proposer: str
+) -> None:
+    extra = {"speculation": {"proposer": proposer, "report": True}}
+    events = list(
+        client.completions.create(prompt=PROMPT, stream=True, extra_body=extra, **greedy())
+    )
+    *pieces, last = events
+    assert "".join(event.choices[0].text for event in pieces) == texts(offline, [PROMPT])[0]
+    assert [event.choices[0].finish_reason for event in pieces[-2:]] == [None, "length"]
+    reports: list[Any] = [event.model_extra["speculation"] for event in pieces]  # type: ignore[index]
+    tokens = [token for report in reports for token, _ in report["tokens"]]
+    assert last.usage and len(tokens) == last.usage.completion_tokens == 40
+    usage: Any = last.usage.model_extra
+    told = usage["speculation"]
+    assert told["num_drafts"] == sum(bool(report["num_drafted"]) for report in reports)
+    assert told["num_draft_tokens"] == sum(report["num_drafted"] for report in reports)
+    assert told["num_accepted_tokens"] >= sum(report["num_accepted"] for report in reports)
+    for report in reports[:-1]:
+        marks = [accepted for _, accepted in report["tokens"]]
+        assert marks == [True] * report["num_accepted"] + [False]
+        assert len(report["rejected"]) == report["num_drafted"] - report["num_accepted"]
+    if proposer == "plain":
+        assert told["num_drafts"] == 0
+        assert all(len(report["tokens"]) == 1 for report in reports)
+    else:
+        assert told["acceptance_length"] > 1.5
+        assert max(len(report["tokens"]) for report in reports) > 1
+
+
+def test_echo_stop_and_stream_options(client: openai.OpenAI, offline: LLM) -> None:
+    (plain,) = texts(offline, [PROMPT])
+    stop = plain[len(plain) // 2 :][:6]
+    answer = client.completions.create(prompt=PROMPT, echo=True, stop=[stop], **greedy())
+    assert answer.choices[0].text == PROMPT + plain[: plain.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+    options: Any = {"include_usage": True}
+    events = list(
+        client.completions.create(
+            prompt=PROMPT, echo=True, stop=stop, stream=True, stream_options=options, **greedy()
+        )
+    )
+    assert "".join(c.text for event in events for c in event.choices) == answer.choices[0].text
+    assert events[-1].usage == answer.usage and not events[-1].choices
+
+
+def test_seeded_outputs_and_n(client: openai.OpenAI, offline: LLM) -> None:
+    options = {"n": 3, "seed": 7, "temperature": 0.8, "top_p": 0.9, "max_tokens": 24}
+    answer = client.completions.create(model=MODEL, prompt=PROMPT, **options)
+    again = client.completions.create(model=MODEL, prompt=PROMPT, **options)
+    expected = texts(offline, [PROMPT], **options)
+    assert [choice.text for choice in answer.choices] == expected
+    assert [choice.text for choice in again.choices] == expected
+    assert len(set(expected)) == 3
+
+
+def test_logprobs_add_up(client: openai.OpenAI) -> None:
+    answer = client.completions.create(prompt=PROMPT, logprobs=2, echo=True, **greedy(max_tokens=6))
+    given = answer.choices[0].logprobs
+    assert given and given.tokens and given.token_logprobs and given.text_offset
+    text = answer.choices[0].text
+    assert "".join(given.tokens) == text
+    assert given.token_logprobs[0] is None and all(x <= 0 for x in given.token_logprobs[1:] if x)
+    for token, offset in zip(given.tokens, given.text_offset, strict=True):
+        assert text[offset:].startswith(token)
+    chat = client.chat.completions.create(
+        messages=[{"role": "user", "content": "hello"}],
+        logprobs=True,
+        top_logprobs=3,
+        **greedy(max_tokens=5),
+    )
+    content: Any = chat.choices[0].logprobs and chat.choices[0].logprobs.content
+    assert len(content) == 5
+    assert all(one.top_logprobs[0].token == one.token for one in content)  # greedy
+    assert (
+        bytes(b for one in content for b in one.bytes).decode() == chat.choices[0].message.content
+    )
+
+
+def test_scoring_a_prompt_alone(client: openai.OpenAI) -> None:
+    answer = client.completions.create(prompt=PROMPT, logprobs=0, echo=True, **greedy(max_tokens=0))
+    given = answer.choices[0].logprobs
+    assert answer.choices[0].text == PROMPT and given and given.tokens
+    assert "".join(given.tokens) == PROMPT
+    assert answer.usage and answer.usage.completion_tokens == 0
+
+
+def test_chat(client: openai.OpenAI, offline: LLM) -> None:
+    messages: Any = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "def f("}]},
+    ]
+    prompt = "# system: Be brief.\n# user: def f(\n# assistant:"
+    answer = client.chat.completions.create(messages=messages, **greedy())
+    assert answer.choices[0].message.content == texts(offline, [prompt])[0]
+    assert answer.choices[0].message.role == "assistant"
+    events = list(client.chat.completions.create(messages=messages, stream=True, **greedy()))
+    assert events[0].choices[0].delta.role == "assistant"
+    pieces = [event.choices[0].delta.content or "" for event in events]
+    assert "".join(pieces) == answer.choices[0].message.content
+    assert events[-1].choices[0].finish_reason == answer.choices[0].finish_reason
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_forced_tool_calls(client: openai.OpenAI, stream: bool) -> None:
+    messages: Any = [{"role": "user", "content": "add"}]
+    options = greedy(messages=messages, tools=[FUNCTION], tool_choice="required")
+    options["parallel_tool_calls"] = False
+    if stream:
+        events = list(client.chat.completions.create(stream=True, **options))
+        calls: list[Any] = [
+            call for event in events for call in event.choices[0].delta.tool_calls or ()
+        ]
+        name = calls[0].function.name
+        arguments = "".join(call.function.arguments or "" for call in calls)
+        reason = events[-1].choices[0].finish_reason
+    else:
+        choice = client.chat.completions.create(**options).choices[0]
+        (call,) = choice.message.tool_calls or ()
+        name, arguments, reason = call.function.name, call.function.arguments, choice.finish_reason  # type: ignore[union-attr]
+    assert name == "add" and reason == "tool_calls"
+    assert set(json.loads(arguments)) == {"a"}
+
+
+def test_response_format(client: openai.OpenAI) -> None:
+    schema: dict[str, Any] = {"type": "object", "properties": {"x": {"enum": ["p", "q"]}}}
+    schema |= {"required": ["x"], "additionalProperties": False}
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    answer = client.chat.completions.create(
+        messages=[{"role": "user", "content": "x"}],
+        response_format=wanted,
+        **greedy(max_tokens=120),
+    )
+    assert json.loads(answer.choices[0].message.content or "")["x"] in ("p", "q")
+    pattern: Any = {"response_format": {"type": "regex", "pattern": "[0-9]{3}"}}
+    text = client.completions.create(prompt="x", extra_body=pattern, **greedy()).choices[0].text
+    assert len(text) == 3 and text.isdigit()
+
+
+def test_tokenize_and_back(server: LiveServer) -> None:
+    with server.client() as client:
+        given = client.post("/tokenize", json={"prompt": PROMPT, "return_token_strs": True}).json()
+        assert "".join(given["token_strs"]) == PROMPT and given["count"] == len(given["tokens"])
+        back = client.post("/detokenize", json={"tokens": given["tokens"]}).json()
+        assert back == {"prompt": PROMPT}
+        messages = [{"role": "user", "content": "hi"}]
+        chat = client.post("/tokenize", json={"messages": messages}).json()
+        text = client.post("/detokenize", json={"tokens": chat["tokens"]}).json()
+        assert text == {"prompt": "# user: hi\n# assistant:"}
+
+
+def test_sagemaker_takes_either_body(server: LiveServer) -> None:
+    with server.client() as client:
+        body = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0}
+        completion = client.post("/invocations", json=body)
+        assert completion.json()["object"] == "text_completion"
+        chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+        assert client.post("/invocations", json=chat).json()["object"] == "chat.completion"
+        assert client.post("/invocations", json={"x": 1}).status_code == 400
+
+
+def test_async_clients_together(server: LiveServer, offline: LLM) -> None:
+    async def run() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+
+            async def one(prompt: str) -> str:
+                stream = await client.completions.create(prompt=prompt, stream=True, **greedy())
+                return "".join([event.choices[0].text async for event in stream])
+
+            return await asyncio.gather(*(one(prompt) for prompt in PROMPTS))
+
+    assert asyncio.run(run()) == texts(offline, PROMPTS)
+
+
+def test_metrics_count_as_usage_does(server: LiveServer, client: openai.OpenAI) -> None:
+    def counts() -> dict[str, float]:
+        return {k: v for k, v in server.metrics().items() if "_total" in k or "_count" in k}
+
+    before = counts()
+    extra = {"speculation": {"report": True}}
+    answer = client.completions.create(prompt=PROMPT, extra_body=extra, **greedy())
+    after = counts()
+
+    def grown(name: str) -> float:
+        key = f'peagle:{name}{{engine="0"}}'
+        return after[key] - before.get(key, 0)
+
+    usage: Any = answer.usage
+    told = usage.model_extra["speculation"]
+    assert grown("spec_decode_num_drafts_total") == told["num_drafts"]
+    assert grown("spec_decode_num_draft_tokens_total") == told["num_draft_tokens"]
+    assert grown("spec_decode_num_accepted_tokens_total") == told["num_accepted_tokens"]
+    assert grown("prompt_tokens_total") == usage.prompt_tokens
+    assert grown("generation_tokens_total") == usage.completion_tokens
+    assert grown("time_to_first_token_seconds_count") == 1
+    assert grown("e2e_request_latency_seconds_count") == 1

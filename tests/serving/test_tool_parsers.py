@@ -1,0 +1,277 @@
+"""Tool calls in what models write: examples of every family, and of forced output."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from peagle.serving.tool_parsers import (
+    ForcedCall,
+    ForcedCalls,
+    MistralParser,
+    detect_parser,
+    parser_for,
+)
+from peagle.serving.tools import CallDelta, ContentDelta
+from serving.tool_calls import TOOLS, hermes, llama, named, parse
+
+# ---- free output ----------------------------------------------------------------------------
+
+WEATHER = '{"city": "Zürich", "days": [1, 2], "note": "a \\"}]\\" b"}'
+
+DOUBLE_NAME = '{"name": "get", "name": "b-2", "parameters": {}}'
+DOUBLE_ARGUMENTS = '{"parameters": {"a": 1}, "name": "get", "parameters": {}}'
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "content", "calls"),
+    [
+        ("hermes", "Hello.", "Hello.", []),
+        ("hermes", "", None, []),
+        ("hermes", " \n ", " \n ", []),
+        ("hermes", hermes("get", WEATHER), None, [("get", WEATHER)]),
+        ("hermes", "\n\n" + hermes("get", "{}") + "\n", None, [("get", "{}")]),
+        (
+            "hermes",
+            f"I look.\n{hermes('get', '{}')}\n{hermes('get_weather', WEATHER)}",
+            "I look.\n",
+            [("get", "{}"), ("get_weather", WEATHER)],
+        ),
+        ("hermes", f"{hermes('get', '{}')}\n Done.", "\n Done.", [("get", "{}")]),
+        (
+            "hermes",
+            '<tool_call>{"arguments":{"a":{}},"name":"get"}</tool_call>',
+            None,
+            [("get", '{"a":{}}')],
+        ),
+        ("hermes", '<tool_call>{"name": "get"}</tool_call>', None, [("get", "{}")]),
+        (
+            "hermes",
+            '<tool_call>{"type": "function", "name": "get", "arguments": {}, "id": "}"}',
+            None,
+            [("get", "{}")],
+        ),
+        # Of another function, or no call at all: content as it is.
+        ("hermes", hermes("other", "{}"), hermes("other", "{}"), []),
+        ("hermes", "<tool_call>\nget()</tool_call>", "<tool_call>\nget()</tool_call>", []),
+        ("hermes", hermes("get", "[1]"), hermes("get", "[1]"), []),
+        ("hermes", hermes("get", '"{}"'), hermes("get", '"{}"'), []),
+        ("hermes", '{"name": "get", "arguments": {}}', '{"name": "get", "arguments": {}}', []),
+        ("hermes", '<tool_call>{"name": "get", "argu', '<tool_call>{"name": "get", "argu', []),
+        ("hermes", "a < b <tool_calls <tool", "a < b <tool_calls <tool", []),
+        (
+            "hermes",
+            "<tool_call><tool_call>" + hermes("get", "{}"),
+            "<tool_call><tool_call>",
+            [("get", "{}")],
+        ),
+        (
+            "hermes",
+            '<tool_call>{"id": "' + hermes("get", "{}"),
+            '<tool_call>{"id": "',
+            [("get", "{}")],
+        ),
+        # Cut off, without its end, or broken within: the call stands, the rest is content.
+        ("hermes", hermes("get", WEATHER)[:60], None, [("get", WEATHER[:19])]),
+        ("hermes", hermes("get", "{}")[:-13], None, [("get", "{}")]),
+        ("hermes", hermes("get", "{}").replace("}}", "}"), None, [("get", "{}")]),
+        (
+            "hermes",
+            hermes("get", '{"a": [1}') + "?",
+            "}}\n</tool_call>?",
+            [("get", '{"a": [1')],
+        ),
+        ("hermes", hermes("get", '{"a": True\n}'), None, [("get", '{"a": True\n}')]),
+        ("llama3_json", llama("get", WEATHER), None, [("get", WEATHER)]),
+        ("llama3_json", "<|python_tag|>" + llama("get", "{}"), None, [("get", "{}")]),
+        (
+            "llama3_json",
+            f"{llama('get', '{}')}; {llama('get_weather', WEATHER)}",
+            None,
+            [("get", "{}"), ("get_weather", WEATHER)],
+        ),
+        (
+            "llama3_json",
+            f"<|python_tag|>{llama('get', '{}')};<|python_tag|>{llama('b-2', '{}')}\n",
+            None,
+            [("get", "{}"), ("b-2", "{}")],
+        ),
+        ("llama3_json", f"Look: {llama('get', '{}')}", f"Look: {llama('get', '{}')}", []),
+        ("llama3_json", llama("get", "{}") + "; or", "; or", [("get", "{}")]),
+        ("llama3_json", '{"title": "get"}', '{"title": "get"}', []),
+        ("llama3_json", '<|python_tag|>get.call(a="b")', '<|python_tag|>get.call(a="b")', []),
+        (
+            "mistral",
+            f'[TOOL_CALLS] [{{"name": "get", "arguments": {WEATHER}}}]',
+            None,
+            [("get", WEATHER)],
+        ),
+        (
+            "mistral",
+            '[{"name": "get", "arguments": {}, "id": "abcdef"}, {"name": "b-2", "arguments": {}}]',
+            None,
+            [("get", "{}"), ("b-2", "{}")],
+        ),
+        ("mistral", f"Now[TOOL_CALLS]get{WEATHER}", "Now", [("get", WEATHER)]),
+        (
+            "mistral",
+            f"[TOOL_CALLS]get{{}}[TOOL_CALLS]get_weather{WEATHER}",
+            None,
+            [("get", "{}"), ("get_weather", WEATHER)],
+        ),
+        ("mistral", "get_weather{}get{}", None, [("get_weather", "{}"), ("get", "{}")]),
+        (
+            "mistral",
+            '[TOOL_CALLS]get[CALL_ID]a1B2c3D4e[ARGS]{"a": 1}[TOOL_CALLS]b-2[ARGS]{}',
+            None,
+            [("get", '{"a": 1}'), ("b-2", "{}")],
+        ),
+        ("mistral", "[1, 2]", "[1, 2]", []),
+        ("mistral", "get {}", "get {}", []),
+        ("mistral", "[get{}", "[get{}", []),
+        ("mistral", "[TOOL_CALLS]other{}", "[TOOL_CALLS]other{}", []),
+        (
+            "mistral",
+            '[{"name": "get", "arguments": {}}, {"name": "other", "arguments": {}}]',
+            ', {"name": "other", "arguments": {}}]',
+            [("get", "{}")],
+        ),
+        # What follows a call and belongs to none is not lost either.
+        (
+            "llama3_json",
+            '{"name": "get", "parameters": {}, <|python_tag|>{"name": "b-2"}',
+            ", ",
+            [("get", "{}"), ("b-2", "{}")],
+        ),
+        (
+            "mistral",
+            '[{"name": "get", "arguments": {}}, [TOOL_CALLS]b-2{}',
+            ", ",
+            [("get", "{}"), ("b-2", "{}")],
+        ),
+        ("llama3_json", DOUBLE_NAME, DOUBLE_NAME, []),
+        ("llama3_json", DOUBLE_ARGUMENTS, DOUBLE_ARGUMENTS, []),
+        ("none", hermes("get", "{}"), hermes("get", "{}"), []),
+    ],
+)
+def test_free_output(kind, text, content, calls):
+    assert parse(parser_for(kind, TOOLS), text) == (content, calls)
+    assert parse(parser_for(kind, TOOLS, "auto"), *text) == (content, calls)
+
+
+def test_without_tools_or_with_none_everything_is_content():
+    text = hermes("get", "{}")
+    assert parse(parser_for("hermes", TOOLS, "none"), text) == (text, [])
+    assert parse(parser_for("hermes", None), text) == (text, [])
+    assert parse(parser_for("hermes", [], "auto"), text) == (text, [])
+
+
+def test_an_unknown_kind_is_refused():
+    with pytest.raises(ValueError, match="'pythonic'"):
+        parser_for("pythonic", TOOLS)
+
+
+def test_text_after_the_end_is_refused():
+    parser = parser_for("hermes", TOOLS)
+    parser.add("a", final=True)
+    with pytest.raises(ValueError, match="'b'"):
+        parser.add("b")
+
+
+@pytest.mark.parametrize(
+    ("kind", "head"),
+    [
+        ("hermes", '<tool_call>\n{"name": "get", "arguments": '),
+        ("llama3_json", '{"name": "get", "parameters": '),
+        ("mistral", '[TOOL_CALLS] [{"name": "get", "arguments": '),
+        ("mistral", "[TOOL_CALLS]get"),
+        ("mistral", "get"),
+    ],
+)
+def test_arguments_come_as_they_are_written(kind, head):
+    parser = parser_for(kind, TOOLS)
+    assert all(parser.add(char) == [] for char in head)
+    (first,) = parser.add(WEATHER[0])
+    assert isinstance(first, CallDelta)
+    assert (first.index, first.name, first.arguments) == (0, "get", "{")
+    assert re.fullmatch(r"call_[A-Za-z0-9]{24}", first.id or "")
+    for char in WEATHER[1:]:
+        assert parser.add(char) == [CallDelta(0, char)]
+
+
+def test_only_the_start_of_a_marker_is_held_back():
+    parser = parser_for("hermes", TOOLS)
+    assert parser.add("a <tool") == [ContentDelta("a ")]
+    assert parser.add("_cal") == []
+    assert parser.add("m < ") == [ContentDelta("<tool_calm < ")]
+    assert parser.add("x<") == [ContentDelta("x")]
+    assert parser.add("", final=True) == [ContentDelta("<")]
+
+
+def test_a_wrong_name_is_settled_at_its_first_wrong_letter():
+    parser = parser_for("llama3_json", TOOLS)
+    assert parser.add('{"name": "get_w') == []
+    assert parser.add("i") == [ContentDelta('{"name": "get_wi')]
+
+
+def test_an_answer_in_json_is_not_held_back():
+    parser = parser_for("llama3_json", TOOLS)
+    assert parser.add('{"ti') == [ContentDelta('{"ti')]
+
+
+# ---- forced output --------------------------------------------------------------------------
+
+
+def test_choices_get_their_parsers():
+    assert isinstance(parser_for("none", TOOLS, "required"), ForcedCalls)
+    assert isinstance(parser_for("none", TOOLS, named("get")), ForcedCall)
+    assert isinstance(parser_for("mistral", TOOLS, "auto"), MistralParser)
+
+
+def test_forced_calls_come_as_they_are_written():
+    parser = parser_for("none", TOOLS, "required")
+    assert parser.add('[{"name": "get", "arguments":') == []
+    (first,) = parser.add(' {"a":')
+    assert isinstance(first, CallDelta)
+    assert (first.index, first.name, first.arguments) == (0, "get", '{"a":')
+    assert parser.add(" 1}") == [CallDelta(0, " 1}")]
+    (second,) = parser.add('},\n {"name": "b-2", "arguments": {}}')
+    assert isinstance(second, CallDelta)
+    assert (second.index, second.name, second.arguments) == (1, "b-2", "{}")
+    assert second.id != first.id
+    assert parser.add("]", final=True) == []
+
+
+@pytest.mark.parametrize("text", [" ", "[", ' [{"name": "get"', "{}", "Sorry."])
+def test_what_breaks_the_force_is_content(text):
+    assert parse(parser_for("none", TOOLS, "required"), text) == (text, [])
+
+
+def test_a_forced_call_comes_as_it_is_written():
+    parser = parser_for("none", TOOLS, named("get"))
+    (first,) = parser.add("{")
+    assert isinstance(first, CallDelta)
+    assert (first.index, first.name, first.arguments) == (0, "get", "{")
+    assert parser.add('"a": 1}', final=True) == [CallDelta(0, '"a": 1}')]
+
+
+# ---- templates ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("template", "kind"),
+    [
+        ('{{ \'<tool_call>\\n{"name": <function-name>, "arguments": <args>}\' }}', "hermes"),
+        ("{{ '<tool_call>\\n<function=example>' }}", "none"),
+        ("{{ '<tool_call>' + name + '<arg_key>' }}", "none"),
+        ("{{ '[TOOL_CALLS] [' }}", "mistral"),
+        ("{{ '<|python_tag|>' }}", "llama3_json"),
+        ('{{ \'{"name": function name, "parameters": dictionary}\' }}', "llama3_json"),
+        ('{{ "{\\"name\\": function name, \\"parameters\\": dictionary}" }}', "llama3_json"),
+        ("{{ messages[0].content }}", "none"),
+        ("", "none"),
+    ],
+)
+def test_the_template_tells_the_family(template, kind):
+    assert detect_parser(template) == kind
