@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from serving.fake_server import CSP, HOSTILE, TOKENS, WIDE, State, make_app, running, script
+from serving.live import LiveServer
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 expect = sync_api.expect
@@ -68,7 +69,12 @@ def fake(fake_site: Site) -> Site:
     return fake_site
 
 
-@pytest.fixture(params=["fake_site"])
+@pytest.fixture
+def real_site(server: LiveServer) -> Site:
+    return Site(server.url)
+
+
+@pytest.fixture(params=["fake_site", "real_site"])
 def site(request: pytest.FixtureRequest) -> Site:
     """Any server that has the playground; another fixture's name in `params` adds another."""
     return request.getfixturevalue(request.param)

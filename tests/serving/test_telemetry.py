@@ -327,6 +327,7 @@ def test_several_outputs_share_their_prompt():
     ("queue_s", "ttft_s", "phases"),
     [
         (None, None, {"queue": (0, 3)}),
+        (None, 1.0, {"prefill": (0, 1), "decode": (1, 3)}),
         (1.0, None, {"queue": (0, 1), "prefill": (1, 3)}),
         (1.0, 0.5, {"queue": (0, 1), "prefill": (1, 1), "decode": (1, 3)}),
         (1.0, 9.0, {"queue": (0, 1), "prefill": (1, 3), "decode": (3, 3)}),

@@ -127,6 +127,7 @@ class EngineWorker:
     def serve(self) -> None:
         """Until told to stop, or until the pipe ends."""
         threading.Thread(target=self._listen, name="peagle-orders", daemon=True).start()
+        self._connection.send(Stepped([], self._stats(always=True)))
         requests = [llm.requests for llm in self._llms.values()]
         while True:
             while not self._orders.empty() or not any(r.has_unfinished for r in requests):

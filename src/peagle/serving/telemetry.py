@@ -183,7 +183,8 @@ class Tracer(Protocol):
             request_id: becomes the attribute peagle.request_id.
             route: such as /v1/completions.
             started_s, end_s: when it came and when it was answered, as time.time() has it.
-            queue_s: seconds before its prompt was begun; None if it never was.
+            queue_s: seconds before its prompt was begun. None: not known; without a first token it
+                counts as never begun, with one there is no child "queue".
             ttft_s: seconds to its first token; None if it got none.
             attributes: `span_attributes` and others; "error.type" marks a failure, None is left
                 out. No text of users or models belongs here.
@@ -336,17 +337,14 @@ def _phases(
 ) -> list[tuple[str, float, float]]:
     """(name, start, end) of the phases that a request reached, one after the other."""
     end_s = max(started_s, end_s)
-    if queue_s is None:
+    if queue_s is None and ttft_s is None:
         return [("queue", started_s, end_s)]
-    begun_s = min(started_s + queue_s, end_s)
+    begun_s = min(started_s + (queue_s or 0.0), end_s)
+    queue = [] if queue_s is None else [("queue", started_s, begun_s)]
     if ttft_s is None:
-        return [("queue", started_s, begun_s), ("prefill", begun_s, end_s)]
+        return [*queue, ("prefill", begun_s, end_s)]
     first_s = min(max(started_s + ttft_s, begun_s), end_s)
-    return [
-        ("queue", started_s, begun_s),
-        ("prefill", begun_s, first_s),
-        ("decode", first_s, end_s),
-    ]
+    return [*queue, ("prefill", begun_s, first_s), ("decode", first_s, end_s)]
 
 
 def _nanoseconds(seconds: float) -> int:
