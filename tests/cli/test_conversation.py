@@ -12,8 +12,9 @@ import pytest
 from peagle import LLM, SamplingParams
 from peagle.chat import split_thinking
 from peagle.cli.conversation import Conversation
-from peagle.cli.thinking import ThinkingSplitter
+from peagle.cli.local import LocalModel
 from peagle.errors import UserError
+from peagle.thinking import ThinkingSplitter
 from tests.test_llm_chat import TEMPLATE
 
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -26,7 +27,7 @@ def llm(target_folder: Path) -> LLM:
 
 @pytest.fixture
 def talk(llm: LLM) -> Conversation:
-    return Conversation(llm, PARAMS, chat_template=TEMPLATE)
+    return Conversation(LocalModel(llm, PARAMS, chat_template=TEMPLATE))
 
 
 def say(talk: Conversation, text: str) -> str:
@@ -37,7 +38,7 @@ def say(talk: Conversation, text: str) -> str:
 
 
 def test_turns_are_those_of_the_library(llm: LLM) -> None:
-    talk = Conversation(llm, PARAMS, "Be brief.", chat_template=TEMPLATE)
+    talk = Conversation(LocalModel(llm, PARAMS, chat_template=TEMPLATE), "Be brief.")
     messages = [{"role": "system", "content": "Be brief."}]
     for text in ("hello", "and?"):
         (expected,) = llm.chat(
@@ -52,43 +53,45 @@ def test_turns_are_those_of_the_library(llm: LLM) -> None:
 
 
 def test_reasoning_is_kept_apart(llm: LLM) -> None:
-    talk = Conversation(llm, PARAMS, chat_template=TEMPLATE, thinking=True)
+    talk = Conversation(LocalModel(llm, PARAMS, chat_template=TEMPLATE, thinking=True))
     pieces = list(talk.say("hello"))
     assert pieces and all(piece.is_reasoning for piece in pieces)
     assert "".join(piece.text for piece in pieces) == talk.last.reasoning
     assert talk.messages[-1] == {"role": "assistant", "content": ""}
 
 
-def test_a_stopped_answer_stays_and_the_conversation_goes_on(talk: Conversation) -> None:
+def test_a_stopped_answer_stays_and_the_conversation_goes_on(talk: Conversation, llm: LLM) -> None:
     stops = iter([False, False, False, True])
     text = "".join(piece.text for piece in talk.say("hello", lambda: next(stops)))
-    assert talk.last.ended == "interrupt" and talk.last.output is None
+    assert talk.last.ended == "interrupt" and talk.last.facts is None
     assert talk.last.tally.num_tokens == 4
     assert talk.messages[-1] == {"role": "assistant", "content": text}
-    assert say(talk, "more") and not talk.llm.engine.has_unfinished
+    assert say(talk, "more") and not llm.engine.has_unfinished
 
 
 def test_a_turn_stopped_before_its_answer_is_forgotten(llm: LLM) -> None:
-    talk = Conversation(llm, PARAMS, chat_template=TEMPLATE, thinking=True)
+    talk = Conversation(LocalModel(llm, PARAMS, chat_template=TEMPLATE, thinking=True))
     stops = iter([False, False, False, True])
     assert list(talk.say("hello", lambda: next(stops)))
     assert (talk.messages, talk.turns) == ([], [])
     assert len(talk.answered) == 1
 
 
-def test_a_full_context_is_said_and_keeps_the_conversation(talk: Conversation) -> None:
+def test_a_full_context_is_said_and_keeps_the_conversation(llm: LLM) -> None:
+    model = LocalModel(llm, PARAMS, chat_template=TEMPLATE)
+    talk = Conversation(model)
     say(talk, "hello")
     before = list(talk.messages)
     with pytest.raises(UserError, match=r"context of 256 has no room.*/new.*--max-model-len"):
         say(talk, "x" * 300)
     assert talk.messages == before and len(talk.turns) == 1
-    talk.params = SamplingParams(max_tokens=300, ignore_eos=True)
+    model.params = SamplingParams(max_tokens=300, ignore_eos=True)
     say(talk, "go on")
     assert talk.last.ended == "context" and talk.last.num_tokens == 256
     with pytest.raises(UserError, match="no room for an answer"):
         say(talk, "again")
     talk.command("/undo")
-    talk.params = PARAMS
+    model.params = PARAMS
     assert say(talk, "again")
 
 

@@ -24,6 +24,7 @@ FIELDS = [
     "acceptance_length",
     "num_cached_tokens",
     "num_preemptions",
+    "queue_time_s",
     "time_to_first_token_s",
     "elapsed_s",
 ]

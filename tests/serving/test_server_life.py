@@ -146,18 +146,29 @@ def test_a_full_queue_says_so() -> None:
         assert response.json()["error"]["type"] == "rate_limit_error"
 
 
-def test_keys_guard_all_but_health_and_ping() -> None:
-    key = "k" * 32
-    with running(PEAGLE_API_KEY=key) as server:
+def test_keys_guard_all_but_health_and_ping_and_part_the_prefix_cache() -> None:
+    key, other = "k" * 32, "o" * 32
+    with running(PEAGLE_API_KEY=f"{key},{other}") as server:
         for path, status in (("/health", 200), ("/ping", 200), ("/v1/models", 401), ("/", 401)):
             assert httpx.get(server.url + path).status_code == status, path
         headers = {"Authorization": f"Bearer {key}"}
         assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 200
-        wrong = httpx.post(
-            server.url + COMPLETIONS, json=SHORT, headers={"Authorization": "Bearer x"}
-        )
-        assert wrong.status_code == 401
+        bad = {"Authorization": "Bearer x"}
+        assert httpx.post(server.url + COMPLETIONS, json=SHORT, headers=bad).status_code == 401
         assert httpx.get(server.url + "/", auth=("any", key)).status_code == 200
+
+        def num_cached(used: str, **extra: str) -> int:
+            body = {**SHORT, "prompt": "def function(argument):\n" * 20, **extra}
+            answer = httpx.post(
+                server.url + COMPLETIONS, json=body, headers={"Authorization": f"Bearer {used}"}
+            )
+            return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        assert num_cached(key) == 0
+        assert num_cached(key) > 50
+        assert num_cached(other) == 0
+        assert num_cached(other, cache_salt="a") == 0
+        assert num_cached(other, cache_salt="a") > 50
         assert key not in server.text
 
 

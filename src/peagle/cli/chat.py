@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -15,14 +16,15 @@ from peagle.cli import groups
 from peagle.cli.flags import Flag, Given, takes
 from peagle.cli.options import Format, OutputFormat
 from peagle.cli.plan import Plan
-from peagle.cli.settings import Layer, Setting
+from peagle.cli.settings import Layer, Setting, Settings, environment_layers, file_layer
 from peagle.cli.terminal import dim, interrupt_asks
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
     from peagle.cli.chat_screen import Screen
-    from peagle.cli.conversation import Conversation
-    from peagle.llm import LLM
+    from peagle.cli.conversation import ChatModel, Conversation
+    from peagle.cli.local import LocalModel
+    from peagle.cli.remote import RemoteModel
 
 EXAMPLES = """
 A chat model, in a folder or on the hub, with or without a draft head:
@@ -35,11 +37,15 @@ Drafts looked up in the conversation; a longer answer, another temperature:
 A model without a chat template, or in place of its own:
   peagle chat --target ./model --chat-template template.jinja
 
+A model that `peagle serve` serves; its key, if it wants one, in the variable PEAGLE_API_KEY:
+  peagle chat --server http://127.0.0.1:8000 -k 3
+
 Through a pipe, one message a line; for a program, one JSON object an answer:
   printf 'Hello\\nAnd in French?\\n' | peagle chat --target ./Qwen3-0.6B --format json
 """
 
 MAX_NEW_TOKENS = 2048
+_LENGTH = f"{MAX_NEW_TOKENS}; with --server, as many as there is room for"
 _OWN = "peagle chat"
 _DEFAULTS = Layer(
     {
@@ -57,7 +63,7 @@ def _for_chat(flag: Flag) -> Flag:
     if flag.key == "target":
         return replace(flag, default="the bundled code model, which needs --chat-template")
     if flag.key == "sampling.max_tokens":
-        return replace(flag, help="Most tokens of an answer.", default=str(MAX_NEW_TOKENS))
+        return replace(flag, help="Most tokens of an answer.", default=_LENGTH)
     if flag.key == "sampling.seed":
         return replace(flag, help="The same seed gives the same answers.", default="the engine's")
     if flag.key.removeprefix("sampling.") in _OF_MODEL:
@@ -100,6 +106,21 @@ def chat(
             show_default="the model's",
         ),
     ] = None,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Talk with a model on a server, like http://127.0.0.1:8000; its key, if it wants "
+            "one, is read from PEAGLE_API_KEY.",
+            show_default="a model in this process",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Which of the server's models.", show_default="its first"
+        ),
+    ] = None,
     output_format: Format = OutputFormat.TEXT,
 ) -> None:
     """Talk with a model in the terminal.
@@ -107,6 +128,12 @@ def chat(
     Answers stream to standard output, statistics go to standard error.
     /help lists what else can be typed: /new, /undo, /stats, /save FILE, /exit.
     """
+    if server is not None:
+        speaker = _remote(given, server, model, thinking, chat_template)
+        _converse(speaker, f"{speaker.name} on {server}", system, output_format)
+        return
+    if model is not None:
+        raise UserError(f"--model {model!r} is for --server; name a model here with --target.")
     plan = Plan.of(given, _DEFAULTS)
     if "show_config" in given:
         plan.show(_UNSET)
@@ -114,24 +141,74 @@ def chat(
     template: dict[str, Any] = {"chat_template": chat_template, "thinking": thinking}
     if chat_template and Path(chat_template).is_file():
         template["chat_template"] = Path(chat_template)
+    _converse(_local(plan, system, template), plan.target, system, output_format)
+
+
+def _local(plan: Plan, system: str | None, template: dict[str, Any]) -> LocalModel:
+    """The model of a plan, loaded."""
     plan.prepare()
     from peagle.models.loading import resolve_model
 
     folder = resolve_model(plan.target, plan.settings.value("revision"))
     _check_template(folder, plan, system, template)
     llm = plan.load(folder)
+    from peagle.cli.local import LocalModel
+
+    return LocalModel(llm, plan.settings.build("sampling", llm.default_params()), **template)
+
+
+def _remote(
+    given: Given, url: str, name: str | None, thinking: bool | None, chat_template: str | None
+) -> RemoteModel:
+    """The model of a server, with what was given of sampling; the rest is the server's to say.
+
+    Raises:
+        UserError: an option was given that only a model in this process has.
+    """
+    foreign = [s.source for key, s in given.items() if not _is_for_servers(key)]
+    foreign += ["--chat-template"] if chat_template else []
+    if foreign:
+        raise UserError(
+            f"{foreign[0]} and --server contradict each other: the server has its model loaded "
+            "already. Leave one of them out."
+        )
+    file = given.value("config")
+    typed = Layer({key: s for key, s in given.items() if key.startswith("sampling.")})
+    layers = [] if file is None else [file_layer(file)]
+    settings = Settings(*layers, *environment_layers(os.environ), typed)
+    from peagle.cli.remote import RemoteModel, sampling_fields
+    from peagle.cli.remote_server import API_KEY_VARIABLE, Server
+
+    fields = sampling_fields(settings.build("sampling"), settings.section("sampling"))
+    if thinking is not None:
+        fields["chat_template_kwargs"] = {"enable_thinking": thinking}
+    k = 0 if "no_speculation" in given else given.value(_K)
+    # A server takes several, separated by commas: any of them is one of a client.
+    remote = Server(url, os.environ.get(API_KEY_VARIABLE, "").partition(",")[0])
+    return RemoteModel(remote, name, fields, num_speculative_tokens=k)
+
+
+_K = "speculative.num_speculative_tokens"
+
+
+def _is_for_servers(key: str) -> bool:
+    return key.startswith("sampling.") or key in ("config", "no_speculation", _K)
+
+
+def _converse(model: ChatModel, name: str, system: str | None, output_format: OutputFormat) -> None:
+    """Talk until the input ends; status 2 where a message in a pipe could not be answered."""
     from peagle.cli.chat_screen import JsonScreen, TextScreen
     from peagle.cli.conversation import Conversation
 
-    params = plan.settings.build("sampling", llm.default_params())
-    conversation = Conversation(llm, params, system, **template)
     is_text = output_format is OutputFormat.TEXT
     is_live = is_text and sys.stdin.isatty() and sys.stdout.isatty()
     if is_live:
-        _aside(f"{plan.target}, {_drafting(llm)}. /help lists the commands, Ctrl-D leaves.")
+        k = model.num_speculative_tokens
+        drafting = f"{k} draft tokens a step" if k else "plain decoding"
+        _aside(f"{name}, {drafting}. /help lists the commands, Ctrl-D leaves.")
     screen = TextScreen(is_live) if is_text else JsonScreen()
-    is_fine = _talk(conversation, _typed() if is_live else _piped(), screen, is_live)
-    if not (is_fine or is_live):
+    lines = _typed() if is_live else _piped()
+    if not (_talk(Conversation(model, system), lines, screen, is_live) or is_live):
         raise typer.Exit(2)
 
 
@@ -197,13 +274,6 @@ def _piped() -> Iterator[str]:
 def _aside(text: str) -> None:
     if text:
         print(dim(text, sys.stderr), file=sys.stderr, flush=True)
-
-
-def _drafting(llm: LLM) -> str:
-    speculative = llm.engine.speculative
-    if speculative is None:
-        return "plain decoding"
-    return f"{speculative.num_speculative_tokens} draft tokens a step"
 
 
 def _check_template(folder: Path, plan: Plan, system: str | None, template: dict[str, Any]) -> None:

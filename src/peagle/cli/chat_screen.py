@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Protocol
+from typing import Protocol, TextIO
 
 from peagle.cli.conversation import Conversation
-from peagle.cli.terminal import dim, has_styles, printable
-from peagle.cli.thinking import Piece
+from peagle.cli.remote import ReportedPiece
+from peagle.cli.terminal import bright, dim, has_styles, printable
+from peagle.thinking import Piece
 
 
 class Screen(Protocol):
@@ -36,13 +37,13 @@ class JsonScreen:
     def end(self, conversation: Conversation) -> None:
         """Print the object."""
         turn = conversation.last
-        assert turn.output is not None
+        assert turn.facts is not None
         self._print(
             {
                 "turn": len(conversation.turns),
                 "answer": turn.answer,
                 "reasoning": turn.reasoning,
-                **turn.output.to_json(),
+                **turn.facts,
                 "num_prompt_tokens": turn.num_prompt_tokens,
             }
         )
@@ -78,9 +79,11 @@ class TextScreen:
             self._end_thinking()
             if self._is_live:
                 self._label("answer:")
-        stream = self._aside if piece.is_reasoning else sys.stdout
-        text = printable(piece.text) if stream.isatty() else piece.text
-        print(dim(text, stream) if piece.is_reasoning else text, end="", file=stream, flush=True)
+        if piece.is_reasoning:
+            print(dim(_shown(piece.text, self._aside), self._aside), end="", file=self._aside)
+            self._aside.flush()
+        else:
+            print(_marked(piece), end="", flush=True)
 
     def end(self, conversation: Conversation) -> None:
         """End the line, and print the figures."""
@@ -103,20 +106,35 @@ class TextScreen:
         print("\n" if self._is_live else "", file=self._aside, flush=True)
 
 
+def _shown(text: str, stream: TextIO) -> str:
+    return printable(text) if stream.isatty() else text
+
+
+def _marked(piece: Piece) -> str:
+    """Text of an answer; tokens that were accepted from a draft stand out where that is known."""
+    tokens = piece.tokens if isinstance(piece, ReportedPiece) else ()
+    if "".join(text for text, _ in tokens) != piece.text:
+        return _shown(piece.text, sys.stdout)
+    shown = ((_shown(text, sys.stdout), is_accepted) for text, is_accepted in tokens)
+    return "".join(bright(text, sys.stdout) if accepted else text for text, accepted in shown)
+
+
 def _figures(conversation: Conversation) -> str:
     turn = conversation.last
-    limit = conversation.params.max_tokens
-    length = conversation.llm.engine.max_model_len
+    limit = conversation.model.max_tokens
+    length = conversation.model.max_model_len
+    cached = f"{turn.num_cached_tokens} of {turn.num_prompt_tokens}"
+    k = conversation.model.num_speculative_tokens
     notes = {
         "interrupt": "stopped" if turn.answer else "stopped and forgotten",
-        "length": f"cut at --max-new-tokens {limit}",
+        "length": f"cut at --max-new-tokens {limit}" if limit else "cut by the server",
         "context": f"the context of {length} tokens is full: /undo, /new or a larger "
         "--max-model-len",
     }
     parts = [
         f"{turn.tally.num_tokens} tokens, {turn.tally.tokens_per_s:.1f} tokens/s",
-        *([] if turn.output is None else [turn.tally.drafting(conversation.llm)]),
-        f"{turn.num_cached_tokens} of {turn.num_prompt_tokens} prompt tokens cached",
+        *([] if turn.facts is None else [turn.tally.drafting(k)]),
+        *([f"{cached} prompt tokens cached"] if turn.num_prompt_tokens else []),
         *([notes[turn.ended]] if turn.ended in notes else []),
     ]
     return ", ".join(parts)

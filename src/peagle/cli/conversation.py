@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from peagle.chat import opens_thinking, render_chat, split_thinking, with_answer
 from peagle.cli.tally import Tally
-from peagle.cli.thinking import Piece, ThinkingSplitter
-from peagle.config import SamplingParams
 from peagle.errors import UserError
-from peagle.llm import LLM, RequestOutput
+from peagle.thinking import Piece
 
 Messages = list[dict[str, Any]]
 
@@ -38,16 +34,18 @@ class Turn:
     Attributes:
         reasoning: what a thinking model wrote before it.
         answer: the text.
-        output: the request; None where the answer was stopped.
+        facts: of the finished request, for JSON; None where the answer was stopped.
         num_prompt_tokens: of the whole conversation before it.
+        num_cached_tokens: those of them whose keys and values were there already.
         tally: what it took.
         ended: "stop", "length", "context" (it is full) or "interrupt".
     """
 
     reasoning: str
     answer: str
-    output: RequestOutput | None
+    facts: dict[str, Any] | None
     num_prompt_tokens: int
+    num_cached_tokens: int
     tally: Tally
     ended: str
 
@@ -56,20 +54,46 @@ class Turn:
         """Tokens of the conversation with this answer."""
         return self.num_prompt_tokens + self.tally.num_tokens
 
+
+class ChatModel(Protocol):
+    """What answers: a model in this process or one on a server."""
+
     @property
-    def num_cached_tokens(self) -> int:
-        """Prompt tokens whose keys and values were there already."""
-        return 0 if self.output is None else self.output.num_cached_tokens
+    def max_tokens(self) -> int:
+        """Most tokens of an answer."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a conversation."""
+        ...
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """K; 0 where nothing is drafted."""
+        ...
+
+    def answer(
+        self, messages: Messages, stopped: Callable[[], bool]
+    ) -> Generator[Piece, None, Turn]:
+        """Yield the answer to a conversation as it comes, and return it.
+
+        Args:
+            messages: they end with the user's.
+            stopped: asked often; True ends the answer there.
+
+        Raises:
+            UserError: there is no room, or the messages are refused.
+        """
+        ...
 
 
 class Conversation:
     """Messages that grow by a turn at a time.
 
     Args:
-        llm: what answers.
-        params: how.
+        model: what answers.
         system: the first message, if any.
-        **template_options: of `peagle.chat.render_chat`.
 
     Attributes:
         messages: the conversation so far.
@@ -78,12 +102,8 @@ class Conversation:
         is_over: the user wants to leave.
     """
 
-    def __init__(
-        self, llm: LLM, params: SamplingParams, system: str | None = None, **template_options: Any
-    ) -> None:
-        self.llm = llm
-        self.params = params
-        self.template_options = template_options
+    def __init__(self, model: ChatModel, system: str | None = None) -> None:
+        self.model = model
         self.system: Messages = [] if system is None else [{"role": "system", "content": system}]
         self.messages: Messages = list(self.system)
         self.turns: list[Turn] = []
@@ -99,51 +119,22 @@ class Conversation:
 
         Args:
             text: the user's.
-            stopped: asked after every step; True ends the answer there.
+            stopped: asked often; True ends the answer there.
 
         Raises:
-            UserError: there is no room, or the template refuses the text. The conversation stays as
-                it was.
+            UserError: there is no room, or the text is refused. The conversation stays as it was.
         """
         asked = [*self.messages, {"role": "user", "content": text}]
-        prompt = render_chat(self.llm.tokenizer, asked, **self.template_options)
-        self._check_room(len(prompt))
-        opened = opens_thinking(self.llm.tokenizer, prompt)
-        written, tally, output = ThinkingSplitter(opened=opened), Tally(), None
-        with closing(tally.watch(self.llm.stream([prompt], self.params))) as chunks:
-            for chunk in chunks:
-                output = chunk.output
-                yield from written.add(chunk.text, final=output is not None)
-                if output is None and stopped():
-                    yield from written.add("", final=True)
-                    break
-        reasoning, answer = split_thinking(written.text, opened=opened)
-        ended = self._ended(output, len(prompt) + tally.num_tokens)
-        turn = Turn(reasoning, answer, output, len(prompt), tally, ended)
+        turn = yield from self.model.answer(asked, stopped)
         self.answered.append(turn)
-        if answer or ended != "interrupt":
+        if turn.answer or turn.ended != "interrupt":
             self.turns.append(turn)
-            self.messages = with_answer(asked, written.text, opened=opened)
+            self.messages = [*asked, {"role": "assistant", "content": turn.answer}]
 
     @property
     def last(self) -> Turn:
         """The turn that was just answered."""
         return self.answered[-1]
-
-    def _check_room(self, num_tokens: int) -> None:
-        longest = self.llm.engine.max_model_len
-        if num_tokens >= longest:
-            raise UserError(
-                f"With this message the conversation has {num_tokens} tokens, and the context of "
-                f"{longest} has no room for an answer. Take turns back with /undo, begin anew with "
-                "/new, or start with a larger --max-model-len."
-            )
-
-    def _ended(self, output: RequestOutput | None, num_tokens: int) -> str:
-        if output is None:
-            return "interrupt"
-        is_full = num_tokens >= self.llm.engine.max_model_len
-        return "context" if output.finish_reason == "length" and is_full else output.finish_reason
 
     # ---- slash commands ---------------------------------------------------------------------
 
@@ -213,14 +204,15 @@ class Conversation:
         total = Tally()
         for turn in self.answered:
             total.add(turn.tally)
+        drafting = total.drafting(self.model.num_speculative_tokens)
         cached = sum(turn.num_cached_tokens for turn in self.answered)
         prompts = sum(turn.num_prompt_tokens for turn in self.answered)
         used = self.turns[-1].num_tokens if self.turns else 0
         return (
             f"answers: {len(self.answered)}, {total.num_tokens} tokens, "
-            f"{total.tokens_per_s:.1f} tokens/s, {total.drafting(self.llm)}\n"
+            f"{total.tokens_per_s:.1f} tokens/s, {drafting}\n"
             f"prompts: {cached} of {prompts} tokens were cached\n"
-            f"context: {used} of {self.llm.engine.max_model_len} tokens"
+            f"context: {used} of {self.model.max_model_len} tokens"
         )
 
 

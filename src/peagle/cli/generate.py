@@ -156,8 +156,11 @@ def _shown(text: str) -> str:
 
 def _summary(tally: Tally, llm: LLM, params: SamplingParams) -> str:
     """One line: how much, how fast, how well drafted."""
+    from peagle.cli.tally import drafts_of
+
     speed = (
         f"{tally.num_tokens} tokens in {tally.seconds:.2f} s ({tally.tokens_per_s:.1f} tokens/s)"
     )
     dtype = str(llm.target.dtype).removeprefix("torch.")
-    return f"{speed}; {tally.drafting(llm)}, temperature {params.temperature:g}, {dtype}"
+    drafting = tally.drafting(drafts_of(llm))
+    return f"{speed}; {drafting}, temperature {params.temperature:g}, {dtype}"

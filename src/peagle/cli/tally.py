@@ -51,9 +51,14 @@ class Tally:
         """Output tokens a second."""
         return self.num_tokens / self.seconds if self.seconds else 0.0
 
-    def drafting(self, llm: LLM) -> str:
-        """How well drafts were accepted, in words."""
-        if llm.engine.speculative is None:
+    def drafting(self, k: int) -> str:
+        """How well drafts of K tokens were accepted, in words; K = 0 drafts nothing."""
+        if not k:
             return "no speculation"
-        k = llm.engine.speculative.num_speculative_tokens
         return f"acceptance length {self.stats.acceptance_length:.2f} at K={k}"
+
+
+def drafts_of(llm: LLM) -> int:
+    """K, the draft tokens of a step; 0 where nothing is drafted."""
+    speculative = llm.engine.speculative
+    return 0 if speculative is None else speculative.num_speculative_tokens

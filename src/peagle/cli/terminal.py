@@ -25,6 +25,11 @@ def dim(text: str, stream: TextIO) -> str:
     return f"\x1b[2m{text}\x1b[0m" if has_styles(stream) else text
 
 
+def bright(text: str, stream: TextIO) -> str:
+    """Text that stands out, for this stream."""
+    return f"\x1b[1;32m{text}\x1b[0m" if has_styles(stream) else text
+
+
 @contextmanager
 def interrupt_asks() -> Iterator[Callable[[], bool]]:
     """Within, a first Ctrl-C only asks to stop; the second interrupts as ever.

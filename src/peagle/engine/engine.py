@@ -109,6 +109,7 @@ class LLMEngine:
         # Positions up to which the drafter's KV matters; without a head none does.
         self.max_draft_len = resolve_max_draft_len(drafter, speculative, self.max_model_len)
         drafter_caches = self._caches(drafter_kv_shapes(drafter), num_blocks)
+        self._drafter_caches = drafter_caches
         self.drafting = self._drafting(drafter, backend, drafter_caches)
         self.scheduler = Scheduler(
             BlockManager(
@@ -208,6 +209,16 @@ class LLMEngine:
         """Whether a request of that K publishes its blocks: where a head has not read, none is."""
         reads = num_speculative_tokens > 0 or self.max_draft_len == 0
         return self.config.enable_prefix_caching and reads
+
+    def touch_caches(self) -> None:
+        """Write to every page of the empty KV cache, which a CPU hands out only then.
+
+        So a server has its memory from the start, and does not grow under load.
+        """
+        assert not self.has_unfinished
+        for cache in (*self._target_caches, *self._drafter_caches):
+            cache.keys.zero_()
+            cache.values.zero_()
 
     @property
     def blocks(self) -> BlockManager:

@@ -77,6 +77,7 @@ def _load(spec: EngineSpec) -> dict[str, LLM]:
     for number, (name, speculative) in enumerate(spec.proposers.items()):
         share = asdict(split_kv(sizes, device, number, len(spec.proposers)))
         llms[name] = LLM(model=target, speculative_config=speculative, **share)
+        llms[name].engine.touch_caches()
     return llms
 
 

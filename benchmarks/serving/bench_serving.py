@@ -1,0 +1,70 @@
+"""Load tests of `peagle serve`: each starts the server it needs, on loopback, and stops it.
+
+    python benchmarks/serving/bench_serving.py soak
+    python benchmarks/serving/bench_serving.py overhead --repeats 7
+    python benchmarks/serving/bench_serving.py cancel --minutes 5
+
+soak      200 clients, 2,000 requests: none lost, all as offline, no memory that grows
+overhead  tokens/s of the served engine against the offline engine at concurrency 16
+cancel    clients that leave at random moments: nothing of them stays behind
+kill      the engine process is killed: clients are told, the server restarts or exits
+drain     SIGTERM under load: what runs finishes, what is new is refused, status 0
+slow      a client that reads slowly and 1,000 idle connections, beside 8 normal ones
+latency   time to the first token at idle and under Poisson arrivals, speculation on and off
+fuzz      10,000 broken bodies: an answer each, never a 5xx
+
+Runs on the bundled pair. Prints one line, RESULT and a JSON object; status 1 if a bound is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+
+from peagle.environment import environment
+from peagle.errors import UserError
+
+EXPERIMENTS = ("soak", "overhead", "cancel", "kill", "drain", "slow", "latency", "fuzz")
+
+
+def main() -> int:
+    """Run an experiment; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="experiment", required=True)
+    modules = {name: importlib.import_module(name) for name in EXPERIMENTS}
+    for name, module in modules.items():
+        options = commands.add_parser(name, help=(module.__doc__ or "").partition("\n")[0])
+        options.add_argument("--threads", type=int, default=1, help="CPU threads of an engine (1)")
+        module.add_options(options)
+    args = parser.parse_args()
+    _check(args)
+    figures, missed = modules[args.experiment].run(args)
+    result = {
+        "experiment": args.experiment,
+        "passed": not missed,
+        "missed": missed,
+        **figures,
+        "command": " ".join(["python", *sys.argv]),
+        "environment": environment(),
+    }
+    print("RESULT", json.dumps(result), flush=True)
+    return 1 if missed else 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse numbers that measure nothing."""
+    for name, value in vars(args).items():
+        if isinstance(value, int | float) and name != "seed" and not value > 0:
+            raise UserError(f"--{name.replace('_', '-')} is {value}; expected more than 0.")
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

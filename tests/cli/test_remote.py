@@ -1,0 +1,442 @@
+"""`peagle chat --server` against a small server that plays back what it is told."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from peagle.cli.chat_screen import TextScreen
+from peagle.cli.conversation import Conversation
+from peagle.cli.remote import RemoteModel, ReportedPiece
+from peagle.cli.remote_server import Server
+from peagle.cli.terminal import interrupt_asks
+from peagle.errors import UserError
+from tests.cli.conftest import Peagle, Result
+
+MODEL = {
+    "id": "tiny",
+    "max_model_len": 64,
+    "chat": True,
+    "speculation": {
+        "default": "peagle",
+        "proposers": [
+            {"name": "peagle", "num_speculative_tokens": 7},
+            {"name": "plain", "num_speculative_tokens": 0},
+        ],
+    },
+}
+DONE = "[DONE]"
+
+
+def chunk(content: str = "", *, reasoning: str = "", finish: str | None = None, **more: Any) -> Any:
+    delta = {"content": content} if content else {}
+    delta |= {"reasoning_content": reasoning} if reasoning else {}
+    return {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}], **more}
+
+
+def report(*tokens: tuple[str, bool], drafted: int = 3) -> dict[str, Any]:
+    accepted = sum(is_accepted for _, is_accepted in tokens)
+    return {"num_drafted": drafted, "num_accepted": accepted, "tokens": tokens, "rejected": []}
+
+
+USAGE = {
+    "choices": [],
+    "usage": {
+        "prompt_tokens": 9,
+        "completion_tokens": 5,
+        "prompt_tokens_details": {"cached_tokens": 4},
+        "speculation": {
+            "num_drafts": 2,
+            "num_draft_tokens": 6,
+            "num_accepted_tokens": 3,
+            "num_accepted_tokens_per_pos": [2, 1, 0],
+            "acceptance_length": 2.5,
+        },
+    },
+}
+ANSWER = [
+    chunk(reasoning="hm", speculation=report(("hm", False), drafted=0)),
+    chunk("def f", speculation=report(("def", True), (" f", False))),
+    chunk("():", speculation=report(("()", True), (":", False))),
+    chunk(finish="stop"),
+    USAGE,
+    DONE,
+]
+
+
+class Fake:
+    """The server's answers, and what it was asked.
+
+    `stream` is a list of events; a number in it is a pause in seconds, text goes out as it is.
+    """
+
+    def __init__(self) -> None:
+        self.models: Any = {"object": "list", "data": [MODEL]}
+        self.stream: list[Any] = ANSWER
+        self.status, self.kind = 200, "text/event-stream"
+        self.models_status = 200
+        self.asked: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        self.paths: list[str] = []
+        self.dropped = threading.Event()
+        self.url = ""
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    fake: Fake
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self.fake.paths.append(self.path)
+        self.fake.keys.append(self.headers["Authorization"])
+        raw = self.fake.models
+        body = raw if isinstance(raw, bytes) else json.dumps(raw).encode()
+        self.send_response(self.fake.models_status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        self.fake.paths.append(self.path)
+        self.fake.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.send_response(self.fake.status)
+        self.send_header("Content-Type", self.fake.kind)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        self.close_connection = True
+        try:
+            for event in self.fake.stream:
+                self._send(event)
+            self.wfile.write(b"0\r\n\r\n")
+        except OSError:
+            self.fake.dropped.set()
+
+    def _send(self, event: Any) -> None:
+        if isinstance(event, int | float):
+            # A closed connection shows as an end of input.
+            self.connection.settimeout(event)
+            try:
+                if self.connection.recv(1) == b"":
+                    raise ConnectionResetError
+            except TimeoutError:
+                return
+        if isinstance(event, bytes):
+            text = event
+        else:
+            text = event if isinstance(event, str) else json.dumps(event)
+            text = f"data: {text}\n\n".encode()
+        self.wfile.write(b"%x\r\n%b\r\n" % (len(text), text))
+
+
+@pytest.fixture
+def fake() -> Iterator[Fake]:
+    fake = Fake()
+    handler = type("FakeHandler", (Handler,), {"fake": fake})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        fake.url = f"http://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield fake
+        server.shutdown()
+        thread.join()
+
+
+Chat = Callable[..., Result]
+
+
+@pytest.fixture
+def chat(peagle: Peagle, fake: Fake, monkeypatch: pytest.MonkeyPatch) -> Chat:
+    """chat("line\\nline\\n", "--option") talks with the fake through a pipe."""
+
+    def talk(lines: str, *options: object) -> Result:
+        monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+        return peagle("chat", "--server", fake.url, *options)
+
+    return talk
+
+
+# ---- what it says ---------------------------------------------------------------------------
+
+
+def test_a_conversation(chat: Chat, fake: Fake) -> None:
+    result = chat("hello\n/stats\nmore\n", "--system", "Be brief.")
+    assert result.status == 0, result.err
+    assert result.out == "def f():\ndef f():\n"
+    assert "thinking:\nhm\n" in result.err
+    assert "5 tokens, " in result.err and "acceptance length 2.50 at K=7" in result.err
+    assert "4 of 9 prompt tokens cached" in result.err
+    assert "context: 14 of 64 tokens" in result.err
+    first, second = fake.asked
+    assert first["model"] == "tiny" and first["stream"] is True
+    assert first["stream_options"] == {"include_usage": True}
+    assert first["speculation"] == {"report": True}
+    system, hello = first["messages"]
+    assert (system["role"], hello) == ("system", {"role": "user", "content": "hello"})
+    answer = {"role": "assistant", "content": "def f():"}
+    assert second["messages"] == [system, hello, answer, {"role": "user", "content": "more"}]
+    # What nobody asked for is the server's to decide.
+    assert first.keys() == {"model", "messages", "stream", "stream_options", "speculation"}
+
+
+def test_options_become_fields(chat: Chat, fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PEAGLE_SAMPLING", '{"top_p": 0.9, "logit_bias": {"5": "-inf"}}')
+    options = ["--temperature", 0.5, "--seed", 3, "--stop", "a", "--stop", "b", "-k", 4]
+    options += ["--max-new-tokens", 12, "--no-thinking", "--bad-word", "no"]
+    assert chat("hello\n", *options).status == 0
+    (asked,) = fake.asked
+    expected = {
+        "temperature": 0.5,
+        "seed": 3,
+        "stop": ["a", "b"],
+        "bad_words": ["no"],
+        "max_tokens": 12,
+        "top_p": 0.9,
+        "logit_bias": {"5": -100.0},
+        "chat_template_kwargs": {"enable_thinking": False},
+        "speculation": {"report": True, "num_speculative_tokens": 4},
+    }
+    assert {name: asked[name] for name in expected} == expected
+
+
+def test_structures(chat: Chat, fake: Fake) -> None:
+    assert chat("x\n", "--json-object").status == 0
+    assert chat("x\n", "--json-schema", '{"type": "array"}').status == 0
+    assert chat("x\n", "--regex", "[ab]+").status == 0
+    json_object, schema, regex = (asked["response_format"] for asked in fake.asked)
+    assert json_object == {"type": "json_object"}
+    assert regex == {"type": "regex", "pattern": "[ab]+"}
+    assert schema["type"] == "json_schema" and schema["json_schema"]["schema"] == {"type": "array"}
+
+
+def test_no_speculation(chat: Chat, fake: Fake) -> None:
+    fake.stream = [chunk("a"), chunk("b", finish="stop"), DONE]
+    result = chat("hello\n", "--no-speculation")
+    assert fake.asked[0]["speculation"] == {"report": True, "num_speculative_tokens": 0}
+    assert "no speculation" in result.err and "2 tokens" in result.err
+
+
+def test_a_server_of_another_kind_is_sent_nothing_of_ours(chat: Chat, fake: Fake) -> None:
+    fake.models = {"data": [{"id": "other"}, {"id": "second"}]}
+    assert chat("hello\n", "--model", "second").status == 0
+    assert fake.asked[0]["model"] == "second" and "speculation" not in fake.asked[0]
+    assert "nothing" in chat("hello\n", "-k", 2).err
+
+
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/", "/prefix/v1"])
+def test_urls(chat: Chat, fake: Fake, end: str) -> None:
+    fake.url += end
+    assert chat("hello\n").status == 0
+    base = "/prefix" if "prefix" in end else ""
+    assert fake.paths == [f"{base}/v1/models", f"{base}/v1/chat/completions"]
+
+
+def test_the_key_is_sent_and_never_shown(
+    chat: Chat, fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PEAGLE_API_KEY", "sk-secret,sk-other")
+    fake.models_status, fake.models = 401, {"error": {"message": "Wrong key."}}
+    result = chat("hello\n")
+    assert fake.keys == ["Bearer sk-secret"]
+    assert (result.status, result.out) == (2, "")
+    assert "refused the key (401): Wrong key. Set the variable PEAGLE_API_KEY" in result.err
+    assert "sk-" not in result.err
+    monkeypatch.setenv("PEAGLE_API_KEY", "a\nHost: b")
+    assert "PEAGLE_API_KEY has characters that no key has" in chat("hello\n").err
+
+
+def test_json_facts(chat: Chat) -> None:
+    result = chat("hello\n", "--format", "json")
+    record = json.loads(result.out)
+    assert record["answer"] == record["text"] == "def f():" and record["reasoning"] == "hm"
+    assert record["turn"] == 1 and record["finish_reason"] == "stop"
+    assert record["num_accepted_tokens_per_pos"] == [2, 1, 0]
+    assert record["acceptance_length"] == 2.5 and record["num_prompt_tokens"] == 9
+    assert 0 < record["time_to_first_token_s"] <= record["elapsed_s"]
+
+
+# ---- acceptance as it comes -----------------------------------------------------------------
+
+
+def test_pieces_carry_what_was_accepted(fake: Fake) -> None:
+    model = RemoteModel(Server(fake.url))
+    pieces = [p for p in Conversation(model).say("hello") if isinstance(p, ReportedPiece)]
+    assert [p.text for p in pieces] == ["hm", "def f", "():"]
+    assert pieces[1].tokens == (("def", True), (" f", False))
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_accepted_tokens_stand_out_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr("sys.stdout", terminal := Terminal())
+    screen = TextScreen(is_live=True)
+    screen.show(ReportedPiece("a\x1bb", False, (("a\x1b", True), ("b", False))))
+    assert terminal.getvalue() == "\x1b[1;32ma\ufffd\x1b[0mb"
+    # Tokens that are not the text (a character was cut in two) mark nothing.
+    screen.show(ReportedPiece("ä", False, (("\ufffd", True), ("\ufffd", False))))
+    assert terminal.getvalue().endswith("\x1b[0mbä")
+
+
+def test_counts_until_the_usage_comes(fake: Fake) -> None:
+    fake.stream = [*ANSWER[:3], 30]
+    talk = Conversation(RemoteModel(Server(fake.url)))
+    pieces = talk.say("hello", lambda: len(seen) == 3)
+    seen: list[Any] = []
+    for piece in pieces:
+        seen.append(piece)
+    turn = talk.last
+    assert turn.ended == "interrupt" and turn.facts is None
+    assert turn.tally.num_tokens == 5 and turn.tally.stats.num_drafts == 2
+    assert turn.tally.stats.acceptance_length == 2.0
+    assert talk.messages[-1] == {"role": "assistant", "content": "def f():"}
+
+
+# ---- stopping -------------------------------------------------------------------------------
+
+
+def test_ctrl_c_closes_the_connection_while_the_server_is_silent(fake: Fake) -> None:
+    fake.stream = [chunk("one"), 30]
+    talk = Conversation(RemoteModel(Server(fake.url)))
+    start = time.monotonic()
+    with interrupt_asks() as stopped:
+        for piece in talk.say("hello", stopped):
+            assert piece.text == "one"
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    assert fake.dropped.wait(5) and time.monotonic() - start < 5
+    assert talk.last.ended == "interrupt" and talk.messages[-1]["content"] == "one"
+
+
+def test_a_context_that_is_full(chat: Chat, fake: Fake) -> None:
+    usage = {"choices": [], "usage": {"prompt_tokens": 60, "completion_tokens": 4}}
+    fake.stream = [chunk("a"), chunk(finish="length"), usage, DONE]
+    assert "the context of 64 tokens is full" in chat("x\n").err
+    usage["usage"] = {"prompt_tokens": 30, "completion_tokens": 4}
+    assert "cut at --max-new-tokens 4" in chat("x\n", "--max-new-tokens", 4).err
+    assert "cut by the server" in chat("x\n").err
+
+
+# ---- what goes wrong ------------------------------------------------------------------------
+
+
+def test_nobody_there(peagle: Peagle) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    result = peagle("chat", "--server", f"http://127.0.0.1:{port}")
+    assert (result.status, result.out) == (2, "")
+    assert f"No server answers at http://127.0.0.1:{port}: Connection refused" in result.err
+    assert "`peagle serve`" in result.err
+
+
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "ftp://x", "http://", "http://h:99999", "http://h/?a=b", "nonsense"]
+)
+def test_urls_that_are_none(peagle: Peagle, url: str) -> None:
+    result = peagle("chat", "--server", url)
+    assert result.status == 2 and f"--server is {url!r}; expected a URL" in result.err
+
+
+@pytest.mark.parametrize(
+    ("status", "models", "message"),
+    [
+        (404, b"<html>not here</html>", "no server of chat completions: it has no such page (404)"),
+        (200, b"<html>hello</html>", "no JSON object: '<html>hello</html>'"),
+        (200, {"data": "x"}, "its list of models is none"),
+        (200, {"data": []}, "has no model ''; it has: none"),
+        (200, {"data": [{**MODEL, "chat": False}]}, "'tiny' on http://127.0.0.1:"),
+        (200, {"data": [{**MODEL, "chat": False}]}, "has no chat template, so it is no chat model"),
+        (503, {"error": {"message": "loading\x1b[2J"}}, "refused (503): loading\ufffd[2J"),
+        (500, b"", "refused (500): it gave no reason."),
+    ],
+)
+def test_models_that_cannot_be_had(
+    chat: Chat, fake: Fake, status: int, models: Any, message: str
+) -> None:
+    fake.models_status, fake.models = status, models
+    result = chat("hello\n")
+    assert (result.status, result.out) == (2, "")
+    assert message in result.err and "Traceback" not in result.err
+    assert fake.asked == []
+
+
+def test_a_model_that_is_not_there(chat: Chat) -> None:
+    assert "has no model 'big'; it has: tiny" in chat("hello\n", "--model", "big").err
+    assert "drafts at most 7 tokens a step" in chat("hello\n", "-k", 8).err
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "stream", "message"),
+    [
+        (400, "application/json", [b'{"error": {"message": "too long"}}'], "(400): too long"),
+        (401, "application/json", [b'{"error": {"message": "key"}}'], "refused the key (401): key"),
+        (404, "text/html", [b"nope"], "no such page (404)"),
+        (200, "text/html", [b"hello"], "answers with 'text/html', not with a stream"),
+        (200, "text/event-stream", [{"error": {"message": "died"}}], "ended the answer: died"),
+        (200, "text/event-stream", [chunk("a"), {"error": {"message": "died"}}], "answer: died"),
+        (200, "text/event-stream", [chunk("a")], "broke: it ended in the middle of the answer"),
+        (200, "text/event-stream", [chunk("a"), DONE], "ended the answer without a reason"),
+        (200, "text/event-stream", ["{nonsense"], "no JSON object: '{nonsense'"),
+        (200, "text/event-stream", [{"choices": 5}], "a chunk that is none of a chat completion"),
+        (200, "text/event-stream", [{"choices": ["x"]}], "a chunk that is none of a chat comple"),
+    ],
+)
+def test_answers_that_fail(
+    chat: Chat, fake: Fake, status: int, kind: str, stream: list[Any], message: str
+) -> None:
+    fake.status, fake.kind, fake.stream = status, kind, stream
+    result = chat("hello\n", "--format", "json")
+    assert result.status == 2
+    assert message in result.err and "Traceback" not in result.err
+    (record,) = map(json.loads, result.out.splitlines())
+    assert record["turn"] == 1 and message in record["error"]
+
+
+def test_a_failed_answer_leaves_the_conversation_as_it_was(fake: Fake) -> None:
+    talk = Conversation(RemoteModel(Server(fake.url)))
+    list(talk.say("one"))
+    before = list(talk.messages)
+    fake.stream = [chunk("half")]
+    with pytest.raises(UserError, match="in the middle"):
+        list(talk.say("two"))
+    assert talk.messages == before
+    fake.stream = ANSWER
+    list(talk.say("two"))
+    assert [m["content"] for m in talk.messages] == ["one", "def f():", "two", "def f():"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--target", "x"],
+        ["--draft", "x"],
+        ["--dtype", "float32"],
+        ["--threads", 1],
+        ["--chat-template", "x.jinja"],
+        ["--method", "ngram"],
+        ["--show-config"],
+    ],
+)
+def test_options_of_a_model_in_this_process(chat: Chat, fake: Fake, options: list[object]) -> None:
+    result = chat("hello\n", *options)
+    assert result.status == 2 and fake.paths == []
+    assert f"{options[0]} and --server contradict each other" in result.err
+
+
+def test_a_model_of_no_server(peagle: Peagle) -> None:
+    assert "--model 'x' is for --server" in peagle("chat", "--model", "x").err

@@ -1,0 +1,140 @@
+"""The engine process from within: orders, chunks and grammars that take too long."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
+from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig, StructuredOutput
+from peagle.engine.outputs import RequestOutput
+from peagle.llm import LLM
+from peagle.serving.engine_process import EngineWorker
+from peagle.serving.messages import Add, Cancel, EngineSpec, Refused, Stepped, Stop
+
+SPECULATIVE = SpeculativeConfig(model=str(BUNDLED_PEAGLE), num_speculative_tokens=3)
+JSON = SamplingParams(max_tokens=30, structured_output=StructuredOutput.json_object())
+
+
+@dataclass
+class Front:
+    """The other end of the pipe."""
+
+    connection: Connection
+    llm: LLM
+    refused: dict[int, Refused] = field(default_factory=dict)
+    outputs: dict[int, RequestOutput] = field(default_factory=dict)
+    seen: list[Any] = field(default_factory=list)
+
+    def send(self, message: Any) -> None:
+        self.connection.send(message)
+
+    def add(self, index: int, params: SamplingParams, text: str = "def f(") -> None:
+        self.send(Add(index, self.llm.requests.encode(text), params, "peagle"))
+
+    def until(self, condition: Callable[[], bool], timeout_s: float = 60) -> None:
+        """Read messages until something is so."""
+        end = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < end, self.seen[-3:]
+            if self.connection.poll(0.05):
+                self._take(self.connection.recv())
+
+    def _take(self, message: Any) -> None:
+        self.seen.append(message)
+        if isinstance(message, Refused):
+            self.refused[message.index] = message
+        elif isinstance(message, Stepped):
+            for chunk in message.chunks:
+                if chunk.output is not None:
+                    self.outputs[chunk.index] = chunk.output
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(speculative_config=SPECULATIVE, max_num_seqs=4, kv_cache_gib=0.1)
+
+
+@pytest.fixture
+def front(llm: LLM) -> Iterator[Front]:
+    ours, theirs = Pipe()
+    spec = EngineSpec(
+        str(BUNDLED_TARGET), {"peagle": SPECULATIVE}, EngineConfig(), compile_timeout_s=4
+    )
+    worker = EngineWorker({"peagle": llm}, spec, theirs)
+    thread = threading.Thread(target=worker.serve)
+    thread.start()
+    front = Front(ours, llm)
+    yield front
+    front.send(Stop())
+    thread.join(20)
+    assert not thread.is_alive()
+    llm.requests.cancel_all()
+
+
+def test_the_steps_of_a_request_add_up(front: Front) -> None:
+    front.add(5, SamplingParams(max_tokens=20))
+    front.until(lambda: 5 in front.outputs)
+    chunks = [chunk for m in front.seen if isinstance(m, Stepped) for chunk in m.chunks]
+    output = front.outputs[5]
+    assert [token for chunk in chunks for token in chunk.token_ids] == output.token_ids
+    assert "".join(chunk.text for chunk in chunks) == output.text
+    assert len(chunks) < 20  # a message a step, of several tokens
+    for chunk in chunks[:-1]:
+        assert len(chunk.rejected_token_ids) == chunk.num_drafted - chunk.num_accepted
+    assert 0 <= output.queue_time_s <= output.time_to_first_token_s <= output.elapsed_s
+
+
+def test_a_bad_request_is_refused_and_the_next_one_runs(front: Front) -> None:
+    front.send(Add(1, [999_999], SamplingParams(), "peagle"))
+    front.add(2, SamplingParams(max_tokens=2))
+    front.until(lambda: 2 in front.outputs)
+    assert front.refused[1].is_user_error and "999999" in front.refused[1].message
+
+
+def test_a_cancelled_request_is_gone_from_the_counters(front: Front) -> None:
+    front.add(1, SamplingParams(max_tokens=2000, ignore_eos=True))
+    front.until(lambda: any(isinstance(m, Stepped) and m.chunks for m in front.seen))
+    front.send(Cancel(1))
+
+    def is_idle() -> bool:
+        told = [m.stats for m in front.seen if isinstance(m, Stepped) and m.stats]
+        last = told[-1]
+        return last.num_running == 0 and last.num_free_kv_blocks == last.num_kv_blocks
+
+    front.until(is_idle)
+    assert 1 not in front.outputs
+
+
+def test_a_grammar_that_takes_too_long_holds_up_nobody(
+    front: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = threading.Event()
+
+    def slow(params: SamplingParams) -> None:
+        ended.wait(20)
+
+    monkeypatch.setattr(front.llm.requests, "compile_grammar", slow)
+    front.add(1, JSON)
+    front.add(2, SamplingParams(max_tokens=30))
+    front.until(lambda: 2 in front.outputs)
+    front.until(lambda: 1 in front.refused)
+    assert "did not compile within 4 s" in front.refused[1].message
+    ended.set()
+    front.add(3, SamplingParams(max_tokens=2))
+    front.until(lambda: 3 in front.outputs)
+    assert set(front.outputs) == {2, 3}
+
+
+def test_grammars_are_compiled_aside(front: Front) -> None:
+    pytest.importorskip("xgrammar")
+    front.add(1, JSON)
+    front.until(lambda: 1 in front.outputs)
+    assert front.outputs[1].text.lstrip().startswith("{")
