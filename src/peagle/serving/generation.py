@@ -67,6 +67,7 @@ class Generation:
     _start: float = field(default_factory=time.perf_counter)
     _last: dict[tuple[int, int], float] = field(default_factory=dict)
     _first_s: float | None = None
+    _num_tokens: int = 0
 
     async def chunks(self) -> AsyncGenerator[tuple[int, StreamChunk], None]:
         """(index of the prompt, chunk) as they come; leaving the iterator cancels all of it.
@@ -162,6 +163,7 @@ class Generation:
         else:
             self.metrics.chunk(now - last, len(chunk.token_ids), engine=engine.number)
         self._last[key] = now
+        self._num_tokens += len(chunk.token_ids)
         if chunk.output is not None:
             self.outputs[key] = chunk.output
             self.metrics.finished(chunk.output, now - self._start, engine=engine.number)
@@ -178,7 +180,7 @@ class Generation:
             "status": status,
             "seconds": round(seconds, 4),
             "prompt_tokens": sum(map(len, self.job.prompts)),
-            "completion_tokens": sum(len(output.token_ids) for output in outputs),
+            "completion_tokens": self._num_tokens,
             "acceptance_length": round(1 + accepted / drafts, 3) if drafts else 1.0,
             "proposer": self.job.proposer,
         }
@@ -186,6 +188,9 @@ class Generation:
             facts["log_prompts"] = {"output": [output.text for output in outputs]}
         logger.info("%s", failure or "done", extra=facts)
         attributes = span_attributes(self.model, outputs)
+        # Outputs that were left in the middle count too.
+        attributes["gen_ai.usage.input_tokens"] = facts["prompt_tokens"]
+        attributes["gen_ai.usage.output_tokens"] = facts["completion_tokens"]
         if failure is not None:
             attributes["error.type"] = failure
         queue_s = min((output.queue_time_s for output in outputs), default=None)
@@ -205,4 +210,6 @@ def failure_of(status: int) -> Failure:
     """How metrics call an error of that status."""
     if status in (429, 503):
         return "refused"
+    if status == 408:
+        return "timeout"
     return "invalid" if status < 500 else "error"
