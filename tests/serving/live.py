@@ -20,6 +20,7 @@ import httpx
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 180
 CHAT_TEMPLATE = """\
+{# answers may begin with <think> #}\
 {% if tools %}{{ tools | tojson }} <tool_call>{% endif %}\
 {% for message in messages %}# {{ message.role }}: {{ message.content }}
 {% endfor %}{% if add_generation_prompt %}# assistant:{% endif %}"""

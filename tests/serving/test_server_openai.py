@@ -203,6 +203,22 @@ def test_response_format(client: openai.OpenAI) -> None:
     assert len(text) == 3 and text.isdigit()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_is_told_apart(client: openai.OpenAI, stream: bool) -> None:
+    messages: Any = [{"role": "user", "content": "x"}]
+    pattern: Any = {"response_format": {"type": "regex", "pattern": "<think>abc</think>de"}}
+    options = greedy(messages=messages, extra_body=pattern)
+    if stream:
+        events = list(client.chat.completions.create(stream=True, **options))
+        deltas: list[Any] = [event.choices[0].delta for event in events]
+        content = "".join(delta.content or "" for delta in deltas)
+        reasoning = "".join((d.model_extra or {}).get("reasoning_content", "") for d in deltas)
+    else:
+        message: Any = client.chat.completions.create(**options).choices[0].message
+        content, reasoning = message.content, message.model_extra["reasoning_content"]
+    assert (reasoning, content) == ("abc", "de")
+
+
 def test_tokenize_and_back(server: LiveServer) -> None:
     with server.client() as client:
         given = client.post("/tokenize", json={"prompt": PROMPT, "return_token_strs": True}).json()
