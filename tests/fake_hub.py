@@ -3,10 +3,13 @@
 It answers what `huggingface_hub` asks for a snapshot: the model's description (with sizes and
 checksums), its tree, and its files. Weights live in "large storage": their address redirects to
 another host name, as on the real hub, where no token must be sent.
+
+It also takes commits: repositories and branches are made, large files go to "large storage" first.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import threading
@@ -53,6 +56,14 @@ class Model:
         self.names |= dict.fromkeys(("main", *names), commit)
         return commit
 
+    def change(self, branch: str, changes: dict[str, bytes | None]) -> str:
+        """A commit on a branch that adds, replaces or (None) removes files; returns it."""
+        files: dict[str, bytes | None] = {**self.revisions[self.names[branch]], **changes}
+        names = dict(self.names)
+        commit = self.commit({name: data for name, data in files.items() if data is not None})
+        self.names = names | {branch: commit}
+        return commit
+
 
 @dataclass(frozen=True)
 class Request:
@@ -73,6 +84,15 @@ class FakeHub:
         self.token = "hf_right"
         self.status = 0  # not 0: all requests are answered with it
         self.requests: list[Request] = []
+        # Of uploads: whose repositories the token may write, repositories that it may not see,
+        # files that a .gitignore leaves out, large files by SHA-256, and by the last part of a
+        # path that is written to: the status to answer with, or "cut" to break the connection.
+        self.writable = {"org"}
+        self.hidden: set[str] = set()
+        self.ignored: set[str] = set()
+        self.large: dict[str, bytes] = {}
+        self.write_faults: dict[str, int | str] = {}
+        self.before_commit: Callable[[], object] = lambda: None
 
     def add(self, repo: str, folder: Path | None = None, **attributes: bool) -> Model:
         """Publish a folder."""
@@ -152,6 +172,93 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer()
 
+    def do_PUT(self) -> None:
+        self.do_POST()
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        path = unquote(urlsplit(self.path).path)
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        self.hub.requests.append(
+            Request(self.command, path, token, self.headers.get("User-Agent", ""))
+        )
+        fault = next((f for part, f in self.hub.write_faults.items() if f"/{part}" in path), None)
+        if fault == "cut":
+            self.close_connection = True
+            return
+        if isinstance(fault, int):
+            return self._send(fault, b'{"error": "no, says the hub"}')
+        if path.startswith("/storage/"):
+            self.hub.large[path.rpartition("/")[2]] = body
+            return self._send(200, b"")
+        if token != self.hub.token:
+            message = "Invalid credentials in Authorization header"
+            return self._send(401, b"", {"X-Error-Message": message})
+        status, answer = self._write(path, body)
+        self._send(status, json.dumps(answer).encode(), {"Content-Type": "application/json"})
+
+    def _write(self, path: str, body: bytes) -> tuple[int, dict[str, object]]:
+        """Status and answer of a request that changes a repository, or prepares to."""
+        if path == "/api/validate-yaml":
+            whole = json.loads(body)["content"].startswith("---\n")
+            problem = {"message": "the metadata is missing"}
+            return (200, {"warnings": []}) if whole else (400, {"errors": [problem]})
+        if path == "/api/repos/create":
+            return self._create(json.loads(body))
+        if path.endswith(".git/info/lfs/objects/batch"):
+            return 200, {"objects": [self._place(entry) for entry in json.loads(body)["objects"]]}
+        _, _, _, owner, name, action, revision = path.split("/")
+        repo = f"{owner}/{name}"
+        if owner not in self.hub.writable or repo in self.hub.hidden:
+            return 403, {"error": "You do not have write access"}
+        model = self.hub.models[repo]
+        if action == "branch":
+            model.names[revision] = model.names["main"]
+            return 200, {}
+        if action == "preupload":
+            files = model.revisions[model.names[revision]]
+            modes = [self._mode(entry["path"], files) for entry in json.loads(body)["files"]]
+            return 200, {"files": modes}
+        self.hub.before_commit()
+        return self._commit(repo, model, revision, [json.loads(x) for x in body.splitlines()])
+
+    def _create(self, wanted: dict[str, str]) -> tuple[int, dict[str, object]]:
+        repo = f"{wanted['organization']}/{wanted['name']}"
+        if wanted["organization"] not in self.hub.writable:
+            return 403, {"error": "You do not have the rights to create a model there"}
+        if repo in self.hub.models or repo in self.hub.hidden:
+            return 409, {"error": "You already created this model repo", "url": repo}
+        model = self.hub.add(repo, private=wanted.get("visibility") == "private")
+        model.commit({".gitattributes": b"*.safetensors filter=lfs"})
+        return 200, {"url": f"{self.hub.url}/{repo}"}
+
+    def _place(self, entry: dict[str, object]) -> dict[str, object]:
+        if entry["oid"] in self.hub.large:
+            return entry
+        return {**entry, "actions": {"upload": {"href": f"{self.hub.url}/storage/{entry['oid']}"}}}
+
+    def _mode(self, name: str, files: dict[str, bytes]) -> dict[str, object]:
+        ignored = name in self.hub.ignored
+        mode = "lfs" if name.endswith(LARGE) else "regular"
+        entry = {"path": name, "uploadMode": mode, "shouldIgnore": ignored}
+        return {**entry, "oid": _blob_id(files[name])} if name in files else entry
+
+    def _commit(
+        self, repo: str, model: Model, branch: str, lines: list[dict[str, dict[str, str]]]
+    ) -> tuple[int, dict[str, object]]:
+        if lines[0]["value"].get("parentCommit") != model.names[branch]:
+            return 412, {"error": "The branch has moved on"}
+        changes: dict[str, bytes | None] = {}
+        for line in lines[1:]:
+            value = line["value"]
+            if "content" in value:
+                changes[value["path"]] = base64.b64decode(value["content"])
+            else:  # a file in large storage, or none: one that is deleted
+                changes[value["path"]] = self.hub.large[value["oid"]] if "oid" in value else None
+        commit = model.change(branch, changes)
+        url = f"{self.hub.url}/{repo}/commit/{commit}"
+        return 200, {"commitUrl": url, "commitOid": commit}
+
     def _answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -170,7 +277,7 @@ class _Handler(BaseHTTPRequestHandler):
         if token and token != self.hub.token:
             message = "Invalid credentials in Authorization header"
             return self._send(401, b"", {"X-Error-Message": message})
-        if model is None or (model.private and not token):
+        if model is None or repo in self.hub.hidden or (model.private and not token):
             # The real hub, too, tells strangers 401 whether a model exists or not.
             return self._send(404 if token else 401, b"", {"X-Error-Code": "RepoNotFound"})
         revision = "/".join(rest[:1]) or "main"
@@ -188,7 +295,8 @@ class _Handler(BaseHTTPRequestHandler):
             {"rfilename": entry.pop("path"), "blobId": entry.pop("oid"), **entry}
             for entry in map(_entry, *zip(*files.items(), strict=True))
         ]
-        return {"id": repo, "sha": commit, "siblings": siblings}
+        private = self.hub.models[repo].private
+        return {"id": repo, "sha": commit, "private": private, "siblings": siblings}
 
     def _tree(self, repo: str, files: dict[str, bytes], commit: str) -> object:
         return list(map(_entry, *zip(*files.items(), strict=True)))
@@ -235,7 +343,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(body)
 
 

@@ -55,6 +55,7 @@ def make_config(target: Path, responses: Path, output: Path, **changes: Any) -> 
     [
         {"name": "peagle"},
         {"name": "peagle", "loss": "ce", "cod_ratio": 0.6},
+        {"name": "peagle", "loss": "kl_tv"},
         {"name": "eagle3", "depth": 7, "depth_decay": 0.8},
     ],
     ids=lambda m: "-".join(str(v) for v in m.values()),
@@ -90,12 +91,23 @@ def test_training_learns_and_the_head_serves(
 
 
 @pytest.mark.parametrize(
-    ("method", "optimizer"), [("peagle", "adamw"), ("eagle3", "adamw"), ("peagle", "muon")]
+    ("method", "optimizer", "run"),
+    [
+        ("peagle", "adamw", {}),
+        ("eagle3", "adamw", {}),
+        ("peagle", "muon", {}),
+        ("peagle", "adamw", {"segments": 2, "recompute_layers": True}),
+    ],
 )
 def test_resumed_run_equals_uninterrupted_run(
-    target_folder: Path, responses: Path, tmp_path: Path, method: str, optimizer: str
+    target_folder: Path,
+    responses: Path,
+    tmp_path: Path,
+    method: str,
+    optimizer: str,
+    run: dict[str, Any],
 ) -> None:
-    changes = {"method": {"name": method}, "optimizer": {"name": optimizer}}
+    changes = {"method": {"name": method}, "optimizer": {"name": optimizer}, "run": run}
     whole = make_config(target_folder, responses, tmp_path / "whole", **changes)
     Trainer(whole).run()
     halved = make_config(target_folder, responses, tmp_path / "halved", **changes)
@@ -201,3 +213,64 @@ def test_a_requested_stop_saves_the_step_at_hand(
     resumed = Trainer(config)
     resumed.run(resume=True)
     assert next(e["step"] for e in resumed.history if e["kind"] == "train") == 8
+
+
+def test_a_partitioned_run_is_the_run_in_one_pass(
+    target_folder: Path, responses: Path, tmp_path: Path
+) -> None:
+    """Segments, recomputed layers and small chunks of the loss are only ways to save memory."""
+    changes: dict[str, dict[str, Any]] = {
+        "whole": {},
+        "split": {"segments": 3, "recompute_layers": True, "loss_chunk_rows": 50},
+    }
+    histories, heads = [], []
+    for name, run in changes.items():
+        config = make_config(
+            target_folder, responses, tmp_path / name, run=run, optimizer={"steps": 10}
+        )
+        trainer = Trainer(config)
+        initial = trainer.drafter.fc.weight.detach().clone()
+        trainer.run()
+        histories.append(trainer.history)
+        heads.append({n: p.detach() for n, p in trainer.drafter.named_parameters()})
+    for one, other in zip(*histories, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
+        for name in ("accuracy", "acceptance_lengths"):
+            assert one[name] == pytest.approx(other[name], abs=0.01), one["kind"]
+    assert {entry["kind"] for entry in histories[0]} == {"train", "validation"}
+    moved = (heads[0]["fc.weight"] - initial).norm()
+    assert (heads[0]["fc.weight"] - heads[1]["fc.weight"]).norm() < 1e-3 * moved
+
+
+def test_memory_options_of_p_eagle_are_refused_for_eagle3(tmp_path: Path) -> None:
+    sections = {"method": {"name": "eagle3"}}
+    with pytest.raises(ValueError, match=r"run.segments is 4 .* leave it out"):
+        make_config(tmp_path, tmp_path, tmp_path, run={"segments": 4}, **sections)
+    with pytest.raises(ValueError, match=r"run.recompute_layers is True"):
+        make_config(tmp_path, tmp_path, tmp_path, run={"recompute_layers": True}, **sections)
+
+
+def test_depth_weights_have_one_for_each_depth(tmp_path: Path) -> None:
+    folders = (tmp_path, tmp_path, tmp_path)
+    with pytest.raises(ValueError, match="3 weights; expected one for each of the 4 depths"):
+        make_config(*folders, method={"depth_weights": (1, 0.5, 0.2)})
+    with pytest.raises(ValueError, match="all 0"):
+        make_config(*folders, method={"depth_weights": (0, 0, 0, 0)})
+    given = make_config(*folders, method={"depth_weights": (1, 0.5, 0.2, 0.1)})
+    assert given.method.weights() == [1, 0.5, 0.2, 0.1]
+    assert make_config(*folders, method={"depth_decay": 0.5}).method.weights()[2] == 0.25
+
+
+def test_checkpoints_from_before_an_option_can_be_resumed(tmp_path: Path) -> None:
+    folders = (tmp_path, tmp_path, tmp_path)
+    old = {
+        "name": "peagle",
+        "depth": 4,
+        "cod_ratio": 0.8,
+        "cod_floor": 0.2,
+        "loss": "kl",
+        "depth_decay": 1.0,
+    }
+    assert make_config(*folders).method.facts() == old
+    weighed = make_config(*folders, method={"tv_share": 0.1}).method.facts()
+    assert weighed == {**old, "tv_share": 0.1}

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from textwrap import indent
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, cast
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -29,8 +29,10 @@ _UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
 COMMANDS = {
     "chat": "Talk with a model in the terminal.",
     "convert": "Rewrite a draft head in the style of vLLM or of speculators.",
+    "data": "Make, prepare and inspect training data.",
     "demo": "Complete HumanEval prompts with plain decoding, EAGLE-3 and P-EAGLE, and compare.",
     "generate": "Complete prompts of your own.",
+    "push": "Push a draft head and its model card to a Hugging Face hub.",
     "serve": "Serve a model over HTTP, compatible with OpenAI's API.",
     "train": "Train a draft head as a TOML file says.",
 }
@@ -58,10 +60,12 @@ class LazyCommand(TyperCommand):
         """The context of the real command, which is what then runs."""
         return self.load().make_context(*args, **keywords)
 
-    def load(self) -> Command:
-        """Import the command."""
+    def load(self) -> Command | TyperGroup:
+        """Import the command; what the module calls by its name may have commands of its own."""
         assert self.name is not None
         module = import_module(f"peagle.cli.{self.name}")
+        if isinstance(group := getattr(module, self.name), typer.Typer):
+            return cast(TyperGroup, typer.main.get_command(group))
         app = typer.Typer(add_completion=False, context_settings=_CONTEXT)
         app.command(self.name, cls=Command)(getattr(module, self.name))
         command = typer.main.get_command(app)

@@ -86,7 +86,7 @@ class Repository:
             UserError: neither has it; the message says why.
             CheckpointError: it has no safetensors, or a file did not arrive as the hub lists it.
         """
-        with _no_telemetry():
+        with no_telemetry():
             try:
                 info = HfApi(endpoint=self.hub).model_info(
                     self.repo,
@@ -154,7 +154,7 @@ class Repository:
                 self._check_space(sum(file.size or 0 for file in missing))
                 self.storage.mkdir(parents=True, exist_ok=True)
                 unchecked.touch()
-            with _progress_bars(shown=bool(missing) and sys.stderr.isatty()):
+            with progress_bars(shown=bool(missing) and sys.stderr.isatty()):
                 folder = self._snapshot(local_files_only=False)
         except (HTTPError, OSError) as error:
             late = [f.rfilename for f in missing if not (snapshot / f.rfilename).exists()]
@@ -278,7 +278,7 @@ def _check_sum(path: Path, file: RepoSibling, hub: str) -> None:
 
 
 @contextmanager
-def _no_telemetry() -> Iterator[None]:
+def no_telemetry() -> Iterator[None]:
     """No request that tells the hub about this process, no list of its packages in the others."""
     before = constants.HF_HUB_DISABLE_TELEMETRY
     constants.HF_HUB_DISABLE_TELEMETRY = True
@@ -289,7 +289,7 @@ def _no_telemetry() -> Iterator[None]:
 
 
 @contextmanager
-def _progress_bars(*, shown: bool) -> Iterator[None]:
+def progress_bars(*, shown: bool) -> Iterator[None]:
     """Show or hide the hub's progress bars, unless HF_HUB_DISABLE_PROGRESS_BARS has decided."""
     if constants.HF_HUB_DISABLE_PROGRESS_BARS is not None:
         yield

@@ -5,13 +5,15 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from peagle.errors import UserError
 
 FORMAT_VERSION = 1
+
+LossKind = Literal["kl", "ce", "tv", "kl_tv"]
 
 
 class _Section(BaseModel):
@@ -77,16 +79,52 @@ class MethodSection(_Section):
         name: "peagle" (parallel drafting) or "eagle3" (training-time test).
         depth: K_train; training deeper than the K served pays (8 for 5: +4%).
         cod_ratio, cod_floor: conditional drop of P-EAGLE elements.
-        loss: "kl" of target to draft, "ce" on the target's most likely token.
+        loss: "kl" of target to draft, "ce" on the target's most likely token, "tv" (the chance of
+            a rejection when drafts are drawn), "kl_tv" (both; `losses.DraftLoss` has the formulas).
+        tv_share: weight of TV in "kl_tv"; KL has the rest.
         depth_decay: weight of depth d is depth_decay^d.
+        depth_weights: one weight a depth in place of `depth_decay`; the `acceptance` of an earlier
+            run, moved one down ([1, a0, a1, ...]), weighs each depth by how often a draft gets
+            there.
     """
 
     name: Literal["peagle", "eagle3"] = "peagle"
     depth: int = Field(8, ge=1, le=64)
     cod_ratio: float = Field(0.8, gt=0, le=1)
     cod_floor: float = Field(0.2, ge=0, le=1)
-    loss: Literal["kl", "ce"] = "kl"
+    loss: LossKind = "kl"
+    tv_share: float = Field(0.5, ge=0, le=1)
     depth_decay: float = Field(1.0, gt=0, le=1)
+    depth_weights: tuple[Annotated[float, Field(ge=0)], ...] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> MethodSection:
+        weights = self.depth_weights
+        if weights is not None and len(weights) != self.depth:
+            raise ValueError(
+                f"depth_weights has {len(weights)} weights; expected one for each of the "
+                f"{self.depth} depths"
+            )
+        if weights is not None and not any(weights):
+            raise ValueError("depth_weights are all 0; expected one above 0")
+        return self
+
+    def weights(self) -> list[float]:
+        """Weight of each depth."""
+        if self.depth_weights is not None:
+            return list(self.depth_weights)
+        return [self.depth_decay**depth for depth in range(self.depth)]
+
+    def facts(self) -> dict[str, Any]:
+        """What a resumed run must have in common with its checkpoint.
+
+        Options younger than the first checkpoints count only where they are used.
+        """
+        facts = self.model_dump(mode="json")
+        for name in ("tv_share", "depth_weights"):
+            if facts[name] == type(self).model_fields[name].default:
+                del facts[name]
+        return facts
 
 
 class OptimizerSection(_Section):
@@ -125,6 +163,13 @@ class RunSection(_Section):
         validation_batches: batches of a validation.
         attention: "flex" (FlexAttention), "dense" (a mask), "auto" is flex for P-EAGLE on
             a GPU.
+        segments: of the two-pass partition (`training.partition`), P-EAGLE only: depth 0 runs
+            once, the deeper elements in this many segments, one after another in memory; the
+            gradients are the same. None runs all elements in one pass.
+        recompute_layers: activation checkpointing, P-EAGLE only: keep the input of each layer and
+            run the layer again for its gradients. Less memory, a third more time.
+        loss_chunk_rows: elements whose logits are in memory at once; None chooses by the
+            vocabularies.
     """
 
     seed: int = Field(0, ge=0)
@@ -137,6 +182,9 @@ class RunSection(_Section):
     save_every: int = Field(500, ge=1)
     validation_batches: int = Field(8, ge=1)
     attention: Literal["auto", "flex", "dense"] = "auto"
+    segments: int | None = Field(None, ge=1)
+    recompute_layers: bool = False
+    loss_chunk_rows: int | None = Field(None, ge=1)
 
 
 class TrainConfig(_Section):
@@ -165,6 +213,13 @@ class TrainConfig(_Section):
             )
         if self.data.batch_tokens < self.data.length_multiple:
             raise ValueError("data.batch_tokens must hold at least one row of data.length_multiple")
+        if self.method.name == "eagle3":
+            for name in ("segments", "recompute_layers"):
+                if value := getattr(self.run, name):
+                    raise ValueError(
+                        f"run.{name} is {value} and method.name is 'eagle3'; it works on P-EAGLE's "
+                        "elements only: leave it out"
+                    )
         return self
 
     @classmethod

@@ -6,13 +6,14 @@ Shapes: B rows, N positions, E elements, M graded elements, D drafter width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from peagle.models.drafter import Drafter
+from peagle.models.drafter import Attend, Drafter
 from peagle.models.elements import Elements, sample_elements, supervised_depth
 from peagle.training.config import MethodSection
 from peagle.training.data import Batch
@@ -26,6 +27,9 @@ _FLEX_BLOCK = 128
 @dataclass(frozen=True, slots=True)
 class Graded:
     """Elements that count, with the head's hidden states.
+
+    Within a row they are in the order of the token that they predict, so that those which are
+    graded by the same target row stand side by side.
 
     Attributes:
         row, anchor, depth: int64 [M], which elements.
@@ -44,26 +48,78 @@ def peagle_forward(
     states: TargetStates,
     elements: Elements,
     make_attention: MakeAttention = dense_attention,
+    *,
+    recompute: bool = False,
 ) -> Tensor:
     """The head's output at every element, [B, E, D], in one pass.
 
-    Depth 0: token x[a+1], hidden fc(g[a]). Deeper: mask token, h_shared.
+    Depth 0: token x[a+1], hidden fc(g[a]). Deeper: mask token, h_shared. `recompute` as in
+    `run_layers`.
     """
     tokens_BN = batch.tokens_BN
     is_ntp = elements.depths == 0
-    next_tokens = tokens_BN.gather(1, (elements.anchors + 1).clamp_max(tokens_BN.shape[1] - 1))
+    next_tokens = tokens_after(tokens_BN, elements.anchors)
     mask_token_id = drafter.config.mask_token_id
     assert mask_token_id is not None
     tokens = torch.where(is_ntp, next_tokens, mask_token_id)
 
     length = tokens_BN.shape[1]
-    combined_BND = _full_precision(drafter, drafter.combine_features(states.features_BNA))
-    shared_D = _full_precision(drafter, drafter.shared_hidden())
+    combined_BND = full_precision(drafter, drafter.combine_features(states.features_BNA))
+    shared_D = full_precision(drafter, drafter.shared_hidden())
     # Elements start with depth 0 of every position (models.elements).
     num_rest = elements.anchors.shape[1] - length
     hidden = torch.cat((combined_BND, shared_D.expand(len(tokens_BN), num_rest, -1)), dim=1)
     attention = make_attention(elements, elements)
-    return drafter(tokens, hidden, elements.positions, lambda _, q, k, v: attention(q, k, v))
+    return run_layers(
+        drafter,
+        drafter.embed_tokens(tokens),
+        hidden,
+        elements.positions,
+        lambda _, q, k, v: attention(q, k, v),
+        recompute=recompute,
+    )
+
+
+def run_layers(
+    drafter: Drafter,
+    embedding: Tensor,
+    hidden: Tensor,
+    positions: Tensor,
+    attend: Attend,
+    *,
+    recompute: bool = False,
+) -> Tensor:
+    """What `Drafter.forward` computes, from embeddings in place of tokens.
+
+    Args:
+        drafter: the head.
+        embedding, hidden: [..., D]; dimensions of 1 stand for equal rows until attention tells
+            them apart by position, so that layer 0 projects one row for all mask slots.
+        positions: int64 [...], which decides the shape of the result.
+        attend: as in `Drafter.forward`; with `recompute` it may be called again going backward.
+        recompute: activation checkpointing: keep the input of each layer only, and run the layer
+            again for its gradients.
+    """
+    rope = drafter._rope_at(positions, hidden.dtype)
+    for layer in drafter.layers:
+        if recompute and torch.is_grad_enabled():
+            hidden = checkpoint(  # type: ignore[assignment]
+                layer,
+                hidden,
+                embedding,
+                rope,
+                attend,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+        else:
+            hidden = layer(hidden, embedding, rope, attend)
+    return drafter.norm(hidden) if drafter.config.norm_output else hidden
+
+
+def tokens_after(tokens_BN: Tensor, anchors_BE: Tensor) -> Tensor:
+    """x[a+1] of each anchor a (of the last one: itself; nobody learns from it)."""
+    return tokens_BN.gather(1, (anchors_BE + 1).clamp_max(tokens_BN.shape[1] - 1))
 
 
 def eagle3_forward(
@@ -86,14 +142,14 @@ def eagle3_forward(
     device = tokens_BN.device
     anchors = torch.arange(length, device=device).unsqueeze(0)
     deepest_BN = supervised_depth(batch.lengths_B, batch.prompt_lens_B, length)
-    hidden = _full_precision(drafter, drafter.combine_features(states.features_BNA))
+    hidden = full_precision(drafter, drafter.combine_features(states.features_BNA))
     caches: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
     seen: list[Elements] = []
     for depth in range(num_depths):
         depths, documents = torch.full_like(anchors, depth), torch.zeros_like(anchors)
         # Every row attends alike, so one row stands for all in the mask.
         seen.append(Elements(anchors, depths, documents, documents.bool()))
-        attention = make_attention(seen[-1], _concatenate(seen))
+        attention = make_attention(seen[-1], concatenate(seen))
 
         def attend(
             layer: int,
@@ -120,6 +176,7 @@ class Method:
         section: the method's configuration.
         make_attention: how elements attend.
         flex: pad for FlexAttention's blocks.
+        recompute: activation checkpointing (P-EAGLE only).
     """
 
     def __init__(
@@ -128,8 +185,10 @@ class Method:
         make_attention: MakeAttention = dense_attention,
         *,
         flex: bool = False,
+        recompute: bool = False,
     ) -> None:
         self.section = section
+        self.recompute = recompute
         self.make_attention = make_attention
         self.multiple = _FLEX_BLOCK if flex else 1
 
@@ -141,8 +200,8 @@ class Method:
         generator: torch.Generator | None,
         *,
         everything: bool = False,
-    ) -> Iterator[Graded]:
-        """Graded elements, in parts whose order is by depth for EAGLE-3 and one for P-EAGLE.
+    ) -> Graded:
+        """All graded elements of a batch.
 
         Args:
             drafter: the head.
@@ -152,17 +211,26 @@ class Method:
         """
         section = self.section
         if section.name == "eagle3":
-            for elements, hidden in eagle3_forward(
-                drafter, batch, states, section.depth, self.make_attention
-            ):
-                yield _select(elements, hidden)
-            return
+            parts = eagle3_forward(drafter, batch, states, section.depth, self.make_attention)
+            by_depth, hidden_by_depth = zip(*parts, strict=True)
+            return select(concatenate(by_depth), torch.cat(hidden_by_depth, dim=1))
+        # Every shape is compiled once; validation's would be too many.
+        make_attention = dense_attention if everything else self.make_attention
+        elements = self.elements(batch, generator, everything=everything)
+        hidden = peagle_forward(
+            drafter, batch, states, elements, make_attention, recompute=self.recompute
+        )
+        return select(elements, hidden)
+
+    def elements(
+        self, batch: Batch, generator: torch.Generator | None, *, everything: bool = False
+    ) -> Elements:
+        """P-EAGLE's elements of a batch; arguments as in `graded`."""
+        section = self.section
         deepest_BN = supervised_depth(
             batch.lengths_B, batch.prompt_lens_B, batch.tokens_BN.shape[1]
         )
-        # Every shape is compiled once; validation's would be too many.
-        make_attention = dense_attention if everything else self.make_attention
-        elements = sample_elements(
+        return sample_elements(
             deepest_BN,
             section.depth,
             ratio=1.0 if everything else section.cod_ratio,
@@ -171,21 +239,21 @@ class Method:
             multiple=self.multiple,
             max_anchors=batch.max_response_len,
         )
-        hidden = peagle_forward(drafter, batch, states, elements, make_attention)
-        yield _select(elements, hidden)
 
 
-def _select(elements: Elements, hidden_BED: Tensor) -> Graded:
+def select(elements: Elements, hidden_BED: Tensor) -> Graded:
+    """The supervised elements with their outputs, in the order that `Graded` wants."""
     row, column = elements.supervised.nonzero(as_tuple=True)
-    return Graded(
-        row=row,
-        anchor=elements.anchors[row, column],
-        depth=elements.depths[row, column],
-        hidden_MD=hidden_BED[row, column],
-    )
+    width, span = elements.anchors.shape[1], elements.positions.max() + 1
+    order = (row * span + elements.positions[row, column]).argsort(stable=True)
+    row, column = row[order], column[order]
+    # No row twice, so index_select's backward adds in no particular order and is still exact.
+    hidden_MD = hidden_BED.flatten(0, 1).index_select(0, row * width + column)
+    return Graded(row, elements.anchors[row, column], elements.depths[row, column], hidden_MD)
 
 
-def _concatenate(parts: list[Elements]) -> Elements:
+def concatenate(parts: Sequence[Elements]) -> Elements:
+    """The elements of all parts, one part's after the other's."""
     return Elements(
         *(
             torch.cat([getattr(part, name) for part in parts], dim=1)
@@ -194,6 +262,9 @@ def _concatenate(parts: list[Elements]) -> Elements:
     )
 
 
-def _full_precision(drafter: Drafter, hidden: Tensor) -> Tensor:
-    """Under autocast fc gives bfloat16; the residual stream keeps the weights' precision."""
+def full_precision(drafter: Drafter, hidden: Tensor) -> Tensor:
+    """The hidden states in the type of the weights.
+
+    Under autocast fc gives bfloat16; the residual stream keeps the weights' precision.
+    """
     return hidden.to(drafter.fc.weight.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,14 +23,19 @@ from peagle.training.config import TrainConfig
 from peagle.training.data import Batch, BatchStream, ResponseDataset
 from peagle.training.element_attention import dense_attention, flex_attention
 from peagle.training.features import TargetStates, target_states
-from peagle.training.losses import AcceptanceMeter, draft_loss, greedy_match
+from peagle.training.losses import AcceptanceMeter
 from peagle.training.methods import Graded, Method
+from peagle.training.objective import Grade, Objective
 from peagle.training.optimizers import build_optimizers
+from peagle.training.partition import partitioned_graded, two_pass_backward
 from peagle.training.provenance import provenance
 from peagle.training.state import load_state, save_state
 from peagle.training.vocabulary import vocabulary_report
 
 _COD_SEED = 7_919
+
+# Row, anchor, depth and greedy match of graded elements, all [M].
+_Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +112,13 @@ class Trainer:
         # EAGLE-3 has a shape for every depth, each to be compiled: a mask is cheaper there.
         suits_flex = self.device.type == "cuda" and config.method.name == "peagle"
         flex = run.attention == "flex" or (run.attention == "auto" and suits_flex)
-        self.method = Method(config.method, flex_attention if flex else dense_attention, flex=flex)
-        self.draft_ids = self.drafter.target_ids() if self.drafter.config.is_pruned else None
+        self.method = Method(
+            config.method,
+            flex_attention if flex else dense_attention,
+            flex=flex,
+            recompute=run.recompute_layers,
+        )
+        self.objective = Objective(self.drafter, self.target, config.method, run.loss_chunk_rows)
         self.optimizers = build_optimizers(self.drafter, config.optimizer)
         self.step = 0
         self.stop_requested = False
@@ -180,10 +190,13 @@ class Trainer:
                 group["lr"] = self._learning_rate(self.step)
         generator = torch.Generator(self.device)
         generator.manual_seed(self.config.run.seed * _COD_SEED + self.step)
-        loss, weight = self._loss(batch, meter, generator, everything=False)
-        mean = loss / weight
         self.drafter.zero_grad(set_to_none=True)
-        mean.backward()
+        if self.config.run.segments is None:
+            loss, weight = self._loss(batch, meter, generator, everything=False)
+            mean = loss / weight
+            mean.backward()
+        else:
+            mean = self._partitioned(batch, meter, generator, self.config.run.segments)
         torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), options.max_grad_norm)
         for optimizer in self.optimizers:
             optimizer.step()
@@ -201,31 +214,59 @@ class Trainer:
         states = target_states(self.target, batch)
         loss = torch.zeros((), device=self.device)
         weight = torch.zeros((), device=self.device)
-        parts: list[tuple[Graded, torch.Tensor]] = []
+        parts: list[_Part] = []
         with self._autocast():
-            for graded in self.method.graded(
-                self.drafter, batch, states, generator, everything=everything
-            ):
-                losses, match = self._grade(graded, states)
-                weights = self.method.section.depth_decay ** graded.depth.float()
-                loss = loss + (losses * weights).sum()
-                weight = weight + weights.sum()
-                parts.append((graded, match))
-        meter.add(
-            torch.cat([graded.row for graded, _ in parts]),
-            torch.cat([graded.anchor for graded, _ in parts]),
-            torch.cat([graded.depth for graded, _ in parts]),
-            torch.cat([match for _, match in parts]),
-        )
+            for graded in self._graded(batch, states, generator, everything=everything):
+                grade = self.objective.grade(graded, states)
+                loss = loss + grade.loss
+                weight = weight + grade.weight
+                parts.append(_part(graded, grade))
+        _add_all(meter, parts)
         return loss, weight.clamp_min(1)
 
-    def _grade(self, graded: Graded, states: TargetStates) -> tuple[torch.Tensor, torch.Tensor]:
-        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-            predicting = graded.anchor + graded.depth + 1
-            target_logits = self.target.compute_logits(states.hidden_BNH[graded.row, predicting])
-        logits = self.drafter.compute_logits(graded.hidden_MD)
-        losses = draft_loss(logits, target_logits, self.draft_ids, self.method.section.loss)
-        return losses, greedy_match(logits.detach(), target_logits, self.draft_ids)
+    def _graded(
+        self,
+        batch: Batch,
+        states: TargetStates,
+        generator: torch.Generator | None,
+        *,
+        everything: bool,
+    ) -> Iterator[Graded]:
+        """Graded elements; what does not fit into one pass in training does not in validation."""
+        segments, method, drafter = self.config.run.segments, self.method, self.drafter
+        if segments is None:
+            return iter([method.graded(drafter, batch, states, generator, everything=everything)])
+        elements = method.elements(batch, generator, everything=everything)
+        return partitioned_graded(drafter, batch, states, elements, segments, method)
+
+    def _partitioned(
+        self, batch: Batch, meter: AcceptanceMeter, generator: torch.Generator, segments: int
+    ) -> torch.Tensor:
+        """Mean of the element losses; gradients are added up segment by segment."""
+        states = target_states(self.target, batch)
+        elements = self.method.elements(batch, generator)
+        # One denominator for all segments, known before the first.
+        depths = elements.depths[elements.supervised]
+        weight = self.objective.weights(depths).sum().clamp_min(1)
+        parts: list[_Part] = []
+
+        def loss_of(graded: Graded) -> torch.Tensor:
+            grade = self.objective.grade(graded, states)
+            parts.append(_part(graded, grade))
+            return grade.loss / weight
+
+        mean = two_pass_backward(
+            self.drafter,
+            batch,
+            states,
+            elements,
+            segments,
+            loss_of,
+            method=self.method,
+            autocast=self._autocast,
+        )
+        _add_all(meter, parts)
+        return mean
 
     def _learning_rate(self, step: int) -> float:
         """Linear warm-up, then linear decay to zero at the last step."""
@@ -265,7 +306,7 @@ class Trainer:
         """What a resumed run must have in common with the one that it goes on."""
         config = self.config
         return {
-            "method": config.method.model_dump(mode="json"),
+            "method": config.method.facts(),
             "head": config.head.model_dump(mode="json"),
             "optimizer": config.optimizer.model_dump(mode="json"),
             "seed": config.run.seed,
@@ -301,6 +342,16 @@ def save_head(drafter: Drafter, target: TargetModel, folder: Path, dtype: str) -
         fingerprint=TargetFingerprint.of(target),
         dtype=getattr(torch, dtype),
     )
+
+
+def _part(graded: Graded, grade: Grade) -> _Part:
+    """What the meter needs, without the hidden states."""
+    return graded.row, graded.anchor, graded.depth, grade.match_M
+
+
+def _add_all(meter: AcceptanceMeter, parts: list[_Part]) -> None:
+    """Pool all parts at once, since a chain is spread over them."""
+    meter.add(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 class _Window:

@@ -1,0 +1,149 @@
+"""`peagle data inspect`: what a file of training data holds."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from peagle.cli.options import Format, OutputFormat, quiet_libraries
+from peagle.cli.terminal import bright, dim, has_styles, printable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from peagle.training.inspect import Inspection
+    from peagle.training.samples import Sample
+
+EXAMPLES = """
+Counts, lengths, what is supervised, and three samples as text:
+  peagle data inspect train.safetensors --target ./Qwen3-0.6B
+
+Numbers alone, for a program:
+  peagle data inspect train.safetensors --samples 0 --format json
+
+What prepare would make of conversations:
+  peagle data inspect chats.jsonl --target ./Qwen3-0.6B --no-thinking
+"""
+_SHOWN_CHARACTERS = 600  # of each part of a sample
+
+
+def inspect(
+    file: Annotated[
+        Path,
+        typer.Argument(help="What train or prepare reads: .safetensors, .jsonl or .parquet."),
+    ],
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="The target whose tokenizer shows the samples as text, and reads text.",
+            show_default="none: samples as token ids",
+        ),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=0, help="Samples to show.")] = 3,
+    thinking: Annotated[
+        bool | None,
+        typer.Option(
+            "--thinking/--no-thinking",
+            help="Mode of the chat template, for conversations.",
+            show_default=False,
+        ),
+    ] = None,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(
+            help="Jinja file, or the name of one of the tokenizer's templates.",
+            show_default="the tokenizer's",
+        ),
+    ] = None,
+    output_format: Format = OutputFormat.TEXT,
+) -> None:
+    """Show what a file of training data holds.
+
+    Of the samples, the supervised part stands out: in colour on a terminal, else in [[ ]].
+    """
+    quiet_libraries()
+    from peagle.cli.data_prepare import load_tokenizer_of
+    from peagle.training.inspect import inspect_data
+    from peagle.training.readers import tokenizer_sha256
+    from peagle.training.samples import SampleMaker, stop_ids_of
+
+    tokenizer, stop_ids, fingerprint = None, (), None
+    if target is not None:
+        folder, tokenizer = load_tokenizer_of(target)
+        stop_ids = stop_ids_of(folder, tokenizer)
+        fingerprint = tokenizer_sha256(folder, tokenizer)
+    # Train reads prompt and response as plain text.
+    maker = SampleMaker(
+        tokenizer, stop_ids, chat=False, chat_template=chat_template, thinking=thinking
+    )
+    found = inspect_data(file, maker, num_shown=samples, fingerprint=fingerprint)
+    if output_format is OutputFormat.JSON:
+        print(json.dumps(_facts(file, found, tokenizer)))
+    else:
+        _show(file, found, tokenizer)
+
+
+def _facts(
+    file: Path, found: Inspection, tokenizer: PreTrainedTokenizerBase | None
+) -> dict[str, Any]:
+    shown = []
+    for sample in found.shown:
+        one: dict[str, Any] = {
+            "prompt_token_ids": sample.prompt,
+            "response_token_ids": sample.response,
+        }
+        if tokenizer is not None:
+            one |= {"prompt": _decode(tokenizer, sample.prompt)}
+            one |= {"response": _decode(tokenizer, sample.response)}
+        shown.append(one)
+    facts = asdict(found) | {"file": str(file), "shown": shown}
+    return facts | {"supervised_share": found.supervised_share}
+
+
+def _show(file: Path, found: Inspection, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    print(
+        f"{file}: {found.samples} samples, {found.tokens} tokens, {found.supervised} supervised "
+        f"({found.supervised_share:.1%})"
+    )
+    print(f"{'tokens':<12}{'P50':>9}{'P90':>9}{'P99':>9}{'longest':>9}")
+    for name in ("length", "prompt_length", "response_length"):
+        lens = getattr(found, name)
+        numbers = "".join(f"{n:>9}" for n in (lens.p50, lens.p90, lens.p99, lens.longest))
+        print(f"{name.removesuffix('_length'):<12}{numbers}")
+    print(f"duplicates: {found.duplicates}")
+    if found.too_short:
+        print(f"too short to train on: {found.too_short}")
+    for reason, count in found.dropped.items():
+        print(f"no sample, {reason}: {count}")
+    shares = ", ".join(f"{k}: {share:.2%}" for k, share in found.coverage.items())
+    print(f"supervised tokens: {found.distinct} different, largest id {found.largest_id}")
+    print(f"covered by the most frequent: {shares or 'nothing is supervised'}")
+    for number, sample in enumerate(found.shown, start=1):
+        print(f"--- sample {number}: {len(sample.prompt)} + {len(sample.response)} tokens")
+        print(_shown(sample, tokenizer))
+
+
+def _shown(sample: Sample, tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """The end of the prompt and the beginning of the response, which stands out."""
+    parts = []
+    for ids in (sample.prompt, sample.response):
+        text = " ".join(map(str, ids)) if tokenizer is None else _decode(tokenizer, ids)
+        parts.append(printable(text))
+    prompt, response = parts
+    if len(prompt) > _SHOWN_CHARACTERS:
+        prompt = "..." + prompt[-_SHOWN_CHARACTERS:]
+    if len(response) > _SHOWN_CHARACTERS:
+        response = response[:_SHOWN_CHARACTERS] + "..."
+    if has_styles(sys.stdout):
+        return dim(prompt, sys.stdout) + bright(response, sys.stdout)
+    return f"{prompt}[[{response}]]"
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    text: Any = tokenizer.decode(ids, skip_special_tokens=False)
+    return text

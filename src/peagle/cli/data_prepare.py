@@ -1,0 +1,206 @@
+"""`peagle data prepare`: conversations and responses to tokenised training data."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from peagle.cli.options import Format, OutputFormat, quiet_libraries
+from peagle.cli.plan import note
+from peagle.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from peagle.training.prepare import Report
+
+EXAMPLES = """
+Responses of the target, as `peagle data regenerate` wrote them:
+  peagle data prepare responses.jsonl --target ./Qwen3-0.6B --output train.safetensors
+
+Conversations as text, answered with thinking turned off; one in fifty for validation:
+  peagle data prepare chats.jsonl more.parquet --target ./Qwen3-0.6B --no-thinking
+      --output train.safetensors --validation validation.safetensors --validation-share 0.02
+
+Prompts and responses as plain text, for a base model; drop what is too long:
+  peagle data prepare pairs.jsonl --target ./base --raw --max-length 2048 --long drop
+      --output train.jsonl
+"""
+
+
+def prepare(
+    sources: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE...",
+            help='.jsonl or .parquet with {"messages"}, {"prompt", "response"}, token ids '
+            '({"prompt_token_ids", "response_token_ids"} or {"input_ids", "loss_mask"}); or '
+            ".safetensors written by this command.",
+        ),
+    ],
+    target: Annotated[
+        str, typer.Option(help="The target whose tokenizer reads it: a folder or a hub id.")
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="What train reads: .safetensors or .jsonl.")
+    ],
+    validation: Annotated[
+        Path | None, typer.Option(help="A second output, for validation.")
+    ] = None,
+    validation_share: Annotated[
+        float, typer.Option(help="Share of the conversations that goes there, by hash.")
+    ] = 0.02,
+    max_length: Annotated[int, typer.Option(help="Most tokens of a sample.")] = 8192,
+    long: Annotated[
+        Literal["truncate", "drop"], typer.Option(help="What happens to longer samples.")
+    ] = "truncate",
+    thinking: Annotated[
+        bool | None,
+        typer.Option(
+            "--thinking/--no-thinking",
+            help="Mode in which the head will serve; needed where the chat template has it.",
+            show_default=False,
+        ),
+    ] = None,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(
+            help="Jinja file, or the name of one of the tokenizer's templates.",
+            show_default="the tokenizer's",
+        ),
+    ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw",
+            help="Render prompt and response with the chat template, or take them as they stand.",
+            show_default="chat if the tokenizer has a template",
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace outputs that are there already.")
+    ] = False,
+    output_format: Format = OutputFormat.TEXT,
+) -> None:
+    """Tokenise conversations and responses for training.
+
+    Only what the target writes is supervised: answers with their end-of-turn token, each behind the
+    prompt that serving would have made. What is left out is counted, with the reason.
+    """
+    _check_outputs(sources, output, validation, overwrite)
+    quiet_libraries()
+    from peagle.training import prepare as library
+    from peagle.training.readers import tokenizer_sha256
+    from peagle.training.samples import SampleMaker, stop_ids_of, vocab_size_of
+
+    folder, tokenizer = load_tokenizer_of(target)
+    share = validation_share if validation is not None else 0.0
+    if validation is not None and not share:
+        raise UserError("--validation-share is 0, and --validation would be empty.")
+    vocab_size = vocab_size_of(folder, tokenizer)
+    limits = library.Limits(vocab_size, max_length, long == "truncate", share)
+    maker = SampleMaker(
+        tokenizer,
+        stop_ids_of(folder, tokenizer),
+        chat=chat,
+        chat_template=chat_template,
+        thinking=thinking,
+    )
+    fingerprint = tokenizer_sha256(folder, tokenizer)
+    train, held_out, report = library.prepare(
+        sources, maker, limits, fingerprint, needs_thinking=maker.lacks_thinking
+    )
+    if validation is not None and not report.validation_samples:
+        raise UserError(
+            f"--validation-share is {share:g}, and none of {report.samples} samples went to "
+            "--validation; raise it."
+        )
+    facts = {
+        "kind": "prepare",
+        "target": target,
+        "tokenizer_sha256": fingerprint,
+        "vocab_size": vocab_size,
+        "max_length": max_length,
+        "thinking": thinking,
+        "chat_template": chat_template,
+        "sources": [{"path": str(path), "sha256": sha256_of(path)} for path in sources],
+        "command": " ".join(sys.argv[1:]),
+    }
+    for path, collected in ((output, train), (validation, held_out)):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            collected.write(path, facts)
+    _show(report, output, validation, limits.max_length, output_format)
+
+
+def load_tokenizer_of(target: str) -> tuple[Path, PreTrainedTokenizerBase]:
+    """A model's folder and its tokenizer; a folder here needs no weights.
+
+    Raises:
+        UserError: there is no such model, or no tokenizer in it.
+    """
+    from peagle.models.loading import resolve_model
+    from peagle.models.target import load_tokenizer
+
+    folder = Path(target).expanduser()
+    if not folder.is_dir():
+        folder = resolve_model(target)
+    return folder, load_tokenizer(folder)
+
+
+def sha256_of(path: Path) -> str:
+    """Of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _check_outputs(
+    sources: list[Path], output: Path, validation: Path | None, overwrite: bool
+) -> None:
+    outputs = [path for path in (output, validation) if path is not None]
+    for path in outputs:
+        if path.suffix not in (".safetensors", ".jsonl"):
+            raise UserError(f"The output {str(path)!r} must end in .safetensors or .jsonl.")
+        if path.resolve() in [source.resolve() for source in sources]:
+            raise UserError(f"{str(path)!r} is read and would be written; choose another output.")
+        if path.exists() and not overwrite:
+            raise UserError(
+                f"{str(path)!r} is there already; choose another output, or add --overwrite."
+            )
+    if len({path.resolve() for path in outputs}) < len(outputs):
+        raise UserError(f"--output and --validation are both {str(output)!r}; expected two files.")
+
+
+def _show(
+    report: Report, output: Path, validation: Path | None, max_length: int, form: OutputFormat
+) -> None:
+    for source in report.unknown_tokenizer:
+        note(f"{source} does not say which tokenizer made its token ids")
+    facts: dict[str, Any] = {
+        **asdict(report),
+        "dropped": dict(report.dropped),
+        "output": str(output),
+        "validation": None if validation is None else str(validation),
+    }
+    if form is OutputFormat.JSON:
+        print(json.dumps(facts))
+        return
+    share = report.supervised / report.tokens
+    print(
+        f"{output}: {report.samples} samples of {report.records} records, {report.tokens} tokens, "
+        f"{share:.1%} supervised"
+    )
+    if validation is not None:
+        print(f"{validation}: {report.validation_samples} samples")
+    if report.truncated:
+        print(f"truncated at {max_length} tokens: {report.truncated}")
+    if report.duplicates:
+        print(f"left out, equal to another: {report.duplicates}")
+    for reason, count in report.dropped.most_common():
+        print(f"dropped, {reason}: {count} (first: {report.details[reason]})")

@@ -1,0 +1,287 @@
+"""`peagle data regenerate`: prompts to responses of the target."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from peagle.cli import groups
+from peagle.cli.flags import Given, pick, takes
+from peagle.cli.options import Format, OutputFormat
+from peagle.cli.plan import Plan, note
+from peagle.cli.settings import Layer, Setting
+from peagle.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from peagle.training.readers import Dialogue
+    from peagle.training.regenerate import Answerer, Progress
+
+EXAMPLES = """
+By the target in this process, with a head that makes it faster:
+  peagle data regenerate prompts.jsonl --target ./Qwen3-0.6B --output responses.jsonl
+  peagle data regenerate prompts.parquet --target ./Qwen3-0.6B --draft ./head --temperature 0.7
+      --no-thinking --max-new-tokens 4096 --output responses.jsonl
+
+By any server with OpenAI's interface; the variable PEAGLE_API_KEY holds its key:
+  peagle data regenerate prompts.jsonl --endpoint http://127.0.0.1:8000 --concurrency 64
+      --output responses.jsonl
+
+Interrupted? The same command again goes on where it was.
+"""
+_PROGRESS_S = 5.0
+_MAX_TOKENS = 2048
+
+
+@takes(
+    *groups.MODEL,
+    *groups.SPECULATION,
+    *groups.SAMPLING,
+    *groups.FINER_SAMPLING,
+    *groups.ENGINE,
+    *pick(groups.SETTINGS, "config", "show_memory"),
+)
+def regenerate(
+    given: Given,
+    prompts: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help='.jsonl or .parquet with {"id", "turns"}, {"id", "messages"} (answers in them are '
+            'left out) or {"id", "prompt"}; or plain text, a prompt a line.',
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="JSONL file, to which answers are added.")
+    ],
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Ask a server with OpenAI's interface; --target is then the model's name there.",
+            show_default="the target in this process",
+        ),
+    ] = None,
+    concurrency: Annotated[
+        int, typer.Option(help="Questions that the endpoint has at a time.")
+    ] = 16,
+    retries: Annotated[
+        int, typer.Option(help="Further tries where the endpoint fails or is busy.")
+    ] = 6,
+    timeout: Annotated[float, typer.Option(help="Seconds that one try may take.")] = 600.0,
+    thinking: Annotated[
+        bool | None,
+        typer.Option(
+            "--thinking/--no-thinking",
+            help="Thinking mode of the chat template.",
+            show_default="the template's",
+        ),
+    ] = None,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(
+            help="Jinja file, or the name of one of the tokenizer's templates.",
+            show_default="the tokenizer's",
+        ),
+    ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw",
+            help="Answer in a conversation, or complete the first turn as it stands.",
+            show_default="chat if there is a template",
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Take only the first so many prompts.")
+    ] = None,
+    output_format: Format = OutputFormat.TEXT,
+) -> None:
+    """Let the target answer prompts: the text that its heads are trained on.
+
+    Answers are written as they come, and those that are there already are not asked for again.
+    Equal prompts are asked once. Each prompt has a seed of its own that depends on nothing but
+    --seed and the conversation. Beside the output, OUTPUT.meta.json tells where it comes from.
+    """
+    if output.suffix != ".jsonl":
+        raise UserError(f"--output is {str(output)!r}; expected a name that ends in .jsonl.")
+    plan = Plan.of(given, Layer({"sampling.max_tokens": Setting(_MAX_TOKENS, "default")}))
+    if plan.params.n != 1:
+        raise UserError(f"n is {plan.params.n}; a prompt has one response. Leave n out.")
+    dialogues = list(islice(_dialogues(prompts), limit))
+    shape = {"thinking": thinking, "chat_template": _template_id(chat_template)}
+    if endpoint is None:
+        answerer, facts = _local(plan, chat, chat_template, thinking)
+    else:
+        _check_remote(given, chat_template)
+        connection = {"concurrency": concurrency, "retries": retries, "timeout": timeout}
+        answerer, facts = _remote(plan, endpoint, chat, thinking, connection)
+    if not answerer.is_chat and (further := sum(len(d.turns) > 1 for d in dialogues)):
+        note(f"{further} of {len(dialogues)} prompts have further turns: only the first is used")
+    from peagle.cli.data_prepare import sha256_of
+    from peagle.environment import environment
+    from peagle.training import regenerate as library
+
+    seed = plan.params.seed or 0
+    options = {
+        "model": facts.pop("model"),
+        "chat": answerer.is_chat,
+        **shape,
+        "sampling": _sampling(plan),
+        "seed": seed,
+    }
+    # A setting of a file or a variable may be no JSON.
+    options = json.loads(json.dumps(options, default=str))
+    facts |= {
+        "prompts_sha256": sha256_of(prompts) if prompts.is_file() else None,
+        "command": " ".join(sys.argv[1:]),
+    }
+    facts |= environment(facts.pop("device", None))
+    progress = library.regenerate(
+        dialogues, answerer, output, options, facts, seed=seed, watch=_Ticker()
+    )
+    _finish(progress, output, output_format)
+
+
+def _dialogues(file: Path) -> Iterator[Dialogue]:
+    from peagle.evaluation.prompts import read_prompts
+    from peagle.training.readers import Dialogue, dialogue_of, read_records
+
+    if file.suffix in (".jsonl", ".parquet"):
+        found = False
+        for record in read_records(file):
+            found = True
+            yield dialogue_of(record)
+        if not found:
+            raise UserError(f"{str(file)!r} has no prompts: it is empty.")
+        return
+    for prompt in read_prompts(file):
+        yield Dialogue(prompt.id, prompt.turns)
+
+
+def _local(
+    plan: Plan, chat: bool | None, chat_template: str | None, thinking: bool | None
+) -> tuple[Answerer, dict[str, Any]]:
+    llm = plan.load()
+    from peagle.training.local_answers import LocalAnswerer
+    from peagle.training.readers import tokenizer_sha256
+
+    if chat is None:
+        chat = chat_template is not None or bool(getattr(llm.tokenizer, "chat_template", None))
+    if not chat and (chat_template, thinking) != (None, None):
+        raise UserError("--raw uses no chat template; leave --chat-template and --thinking out.")
+    answerer = LocalAnswerer(
+        llm, plan.params, is_chat=chat, chat_template=chat_template, thinking=thinking
+    )
+    facts = {
+        "model": Path(llm.target.name).name,
+        "tokenizer_sha256": tokenizer_sha256(llm.target.name, llm.tokenizer),
+        "device": llm.target.device,
+        "dtype": str(llm.target.dtype).removeprefix("torch."),
+    }
+    return answerer, facts
+
+
+def _remote(
+    plan: Plan,
+    endpoint: str,
+    chat: bool | None,
+    thinking: bool | None,
+    connection: dict[str, Any],
+) -> tuple[Answerer, dict[str, Any]]:
+    from peagle.cli.remote import sampling_fields
+    from peagle.training.endpoint_answers import KEY_VARIABLE, EndpointAnswerer, Patience
+
+    fields = sampling_fields(plan.params, _sampling(plan))
+    if thinking is not None:
+        fields["chat_template_kwargs"] = {"enable_thinking": thinking}
+    patience = Patience(connection["retries"], timeout_s=connection["timeout"])
+    answerer = EndpointAnswerer(
+        endpoint,
+        plan.settings.value("target"),
+        fields,
+        key=os.environ.get(KEY_VARIABLE),
+        concurrency=connection["concurrency"],
+        is_chat=chat is not False,
+        patience=patience,
+    )
+    return answerer, {"model": answerer.model, "endpoint": endpoint}
+
+
+def _sampling(plan: Plan) -> dict[str, Any]:
+    """What was asked of sampling; the seed stands apart, and n is always 1."""
+    given = plan.settings.section("sampling")
+    return {key: value for key, value in given.items() if key not in ("seed", "n")}
+
+
+def _check_remote(given: Given, chat_template: str | None) -> None:
+    """Refuse what would have no effect on a server.
+
+    Raises:
+        UserError: naming it.
+    """
+    here = ("engine.", "speculative", "no_speculation", "revision", "threads", "show_memory")
+    idle = [setting.source for key, setting in given.items() if key.startswith(here)]
+    idle += ["--chat-template"] if chat_template is not None else []
+    if idle:
+        raise UserError(f"{idle[0]} has no effect on a server (--endpoint); leave it out.")
+
+
+def _template_id(chat_template: str | None) -> str | None:
+    """What tells templates apart: the name, and of a file the hash."""
+    if chat_template is None or not Path(chat_template).is_file():
+        return chat_template
+    from peagle.cli.data_prepare import sha256_of
+
+    return sha256_of(Path(chat_template))
+
+
+class _Ticker:
+    """Prints now and then how far a run is."""
+
+    def __init__(self) -> None:
+        self._next = time.monotonic() + _PROGRESS_S
+
+    def __call__(self, progress: Progress) -> None:
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + _PROGRESS_S
+            print(f"peagle: {_told(progress)}", file=sys.stderr)
+
+
+def _told(progress: Progress) -> str:
+    speed = progress.tokens / progress.seconds if progress.seconds else 0.0
+    parts = [f"{progress.answers} answers to {progress.prompts} prompts"]
+    parts += [f"{progress.resumed} were there"] if progress.resumed else []
+    parts += [f"{progress.duplicates} duplicates"] if progress.duplicates else []
+    parts += [f"{progress.cut} cut off"] if progress.cut else []
+    parts += [f"{len(progress.failures)} failed"] if progress.failures else []
+    return ", ".join(parts) + (
+        f"; {progress.tokens} tokens in {progress.seconds:.1f} s ({speed:.1f} tokens/s)"
+    )
+
+
+def _finish(progress: Progress, output: Path, output_format: OutputFormat) -> None:
+    """Tell what was done.
+
+    Raises:
+        UserError: questions failed.
+    """
+    if output_format is OutputFormat.JSON:
+        print(json.dumps(asdict(progress) | {"output": str(output)}))
+    else:
+        print(f"{output}: {_told(progress)}")
+    if progress.failures:
+        name, reason = next(iter(progress.failures.items()))
+        raise UserError(
+            f"{len(progress.failures)} of {progress.prompts} prompts have no whole answer; the "
+            f"first, {name!r}: {reason} The same command asks for them again."
+        )

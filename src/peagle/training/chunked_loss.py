@@ -1,0 +1,165 @@
+"""The head's last projection and its loss, without all logits in memory at once.
+
+The logits of a few thousand elements over a large vocabulary outweigh all else in a training step.
+Here a chunk of elements at a time is projected, graded and turned into gradients of its inputs; its
+logits are then dropped, and nothing is computed twice. (Gradients in the forward pass: as in Liger
+Kernel's fused linear cross-entropy, Hsu et al., 2024.) A target row is projected once for all
+elements of the chunk that predict the same token.
+
+Shapes: M elements, R of a chunk, D drafter width, V target and DV draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from peagle.training.losses import DraftLoss, TargetRows
+
+# Logits that a chunk may have, of draft and target together: 512 MiB in float32 on a GPU, where
+# small products waste the card; on a CPU what its caches like.
+_GPU_LOGITS = 1 << 27
+_CPU_LOGITS = 1 << 21
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """What elements are graded by, beside their hidden states and the head's last matrix.
+
+    Attributes:
+        loss: which loss.
+        positions_M: int64, the target row of each element; equal ones side by side.
+        weights_M: of each element in the sum, in float32 or wider.
+        target_logits: logits [P, V] of the given target rows [P].
+        draft_ids: target id of every draft id, [DV]; None where the vocabularies are equal.
+        chunk_rows: elements of a chunk.
+    """
+
+    loss: DraftLoss
+    positions_M: Tensor
+    weights_M: Tensor
+    target_logits: Callable[[Tensor], Tensor]
+    draft_ids: Tensor | None
+    chunk_rows: int
+
+
+def default_chunk_rows(vocab_size: int, draft_vocab_size: int, device: torch.device) -> int:
+    """Elements of a chunk that keep its logits small, at least 64."""
+    budget = _GPU_LOGITS if device.type == "cuda" else _CPU_LOGITS
+    return max(64, budget // (vocab_size + draft_vocab_size))
+
+
+def projected_loss(
+    hidden_MD: Tensor, weight_VD: Tensor, projection: Projection
+) -> tuple[Tensor, Tensor]:
+    """Weighted sum of the losses of hidden @ weight^T, and which drafts match greedily.
+
+    Differentiable (once) in `hidden_MD` and `weight_VD`. Under autocast the products are in its
+    type, losses and the gradient of the weight in at least float32.
+
+    Args:
+        hidden_MD: what the last matrix reads, [M, D].
+        weight_VD: the last matrix, [DV, D].
+        projection: what the elements are graded by.
+
+    Returns:
+        the sum, a scalar, and bool [M]: the argmax draft is the target's over its full vocabulary.
+    """
+    if torch.is_grad_enabled() and (hidden_MD.requires_grad or weight_VD.requires_grad):
+        return _ProjectedLoss.apply(hidden_MD, weight_VD, projection)  # type: ignore[return-value]
+    loss, match, _, _ = _run(hidden_MD, weight_VD, projection, (False, False))
+    return loss, match
+
+
+class _ProjectedLoss(torch.autograd.Function):
+    """Computes its gradients going forward; going backward it only scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_MD: Tensor, weight_VD: Tensor, projection: Projection
+    ) -> tuple[Tensor, Tensor]:
+        loss, match, *ctx.gradients = _run(
+            hidden_MD, weight_VD, projection, ctx.needs_input_grad[:2]
+        )
+        ctx.mark_non_differentiable(match)
+        return loss, match
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if ctx.gradients is None:
+            raise RuntimeError("projected_loss keeps its gradients for one backward pass only")
+        gradients, ctx.gradients = ctx.gradients, None
+        # In place: the gradient of a large vocabulary's matrix is not wanted twice.
+        return *(g if g is None else g.mul_(grads[0]) for g in gradients), None
+
+
+def _run(
+    hidden_MD: Tensor, weight_VD: Tensor, projection: Projection, wanted: tuple[bool, bool]
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Loss, matches and the wanted gradients of hidden and weight."""
+    kind, dtype = hidden_MD.device.type, torch.promote_types(hidden_MD.dtype, weight_VD.dtype)
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+    total = torch.zeros((), dtype=projection.weights_M.dtype, device=hidden_MD.device)
+    match_M = torch.empty(len(hidden_MD), dtype=torch.bool, device=hidden_MD.device)
+    grad_hidden = torch.empty_like(hidden_MD) if wanted[0] else None
+    wide = torch.promote_types(weight_VD.dtype, torch.float32)
+    grad_weight = torch.zeros_like(weight_VD, dtype=wide) if wanted[1] else None
+    with torch.autocast(kind, enabled=False):
+        matrix_VD = weight_VD.to(dtype)
+        for rows, positions_P, index_R in _chunks(projection):
+            hidden_RD = hidden_MD[rows].to(dtype)
+            logits_RV = hidden_RD @ matrix_VD.mT
+            target = TargetRows.of(projection.target_logits(positions_P), projection.draft_ids)
+            match_M[rows] = _matches(logits_RV, target, index_R, projection.draft_ids)
+            losses_R, gradient_RV = projection.loss.grade(logits_RV, target, index_R)
+            del logits_RV, target
+            weights_R = projection.weights_M[rows]
+            total += (losses_R * weights_R).sum()
+            if not any(wanted):
+                continue
+            gradient_RV = gradient_RV.mul_(weights_R.unsqueeze(1)).to(dtype)
+            if grad_hidden is not None:
+                grad_hidden[rows] = (gradient_RV @ matrix_VD).to(grad_hidden.dtype)
+            if grad_weight is not None:
+                _add_product(grad_weight, gradient_RV.mT, hidden_RD)
+    if grad_weight is not None:
+        grad_weight = grad_weight.to(weight_VD.dtype)
+    return total, match_M, grad_hidden, grad_weight
+
+
+def _chunks(projection: Projection):
+    """Slices of the elements, the target rows of each, and who of the slice reads which."""
+    count, size = len(projection.positions_M), projection.chunk_rows
+    if not count:
+        return
+    unique_P, index_M = projection.positions_M.unique_consecutive(return_inverse=True)
+    starts = range(0, count, size)
+    ends = [min(start + size, count) for start in starts]
+    # One transfer for all chunks, rather than a wait for the device at each.
+    first, last = index_M[torch.tensor([[*starts], [e - 1 for e in ends]])].tolist()
+    for start, end, low, high in zip(starts, ends, first, last, strict=True):
+        yield slice(start, end), unique_P[low : high + 1], index_M[start:end] - low
+
+
+def _matches(
+    logits_RV: Tensor, target: TargetRows, index_R: Tensor, draft_ids: Tensor | None
+) -> Tensor:
+    draft_R = logits_RV.argmax(-1)
+    if draft_ids is not None:
+        draft_R = draft_ids[draft_R]
+    return draft_R == target.best_P[index_R]
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, also where the product is of a narrower type."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right

@@ -1,0 +1,92 @@
+"""How graded elements become a loss: against which target rows, with which weights.
+
+Shapes: M graded elements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from peagle.models.drafter import Drafter
+from peagle.models.target import TargetModel
+from peagle.training.chunked_loss import Projection, default_chunk_rows, projected_loss
+from peagle.training.config import MethodSection
+from peagle.training.features import TargetStates
+from peagle.training.losses import DraftLoss
+from peagle.training.methods import Graded
+
+
+@dataclass(frozen=True, slots=True)
+class Grade:
+    """What grading says.
+
+    Attributes:
+        loss: weighted sum of the elements' losses.
+        weight: sum of the weights.
+        match_M: the greedy draft is the target's token.
+    """
+
+    loss: Tensor
+    weight: Tensor
+    match_M: Tensor
+
+
+class Objective:
+    """Grades elements of a head against its target.
+
+    Args:
+        drafter, target: the head and what it imitates.
+        section: loss and weights.
+        chunk_rows: elements projected at a time; None chooses by the vocabularies.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        target: TargetModel,
+        section: MethodSection,
+        chunk_rows: int | None = None,
+    ) -> None:
+        self.drafter = drafter
+        self.target = target
+        self.loss = DraftLoss(section.loss, section.tv_share)
+        config = drafter.config
+        device = drafter.lm_head.weight.device
+        self.draft_ids = drafter.target_ids() if config.is_pruned else None
+        self.chunk_rows = chunk_rows or default_chunk_rows(
+            config.vocab_size, config.draft_vocab_size, device
+        )
+        # Losses are float32 but where the head is wider.
+        dtype = torch.promote_types(drafter.lm_head.weight.dtype, torch.float32)
+        self._weights_K = torch.tensor(section.weights(), dtype=dtype, device=device)
+
+    def weights(self, depth_M: Tensor) -> Tensor:
+        """Weight of elements by their depth."""
+        return self._weights_K[depth_M]
+
+    def grade(self, graded: Graded, states: TargetStates) -> Grade:
+        """Grade elements by what the target says where their token is predicted."""
+        length = states.hidden_BNH.shape[1]
+        target_rows = states.hidden_BNH.flatten(0, 1)
+
+        @torch.no_grad()
+        def target_logits(positions_P: Tensor) -> Tensor:
+            return self.target.compute_logits(target_rows[positions_P])
+
+        drafter, weights_M = self.drafter, self.weights(graded.depth)
+        projection = Projection(
+            loss=self.loss,
+            positions_M=graded.row * length + graded.anchor + graded.depth + 1,
+            weights_M=weights_M,
+            target_logits=target_logits,
+            draft_ids=self.draft_ids,
+            chunk_rows=self.chunk_rows,
+        )
+        hidden_MD = graded.hidden_MD
+        if not drafter.config.norm_output:
+            hidden_MD = drafter.norm(hidden_MD)
+        loss, match_M = projected_loss(hidden_MD, drafter.lm_head.weight, projection)
+        return Grade(loss, weights_M.sum(), match_M)

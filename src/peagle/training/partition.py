@@ -1,0 +1,273 @@
+"""The two-pass partition: gradients of a long sequence in pieces, exact, nothing computed twice.
+
+Depth-0 elements never attend to deeper ones. So they run once, and each layer's keys and values
+become leaves of autograd; the deeper elements run in S segments against these, and the backward
+pass of each segment adds to the gradients of the leaves; at last the depth-0 pass goes backward
+with what the leaves collected. What a segment keeps in memory is dropped before the next one runs,
+so that the peak is the depth-0 pass and 1/S of the rest. (The paper's Algorithm 1 computes the
+depth-0 context anew in every segment; reference/peagle.md, "Sequence partition".)
+
+Segments are split by anchor, so that every chain lies in one of them.
+
+Shapes: B rows, N positions, R deeper elements of a row, E of a segment, D drafter width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peagle.models.drafter import Drafter
+from peagle.models.elements import PADDING_ROW, Elements
+from peagle.training.data import Batch
+from peagle.training.features import TargetStates
+from peagle.training.methods import (
+    Graded,
+    Method,
+    concatenate,
+    full_precision,
+    run_layers,
+    select,
+    tokens_after,
+)
+
+
+def split_by_anchor(
+    elements: Elements, length: int, segments: int, num_depths: int, multiple: int = 1
+) -> list[Elements]:
+    """The supervised elements below depth 0, in segments of about equal size.
+
+    A segment holds a range of each row's anchors with all of their depths, in the order of
+    (anchor, depth). Elements that count nowhere are left out: nobody who counts attends to them.
+
+    Args:
+        elements: depth 0 of every position first, chains whole, as `sample_elements` makes them.
+        length: N, elements of depth 0.
+        segments: S.
+        num_depths: K.
+        multiple: pad segments to a multiple of this. Above 1 their size is a function of the
+            shape of `elements`, not of the rows, since every size is compiled once.
+
+    Returns:
+        S segments, [B, E] each; fewer where there are too few elements.
+    """
+    deeper = _columns(elements, slice(length, None))
+    num_rest = deeper.anchors.shape[1]
+    if not num_rest:
+        return []
+    key_BR = deeper.anchors * num_depths + deeper.depths
+    last = torch.iinfo(torch.int64).max
+    order_BR = torch.where(deeper.supervised, key_BR, last).argsort(dim=1)
+    ordered = _gather(deeper, order_BR)
+    count_B1 = ordered.supervised.sum(1, keepdim=True)
+    # Depths 1, 2, ... of an anchor stand side by side: all belong where the first one does.
+    first_BR = torch.arange(num_rest, device=count_B1.device) - (ordered.depths - 1)
+    segment_BR = first_BR * segments // count_B1.clamp_min(1)
+    segment_BR = torch.where(ordered.supervised, segment_BR, segments)
+    borders = torch.arange(segments + 1, device=count_B1.device)
+    start_BS = torch.searchsorted(segment_BR, borders.expand(len(count_B1), -1).contiguous())
+    if multiple == 1:
+        size = int(start_BS.diff(dim=1).max())
+    else:
+        size = min(num_rest, -(-num_rest // segments) + num_depths - 2)
+        size += -size % multiple
+    parts = (_slice(ordered, start_BS[:, i : i + 2], size) for i in range(segments))
+    return list(parts) if size else []
+
+
+def two_pass_backward(
+    drafter: Drafter,
+    batch: Batch,
+    states: TargetStates,
+    elements: Elements,
+    segments: int,
+    loss_of: Callable[[Graded], Tensor],
+    *,
+    method: Method,
+    autocast: Callable[[], AbstractContextManager[Any]],
+) -> Tensor:
+    """Add the gradients of a batch to the head's parameters; returns the loss, without a graph.
+
+    The sum of the parts' losses and their gradients are what one pass over `elements` would give.
+
+    Args:
+        drafter: the head.
+        batch, states: what it reads.
+        elements: P-EAGLE's, as `sample_elements` makes them.
+        segments: S.
+        loss_of: loss of graded elements, with one denominator for the whole batch.
+        method: how elements attend, and whether activations are computed again.
+        autocast: the context of the forward passes.
+    """
+    length = batch.tokens_BN.shape[1]
+    context = _columns(elements, slice(length))
+    with autocast():
+        first = _ContextPass(drafter, batch, states, context, method)
+    borrowed = _Borrowed(first.lent())
+    loss = torch.zeros((), device=elements.anchors.device)
+    for part in split_by_anchor(elements, length, segments, method.section.depth, method.multiple):
+        with autocast():
+            leaves = borrowed.leaves()
+            part_loss = loss_of(select(part, _segment(drafter, context, part, leaves, method)))
+        part_loss.backward()
+        borrowed.collect(leaves)
+        loss = loss + part_loss.detach()
+    with autocast():
+        first_loss = loss_of(select(context, first.hidden_BND))
+    borrowed.backward(first_loss)
+    return loss + first_loss.detach()
+
+
+def partitioned_graded(
+    drafter: Drafter,
+    batch: Batch,
+    states: TargetStates,
+    elements: Elements,
+    segments: int,
+    method: Method,
+) -> Iterator[Graded]:
+    """Graded elements of depth 0, then of each segment; for validation, where nothing is kept."""
+    length = batch.tokens_BN.shape[1]
+    context = _columns(elements, slice(length))
+    first = _ContextPass(drafter, batch, states, context, method)
+    yield select(context, first.hidden_BND)
+    for part in split_by_anchor(elements, length, segments, method.section.depth, method.multiple):
+        yield select(part, _segment(drafter, context, part, first.lent(), method))
+
+
+class _ContextPass:
+    """The depth-0 pass, and what the segments borrow of it.
+
+    Attributes:
+        hidden_BND: the head's output at depth 0.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        batch: Batch,
+        states: TargetStates,
+        context: Elements,
+        method: Method,
+    ) -> None:
+        rows, length = batch.tokens_BN.shape
+        next_tokens = tokens_after(batch.tokens_BN, context.anchors)
+        # The mask token's embedding beside the others: one gradient of the whole table, not S.
+        mask_token = next_tokens.new_tensor([drafter.config.mask_token_id])
+        embedding = drafter.embed_tokens(torch.cat((next_tokens.flatten(), mask_token)))
+        self._mask_embedding = embedding[-1:]
+        self._shared = full_precision(drafter, drafter.shared_hidden())
+        self._keys_values: dict[int, tuple[Tensor, Tensor]] = {}
+        attention = method.make_attention(context, context)
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            # A layer that is computed again comes here again; the graph hangs on the first.
+            self._keys_values.setdefault(layer, (key, value))
+            return attention(query, key, value)
+
+        self.hidden_BND = run_layers(
+            drafter,
+            embedding[:-1].unflatten(0, (rows, length)),
+            full_precision(drafter, drafter.combine_features(states.features_BNA)),
+            context.positions,
+            attend,
+            recompute=method.recompute,
+        )
+
+    def lent(self) -> list[Tensor]:
+        """Mask embedding [1, D], h_shared [D], then keys and values of layer 0, 1, ..."""
+        pairs = (self._keys_values[layer] for layer in sorted(self._keys_values))
+        return [self._mask_embedding, self._shared, *(x for pair in pairs for x in pair)]
+
+
+class _Borrowed:
+    """Tensors of the first pass that the segments use as leaves, with their gradients' sums.
+
+    Sums are kept in at least float32, whatever the type of the tensors.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+        self._sums: list[Tensor | None] = [None] * len(tensors)
+
+    def leaves(self) -> list[Tensor]:
+        """The tensors without their past, for one segment."""
+        return [x.detach().requires_grad_(x.requires_grad) for x in self._tensors]
+
+    def collect(self, leaves: list[Tensor]) -> None:
+        """Add the gradients that a segment left at its leaves."""
+        for i, leaf in enumerate(leaves):
+            if leaf.grad is None:
+                continue
+            total = self._sums[i]
+            if total is None:
+                self._sums[i] = leaf.grad.to(torch.promote_types(leaf.dtype, torch.float32))
+            else:
+                total.add_(leaf.grad)
+            leaf.grad = None
+
+    def backward(self, loss: Tensor) -> None:
+        """Back-propagate the first pass: its own loss, and what the segments left."""
+        # Without a segment the sums are zeros, as one pass would have left them.
+        pairs = [
+            (x, torch.zeros_like(x) if total is None else total.to(x.dtype))
+            for x, total in zip(self._tensors, self._sums, strict=True)
+            if x.requires_grad
+        ]
+        self._sums = []
+        torch.autograd.backward(
+            [loss, *(x for x, _ in pairs)], [None, *(total for _, total in pairs)]
+        )
+
+
+def _segment(
+    drafter: Drafter, context: Elements, part: Elements, leaves: list[Tensor], method: Method
+) -> Tensor:
+    """The head's output at a segment's elements, [B, E, D]."""
+    mask_embedding, shared, *keys_values = leaves
+    attention = method.make_attention(part, concatenate([context, part]))
+
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        # Layer 0 has one value for all mask slots.
+        value = value.expand_as(key)
+        keys = torch.cat((keys_values[2 * layer], key), dim=1)
+        values = torch.cat((keys_values[2 * layer + 1], value), dim=1)
+        return attention(query, keys, values)
+
+    return run_layers(
+        drafter,
+        mask_embedding.unsqueeze(0),
+        shared.view(1, 1, -1),
+        part.positions,
+        attend,
+        recompute=method.recompute,
+    )
+
+
+def _columns(elements: Elements, columns: slice) -> Elements:
+    return Elements(*(x[:, columns] for x in _fields(elements)))
+
+
+def _gather(elements: Elements, index_BE: Tensor) -> Elements:
+    return Elements(*(x.gather(1, index_BE) for x in _fields(elements)))
+
+
+def _slice(ordered: Elements, border_B2: Tensor, size: int) -> Elements:
+    """Columns from the first border to before the second, padded to `size`."""
+    column_BE = border_B2[:, :1] + torch.arange(size, device=border_B2.device)
+    inside_BE = column_BE < border_B2[:, 1:]
+    part = _gather(ordered, column_BE.clamp_max(ordered.anchors.shape[1] - 1))
+    return Elements(
+        anchors=part.anchors.where(inside_BE, 0),
+        depths=part.depths.where(inside_BE, 0),
+        documents=part.documents.where(inside_BE, PADDING_ROW),
+        supervised=part.supervised & inside_BE,
+    )
+
+
+def _fields(elements: Elements) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return elements.anchors, elements.depths, elements.documents, elements.supervised

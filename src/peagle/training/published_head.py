@@ -1,0 +1,283 @@
+"""A head that is to be published: its folder, checked, and what is known of the head."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from peagle.config import require_folder
+from peagle.errors import CheckpointError, UserError
+from peagle.models.checkpoint import HeadFormat, format_of, read_head_config
+from peagle.models.checkpoint.files import read_object
+from peagle.models.checkpoint.formats import verifier_of
+from peagle.models.checkpoint.weights import (
+    INDEX_NAME,
+    WEIGHTS_NAME,
+    check_tensors,
+    read_tensors,
+)
+from peagle.models.drafter import DrafterConfig
+from peagle.models.fingerprint import TargetFingerprint
+from peagle.models.loading import resolve_model
+
+CARD_NAME = "README.md"
+RECORD_NAME = "train.json"
+
+_CONFIG_NAME = "config.json"
+_TRAINED_NAME = "head"  # of the folder that `peagle train` makes beside train.json
+_TEXTS = (_CONFIG_NAME, INDEX_NAME, CARD_NAME, RECORD_NAME, "LICENSE", "LICENSE.txt", "NOTICE")
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_SECRET_NAME = re.compile(
+    r"^\.env|^\.netrc$|^\.?id_(rsa|dsa|ecdsa|ed25519)|\.(pem|key|p12|pfx)$"
+    r"|secret|credential|password|^\.?token$",
+    re.IGNORECASE,
+)
+# Tokens of the hub, of OpenAI, of GitHub and of AWS, and private keys.
+_SECRET = re.compile(
+    r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[opsu]_[A-Za-z0-9]{30,}|AKIA[A-Z0-9]{16})\b"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
+)
+_SHOWN_NAMES = 3
+
+
+class _Part(BaseModel):
+    """Part of train.json; keys that the card does not use may be anything."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
+
+
+class _Method(_Part):
+    name: str
+    depth: int
+    loss: str | None = None
+
+
+class _Run(_Part):
+    target_dtype: str | None = None
+    precision: str | None = None
+
+
+class _Configuration(_Part):
+    method: _Method | None = None
+    run: _Run = Field(default_factory=_Run)
+
+
+class _Validation(_Part):
+    step: int | None = None
+    loss: float | None = None
+    acceptance_lengths: list[float] = Field(default_factory=list)
+
+
+class TrainRecord(_Part):
+    """What the card uses of train.json (`Trainer` writes it); None is not recorded."""
+
+    config: _Configuration = Field(default_factory=_Configuration)
+    parameters: int | None = None
+    steps: int | None = None
+    epochs: float | None = None
+    sequences: int | None = None
+    seconds: float | None = None
+    data_sha256: str | None = None
+    device: str | None = None
+    peagle: str | None = None
+    torch: str | None = None
+    transformers: str | None = None
+    commit: str | None = None
+    validation: _Validation | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> TrainRecord:
+        """Read train.json.
+
+        Raises:
+            CheckpointError: it is not JSON, or a value is of the wrong type.
+        """
+        try:
+            return cls.model_validate(read_object(path))
+        except ValidationError as error:
+            problem = error.errors()[0]
+            where = ".".join(map(str, problem["loc"]))
+            raise CheckpointError(
+                f"{str(path)!r}: {where}: {problem['msg']}. Restore it, or move it away: the card "
+                "then says that the training is not recorded."
+            ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedHead:
+    """A head that may be published.
+
+    Attributes:
+        folder: where it is; files: names of the files of it that are published, sorted.
+        config: its shape; format: style of its checkpoint.
+        fingerprint: of its target; target: the name that config.json gives the target, if any.
+        parameters: floating-point values in its tensors; dtype: type of them.
+        training: the record of its training, None if there is none.
+        notes: what its owner should know before publishing it.
+    """
+
+    folder: Path
+    files: tuple[str, ...]
+    config: DrafterConfig
+    format: HeadFormat
+    fingerprint: TargetFingerprint
+    target: str | None
+    parameters: int
+    dtype: str
+    training: TrainRecord | None
+    notes: tuple[str, ...]
+
+    @property
+    def kind(self) -> str:
+        """Kind of head, P-EAGLE or EAGLE-3."""
+        return "P-EAGLE" if self.config.is_parallel else "EAGLE-3"
+
+
+def read_head(folder: str | Path) -> PublishedHead:
+    """Check a head for publication, every tensor of it, and read what the card says of it.
+
+    Args:
+        folder: the head, in either style. The record of its training is looked for in it and, as
+            `peagle train` leaves it, beside it.
+
+    Raises:
+        UserError: no such folder; a file in it that must not be published (a pickle, a link out of
+            the folder, something secret, anything that is not part of a head).
+        CheckpointError: the head is not whole, or has no fingerprint of its target.
+    """
+    folder = require_folder(folder, "The draft head")
+    _check_entries(folder)
+    resolve_model(folder, what="The draft head")
+    config, facts = read_head_config(folder)
+    tensors, source = read_tensors(folder)
+    check_tensors(tensors, config, source)
+    files = _published_files(folder)
+    fingerprint = _fingerprint(facts, config, str(folder))
+    floats = [value for value in tensors.values() if value.is_floating_point()]
+    parameters = sum(value.numel() for value in floats)
+    training, notes = _training(folder, config, parameters)
+    return PublishedHead(
+        folder=folder,
+        files=files,
+        config=config,
+        format=format_of(read_object(folder / _CONFIG_NAME)),
+        fingerprint=fingerprint,
+        target=verifier_of(facts).get("name_or_path"),
+        parameters=parameters,
+        dtype=", ".join(sorted({str(value.dtype).removeprefix("torch.") for value in floats})),
+        training=training,
+        notes=notes,
+    )
+
+
+def _check_entries(folder: Path) -> None:
+    """Refuse what must not leave the machine, before anything of the folder is read."""
+    root = folder.resolve()
+    unexpected = []
+    for entry in sorted(folder.iterdir()):
+        leads_to = Path(os.path.realpath(entry))
+        if leads_to.parent != root:
+            raise UserError(
+                f"{str(entry)!r} is a link out of the folder, to {str(leads_to)!r}; expected the "
+                "head's own files. Copy the head with `cp -rL` and push the copy."
+            )
+        if entry.suffix.lower() in _PICKLES:
+            raise UserError(
+                f"{str(entry)!r} is a pickle, which can run code when it is read; expected "
+                "safetensors only. Move it away; peagle reads a head without it."
+            )
+        if _SECRET_NAME.search(entry.name):
+            raise UserError(
+                f"{str(entry)!r} looks like a secret by its name. Nothing is pushed while it is in "
+                "the folder: move it away."
+            )
+        if not entry.is_file() or (entry.name not in _TEXTS and entry.suffix != ".safetensors"):
+            unexpected.append(entry.name)
+        elif entry.name in _TEXTS:
+            _check_text(entry)
+    _refuse_unexpected(folder, unexpected)
+
+
+def _check_text(path: Path) -> None:
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UserError(f"{str(path)!r} is not readable: {error.strerror}.") from None
+    if found := _SECRET.search(text):
+        line = text.count("\n", 0, found.start()) + 1
+        raise UserError(
+            f"{str(path)!r} holds what looks like a secret in line {line} (it begins with "
+            f"{found.group()[:4]!r}). Remove it there, and revoke it if it was ever published."
+        )
+
+
+def _published_files(folder: Path) -> tuple[str, ...]:
+    """The texts, and the safetensors files that loading the head reads; others are refused."""
+    if (folder / WEIGHTS_NAME).is_file():
+        weights = {WEIGHTS_NAME}
+        if (folder / INDEX_NAME).is_file():
+            _refuse_unexpected(folder, [INDEX_NAME])
+    elif (folder / INDEX_NAME).is_file():
+        weights = set(read_object(folder / INDEX_NAME)["weight_map"].values())
+    else:
+        weights = {path.name for path in folder.glob("*.safetensors")}
+    found = {path.name for path in folder.iterdir()}
+    # Files of that name hold another layout: loading from a hub leaves them out.
+    others = {name for name in weights if name.startswith("consolidated")}
+    _refuse_unexpected(folder, sorted(others | (found - weights - set(_TEXTS))))
+    return tuple(sorted(found))
+
+
+def _refuse_unexpected(folder: Path, names: list[str]) -> None:
+    if names:
+        shown = ", ".join(map(repr, names[:_SHOWN_NAMES])) + ", ..." * (len(names) > _SHOWN_NAMES)
+        raise UserError(
+            f"The draft head {str(folder)!r} holds {shown}, no part of a head as peagle loads it "
+            f"({len(names)} in all); expected {', '.join(_TEXTS)} and the head's safetensors, with "
+            "no folders. Move the rest away, or push a copy without it."
+        )
+
+
+def _fingerprint(facts: Mapping[str, Any], config: DrafterConfig, head: str) -> TargetFingerprint:
+    if not isinstance(facts.get("target"), Mapping):
+        raise CheckpointError(
+            f"The draft head {head!r} has no fingerprint of its target, so that nobody could tell "
+            "which model it fits. Load it with its target and save it again: save_drafter(..., "
+            "fingerprint=TargetFingerprint.of(target)); `peagle train` does so."
+        )
+    fingerprint = TargetFingerprint.from_json(dict(facts["target"]))
+    for name, given in (
+        ("vocab_size", config.vocab_size),
+        ("hidden_size", config.target_hidden_size),
+    ):
+        if getattr(fingerprint, name) != given:
+            raise CheckpointError(
+                f"The draft head {head!r} has a fingerprint of a target with {name} "
+                f"{getattr(fingerprint, name)}, but its config.json says {given}: it is a "
+                "fingerprint of another target. Save the head again with that of its own."
+            )
+    return fingerprint
+
+
+def _training(
+    folder: Path, config: DrafterConfig, parameters: int
+) -> tuple[TrainRecord | None, tuple[str, ...]]:
+    """The record in the folder or beside it, if it is one of this head; else a note why not."""
+    path = folder / RECORD_NAME
+    if not path.is_file() and folder.resolve().name == _TRAINED_NAME:
+        path = folder.resolve().parent / RECORD_NAME
+    if not path.is_file():
+        return None, (f"there is no {RECORD_NAME}: the card says that the training is unknown",)
+    record = TrainRecord.read(path)
+    method = record.config.method
+    kind = "peagle" if config.is_parallel else "eagle3"
+    found = (method and method.name, method and method.depth, record.parameters)
+    if found != (kind, config.trained_depth, parameters):
+        return None, (f"{str(path)!r} is the record of another head: the card leaves it out",)
+    return record, ()

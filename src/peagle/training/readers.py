@@ -1,0 +1,272 @@
+"""Files of prompts, conversations and responses, as records; and stores of tokens, checked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from peagle.errors import UserError
+from peagle.training.data import ResponseDataset
+
+SIDE_SUFFIX = ".meta.json"
+STORE_KEY = "peagle_data"  # of a store's safetensors metadata
+_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One object of a data file.
+
+    Attributes:
+        data: its fields; a line that is only a string is {"prompt": the string}.
+        number: from 1.
+        where: file and line (or row), for messages.
+    """
+
+    data: Mapping[str, Any]
+    number: int
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dialogue:
+    """What is asked in one conversation.
+
+    Attributes:
+        id: as the file gives it, else the number of the record.
+        turns: what the user says, turn by turn; at least one.
+        system: messages before the first turn, as the file has them.
+    """
+
+    id: str
+    turns: tuple[str, ...]
+    system: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def sha256(self) -> str:
+        """Of what is asked; the id does not count."""
+        asked = [[dict(message) for message in self.system], list(self.turns)]
+        return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+
+
+# ---- records --------------------------------------------------------------------------------
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """The records of a .jsonl or .parquet file, one after the other.
+
+    Raises:
+        UserError: the file is missing, of another kind, damaged (the line is named), or Parquet
+            without pyarrow.
+    """
+    if not path.is_file():
+        raise UserError(f"The data file {str(path)!r} is not there.")
+    if path.suffix == ".jsonl":
+        return _read_jsonl(path)
+    if path.suffix == ".parquet":
+        return _read_parquet(path)
+    raise UserError(
+        f"The data file {str(path)!r} ends in {path.suffix!r}; expected .jsonl or .parquet."
+    )
+
+
+def _read_jsonl(path: Path) -> Iterator[Record]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            try:
+                value = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except (ValueError, RecursionError) as error:
+                raise UserError(_bad_line(where, line, error)) from None
+            if isinstance(value, str):
+                value = {"prompt": value}
+            if not isinstance(value, dict):
+                shown = line.decode(errors="replace").strip()[:60]
+                raise UserError(f"{where} is {shown}; expected a JSON object.")
+            yield Record(value, number, where)
+
+
+def _bad_line(where: str, line: bytes, error: Exception) -> str:
+    if not line.endswith(b"\n"):
+        return (
+            f"{where} ends in the middle: the file was cut off. Write it again, or remove the "
+            "last line."
+        )
+    if isinstance(error, UnicodeDecodeError):
+        return f"{where} is not UTF-8 text."
+    return f"{where} is not JSON: {error}."
+
+
+def _read_parquet(path: Path) -> Iterator[Record]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError(
+            f"Reading {str(path)!r} needs pyarrow, which is not installed: "
+            "pip install 'peagle[train]'"
+        ) from None
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    given = {key: value for key, value in row.items() if value is not None}
+                    yield Record(given, number, f"{path}, row {number}")
+    except (pyarrow.ArrowException, OSError) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise UserError(f"{str(path)!r} is not a whole Parquet file: {first_line}") from None
+
+
+# ---- conversations --------------------------------------------------------------------------
+
+
+def messages_of(record: Record) -> list[dict[str, Any]] | None:
+    """The messages of a record, None if it is no conversation.
+
+    `messages` has them as OpenAI's API does; `conversations` as ShareGPT does, with from and value.
+
+    Raises:
+        UserError: they are malformed.
+    """
+    messages = record.data.get("messages", record.data.get("conversations"))
+    if messages is None:
+        return None
+    if not isinstance(messages, list) or not all(isinstance(m, Mapping) for m in messages):
+        raise UserError(f"{record.where}: the messages are no list of objects.")
+    return [_message(message, record.where) for message in messages]
+
+
+def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if "from" in message and "role" not in message:
+        role = str(message["from"])
+        message = {"role": _ROLES.get(role, role), "content": message.get("value")}
+    if not isinstance(message.get("role"), str):
+        raise UserError(
+            f"{where}: a message has the role {message.get('role')!r}; expected user, assistant, "
+            "system, ..."
+        )
+    # Parquet has every key in every message.
+    return {key: value for key, value in message.items() if value is not None}
+
+
+def dialogue_of(record: Record) -> Dialogue:
+    """What is asked in a record: turns, messages (answers in them are left out) or a prompt.
+
+    Raises:
+        UserError: it has none of them, or they are malformed.
+    """
+    data = record.data
+    given = data.get("id", record.number)
+    if isinstance(given, bool) or not isinstance(given, str | int):
+        raise UserError(f"{record.where}: id is {given!r}; expected a string or a whole number.")
+    system: list[dict[str, Any]] = []
+    if (messages := messages_of(record)) is not None:
+        first = next((i for i, m in enumerate(messages) if m["role"] == "user"), len(messages))
+        system = [m for m in messages[:first] if m["role"] != "assistant"]
+        turns: Any = [m.get("content") for m in messages[first:] if m["role"] == "user"]
+    elif "turns" in data:
+        turns = data["turns"]
+    else:
+        turns = [data.get("prompt")]
+    if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
+        raise UserError(
+            f'{record.where}: expected {{"id", "turns": [...]}}, {{"id", "messages": [...]}} or '
+            f'{{"id", "prompt"}} with text; got {json.dumps(dict(data))[:60]}'
+        )
+    if not all(turns):
+        raise UserError(f"{record.where}: the prompt is empty; expected at least one character.")
+    return Dialogue(str(given), tuple(turns), tuple(system))
+
+
+# ---- stores ---------------------------------------------------------------------------------
+
+
+def read_store(path: Path) -> tuple[ResponseDataset, dict[str, Any]]:
+    """A .safetensors store of responses, whole and consistent, and its metadata.
+
+    Raises:
+        UserError: it is missing, truncated, or its tensors do not fit together.
+    """
+    if not path.is_file():
+        raise UserError(f"The data file {str(path)!r} is not there.")
+    names = ("tokens", "sequence_start_loc", "prompt_lens")
+    try:
+        with safe_open(path, framework="pt") as reader:
+            tensors = {name: reader.get_tensor(name) for name in names}
+            note = (reader.metadata() or {}).get(STORE_KEY)
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"{str(path)!r} is not a whole store of responses: {error} ({path.stat().st_size} "
+            "bytes). It was cut off or is another kind of file; make it again."
+        ) from None
+    for name, tensor in tensors.items():
+        if tensor.dim() != 1 or tensor.is_floating_point() or tensor.dtype == torch.bool:
+            raise UserError(
+                f"{str(path)!r}: {name} is {tensor.dtype} of shape {tuple(tensor.shape)}; expected "
+                "whole numbers in one dimension."
+            )
+    tokens, start_loc, prompt_lens = (tensors[name].long() for name in names)
+    lens = start_loc.diff()
+    fits = len(start_loc) == len(prompt_lens) + 1 and int(start_loc[0]) == 0
+    fits = fits and int(start_loc[-1]) == len(tokens) and bool((lens >= 0).all())
+    if not fits or bool(((prompt_lens < 0) | (prompt_lens > lens)).any()):
+        raise UserError(
+            f"{str(path)!r} is damaged: {len(tokens)} tokens, {len(prompt_lens)} prompts and "
+            f"{len(start_loc)} borders do not fit together. Make it again."
+        )
+    return ResponseDataset(tokens.int(), start_loc, prompt_lens), _object(note, path)
+
+
+def side_file(path: Path) -> Path:
+    """The file beside a data file that says where it comes from."""
+    return path.with_name(path.name + SIDE_SUFFIX)
+
+
+def read_side(path: Path) -> dict[str, Any]:
+    """What stands beside a data file, {} if nothing does.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    side = side_file(path)
+    try:
+        return _object(side.read_text(encoding="utf-8"), side)
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{str(side)!r} cannot be read: {error}.") from None
+
+
+def _object(text: str | None, path: Path) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"The metadata of {str(path)!r} is not JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise UserError(f"The metadata of {str(path)!r} is {text[:60]!r}; expected an object.")
+    return value
+
+
+def tokenizer_sha256(folder: str | Path, tokenizer: Any) -> str:
+    """What identifies a tokenizer: SHA-256 of tokenizer.json, else of the vocabulary.
+
+    The former is also what a head's fingerprint holds.
+    """
+    file = Path(folder) / "tokenizer.json"
+    if file.is_file():
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(vocabulary.encode()).hexdigest()

@@ -1,0 +1,301 @@
+"""Records to token sequences of which the end is supervised: the loss mask of chat templates.
+
+A sample is what one pass of serving sees: the prompt as the template renders it before an answer,
+and the tokens that the model writes then, its end-of-turn token included. A conversation of n
+answers makes n samples, since templates render earlier answers otherwise than the newest (reasoning
+is taken out), and what a template adds behind an answer is no model's word.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from peagle.chat import render_chat
+from peagle.errors import UserError
+from peagle.training.readers import Record, messages_of
+
+_ID_PAIRS = ("prompt_token_ids", "response_token_ids")
+_PROBE = [{"role": "user", "content": "Hello"}]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A sequence of which the response is supervised.
+
+    Attributes:
+        prompt, response: token ids.
+        group: what samples of one conversation have in common.
+    """
+
+    prompt: list[int]
+    response: list[int]
+    group: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """What could not become a sample.
+
+    Attributes:
+        reason: in words that many records share.
+        detail: more about this one.
+    """
+
+    reason: str
+    detail: str = ""
+
+
+class SampleMaker:
+    """Makes samples of records in any of the forms that are understood.
+
+    - {"prompt_token_ids", "response_token_ids"}: taken as they are;
+    - {"input_ids", "loss_mask"}: a sample for each supervised run;
+    - {"messages"}: a sample for each answer; with "turn", as `peagle data regenerate` writes, for
+      the last alone;
+    - {"prompt", "response"}: a conversation of one turn, or plain text where `chat` is False.
+
+    Args:
+        tokenizer: of the target; None makes samples of token ids only.
+        stop_ids: tokens that end a turn.
+        chat: render {"prompt", "response"} with the chat template; None does so if the tokenizer
+            has one.
+        chat_template, thinking: as `peagle.chat.render_chat` has them.
+
+    Raises:
+        UserError: the template is not usable, or has no thinking mode to set.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        stop_ids: Sequence[int] = (),
+        *,
+        chat: bool | None = None,
+        chat_template: str | Path | None = None,
+        thinking: bool | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._options: dict[str, Any] = {"chat_template": chat_template, "thinking": thinking}
+        self._stop_ids = frozenset(stop_ids)
+        self._chat = chat
+        if chat is None:
+            own = getattr(tokenizer, "chat_template", None)
+            self._chat = bool(own) or chat_template is not None
+        if tokenizer is not None and (thinking is not None or chat_template is not None):
+            render_chat(tokenizer, _PROBE, **self._options)
+
+    @property
+    def lacks_thinking(self) -> bool:
+        """Whether the template has a thinking mode and nobody chose one."""
+        if self.tokenizer is None or self._options["thinking"] is not None:
+            return False
+        try:
+            render_chat(self.tokenizer, _PROBE, **self._options)
+            render_chat(self.tokenizer, _PROBE, **{**self._options, "thinking": True})
+        except UserError:
+            return False
+        return True
+
+    def renders(self, record: Record) -> bool:
+        """Whether the chat template makes the samples of this record."""
+        data = record.data
+        if not {*_ID_PAIRS, "input_ids", "loss_mask"}.isdisjoint(data):
+            return False
+        return bool(self._chat) or not {"messages", "conversations"}.isdisjoint(data)
+
+    def samples(self, record: Record) -> Iterator[Sample | Dropped]:
+        """The samples of a record, or why there are none.
+
+        Raises:
+            UserError: the record is of none of the forms, or malformed.
+        """
+        data = record.data
+        if any(name in data for name in _ID_PAIRS):
+            prompt, response = (_ids(data.get(name), name, record.where) for name in _ID_PAIRS)
+            yield Sample(prompt, response, _group(record, prompt))
+        elif "input_ids" in data or "loss_mask" in data:
+            yield from _masked(record)
+        elif (messages := messages_of(record)) is not None:
+            yield from self._conversation(record, messages)
+        else:
+            texts = [data.get("prompt"), data.get("response")]
+            if not all(isinstance(text, str) for text in texts):
+                raise UserError(
+                    f"{record.where} has the keys {', '.join(map(str, data)) or 'none'}; expected "
+                    "messages, prompt and response (text), prompt_token_ids and "
+                    "response_token_ids, or input_ids and loss_mask."
+                )
+            yield from self._pair(record, str(texts[0]), str(texts[1]))
+
+    def _pair(self, record: Record, prompt: str, response: str) -> Iterator[Sample | Dropped]:
+        if self._chat:
+            messages = [
+                {"role": "user", "content": prompt},
+                {"role": "assistant", "content": response},
+            ]
+            yield from self._conversation(record, messages)
+            return
+        encode = self._tokenizer(record).encode
+        ids = [encode(text, add_special_tokens=False) for text in (prompt, response)]
+        yield Sample(ids[0], ids[1], _group(record, ids[0]))
+
+    def _conversation(
+        self, record: Record, messages: list[dict[str, Any]]
+    ) -> Iterator[Sample | Dropped]:
+        self._tokenizer(record)
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if not answers:
+            yield Dropped("no answer in the conversation")
+        if "turn" in record.data:
+            answers = answers[-1:]
+        group = _group(record, [])
+        was_cut = record.data.get("finish_reason") == "length"
+        for index in answers:
+            content = messages[index].get("content")
+            if not content or (isinstance(content, str) and not content.strip()):
+                yield Dropped("empty answer")
+                continue
+            cut_here = was_cut and index == len(messages) - 1
+            tools = record.data.get("tools")
+            yield self._answer(messages[: index + 1], group, tools, ends=not cut_here)
+
+    def _answer(
+        self, messages: list[dict[str, Any]], group: str, tools: Any, *, ends: bool
+    ) -> Sample | Dropped:
+        """The last message as what the model wrote after the prompt of those before it."""
+        tokenizer = self.tokenizer
+        assert tokenizer is not None
+        if len(messages) == 1:
+            return Dropped("an answer that nothing was asked before")
+        options = {**self._options, "tools": tools}
+        try:
+            prompt = render_chat(tokenizer, messages[:-1], **options)
+            opened = render_chat(tokenizer, messages, continue_final_message=True, **options)
+            closed = render_chat(tokenizer, messages, add_generation_prompt=False, **options)
+        except UserError as error:
+            return Dropped("the chat template does not render it", str(error))
+        response = self._continuation(prompt, opened)
+        if response is None:
+            return Dropped(
+                "the template renders the answer otherwise than a prompt for it begins",
+                "let the target answer in this process, or use another thinking mode",
+            )
+        reasoning = messages[-1].get("reasoning_content")
+        if isinstance(reasoning, str) and reasoning.strip() not in _text(tokenizer, response):
+            return Dropped("the template leaves out the reasoning of the answer")
+        rest = self._continuation(opened, closed)
+        if rest is None:
+            return Dropped("the template renders a finished answer otherwise than an open one")
+        if ends:
+            response = response + self._end_of_turn(rest)
+        return Sample(prompt, response, group)
+
+    def _continuation(self, first: list[int], longer: list[int]) -> list[int] | None:
+        """The tokens that make `longer` of `first`, None if it begins otherwise."""
+        if longer[: len(first)] == first:
+            return longer[len(first) :]
+        assert self.tokenizer is not None
+        # The tokenizer may join the end of the one with what follows; a model that goes on cannot.
+        before, whole = (_text(self.tokenizer, ids) for ids in (first, longer))
+        if not whole.startswith(before):
+            return None
+        return self.tokenizer.encode(whole[len(before) :], add_special_tokens=False)
+
+    def _end_of_turn(self, rest: list[int]) -> list[int]:
+        """Of the tokens behind an answer, those that the model writes: up to what stops it."""
+        assert self.tokenizer is not None
+        for ends in (self._stop_ids, frozenset(self.tokenizer.all_special_ids)):
+            for index, token in enumerate(rest):
+                if token in ends:
+                    return rest[: index + 1]
+        return []
+
+    def _tokenizer(self, record: Record) -> PreTrainedTokenizerBase:
+        if self.tokenizer is None:
+            raise UserError(
+                f"{record.where} is text; name the model whose tokenizer reads it with --target."
+            )
+        return self.tokenizer
+
+
+def stop_ids_of(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Tokens that end a turn: by the tokenizer, and by the model's generation_config and config."""
+    found: list[Any] = [tokenizer.eos_token_id]
+    for name in ("generation_config.json", "config.json"):
+        value = read_config(folder / name).get("eos_token_id")
+        found += value if isinstance(value, list) else [value]
+    return tuple(dict.fromkeys(one for one in found if type(one) is int))
+
+
+def vocab_size_of(folder: Path, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Rows of the target's embedding, by its config; else the tokenizer's tokens."""
+    config = read_config(folder / "config.json")
+    for section in (config, config.get("text_config")):
+        size = section.get("vocab_size") if isinstance(section, dict) else None
+        if type(size) is int and size > 0:
+            return size
+    return len(tokenizer)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A JSON object of a model folder, {} where there is none.
+
+    Raises:
+        UserError: it is not JSON.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{str(path)!r} is not JSON: {error}.") from None
+    return value if isinstance(value, dict) else {}
+
+
+def _masked(record: Record) -> Iterator[Sample | Dropped]:
+    ids = _ids(record.data.get("input_ids"), "input_ids", record.where)
+    mask = _ids(record.data.get("loss_mask"), "loss_mask", record.where)
+    if len(mask) != len(ids) or not set(mask) <= {0, 1}:
+        raise UserError(
+            f"{record.where}: loss_mask has {len(mask)} values for {len(ids)} input_ids; expected "
+            "a 0 or 1 for each."
+        )
+    if 1 not in mask:
+        yield Dropped("nothing is supervised")
+    begins = [i for i, on in enumerate(mask) if on and not (i and mask[i - 1])]
+    for begin in begins:
+        end = next((i for i in range(begin, len(mask)) if not mask[i]), len(mask))
+        yield Sample(ids[:begin], ids[begin:end], _group(record, ids[: begins[0]]))
+
+
+def _ids(value: Any, name: str, where: str) -> list[int]:
+    if not isinstance(value, list) or not all(type(one) is int for one in value):
+        shown = json.dumps(value)[:60]
+        raise UserError(f"{where}: {name} is {shown}; expected a list of whole numbers.")
+    return value
+
+
+def _group(record: Record, prompt: Sequence[int]) -> str:
+    """What comes first in the conversation: all of its samples have it in common."""
+    messages = record.data.get("messages", record.data.get("conversations"))
+    if isinstance(messages, list):
+        asked = [m for m in messages if isinstance(m, Mapping)]
+        texts = [m.get("content", m.get("value")) for m in asked if _is_user(m)]
+        return json.dumps(texts[:1])
+    text = record.data.get("prompt")
+    return json.dumps([text]) if isinstance(text, str) else json.dumps(list(prompt))
+
+
+def _is_user(message: Mapping[str, Any]) -> bool:
+    return message.get("role", message.get("from")) in ("user", "human")
+
+
+def _text(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    text: Any = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return text

@@ -1,0 +1,220 @@
+"""`peagle data`: the three commands from prompts to a file that train reads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peagle.cli import data_inspect
+from peagle.training.data import ResponseDataset
+from tests.cli.conftest import Pair, Peagle, environment
+from tests.conftest import VOCAB_SIZE, byte_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|endoftext|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "yes"}]}
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    rows = [{"id": f"p{i}", "prompt": f"say {i}"} for i in range(6)]
+    return write(tmp_path / "prompts.jsonl", *rows, {"id": "again", "prompt": "say 0"})
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> Path:
+    path = tmp_path / "chat.jinja"
+    path.write_text(TEMPLATE)
+    return path
+
+
+def test_from_prompts_to_what_train_reads(
+    peagle: Peagle, pair: Pair, prompts: Path, tmp_path: Path
+) -> None:
+    responses, train = tmp_path / "responses.jsonl", tmp_path / "train.safetensors"
+    command = ["data", "regenerate", prompts, *pair.options, "--output", responses]
+    command += ["--max-new-tokens", 12, "--ignore-eos", "--format", "json"]
+    result = peagle(*command)
+    assert result.status == 0, result.err
+    told = json.loads(result.out)
+    assert (told["prompts"], told["duplicates"], told["answers"], told["tokens"]) == (6, 1, 6, 72)
+    result = peagle(*command)
+    assert (json.loads(result.out)["resumed"], json.loads(result.out)["answers"]) == (6, 0)
+    result = peagle("data", "prepare", responses, "--target", pair.target, "-o", train)
+    assert result.status == 0 and result.err == "", result.err
+    assert result.out.startswith(f"{train}: 6 samples of 6 records, 102 tokens, 70.6% supervised\n")
+    dataset = ResponseDataset.load(train, byte_tokenizer(), VOCAB_SIZE, 64)
+    assert len(dataset) == 6 and dataset.prompt_lens.tolist() == [5] * 6
+    result = peagle("data", "inspect", train, "--format", "json", "--samples", 1)
+    found = json.loads(result.out)
+    assert (found["samples"], found["supervised"], found["duplicates"]) == (6, 72, 0)
+    assert found["length"]["p50"] == 17 and found["metadata"]["kind"] == "prepare"
+    assert len(found["shown"]) == 1 and len(found["shown"][0]["response_token_ids"]) == 12
+
+
+def test_samples_are_shown_with_their_mask(
+    peagle: Peagle, pair: Pair, template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chats = write(tmp_path / "chats.jsonl", CHAT)
+    command = ["data", "inspect", chats, "--target", pair.target, "--chat-template", template]
+    result = peagle(*command)
+    assert result.status == 0, result.err
+    assert "<user>q<|endoftext|>\n<assistant>[[yes<|endoftext|>]]\n" in result.out
+    assert result.out.startswith(f"{chats}: 1 samples, 24 tokens, 4 supervised (16.7%)\n")
+    monkeypatch.setattr(data_inspect, "has_styles", lambda _: True)
+    monkeypatch.setattr(data_inspect, "dim", lambda text, _: f"<dim>{text}</dim>")
+    monkeypatch.setattr(data_inspect, "bright", lambda text, _: f"<bright>{text}</bright>")
+    assert "<assistant></dim><bright>yes<|endoftext|></bright>" in peagle(*command).out
+
+
+def test_prepare_tells_what_it_leaves_out(
+    peagle: Peagle, pair: Pair, template: Path, tmp_path: Path
+) -> None:
+    ids = {"prompt_token_ids": [1], "response_token_ids": [2] * 90}
+    empty = {"messages": [CHAT["messages"][0], {"role": "assistant", "content": ""}]}
+    source = write(tmp_path / "a.jsonl", CHAT, CHAT, ids, empty)
+    output = tmp_path / "b.jsonl"
+    command = ["data", "prepare", source, "--target", pair.target, "-o", output]
+    command += ["--chat-template", template, "--max-length", 50]
+    result = peagle(*command)
+    assert result.status == 0
+    assert "does not say which tokenizer" in result.err
+    assert "truncated at 50 tokens: 1\n" in result.out
+    assert "left out, equal to another: 1\n" in result.out
+    assert f"dropped, empty answer: 1 (first: {source}, line 4)\n" in result.out
+    result = peagle(*command)
+    assert result.status == 2 and "--overwrite" in result.err
+    result = peagle(*command, "--overwrite", "--format", "json", "--long", "drop")
+    told = json.loads(result.out)
+    assert told["samples"] == 1 and told["dropped"]["longer than 50 tokens"] == 1
+
+
+def test_the_validation_split_is_written(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
+    rows = [{"prompt": f"ask {i}", "response": "answer"} for i in range(60)]
+    source, output, held = (tmp_path / name for name in ("a.jsonl", "b.safetensors", "c.jsonl"))
+    write(source, *rows)
+    command = ["data", "prepare", source, "--target", pair.target, "-o", output]
+    result = peagle(*command, "--validation", held, "--validation-share", 0.3, "--format", "json")
+    assert result.status == 0, result.err
+    told = json.loads(result.out)
+    assert told["samples"] + told["validation_samples"] == 60
+    assert 5 <= told["validation_samples"] == len(held.read_text().splitlines()) <= 35
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing"], "No such command 'nothing'"),
+        ([], "Missing command"),
+        (["prepare"], "FILE"),
+        (["prepare", "none.jsonl", "--target", "T", "-o", "x.jsonl"], "'none.jsonl' is not there"),
+        (["prepare", "P", "--target", "T", "-o", "x.csv"], "must end in"),
+        (["prepare", "P", "--target", "T", "-o", "P"], "choose another output"),
+        (["prepare", "P", "--target", "./none", "-o", "x.jsonl"], "'none' is not there"),
+        (["prepare", "P", "--target", "T", "-o", "x.jsonl", "--long", "x"], "'x' is not one of"),
+        (["prepare", "P", "--target", "T", "-o", "x.jsonl", "--thinking"], "no chat template"),
+        (["prepare", "P", "--target", "T", "-o", "x.jsonl"], "has the keys id, prompt"),
+        (["inspect", "none.jsonl"], "is not there"),
+        (["inspect", "P"], "has the keys id, prompt"),
+        (["inspect", "P", "--samples", "-1"], "--samples"),
+        (["regenerate", "P"], "--output"),
+        (["regenerate", "P", "-o", "x.txt"], "expected a name that ends in .jsonl"),
+        (["regenerate", "none.jsonl", "-o", "x.jsonl"], "is not there"),
+        (["regenerate", "P", "-o", "x.jsonl", "--limit", "0"], "--limit"),
+        (["regenerate", "P", "-o", "x.jsonl", "--endpoint", "x"], "--endpoint is 'x'"),
+        (
+            ["regenerate", "P", "-o", "x.jsonl", "--endpoint", "http://x", "--dtype", "float32"],
+            "--dtype has no effect on a server",
+        ),
+        (["regenerate", "P", "-o", "x.jsonl", "--target", "T", "--raw", "--thinking"], "--raw"),
+        (["regenerate", "P", "-o", "x.jsonl", "--target", "T", "--chat"], "no chat template"),
+    ],
+)
+def test_mistakes_exit_with_2(
+    peagle: Peagle,
+    pair: Pair,
+    prompts: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(prompts.parent)
+    names = {"P": prompts, "T": pair.target}
+    result = peagle("data", *(names.get(argument, argument) for argument in arguments))
+    assert (result.status, result.out) == (2, "")
+    assert "peagle: error: " in result.err and message in result.err
+    assert not list(prompts.parent.glob("x.*"))
+
+
+@pytest.mark.parametrize("action", ["regenerate", "prepare", "inspect"])
+def test_help_of_each_has_examples_and_needs_no_torch(action: str) -> None:
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
+        f"from peagle.cli.main import run; sys.exit(run(['data', {action!r}, '--help']))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    assert f"\n     peagle data {action} " in result.stdout.partition("Examples:")[2]
+
+
+def test_failures_are_told_after_the_rest_is_done(
+    peagle: Peagle, pair: Pair, tmp_path: Path
+) -> None:
+    rows = [{"id": "fine", "prompt": "x"}, {"id": "long", "prompt": "y" * 3000}]
+    output = tmp_path / "out.jsonl"
+    result = peagle(
+        *("data", "regenerate", write(tmp_path / "p.jsonl", *rows), "--target", pair.target),
+        *("-o", output, "--max-new-tokens", 3),
+    )
+    assert result.status == 2 and "1 answers to 2 prompts, " in result.out
+    assert "1 of 2 prompts have no whole answer; the first, 'long'" in result.err
+    assert [json.loads(line)["id"] for line in output.read_text().splitlines()] == ["fine"]
+
+
+def test_kill_and_go_on(pair: Pair, tmp_path: Path) -> None:
+    """kill -9 in the middle: the same command completes it as an uninterrupted run would have."""
+    rows = [{"id": i, "prompt": f"text {i}"} for i in range(120)]
+    source, output = write(tmp_path / "p.jsonl", *rows), tmp_path / "out.jsonl"
+
+    def command(path: Path) -> list[str]:
+        given = ["--target", pair.target, "-o", path, "--max-new-tokens", 40, "--temperature", 1]
+        given += ["--max-num-seqs", 4]
+        return [sys.executable, "-m", "peagle", "data", "regenerate", *map(str, [source, *given])]
+
+    process = subprocess.Popen(command(output), env=environment(), stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 60
+    while time.monotonic() < until and (
+        not output.exists() or output.read_bytes().count(b"\n") < 5
+    ):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    there = output.read_bytes().count(b"\n")
+    assert 5 <= there < 120
+    shutil.copy(output, tmp_path / "before.jsonl")
+    for path in (output, tmp_path / "whole.jsonl"):
+        subprocess.run(command(path), env=environment(), check=True, capture_output=True)
+    kept = (tmp_path / "before.jsonl").read_bytes()
+    assert output.read_bytes().startswith(kept[: kept.rindex(b"\n") + 1])
+    halves, whole = (
+        {row["id"]: row for row in map(json.loads, path.read_text().splitlines())}
+        for path in (output, tmp_path / "whole.jsonl")
+    )
+    assert halves == whole and len(whole) == 120

@@ -1,0 +1,269 @@
+"""The two-pass partition against one pass over all elements, and the paper's Algorithm 1."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from peagle.models.drafter import Drafter, DrafterConfig
+from peagle.models.elements import Elements, sample_elements
+from peagle.training.config import MethodSection
+from peagle.training.data import Batch
+from peagle.training.features import TargetStates
+from peagle.training.methods import Graded, Method, peagle_forward, select
+from peagle.training.partition import split_by_anchor, two_pass_backward
+
+K, N, H, VOCAB = 5, 40, 12, 50
+HEADS: list[dict[str, Any]] = [
+    {},
+    {"num_layers": 1, "norm_before_fc": True, "norm_before_residual": True},
+    {"num_layers": 3, "fc_norm": True, "qk_norm": True, "norm_output": True},
+    {"num_kv_heads": 4, "attention_bias": True},
+]
+# Documents of each row as (length, prompt); what is left of a row is padding.
+PACKED = [
+    [(9, 2), (17, 9), (14, 1)],
+    [(31, 4), (4, 1)],
+    [(5, 4), (3, 1), (3, 2)],  # two documents with nothing below depth 0
+]
+
+
+def make_head(**options: Any) -> Drafter:
+    """A random head in float64."""
+    torch.manual_seed(4)
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 20,
+        "num_layers": 2,
+        "num_attention_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "vocab_size": VOCAB,
+        "draft_vocab_size": VOCAB,
+        "target_hidden_size": H,
+        "aux_layer_ids": (0, 1, 2),
+        "mask_token_id": 1,
+    }
+    head = Drafter(DrafterConfig(**{**sizes, **options})).double()
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    return head
+
+
+def make_batch(rows: int) -> tuple[Batch, TargetStates]:
+    generator = torch.Generator().manual_seed(8)
+    tokens = torch.randint(2, VOCAB, (rows, N), generator=generator)
+    features = torch.randn(rows, N, 3 * H, generator=generator, dtype=torch.float64)
+    full = torch.full((rows,), N)
+    return Batch(tokens, full, torch.ones_like(full), N), TargetStates(features, features[..., :H])
+
+
+def make_elements(documents: list[list[tuple[int, int]]], multiple: int = 1) -> Elements:
+    """Sampled elements of rows that hold several documents each."""
+    document_of = torch.full((len(documents), N), len(documents[0]) + 9)
+    deepest = torch.full((len(documents), N), -1)
+    for row, lengths in enumerate(documents):
+        start = 0
+        for number, (length, prompt) in enumerate(lengths):
+            document_of[row, start : start + length] = number
+            for anchor in range(start + prompt - 1, start + length - 2):
+                deepest[row, anchor] = start + length - 3 - anchor
+            start += length
+    generator = torch.Generator().manual_seed(1)
+    sampled = sample_elements(
+        deepest, K, ratio=0.8, floor=0.3, generator=generator, multiple=multiple
+    )
+    own = document_of.gather(1, sampled.anchors).where(sampled.documents >= 0, -1)
+    return Elements(sampled.anchors, sampled.depths, own, sampled.supervised)
+
+
+def make_loss(head: Drafter, batch: Batch, elements: Elements) -> Callable[[Graded], Tensor]:
+    """Cross-entropy on the data's tokens, weighted by depth, over one global denominator."""
+    count = elements.supervised.sum()
+
+    def loss_of(graded: Graded) -> Tensor:
+        labels = batch.tokens_BN[graded.row, graded.anchor + graded.depth + 2]
+        losses = F.cross_entropy(head.compute_logits(graded.hidden_MD), labels, reduction="none")
+        return (losses * 0.9**graded.depth).sum() / count
+
+    return loss_of
+
+
+def gradients(head: Drafter) -> dict[str, Tensor]:
+    return {n: p.grad.clone() for n, p in head.named_parameters() if p.grad is not None}
+
+
+def flat(head: Drafter, batch: Batch, states: TargetStates, elements: Elements) -> Tensor:
+    head.zero_grad()
+    hidden = peagle_forward(head, batch, states, elements)
+    loss = make_loss(head, batch, elements)(select(elements, hidden))
+    loss.backward()
+    return loss.detach()
+
+
+def two_pass(
+    head: Drafter,
+    batch: Batch,
+    states: TargetStates,
+    elements: Elements,
+    segments: int,
+    *,
+    recompute: bool = False,
+    multiple: int = 1,
+) -> Tensor:
+    head.zero_grad()
+    method = Method(MethodSection(depth=K), recompute=recompute)  # type: ignore[call-arg]
+    method.multiple = multiple
+    return two_pass_backward(
+        head,
+        batch,
+        states,
+        elements,
+        segments,
+        make_loss(head, batch, elements),
+        method=method,
+        autocast=nullcontext,
+    )
+
+
+def cumulative(
+    head: Drafter, batch: Batch, states: TargetStates, elements: Elements, segments: int
+) -> Tensor:
+    """The paper's Algorithm 1: each segment with all the context before it, computed anew."""
+    head.zero_grad()
+    loss_of = make_loss(head, batch, elements)
+    total = torch.zeros((), dtype=torch.float64)
+    borders = [round(i * N / segments) for i in range(segments + 1)]
+    for begin, end in itertools.pairwise(borders):
+        length = min(end + 1, N)  # the token after the last anchor is an input too
+        own = (elements.anchors >= begin) & (elements.anchors < end)
+        is_context = (elements.depths == 0) & (elements.anchors < length)
+        keep = (is_context | (own & elements.supervised))[0]
+        part = Elements(
+            elements.anchors[:, keep],
+            elements.depths[:, keep],
+            elements.documents[:, keep],
+            (elements.supervised & own)[:, keep],
+        )
+        prefix = Batch(batch.tokens_BN[:, :length], batch.lengths_B, batch.prompt_lens_B, length)
+        seen = TargetStates(states.features_BNA[:, :length], states.hidden_BNH[:, :length])
+        loss = loss_of(select(part, peagle_forward(head, prefix, seen, part)))
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def assert_same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+    assert first.keys() == second.keys()
+    for name, gradient in first.items():
+        torch.testing.assert_close(gradient, second[name], atol=1e-9, rtol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
+@pytest.mark.parametrize("segments", [1, 2, 3, 8, 60])
+def test_gradients_equal_those_of_one_pass(segments: int, recompute: bool) -> None:
+    head, (batch, states), elements = make_head(), make_batch(3), make_elements(PACKED)
+    loss = flat(head, batch, states, elements)
+    expected = gradients(head)
+    assert all(gradient.abs().max() > 1e-4 for gradient in expected.values())
+    value = two_pass(head, batch, states, elements, segments, recompute=recompute)
+    torch.testing.assert_close(value, loss, atol=1e-12, rtol=1e-12)
+    assert_same(gradients(head), expected)
+
+
+@pytest.mark.parametrize("options", HEADS, ids=str)
+def test_gradients_of_every_kind_of_head(options: dict[str, Any]) -> None:
+    head, (batch, states), elements = make_head(**options), make_batch(3), make_elements(PACKED)
+    flat(head, batch, states, elements)
+    expected = gradients(head)
+    two_pass(head, batch, states, elements, 4, multiple=8)
+    assert_same(gradients(head), expected)
+
+
+def test_frozen_embeddings_stay_without_gradient() -> None:
+    head, (batch, states), elements = make_head(), make_batch(3), make_elements(PACKED)
+    head.embed_tokens.requires_grad_(False)
+    flat(head, batch, states, elements)
+    expected = gradients(head)
+    two_pass(head, batch, states, elements, 3)
+    assert "embed_tokens.weight" not in expected
+    assert_same(gradients(head), expected)
+
+
+@pytest.mark.parametrize("segments", [1, 2, 5])
+def test_algorithm_1_gives_the_same_gradients(segments: int) -> None:
+    head, (batch, states) = make_head(), make_batch(1)
+    elements = make_elements([[(13, 3), (27, 6)]])
+    loss = cumulative(head, batch, states, elements, segments)
+    expected = gradients(head)
+    value = two_pass(head, batch, states, elements, segments)
+    torch.testing.assert_close(value, loss, atol=1e-12, rtol=1e-12)
+    assert_same(gradients(head), expected)
+
+
+def test_recomputed_layers_give_the_same_gradients_in_one_pass() -> None:
+    head, (batch, states), elements = make_head(), make_batch(3), make_elements(PACKED)
+    flat(head, batch, states, elements)
+    expected = gradients(head)
+    head.zero_grad()
+    hidden = peagle_forward(head, batch, states, elements, recompute=True)
+    make_loss(head, batch, elements)(select(elements, hidden)).backward()
+    assert_same(gradients(head), expected)
+
+
+def listed(elements: Elements, row: int) -> list[tuple[int, int]]:
+    chosen = elements.supervised[row]
+    return list(
+        zip(
+            elements.anchors[row][chosen].tolist(),
+            elements.depths[row][chosen].tolist(),
+            strict=True,
+        )
+    )
+
+
+@pytest.mark.parametrize("multiple", [1, 8])
+@pytest.mark.parametrize("segments", [1, 3, 7, 60])
+def test_every_chain_lies_in_one_segment(segments: int, multiple: int) -> None:
+    elements = make_elements(PACKED, multiple)
+    parts = split_by_anchor(elements, N, segments, K, multiple)
+    assert len(parts) == segments
+    for row in range(3):
+        by_part = [listed(part, row) for part in parts]
+        together = [pair for pairs in by_part for pair in pairs]
+        assert sorted(together) == sorted(p for p in listed(elements, row) if p[1] > 0)
+        assert together == sorted(together), "ascending anchors, chains side by side"
+        owners = [{a for a, _ in pairs} for pairs in by_part]
+        assert sum(map(len, owners)) == len(set().union(*owners))
+        share = len(together) / segments
+        assert all(len(pairs) <= share + K - 1 for pairs in by_part)
+    for part in parts:
+        assert (part.documents[~part.supervised] == -1).all(), "the rest is padding"
+        assert part.anchors.shape[1] % multiple == 0
+
+
+def test_padded_sizes_do_not_depend_on_the_rows() -> None:
+    sizes = {
+        part.anchors.shape[1]
+        for documents in ([[(40, 1)]], [[(6, 3)]], [[(9, 2), (17, 9), (14, 1)]])
+        for part in split_by_anchor(make_elements(documents, 8), N, 3, K, 8)
+    }
+    assert len(sizes) == 1
+
+
+def test_nothing_below_depth_0_is_no_segment() -> None:
+    only_context = make_elements([[(3, 1)]])
+    assert split_by_anchor(only_context, N, 4, K) == []
+    head, (batch, states) = make_head(), make_batch(1)
+    flat(head, batch, states, only_context)
+    expected = gradients(head)
+    two_pass(head, batch, states, only_context, 4)
+    assert_same(gradients(head), expected)

@@ -1,0 +1,429 @@
+"""Training data from conversations: masks against texts by hand, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from peagle.errors import UserError
+from peagle.training.data import ResponseDataset
+from peagle.training.prepare import Limits, Report, prepare
+from peagle.training.readers import STORE_KEY, Record, read_records, read_side, read_store
+from peagle.training.samples import Dropped, Sample, SampleMaker
+from tests.conftest import VOCAB_SIZE, byte_tokenizer
+
+END = "<|endoftext|>"
+Messages = list[dict[str, Any]]
+Turns = list[tuple[str, str]]
+
+
+def tokens(text: str) -> list[int]:
+    """Token ids by hand: 0 for the end of text, and each byte by its place in the alphabet."""
+    vocab = byte_tokenizer().get_vocab()
+    # The usual table: printable bytes stand for themselves, the others follow from 256 on.
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in shown]
+    letter = {b: chr(b) for b in shown} | {b: chr(256 + i) for i, b in enumerate(others)}
+    ids: list[int] = []
+    for index, part in enumerate(text.split(END)):
+        ids += [0] if index else []
+        ids += [vocab[letter[byte]] for byte in part.encode()]
+    return ids
+
+
+# ---- templates, and what they must come to, written in Python --------------------------------
+
+# Adds a newline behind the end of a turn, which no model writes.
+ADDS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|endoftext|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+# Takes blanks off what is said, and has a system prompt of its own.
+TRIMS = (
+    "{% if messages[0].role != 'system' %}[system]be kind<|endoftext|>{% endif %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+# No token ends a turn.
+BARE = (
+    "{% for m in messages %}{{ m.role | upper }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT: {% endif %}"
+)
+# Reasoning stands in the newest answer only; without thinking an empty one is put there.
+THINKS = (
+    "{% for m in messages %}<{{ m.role }}>"
+    "{% if m.role == 'assistant' and loop.last %}"
+    "<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}"
+    "{{ m.content }}<|endoftext|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+    "{% endif %}"
+)
+
+
+def adds(turns: Turns) -> list[tuple[str, str]]:
+    pairs, before = [], ""
+    for question, answer in turns:
+        before += f"<user>{question}{END}\n<assistant>"
+        pairs.append((before, answer + END))
+        before += f"{answer}{END}\n"
+    return pairs
+
+
+def trims(turns: Turns) -> list[tuple[str, str]]:
+    pairs, before = [], f"[system]be kind{END}"
+    for question, answer in turns:
+        before += f"[user]{question.strip()}{END}[assistant]"
+        pairs.append((before, answer.strip() + END))
+        before += answer.strip() + END
+    return pairs
+
+
+def bare(turns: Turns) -> list[tuple[str, str]]:
+    pairs, before = [], ""
+    for question, answer in turns:
+        before += f"USER: {question}\nASSISTANT: "
+        pairs.append((before, answer))
+        before += f"{answer}\n"
+    return pairs
+
+
+def no_thinking(turns: Turns) -> list[tuple[str, str]]:
+    pairs, before = [], ""
+    for question, answer in turns:
+        before += f"<user>{question}{END}\n<assistant>"
+        pairs.append((before + "<think>\n\n</think>\n\n", answer + END))
+        before += f"{answer}{END}\n"
+    return pairs
+
+
+def conversation(turns: Turns) -> Messages:
+    roles = ("user", "assistant")
+    return [{"role": r, "content": t} for turn in turns for r, t in zip(roles, turn, strict=True)]
+
+
+def record(**data: Any) -> Record:
+    return Record(data, 1, "file, line 1")
+
+
+def maker(template: str | None = None, **options: Any) -> SampleMaker:
+    return SampleMaker(byte_tokenizer(), (0,), chat_template=template, **options)
+
+
+def made(one: SampleMaker, **data: Any) -> list[tuple[list[int], list[int]]]:
+    found = list(one.samples(record(**data)))
+    assert all(isinstance(sample, Sample) for sample in found), found
+    return [(s.prompt, s.response) for s in found if isinstance(s, Sample)]
+
+
+WORDS = ["a", "b c", "é", "日本", "{{ x }}", "two\nlines", "q? ", "<user>", "1", "end."]
+
+
+def random_turns(seed: int, *, blanks: bool) -> Turns:
+    chance = random.Random(seed)
+
+    def text() -> str:
+        words = " ".join(chance.choices(WORDS, k=chance.randint(1, 5)))
+        return f"  {words}\n " if blanks and chance.random() < 0.5 else words.strip()
+
+    return [(text(), text()) for _ in range(chance.randint(1, 4))]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected", "options"),
+    [
+        (ADDS, adds, {}),
+        (TRIMS, trims, {}),
+        (BARE, bare, {}),
+        (THINKS, no_thinking, {"thinking": False}),
+    ],
+    ids=["adds", "trims", "bare", "no-thinking"],
+)
+def test_masks_equal_those_by_hand(
+    template: str, expected: Callable[[Turns], list[tuple[str, str]]], options: dict
+) -> None:
+    one = maker(template, **options)
+    for seed in range(25):
+        turns = random_turns(seed, blanks=template is TRIMS)
+        found = made(one, messages=conversation(turns))
+        wanted = [(tokens(prompt), tokens(response)) for prompt, response in expected(turns)]
+        assert found == wanted, turns
+
+
+def joining_tokenizer() -> PreTrainedTokenizerFast:
+    """The byte tokenizer, with one token more: a blank and an x."""
+    data = json.loads(byte_tokenizer().backend_tokenizer.to_str())
+    data["model"]["vocab"]["\u0120x"] = 258
+    data["model"]["merges"] = [["\u0120", "x"]]
+    core = Tokenizer.from_str(json.dumps(data))
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=END)
+
+
+def test_no_token_reaches_over_the_end_of_the_prompt() -> None:
+    tokenizer = joining_tokenizer()
+    assert tokenizer.encode(": x") == [*tokens(":"), 258], "the tokenizer joins them"
+    messages = conversation([("q", "x"), ("r", "xx")])
+    found = made(SampleMaker(tokenizer, (0,), chat_template=BARE), messages=messages)
+    # A blank and x are one token in the history, two at the border that serving has.
+    first = tokens("USER: q\nASSISTANT: ")
+    history = [*tokens("USER: q\nASSISTANT:"), 258, *tokens("\nUSER: r\nASSISTANT: ")]
+    assert found == [(first, tokens("x")), (history, tokens("xx"))]
+
+
+def test_reasoning_is_supervised_in_its_own_turn_only() -> None:
+    messages = conversation([("q", "yes"), ("r", "no")])
+    messages[1]["reasoning_content"] = "hm"
+    messages[3]["reasoning_content"] = "well"
+    first, second = made(maker(THINKS, thinking=True), messages=messages)
+    begin = f"<user>q{END}\n<assistant>"
+    assert first == (tokens(begin), tokens(f"<think>\nhm\n</think>\n\nyes{END}"))
+    begin += f"yes{END}\n<user>r{END}\n<assistant>"
+    assert second == (tokens(begin), tokens(f"<think>\nwell\n</think>\n\nno{END}"))
+
+
+def test_a_cut_answer_has_no_end_and_a_numbered_turn_is_one_sample() -> None:
+    messages = conversation([("q", "yes"), ("r", "no")])
+    one = maker(ADDS)
+    cut = made(one, messages=messages, finish_reason="length")
+    assert [response for _, response in cut] == [tokens(f"yes{END}"), tokens("no")]
+    last = made(one, messages=messages, turn=2)
+    assert last == [(tokens(adds([("q", "yes"), ("r", "no")])[1][0]), tokens(f"no{END}"))]
+
+
+def reasons(one: SampleMaker, **data: Any) -> list[str]:
+    return [d.reason for d in one.samples(record(**data)) if isinstance(d, Dropped)]
+
+
+def test_what_cannot_be_a_sample_says_why() -> None:
+    user = {"role": "user", "content": "q"}
+    answer = {"role": "assistant", "content": "yes"}
+    one = maker(ADDS)
+    assert reasons(one, messages=[user]) == ["no answer in the conversation"]
+    assert reasons(one, messages=[user, answer | {"content": " "}]) == ["empty answer"]
+    assert reasons(one, messages=[answer]) == ["an answer that nothing was asked before"]
+    thought = answer | {"reasoning_content": "hm"}
+    assert reasons(one, messages=[user, thought]) == [
+        "the template leaves out the reasoning of the answer"
+    ]
+    strict = "{{ raise_exception('no') if messages | length > 1 }}{{ messages[0].content }}"
+    assert reasons(maker(strict), messages=[user, answer]) == [
+        "the chat template does not render it"
+    ]
+    opens = ADDS.replace("<assistant>{%", "<assistant><think>{%")
+    (why,) = reasons(maker(opens), messages=[user, answer])
+    assert why == "the template renders the answer otherwise than a prompt for it begins"
+    assert reasons(one, input_ids=[1, 2], loss_mask=[0, 0]) == ["nothing is supervised"]
+
+
+def test_token_ids_and_masks_pass_as_they_are() -> None:
+    ids = {"prompt_token_ids": [5, 6], "response_token_ids": [7, 0]}
+    assert made(SampleMaker(None), **ids) == [([5, 6], [7, 0])]
+    runs = made(SampleMaker(None), input_ids=[9, 8, 7, 6, 5, 4], loss_mask=[0, 1, 1, 0, 1, 1])
+    assert runs == [([9], [8, 7]), ([9, 8, 7, 6], [5, 4])]
+
+
+def test_pairs_are_chats_or_plain_text() -> None:
+    pair = {"prompt": "ab", "response": "cd"}
+    assert made(maker(), **pair) == [(tokens("ab"), tokens("cd"))], "no template, no chat"
+    wanted = [(tokens(f"<user>ab{END}\n<assistant>"), tokens(f"cd{END}"))]
+    assert made(maker(ADDS), **pair) == wanted
+    assert made(maker(ADDS, chat=False), **pair) == [(tokens("ab"), tokens("cd"))]
+
+
+def test_sharegpt_is_read_as_messages() -> None:
+    shared = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "yes"}]
+    assert made(maker(ADDS), conversations=shared) == made(
+        maker(ADDS), messages=conversation([("q", "yes")])
+    )
+
+
+# ---- whole files ----------------------------------------------------------------------------
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def ids(prompt: list[int], response: list[int]) -> dict[str, list[int]]:
+    return {"prompt_token_ids": prompt, "response_token_ids": response}
+
+
+def run(source: Path, fingerprint: str = "f", **limits: Any) -> tuple[Any, Any, Report]:
+    wanted = {"vocab_size": VOCAB_SIZE, "max_length": 16, **limits}
+    return prepare([source], maker(ADDS), Limits(**wanted), fingerprint)
+
+
+def test_limits_duplicates_and_reasons_are_counted(tmp_path: Path) -> None:
+    rows = [
+        ids([1, 2], [3, 4, 5]),
+        ids([1, 2], [3, 4, 5]),
+        ids([1], [2, 3, 4, 5]),  # the same tokens, otherwise divided
+        ids([1], [2]),
+        ids([], [2, 3]),
+        ids([7] * 10, [8] * 10),
+        ids([7] * 15, [8] * 10),
+    ]
+    source = write(tmp_path / "a.jsonl", *rows)
+    train, _, report = run(source)
+    assert (report.records, report.samples, report.duplicates, report.truncated) == (7, 3, 1, 1)
+    assert report.dropped == {
+        "response of less than 2 tokens": 1,
+        "empty prompt": 1,
+        "prompt leaves no room for a response within 16 tokens": 1,
+    }
+    assert report.details["empty prompt"].endswith("a.jsonl, line 5")
+    assert (report.tokens, report.supervised) == (5 + 5 + 16, 3 + 4 + 6)
+    assert train.tokens.tolist()[-16:] == [7] * 10 + [8] * 6
+    assert report.unknown_tokenizer == [str(source)]
+    _, _, strict = run(source, truncate=False)
+    assert strict.dropped["longer than 16 tokens"] == 2 and strict.samples == 2
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".jsonl"])
+def test_train_reads_what_is_written(tmp_path: Path, suffix: str) -> None:
+    rows = [ids([1, 2], [3, 4, 5]), {"messages": conversation([("q", "yes"), ("r", "no")])}]
+    source = write(tmp_path / "a.jsonl", *rows)
+    train, _, _ = run(source, max_length=64)
+    output = tmp_path / f"out{suffix}"
+    train.write(output, {"tokenizer_sha256": "f"})
+    dataset = ResponseDataset.load(output, byte_tokenizer(), VOCAB_SIZE, 64)
+    wanted = [([1, 2], [3, 4, 5])]
+    wanted += [(tokens(p), tokens(r)) for p, r in adds([("q", "yes"), ("r", "no")])]
+    assert dataset.tokens.tolist() == [token for p, r in wanted for token in p + r]
+    assert dataset.prompt_lens.tolist() == [len(p) for p, _ in wanted]
+    assert dataset.start_loc.diff().tolist() == [len(p) + len(r) for p, r in wanted]
+    again, _, report = run(output, max_length=64)
+    assert again.tokens == train.tokens and report.unknown_tokenizer == []
+    metadata = read_store(output)[1] if suffix == ".safetensors" else read_side(output)
+    assert metadata == {"tokenizer_sha256": "f"}
+    assert [p.name for p in tmp_path.iterdir() if "partial" in p.name] == []
+
+
+def test_other_tokenizers_are_refused(tmp_path: Path) -> None:
+    train, _, _ = run(write(tmp_path / "a.jsonl", ids([1, 2], [3, 4, 5])))
+    for name in ("b.safetensors", "b.jsonl"):
+        train.write(tmp_path / name, {"tokenizer_sha256": "theirs"})
+        with pytest.raises(UserError, match="another tokenizer"):
+            run(tmp_path / name, fingerprint="ours")
+
+
+def test_a_conversation_is_on_one_side_of_the_split(tmp_path: Path) -> None:
+    chats = [conversation([(f"q{i}", "yes"), (f"r{i}", "no")]) for i in range(200)]
+    # Each turn as a record of its own, as regenerate writes them.
+    rows = [{"turn": 1, "messages": chat[:2]} for chat in chats]
+    rows += [{"turn": 2, "messages": chat} for chat in chats]
+    train, held_out, report = run(
+        write(tmp_path / "a.jsonl", *rows), max_length=200, validation_share=0.25
+    )
+    text = byte_tokenizer().decode
+    sides = []
+    for side in (train, held_out):
+        begin, firsts = 0, []
+        for length in side.lens:
+            first = text(side.tokens[begin : begin + length].tolist()).split(END)[0]
+            firsts.append(first)
+            begin += length
+        assert all(firsts.count(first) == 2 for first in firsts), "both turns of a conversation"
+        sides.append(set(firsts))
+    assert not sides[0] & sides[1] and len(sides[0] | sides[1]) == 200
+    assert 25 <= len(sides[1]) <= 75 and report.validation_samples == 2 * len(sides[1])
+    rows.reverse()
+    again = run(write(tmp_path / "b.jsonl", *rows), max_length=200, validation_share=0.25)[2]
+    assert again.validation_samples == report.validation_samples, "the order does not matter"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (ids([1], [2, 400]), "token id 400; the target's vocabulary is 0 to 319"),
+        (ids([1], [-2, 4]), "token id -2"),
+        ({"prompt_token_ids": [1]}, "response_token_ids is null"),
+        ({"prompt_token_ids": [True], "response_token_ids": [1]}, r"is \[true\]"),
+        ({"input_ids": [1, 2], "loss_mask": [1]}, "1 values for 2 input_ids"),
+        ({"input_ids": [1, 2], "loss_mask": [1, 2]}, "expected a 0 or 1"),
+        ({"messages": "x"}, "no list of objects"),
+        ({"messages": [{"content": "x"}]}, "the role None"),
+        ({"text": "x"}, "has the keys text; expected messages"),
+        ({"messages": [{"role": "user", "content": "q"}]}, "1 × no answer in the conversation"),
+        ([1, 2], r"line 1 is \[1, 2\]; expected a JSON object"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, row: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        run(write(tmp_path / "a.jsonl", row))
+
+
+def test_files_that_are_damaged_or_of_another_kind(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(ids([1], [2, 3])) + '\n{"prompt_to')
+    with pytest.raises(UserError, match="line 2 ends in the middle"):
+        run(path)
+    path.write_bytes(b'{"prompt": "\xff"}\n')
+    with pytest.raises(UserError, match="line 1 is not UTF-8"):
+        run(path)
+    with pytest.raises(UserError, match=r"expected \.jsonl or \.parquet"):
+        run(write(tmp_path / "a.csv", 1))
+    with pytest.raises(UserError, match="is not there"):
+        run(tmp_path / "none.jsonl")
+    path.write_text("")
+    with pytest.raises(UserError, match="the files are empty"):
+        run(path)
+
+
+def test_a_thinking_mode_must_be_chosen(tmp_path: Path) -> None:
+    assert maker(THINKS).lacks_thinking and not maker(THINKS, thinking=False).lacks_thinking
+    assert not maker(ADDS).lacks_thinking and not maker().lacks_thinking
+    limits = Limits(VOCAB_SIZE)
+    chats = write(tmp_path / "a.jsonl", {"messages": conversation([("q", "yes")])})
+    with pytest.raises(UserError, match="--thinking or --no-thinking"):
+        prepare([chats], maker(THINKS), limits, "f", needs_thinking=True)
+    plain = write(tmp_path / "b.jsonl", ids([1], [2, 3]))
+    assert prepare([plain], maker(THINKS), limits, "f", needs_thinking=True)[2].samples == 1
+    with pytest.raises(UserError, match="has no thinking mode"):
+        maker(ADDS, thinking=True)
+
+
+@pytest.mark.parametrize("wrong", [{"max_length": 2}, {"validation_share": 1.0}])
+def test_limits_are_checked(wrong: dict) -> None:
+    with pytest.raises(UserError, match=str(next(iter(wrong.values())))[:1]):
+        Limits(VOCAB_SIZE, **wrong)
+
+
+def test_parquet_needs_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(UserError, match=r"pip install 'peagle\[train\]'"):
+        run(tmp_path / "a.parquet")
+
+
+def test_parquet_is_read(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [{"messages": conversation([("q", "yes")]), "id": "x"}, {"messages": None, "id": "y"}]
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    found = list(read_records(path))
+    assert [dict(one.data) for one in found] == [rows[0], {"id": "y"}]
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match="not a whole Parquet file"):
+        list(read_records(path))
+
+
+def test_the_store_keeps_its_metadata_under_one_key(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    train, _, _ = run(write(tmp_path / "a.jsonl", ids([1, 2], [3, 4, 5])))
+    train.write(tmp_path / "b.safetensors", {"tokenizer_sha256": "f"})
+    with safe_open(tmp_path / "b.safetensors", framework="pt") as store:
+        assert json.loads(store.metadata()[STORE_KEY]) == {"tokenizer_sha256": "f"}
+        assert store.get_tensor("tokens").dtype == torch.int32

@@ -1,0 +1,477 @@
+"""Prompts to responses: order, resuming, seeds, and the two who answer."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peagle import LLM, SamplingParams
+from peagle.chat import render_chat
+from peagle.errors import UserError
+from peagle.training.data import ResponseDataset
+from peagle.training.endpoint_answers import EndpointAnswerer, Patience
+from peagle.training.local_answers import LocalAnswerer
+from peagle.training.readers import Dialogue, Record, dialogue_of, read_side
+from peagle.training.regenerate import (
+    Answer,
+    Answerer,
+    Ask,
+    Failure,
+    Progress,
+    regenerate,
+    seed_of,
+)
+from tests.conftest import VOCAB_SIZE, byte_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% if enable_thinking %}<think>{% endif %}{% endif %}"
+)
+HURRY = Patience(retries=3, first_wait_s=0.01, timeout_s=10.0)
+
+
+class Parrot:
+    """Says what it was asked, newest question first; some questions fail, or stop it."""
+
+    is_chat = True
+
+    def __init__(self, *, fails: tuple[str, ...] = (), stops_at: str = "", chat: bool = True):
+        self.asked: list[tuple[str, int]] = []
+        self.fails, self.stops_at, self.is_chat = fails, stops_at, chat
+
+    def answers(self, take: Callable[[], Ask | None]) -> Iterator[tuple[Ask, Answer | Failure]]:
+        under_way: list[Ask] = []
+        while True:
+            while len(under_way) < 3 and (ask := take()) is not None:
+                under_way.append(ask)
+            if not under_way:
+                return
+            ask = under_way.pop()
+            question = ask.messages[-1]["content"]
+            if question == self.stops_at:
+                raise KeyboardInterrupt
+            self.asked.append((ask.dialogue.id, ask.turn))
+            if question in self.fails:
+                yield ask, Failure("it is dumb.")
+                continue
+            reason = "length" if question.startswith("long") else "stop"
+            yield ask, Answer(f"{question}! {ask.seed}", reason, "hm", 3)
+
+
+def ask_all(
+    output: Path, dialogues: list[Dialogue], answerer: Answerer, **options: Any
+) -> Progress:
+    return regenerate(dialogues, answerer, output, {"model": "m", **options}, {"who": "test"})
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def by_turn(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
+    return {(line["id"], line["turn"]): line for line in lines(path)}
+
+
+DIALOGUES = [
+    Dialogue("a", ("one", "two", "three")),
+    Dialogue("b", ("four",), ({"role": "system", "content": "be kind"},)),
+    Dialogue("c", ("long five", "six")),
+    Dialogue("d", ("seven", "eight")),
+]
+EVERY_TURN = {("a", 1), ("a", 2), ("a", 3), ("b", 1), ("c", 1), ("d", 1), ("d", 2)}
+
+
+def test_turns_follow_each_other_without_reasoning(tmp_path: Path) -> None:
+    path = tmp_path / "sub" / "out.jsonl"
+    progress = ask_all(path, DIALOGUES, Parrot())
+    found = by_turn(path)
+    assert set(found) == EVERY_TURN and len(lines(path)) == 7, "nothing after the cut answer"
+    assert (progress.prompts, progress.answers, progress.cut, progress.tokens) == (4, 7, 1, 21)
+    messages = found["a", 3]["messages"]
+    assert [m["role"] for m in messages] == ["user", "assistant"] * 3
+    assert [m["content"] for m in messages[::2]] == ["one", "two", "three"]
+    assert messages[1]["content"] == found["a", 1]["messages"][1]["content"]
+    assert ["reasoning_content" in m for m in messages] == [False] * 5 + [True]
+    assert found["b", 1]["messages"][0] == {"role": "system", "content": "be kind"}
+    side = read_side(path)
+    assert side["options"] == {"model": "m"} and side["who"] == "test" and side["answers"] == 7
+    assert len(side["output_sha256"]) == 64
+
+
+def test_seeds_depend_on_the_conversation_alone(tmp_path: Path) -> None:
+    ask_all(tmp_path / "a.jsonl", DIALOGUES, Parrot())
+    ask_all(tmp_path / "b.jsonl", DIALOGUES[::-1], Parrot())
+    assert by_turn(tmp_path / "a.jsonl") == by_turn(tmp_path / "b.jsonl")
+    seeds = [line["seed"] for line in lines(tmp_path / "a.jsonl")]
+    assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**31 for seed in seeds)
+    question = [{"role": "user", "content": "one"}]
+    assert seed_of(0, question) == by_turn(tmp_path / "a.jsonl")["a", 1]["seed"]
+    assert seed_of(1, question) != seed_of(0, question)
+
+
+@pytest.mark.parametrize("stops_at", ["one", "two", "four", "long five", "seven", "eight"])
+def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path, stops_at: str) -> None:
+    path = tmp_path / "out.jsonl"
+    first = Parrot(stops_at=stops_at)
+    with pytest.raises(KeyboardInterrupt):
+        ask_all(path, DIALOGUES, first)
+    there = len(lines(path))
+    assert there == len(first.asked) < 7
+    second = Parrot()
+    progress = ask_all(path, DIALOGUES, second)
+    assert (progress.resumed, progress.answers) == (there, 7 - there)
+    assert not set(first.asked) & set(second.asked), "nothing is asked twice"
+    whole = tmp_path / "whole.jsonl"
+    ask_all(whole, DIALOGUES, Parrot())
+    assert by_turn(path) == by_turn(whole) and len(lines(path)) == 7
+    third = Parrot()
+    ask_all(path, DIALOGUES, third)
+    assert third.asked == []
+
+
+def test_a_half_written_line_is_removed_and_asked_again(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    ask_all(path, DIALOGUES, Parrot())
+    whole = path.read_bytes()
+    wanted = by_turn(path)
+    last = whole.rstrip(b"\n").rindex(b"\n") + 1
+    for size in range(last + 1, len(whole), 37):
+        path.write_bytes(whole[:size])
+        again = Parrot()
+        ask_all(path, DIALOGUES, again)
+        assert len(again.asked) == 1 and by_turn(path) == wanted and path.read_bytes() == whole
+
+
+def test_failures_leave_their_prompts_for_the_next_run(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    progress = ask_all(path, DIALOGUES, Parrot(fails=("two", "four")))
+    assert progress.failures == {"a": "it is dumb.", "b": "it is dumb."}
+    assert set(by_turn(path)) == EVERY_TURN - {("a", 2), ("a", 3), ("b", 1)}
+    second = Parrot()
+    ask_all(path, DIALOGUES, second)
+    assert set(second.asked) == {("a", 1), ("a", 2), ("b", 0)}
+    assert set(by_turn(path)) == EVERY_TURN
+
+
+def test_equal_prompts_are_asked_once(tmp_path: Path) -> None:
+    parrot = Parrot()
+    twice = [Dialogue("x", ("one",)), Dialogue("y", ("one",)), Dialogue("z", ("one", "two"))]
+    progress = ask_all(tmp_path / "out.jsonl", twice, parrot)
+    assert (progress.prompts, progress.duplicates) == (2, 1)
+    assert sorted(parrot.asked) == [("x", 0), ("z", 0), ("z", 1)]
+
+
+def test_completions_are_of_the_first_turn(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    ask_all(path, DIALOGUES[:1], Parrot(chat=False))
+    (line,) = lines(path)
+    assert line["prompt"] == "one" and line["response"].startswith("one!")
+    again = Parrot(chat=False)
+    ask_all(path, DIALOGUES[:1], again)
+    assert again.asked == []
+
+
+def test_another_run_is_refused_and_nothing_changes(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    ask_all(path, DIALOGUES, Parrot())
+    before = path.read_bytes()
+    with pytest.raises(UserError, match="begun with model 'm', now it is 'n'"):
+        ask_all(path, DIALOGUES, Parrot(), model="n")
+    with pytest.raises(UserError, match="another prompt under the id 'a'"):
+        ask_all(path, [Dialogue("a", ("other",))], Parrot())
+    with pytest.raises(UserError, match="the id 'q'"):
+        ask_all(path, [Dialogue("q", ("1",)), Dialogue("q", ("2",))], Parrot())
+    with path.open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="Another process"):
+            ask_all(path, DIALOGUES, Parrot())
+    assert path.read_bytes() == before and read_side(path)["answers"] == 7
+    path.write_bytes(b'{"foreign": 1}\n' + before)
+    with pytest.raises(UserError, match="line 1 is none that"):
+        ask_all(path, DIALOGUES, Parrot())
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ({"prompt": "q"}, Dialogue("7", ("q",))),
+        ({"id": 3, "turns": ["q", "r"]}, Dialogue("3", ("q", "r"))),
+        (
+            {
+                "id": "x",
+                "messages": [
+                    {"role": "system", "content": "s"},
+                    {"role": "user", "content": "q"},
+                    {"role": "assistant", "content": "old"},
+                    {"role": "user", "content": "r"},
+                ],
+            },
+            Dialogue("x", ("q", "r"), ({"role": "system", "content": "s"},)),
+        ),
+    ],
+)
+def test_prompts_in_every_form(data: dict, expected: Dialogue) -> None:
+    assert dialogue_of(Record(data, 7, "here")) == expected
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"text": "q"}, "here: expected"),
+        ({"turns": []}, "here: expected"),
+        ({"turns": ["q", ""]}, "the prompt is empty"),
+        ({"prompt": "q", "id": 1.5}, "id is 1.5"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "here: expected"),
+    ],
+)
+def test_prompts_that_are_none(data: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        dialogue_of(Record(data, 1, "here"))
+
+
+# ---- by an engine in this process -----------------------------------------------------------
+
+PARAMS = SamplingParams(max_tokens=8, temperature=1.0)
+
+
+@pytest.fixture(scope="module")
+def llm(target_folder: Path) -> LLM:
+    return LLM(target_folder, dtype="float64", max_num_seqs=4)
+
+
+def test_local_answers_are_those_of_the_engine_alone(llm: LLM, tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    many = [Dialogue(str(i), (f"say {i}", "more")) for i in range(13)]
+    answerer = LocalAnswerer(llm, PARAMS, is_chat=True, chat_template=TEMPLATE)
+    progress = ask_all(path, many, answerer)
+    assert progress.failures == {} and not llm.requests.has_unfinished
+    for line in lines(path):
+        asked = line["messages"][:-1]
+        prompt = render_chat(llm.tokenizer, asked, chat_template=TEMPLATE)
+        assert line["prompt_token_ids"] == prompt and line["seed"] == seed_of(0, asked)
+        alone = SamplingParams(max_tokens=8, temperature=1.0, seed=line["seed"])
+        (output,) = llm.generate([prompt], alone)
+        assert line["response_token_ids"] == output.token_ids
+        assert line["messages"][-1]["content"] == output.text
+    again = tmp_path / "again.jsonl"
+    ask_all(again, many[::-1], answerer)
+    assert by_turn(again) == by_turn(path)
+
+
+def test_local_answers_train_as_they_are(llm: LLM, tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    answerer = LocalAnswerer(llm, params, is_chat=False)
+    ask_all(path, [Dialogue(str(i), (f"say {i}",)) for i in range(3)], answerer)
+    dataset = ResponseDataset.load(path, byte_tokenizer(), VOCAB_SIZE, 64)
+    wanted = [t for line in lines(path) for t in line["prompt_token_ids"]]
+    assert len(dataset) == 3 and len(dataset.tokens) == len(wanted) + 3 * 8
+
+
+def test_open_thinking_is_kept_apart(llm: LLM, tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    answerer = LocalAnswerer(llm, PARAMS, is_chat=True, chat_template=TEMPLATE, thinking=True)
+    ask_all(path, [Dialogue("a", ("hello",))], answerer)
+    (line,) = lines(path)
+    assert line["messages"][-1]["content"] == "", "cut off within its reasoning"
+    assert line["prompt_token_ids"][-7:] == byte_tokenizer().encode("<think>")
+
+
+def test_prompts_without_room_fail_alone(llm: LLM, tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    answerer = LocalAnswerer(llm, PARAMS, is_chat=False)
+    progress = ask_all(path, [Dialogue("long", ("x" * 300,)), Dialogue("b", ("y",))], answerer)
+    assert list(progress.failures) == ["long"] and [one["id"] for one in lines(path)] == ["b"]
+    with pytest.raises(UserError, match="n is 2"):
+        LocalAnswerer(llm, SamplingParams(n=2, temperature=1.0), is_chat=False)
+    with pytest.raises(UserError, match="thinking"):
+        LocalAnswerer(llm, PARAMS, is_chat=True, chat_template="{{ messages }}", thinking=True)
+
+
+# ---- by an endpoint -------------------------------------------------------------------------
+
+
+class Endpoint:
+    """A server that answers questions with what they are, or with what it is told."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, dict[str, str], dict[str, Any]]] = []
+        self.script: dict[str, list[Any]] = {}  # by question: statuses, replies or "drop"
+        self.delay_s, self.at_once, self.most_at_once = 0.0, 0, 0
+        self._lock = threading.Lock()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *_: Any) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                self._send(200, {"data": [{"id": "first"}, {"id": "second"}]})
+
+            def do_POST(self) -> None:
+                raw = self.rfile.read(int(self.headers["Content-Length"]))
+                outer.reply(self, json.loads(raw))
+
+            def _send(self, status: int, value: Any, headers: Any = ()) -> None:
+                raw = value if isinstance(value, bytes) else json.dumps(value).encode()
+                self.send_response(status)
+                for name, text in headers:
+                    self.send_header(name, text)
+                self.send_header("Content-Length", str(len(raw)))
+                self.end_headers()
+                self.wfile.write(raw)
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def reply(self, handler: Any, body: dict[str, Any]) -> None:
+        question = body["prompt"] if "prompt" in body else body["messages"][-1]["content"]
+        with self._lock:
+            self.seen.append((handler.path, dict(handler.headers), body))
+            self.at_once += 1
+            self.most_at_once = max(self.most_at_once, self.at_once)
+            script = self.script.get(question)
+            told = script.pop(0) if script else None
+        time.sleep(self.delay_s)
+        with self._lock:
+            self.at_once -= 1
+        if told == "drop":
+            handler.connection.close()
+        elif isinstance(told, int):
+            wait = [("Retry-After", "0")] if told == 429 else []
+            handler._send(told, {"error": {"message": f"told to say {told}"}}, wait)
+        elif told is not None:
+            handler._send(200, told)
+        elif "prompt" in body:
+            choice = {"text": f" re {question}", "finish_reason": "length"}
+            handler._send(200, {"choices": [choice], "usage": {"completion_tokens": 4}})
+        else:
+            message = {"content": f"re {question}", "reasoning_content": "hm"}
+            choice = {"message": message, "finish_reason": "stop"}
+            handler._send(200, {"choices": [choice], "usage": {"completion_tokens": 5}})
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    server = Endpoint()
+    yield server
+    server.server.shutdown()
+    server.server.server_close()
+
+
+def answerer_of(endpoint: Endpoint, **options: Any) -> EndpointAnswerer:
+    options = {"model": "tiny", "fields": {"temperature": 0.5}, "patience": HURRY, **options}
+    return EndpointAnswerer(endpoint.url, **options)
+
+
+def test_an_endpoint_is_asked_as_openai_has_it(endpoint: Endpoint, tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    ask_all(path, DIALOGUES[:1], answerer_of(endpoint, key="secret"))
+    assert [where for where, _, _ in endpoint.seen] == ["/v1/chat/completions"] * 3
+    _, headers, body = endpoint.seen[1]
+    assert headers["Authorization"] == "Bearer secret"
+    assert body == {
+        "temperature": 0.5,
+        "model": "tiny",
+        "seed": seed_of(0, body["messages"]),
+        "messages": [
+            {"role": "user", "content": "one"},
+            {"role": "assistant", "content": "re one"},
+            {"role": "user", "content": "two"},
+        ],
+    }
+    last = by_turn(path)["a", 3]["messages"][-1]
+    assert last == {"role": "assistant", "content": "re three", "reasoning_content": "hm"}
+
+
+def test_completions_of_an_endpoint_and_its_first_model(endpoint: Endpoint, tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    one = EndpointAnswerer(f"{endpoint.url}/v1/", None, {}, is_chat=False, patience=HURRY)
+    progress = ask_all(path, DIALOGUES[:1], one)
+    (where, headers, body) = endpoint.seen[0]
+    assert where == "/v1/completions" and "Authorization" not in headers
+    assert (body["model"], body["prompt"]) == ("first", "one")
+    assert lines(path)[0]["response"] == " re one" and progress.cut == 1 and progress.tokens == 4
+
+
+def test_questions_go_side_by_side(endpoint: Endpoint, tmp_path: Path) -> None:
+    endpoint.delay_s = 0.05
+    many = [Dialogue(str(i), (f"q{i}",)) for i in range(24)]
+    progress = ask_all(tmp_path / "out.jsonl", many, answerer_of(endpoint, concurrency=8))
+    assert progress.answers == 24 and 4 <= endpoint.most_at_once <= 8
+    with pytest.raises(UserError, match="--concurrency is 0"):
+        answerer_of(endpoint, concurrency=0)
+
+
+@pytest.mark.parametrize("failure", [429, 500, 503, 408, "drop"])
+def test_passing_failures_are_tried_again(endpoint: Endpoint, tmp_path: Path, failure: Any) -> None:
+    endpoint.script["four"] = [failure] * 3
+    progress = ask_all(tmp_path / "out.jsonl", DIALOGUES[1:2], answerer_of(endpoint))
+    assert progress.failures == {} and len(endpoint.seen) == 4
+    assert len({body["seed"] for _, _, body in endpoint.seen}) == 1
+
+
+@pytest.mark.parametrize(("failure", "tries"), [(500, 4), (400, 1)])
+def test_lasting_failures_are_of_their_prompt(
+    endpoint: Endpoint, tmp_path: Path, failure: int, tries: int
+) -> None:
+    endpoint.script["one"] = [failure] * 9
+    progress = ask_all(tmp_path / "out.jsonl", DIALOGUES[:2], answerer_of(endpoint))
+    assert list(progress.failures) == ["a"] and progress.answers == 1
+    assert f"told to say {failure}" in progress.failures["a"]
+    asked = [body["messages"][-1]["content"] for _, _, body in endpoint.seen]
+    assert asked.count("one") == tries
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        (401, "refused the key .*PEAGLE_API_KEY"),
+        (404, "--endpoint or --target"),
+        ({"choices": []}, "is no completion"),
+        ({"choices": [{"message": {"content": 3}}]}, "is no completion"),
+        (b"<html>", "is no completion"),
+    ],
+)
+def test_what_would_fail_for_all_ends_the_run(
+    endpoint: Endpoint, tmp_path: Path, told: Any, message: str
+) -> None:
+    path = tmp_path / "out.jsonl"
+    ask_all(path, DIALOGUES[:1], answerer_of(endpoint))
+    endpoint.script["four"] = [told]
+    with pytest.raises(UserError, match=message):
+        ask_all(path, DIALOGUES[:2], answerer_of(endpoint))
+    assert len(lines(path)) == 3, "what was there is kept"
+    assert ask_all(path, DIALOGUES[:2], answerer_of(endpoint)).answers == 1
+
+
+def test_an_endpoint_that_is_not_there(tmp_path: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        port = server.server_address[1]
+    one = EndpointAnswerer(f"http://127.0.0.1:{port}", "m", {}, patience=HURRY)
+    with pytest.raises(UserError, match=r"cannot be reached: .*\(4 tries\)"):
+        ask_all(tmp_path / "out.jsonl", DIALOGUES, one)
+
+
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "ftp://x", "http://", "http://x:port", "http://x?y"]
+)
+def test_urls_that_are_none(url: str) -> None:
+    with pytest.raises(UserError, match="--endpoint is"):
+        EndpointAnswerer(url, "m", {})
+
+
+def test_waits_grow_and_heed_the_server() -> None:
+    patience = Patience(first_wait_s=1.0)
+    assert [patience.wait_s(n, None) for n in (1, 2, 3, 9)] == [1, 2, 4, 60]
+    assert patience.wait_s(1, "7") == 7 and patience.wait_s(2, "later") == 2
+    assert patience.wait_s(1, "9999") == 60
