@@ -167,6 +167,22 @@ def test_chat(client: openai.OpenAI, offline: LLM) -> None:
     assert events[-1].choices[0].finish_reason == answer.choices[0].finish_reason
 
 
+@pytest.mark.parametrize(
+    ("wish", "drafts"),
+    [({"proposer": "plain"}, False), ({"num_speculative_tokens": 0}, False), ({}, True)],
+)
+def test_chats_are_drafted_as_they_ask(
+    client: openai.OpenAI, wish: dict[str, Any], drafts: bool
+) -> None:
+    answer = client.chat.completions.create(
+        messages=[{"role": "user", "content": "def f("}],
+        extra_body={"speculation": {**wish, "report": True}},
+        **greedy(),
+    )
+    usage: Any = answer.usage
+    assert bool(usage.model_extra["speculation"]["num_drafts"]) == drafts
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_forced_tool_calls(client: openai.OpenAI, stream: bool) -> None:
     messages: Any = [{"role": "user", "content": "add"}]

@@ -30,8 +30,6 @@ async def complete(service: Service, body: CompletionBody, caller: Caller) -> Re
     """
     prompts, info = service.loaded()
     service.check_model(body.model)
-    proposer_checked = service.proposer_of(body, info)
-    assert proposer_checked in info.num_speculative_tokens
     encoded = await service.encode(body.prompt, add_special_tokens=body.add_special_tokens)
     params = completion_params(body, info, max(map(len, encoded)))
     if body.stream and body.echo and params.prompt_logprobs is not None:

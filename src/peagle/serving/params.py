@@ -126,8 +126,6 @@ def _params(
         values["logit_bias"] = _bias(body.logit_bias)
     if body.response_format is not None:
         values["structured_output"] = _structure(body.response_format)
-    if body.speculation is not None:
-        values["num_speculative_tokens"] = body.speculation.num_speculative_tokens
     with as_api_error():
         return SamplingParams(**values | given)
 

@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.requests import Request
@@ -82,19 +82,18 @@ class Service:
                 code="model_not_found",
             )
 
-    def proposer_of(self, body: SamplingFields, info: EngineInfo) -> str:
-        """The proposer that a request names, or the default; "plain" is drafting turned off.
+    def drafting_of(self, body: SamplingFields, info: EngineInfo) -> tuple[str, int | None]:
+        """The proposer of a request and its K, None for the proposer's own; 0 is "plain".
 
         Raises:
             ApiError: there is none of that name, or K is more than it drafts.
         """
         asked = body.speculation
         if asked is None:
-            return self.proposers[0]
+            return self.proposers[0], None
         name = asked.proposer or self.proposers[0]
         if name == "plain" and name not in self.proposers:
-            asked.num_speculative_tokens = 0
-            name = self.proposers[0]
+            return self.proposers[0], 0
         if name not in self.proposers:
             names = ", ".join(dict.fromkeys([*self.proposers, "plain"]))
             raise ApiError(
@@ -109,7 +108,7 @@ class Service:
                 f"speculation.num_speculative_tokens is {k}; expected 0 (no drafts) to {most}.",
                 param="speculation.num_speculative_tokens",
             )
-        return name
+        return name, k
 
     def tool_parser(self) -> str:
         """How tool calls are recognised in free output."""
@@ -123,8 +122,8 @@ class Service:
         self, prompts: list[list[int]], params: SamplingParams, body: SamplingFields, caller: Caller
     ) -> Generation:
         """A request ready to run."""
-        info = self.loaded()[1]
-        job = Job(prompts, params, self.proposer_of(body, info), body.priority)
+        proposer, k = self.drafting_of(body, self.loaded()[1])
+        job = Job(prompts, replace(params, num_speculative_tokens=k), proposer, body.priority)
         return Generation(
             self.pool,
             self.metrics,
