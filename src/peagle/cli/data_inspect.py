@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from peagle.cli.options import Format, OutputFormat, quiet_libraries
+from peagle.cli.options import ChatTemplate, Format, OutputFormat, quiet_libraries
 from peagle.cli.terminal import bright, dim, has_styles, printable
 
 if TYPE_CHECKING:
@@ -53,13 +53,7 @@ def inspect(
             show_default=False,
         ),
     ] = None,
-    chat_template: Annotated[
-        str | None,
-        typer.Option(
-            help="Jinja file, or the name of one of the tokenizer's templates.",
-            show_default="the tokenizer's",
-        ),
-    ] = None,
+    chat_template: ChatTemplate = None,
     output_format: Format = OutputFormat.TEXT,
 ) -> None:
     """Show what a file of training data holds.

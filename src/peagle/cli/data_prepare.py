@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from dataclasses import asdict
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from peagle.cli.options import Format, OutputFormat, quiet_libraries
+from peagle.cli.options import ChatTemplate, Format, OutputFormat, quiet_libraries
 from peagle.cli.plan import note
 from peagle.errors import UserError
 
@@ -68,13 +67,7 @@ def prepare(
             show_default=False,
         ),
     ] = None,
-    chat_template: Annotated[
-        str | None,
-        typer.Option(
-            help="Jinja file, or the name of one of the tokenizer's templates.",
-            show_default="the tokenizer's",
-        ),
-    ] = None,
+    chat_template: ChatTemplate = None,
     chat: Annotated[
         bool | None,
         typer.Option(
@@ -96,6 +89,7 @@ def prepare(
     _check_outputs(sources, output, validation, overwrite)
     quiet_libraries()
     from peagle.training import prepare as library
+    from peagle.training.provenance import sha256_of
     from peagle.training.readers import tokenizer_sha256
     from peagle.training.samples import SampleMaker, stop_ids_of, vocab_size_of
 
@@ -152,12 +146,6 @@ def load_tokenizer_of(target: str) -> tuple[Path, PreTrainedTokenizerBase]:
     if not folder.is_dir():
         folder = resolve_model(target)
     return folder, load_tokenizer(folder)
-
-
-def sha256_of(path: Path) -> str:
-    """Of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _check_outputs(

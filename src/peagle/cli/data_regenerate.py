@@ -15,7 +15,7 @@ import typer
 
 from peagle.cli import groups
 from peagle.cli.flags import Given, pick, takes
-from peagle.cli.options import Format, OutputFormat
+from peagle.cli.options import ChatTemplate, Format, OutputFormat
 from peagle.cli.plan import Plan, note
 from peagle.cli.settings import Layer, Setting
 from peagle.errors import UserError
@@ -86,13 +86,7 @@ def regenerate(
             show_default="the template's",
         ),
     ] = None,
-    chat_template: Annotated[
-        str | None,
-        typer.Option(
-            help="Jinja file, or the name of one of the tokenizer's templates.",
-            show_default="the tokenizer's",
-        ),
-    ] = None,
+    chat_template: ChatTemplate = None,
     chat: Annotated[
         bool | None,
         typer.Option(
@@ -127,9 +121,9 @@ def regenerate(
         answerer, facts = _remote(plan, endpoint, chat, thinking, connection)
     if not answerer.is_chat and (further := sum(len(d.turns) > 1 for d in dialogues)):
         note(f"{further} of {len(dialogues)} prompts have further turns: only the first is used")
-    from peagle.cli.data_prepare import sha256_of
     from peagle.environment import environment
     from peagle.training import regenerate as library
+    from peagle.training.provenance import sha256_of
 
     seed = plan.params.seed or 0
     options = {
@@ -240,7 +234,7 @@ def _template_id(chat_template: str | None) -> str | None:
     """What tells templates apart: the name, and of a file the hash."""
     if chat_template is None or not Path(chat_template).is_file():
         return chat_template
-    from peagle.cli.data_prepare import sha256_of
+    from peagle.training.provenance import sha256_of
 
     return sha256_of(Path(chat_template))
 

@@ -1,4 +1,4 @@
-"""What several commands share beside the groups of options: the output format, the bundled pair."""
+"""What commands share beside the groups of options: output format, chat template, the pair."""
 
 from __future__ import annotations
 
@@ -21,6 +21,13 @@ class OutputFormat(StrEnum):
     JSON = "json"
 
 
+ChatTemplate = Annotated[
+    str | None,
+    typer.Option(
+        help="Jinja file, or the name of one of the tokenizer's templates.",
+        show_default="the tokenizer's",
+    ),
+]
 Format = Annotated[OutputFormat, typer.Option("--format", help="How the result is printed.")]
 
 

@@ -22,13 +22,11 @@ def provenance(data: Path, device: torch.device) -> dict[str, Any]:
     return {
         **environment(device),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "data_sha256": _sha256(data),
+        "data_sha256": sha256_of(data),
     }
 
 
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
+def sha256_of(path: Path) -> str:
+    """Of a file's bytes, as hex digits."""
     with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
