@@ -101,8 +101,8 @@ def serve(
     from peagle.serving.listening import listen
 
     listening = listen(config.host, config.port)
+    _require_extra()  # before a model is fetched in vain
     spec, name = _spec(plan, config, compare_draft)
-    _require_extra()
     from peagle.serving.server import serve as run
 
     raise typer.Exit(
