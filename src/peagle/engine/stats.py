@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 
@@ -43,6 +43,14 @@ class SpeculationStats:
         per_pos.extend([0] * (len(other.num_accepted_tokens_per_pos) - len(per_pos)))
         for position, count in enumerate(other.num_accepted_tokens_per_pos):
             per_pos[position] += count
+
+    @classmethod
+    def pooled(cls, every: Iterable[SpeculationStats]) -> SpeculationStats:
+        """The counters of several together."""
+        total = cls()
+        for one in every:
+            total.add(one)
+        return total
 
     def copy(self) -> SpeculationStats:
         """The counters as they are now."""

@@ -59,10 +59,7 @@ class Measurement:
     @property
     def stats(self) -> SpeculationStats:
         """Pooled counters of the drafts."""
-        pooled = SpeculationStats()
-        for completion in self.completions:
-            pooled.add(completion.output.stats)
-        return pooled
+        return SpeculationStats.pooled(one.output.stats for one in self.completions)
 
     @property
     def acceptance(self) -> Acceptance:

@@ -250,7 +250,5 @@ def pooled(engines: list[LLMEngine]) -> EngineStats:
         for f in fields(EngineStats)
         if f.name not in ("speculation", "step_times")
     }
-    speculation = SpeculationStats()
-    for stats in every:
-        speculation.add(stats.speculation)
+    speculation = SpeculationStats.pooled(stats.speculation for stats in every)
     return EngineStats(**totals, speculation=speculation, step_times={})

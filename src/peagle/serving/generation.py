@@ -171,8 +171,7 @@ class Generation:
     def _tell(self, status: int, failure: Failure | None) -> None:
         """A line of the log and a span."""
         outputs = list(self.outputs.values())
-        drafts = sum(output.stats.num_drafts for output in outputs)
-        accepted = sum(output.stats.num_accepted_tokens for output in outputs)
+        attributes = span_attributes(self.model, outputs)
         seconds = time.perf_counter() - self._start
         facts: dict[str, Any] = {
             "request_id": self.caller.request_id,
@@ -181,13 +180,12 @@ class Generation:
             "seconds": round(seconds, 4),
             "prompt_tokens": sum(map(len, self.job.prompts)),
             "completion_tokens": self._num_tokens,
-            "acceptance_length": round(1 + accepted / drafts, 3) if drafts else 1.0,
+            "acceptance_length": round(attributes["peagle.acceptance_length"], 3),
             "proposer": self.job.proposer,
         }
         if self.log_prompts:
             facts["log_prompts"] = {"output": [output.text for output in outputs]}
         logger.info("%s", failure or "done", extra=facts)
-        attributes = span_attributes(self.model, outputs)
         # Outputs that were left in the middle count too.
         attributes["gen_ai.usage.input_tokens"] = facts["prompt_tokens"]
         attributes["gen_ai.usage.output_tokens"] = facts["completion_tokens"]

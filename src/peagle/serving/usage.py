@@ -36,9 +36,7 @@ def usage_of(
 
 def speculation_of(outputs: Iterable[RequestOutput]) -> dict[str, Any]:
     """Drafts made and accepted."""
-    total = SpeculationStats()
-    for output in outputs:
-        total.add(output.stats)
+    total = SpeculationStats.pooled(output.stats for output in outputs)
     return {
         "num_drafts": total.num_drafts,
         "num_draft_tokens": total.num_draft_tokens,
