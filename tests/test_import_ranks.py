@@ -35,6 +35,7 @@ RANKS = {
     "chat": 0,
     "config": 0,
     "environment": 0,
+    "markers": 0,
     "thinking": 0,
     "errors": -1,
 }

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from peagle.chat import split_thinking
+from peagle.markers import open_tail
 
 START, END = "<think>", "</think>"
 
@@ -33,7 +34,7 @@ class ThinkingSplitter:
     def add(self, text: str, *, final: bool = False) -> Iterator[Piece]:
         """What new text brings; `final` releases what was held back as the start of a marker."""
         self.text += text
-        settled = self.text if final else self.text[: len(self.text) - _open_tail(self.text)]
+        settled = self.text if final else self.text[: len(self.text) - open_tail(self.text, (END,))]
         if not final and START.startswith(settled.lstrip()):
             return
         reasoning, answer = split_thinking(settled, START, END, opened=self._opened)
@@ -41,8 +42,3 @@ class ThinkingSplitter:
             if new := whole[self._given[is_reasoning] :]:
                 self._given[is_reasoning] = len(whole)
                 yield Piece(new, is_reasoning)
-
-
-def _open_tail(text: str) -> int:
-    """Length of the longest end of a text with which the closing marker begins."""
-    return next((size for size in range(len(END) - 1, 0, -1) if text.endswith(END[:size])), 0)

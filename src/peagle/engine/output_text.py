@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from peagle.engine.detokenizer import IncrementalDetokenizer
+from peagle.markers import open_tail
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +63,7 @@ class OutputText:
             if begins:
                 self._pieces.append(self._held[: min(begins)])
                 return TextStep("".join(self._pieces[start:]), index + 1, stopped=True)
-            keep = 0 if is_last else _open_tail(self._held, self._stop)
+            keep = 0 if is_last else open_tail(self._held, self._stop)
             self._pieces.append(self._held[: len(self._held) - keep])
             self._held = self._held[len(self._held) - keep :]
         return TextStep("".join(self._pieces[start:]), len(token_ids), stopped=False)
-
-
-def _open_tail(text: str, stop: Sequence[str]) -> int:
-    """Length of the longest end of `text` with which a stop string begins."""
-    longest = min(len(text), max(map(len, stop)) - 1)
-    ends = (text[len(text) - size :] for size in range(longest, 0, -1))
-    return next((len(end) for end in ends if any(s.startswith(end) for s in stop)), 0)

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import re
 import string
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from peagle.markers import open_tail
 from peagle.serving.tool_reader import Steps, ToolCallParser
 
 _LETTERS = string.ascii_letters + string.digits
 
 
-class _MarkedParser(ToolCallParser):
+class _MarkedParser(ToolCallParser, ABC):
     """Calls behind a marker anywhere; without one where an answer begins or a call has ended."""
 
     marker: str
@@ -44,13 +46,11 @@ class _MarkedParser(ToolCallParser):
         found = self._text.find(self.marker, after)
         if found >= 0:
             return found
-        sizes = range(min(len(self.marker) - 1, len(self._text) - after), 0, -1)
-        tail = next((n for n in sizes if self._text.endswith(self.marker[:n])), 0)
-        return len(self._text) - tail
+        return len(self._text) - open_tail(self._text[after:], (self.marker,))
 
+    @abstractmethod
     def _call(self, marked: bool) -> Steps[bool]:
         """One call or several, as `_object`."""
-        raise NotImplementedError
 
 
 class HermesParser(_MarkedParser):
