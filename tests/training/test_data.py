@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from peagle.errors import UserError
 from peagle.training.config import TrainConfig
-from peagle.training.data import BatchStream, ResponseDataset
+from peagle.training.data import ResponseDataset
 from tests.conftest import byte_tokenizer
 
 
@@ -41,9 +41,6 @@ def test_both_formats_give_the_same_sequences(tmp_path: Path) -> None:
     packed = load(tmp_path / "a.safetensors")
     for name in ("tokens", "start_loc", "prompt_lens"):
         assert torch.equal(getattr(jsonl, name), getattr(packed, name)), name
-    batch = jsonl.batch([1, 0], length_multiple=8)
-    assert batch.tokens_BN.tolist() == [[4, 3, 2, 1, 0, 0, 0, 0], [5, 6, 7, 8, 9, 0, 0, 0]]
-    assert batch.lengths_B.tolist() == [5, 5] and batch.prompt_lens_B.tolist() == [1, 2]
 
 
 def test_text_rows_are_tokenised(tmp_path: Path) -> None:
@@ -86,24 +83,6 @@ def test_files_of_the_wrong_kind_are_named(tmp_path: Path) -> None:
         load(write(tmp_path / "a.csv", "x"))
     with pytest.raises(UserError, match="not a store of responses"):
         load(write(tmp_path / "a.safetensors", "x"))
-
-
-def test_batches_cover_an_epoch_and_follow_the_seed(tmp_path: Path) -> None:
-    rows = [ids([i % 300], [(i + j) % 300 for j in range(2 + i % 20)]) for i in range(97)]
-    dataset = load(write(tmp_path / "a.jsonl", *rows))
-    batches = dataset.epoch(batch_tokens=48, length_multiple=8, seed=4)
-    used = sorted(i for batch in batches for i in batch)
-    assert len(used) == len(set(used)) > 80, "each sequence at most once, few left over"
-    lens = dataset.start_loc.diff()
-    for indices in batches:
-        padded = {int(n) + -int(n) % 8 for n in lens[indices]}
-        assert len(padded) == 1 and padded.pop() * len(indices) <= 48
-    assert batches == dataset.epoch(48, 8, 4) and batches != dataset.epoch(48, 8, 5)
-    stream, again = (BatchStream(dataset, 48, 8, seed=1) for _ in range(2))
-    later = again.at(stream.steps_per_epoch + 3)
-    for step in range(stream.steps_per_epoch + 4):
-        batch = stream.at(step)
-    assert torch.equal(batch.tokens_BN, later.tokens_BN)
 
 
 MINIMAL = """

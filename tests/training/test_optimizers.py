@@ -72,7 +72,7 @@ def test_a_matrix_without_gradient_is_left_alone() -> None:
 def test_every_parameter_has_one_optimizer(name: str) -> None:
     drafter = Drafter(HEAD)
     section = OptimizerSection.model_validate({"steps": 5, "name": name, "weight_decay": 0.1})
-    optimizers = build_optimizers(drafter, section)
+    optimizers = build_optimizers(drafter.named_parameters(), section)
     names = {id(p): n for n, p in drafter.named_parameters()}
     owned = [
         (type(optimizer).__name__, names[id(p)], group["weight_decay"])

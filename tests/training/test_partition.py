@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,10 +14,11 @@ from torch import Tensor
 from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.models.elements import Elements, sample_elements
 from peagle.training.config import MethodSection
-from peagle.training.data import Batch
+from peagle.training.batches import Batch
 from peagle.training.features import TargetStates
-from peagle.training.methods import Graded, Method, peagle_forward, select
+from peagle.training.methods import Graded, Method, select
 from peagle.training.partition import split_by_anchor, two_pass_backward
+from tests.training.reference import make_plain_batch, peagle_forward
 
 K, N, H, VOCAB = 5, 40, 12, 50
 HEADS: list[dict[str, Any]] = [
@@ -62,8 +62,8 @@ def make_batch(rows: int) -> tuple[Batch, TargetStates]:
     generator = torch.Generator().manual_seed(8)
     tokens = torch.randint(2, VOCAB, (rows, N), generator=generator)
     features = torch.randn(rows, N, 3 * H, generator=generator, dtype=torch.float64)
-    full = torch.full((rows,), N)
-    return Batch(tokens, full, torch.ones_like(full), N), TargetStates(features, features[..., :H])
+    batch = make_plain_batch(tokens, torch.ones(rows, dtype=torch.int64))
+    return batch, TargetStates(features, features[..., :H])
 
 
 def make_elements(documents: list[list[tuple[int, int]]], multiple: int = 1) -> Elements:
@@ -130,7 +130,6 @@ def two_pass(
         segments,
         make_loss(head, batch, elements),
         method=method,
-        autocast=nullcontext,
     )
 
 
@@ -153,7 +152,7 @@ def cumulative(
             elements.documents[:, keep],
             (elements.supervised & own)[:, keep],
         )
-        prefix = Batch(batch.tokens_BN[:, :length], batch.lengths_B, batch.prompt_lens_B, length)
+        prefix = make_plain_batch(batch.tokens_BN[:, :length], torch.ones(1, dtype=torch.int64))
         seen = TargetStates(states.features_BNA[:, :length], states.hidden_BNH[:, :length])
         loss = loss_of(select(part, peagle_forward(head, prefix, seen, part)))
         loss.backward()
@@ -206,16 +205,6 @@ def test_algorithm_1_gives_the_same_gradients(segments: int) -> None:
     expected = gradients(head)
     value = two_pass(head, batch, states, elements, segments)
     torch.testing.assert_close(value, loss, atol=1e-12, rtol=1e-12)
-    assert_same(gradients(head), expected)
-
-
-def test_recomputed_layers_give_the_same_gradients_in_one_pass() -> None:
-    head, (batch, states), elements = make_head(), make_batch(3), make_elements(PACKED)
-    flat(head, batch, states, elements)
-    expected = gradients(head)
-    head.zero_grad()
-    hidden = peagle_forward(head, batch, states, elements, recompute=True)
-    make_loss(head, batch, elements)(select(elements, hidden)).backward()
     assert_same(gradients(head), expected)
 
 

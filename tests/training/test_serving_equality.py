@@ -16,14 +16,16 @@ from torch import Tensor
 from peagle import LLM, SamplingParams
 from peagle.models.checkpoint import save_drafter
 from peagle.models.drafter import Drafter
-from peagle.models.elements import sample_elements, supervised_depth
 from peagle.models.target import TargetModel
 from peagle.speculation import TargetStep
 from peagle.speculation.proposers import HeadProposer
-from peagle.training.data import Batch
+from peagle.training.config import MethodSection
+from peagle.training.eagle3 import eagle3_graded
 from peagle.training.features import target_states
-from peagle.training.methods import eagle3_forward, peagle_forward
+from peagle.training.methods import Method
+from peagle.training.partition import partitioned_graded
 from tests.conftest import make_drafter
+from tests.training.reference import make_plain_batch
 
 K = 6
 HEADS: list[dict[str, Any]] = [
@@ -66,20 +68,19 @@ def train_forward(folder: Path, tokens: list[int], drafter: Any) -> dict[tuple[i
     """Draft logits of every element of `tokens` as training computes them."""
     target = TargetModel.load(folder, dtype=torch.float32)
     target.tap_aux(drafter.config.aux_layer_ids)
-    batch = Batch(
-        torch.tensor([tokens]), torch.tensor([len(tokens)]), torch.tensor([1]), len(tokens)
-    )
+    batch = make_plain_batch(torch.tensor([tokens]), torch.tensor([1]))
     states = target_states(target, batch)
-    logits: dict[tuple[int, int], Tensor] = {}
-    if drafter.config.is_parallel:
-        deepest = supervised_depth(batch.lengths_B, batch.prompt_lens_B, len(tokens))
-        elements = sample_elements(deepest, K, ratio=1.0)
-        parts = [(elements, peagle_forward(drafter, batch, states, elements))]
+    name = "peagle" if drafter.config.is_parallel else "eagle3"
+    method = Method(MethodSection(name=name, depth=K))  # type: ignore[call-arg]
+    if name == "peagle":
+        elements = method.elements(batch, None, everything=True)
+        parts = list(partitioned_graded(drafter, batch, states, elements, 3, method))
     else:
-        parts = list(eagle3_forward(drafter, batch, states, K))
-    for elements, hidden in parts:
-        values = drafter.compute_logits(hidden)[0]
-        for i, (a, d) in enumerate(zip(elements.anchors[0], elements.depths[0], strict=True)):
+        parts = [eagle3_graded(drafter, batch, states, method)]
+    logits: dict[tuple[int, int], Tensor] = {}
+    for graded in parts:
+        values = drafter.compute_logits(graded.hidden_MD)
+        for i, (a, d) in enumerate(zip(graded.anchor, graded.depth, strict=True)):
             logits[int(a), int(d)] = values[i]
     return logits
 

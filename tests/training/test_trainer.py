@@ -14,7 +14,8 @@ from peagle import LLM, SamplingParams
 from peagle.errors import UserError
 from peagle.training import state
 from peagle.training.config import TrainConfig
-from peagle.training.trainer import Report, Trainer, TrainingStopped
+from peagle.training.reporting import Report
+from peagle.training.trainer import Trainer, TrainingStopped
 
 
 @pytest.fixture(scope="session")
@@ -212,7 +213,7 @@ def test_a_requested_stop_saves_the_step_at_hand(
         trainer.run()
     resumed = Trainer(config)
     resumed.run(resume=True)
-    assert next(e["step"] for e in resumed.history if e["kind"] == "train") == 8
+    assert next(e["step"] for e in resumed.history.entries if e["kind"] == "train") == 8
 
 
 def test_a_partitioned_run_is_the_run_in_one_pass(
@@ -231,7 +232,7 @@ def test_a_partitioned_run_is_the_run_in_one_pass(
         trainer = Trainer(config)
         initial = trainer.drafter.fc.weight.detach().clone()
         trainer.run()
-        histories.append(trainer.history)
+        histories.append(trainer.history.entries)
         heads.append({n: p.detach() for n, p in trainer.drafter.named_parameters()})
     for one, other in zip(*histories, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)

@@ -14,7 +14,8 @@ import typer
 from peagle.cli.main import INTERRUPTED
 
 if TYPE_CHECKING:
-    from peagle.training.trainer import Report, Trainer
+    from peagle.training.reporting import Report
+    from peagle.training.trainer import Trainer
 
 EXAMPLES = """
 # A P-EAGLE head for the bundled code model (paths in the file are relative to it)

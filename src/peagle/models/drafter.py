@@ -19,6 +19,7 @@ __all__ = ["Attend", "Drafter", "DrafterConfig", "RMSNorm"]
 
 # attend(layer index, query [..., Hq, d], key [..., Hkv, d], value [..., Hkv, d]) -> [..., Hq, d]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+Rope = tuple[Tensor, Tensor]  # cos and sin, [..., 1, d]
 
 
 class RMSNorm(nn.Module):
@@ -53,7 +54,8 @@ class DrafterAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+    def project(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [..., Hq, d], key and value [..., Hkv, d]; RoPE is in the first two."""
         qkv = self.qkv_proj(x).unflatten(-1, (sum(self.split), self.head_dim))
         num_rotated = self.split[0] + self.split[1]
         unrotated = qkv[..., :num_rotated, :]
@@ -63,8 +65,7 @@ class DrafterAttention(nn.Module):
         # Angles may be more precise than the matrix products (mixed-precision training).
         rotated = _rotate(unrotated, *rope).to(qkv.dtype)
         query, key = rotated[..., : self.split[0], :], rotated[..., self.split[0] :, :]
-        out = attend(self.layer_idx, query, key, qkv[..., num_rotated:, :])
-        return self.o_proj(out.flatten(-2))
+        return query, key, qkv[..., num_rotated:, :]
 
 
 class DrafterMLP(nn.Module):
@@ -96,9 +97,10 @@ class DrafterLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = DrafterMLP(config)
 
-    def forward(
-        self, hidden: Tensor, embedding: Tensor, rope: tuple[Tensor, Tensor], attend: Attend
-    ) -> Tensor:
+    def before_attention(
+        self, hidden: Tensor, embedding: Tensor, rope: Rope
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The residual [..., D], and what attends: query, key and value."""
         residual = hidden
         if self.hidden_norm is None:
             x = self.input_layernorm(hidden)
@@ -106,8 +108,16 @@ class DrafterLayer(nn.Module):
             normed = self.hidden_norm(hidden)
             residual = normed if self.norm_before_residual else hidden
             x = torch.cat((self.input_layernorm(embedding), normed), dim=-1)
-        hidden = residual + self.self_attn(x, rope, attend)
+        return residual, *self.self_attn.project(x, rope)
+
+    def after_attention(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """The layer's output [..., D], from what attention gave, [..., Hq, d]."""
+        hidden = residual + self.self_attn.o_proj(attended.flatten(-2))
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+    def forward(self, hidden: Tensor, embedding: Tensor, rope: Rope, attend: Attend) -> Tensor:
+        residual, query, key, value = self.before_attention(hidden, embedding, rope)
+        return self.after_attention(residual, attend(self.self_attn.layer_idx, query, key, value))
 
 
 class Drafter(nn.Module):
@@ -208,7 +218,7 @@ class Drafter(nn.Module):
         if count > self._num_positions:
             self._num_positions, self._rope = count, None
 
-    def _rope_at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _rope_at(self, positions: Tensor, dtype: torch.dtype) -> Rope:
         """cos and sin at the positions, [..., 1, d], broadcasting over heads."""
         if (
             self._rope is None

@@ -110,6 +110,8 @@ def sample_elements(
     generator: torch.Generator | None = None,
     multiple: int = 1,
     max_anchors: int | None = None,
+    documents_BN: Tensor | None = None,
+    scores_BN: Tensor | None = None,
 ) -> Elements:
     """Sample the elements of a batch by conditional drop (COD).
 
@@ -125,14 +127,17 @@ def sample_elements(
         generator: of the device of `deepest_BN`.
         multiple: pad E to a multiple of this.
         max_anchors: most supervised anchors of a row, which E follows; None is N.
+        documents_BN: document of each position, -1 where padded; None is one document a row.
+        scores_BN: uniform random numbers that decide the order, in place of the generator's.
 
     Returns:
         the elements, depth by depth, anchors ascending within a depth.
     """
     device, (batch, length) = deepest_BN.device, deepest_BN.shape
     is_anchor_BN = deepest_BN >= 0
-    score_BN = torch.rand(batch, length, generator=generator, device=device)
-    order_BN = torch.where(is_anchor_BN, score_BN, 2.0).argsort(dim=1)
+    if scores_BN is None:
+        scores_BN = torch.rand(batch, length, generator=generator, device=device)
+    order_BN = torch.where(is_anchor_BN, scores_BN, 2.0).argsort(dim=1)
     kept = depth_counts(is_anchor_BN.sum(1), num_depths, ratio, floor)
     room = depth_counts(min(max_anchors or length, length), num_depths, ratio, floor)
 
@@ -148,7 +153,10 @@ def sample_elements(
     joined = [torch.cat(parts, dim=1) for parts in (anchors, depths, supervised)]
     padding = -joined[0].shape[1] % multiple
     padded = [torch.nn.functional.pad(x, (0, padding)) for x in joined]
-    documents = torch.zeros_like(padded[0])
+    if documents_BN is None:
+        documents = torch.zeros_like(padded[0])
+    else:
+        documents = documents_BN.gather(1, padded[0])
     if padding:
         documents[:, -padding:] = PADDING_ROW
     return Elements(padded[0], padded[1], documents, padded[2])

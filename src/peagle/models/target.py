@@ -6,17 +6,19 @@ Shapes: T packed tokens, H target width, A aux states, V vocabulary.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -36,6 +38,7 @@ from peagle.models.target_attention import (
     decoder_layers,
     dry_run,
 )
+from peagle.models.target_facts import end_of_text_ids
 
 if TYPE_CHECKING:
     from peagle.models.compilation import CompiledLayers
@@ -105,9 +108,9 @@ class TargetModel:
             CheckpointError: it is not a causal LM that peagle supports, or its weights are broken.
         """
         folder = require_folder(path, "The target model")
-        config = _load_config(folder)
+        config = load_config(folder)
         check_architecture(config)
-        _refuse_pickles(folder)
+        refuse_pickles(folder)
         model = _load_weights(folder, config, dtype)
         return cls(model.to(torch.device(device)), name=str(path))
 
@@ -118,11 +121,7 @@ class TargetModel:
             UserError: an id is not a layer of this model, or they are not distinct and ascending.
         """
         ids = tuple(layer_ids)
-        if any(not 0 <= i < self.num_layers for i in ids) or list(ids) != sorted(set(ids)):
-            raise UserError(
-                f"aux layer ids are {list(ids)}; expected distinct ascending ids from 0 to "
-                f"{self.num_layers - 1} (the target has {self.num_layers} layers)."
-            )
+        check_aux_layer_ids(ids, self.num_layers)
         for hook in self._hooks:
             hook.remove()
         self.aux_layer_ids = ids
@@ -195,9 +194,27 @@ class TargetModel:
         """The model's logits for the given rows, [N, V]: lm_head, and the softcap c * tanh(x / c)
         where the architecture has one.
         """
-        logits_NV = self._lm_head(hidden_NH)
+        return self._capped(self._lm_head(hidden_NH))
+
+    def logits_of(self, token_ids: Tensor) -> Callable[[Tensor], Tensor]:
+        """A function that computes the logits of some tokens only, from a copy of their rows.
+
+        Args:
+            token_ids: int64 [n]; the function gives [N, n] in this order.
+        """
+        weight_nH = self._lm_head.weight.detach()[token_ids]
+        bias = self._lm_head.bias
+        bias_n = None if bias is None else bias.detach()[token_ids]
+        return lambda hidden_NH: self._capped(F.linear(hidden_NH, weight_nH, bias_n))
+
+    def _capped(self, logits: Tensor) -> Tensor:
         cap = self._final_softcap
-        return logits_NV if cap is None else torch.tanh(logits_NV / cap) * cap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    @property
+    def text_config(self) -> PretrainedConfig:
+        """The configuration of its decoder."""
+        return self.model.config.get_text_config()
 
     def lm_head_weight(self) -> Tensor:
         """The output embedding, [V, H]."""
@@ -210,13 +227,7 @@ class TargetModel:
 
     def eos_token_ids(self) -> tuple[int, ...]:
         """End-of-text ids of the model's generation config, else of its config."""
-        generation = self.model.generation_config
-        value = getattr(generation, "eos_token_id", None)
-        if value is None:
-            value = self.model.config.get_text_config().eos_token_id
-        if value is None:
-            return ()
-        return tuple(value) if isinstance(value, list | tuple) else (value,)
+        return end_of_text_ids(self.model.generation_config, self.text_config)
 
     def generation_defaults(self) -> dict[str, Any]:
         """What the model's generation config asks for, under the names of `SamplingParams`.
@@ -250,6 +261,19 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         ) from None
 
 
+def check_aux_layer_ids(ids: Sequence[int], num_layers: int) -> None:
+    """Refuse layers that a target does not have, or not in ascending order.
+
+    Raises:
+        UserError: naming them.
+    """
+    if any(not 0 <= i < num_layers for i in ids) or list(ids) != sorted(set(ids)):
+        raise UserError(
+            f"aux layer ids are {list(ids)}; expected distinct ascending ids from 0 to "
+            f"{num_layers - 1} (the target has {num_layers} layers)."
+        )
+
+
 def default_aux_layer_ids(num_layers: int) -> tuple[int, ...]:
     """Layers whose entering states make the feature: (2, L // 2, L - 3) of an L-layer target.
 
@@ -264,7 +288,12 @@ def default_aux_layer_ids(num_layers: int) -> tuple[int, ...]:
     return tuple(range(num_layers))
 
 
-def _load_config(folder: Path) -> Any:
+def load_config(folder: Path) -> Any:
+    """The configuration of a model folder.
+
+    Raises:
+        CheckpointError: there is none, or none that transformers knows.
+    """
     if not (folder / "config.json").is_file():
         raise CheckpointError(
             f"The target model {str(folder)!r} has no config.json; expected a folder in Hugging "
@@ -326,7 +355,12 @@ def _experts(model: PreTrainedModel) -> set[str | None]:
     return set(model.get_experts_implementation().values())
 
 
-def _refuse_pickles(folder: Path) -> None:
+def refuse_pickles(folder: Path) -> None:
+    """Refuse a folder without safetensors files.
+
+    Raises:
+        CheckpointError: naming the pickle that is there instead, if one is.
+    """
     if any(name.endswith(".safetensors") for name in os.listdir(folder)):
         return
     pickles = sorted(n for n in os.listdir(folder) if n.endswith((".bin", ".pt", ".pth", ".ckpt")))

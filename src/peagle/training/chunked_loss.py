@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,9 +22,9 @@ from torch.autograd.function import once_differentiable
 
 from peagle.training.losses import DraftLoss, TargetRows
 
-# Logits that a chunk may have, of draft and target together: 512 MiB in float32 on a GPU, where
+# Logits that a chunk may have, of draft and target together: 512 MiB in bfloat16 on a GPU, where
 # small products waste the card; on a CPU what its caches like.
-_GPU_LOGITS = 1 << 27
+_GPU_LOGITS = 1 << 28
 _CPU_LOGITS = 1 << 21
 
 
@@ -59,8 +60,8 @@ def projected_loss(
 ) -> tuple[Tensor, Tensor]:
     """Weighted sum of the losses of hidden @ weight^T, and which drafts match greedily.
 
-    Differentiable (once) in `hidden_MD` and `weight_VD`. Under autocast the products are in its
-    type, losses and the gradient of the weight in at least float32.
+    Differentiable (once) in `hidden_MD` and `weight_VD`. Products are in the type of these, losses
+    and the sum of the weight's gradient in at least float32.
 
     Args:
         hidden_MD: what the last matrix reads, [M, D].
@@ -103,35 +104,54 @@ def _run(
     hidden_MD: Tensor, weight_VD: Tensor, projection: Projection, wanted: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Loss, matches and the wanted gradients of hidden and weight."""
-    kind, dtype = hidden_MD.device.type, torch.promote_types(hidden_MD.dtype, weight_VD.dtype)
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
     total = torch.zeros((), dtype=projection.weights_M.dtype, device=hidden_MD.device)
     match_M = torch.empty(len(hidden_MD), dtype=torch.bool, device=hidden_MD.device)
     grad_hidden = torch.empty_like(hidden_MD) if wanted[0] else None
     wide = torch.promote_types(weight_VD.dtype, torch.float32)
     grad_weight = torch.zeros_like(weight_VD, dtype=wide) if wanted[1] else None
-    with torch.autocast(kind, enabled=False):
-        matrix_VD = weight_VD.to(dtype)
-        for rows, positions_P, index_R in _chunks(projection):
-            hidden_RD = hidden_MD[rows].to(dtype)
-            logits_RV = hidden_RD @ matrix_VD.mT
-            target = TargetRows.of(projection.target_logits(positions_P), projection.draft_ids)
-            match_M[rows] = _matches(logits_RV, target, index_R, projection.draft_ids)
-            losses_R, gradient_RV = projection.loss.grade(logits_RV, target, index_R)
-            del logits_RV, target
-            weights_R = projection.weights_M[rows]
-            total += (losses_R * weights_R).sum()
-            if not any(wanted):
-                continue
-            gradient_RV = gradient_RV.mul_(weights_R.unsqueeze(1)).to(dtype)
-            if grad_hidden is not None:
-                grad_hidden[rows] = (gradient_RV @ matrix_VD).to(grad_hidden.dtype)
-            if grad_weight is not None:
-                _add_product(grad_weight, gradient_RV.mT, hidden_RD)
+    grade = _compiled_grade() if hidden_MD.is_cuda else _grade
+    for rows, positions_P, index_R in _chunks(projection):
+        hidden_RD = hidden_MD[rows]
+        loss, match_M[rows], gradient_RV = grade(
+            projection.loss,
+            hidden_RD @ weight_VD.mT,
+            projection.target_logits(positions_P),
+            index_R,
+            projection.weights_M[rows],
+            projection.draft_ids,
+        )
+        total += loss
+        if grad_hidden is not None:
+            torch.mm(gradient_RV, weight_VD, out=grad_hidden[rows])
+        if grad_weight is not None:
+            _add_product(grad_weight, gradient_RV.mT, hidden_RD)
     if grad_weight is not None:
         grad_weight = grad_weight.to(weight_VD.dtype)
     return total, match_M, grad_hidden, grad_weight
+
+
+def _grade(
+    loss: DraftLoss,
+    logits_RV: Tensor,
+    target_logits_PV: Tensor,
+    index_R: Tensor,
+    weights_R: Tensor,
+    draft_ids: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Weighted sum of a chunk's losses, its matches, and the gradient of its logits."""
+    target = TargetRows.of(target_logits_PV, draft_ids)
+    draft_R = logits_RV.argmax(-1)
+    if draft_ids is not None:
+        draft_R = draft_ids[draft_R]
+    losses_R, gradient_RV = loss.grade(logits_RV, target, index_R)
+    gradient_RV = gradient_RV.mul_(weights_R.unsqueeze(1)).to(logits_RV.dtype)
+    return (losses_R * weights_R).sum(), draft_R == target.best_P[index_R], gradient_RV
+
+
+@cache
+def _compiled_grade() -> Any:
+    """The same in few kernels, so that logits are read and written as seldom as can be."""
+    return torch.compile(_grade)
 
 
 def _chunks(projection: Projection):
@@ -148,18 +168,11 @@ def _chunks(projection: Projection):
         yield slice(start, end), unique_P[low : high + 1], index_M[start:end] - low
 
 
-def _matches(
-    logits_RV: Tensor, target: TargetRows, index_R: Tensor, draft_ids: Tensor | None
-) -> Tensor:
-    draft_R = logits_RV.argmax(-1)
-    if draft_ids is not None:
-        draft_R = draft_ids[draft_R]
-    return draft_R == target.best_P[index_R]
-
-
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, also where the product is of a narrower type."""
+    """total += left @ right, also where the factors are of a narrower type."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
+    elif total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += left @ right

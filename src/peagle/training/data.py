@@ -1,12 +1,8 @@
-"""Responses of the target, and batches of them.
-
-Shapes: B rows, N positions of a row.
-"""
+"""Responses of the target: what heads are trained on."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +12,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from peagle.errors import UserError
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Right-padded rows of equal length.
-
-    Attributes:
-        tokens_BN: token ids, 0 where padded.
-        lengths_B, prompt_lens_B: tokens of each row, and of its prompt.
-        max_response_len: bound of the response tokens of a row.
-    """
-
-    tokens_BN: Tensor
-    lengths_B: Tensor
-    prompt_lens_B: Tensor
-    max_response_len: int
-
-    def to(self, device: torch.device) -> Batch:
-        """The batch on a device."""
-        return Batch(
-            self.tokens_BN.to(device),
-            self.lengths_B.to(device),
-            self.prompt_lens_B.to(device),
-            self.max_response_len,
-        )
 
 
 class ResponseDataset:
@@ -138,75 +109,12 @@ class ResponseDataset:
         tokens = self.tokens[starts.repeat_interleave(lens) + offset]
         return ResponseDataset(tokens, start_loc, self.prompt_lens[keep])
 
-    def batch(self, indices: list[int], length_multiple: int) -> Batch:
-        """The given sequences as one padded batch."""
-        lens = self.start_loc.diff()[indices]
-        longest = int(lens.max())
-        response = int((lens - self.prompt_lens[indices]).max())
-        tokens_BN = torch.zeros(
-            len(indices), longest + -longest % length_multiple, dtype=torch.int64
-        )
-        for row, index in enumerate(indices):
-            begin, end = int(self.start_loc[index]), int(self.start_loc[index + 1])
-            tokens_BN[row, : end - begin] = self.tokens[begin:end]
-        bound = response + -response % length_multiple
-        return Batch(tokens_BN, lens, self.prompt_lens[indices], bound)
-
-    def epoch(self, batch_tokens: int, length_multiple: int, seed: int) -> list[list[int]]:
-        """Shuffled batches of one epoch: rows of like length, `batch_tokens` tokens with padding.
-
-        A function of its arguments alone, so that a resumed run sees the same batches. What is left
-        over of a length is dropped (another epoch brings it), unless it is all there is.
-        """
-        generator = torch.Generator().manual_seed(seed)
-        # Rows of a batch are alike in length and in response length, so that little is padding.
-        lens = self.start_loc.diff()
-        sizes = torch.stack((lens, lens - self.prompt_lens), dim=1)
-        sizes = (sizes + -sizes % length_multiple).tolist()
-        by_size: dict[tuple[int, int], list[int]] = {}
-        for index in torch.randperm(len(self), generator=generator).tolist():
-            by_size.setdefault((sizes[index][0], sizes[index][1]), []).append(index)
-        batches: list[list[int]] = []
-        for (length, _), indices in sorted(by_size.items()):
-            rows = max(1, batch_tokens // length)
-            whole = [indices[i : i + rows] for i in range(0, len(indices) - rows + 1, rows)]
-            batches += whole or [indices]
-        order = torch.randperm(len(batches), generator=generator).tolist()
-        return [batches[i] for i in order]
-
     def response_token_counts(self, vocab_size: int) -> Tensor:
         """How often each token occurs in the responses, int64 [vocab_size]."""
         lens = self.start_loc.diff()
         offset = torch.arange(len(self.tokens)) - self.start_loc[:-1].repeat_interleave(lens)
         in_response = offset >= self.prompt_lens.repeat_interleave(lens)
         return torch.bincount(self.tokens[in_response].long(), minlength=vocab_size)
-
-
-class BatchStream:
-    """Batches by global step, epoch after epoch; `at(step)` is a function of (seed, step)."""
-
-    def __init__(
-        self, dataset: ResponseDataset, batch_tokens: int, length_multiple: int, seed: int
-    ) -> None:
-        self.dataset = dataset
-        self.batch_tokens = batch_tokens
-        self.length_multiple = length_multiple
-        self.seed = seed
-        self._cached: tuple[int, list[list[int]]] = (0, self._shuffled(0))
-        # Rows are grouped by length, so every epoch has as many batches as the first.
-        self.steps_per_epoch = len(self._cached[1])
-        self.tokens_per_step = len(dataset.tokens) / self.steps_per_epoch
-
-    def at(self, step: int) -> Batch:
-        """The batch of a global step (from 0)."""
-        epoch, index = divmod(step, self.steps_per_epoch)
-        if self._cached[0] != epoch:
-            self._cached = (epoch, self._shuffled(epoch))
-        return self.dataset.batch(self._cached[1][index], self.length_multiple)
-
-    def _shuffled(self, epoch: int) -> list[list[int]]:
-        seed = self.seed * 1_000_003 + epoch
-        return self.dataset.epoch(self.batch_tokens, self.length_multiple, seed)
 
 
 def _parse_line(

@@ -1,11 +1,13 @@
 """Attention among elements under the rule of `models.elements`: dense (reference) or FlexAttention.
 
-Shapes: B rows, Eq query and Ek key elements, Hq/Hkv heads, d head size.
+Shapes: B rows, Eq query and Ek key elements, Hq/Hkv heads, d head size; Q and K blocks of 128
+elements.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from peagle.models.elements import Elements, attention_mask, may_attend
 
+BLOCK = 128
 ElementAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -39,7 +42,29 @@ def flex_attention(queries: Elements, keys: Elements) -> ElementAttention:
 
     GPU only; compiled at first use for each shape.
     """
-    q, k = queries, keys
+    blocks = block_mask(queries, keys)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = _compiled_flex()(
+            *(x.transpose(1, 2) for x in (query, key, value)),
+            block_mask=blocks,
+            enable_gqa=query.shape[2] != key.shape[2],
+        )
+        return out.transpose(1, 2)
+
+    return attend
+
+
+def block_mask(queries: Elements, keys: Elements) -> Any:
+    """FlexAttention's `BlockMask` of the attention rule.
+
+    torch's own `create_block_mask` evaluates the rule for every pair of elements; here it is
+    decided for pairs of blocks, from the ranges of anchors and documents in them. A block that is
+    called partial for caution costs time, not exactness: the rule is applied inside.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    q, k = (_as_int32(x) for x in (queries, keys))
 
     def rule(row: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return may_attend(
@@ -51,27 +76,112 @@ def flex_attention(queries: Elements, keys: Elements) -> ElementAttention:
             k.documents[row, j],
         )
 
-    make_mask, run = _compiled()
-    rows, num_queries = q.anchors.shape
-    blocks = make_mask(rule, rows, None, num_queries, k.anchors.shape[1], device=q.anchors.device)
+    full, partial = _classify(_Ranges.of(q), _Ranges.of(k))
+    partial_counts, partial_indices = _listed(partial)
+    full_counts, full_indices = _listed(full)
+    return BlockMask.from_kv_blocks(
+        partial_counts,
+        partial_indices,
+        full_counts,
+        full_indices,
+        BLOCK_SIZE=BLOCK,
+        mask_mod=rule,
+        seq_lengths=(q.anchors.shape[1], k.anchors.shape[1]),
+    )
 
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out = run(
-            *(x.transpose(1, 2).contiguous() for x in (query, key, value)),
-            block_mask=blocks,
-            enable_gqa=query.shape[2] != key.shape[2],
+
+@dataclass(frozen=True, slots=True)
+class _Ranges:
+    """What is in each block of elements, all [B, blocks]; padding of the last block is left out.
+
+    Attributes:
+        low, high: least and greatest anchor.
+        context_low: least anchor of depth 0, beyond all anchors where there is none.
+        chain_low, chain_high: of the deeper ones, an empty range where there are none.
+        first, last: least and greatest document.
+        only_context: nothing deeper than 0.
+        whole: no document is padding, and the block is not cut short by the end.
+    """
+
+    low: Tensor
+    high: Tensor
+    context_low: Tensor
+    chain_low: Tensor
+    chain_high: Tensor
+    first: Tensor
+    last: Tensor
+    only_context: Tensor
+    whole: Tensor
+
+    @classmethod
+    def of(cls, elements: Elements) -> _Ranges:
+        top = torch.iinfo(torch.int32).max
+        anchors, is_deep = elements.anchors, elements.depths > 0
+        first, last = _least(elements.documents), _greatest(elements.documents)
+        ends = _least(torch.ones_like(anchors), beyond=0) == 0
+        return cls(
+            low=_least(anchors),
+            high=_greatest(anchors),
+            context_low=_least(anchors.masked_fill(is_deep, top)),
+            chain_low=_least(anchors.masked_fill(~is_deep, top)),
+            chain_high=_greatest(anchors.masked_fill(~is_deep, -1)),
+            first=first,
+            last=last,
+            only_context=_greatest(is_deep.int()) <= 0,
+            whole=(first >= 0) & ~ends,
         )
-        return out.transpose(1, 2)
 
-    return attend
+
+def _classify(q: _Ranges, k: _Ranges) -> tuple[Tensor, Tensor]:
+    """Bool [B, Q, K] twice: every pair of elements may attend; some pairs might."""
+    one_document = (_q(q.first) == _k(k.first)) & (_q(q.last) == _k(k.last)) & _q(q.first == q.last)
+    behind = _k(k.high) <= _q(q.low)
+    full = one_document & behind & _k(k.only_context & k.whole) & _q(q.whole)
+    shared = (_q(q.first) <= _k(k.last)) & (_k(k.first) <= _q(q.last))
+    context = _k(k.context_low) <= _q(q.high)
+    chain = (_k(k.chain_low) <= _q(q.high)) & (_q(q.low) <= _k(k.chain_high))
+    return full, shared & (context | chain) & ~full
+
+
+def _q(x_BQ: Tensor) -> Tensor:
+    return x_BQ.unsqueeze(2)
+
+
+def _k(x_BK: Tensor) -> Tensor:
+    return x_BK.unsqueeze(1)
+
+
+def _least(x_BE: Tensor, beyond: int = torch.iinfo(torch.int32).max) -> Tensor:
+    return _blocks(x_BE, beyond).amin(-1)
+
+
+def _greatest(x_BE: Tensor) -> Tensor:
+    return _blocks(x_BE, -1).amax(-1)
+
+
+def _blocks(x_BE: Tensor, beyond: int) -> Tensor:
+    """[B, blocks, 128], the last block filled with a value that the reduction ignores."""
+    missing = -x_BE.shape[1] % BLOCK
+    return F.pad(x_BE, (0, missing), value=beyond).unflatten(1, (-1, BLOCK))
+
+
+def _listed(wanted_BQK: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks each query block wants, [B, 1, Q], and which, those first, [B, 1, Q, K]."""
+    order = wanted_BQK.int().argsort(dim=-1, descending=True, stable=True)
+    counts, indices = wanted_BQK.sum(-1, dtype=torch.int32), order.to(torch.int32)
+    return counts.unsqueeze(1).contiguous(), indices.unsqueeze(1).contiguous()
+
+
+def _as_int32(elements: Elements) -> Elements:
+    numbers = (elements.anchors, elements.depths, elements.documents)
+    anchors, depths, documents = (x.to(torch.int32) for x in numbers)
+    return Elements(anchors, depths, documents, elements.supervised)
 
 
 @cache
-def _compiled() -> tuple[Any, Any]:
-    from torch.nn.attention.flex_attention import create_block_mask
+def _compiled_flex() -> Any:
     from torch.nn.attention.flex_attention import flex_attention as flex
 
-    # One compilation a padded length, for training and for validation; the limit's fallback is an
-    # implementation that keeps all scores.
+    # One compilation a shape; the limit's fallback is an implementation that keeps all scores.
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    return torch.compile(create_block_mask), torch.compile(flex, dynamic=False)
+    return torch.compile(flex, dynamic=False)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from peagle.attention.torch_backend import DenseCausalAttention
+from peagle.attention.documents import DocumentAttention
 from peagle.models.target import TargetModel
-from peagle.training.data import Batch
+from peagle.training.batches import Batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,15 @@ class TargetStates:
 
 @torch.no_grad()
 def target_states(target: TargetModel, batch: Batch) -> TargetStates:
-    """Run the target over right-padded rows (causality hides the padding)."""
+    """Run the target over packed rows; each document begins at position 0."""
     rows, length = batch.tokens_BN.shape
-    positions = torch.arange(length, device=batch.tokens_BN.device).repeat(rows)
+    positions = torch.arange(length).repeat(rows, 1)
+    for place in batch.places:
+        positions[place.row, place.start : place.start + place.length] -= place.start
+    spans = [(place.row, place.start, place.length) for place in batch.places]
     hidden, features = target.forward(
-        batch.tokens_BN.flatten(), positions, DenseCausalAttention(rows)
+        batch.tokens_BN.flatten(),
+        positions.flatten().to(batch.tokens_BN.device),
+        DocumentAttention(batch.documents_BN, spans),
     )
     return TargetStates(features.unflatten(0, (rows, length)), hidden.unflatten(0, (rows, length)))

@@ -1,27 +1,25 @@
-"""The two training methods: P-EAGLE's elements in one pass, EAGLE-3's training-time test.
+"""What the training methods share: graded elements, and the head's layers run on them.
 
-Both grade (anchor, depth) elements of a batch; they differ in how a deep element is computed.
 Shapes: B rows, N positions, E elements, M graded elements, D drafter width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from peagle.models.drafter import Attend, Drafter
-from peagle.models.elements import Elements, sample_elements, supervised_depth
+from peagle.models.drafter import Attend, Drafter, DrafterLayer, Rope
+from peagle.models.elements import Elements, sample_elements
+from peagle.training.batches import Batch
 from peagle.training.config import MethodSection
-from peagle.training.data import Batch
-from peagle.training.element_attention import ElementAttention, dense_attention
-from peagle.training.features import TargetStates
+from peagle.training.element_attention import BLOCK, ElementAttention, dense_attention
 
 MakeAttention = Callable[[Elements, Elements], ElementAttention]
-_FLEX_BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,141 +40,17 @@ class Graded:
     hidden_MD: Tensor
 
 
-def peagle_forward(
-    drafter: Drafter,
-    batch: Batch,
-    states: TargetStates,
-    elements: Elements,
-    make_attention: MakeAttention = dense_attention,
-    *,
-    recompute: bool = False,
-) -> Tensor:
-    """The head's output at every element, [B, E, D], in one pass.
-
-    Depth 0: token x[a+1], hidden fc(g[a]). Deeper: mask token, h_shared. `recompute` as in
-    `run_layers`.
-    """
-    tokens_BN = batch.tokens_BN
-    is_ntp = elements.depths == 0
-    next_tokens = tokens_after(tokens_BN, elements.anchors)
-    mask_token_id = drafter.config.mask_token_id
-    assert mask_token_id is not None
-    tokens = torch.where(is_ntp, next_tokens, mask_token_id)
-
-    length = tokens_BN.shape[1]
-    combined_BND = full_precision(drafter, drafter.combine_features(states.features_BNA))
-    shared_D = full_precision(drafter, drafter.shared_hidden())
-    # Elements start with depth 0 of every position (models.elements).
-    num_rest = elements.anchors.shape[1] - length
-    hidden = torch.cat((combined_BND, shared_D.expand(len(tokens_BN), num_rest, -1)), dim=1)
-    attention = make_attention(elements, elements)
-    return run_layers(
-        drafter,
-        drafter.embed_tokens(tokens),
-        hidden,
-        elements.positions,
-        lambda _, q, k, v: attention(q, k, v),
-        recompute=recompute,
-    )
-
-
-def run_layers(
-    drafter: Drafter,
-    embedding: Tensor,
-    hidden: Tensor,
-    positions: Tensor,
-    attend: Attend,
-    *,
-    recompute: bool = False,
-) -> Tensor:
-    """What `Drafter.forward` computes, from embeddings in place of tokens.
-
-    Args:
-        drafter: the head.
-        embedding, hidden: [..., D]; dimensions of 1 stand for equal rows until attention tells
-            them apart by position, so that layer 0 projects one row for all mask slots.
-        positions: int64 [...], which decides the shape of the result.
-        attend: as in `Drafter.forward`; with `recompute` it may be called again going backward.
-        recompute: activation checkpointing: keep the input of each layer only, and run the layer
-            again for its gradients.
-    """
-    rope = drafter._rope_at(positions, hidden.dtype)
-    for layer in drafter.layers:
-        if recompute and torch.is_grad_enabled():
-            hidden = checkpoint(  # type: ignore[assignment]
-                layer,
-                hidden,
-                embedding,
-                rope,
-                attend,
-                use_reentrant=False,
-                preserve_rng_state=False,
-            )
-        else:
-            hidden = layer(hidden, embedding, rope, attend)
-    return drafter.norm(hidden) if drafter.config.norm_output else hidden
-
-
-def tokens_after(tokens_BN: Tensor, anchors_BE: Tensor) -> Tensor:
-    """x[a+1] of each anchor a (of the last one: itself; nobody learns from it)."""
-    return tokens_BN.gather(1, (anchors_BE + 1).clamp_max(tokens_BN.shape[1] - 1))
-
-
-def eagle3_forward(
-    drafter: Drafter,
-    batch: Batch,
-    states: TargetStates,
-    num_depths: int,
-    make_attention: MakeAttention = dense_attention,
-) -> Iterator[tuple[Elements, Tensor]]:
-    """Training-time test: depth after depth, each fed with the head's own previous output.
-
-    Depth j of anchor a stands at position a + j, with token x[a+j+1] and the head's output for
-    (a, j-1); it attends as a P-EAGLE element does. (EAGLE-3, Li et al., 2025.)
-
-    Yields:
-        the elements of one depth (every anchor) and the head's output at them, [B, N, D].
-    """
-    tokens_BN = batch.tokens_BN
-    rows, length = tokens_BN.shape
-    device = tokens_BN.device
-    anchors = torch.arange(length, device=device).unsqueeze(0)
-    deepest_BN = supervised_depth(batch.lengths_B, batch.prompt_lens_B, length)
-    hidden = full_precision(drafter, drafter.combine_features(states.features_BNA))
-    caches: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
-    seen: list[Elements] = []
-    for depth in range(num_depths):
-        depths, documents = torch.full_like(anchors, depth), torch.zeros_like(anchors)
-        # Every row attends alike, so one row stands for all in the mask.
-        seen.append(Elements(anchors, depths, documents, documents.bool()))
-        attention = make_attention(seen[-1], concatenate(seen))
-
-        def attend(
-            layer: int,
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            attention: ElementAttention = attention,
-        ) -> Tensor:
-            keys, values = caches.setdefault(layer, ([], []))
-            keys.append(key)
-            values.append(value)
-            return attention(query, torch.cat(keys, dim=1), torch.cat(values, dim=1))
-
-        next_tokens = tokens_BN[:, (anchors[0] + depth + 1).clamp_max(length - 1)]
-        hidden = drafter(next_tokens, hidden, anchors + depth, attend)
-        per_row = (x.expand(rows, length) for x in (anchors, depths, documents))
-        yield Elements(*per_row, supervised=deepest_BN >= depth), hidden
-
-
 class Method:
-    """Computes the graded elements of a batch, for either method.
+    """How the elements of a batch are chosen and computed.
 
     Args:
         section: the method's configuration.
         make_attention: how elements attend.
         flex: pad for FlexAttention's blocks.
-        recompute: activation checkpointing (P-EAGLE only).
+        recompute: activation checkpointing (P-EAGLE only): keep the input of each layer and run
+            the layer again for its gradients.
+        compiled: run the parts of a layer around its attention through torch.compile, which fuses
+            norms, RoPE and activations and keeps less for the backward pass.
     """
 
     def __init__(
@@ -186,59 +60,92 @@ class Method:
         *,
         flex: bool = False,
         recompute: bool = False,
+        compiled: bool = False,
     ) -> None:
         self.section = section
         self.recompute = recompute
         self.make_attention = make_attention
-        self.multiple = _FLEX_BLOCK if flex else 1
-
-    def graded(
-        self,
-        drafter: Drafter,
-        batch: Batch,
-        states: TargetStates,
-        generator: torch.Generator | None,
-        *,
-        everything: bool = False,
-    ) -> Graded:
-        """All graded elements of a batch.
-
-        Args:
-            drafter: the head.
-            batch, states: what it reads.
-            generator: of the element sampling.
-            everything: no conditional drop, as validation wants it.
-        """
-        section = self.section
-        if section.name == "eagle3":
-            parts = eagle3_forward(drafter, batch, states, section.depth, self.make_attention)
-            by_depth, hidden_by_depth = zip(*parts, strict=True)
-            return select(concatenate(by_depth), torch.cat(hidden_by_depth, dim=1))
-        # Every shape is compiled once; validation's would be too many.
-        make_attention = dense_attention if everything else self.make_attention
-        elements = self.elements(batch, generator, everything=everything)
-        hidden = peagle_forward(
-            drafter, batch, states, elements, make_attention, recompute=self.recompute
-        )
-        return select(elements, hidden)
+        self.multiple = BLOCK if flex else 1
+        self.compiled = compiled
 
     def elements(
         self, batch: Batch, generator: torch.Generator | None, *, everything: bool = False
     ) -> Elements:
-        """P-EAGLE's elements of a batch; arguments as in `graded`."""
-        section = self.section
-        deepest_BN = supervised_depth(
-            batch.lengths_B, batch.prompt_lens_B, batch.tokens_BN.shape[1]
-        )
+        """P-EAGLE's elements of a batch.
+
+        Args:
+            batch: the rows.
+            generator: of the element sampling; it draws for the whole batch, so that what a row
+                gets does not depend on how many processes share the rows.
+            everything: no conditional drop, as validation wants it.
+        """
+        section, deepest_BN = self.section, batch.deepest_BN
+        shape = (batch.num_rows, deepest_BN.shape[1])
+        scores = torch.rand(shape, generator=generator, device=deepest_BN.device)
         return sample_elements(
             deepest_BN,
             section.depth,
             ratio=1.0 if everything else section.cod_ratio,
             floor=section.cod_floor,
-            generator=generator,
             multiple=self.multiple,
-            max_anchors=batch.max_response_len,
+            max_anchors=batch.max_anchors,
+            documents_BN=batch.documents_BN,
+            scores_BN=scores[batch.first_row : batch.first_row + len(deepest_BN)],
         )
+
+    def run_layers(
+        self, drafter: Drafter, embedding: Tensor, hidden: Tensor, positions: Tensor, attend: Attend
+    ) -> Tensor:
+        """What `Drafter.forward` computes, from embeddings in place of tokens.
+
+        Args:
+            drafter: the head.
+            embedding, hidden: [..., D]; dimensions of 1 stand for equal rows until attention tells
+                them apart by position, so that layer 0 projects one row for all mask slots.
+            positions: int64 [...], which decides the shape of the result.
+            attend: as in `Drafter.forward`; with `recompute` it is called again going backward.
+        """
+        rope = drafter._rope_at(positions, hidden.dtype)
+        for layer in drafter.layers:
+            assert isinstance(layer, DrafterLayer)
+            if self.recompute and torch.is_grad_enabled():
+                hidden = checkpoint(  # type: ignore[assignment]
+                    self._run_layer,
+                    layer,
+                    hidden,
+                    embedding,
+                    rope,
+                    attend,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                )
+            else:
+                hidden = self._run_layer(layer, hidden, embedding, rope, attend)
+        return drafter.norm(hidden) if drafter.config.norm_output else hidden
+
+    def _run_layer(
+        self, layer: DrafterLayer, hidden: Tensor, embedding: Tensor, rope: Rope, attend: Attend
+    ) -> Tensor:
+        if not self.compiled:
+            return layer(hidden, embedding, rope, attend)
+        before, after = _compiled_layer()
+        residual, query, key, value = before(layer, hidden, embedding, rope)
+        return after(layer, residual, attend(layer.self_attn.layer_idx, query, key, value))
+
+
+@cache
+def _compiled_layer() -> tuple[Callable[..., tuple[Tensor, ...]], Callable[..., Tensor]]:
+    """The layer's parts before and after attention, compiled for each shape."""
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    return (
+        torch.compile(DrafterLayer.before_attention, dynamic=False),
+        torch.compile(DrafterLayer.after_attention, dynamic=False),
+    )
+
+
+def tokens_after(tokens_BN: Tensor) -> Tensor:
+    """x[a+1] of each anchor a, [B, N] (of the last one: itself; nobody learns from it)."""
+    return torch.cat((tokens_BN[:, 1:], tokens_BN[:, -1:]), dim=1)
 
 
 def select(elements: Elements, hidden_BED: Tensor) -> Graded:
@@ -260,11 +167,3 @@ def concatenate(parts: Sequence[Elements]) -> Elements:
             for name in ("anchors", "depths", "documents", "supervised")
         )
     )
-
-
-def full_precision(drafter: Drafter, hidden: Tensor) -> Tensor:
-    """The hidden states in the type of the weights.
-
-    Under autocast fc gives bfloat16; the residual stream keeps the weights' precision.
-    """
-    return hidden.to(drafter.fc.weight.dtype)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from peagle.models.drafter import Drafter
-from peagle.models.target import TargetModel
+from peagle.models.target_facts import TargetFacts
 from peagle.training.chunked_loss import Projection, default_chunk_rows, projected_loss
 from peagle.training.config import MethodSection
 from peagle.training.features import TargetStates
@@ -41,23 +41,32 @@ class Objective:
         drafter, target: the head and what it imitates.
         section: loss and weights.
         chunk_rows: elements projected at a time; None chooses by the vocabularies.
+        whole_vocabulary: compare with the target's choice over its whole vocabulary, as acceptance
+            does. Otherwise, where the loss does not need more, only the draft vocabulary is
+            projected: with 32,000 of 152,000 tokens that is a fifth of the work.
     """
 
     def __init__(
         self,
         drafter: Drafter,
-        target: TargetModel,
+        target: TargetFacts,
         section: MethodSection,
         chunk_rows: int | None = None,
+        *,
+        whole_vocabulary: bool = True,
     ) -> None:
         self.drafter = drafter
-        self.target = target
         self.loss = DraftLoss(section.loss, section.tv_share)
         config = drafter.config
         device = drafter.lm_head.weight.device
-        self.draft_ids = drafter.target_ids() if config.is_pruned else None
+        self.draft_ids, self._logits = None, target.compute_logits
+        if config.is_pruned and (whole_vocabulary or section.loss in ("tv", "kl_tv")):
+            self.draft_ids = drafter.target_ids()
+        elif config.is_pruned:
+            self._logits = target.logits_of(drafter.target_ids())
+        target_size = config.draft_vocab_size if self.draft_ids is None else config.vocab_size
         self.chunk_rows = chunk_rows or default_chunk_rows(
-            config.vocab_size, config.draft_vocab_size, device
+            target_size, config.draft_vocab_size, device
         )
         # Losses are float32 but where the head is wider.
         dtype = torch.promote_types(drafter.lm_head.weight.dtype, torch.float32)
@@ -74,7 +83,7 @@ class Objective:
 
         @torch.no_grad()
         def target_logits(positions_P: Tensor) -> Tensor:
-            return self.target.compute_logits(target_rows[positions_P])
+            return self._logits(target_rows[positions_P])
 
         drafter, weights_M = self.drafter, self.weights(graded.depth)
         projection = Projection(

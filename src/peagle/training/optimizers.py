@@ -9,18 +9,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from peagle.models.drafter import Drafter
 from peagle.training.config import OptimizerSection
 
 
-def build_optimizers(drafter: Drafter, section: OptimizerSection) -> list[Optimizer]:
+def build_optimizers(
+    named: Iterable[tuple[str, nn.Parameter]], section: OptimizerSection
+) -> list[Optimizer]:
     """One optimizer for AdamW; for Muon a second one, which takes `fc` and the layers' matrices.
 
     Embeddings, lm_head, mask_hidden and norms are always AdamW's. Weight decay is on matrices.
     """
     hidden: list[nn.Parameter] = []
     rest: list[nn.Parameter] = []
-    for name, parameter in drafter.named_parameters():
+    for name, parameter in named:
         if parameter.requires_grad:
             in_layers = parameter.ndim == 2 and name.startswith(("fc.", "layers."))
             (hidden if section.name == "muon" and in_layers else rest).append(parameter)

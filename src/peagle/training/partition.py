@@ -15,25 +15,15 @@ Shapes: B rows, N positions, R deeper elements of a row, E of a segment, D draft
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from peagle.models.drafter import Drafter
 from peagle.models.elements import PADDING_ROW, Elements
-from peagle.training.data import Batch
+from peagle.training.batches import Batch
 from peagle.training.features import TargetStates
-from peagle.training.methods import (
-    Graded,
-    Method,
-    concatenate,
-    full_precision,
-    run_layers,
-    select,
-    tokens_after,
-)
+from peagle.training.methods import Graded, Method, concatenate, select, tokens_after
 
 
 def split_by_anchor(
@@ -88,7 +78,6 @@ def two_pass_backward(
     loss_of: Callable[[Graded], Tensor],
     *,
     method: Method,
-    autocast: Callable[[], AbstractContextManager[Any]],
 ) -> Tensor:
     """Add the gradients of a batch to the head's parameters; returns the loss, without a graph.
 
@@ -101,23 +90,19 @@ def two_pass_backward(
         segments: S.
         loss_of: loss of graded elements, with one denominator for the whole batch.
         method: how elements attend, and whether activations are computed again.
-        autocast: the context of the forward passes.
     """
     length = batch.tokens_BN.shape[1]
     context = _columns(elements, slice(length))
-    with autocast():
-        first = _ContextPass(drafter, batch, states, context, method)
+    first = _ContextPass(drafter, batch, states, context, method)
     borrowed = _Borrowed(first.lent())
     loss = torch.zeros((), device=elements.anchors.device)
     for part in split_by_anchor(elements, length, segments, method.section.depth, method.multiple):
-        with autocast():
-            leaves = borrowed.leaves()
-            part_loss = loss_of(select(part, _segment(drafter, context, part, leaves, method)))
+        leaves = borrowed.leaves()
+        part_loss = loss_of(select(part, _segment(drafter, context, part, leaves, method)))
         part_loss.backward()
         borrowed.collect(leaves)
         loss = loss + part_loss.detach()
-    with autocast():
-        first_loss = loss_of(select(context, first.hidden_BND))
+    first_loss = loss_of(select(context, first.hidden_BND))
     borrowed.backward(first_loss)
     return loss + first_loss.detach()
 
@@ -155,12 +140,12 @@ class _ContextPass:
         method: Method,
     ) -> None:
         rows, length = batch.tokens_BN.shape
-        next_tokens = tokens_after(batch.tokens_BN, context.anchors)
+        next_tokens = tokens_after(batch.tokens_BN)
         # The mask token's embedding beside the others: one gradient of the whole table, not S.
         mask_token = next_tokens.new_tensor([drafter.config.mask_token_id])
         embedding = drafter.embed_tokens(torch.cat((next_tokens.flatten(), mask_token)))
         self._mask_embedding = embedding[-1:]
-        self._shared = full_precision(drafter, drafter.shared_hidden())
+        self._shared = drafter.shared_hidden()
         self._keys_values: dict[int, tuple[Tensor, Tensor]] = {}
         attention = method.make_attention(context, context)
 
@@ -169,13 +154,12 @@ class _ContextPass:
             self._keys_values.setdefault(layer, (key, value))
             return attention(query, key, value)
 
-        self.hidden_BND = run_layers(
+        self.hidden_BND = method.run_layers(
             drafter,
             embedding[:-1].unflatten(0, (rows, length)),
-            full_precision(drafter, drafter.combine_features(states.features_BNA)),
+            drafter.combine_features(states.features_BNA.to(embedding.dtype)),
             context.positions,
             attend,
-            recompute=method.recompute,
         )
 
     def lent(self) -> list[Tensor]:
@@ -238,13 +222,8 @@ def _segment(
         values = torch.cat((keys_values[2 * layer + 1], value), dim=1)
         return attention(query, keys, values)
 
-    return run_layers(
-        drafter,
-        mask_embedding.unsqueeze(0),
-        shared.view(1, 1, -1),
-        part.positions,
-        attend,
-        recompute=method.recompute,
+    return method.run_layers(
+        drafter, mask_embedding.unsqueeze(0), shared.view(1, 1, -1), part.positions, attend
     )
 
 

@@ -10,17 +10,18 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from peagle.errors import UserError
+from peagle.training.masters import Masters
 
 _WEIGHTS = "weights."
 _OPTIMIZER = "optimizer."
 
 
 def save_state(
-    folder: Path, model: nn.Module, optimizers: Sequence[Optimizer], step: int, facts: dict
+    folder: Path, masters: Masters, optimizers: Sequence[Optimizer], step: int, facts: dict
 ) -> None:
     """Write a checkpoint beside the last one, then put it in its place.
 
@@ -29,8 +30,8 @@ def save_state(
     Raises:
         UserError: it could not be written (a full disk for one).
     """
-    tensors = {_WEIGHTS + n: p.detach().cpu().contiguous() for n, p in model.state_dict().items()}
-    names = {id(p): n for n, p in model.named_parameters()}
+    tensors = {_WEIGHTS + n: p.detach().cpu().contiguous() for n, p in masters.state().items()}
+    names = {id(p): n for n, p in masters.named()}
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
@@ -56,7 +57,7 @@ def save_state(
     shutil.rmtree(previous, ignore_errors=True)
 
 
-def load_state(folder: Path, model: nn.Module, optimizers: Sequence[Optimizer], facts: dict) -> int:
+def load_state(folder: Path, masters: Masters, optimizers: Sequence[Optimizer], facts: dict) -> int:
     """Put a checkpoint into model and optimizer; returns the step to go on from.
 
     Raises:
@@ -76,7 +77,7 @@ def load_state(folder: Path, model: nn.Module, optimizers: Sequence[Optimizer], 
                 f"The checkpoint {str(folder)!r} was made with {name} {record.get(name)!r}, the "
                 f"configuration says {value!r}. Restore it, or start anew in another output folder."
             )
-    device = next(model.parameters()).device
+    device = masters.drafter.fc.weight.device
     weights: dict[str, Tensor] = {}
     state: dict[str, dict[str, Tensor]] = {}
     try:
@@ -90,8 +91,8 @@ def load_state(folder: Path, model: nn.Module, optimizers: Sequence[Optimizer], 
                     state.setdefault(parameter, {})[key] = tensor
     except (SafetensorError, OSError) as error:
         raise UserError(f"The checkpoint {str(folder)!r} is not readable: {error}.") from None
-    model.load_state_dict(weights)
-    names = {id(p): n for n, p in model.named_parameters()}
+    masters.load(weights)
+    names = {id(p): n for n, p in masters.named()}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:

@@ -1,0 +1,278 @@
+"""Batches: sequences packed into rows of one length, in an order that the seed decides.
+
+Shapes: B rows, N positions of a row, T tokens of all sequences of a batch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from peagle.models.elements import PADDING_ROW
+from peagle.training.data import ResponseDataset
+
+# Sequences packed together: enough to fill rows well, few enough to keep their order random.
+_PACKED_TOGETHER = 1024
+# The bound of supervised anchors is one of this many shares of a row, since each is a shape of its
+# own to compile.
+_ANCHOR_SHARES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a sequence of the dataset lies: `length` tokens from `start` of a row."""
+
+    sequence: int
+    row: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows of equal length, each with one or more sequences (documents) and padding at its end.
+
+    Attributes:
+        tokens_BN: token ids, 0 where padded.
+        documents_BN: number of the document within its row, -1 where padded.
+        deepest_BN: deepest supervised element of each anchor, -1 where none counts.
+        places: which sequence lies where.
+        max_anchors: bound of the supervised anchors of a row.
+        first_row, num_rows: which rows of the whole batch these are, where several processes share
+            it.
+    """
+
+    tokens_BN: Tensor
+    documents_BN: Tensor
+    deepest_BN: Tensor
+    places: tuple[Place, ...]
+    max_anchors: int
+    first_row: int
+    num_rows: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens without padding."""
+        return sum(place.length for place in self.places)
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch on a device; from pinned memory nobody waits for the copies."""
+        names = ("tokens_BN", "documents_BN", "deepest_BN")
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
+        return replace(self, **moved)
+
+    def pin(self) -> Batch:
+        """The batch in page-locked memory, for asynchronous copies to a GPU."""
+        names = ("tokens_BN", "documents_BN", "deepest_BN")
+        return replace(self, **{name: getattr(self, name).pin_memory() for name in names})
+
+
+def make_batch(
+    dataset: ResponseDataset,
+    rows: Sequence[Sequence[int]],
+    length: int,
+    *,
+    first_row: int = 0,
+    num_rows: int | None = None,
+) -> Batch:
+    """Sequences side by side in rows.
+
+    Element (a, d) of a document counts iff x[a+1] to x[a+d+2] all lie in its response.
+
+    Args:
+        dataset: the sequences.
+        rows: indices of the sequences of each row; they fit.
+        length: N.
+        first_row, num_rows: as in `Batch`.
+    """
+    places: list[Place] = []
+    sizes = dataset.start_loc.diff()
+    for row, indices in enumerate(rows):
+        start = 0
+        for index in indices:
+            places.append(Place(index, row, start, int(sizes[index])))
+            start += places[-1].length
+        assert start <= length, "rows hold what fits into them"
+    numbers = torch.tensor([i for indices in rows for i in range(len(indices))])
+    row, start, size, prompt, source = (
+        torch.tensor(column)
+        for column in (
+            [place.row for place in places],
+            [place.start for place in places],
+            [place.length for place in places],
+            dataset.prompt_lens[[place.sequence for place in places]].tolist(),
+            dataset.start_loc[[place.sequence for place in places]].tolist(),
+        )
+    )
+    # One entry a token from here on.
+    first_T = (size.cumsum(0) - size).repeat_interleave(size)
+    offset_T = torch.arange(int(size.sum())) - first_T
+    at_T = (row * length + start).repeat_interleave(size) + offset_T
+    shape = (len(rows), length)
+    tokens = torch.zeros(shape, dtype=torch.int64)
+    tokens.view(-1)[at_T] = dataset.tokens[source.repeat_interleave(size) + offset_T].long()
+    documents = torch.full(shape, PADDING_ROW)
+    documents.view(-1)[at_T] = numbers.repeat_interleave(size)
+    deepest = torch.full(shape, -1)
+    in_response_T = offset_T + 1 >= prompt.repeat_interleave(size)
+    depth_T = size.repeat_interleave(size) - 3 - offset_T
+    deepest.view(-1)[at_T] = torch.where(in_response_T, depth_T.clamp_min(-1), -1)
+    share = max(1, length // _ANCHOR_SHARES)
+    most = int((deepest >= 0).sum(1).max())
+    return Batch(
+        tokens,
+        documents,
+        deepest,
+        tuple(places),
+        max_anchors=min(length, most + -most % share),
+        first_row=first_row,
+        num_rows=len(rows) if num_rows is None else num_rows,
+    )
+
+
+def pack(lengths: Sequence[int], row_length: int, generator: torch.Generator) -> list[list[int]]:
+    """Rows of sequences that fit into `row_length` tokens: shuffled, then best fit decreasing.
+
+    Each sequence is in exactly one row. Only neighbours in the shuffled order share a row.
+
+    Args:
+        lengths: of the sequences, each at most `row_length`.
+        row_length: tokens of a row.
+        generator: of the order.
+    """
+    order = torch.randperm(len(lengths), generator=generator).tolist()
+    packed: list[list[int]] = []
+    for begin in range(0, len(order), _PACKED_TOGETHER):
+        group = sorted(order[begin : begin + _PACKED_TOGETHER], key=lambda i: -lengths[i])
+        rows: list[list[int]] = []
+        room: list[tuple[int, int]] = []  # (tokens left, row), ascending
+        for index in group:
+            at = bisect_left(room, (lengths[index], -1))
+            if at == len(room):
+                rows.append([])
+                left, row = row_length, len(rows) - 1
+            else:
+                left, row = room.pop(at)
+            rows[row].append(index)
+            insort(room, (left - lengths[index], row))
+        packed += rows
+    return packed
+
+
+def by_length(
+    lengths: Sequence[int], batch_tokens: int, length_multiple: int
+) -> list[tuple[int, list[list[int]]]]:
+    """(row length, rows) of batches with one sequence a row, longest last; every sequence once."""
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    batches: list[tuple[int, list[list[int]]]] = []
+    rows: list[list[int]] = []
+    for index in order:
+        size = lengths[index] + -lengths[index] % length_multiple
+        if rows and size * (len(rows) + 1) > batch_tokens:
+            batches.append((_longest(rows, lengths, length_multiple), rows))
+            rows = []
+        rows.append([index])
+    if rows:
+        batches.append((_longest(rows, lengths, length_multiple), rows))
+    return batches
+
+
+def _longest(rows: list[list[int]], lengths: Sequence[int], multiple: int) -> int:
+    longest = max(lengths[index] for [index] in rows)
+    return longest + -longest % multiple
+
+
+class BatchStream:
+    """Packed batches by global step, epoch after epoch; `at(step)` is a function of (seed, step).
+
+    Which sequences share a row is decided once; each epoch has the rows in another order. What is
+    left over of an epoch's rows is dropped (another epoch brings it), unless it is all there is.
+
+    Args:
+        dataset: the sequences.
+        batch_tokens: tokens of a batch, padding included; at least one row is taken.
+        length_multiple: rows are padded to a multiple of this.
+        seed: of the order.
+        rank, world_size: which share of the rows of each batch to make.
+
+    Attributes:
+        row_length: N, the longest sequence, padded.
+        num_rows: rows of a whole batch.
+        steps_per_epoch, tokens_per_step: the latter a mean, without padding.
+        fill: share of the positions that hold tokens.
+    """
+
+    def __init__(
+        self,
+        dataset: ResponseDataset,
+        batch_tokens: int,
+        length_multiple: int,
+        seed: int,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self.dataset = dataset
+        self.seed = seed
+        self.rank, self.world_size = rank, world_size
+        lengths = dataset.start_loc.diff().tolist()
+        longest = max(lengths)
+        self.row_length = longest + -longest % length_multiple
+        self._rows = pack(lengths, self.row_length, torch.Generator().manual_seed(seed))
+        rows = max(1, batch_tokens // self.row_length)
+        rows = min(rows, len(self._rows))
+        self.num_rows = max(world_size, rows - rows % world_size)
+        self.steps_per_epoch = max(1, len(self._rows) // self.num_rows)
+        self.fill = len(dataset.tokens) / (len(self._rows) * self.row_length)
+        self.tokens_per_step = self.fill * self.num_rows * self.row_length
+        self._epoch = -1
+        self._order: list[int] = []
+
+    def at(self, step: int) -> Batch:
+        """The batch of a global step (from 0), or this process's share of it."""
+        epoch, index = divmod(step, self.steps_per_epoch)
+        if self._epoch != epoch:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            self._order = torch.randperm(len(self._rows), generator=generator).tolist()
+            self._epoch = epoch
+        share = self.num_rows // self.world_size
+        first = self.rank * share
+        begin = index * self.num_rows + first
+        # An epoch shorter than a batch goes round.
+        chosen = (self._order[i % len(self._order)] for i in range(begin, begin + share))
+        rows = [self._rows[row] for row in chosen]
+        return make_batch(
+            self.dataset, rows, self.row_length, first_row=first, num_rows=self.num_rows
+        )
+
+
+class ValidationStream:
+    """Batches with one sequence a row, every sequence once, for walking responses as serving does.
+
+    Args:
+        dataset: the sequences.
+        batch_tokens, length_multiple: as in `BatchStream`.
+        limit: most batches.
+    """
+
+    def __init__(
+        self, dataset: ResponseDataset, batch_tokens: int, length_multiple: int, limit: int
+    ) -> None:
+        self.dataset = dataset
+        lengths = dataset.start_loc.diff().tolist()
+        batches = by_length(lengths, batch_tokens, length_multiple)
+        # Spread over all lengths.
+        count = min(limit, len(batches))
+        self._batches = [batches[(2 * i + 1) * len(batches) // (2 * count)] for i in range(count)]
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def at(self, index: int) -> Batch:
+        """A batch."""
+        length, rows = self._batches[index]
+        return make_batch(self.dataset, rows, length)

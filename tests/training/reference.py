@@ -1,0 +1,46 @@
+"""The unpartitioned form: all elements of a batch in one pass, as the method is written down."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from peagle.models.drafter import Drafter
+from peagle.models.elements import PADDING_ROW, Elements
+from peagle.training.batches import Batch, Place
+from peagle.training.element_attention import dense_attention
+from peagle.training.features import TargetStates
+
+
+def peagle_forward(
+    drafter: Drafter, batch: Batch, states: TargetStates, elements: Elements
+) -> Tensor:
+    """The head's output at every element, [B, E, D].
+
+    Depth 0: token x[a+1], hidden fc(g[a]). Deeper: mask token, h_shared.
+    """
+    tokens_BN = batch.tokens_BN
+    after = (elements.anchors + 1).clamp_max(tokens_BN.shape[1] - 1)
+    is_ntp = elements.depths == 0
+    mask_token_id = drafter.config.mask_token_id
+    assert mask_token_id is not None
+    tokens = torch.where(is_ntp, tokens_BN.gather(1, after), mask_token_id)
+    rows = torch.arange(len(tokens_BN)).unsqueeze(1)
+    combined = drafter.combine_features(states.features_BNA)[rows, elements.anchors]
+    hidden = torch.where(is_ntp.unsqueeze(-1), combined, drafter.shared_hidden())
+    attention = dense_attention(elements, elements)
+    return drafter(tokens, hidden, elements.positions, lambda _, q, k, v: attention(q, k, v))
+
+
+def make_plain_batch(tokens: Tensor, prompt_lens: Tensor, lengths: Tensor | None = None) -> Batch:
+    """Rows of one document each; without `lengths` they are full."""
+    rows, size = tokens.shape
+    if lengths is None:
+        lengths = torch.full((rows,), size)
+    position = torch.arange(size).expand(rows, size)
+    inside = position < lengths.unsqueeze(1)
+    deepest = (lengths.unsqueeze(1) - 3 - position).clamp_min(-1)
+    deepest = deepest.where(position + 1 >= prompt_lens.unsqueeze(1), -1)
+    places = tuple(Place(i, i, 0, int(n)) for i, n in enumerate(lengths.tolist()))
+    documents = torch.zeros_like(tokens).where(inside, PADDING_ROW)
+    return Batch(tokens, documents, deepest, places, size, 0, rows)
