@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from peagle.cli.options import ChatTemplate, Format, OutputFormat, quiet_libraries
+from peagle.cli.options import ChatTemplate, Format, OutputFormat, Split, quiet_libraries
 from peagle.cli.terminal import bright, dim, has_styles, printable
 
 if TYPE_CHECKING:
@@ -35,7 +35,10 @@ _SHOWN_CHARACTERS = 600  # of each part of a sample
 def inspect(
     file: Annotated[
         Path,
-        typer.Argument(help="What train or prepare reads: .safetensors, .jsonl or .parquet."),
+        typer.Argument(
+            help="What train or prepare reads: .safetensors, .jsonl, .parquet, a folder of "
+            ".parquet files or one that Hugging Face datasets wrote (save_to_disk)."
+        ),
     ],
     target: Annotated[
         str | None,
@@ -44,6 +47,7 @@ def inspect(
             show_default="none: samples as token ids",
         ),
     ] = None,
+    split: Split = None,
     samples: Annotated[int, typer.Option(min=0, help="Samples to show.")] = 3,
     thinking: Annotated[
         bool | None,
@@ -65,7 +69,9 @@ def inspect(
     from peagle.training.inspect import inspect_data
     from peagle.training.readers import tokenizer_sha256
     from peagle.training.samples import SampleMaker, stop_ids_of
+    from peagle.training.tables import split_of
 
+    file = split_of(file, split)
     tokenizer, stop_ids, fingerprint = None, (), None
     if target is not None:
         folder, tokenizer = load_tokenizer_of(target)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from peagle.cli.options import ChatTemplate, Format, OutputFormat, quiet_libraries
+from peagle.cli.options import ChatTemplate, Format, OutputFormat, Split, quiet_libraries
 from peagle.cli.plan import note
 from peagle.errors import UserError
 
@@ -27,6 +27,10 @@ Conversations as text, answered with thinking turned off; one in fifty for valid
   peagle data prepare chats.jsonl more.parquet --target ./Qwen3-0.6B --no-thinking
       --output train.safetensors --validation validation.safetensors --validation-share 0.02
 
+A split of a dataset that Hugging Face datasets saved:
+  peagle data prepare ./saved --split train_sft --target ./Qwen3-0.6B --no-thinking
+      --output train.safetensors
+
 Prompts and responses as plain text, for a base model; drop what is too long:
   peagle data prepare pairs.jsonl --target ./base --raw --max-length 2048 --long drop
       --output train.jsonl
@@ -38,7 +42,8 @@ def prepare(
         list[Path],
         typer.Argument(
             metavar="FILE...",
-            help='.jsonl or .parquet with {"messages"}, {"prompt", "response"}, token ids '
+            help=".jsonl, .parquet, a folder of .parquet files or one that Hugging Face datasets "
+            'wrote (save_to_disk), with {"messages"}, {"prompt", "response"}, token ids '
             '({"prompt_token_ids", "response_token_ids"} or {"input_ids", "loss_mask"}); or '
             ".safetensors written by this command.",
         ),
@@ -49,6 +54,7 @@ def prepare(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="What train reads: .safetensors or .jsonl.")
     ],
+    split: Split = None,
     validation: Annotated[
         Path | None, typer.Option(help="A second output, for validation.")
     ] = None,
@@ -89,10 +95,11 @@ def prepare(
     _check_outputs(sources, output, validation, overwrite)
     quiet_libraries()
     from peagle.training import prepare as library
-    from peagle.training.provenance import sha256_of
     from peagle.training.readers import tokenizer_sha256
     from peagle.training.samples import SampleMaker, stop_ids_of, vocab_size_of
+    from peagle.training.tables import sha256_of_table, split_of
 
+    sources = [split_of(path, split) for path in sources]
     folder, tokenizer = load_tokenizer_of(target)
     share = validation_share if validation is not None else 0.0
     if validation is not None and not share:
@@ -123,7 +130,7 @@ def prepare(
         "max_length": max_length,
         "thinking": thinking,
         "chat_template": chat_template,
-        "sources": [{"path": str(path), "sha256": sha256_of(path)} for path in sources],
+        "sources": [{"path": str(path), "sha256": sha256_of_table(path)} for path in sources],
         "command": " ".join(sys.argv[1:]),
     }
     for path, collected in ((output, train), (validation, held_out)):

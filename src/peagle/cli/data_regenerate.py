@@ -15,7 +15,7 @@ import typer
 
 from peagle.cli import groups
 from peagle.cli.flags import Given, pick, takes
-from peagle.cli.options import ChatTemplate, Format, OutputFormat
+from peagle.cli.options import ChatTemplate, Format, OutputFormat, Split
 from peagle.cli.plan import Plan, note
 from peagle.cli.settings import Layer, Setting
 from peagle.errors import UserError
@@ -56,13 +56,15 @@ def regenerate(
         Path,
         typer.Argument(
             metavar="FILE",
-            help='.jsonl or .parquet with {"id", "turns"}, {"id", "messages"} (answers in them are '
+            help=".jsonl, .parquet, a folder of .parquet files or one that Hugging Face datasets "
+            'wrote (save_to_disk), with {"id", "turns"}, {"id", "messages"} (answers in them are '
             'left out) or {"id", "prompt"}; or plain text, a prompt a line.',
         ),
     ],
     output: Annotated[
         Path, typer.Option("--output", "-o", help="JSONL file, to which answers are added.")
     ],
+    split: Split = None,
     endpoint: Annotated[
         str | None,
         typer.Option(
@@ -111,6 +113,9 @@ def regenerate(
     plan = Plan.of(given, Layer({"sampling.max_tokens": Setting(_MAX_TOKENS, "default")}))
     if plan.params.n != 1:
         raise UserError(f"n is {plan.params.n}; a prompt has one response. Leave n out.")
+    from peagle.training.tables import is_folder, sha256_of_table, split_of
+
+    prompts = split_of(prompts, split)
     dialogues = list(islice(_dialogues(prompts), limit))
     shape = {"thinking": thinking, "chat_template": _template_id(chat_template)}
     if endpoint is None:
@@ -123,7 +128,6 @@ def regenerate(
         note(f"{further} of {len(dialogues)} prompts have further turns: only the first is used")
     from peagle.environment import environment
     from peagle.training import regenerate as library
-    from peagle.training.provenance import sha256_of
 
     seed = plan.params.seed or 0
     options = {
@@ -135,8 +139,9 @@ def regenerate(
     }
     # A setting of a file or a variable may be no JSON.
     options = json.loads(json.dumps(options, default=str))
+    is_stored = prompts.is_file() or is_folder(prompts)  # not standard input or a pipe
     facts |= {
-        "prompts_sha256": sha256_of(prompts) if prompts.is_file() else None,
+        "prompts_sha256": sha256_of_table(prompts) if is_stored else None,
         "command": " ".join(sys.argv[1:]),
     }
     facts |= environment(facts.pop("device", None))
@@ -149,8 +154,9 @@ def regenerate(
 def _dialogues(file: Path) -> Iterator[Dialogue]:
     from peagle.evaluation.prompts import read_prompts
     from peagle.training.readers import Dialogue, dialogue_of, read_records
+    from peagle.training.tables import is_folder
 
-    if file.suffix in (".jsonl", ".parquet"):
+    if file.suffix in (".jsonl", ".parquet") or is_folder(file):
         found = False
         for record in read_records(file):
             found = True

@@ -28,6 +28,14 @@ ChatTemplate = Annotated[
         show_default="the tokenizer's",
     ),
 ]
+Split = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Split of a folder of data; FOLDER/NAME says the same.",
+        show_default=False,
+    ),
+]
 Format = Annotated[OutputFormat, typer.Option("--format", help="How the result is printed.")]
 
 

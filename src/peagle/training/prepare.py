@@ -144,7 +144,7 @@ def prepare(
     """Samples of files for training and for validation.
 
     Args:
-        sources: .jsonl, .parquet or .safetensors.
+        sources: .jsonl, .parquet or .safetensors, or folders (`peagle.training.tables`).
         maker: makes samples of records.
         limits: what they must fulfil.
         fingerprint: of the tokenizer (`tokenizer_sha256`); files that name another are refused.

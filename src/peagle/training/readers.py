@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from codecs import BOM_UTF8
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,11 @@ from safetensors import SafetensorError, safe_open
 
 from peagle.errors import UserError
 from peagle.training.data import ResponseDataset
+from peagle.training.tables import parts_of, table_rows
 
 SIDE_SUFFIX = ".meta.json"
 STORE_KEY = "peagle_data"  # of a store's safetensors metadata
+_CONVERSATIONS = ("messages", "conversations")
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 
 
@@ -60,31 +64,57 @@ class Dialogue:
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """The records of a .jsonl or .parquet file, one after the other.
+    """The records of a .jsonl or .parquet file, or of a folder of data, one after the other.
 
     Raises:
-        UserError: the file is missing, of another kind, damaged (the line is named), or Parquet
-            without pyarrow.
+        UserError: nothing is there, it is of another kind, damaged (the line is named), or a
+            package that reads it is missing.
     """
-    if not path.is_file():
-        raise UserError(f"The data file {str(path)!r} is not there.")
-    if path.suffix == ".jsonl":
-        return _read_jsonl(path)
-    if path.suffix == ".parquet":
-        return _read_parquet(path)
-    raise UserError(
-        f"The data file {str(path)!r} ends in {path.suffix!r}; expected .jsonl or .parquet."
-    )
+    parts = parts_of(path)
+    if parts == [path] and path.is_file():
+        if path.suffix == ".jsonl":
+            return _read_jsonl(path)
+        if path.suffix != ".parquet":
+            raise UserError(
+                f"The data file {str(path)!r} ends in {path.suffix!r}; expected .jsonl or "
+                ".parquet, or a folder that Hugging Face datasets wrote."
+            )
+    return _read_tables(parts)
+
+
+def _read_tables(parts: Sequence[Path]) -> Iterator[Record]:
+    rows = chain.from_iterable(map(table_rows, parts))
+    for number, (row, where) in enumerate(rows, start=1):
+        for name in _CONVERSATIONS:
+            if isinstance(row.get(name), dict):
+                row[name] = _rows_of_columns(row[name])
+        yield Record(row, number, where)
+
+
+def _rows_of_columns(columns: dict[str, Any]) -> Any:
+    """What datasets makes of a Sequence of objects, a list for each key, as objects again."""
+    lists = columns.values()
+    if not all(isinstance(one, list) for one in lists) or len(set(map(len, lists))) != 1:
+        return columns
+    return [dict(zip(columns, values, strict=True)) for values in zip(*lists, strict=True)]
 
 
 def _read_jsonl(path: Path) -> Iterator[Record]:
-    with path.open("rb") as lines:
+    try:
+        lines = path.open("rb")
+    except OSError as error:
+        raise UserError(f"The data file {str(path)!r} cannot be read: {error.strerror}.") from None
+    with lines:
         for number, line in enumerate(lines, start=1):
+            where = f"{path}, line {number}"
+            if number == 1:
+                line = line.removeprefix(BOM_UTF8)
             if not line.strip():
                 continue
-            where = f"{path}, line {number}"
             try:
-                value = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                value = json.loads(line.decode())
+                if b"\\ud" in line.lower():
+                    json.dumps(value, ensure_ascii=False).encode()
             except (ValueError, RecursionError) as error:
                 raise UserError(_bad_line(where, line, error)) from None
             if isinstance(value, str):
@@ -96,36 +126,29 @@ def _read_jsonl(path: Path) -> Iterator[Record]:
 
 
 def _bad_line(where: str, line: bytes, error: Exception) -> str:
-    if not line.endswith(b"\n"):
+    if isinstance(error, UnicodeEncodeError):
+        return f"{where} holds half of a surrogate pair (\\ud800 to \\udfff), which is no text."
+    if not line.endswith(b"\n") and _is_cut(line, error):
         return (
             f"{where} ends in the middle: the file was cut off. Write it again, or remove the "
             "last line."
         )
     if isinstance(error, UnicodeDecodeError):
         return f"{where} is not UTF-8 text."
+    if isinstance(error, json.JSONDecodeError):
+        # The line that it would name is always 1.
+        return f"{where} is not JSON: {error.msg} at character {error.pos + 1}."
     return f"{where} is not JSON: {error}."
 
 
-def _read_parquet(path: Path) -> Iterator[Record]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise UserError(
-            f"Reading {str(path)!r} needs pyarrow, which is not installed: "
-            "pip install 'peagle[train]'"
-        ) from None
-    number = 0
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
-                for row in batch.to_pylist():
-                    number += 1
-                    given = {key: value for key, value in row.items() if value is not None}
-                    yield Record(given, number, f"{path}, row {number}")
-    except (pyarrow.ArrowException, OSError) as error:
-        first_line = str(error).strip().partition("\n")[0]
-        raise UserError(f"{str(path)!r} is not a whole Parquet file: {first_line}") from None
+def _is_cut(line: bytes, error: Exception) -> bool:
+    """Whether more bytes could make a last line whole."""
+    if isinstance(error, UnicodeDecodeError):
+        return error.reason == "unexpected end of data"
+    if not isinstance(error, json.JSONDecodeError):
+        return False
+    at_end = error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated string")
+    return at_end or not line.rstrip().endswith(b"}")
 
 
 # ---- conversations --------------------------------------------------------------------------
@@ -182,7 +205,7 @@ def dialogue_of(record: Record) -> Dialogue:
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
         raise UserError(
             f'{record.where}: expected {{"id", "turns": [...]}}, {{"id", "messages": [...]}} or '
-            f'{{"id", "prompt"}} with text; got {json.dumps(dict(data))[:60]}'
+            f'{{"id", "prompt"}} with text; got {json.dumps(dict(data), default=str)[:60]}'
         )
     if not all(turns):
         raise UserError(f"{record.where}: the prompt is empty; expected at least one character.")
@@ -229,8 +252,10 @@ def read_store(path: Path) -> tuple[ResponseDataset, dict[str, Any]]:
 
 
 def side_file(path: Path) -> Path:
-    """The file beside a data file that says where it comes from."""
-    return path.with_name(path.name + SIDE_SUFFIX)
+    """The file beside a data file or folder that says where it comes from."""
+    if path.name in ("", ".."):  # "." and the like have a name once they are resolved
+        path = path.resolve()
+    return path.parent / (path.name + SIDE_SUFFIX)
 
 
 def read_side(path: Path) -> dict[str, Any]:
