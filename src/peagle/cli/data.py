@@ -1,4 +1,4 @@
-"""`peagle data regenerate | prepare | inspect`: training data, from prompts to what train reads."""
+"""`peagle data regenerate | prepare | inspect | features`: from prompts to what train reads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from peagle.cli import data_inspect, data_prepare, data_regenerate
+from peagle.cli import data_features, data_inspect, data_prepare, data_regenerate
 from peagle.cli.main import Command
 
 EXAMPLES = """
@@ -16,6 +16,9 @@ From prompts to training data, and a look at it:
   peagle data regenerate prompts.jsonl --target ./Qwen3-0.6B --output responses.jsonl
   peagle data prepare responses.jsonl --target ./Qwen3-0.6B --output train.safetensors
   peagle data inspect train.safetensors --target ./Qwen3-0.6B
+
+What the target says about it, stored once for all epochs:
+  peagle data features train.safetensors --target ./Qwen3-0.6B --output features
 
 More about each:
   peagle data prepare --help
@@ -47,3 +50,4 @@ def _add(name: str, function: Any, text: str) -> None:
 _add("regenerate", data_regenerate.regenerate, data_regenerate.EXAMPLES)
 _add("prepare", data_prepare.prepare, data_prepare.EXAMPLES)
 _add("inspect", data_inspect.inspect, data_inspect.EXAMPLES)
+_add("features", data_features.features, data_features.EXAMPLES)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from peagle.errors import CheckpointError
-from peagle.models.target import TargetModel
+from peagle.models.target_facts import TargetFacts
 
 _NUM_ROWS = 8
 
@@ -38,8 +38,8 @@ class TargetFingerprint:
     lm_head_sha256: str
 
     @classmethod
-    def of(cls, target: TargetModel) -> TargetFingerprint:
-        """The fingerprint of a loaded target."""
+    def of(cls, target: TargetFacts) -> TargetFingerprint:
+        """The fingerprint of a target."""
         rows = torch.linspace(0, target.vocab_size - 1, _NUM_ROWS).round().long()
         # bfloat16 is the common ground of the types that a target is loaded in.
         values = target.lm_head_weight()[rows.to(target.device)].detach().float().bfloat16()
@@ -75,12 +75,21 @@ class TargetFingerprint:
                 f"The head's target fingerprint is not readable: {error}."
             ) from None
 
-    def check(self, target: TargetModel, head: str) -> None:
+    def check(self, target: TargetFacts, head: str) -> None:
         """Refuse `target` when it is not the one that the head was trained for.
 
         Raises:
             CheckpointError: naming the first difference.
         """
+        if difference := self.difference(target, "the head"):
+            raise CheckpointError(
+                f"The head {head!r} was trained for target {self.name!r}, not for "
+                f"{target.name!r}: {difference}. Use its own target, or set "
+                '"check_target": false if you know that the head fits.'
+            )
+
+    def difference(self, target: TargetFacts, owner: str) -> str:
+        """How `target` first differs from what the owner of this expects; "" if it does not."""
         found = TargetFingerprint.of(target)
         for name in (
             "vocab_size",
@@ -96,8 +105,5 @@ class TargetFingerprint:
             if name == "lm_head_sha256" and target.dtype == torch.float16:
                 continue
             if expected != given:
-                raise CheckpointError(
-                    f"The head {head!r} was trained for target {self.name!r}, not for "
-                    f"{target.name!r}: {name} is {given}, the head expects {expected}. Use its own "
-                    'target, or set "check_target": false if you know that the head fits.'
-                )
+                return f"{name} is {given}, {owner} expects {expected}"
+        return ""

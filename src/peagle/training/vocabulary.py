@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from peagle.errors import UserError
 from peagle.models.drafter import Drafter
-from peagle.models.target import TargetModel
+from peagle.models.target_facts import TargetFacts
 from peagle.training.data import ResponseDataset
 
 # Shares of the training responses for which the report says how large a vocabulary they take.
@@ -85,7 +85,7 @@ class VocabularyReport:
 
 
 def always_kept(
-    target: TargetModel,
+    target: TargetFacts,
     tokenizer: PreTrainedTokenizerBase,
     *,
     special_tokens: bool,

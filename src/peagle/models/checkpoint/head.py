@@ -29,7 +29,7 @@ from peagle.models.checkpoint.weights import (
 )
 from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.models.fingerprint import TargetFingerprint
-from peagle.models.target import TargetModel
+from peagle.models.target_facts import TargetFacts
 
 CONFIG_NAME = "config.json"
 
@@ -125,7 +125,7 @@ def read_head_config(
 
 def load_drafter(
     folder: str | Path,
-    target: TargetModel,
+    target: TargetFacts,
     *,
     dtype: torch.dtype | None = None,
     check_target: bool = True,
@@ -168,7 +168,7 @@ def _kept_tokens(d2t: Tensor, config: DrafterConfig) -> Tensor:
     return kept
 
 
-def _check_fits(config: DrafterConfig, target: TargetModel, head: str) -> None:
+def _check_fits(config: DrafterConfig, target: TargetFacts, head: str) -> None:
     for name, given in (
         ("vocab_size", target.vocab_size),
         ("target_hidden_size", target.hidden_size),

@@ -1,0 +1,210 @@
+"""`peagle data features`: what the target says about training data, stored for many epochs."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from peagle.cli.options import Format, OutputFormat, quiet_libraries
+from peagle.errors import UserError
+
+if TYPE_CHECKING:
+    from peagle.training.feature_format import StoreFacts
+    from peagle.training.feature_writer import DiskNeed, FeatureWriter, Progress
+
+EXAMPLES = """
+Once for all epochs, at most 500 GiB of it; train then needs no more of the target than its ends:
+  peagle data features train.safetensors --target ./Qwen3-8B --max-length 8192
+      --output features --max-disk-gib 500
+
+In about 0.6 of the space, for a head that reads other layers:
+  peagle data features train.safetensors --target ./Qwen3-8B --output features
+      --dtype fp8 --aux-layer-ids 2,12,33
+
+Is every byte of a copied store as it was written?
+  peagle data features train.safetensors --target ./Qwen3-8B --output features --verify
+
+Interrupted? The same command again goes on after the last whole shard.
+"""
+_PROGRESS_S = 5.0
+_GIB = 2**30
+
+
+def features(
+    file: Annotated[
+        Path, typer.Argument(metavar="TRAIN_FILE", help="What train reads: .safetensors or .jsonl.")
+    ],
+    target: Annotated[str, typer.Option(help="The target: a folder or a hub id.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the store.")],
+    aux_layer_ids: Annotated[
+        str | None,
+        typer.Option(
+            metavar="IDS",
+            help="Layers whose entering states make the feature, as in 2,18,33.",
+            show_default="those of a new head",
+        ),
+    ] = None,
+    dtype: Annotated[
+        Literal["bf16", "fp8", "fp32"],
+        typer.Option(help="Of the features; fp8 has a scale for each position and layer."),
+    ] = "bf16",
+    target_dtype: Annotated[
+        Literal["auto", "float32", "float64", "bfloat16", "float16"],
+        typer.Option(
+            help="In which the target runs.", show_default="bfloat16 on a GPU, else float32"
+        ),
+    ] = "auto",
+    max_length: Annotated[
+        int | None,
+        typer.Option(
+            min=8,
+            help="Longer sequences are cut here; the same as data.max_length of the training run.",
+            show_default="its default",
+        ),
+    ] = None,
+    max_disk_gib: Annotated[
+        float | None,
+        typer.Option(help="Most that the store may take.", show_default="the free space"),
+    ] = None,
+    shard_gib: Annotated[float, typer.Option(help="Size of a shard.")] = 1.0,
+    batch_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens that the target runs at a time.")
+    ] = 16384,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare the shards that are there with their hashes.")
+    ] = False,
+    output_format: Format = OutputFormat.TEXT,
+) -> None:
+    """Store the target's hidden states of training data, to train from them.
+
+    For each sequence: the features of every position, and the final hidden states of the response,
+    which are what the head imitates. Shards are written whole or not at all; what is there already
+    is kept.
+    """
+    if max_disk_gib is not None and not max_disk_gib >= 0:
+        raise UserError(f"--max-disk-gib is {max_disk_gib}; expected a size of 0 or more.")
+    if not shard_gib > 0:
+        raise UserError(f"--shard-gib is {shard_gib}; expected a size above 0.")
+    chosen = None if aux_layer_ids is None else _ids(aux_layer_ids)
+    quiet_libraries()
+    from peagle.engine.placement import resolve_device, resolve_dtype
+    from peagle.models.loading import resolve_model
+    from peagle.models.target import (
+        TargetModel,
+        check_aux_layer_ids,
+        default_aux_layer_ids,
+        load_tokenizer,
+    )
+    from peagle.models.target_ends import TargetEnds
+    from peagle.training.config import DataSection
+    from peagle.training.data import ResponseDataset
+    from peagle.training.feature_format import StoreFacts
+    from peagle.training.feature_writer import FeatureWriter
+
+    where = resolve_device(device)
+    run_dtype = resolve_dtype(target_dtype, where)
+    folder = resolve_model(target)
+    # Sizes and identity of the target, without its layers: refusals come before the long part.
+    ends = TargetEnds.load(folder)
+    if chosen is None:
+        chosen = default_aux_layer_ids(ends.num_layers)
+    check_aux_layer_ids(chosen, ends.num_layers)
+    longest: int = max_length or DataSection.model_fields["max_length"].default
+    dataset = ResponseDataset.load(file, load_tokenizer(folder), ends.vocab_size, longest)
+    name = str(run_dtype).removeprefix("torch.")
+    facts = StoreFacts.of(dataset, ends, chosen, dtype, name, round(shard_gib * _GIB))
+    writer = FeatureWriter(output, dataset, facts)
+    need = writer.check_disk(None if max_disk_gib is None else round(max_disk_gib * _GIB))
+    print(f"peagle: {_planned(writer, need)}", file=sys.stderr)
+    if verify:
+        writer.verify()
+    progress = None
+    if writer.missing:
+        del ends
+        model = TargetModel.load(folder, dtype=run_dtype, device=where)
+        try:
+            progress = writer.write(model, batch_tokens, _Ticker())
+        except KeyboardInterrupt:
+            whole = len(writer.plans) - len(writer.missing)
+            print(
+                f"peagle: {whole} of {len(writer.plans)} shards are whole; the same command goes "
+                "on after them",
+                file=sys.stderr,
+            )
+            raise
+    _finish(output, facts, need, writer, progress, verify, output_format)
+
+
+def _ids(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise UserError(f"--aux-layer-ids is {text!r}; expected layer numbers, as in 2,18,33.")
+    return tuple(int(part) for part in parts)
+
+
+def _planned(writer: FeatureWriter, need: DiskNeed) -> str:
+    from peagle.engine.memory import size_text
+
+    facts, missing = writer.facts, len(writer.missing)
+    there = len(writer.plans) - missing
+    text = (
+        f"{facts.num_sequences:,} sequences, {facts.num_tokens:,} tokens: "
+        f"{size_text(need.total)} ({need.total:,} bytes) in {len(writer.plans)} shards, "
+        f"layers {','.join(map(str, facts.aux_layer_ids))} in {facts.dtype}; "
+        f"{size_text(need.free)} are free"
+    )
+    if not there:
+        return text
+    return f"{text}; {there} shards are there, {size_text(need.missing)} to write"
+
+
+class _Ticker:
+    """Prints now and then how far a run is."""
+
+    def __init__(self) -> None:
+        self._next = time.monotonic() + _PROGRESS_S
+
+    def __call__(self, progress: Progress) -> None:
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + _PROGRESS_S
+            speed = progress.tokens / progress.seconds
+            seconds = round((progress.num_tokens - progress.tokens) / speed)
+            print(
+                f"peagle: {progress.shards} of {progress.num_shards} shards, "
+                f"{progress.tokens:,} of {progress.num_tokens:,} tokens, {speed:,.0f} tokens/s, "
+                f"{seconds // 60}:{seconds % 60:02d} left",
+                file=sys.stderr,
+            )
+
+
+def _finish(
+    output: Path,
+    facts: StoreFacts,
+    need: DiskNeed,
+    writer: FeatureWriter,
+    progress: Progress | None,
+    verified: bool,
+    output_format: OutputFormat,
+) -> None:
+    from peagle.engine.memory import size_text
+
+    computed, seconds = (0, 0.0) if progress is None else (progress.tokens, progress.seconds)
+    if output_format is OutputFormat.JSON:
+        told: dict[str, Any] = asdict(facts)
+        told |= {"output": str(output), "bytes": need.total, "num_shards": len(writer.plans)}
+        told |= {"computed_tokens": computed, "seconds": seconds, "verified": verified}
+        print(json.dumps(told))
+        return
+    what = "whole and as it was written" if verified else "whole"
+    speed = f", {computed / seconds:,.0f} tokens/s" if seconds else ""
+    print(
+        f"{output}: {what}, {facts.num_sequences:,} sequences in {len(writer.plans)} shards, "
+        f"{size_text(need.total)}; computed {computed:,} tokens in {seconds:.1f} s{speed}"
+    )

@@ -1,0 +1,250 @@
+"""The ends of a frozen target without its layers: what training from stored features needs.
+
+Shapes: N rows, H target width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from peagle.config import require_folder
+from peagle.errors import CheckpointError
+from peagle.models.architectures import check_architecture, final_softcap
+from peagle.models.checkpoint.files import object_at, read_object
+from peagle.models.target import load_config, refuse_pickles
+from peagle.models.target_facts import end_of_text_ids
+from peagle.models.target_shape import model_skeleton
+
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class TargetEnds:
+    """lm_head, embedding rows and facts of a target, as `TargetModel` has them.
+
+    Attributes:
+        name: where it was loaded from.
+        hidden_size, vocab_size, num_layers: its sizes.
+        dtype, device: of lm_head and of what is read.
+        text_config: the configuration of its decoder.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: Any,
+        generation: Any,
+        lm_head: tuple[Tensor, Tensor | None],
+        embedding: Tensor | _Stored,
+    ) -> None:
+        self.name = name
+        self.text_config: PretrainedConfig = config.get_text_config()
+        self.hidden_size: int = self.text_config.hidden_size
+        self.vocab_size: int = self.text_config.vocab_size
+        self.num_layers: int = self.text_config.num_hidden_layers
+        self._weight_VH, self._bias_V = lm_head
+        self.dtype: torch.dtype = self._weight_VH.dtype
+        self.device: torch.device = self._weight_VH.device
+        self._embedding = embedding
+        self._softcap = final_softcap(config)
+        self._eos_token_ids = end_of_text_ids(generation, self.text_config)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device = "cpu",
+    ) -> TargetEnds:
+        """Read lm_head from a folder in Hugging Face format; of all else, headers only.
+
+        A checkpoint with quantised layers will do as long as its ends are stored plainly.
+
+        Args:
+            path: the folder.
+            dtype: type of the weights; None keeps the stored one.
+            device: where they go.
+
+        Raises:
+            UserError: the folder is not there.
+            CheckpointError: it is not a causal LM that peagle supports, or its ends are missing,
+                misshapen, quantised or broken.
+        """
+        folder = require_folder(path, "The target model")
+        config = load_config(folder)
+        check_architecture(config)
+        refuse_pickles(folder)
+        skeleton = model_skeleton(folder, config)
+        files = _Checkpoint(folder, config, dtype or getattr(config, "dtype", None), device)
+        weight, bias, embedding = _read_ends(skeleton, files)
+        return cls(str(path), config, _generation(folder, skeleton), (weight, bias), embedding)
+
+    def compute_logits(self, hidden_NH: Tensor) -> Tensor:
+        """The model's logits [N, V] of final hidden states, which may be of another type."""
+        return self._logits(hidden_NH, self._weight_VH, self._bias_V)
+
+    def logits_of(self, token_ids: Tensor) -> Callable[[Tensor], Tensor]:
+        """A function that computes the logits of some tokens only, from a copy of their rows.
+
+        Args:
+            token_ids: int64 [n]; the function gives [N, n] in this order.
+        """
+        weight_nH = self._weight_VH[token_ids]
+        bias_n = None if self._bias_V is None else self._bias_V[token_ids]
+        return lambda hidden_NH: self._logits(hidden_NH, weight_nH, bias_n)
+
+    def _logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        logits, cap = F.linear(hidden.to(self.dtype), weight, bias), self._softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def lm_head_weight(self) -> Tensor:
+        """The output embedding, [V, H]."""
+        return self._weight_VH
+
+    def embedding_weight(self) -> Tensor:
+        """The input embedding, [V, H]; read anew at each call, since it is needed but once."""
+        stored = self._embedding
+        return stored.read() if isinstance(stored, _Stored) else stored
+
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """End-of-text ids of the model's generation config, else of its config."""
+        return self._eos_token_ids
+
+
+# ---- the model's structure ------------------------------------------------------------------
+
+
+def _read_ends(
+    skeleton: PreTrainedModel, files: _Checkpoint
+) -> tuple[Tensor, Tensor | None, Tensor | _Stored]:
+    """Weight and bias of lm_head, and the embedding: lm_head's weight where tied, or its place.
+
+    As transformers does it: tied weights that are both stored and differ are not tied, and of tied
+    weights either may be stored alone.
+    """
+    lm_head, embedding = skeleton.get_output_embeddings(), skeleton.get_input_embeddings()
+    if type(lm_head) is not nn.Linear:
+        raise CheckpointError(
+            f"The target model {str(files.folder)!r} ends in {type(lm_head).__name__}; only a "
+            "linear lm_head can be read without the layers. Train with the layers loaded."
+        )
+    names = {id(module): name for name, module in skeleton.named_modules()}
+    head_name, embedding_name = (f"{names[id(m)]}.weight" for m in (lm_head, embedding))
+    bias = None
+    if lm_head.bias is not None:
+        bias = files.get(f"{names[id(lm_head)]}.bias", lm_head.bias.shape).read()
+    shape = lm_head.weight.shape
+    if head_name not in skeleton.get_expanded_tied_weights_keys(all_submodels=True):
+        return files.get(head_name, shape).read(), bias, files.get(embedding_name, shape)
+    head, stored = (files.find(name, shape) for name in (head_name, embedding_name))
+    if head is None or stored is None:
+        weight = (head or stored or files.get(embedding_name, shape)).read()
+        return weight, bias, weight
+    weight = head.read()
+    return weight, bias, weight if torch.equal(weight, stored.read()) else stored
+
+
+def _generation(folder: Path, skeleton: PreTrainedModel) -> Any:
+    try:
+        return GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except OSError:  # it has none
+        return skeleton.generation_config
+
+
+# ---- the checkpoint -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor in a file, and how it is wanted."""
+
+    file: Path
+    name: str
+    dtype: torch.dtype | None
+    device: torch.device
+
+    def read(self) -> Tensor:
+        with _opened(self.file, self.device) as reader:
+            return reader.get_tensor(self.name).to(self.dtype)
+
+
+class _Checkpoint:
+    """Which tensor lies in which safetensors file of a folder.
+
+    Raises:
+        CheckpointError: there is none, or an index that is not readable.
+    """
+
+    def __init__(
+        self, folder: Path, config: Any, dtype: torch.dtype | None, device: str | torch.device
+    ) -> None:
+        self.folder, self.dtype, self.device = folder, dtype, torch.device(device)
+        self._quantized = getattr(config, "quantization_config", None) is not None
+        if (folder / _WEIGHTS).is_file():
+            with _opened(folder / _WEIGHTS) as reader:
+                self._files = dict.fromkeys(reader.keys(), _WEIGHTS)
+        elif (folder / _INDEX).is_file():
+            self._files = object_at(read_object(folder / _INDEX), "weight_map")
+        else:
+            raise CheckpointError(
+                f"The target model {str(folder)!r} has neither {_WEIGHTS} nor {_INDEX}."
+            )
+
+    def get(self, name: str, shape: Sequence[int]) -> _Stored:
+        """The tensor that a model calls `name`.
+
+        Raises:
+            CheckpointError: it is missing, misshapen or not stored plainly.
+        """
+        stored = self.find(name, shape)
+        if stored is None:
+            raise CheckpointError(
+                f"The target model {str(self.folder)!r} lacks tensor {name!r}.{self._hint()}"
+            )
+        return stored
+
+    def find(self, name: str, shape: Sequence[int]) -> _Stored | None:
+        """The same, None where it is missing; files may name it with another prefix.
+
+        Raises:
+            CheckpointError: it is misshapen or not stored plainly.
+        """
+        end = ".".join(name.split(".")[-2:])
+        found = [key for key in self._files if key == end or key.endswith(f".{end}")]
+        key = name if name in found else found[0] if len(found) == 1 else None
+        if key is None:
+            return None
+        stored = _Stored(self.folder / str(self._files[key]), key, self.dtype, self.device)
+        with _opened(stored.file) as reader:
+            if key not in reader.keys():  # noqa: SIM118 (not a mapping)
+                return None
+            tensor = reader.get_tensor(key)  # mapped: nobody looks at its values yet
+        if tensor.dtype not in _PLAIN or list(tensor.shape) != list(shape):
+            raise CheckpointError(
+                f"{str(stored.file)!r} has {key!r} as {tensor.dtype} of shape "
+                f"{list(tensor.shape)}; expected plain floating-point numbers of shape "
+                f"{list(shape)}.{self._hint()}"
+            )
+        return stored
+
+    def _hint(self) -> str:
+        if self._quantized:
+            return " It is quantised: use the checkpoint that it was made from."
+        return " Its weights are incomplete: copy or convert them again."
+
+
+def _opened(file: Path, device: torch.device | None = None) -> Any:
+    try:
+        return safe_open(file, framework="pt", device=str(device or "cpu"))
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{str(file)!r} is not readable as safetensors: {error}.") from None

@@ -1,0 +1,330 @@
+"""Write what the frozen target says about a dataset into a store, shard by shard.
+
+Every shard appears whole or not at all, so a run that was killed goes on after the last whole one.
+
+Shapes: B rows, N positions of a row, T positions and U graded positions of a batch, A aux states,
+H target width.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from peagle.engine.memory import size_text
+from peagle.errors import UserError
+from peagle.models.checkpoint import write_json
+from peagle.models.target import TargetModel
+from peagle.training.batches import Batch, make_batch
+from peagle.training.data import ResponseDataset
+from peagle.training.feature_files import PART_SUFFIX, Background, PartialFile, locked
+from peagle.training.feature_format import (
+    FACTS_KEY,
+    FEATURE_DTYPES,
+    HIDDEN_DTYPES,
+    INDEX_NAME,
+    Index,
+    ShardEntry,
+    ShardPlan,
+    StoreFacts,
+    plan_shards,
+)
+from peagle.training.features import TargetStates, target_states
+from peagle.training.moving import moved
+from peagle.training.provenance import sha256_of
+
+_FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
+
+
+@dataclass(frozen=True, slots=True)
+class DiskNeed:
+    """Bytes of a store.
+
+    Attributes:
+        total: of the whole store, exactly.
+        missing: of what is still to be written.
+        free: of the disk, where it will lie.
+    """
+
+    total: int
+    missing: int
+    free: int
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        shards, num_shards: whole ones, and all.
+        tokens, num_tokens: computed by this run, and those that it has to compute.
+        seconds: of this run.
+    """
+
+    shards: int
+    num_shards: int
+    tokens: int
+    num_tokens: int
+    seconds: float = 0.0
+
+
+class FeatureWriter:
+    """Writes a store, or what one lacks.
+
+    Args:
+        folder: of the store; a new one, or one that was begun with the same facts.
+        dataset: the sequences.
+        facts: what is stored.
+
+    Raises:
+        UserError: the folder holds something else, a store of other facts, or a damaged one.
+    """
+
+    def __init__(self, folder: Path, dataset: ResponseDataset, facts: StoreFacts) -> None:
+        self.folder, self.dataset, self.facts = folder, dataset, facts
+        self.plans = plan_shards(dataset, facts)
+        self._lens = dataset.start_loc.diff()
+        self._entries: dict[int, ShardEntry] = {}
+        if folder.exists():
+            self._find_whole()
+
+    @property
+    def missing(self) -> list[ShardPlan]:
+        """Shards that are not there."""
+        return [plan for plan in self.plans if plan.number not in self._entries]
+
+    def need(self) -> DiskNeed:
+        """What the store takes on the disk."""
+        shards = sum(plan.layout.size for plan in self.plans)
+        # Digests are of one length, so the index is known but for their values.
+        entries = (ShardEntry(p.file, p.layout.size, "0" * 64) for p in self.plans)
+        index = len(json.dumps(self._index(tuple(entries)).to_json(), indent=2)) + 1
+        missing = sum(plan.layout.size for plan in self.missing)
+        place = next(p for p in (self.folder, *self.folder.absolute().parents) if p.exists())
+        leftover = sum(part.stat().st_size for part in self._leftovers())
+        free = shutil.disk_usage(place).free + leftover
+        return DiskNeed(shards + index, missing, free)
+
+    def check_disk(self, max_bytes: int | None = None) -> DiskNeed:
+        """Refuse a store that is larger than allowed or than the disk's free space.
+
+        Raises:
+            UserError: with both numbers.
+        """
+        need = self.need()
+        remedy = "Store less (--dtype fp8, a shorter --max-length, less data), or train without it."
+        if max_bytes is not None and need.total > max_bytes:
+            raise UserError(
+                f"The features take {size_text(need.total)} and --max-disk-gib allows "
+                f"{size_text(max_bytes)}. {remedy}"
+            )
+        if need.missing > need.free:
+            raise UserError(
+                f"The features still take {size_text(need.missing)} in {str(self.folder)!r}, and "
+                f"the disk has {size_text(need.free)} left. {remedy}"
+            )
+        return need
+
+    def verify(self) -> None:
+        """Read all shards that are there, and compare with the index.
+
+        Raises:
+            UserError: naming the first that was altered.
+        """
+        for _, entry in sorted(self._entries.items()):
+            entry.check(self.folder, verify=True)
+
+    def write(
+        self,
+        target: TargetModel,
+        batch_tokens: int,
+        watch: Callable[[Progress], None] = lambda _: None,
+    ) -> Progress:
+        """Compute and write the missing shards.
+
+        Args:
+            target: its taps are set to the layers of the facts.
+            batch_tokens: tokens of a forward pass, padding included; at least one sequence.
+            watch: called after every batch.
+
+        Raises:
+            UserError: a sequence's states hold NaN, another process writes here, or the disk is
+                full; whole shards stay.
+        """
+        target.tap_aux(self.facts.aux_layer_ids)
+        missing = self.missing
+        num_tokens = sum(plan.num_positions for plan in missing)
+        progress = Progress(len(self._entries), len(self.plans), 0, num_tokens)
+        start = time.perf_counter()
+
+        def count(tokens: int) -> None:
+            progress.tokens += tokens
+            progress.shards = len(self._entries)
+            progress.seconds = time.perf_counter() - start
+            watch(progress)
+
+        try:
+            with locked(self.folder), ThreadPoolExecutor(1, "peagle-features") as thread:
+                self._write_index()
+                background = Background(thread)
+                for plan in missing:
+                    self._write_shard(plan, target, batch_tokens, background, count)
+                background.wait()
+        except OSError as error:
+            raise UserError(
+                f"The features {str(self.folder)!r} could not be written: {error}. Whole shards "
+                "stay; free some space and run the same command again."
+            ) from None
+        progress.shards = len(self._entries)
+        return progress
+
+    def _write_shard(
+        self,
+        plan: ShardPlan,
+        target: TargetModel,
+        batch_tokens: int,
+        background: Background,
+        count: Callable[[int], None],
+    ) -> None:
+        """Compute a shard while another thread writes what was computed before."""
+        shard = PartialFile(self.folder / plan.file, plan.layout)
+        try:
+            background.run(shard.put, {"sequences": plan.sequences})
+            for group in _batches_of(plan, self._lens, batch_tokens):
+                rows = [[sequence] for sequence in group]
+                batch = make_batch(self.dataset, rows, int(self._lens[group].max()))
+                batch = moved(batch, target.device)
+                background.run(shard.put, self._encoded(batch, target_states(target, batch)))
+                count(batch.num_tokens)
+            background.run(self._finish, plan, shard)
+        except BaseException:
+            background.stop()
+            shard.abort()
+            raise
+
+    def _finish(self, plan: ShardPlan, shard: PartialFile) -> None:
+        try:
+            digest = shard.finish()
+        except BaseException:
+            shard.abort()
+            raise
+        self._entries[plan.number] = ShardEntry(plan.file, plan.layout.size, digest)
+        self._write_index()
+
+    def _encoded(self, batch: Batch, states: TargetStates) -> dict[str, Tensor]:
+        """What is stored of a batch, on the host."""
+        position_N = torch.arange(batch.tokens_BN.shape[1], device=batch.tokens_BN.device)
+        chosen = [place.sequence for place in batch.places]
+        borders = (self.dataset.prompt_lens[chosen], self._lens[chosen] - 1)
+        first_B1, end_B1 = (x.to(position_N.device).unsqueeze(1) for x in borders)
+        graded_BN = (position_N >= first_B1) & (position_N < end_B1)
+        features_TA = states.features_BNA[batch.documents_BN >= 0]
+        hidden_UH = states.hidden_BNH[graded_BN].to(HIDDEN_DTYPES[self.facts.dtype])
+        if self.facts.dtype == "fp8":
+            features_TA, scales_TA = quantize(features_TA, self.facts.num_aux)
+            stored = {"features": features_TA, "scales": scales_TA, "hidden": hidden_UH}
+            checked_T = scales_TA.sum(-1)
+        else:
+            features_TA = features_TA.to(FEATURE_DTYPES[self.facts.dtype])
+            stored = {"features": features_TA, "hidden": hidden_UH}
+            checked_T = features_TA.sum(-1)
+        checked_U = hidden_UH.sum(-1)
+        if not bool(checked_T.isfinite().all() & checked_U.isfinite().all()):
+            self._refuse_broken(batch, checked_T, checked_U, graded_BN)
+        return {name: value.cpu() for name, value in stored.items()}
+
+    def _refuse_broken(
+        self, batch: Batch, checked_T: Tensor, checked_U: Tensor, graded_BN: Tensor
+    ) -> None:
+        rows_T = (batch.documents_BN >= 0).nonzero()[~checked_T.isfinite()]
+        rows_U = graded_BN.nonzero()[~checked_U.isfinite()]
+        row, position = torch.cat((rows_T, rows_U))[0].tolist()
+        raise UserError(
+            f"The target's states of sequence {batch.places[row].sequence} (from 0) hold NaN or "
+            f"infinite values at position {position}. Its weights are damaged, or "
+            f"{self.facts.target_dtype} is too narrow for them: try another --target-dtype."
+        )
+
+    # ---- what is there ----------------------------------------------------------------------
+
+    def _find_whole(self) -> None:
+        index = self.folder / INDEX_NAME
+        if not index.is_file():
+            if not self.folder.is_dir() or any(self.folder.iterdir()):
+                raise UserError(
+                    f"{str(self.folder)!r} is there already and holds no stored features; choose "
+                    "another output."
+                )
+            return
+        found = Index.read(self.folder)
+        if difference := found.facts.difference(self.facts):
+            raise UserError(
+                f"{str(self.folder)!r} holds features of other things: {difference}. Choose "
+                "another output, or remove it."
+            )
+        entries = {entry.file: entry for entry in found.shards}
+        for plan in self.plans:
+            path, entry = self.folder / plan.file, entries.get(plan.file)
+            if not path.exists():
+                continue
+            if entry is None:
+                entry = self._unlisted(path, plan)
+            entry.check(self.folder)
+            self._entries[plan.number] = entry
+
+    def _unlisted(self, path: Path, plan: ShardPlan) -> ShardEntry:
+        """A shard that was put in its place just before the run was killed."""
+        try:
+            with safe_open(path, framework="pt") as reader:
+                is_ours = (reader.metadata() or {}).get(FACTS_KEY) == self.facts.sha256
+        except (SafetensorError, OSError):
+            is_ours = False
+        if not is_ours:
+            raise UserError(
+                f"{str(path)!r} does not belong to the store that it lies in; remove it."
+            )
+        return ShardEntry(plan.file, plan.layout.size, sha256_of(path))
+
+    def _leftovers(self) -> Iterator[Path]:
+        return self.folder.glob(f"features-*{PART_SUFFIX}")
+
+    def _index(self, entries: tuple[ShardEntry, ...]) -> Index:
+        return Index(self.facts, len(self.plans), entries)
+
+    def _write_index(self) -> None:
+        entries = tuple(entry for _, entry in sorted(self._entries.items()))
+        write_json(self.folder / INDEX_NAME, self._index(entries).to_json())
+
+
+def quantize(features_TA: Tensor, num_aux: int) -> tuple[Tensor, Tensor]:
+    """float8_e4m3fn with a scale s = max|g| / 448 for each position and aux state.
+
+    Returns:
+        the values, [T, A * H], and float32 scales, [T, A].
+    """
+    states_TAH = features_TA.float().unflatten(-1, (num_aux, -1))
+    scales_TA = states_TAH.abs().amax(-1) / _FP8_MAX
+    divisor_TA = scales_TA.clamp_min(torch.finfo(torch.float32).tiny)
+    values_TAH = (states_TAH / divisor_TA.unsqueeze(-1)).to(torch.float8_e4m3fn)
+    return values_TAH.flatten(-2), divisor_TA
+
+
+def _batches_of(plan: ShardPlan, lens: Tensor, batch_tokens: int) -> Iterator[list[int]]:
+    """The sequences of a shard in groups of `batch_tokens` tokens, padding included."""
+    group: list[int] = []
+    for sequence in plan.sequences.tolist():
+        # The first is the longest.
+        if group and (len(group) + 1) * int(lens[group[0]]) > batch_tokens:
+            yield group
+            group = []
+        group.append(sequence)
+    yield group

@@ -1,0 +1,363 @@
+"""Stored features: what training reads is what the target said, and nothing else is read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from peagle.attention.torch_backend import DenseCausalAttention
+from peagle.errors import UserError
+from peagle.models.target import TargetModel
+from peagle.models.target_ends import TargetEnds
+from peagle.training.batches import Batch, Place, make_batch
+from peagle.training.data import ResponseDataset
+from peagle.training.feature_format import INDEX_NAME, Index, StoredDtype, StoreFacts
+from peagle.training.feature_store import FeatureStore
+from peagle.training.feature_writer import FeatureWriter, quantize
+from peagle.training.features import target_states
+from tests.conftest import make_target_folder
+from tests.training.stores import AUX, SMALL, H, files_of, make_dataset, writer_of, written
+
+
+@pytest.fixture
+def dataset() -> ResponseDataset:
+    return make_dataset()
+
+
+@pytest.fixture(scope="module")
+def model(target_folder: Path) -> TargetModel:
+    return TargetModel.load(target_folder, dtype=torch.float32)
+
+
+@pytest.fixture
+def ends(target_folder: Path) -> TargetEnds:
+    return TargetEnds.load(target_folder, dtype=torch.float32)
+
+
+@torch.no_grad()
+def reference(model: TargetModel, dataset: ResponseDataset, sequence: int) -> tuple[Tensor, Tensor]:
+    """Features and hidden states of one sequence, run alone."""
+    begin, end = dataset.start_loc[sequence : sequence + 2].tolist()
+    model.tap_aux(AUX)
+    hidden, features = model.forward(
+        dataset.tokens[begin:end].long(), torch.arange(end - begin), DenseCausalAttention(1)
+    )
+    return features, hidden
+
+
+def graded_positions(dataset: ResponseDataset, sequence: int, length: int) -> set[int]:
+    """Positions whose logits grade an element, by the definition of elements."""
+    prompt = int(dataset.prompt_lens[sequence])
+    return {
+        a + d + 1
+        for a in range(length)
+        for d in range(length)
+        if a + 1 >= prompt and a + d + 2 <= length - 1
+    }
+
+
+def batch_of(places: list[Place], rows: int, length: int) -> Batch:
+    """What the store looks at of a batch."""
+    empty = torch.zeros(rows, length, dtype=torch.int64)
+    return Batch(empty, empty, empty, tuple(places), max_anchors=1, first_row=0, num_rows=rows)
+
+
+PACKED = [
+    Place(9, 0, 0, 41),
+    Place(2, 0, 41, 4),
+    Place(6, 0, 45, 3),
+    Place(7, 2, 14, 25),
+    Place(5, 2, 2, 12),
+    Place(1, 3, 0, 30),
+    Place(9, 3, 30, 20),  # cut, and there a second time
+    Place(3, 1, 5, 14),  # cut at its prompt: nothing of it is graded
+    Place(4, 1, 20, 2),
+]
+
+
+# ---- what is read is what was said ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp8"])
+def test_packed_rows_hold_what_the_target_said(
+    tmp_path: Path, dataset: ResponseDataset, model: TargetModel, dtype: StoredDtype
+) -> None:
+    store = written(tmp_path, dataset, model, dtype)
+    rows, length = 4, 50
+    torch.use_deterministic_algorithms(True)  # memory that nobody wrote then holds NaN
+    try:
+        states = store.states(batch_of(PACKED, rows, length))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    wanted = torch.float32 if dtype == "fp32" else torch.bfloat16
+    assert states.features_BNA.dtype == states.hidden_BNH.dtype == wanted
+    features = torch.zeros(rows, length, 3 * H, dtype=wanted)
+    hidden = torch.zeros(rows, length, H, dtype=wanted)
+    for place in PACKED:
+        its_features, its_hidden = reference(model, dataset, place.sequence)
+        at = slice(place.start, place.start + place.length)
+        if dtype == "fp8":
+            its_features = decoded(*quantize(its_features, 3))
+        features[place.row, at] = its_features[: place.length].to(wanted)
+        stored = graded_positions(dataset, place.sequence, len(its_hidden))
+        assert graded_positions(dataset, place.sequence, place.length) <= stored
+        for position in stored & set(range(place.length)):
+            hidden[place.row, place.start + position] = its_hidden[position].to(wanted)
+    assert torch.equal(states.features_BNA, features)
+    assert torch.equal(states.hidden_BNH, hidden)
+    assert bool(hidden[3].any(-1)[:30].any()) and not bool(hidden[1, :20].any())
+
+
+def test_batches_of_the_run_get_what_the_target_in_the_process_says(
+    tmp_path: Path, dataset: ResponseDataset, model: TargetModel, ends: TargetEnds
+) -> None:
+    """Computed in padded batches, read through the ends of the target only."""
+    writer_of(tmp_path, dataset, model, "fp32").write(model, batch_tokens=100)
+    store = FeatureStore.open(tmp_path, dataset, ends, AUX, verify=True)
+    batch = make_batch(dataset, [[9, 2], [1, 0], [7, 5, 11]], 56)
+    found, computed = store.states(batch), target_states(model, batch)
+    real = batch.documents_BN >= 0
+    assert torch.allclose(found.features_BNA[real], computed.features_BNA[real], atol=1e-4)
+    assert not bool(found.features_BNA[~real].any())
+    graded = 0
+    for row in range(3):
+        for anchor in range(56):
+            for depth in range(int(batch.deepest_BN[row, anchor]) + 1):
+                at = row, anchor + depth + 1
+                logits = (ends.compute_logits(s.hidden_BNH[at]) for s in (found, computed))
+                assert torch.allclose(next(logits), next(logits), atol=1e-3)
+                graded += 1
+    assert graded > 500
+
+
+def test_sequences_can_be_read_alone_and_in_another_thread(
+    tmp_path: Path, dataset: ResponseDataset, model: TargetModel
+) -> None:
+    store = written(tmp_path, dataset, model, "fp32")
+    with ThreadPoolExecutor(1) as thread:
+        for sequence in range(len(dataset)):
+            found = thread.submit(store.features_of, sequence).result()
+            assert torch.equal(found, reference(model, dataset, sequence)[0])
+
+
+@pytest.mark.gpu
+def test_pinned_states_are_the_same(
+    tmp_path: Path, dataset: ResponseDataset, model: TargetModel
+) -> None:
+    plain = written(tmp_path, dataset, model)
+    pinned = FeatureStore.open(tmp_path, dataset, model, AUX, pin_memory=True)
+    batch = batch_of(PACKED, 4, 50)
+    found, expected = pinned.states(batch), plain.states(batch)
+    assert found.features_BNA.is_pinned() and found.hidden_BNH.is_pinned()
+    assert torch.equal(found.features_BNA, expected.features_BNA)
+
+
+# ---- float8 ---------------------------------------------------------------------------------
+
+
+def decoded(values_TA: Tensor, scales_TA: Tensor) -> Tensor:
+    """In float64, by the definition of float8_e4m3fn: 4 bits of exponent, 3 of mantissa."""
+    code = values_TA.view(torch.uint8).to(torch.int64)
+    exponent, mantissa = (code >> 3) & 15, code & 7
+    assert not bool(((exponent == 15) & (mantissa == 7)).any()), "NaN"
+    normal = (1 + mantissa / 8).double() * 2.0 ** (exponent - 7).double()
+    value = torch.where(exponent == 0, mantissa.double() * 2.0**-9, normal)
+    value = torch.where(code >= 128, -value, value)
+    scaled = value.unflatten(-1, (scales_TA.shape[-1], -1)) * scales_TA.double().unsqueeze(-1)
+    return scaled.flatten(-2).float()
+
+
+def test_float8_is_within_the_bound_of_its_format() -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(50, 3 * H, generator=generator) * torch.logspace(-20, 5, 50).unsqueeze(-1)
+    x[:, 1] *= 1000  # an outlier in the first state costs the others of it their small values
+    x[3, H : 2 * H] = 0.0
+    x[4] = 0.0
+    x[5] = 1e-42  # below the smallest normal number
+    values, scales = quantize(x, 3)
+    assert values.dtype == torch.float8_e4m3fn and scales.shape == (50, 3)
+    assert scales.dtype == torch.float32 and bool((scales > 0).all())
+    amax = x.unflatten(-1, (3, H)).abs().amax(-1)
+    step = scales.repeat_interleave(H, dim=-1) * 2.0**-9  # between the smallest values
+    error = (decoded(values, scales) - x).abs()
+    assert bool((error <= torch.maximum(x.abs() / 16, step / 2) * (1 + 1e-5)).all())
+    top = decoded(values, scales).unflatten(-1, (3, H)).abs().amax(-1)
+    assert torch.allclose(top[6:], amax[6:], rtol=1e-6), "the largest value is kept"
+    for broken in (float("nan"), float("inf")):
+        x[7, 5] = broken
+        assert not bool(quantize(x, 3)[1].isfinite()[7, 0])
+
+
+def test_float8_features_take_half_the_space(
+    tmp_path: Path, dataset: ResponseDataset, model: TargetModel
+) -> None:
+    sizes = {
+        dtype: StoreFacts.of(dataset, model, AUX, dtype, "float32").position_bytes
+        for dtype in ("fp32", "bf16", "fp8")
+    }
+    assert sizes == {"fp32": 4 * 96, "bf16": 2 * 96, "fp8": 96 + 4 * 3}
+
+
+# ---- what does not belong together ----------------------------------------------------------
+
+
+def test_other_data_is_refused(
+    tmp_path: Path, dataset: ResponseDataset, model: TargetModel
+) -> None:
+    written(tmp_path, dataset, model)
+    cut = dataset._cut(20)
+    with pytest.raises(UserError, match="12 sequences of 201 tokens, the longest of 41; here are"):
+        FeatureStore.open(tmp_path, cut, model, AUX)
+    moved = ResponseDataset(dataset.tokens, dataset.start_loc, dataset.prompt_lens.clamp_max(9))
+    for other in (make_dataset(seed=1), moved):
+        with pytest.raises(UserError, match=r"are of other data.*data.max_length must be the same"):
+            FeatureStore.open(tmp_path, other, model, AUX)
+        with pytest.raises(UserError, match="holds features of other things: dataset_sha256"):
+            writer_of(tmp_path, other, model)
+
+
+def test_another_target_is_refused(
+    tmp_path: Path, dataset: ResponseDataset, model: TargetModel
+) -> None:
+    written(tmp_path / "store", dataset, model)
+    other = TargetEnds.load(make_target_folder(tmp_path / "other", seed=1))
+    with pytest.raises(UserError, match=r"not of '.*other': lm_head_sha256 is \w+, the store exp"):
+        FeatureStore.open(tmp_path / "store", dataset, other, AUX)
+    with pytest.raises(UserError, match="of other things: target lm_head_sha256 '"):
+        writer_of(tmp_path / "store", dataset, other)
+
+
+def test_the_name_of_the_target_does_not_count(
+    tmp_path: Path, dataset: ResponseDataset, model: TargetModel, target_folder: Path
+) -> None:
+    written(tmp_path / "store", dataset, model)
+    copy = TargetEnds.load(Path(shutil.copytree(target_folder, tmp_path / "renamed")))
+    FeatureStore.open(tmp_path / "store", dataset, copy, AUX)
+    assert not writer_of(tmp_path / "store", dataset, copy).missing
+
+
+def test_other_layers_types_and_sizes_are_refused(
+    tmp_path: Path, dataset: ResponseDataset, model: TargetModel
+) -> None:
+    written(tmp_path, dataset, model)
+    with pytest.raises(UserError, match=r"of target layers \[1, 2, 3\], the head reads \[0, 1, 2"):
+        FeatureStore.open(tmp_path, dataset, model, (0, 1, 2))
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"aux": (0, 1, 2)}, r"aux_layer_ids \[1, 2, 3\], not \[0, 1, 2\]"),
+        ({"dtype": "fp8"}, "dtype 'bf16', not 'fp8'"),
+        ({"shard_bytes": 1}, f"shard_bytes {SMALL}, not 1"),
+    )
+    for changes, message in cases:
+        with pytest.raises(UserError, match=message):
+            writer_of(tmp_path, dataset, model, **changes)
+    facts = StoreFacts.of(dataset, model, AUX, "bf16", "float16", SMALL)
+    with pytest.raises(UserError, match="target_dtype 'float32', not 'float16'"):
+        FeatureWriter(tmp_path, dataset, facts)
+
+
+def test_folders_of_other_things_are_left_alone(
+    tmp_path: Path, dataset: ResponseDataset, model: TargetModel
+) -> None:
+    (tmp_path / "notes").write_text("mine")
+    for place in (tmp_path, tmp_path / "notes"):
+        with pytest.raises(UserError, match="is there already and holds no stored features"):
+            writer_of(place, dataset, model)
+    with pytest.raises(UserError, match=f"holds no stored features \\({INDEX_NAME} is not there"):
+        FeatureStore.open(tmp_path, dataset, model, AUX)
+
+
+def test_shards_of_another_store_are_refused(
+    tmp_path: Path, dataset: ResponseDataset, model: TargetModel
+) -> None:
+    written(tmp_path / "a", dataset, model)
+    written(tmp_path / "b", make_dataset(seed=1), model)
+    name = "features-00001.safetensors"
+    shutil.copy(tmp_path / "b" / name, tmp_path / "a" / name)
+    with pytest.raises(UserError, match=f"{name}' belongs to another store"):
+        FeatureStore.open(tmp_path / "a", dataset, model, AUX)
+
+
+# ---- damage ---------------------------------------------------------------------------------
+
+
+def test_a_truncated_shard_is_named(
+    tmp_path: Path, dataset: ResponseDataset, model: TargetModel
+) -> None:
+    written(tmp_path, dataset, model)
+    before = files_of(tmp_path)
+    path = tmp_path / "features-00001.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    for call in (
+        lambda: FeatureStore.open(tmp_path, dataset, model, AUX),
+        lambda: writer_of(tmp_path, dataset, model),
+    ):
+        with pytest.raises(UserError, match=r"features-00001.safetensors.*: it was cut off. Rem"):
+            call()
+    path.unlink()
+    with pytest.raises(UserError, match=r"features-00001.safetensors' of stored features is miss"):
+        FeatureStore.open(tmp_path, dataset, model, AUX)
+    assert writer_of(tmp_path, dataset, model).write(model, 1).tokens < len(dataset.tokens)
+    assert files_of(tmp_path) == before
+
+
+def test_an_altered_shard_is_found_by_its_checksum(
+    tmp_path: Path, dataset: ResponseDataset, model: TargetModel
+) -> None:
+    written(tmp_path, dataset, model)
+    path = tmp_path / "features-00002.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[-9] ^= 1
+    path.write_bytes(raw)
+    FeatureStore.open(tmp_path, dataset, model, AUX)
+    for call in (
+        lambda: FeatureStore.open(tmp_path, dataset, model, AUX, verify=True),
+        writer_of(tmp_path, dataset, model).verify,
+    ):
+        with pytest.raises(UserError, match=r"features-00002.safetensors.* was altered: its SHA"):
+            call()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("part", ["features", "hidden"])
+def test_nan_that_was_not_written_is_found_when_it_is_read(
+    tmp_path: Path, dataset: ResponseDataset, model: TargetModel, dtype: StoredDtype, part: str
+) -> None:
+    written(tmp_path, dataset, model, dtype, shard_bytes=2**30)
+    [plan] = writer_of(tmp_path, dataset, model, dtype, shard_bytes=2**30).plans
+    path = tmp_path / plan.file
+    raw = bytearray(path.read_bytes())
+    begin = plan.layout.begins[part]
+    raw[begin : begin + 2] = b"\xff\xff"
+    path.write_bytes(raw)
+    store, first = FeatureStore.open(tmp_path, dataset, model, AUX), int(plan.sequences[0])
+    store.states(make_batch(dataset, [[0, 1]], 56))
+    with pytest.raises(UserError, match=f"of sequence {first} hold NaN or infinite"):
+        store.states(make_batch(dataset, [[first]], 56))
+
+
+def test_indices_that_cannot_be_read_are_named(
+    tmp_path: Path, dataset: ResponseDataset, model: TargetModel
+) -> None:
+    written(tmp_path, dataset, model)
+    good = json.loads((tmp_path / INDEX_NAME).read_text())
+    for change, message in (
+        ({"format_version": 2}, r"format_version 2, newer than this peagle reads \(1\)"),
+        ({"kind": "shopping"}, "is not an index of stored features"),
+        ({"shards": [{"file": "x"}]}, "is damaged"),
+        ({"facts": {}}, "is damaged"),
+    ):
+        (tmp_path / INDEX_NAME).write_text(json.dumps({**good, **change}))
+        with pytest.raises(UserError, match=message):
+            FeatureStore.open(tmp_path, dataset, model, AUX)
+        with pytest.raises(UserError, match=message):
+            writer_of(tmp_path, dataset, model)
+    (tmp_path / INDEX_NAME).write_text("{")
+    with pytest.raises(UserError, match="is not JSON"):
+        Index.read(tmp_path)
