@@ -2,70 +2,153 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from peagle.errors import UserError
 from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.models.target import TargetModel, default_aux_layer_ids
+from peagle.models.target_facts import TargetFacts, TargetSizes
 from peagle.training.config import TrainConfig
 from peagle.training.data import ResponseDataset
+from peagle.training.mask_hidden import features_by, start_mask_hidden
 from peagle.training.vocabulary import always_kept, choose_draft_vocabulary
+from peagle.training.warm_start import InitHead, WarmStart
 
 MASK_TOKEN = "<|mask|>"
 
 
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A head before its first step, and what it started from (None: from random weights)."""
+
+    drafter: Drafter
+    warm_start: WarmStart | None
+
+
 def build_drafter(
     config: TrainConfig,
-    target: TargetModel,
+    target: TargetFacts,
     tokenizer: PreTrainedTokenizerBase,
     dataset: ResponseDataset,
 ) -> Drafter:
-    """A fresh head: random layers, embeddings and lm_head from the target.
+    """The head alone of what `build` makes."""
+    return build(config, target, tokenizer, dataset).drafter
 
-    Geometry that the configuration leaves out is the target's. The draft vocabulary is the most
-    frequent tokens of the training responses and those that end a text
-    (`training.vocabulary.vocabulary_report` says what it covers).
+
+def build(
+    config: TrainConfig,
+    target: TargetFacts,
+    tokenizer: PreTrainedTokenizerBase,
+    dataset: ResponseDataset,
+) -> Built:
+    """A head: the one that `head.init` names to start from, else a fresh one.
+
+    Fresh means random layers, embeddings and lm_head from the target. Geometry that the
+    configuration leaves out is the target's. The draft vocabulary is the most frequent tokens of
+    the training responses and those that end a text (`training.vocabulary.vocabulary_report` says
+    what it covers).
+
+    A new `mask_hidden` of a warm start needs features (`mask_hidden.start_mask_hidden`). Where the
+    target has no layers here to make them, it is random, and whoever has stored ones calls that.
 
     Raises:
-        UserError: the geometry does not work out.
+        UserError: the geometry does not work out, or the head to start from is not usable.
     """
-    head, model = config.head, target.model.config.get_text_config()
+    mask_token_id = _mask_token_id(config, target, tokenizer)
+    if config.head.init is not None:
+        return _warm(config.head.init, config, target, tokenizer, dataset, mask_token_id)
+    drafter = Drafter(_fresh_shape(config, target, mask_token_id))
+    if drafter.config.is_pruned:
+        always = _always_kept(config, target, tokenizer, mask_token_id)
+        counts = dataset.response_token_counts(target.vocab_size)
+        size = drafter.config.draft_vocab_size
+        drafter.set_draft_vocabulary(choose_draft_vocabulary(counts, size, always))
+    _initialize(drafter, target, config.run.seed)
+    return Built(_ready(drafter, config, target), None)
+
+
+def planned_shape(
+    config: TrainConfig, target: TargetSizes, tokenizer: PreTrainedTokenizerBase
+) -> DrafterConfig:
+    """The shape of the head that `build` makes; weights of target and head stay unread.
+
+    Raises:
+        UserError: as `build`, as far as shapes tell.
+    """
+    mask_token_id = _mask_token_id(config, target, tokenizer)
+    if config.head.init is None:
+        return _fresh_shape(config, target, mask_token_id)
+    init = InitHead.shape_of(config.head.init, target)
+    return init.shape(config.head, config.method.depth, mask_token_id)
+
+
+def _warm(
+    folder: Path,
+    config: TrainConfig,
+    target: TargetFacts,
+    tokenizer: PreTrainedTokenizerBase,
+    dataset: ResponseDataset,
+    mask_token_id: int | None,
+) -> Built:
+    """A head that takes over what it can of the one in `folder`; the rest is as in a fresh one."""
+    if folder.resolve() == (config.output / "head").resolve():
+        raise UserError(
+            f"head.init is {str(folder)!r}, where this run writes its head; choose another output."
+        )
+    init = InitHead.read(folder, target)
+    drafter = Drafter(init.shape(config.head, config.method.depth, mask_token_id))
+    _initialize(drafter, target, config.run.seed)
+    init.put_into(drafter)
+    always = _always_kept(config, target, tokenizer, drafter.config.mask_token_id)
+    record = init.record(drafter, dataset, always)
+    if record.mask_hidden_is_new and isinstance(target, TargetModel):
+        features_of = features_by(target, dataset, drafter.config.aux_layer_ids)
+        start_mask_hidden(drafter, dataset, features_of)
+    return Built(_ready(drafter, config, target), record)
+
+
+def _ready(drafter: Drafter, config: TrainConfig, target: TargetFacts) -> Drafter:
+    """The head as training wants it: on the device, with angles for the longest row."""
+    data = config.data
+    drafter.reserve_positions(max(data.max_length, data.batch_tokens) + config.method.depth)
+    drafter.embed_tokens.requires_grad_(not config.head.freeze_embeddings)
+    return drafter.to(target.device)
+
+
+def _fresh_shape(
+    config: TrainConfig, target: TargetSizes, mask_token_id: int | None
+) -> DrafterConfig:
+    head, model = config.head, target.text_config
     heads = head.num_attention_heads or model.num_attention_heads
     size = head.hidden_size or model.hidden_size
-    depth = config.method.depth
-    drafter = Drafter(
-        DrafterConfig(
-            hidden_size=size,
-            intermediate_size=head.intermediate_size or model.intermediate_size,
-            num_layers=head.num_layers,
-            num_attention_heads=heads,
-            num_kv_heads=head.num_kv_heads or min(model.num_key_value_heads, heads),
-            head_dim=head.head_dim or getattr(model, "head_dim", None) or size // heads,
-            vocab_size=target.vocab_size,
-            draft_vocab_size=head.draft_vocab_size or target.vocab_size,
-            target_hidden_size=target.hidden_size,
-            aux_layer_ids=head.aux_layer_ids or default_aux_layer_ids(target.num_layers),
-            mask_token_id=_mask_token_id(config, target, tokenizer),
-            norm_before_residual=head.norm_before_residual,
-            norm_before_fc=head.norm_before_fc,
-            fc_norm=head.fc_norm,
-            rms_norm_eps=model.rms_norm_eps,
-            max_position_embeddings=model.max_position_embeddings,
-            rope_parameters=_rope_parameters(model),
-            trained_depth=depth,
-            qk_norm=head.qk_norm,
-            norm_output=head.norm_output,
-        )
+    return DrafterConfig(
+        hidden_size=size,
+        intermediate_size=head.intermediate_size or model.intermediate_size,
+        num_layers=head.num_layers,
+        num_attention_heads=heads,
+        num_kv_heads=head.num_kv_heads or min(model.num_key_value_heads, heads),
+        head_dim=head.head_dim or getattr(model, "head_dim", None) or size // heads,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=head.draft_vocab_size or target.vocab_size,
+        target_hidden_size=target.hidden_size,
+        aux_layer_ids=head.aux_layer_ids or default_aux_layer_ids(target.num_layers),
+        mask_token_id=mask_token_id,
+        norm_before_residual=head.norm_before_residual,
+        norm_before_fc=head.norm_before_fc,
+        fc_norm=head.fc_norm,
+        rms_norm_eps=model.rms_norm_eps,
+        max_position_embeddings=model.max_position_embeddings,
+        rope_parameters=_rope_parameters(model),
+        trained_depth=config.method.depth,
+        qk_norm=head.qk_norm,
+        norm_output=head.norm_output,
     )
-    if drafter.config.is_pruned:
-        drafter.set_draft_vocabulary(_draft_vocabulary(drafter, config, target, tokenizer, dataset))
-    _initialize(drafter, target, config.run.seed)
-    drafter.embed_tokens.requires_grad_(not head.freeze_embeddings)
-    return drafter.to(target.device)
 
 
 def _rope_parameters(model: PretrainedConfig) -> dict[str, Any]:
@@ -76,25 +159,22 @@ def _rope_parameters(model: PretrainedConfig) -> dict[str, Any]:
     return rope
 
 
-def _draft_vocabulary(
-    drafter: Drafter,
+def _always_kept(
     config: TrainConfig,
-    target: TargetModel,
+    target: TargetFacts,
     tokenizer: PreTrainedTokenizerBase,
-    dataset: ResponseDataset,
-) -> Tensor:
-    always = always_kept(
+    mask_token_id: int | None,
+) -> set[int]:
+    return always_kept(
         target,
         tokenizer,
         special_tokens=config.head.keep_special_tokens,
-        mask_token_id=drafter.config.mask_token_id,
+        mask_token_id=mask_token_id,
     )
-    counts = dataset.response_token_counts(target.vocab_size)
-    return choose_draft_vocabulary(counts, drafter.config.draft_vocab_size, always)
 
 
 def _mask_token_id(
-    config: TrainConfig, target: TargetModel, tokenizer: PreTrainedTokenizerBase
+    config: TrainConfig, target: TargetSizes, tokenizer: PreTrainedTokenizerBase
 ) -> int | None:
     if config.method.name == "eagle3":
         return None
@@ -111,7 +191,7 @@ def _mask_token_id(
 
 
 @torch.no_grad()
-def _initialize(drafter: Drafter, target: TargetModel, seed: int) -> None:
+def _initialize(drafter: Drafter, target: TargetFacts, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for module in drafter.modules():
         if isinstance(module, nn.Linear):

@@ -1,0 +1,388 @@
+"""A head that starts from another one (`head.init`) in place of random weights.
+
+From an EAGLE-3 head to a P-EAGLE head: all that both have is taken over. Added layers begin with
+residual branches of zero, so that depth 0, which never sees a mask slot, gives at first exactly
+what the EAGLE-3 head gave. From a P-EAGLE head to one for a fine-tuned target: everything is taken
+over, the vocabulary map included. The target may have other weights, but not other tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peagle.errors import CheckpointError, UserError
+from peagle.models.checkpoint import read_head_config, split_tensors
+from peagle.models.checkpoint.formats import verifier_of
+from peagle.models.checkpoint.weights import check_tensors, read_tensors
+from peagle.models.drafter import Drafter, DrafterConfig
+from peagle.models.fingerprint import TargetFingerprint
+from peagle.models.target_facts import TargetFacts, TargetSizes
+from peagle.training.config import HeadSection
+from peagle.training.data import ResponseDataset
+from peagle.training.provenance import sha256_of
+from peagle.training.vocabulary import Coverage, vocabulary_report
+
+# A map that holds less of the training responses deserves a word: the rest is never drafted.
+_WANTED_COVERAGE = 0.8
+# Options of [head] that the init head decides; its configuration has the same names.
+_DECIDED = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_kv_heads",
+    "head_dim",
+    "draft_vocab_size",
+    "aux_layer_ids",
+    "norm_before_residual",
+    "norm_before_fc",
+    "fc_norm",
+    "norm_output",
+    "qk_norm",
+)
+_FINGERPRINT_SIZES = ("vocab_size", "hidden_size", "num_layers")
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStart:
+    """What a head started from, for the record of the run.
+
+    Attributes:
+        name: folder of the init head, its last two parts.
+        kind: "P-EAGLE" or "EAGLE-3".
+        sha256: of each of its weight files, by name.
+        target: name of the target that it was trained for, None if unknown.
+        trained_depth: K that it was trained for, None if unknown.
+        num_layers, num_added_layers: layers taken and layers added.
+        num_taken, fresh, dropped: checkpoint tensors taken over; names of those that are new, and
+            of those that the new head has no use for.
+        differences: how the target differs from the one that the head was trained for.
+        coverage: training responses within the head's draft vocabulary, None if it holds all.
+        warnings: what may be a mistake.
+    """
+
+    name: str
+    kind: str
+    sha256: dict[str, str]
+    target: str | None
+    trained_depth: int | None
+    num_layers: int
+    num_added_layers: int
+    num_taken: int
+    fresh: tuple[str, ...]
+    dropped: tuple[str, ...]
+    differences: tuple[str, ...]
+    coverage: Coverage | None
+    warnings: tuple[str, ...]
+
+    @property
+    def mask_hidden_is_new(self) -> bool:
+        """Whether the head it started from has no `mask_hidden` (see `training.mask_hidden`)."""
+        return "mask_hidden" in self.fresh
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object."""
+        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        lists = {name: list(value) for name, value in plain.items() if isinstance(value, tuple)}
+        coverage = self.coverage.to_json() if self.coverage else None
+        return {**plain, **lists, "coverage": coverage}
+
+    def __str__(self) -> str:
+        trained_for = f" trained for {self.target!r}" if self.target else ""
+        lines = [
+            f"warm start: {self.kind} head {self.name!r}{trained_for}, {self.num_taken} tensors "
+            f"taken, {len(self.fresh)} new ({self.num_added_layers} added layers)"
+        ]
+        if self.differences:
+            lines.append(f"its target and this one differ: {'; '.join(self.differences)}")
+        return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
+
+
+@dataclass(frozen=True, slots=True)
+class InitHead:
+    """A head to start from, checked against the target that it will draft for.
+
+    Attributes:
+        folder: where it was read.
+        config: its shape.
+        tensors: its tensors under their checkpoint names.
+        target: name of the target that it was trained for, None if unknown.
+        differences: how that target differs from the one at hand.
+        warnings: what could not be checked.
+    """
+
+    folder: Path
+    config: DrafterConfig
+    tensors: dict[str, Tensor]
+    target: str | None
+    differences: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    @classmethod
+    def read(cls, folder: Path, target: TargetFacts) -> InitHead:
+        """Read a head in either style.
+
+        Raises:
+            UserError: there is none, it is broken, or it is one for other tokens, another tokenizer
+                or other features than the target has.
+        """
+        try:
+            config, facts = read_head_config(folder, num_target_layers=target.num_layers)
+            told = facts.get("target")
+            fingerprint = None if told is None else TargetFingerprint.from_json(told)
+            name = verifier_of(facts).get("name_or_path")
+        except UserError as error:
+            raise UserError(f"head.init: {error}{_hint(folder)}") from None
+        _check_fits(config, target, folder)
+        differences, warnings = _compare(fingerprint, target, folder)
+        try:
+            tensors, source = read_tensors(folder)
+            check_tensors(tensors, config, source)
+        except CheckpointError as error:
+            raise UserError(f"head.init: {error}") from None
+        return cls(folder, config, tensors, name, differences, warnings)
+
+    @classmethod
+    def shape_of(cls, folder: Path, target: TargetSizes) -> InitHead:
+        """The same without tensors, for `shape` alone.
+
+        Raises:
+            UserError: there is none, or it does not fit the target's sizes.
+        """
+        try:
+            config, _ = read_head_config(folder, num_target_layers=target.num_layers)
+        except UserError as error:
+            raise UserError(f"head.init: {error}{_hint(folder)}") from None
+        _check_fits(config, target, folder)
+        return cls(folder, config, {}, None, (), ())
+
+    @property
+    def kind(self) -> str:
+        """Kind of head, P-EAGLE or EAGLE-3."""
+        return "P-EAGLE" if self.config.is_parallel else "EAGLE-3"
+
+    def shape(self, section: HeadSection, depth: int, mask_token_id: int | None) -> DrafterConfig:
+        """The shape of the head that starts from this one.
+
+        Args:
+            section: what the configuration says of the head.
+            depth: K that will be trained.
+            mask_token_id: of the new head; None for an EAGLE-3 head. A P-EAGLE head keeps the one
+                that it has.
+
+        Raises:
+            UserError: the section contradicts the head.
+        """
+        given = {name for name in section.model_fields_set if getattr(section, name) is not None}
+        for name in _DECIDED:
+            self._check_given(section, name, name in given)
+        if mask_token_id is not None and self.config.is_parallel:
+            self._check_given(section, "mask_token_id", "mask_token_id" in given)
+            mask_token_id = self.config.mask_token_id
+        num_layers = section.num_layers if "num_layers" in given else self.config.num_layers
+        if num_layers < self.config.num_layers:
+            raise UserError(
+                f"head.num_layers is {num_layers}, but the head {str(self.folder)!r} of head.init "
+                f"has {self.config.num_layers} layers; expected as many or more. Leave "
+                "head.num_layers out, or leave head.init out to train a new head."
+            )
+        return dataclasses.replace(
+            self.config, num_layers=num_layers, mask_token_id=mask_token_id, trained_depth=depth
+        )
+
+    def _check_given(self, section: HeadSection, name: str, is_given: bool) -> None:
+        wanted, has = getattr(section, name), getattr(self.config, name)
+        if is_given and wanted != has:
+            raise UserError(
+                f"head.{name} is {_shown(wanted)}, but the head {str(self.folder)!r} of head.init "
+                f"has {_shown(has)}. Leave head.{name} out, or leave head.init out to train a new "
+                "head."
+            )
+
+    @torch.no_grad()
+    def put_into(self, drafter: Drafter) -> None:
+        """Copy the tensors into a new head of the shape `shape` gave; added layers add nothing."""
+        tensors = dict(self.tensors)
+        if drafter.config.is_pruned:
+            ids = torch.arange(drafter.config.draft_vocab_size) + tensors["d2t"].long()
+            tensors["t2d"] = torch.zeros(drafter.config.vocab_size, dtype=torch.bool)
+            tensors["t2d"][ids] = True  # the file may leave it out
+        for name, place in split_tensors(drafter):  # views of the parameters
+            if name in tensors:
+                place.copy_(tensors[name])
+        for layer in drafter.layers[self.config.num_layers :]:
+            layer.self_attn.o_proj.weight.zero_()  # type: ignore[union-attr]
+            layer.mlp.down_proj.weight.zero_()  # type: ignore[union-attr]
+
+    def record(
+        self, drafter: Drafter, dataset: ResponseDataset, always: Collection[int]
+    ) -> WarmStart:
+        """The record of the warm start, with what its user should look at twice.
+
+        Args:
+            drafter: the head that starts from this one.
+            dataset: the responses to train on.
+            always: tokens that a new head would keep whatever their count.
+        """
+        names = {name for name, _ in split_tensors(drafter)}
+        fresh = tuple(sorted(names - self.tensors.keys() - {"t2d"}))
+        report = vocabulary_report(drafter, dataset)
+        coverage = report.training if report else None
+        weights = sorted(self.folder.glob("*.safetensors"))
+        return WarmStart(
+            name="/".join(self.folder.absolute().parts[-2:]),
+            kind=self.kind,
+            sha256={file.name: sha256_of(file) for file in weights},
+            target=self.target,
+            trained_depth=self.config.trained_depth,
+            num_layers=self.config.num_layers,
+            num_added_layers=drafter.config.num_layers - self.config.num_layers,
+            num_taken=len(names) - len(fresh),
+            fresh=fresh,
+            dropped=tuple(sorted(self.tensors.keys() - names)),
+            differences=self.differences,
+            coverage=coverage,
+            warnings=(
+                *self.warnings,
+                *_missing_matrices(fresh),
+                *_depth_warnings(self.config, drafter.config),
+                *_mask_warnings(drafter.config, dataset),
+                *_vocabulary_warnings(drafter, coverage, always),
+            ),
+        )
+
+
+# ---- what is refused ------------------------------------------------------------------------
+
+
+def _hint(folder: Path) -> str:
+    inner = folder / "head"
+    return f" Did you mean {str(inner)!r}?" if (inner / "config.json").is_file() else ""
+
+
+def _check_fits(config: DrafterConfig, target: TargetSizes, folder: Path) -> None:
+    for name, given in (
+        ("vocab_size", target.vocab_size),
+        ("target_hidden_size", target.hidden_size),
+    ):
+        expected = getattr(config, name)
+        if expected != given:
+            raise UserError(
+                f"head.init: the head {str(folder)!r} has {name} {expected}, the target "
+                f"{target.name!r} has {given}. A head can go on only for a target of the same "
+                "sizes and tokens; leave head.init out to train a new head."
+            )
+    if max(config.aux_layer_ids) >= target.num_layers:
+        raise UserError(
+            f"head.init: the head {str(folder)!r} reads target layers "
+            f"{list(config.aux_layer_ids)}, but {target.name!r} has {target.num_layers} layers. "
+            "Leave head.init out to train a new head."
+        )
+
+
+def _compare(
+    fingerprint: TargetFingerprint | None, target: TargetFacts, folder: Path
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Differences between the head's own target and this one, and what nobody can tell."""
+    if fingerprint is None:
+        return (), (
+            "the head does not say which target and tokenizer it was trained with; make sure that "
+            "they had the same tokens",
+        )
+    here = TargetFingerprint.of(target)
+    digests = (fingerprint.tokenizer_sha256, here.tokenizer_sha256)
+    if None in digests:
+        whose = "the head" if digests[0] is None else "the target"
+        warnings = (
+            f"{whose} has no tokenizer.json to compare; make sure that the tokens are the same",
+        )
+    elif digests[0] != digests[1]:
+        raise UserError(
+            f"head.init: the head {str(folder)!r} was trained with another tokenizer: the SHA-256 "
+            f"of tokenizer.json was {digests[0]}, that of {target.name!r} is {digests[1]}. If the "
+            f"tokens are the same and the file was only saved anew, copy the tokenizer.json of "
+            f"{fingerprint.name!r} into the target's folder; else leave head.init out."
+        )
+    else:
+        warnings = ()
+    return tuple(_differences(fingerprint, here, target)), warnings
+
+
+def _differences(
+    before: TargetFingerprint, here: TargetFingerprint, target: TargetFacts
+) -> list[str]:
+    found = []
+    if before.name != here.name:
+        found.append(f"it was {before.name!r} and is {here.name!r}")
+    for name in _FINGERPRINT_SIZES:
+        if getattr(before, name) != getattr(here, name):
+            found.append(f"{name} was {getattr(before, name)} and is {getattr(here, name)}")
+    # float16 flushes small bfloat16 values, so the hash cannot be compared.
+    if before.lm_head_sha256 != here.lm_head_sha256 and target.dtype != torch.float16:
+        found.append("the weights of lm_head are others")
+    return found
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+# ---- what is warned of ----------------------------------------------------------------------
+
+
+def _missing_matrices(fresh: tuple[str, ...]) -> list[str]:
+    return [
+        f"the head has no {name} of its own: it starts as the target's, which is what serving "
+        "gives such a head"
+        for name in ("embed_tokens.weight", "lm_head.weight")
+        if name in fresh
+    ]
+
+
+def _depth_warnings(before: DrafterConfig, now: DrafterConfig) -> list[str]:
+    depths = before.trained_depth, now.trained_depth
+    if None in depths or not before.is_parallel or depths[1] >= depths[0]:  # type: ignore[operator]
+        return []
+    return [
+        f"the head was trained to depth {depths[0]} and method.depth is {depths[1]}: what it knows "
+        "of deeper positions will fade"
+    ]
+
+
+def _mask_warnings(config: DrafterConfig, dataset: ResponseDataset) -> list[str]:
+    mask = config.mask_token_id
+    count = 0 if mask is None else int((dataset.tokens == mask).sum())
+    if not count:
+        return []
+    return [
+        f"the mask token {mask} occurs {count:,} times in the training data; expected one that no "
+        "text uses, since its embedding now stands for both"
+    ]
+
+
+def _vocabulary_warnings(
+    drafter: Drafter, coverage: Coverage | None, always: Collection[int]
+) -> list[str]:
+    if coverage is None:
+        return []
+    warnings = []
+    if coverage.share < _WANTED_COVERAGE:
+        warnings.append(
+            f"the head's draft vocabulary covers {coverage.share:.1%} of the training responses; "
+            "what lies outside is never drafted. For other text than it was made for, train a new "
+            "head (leave head.init out)"
+        )
+    if missing := sorted(set(always) - set(drafter.target_ids().tolist())):
+        warnings.append(
+            f"the head's draft vocabulary lacks tokens that a new head would keep (ends of text, "
+            f"special tokens), {len(missing)} in all, {missing[0]} for one: they are never drafted"
+        )
+    return warnings
