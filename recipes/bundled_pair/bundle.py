@@ -67,7 +67,7 @@ def target_card(record: dict[str, Any], manifest: dict[str, Any]) -> str:
 def head_card(title: str, record: dict[str, Any], figures: list[dict[str, Any]]) -> str:
     """The card of a draft head."""
     config, method = record["config"], record["config"]["method"]
-    validation = record["validation"]
+    validation = record["best"]["validation"] if record.get("best") else record["validation"]
     facts: dict[str, Any] = {
         "parameters": f"{record['parameters']:,}",
         "layers": config["head"]["num_layers"],

@@ -69,6 +69,8 @@ def test_text_progress_names_everything(config: Path) -> None:
     assert "draft vocabulary: 100 of 320 tokens cover" in done.stderr
     for expected in ("loss", "AL", "(K=3)", "accuracy by depth", "tokens/s", "left", "validation"):
         assert expected in done.stdout
+    for expected in ("conditional, greedy", "conditional, T=1", "head of step 6 (acceptance"):
+        assert expected in done.stdout
     assert (config.parent / "other" / "head" / "config.json").is_file()
 
 

@@ -26,7 +26,7 @@ from peagle.training.data import ResponseDataset
 from peagle.training.eagle3 import eagle3_graded
 from peagle.training.features import TargetStates, target_states
 from peagle.training.methods import Graded, Method
-from peagle.training.partition import two_pass_backward
+from peagle.training.partition import Layout, two_pass_backward
 from tests.conftest import byte_tokenizer, make_drafter
 from tests.models.tiny import EXPERTS, LOCAL_GLOBAL, make_model
 
@@ -171,7 +171,9 @@ def gradients(head: Drafter, name: str, batch: Batch, states: TargetStates) -> d
     method = Method(MethodSection(name=name, depth=K))  # type: ignore[arg-type,call-arg]
 
     def loss_of(graded: Graded) -> Tensor:
-        tokens = batch.tokens_BN[graded.row, graded.anchor + graded.depth + 2]
+        tokens = batch.tokens_BN[
+            graded.selected.row, graded.selected.anchor + graded.selected.depth + 2
+        ]
         logits = head.compute_logits(graded.hidden_MD)
         return torch.nn.functional.cross_entropy(logits, tokens, reduction="sum")
 
@@ -179,7 +181,8 @@ def gradients(head: Drafter, name: str, batch: Batch, states: TargetStates) -> d
         loss_of(eagle3_graded(head, batch, states, method)).backward()
     else:
         elements = method.elements(batch, None, everything=True)
-        two_pass_backward(head, batch, states, elements, 2, loss_of, method=method)
+        layout = Layout.of(elements, batch.tokens_BN.shape[1], 2, method)
+        two_pass_backward(head, batch, states, layout, loss_of, method=method)
     return {n: p.grad.clone() for n, p in head.named_parameters() if p.grad is not None}
 
 

@@ -10,7 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peagle.training.chunked_loss import Projection, default_chunk_rows, projected_loss
+from peagle.training.chunked_loss import (
+    Projection,
+    TargetOrder,
+    default_chunk_rows,
+    judged_loss,
+    projected_loss,
+)
 from peagle.training.losses import DraftLoss, LossKind
 
 M, D, V = 23, 6, 17
@@ -36,10 +42,11 @@ class Case:
         self.weight = normal(7 if pruned else V, D).requires_grad_()
         self.target_logits = 2 * normal(9, V)
         positions = torch.randint(9, (M,), generator=generator).sort().values
+        self.positions = positions
         self.calls: list[int] = []
         self.projection = Projection(
             loss=DraftLoss(),
-            positions_M=positions,
+            order=TargetOrder.of(positions),
             weights_M=torch.rand(M, generator=generator).to(
                 torch.promote_types(dtype, torch.float32)
             ),
@@ -62,7 +69,7 @@ class Case:
 def plain_loss(case: Case, loss: DraftLoss) -> Tensor:
     """The formulas over the full vocabulary, for autograd to differentiate."""
     draft_ids = torch.arange(V) if case.draft_ids is None else case.draft_ids
-    reference = case.target_logits[case.projection.positions_M]
+    reference = case.target_logits[case.positions]
     logits = case.hidden @ case.weight.T
     log_p = F.log_softmax(reference[:, draft_ids], -1)
     kl = (log_p.exp() * (log_p - F.log_softmax(logits, -1))).sum(-1)
@@ -117,16 +124,44 @@ def test_matches_are_argmax_over_the_targets_vocabulary(pruned: bool) -> None:
     draft = (case.hidden @ case.weight.T).argmax(-1)
     draft = draft if case.draft_ids is None else case.draft_ids[draft]
     # Make the target agree with some elements.
-    case.target_logits[case.projection.positions_M[::6], draft[::6]] += 20
+    case.target_logits[case.positions[::6], draft[::6]] += 20
     _, match = case.run(chunk_rows=4)
-    expected = draft == case.target_logits.argmax(-1)[case.projection.positions_M]
+    expected = draft == case.target_logits.argmax(-1)[case.positions]
     assert match.tolist() == expected.tolist() and 0 < match.sum() < M
+
+
+@pytest.mark.parametrize("chunk_rows", [4, M])
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+@pytest.mark.parametrize("pruned", [False, True], ids=["whole", "pruned"])
+def test_chances_are_the_targets_over_its_whole_vocabulary(
+    pruned: bool, temperature: float, chunk_rows: int
+) -> None:
+    case = Case(pruned=pruned)
+    projection = replace(case.projection, chunk_rows=chunk_rows)
+    judged = judged_loss(case.hidden, case.weight, projection, temperature)
+    draft = (case.hidden @ case.weight.T).argmax(-1)
+    draft = draft if case.draft_ids is None else case.draft_ids[draft]
+    assert judged.tokens_M.tolist() == draft.tolist()
+    chances = (case.target_logits / temperature).softmax(-1)[case.positions, draft]
+    torch.testing.assert_close(judged.chance_M, chances, atol=1e-12, rtol=1e-12)
+    assert chances.max() > 4 * chances.min()
+    loss, match = projected_loss(case.hidden, case.weight, projection)
+    assert judged.loss.item() == loss.item() and torch.equal(judged.match_M, match)
+
+
+def test_chances_of_narrow_logits_are_computed_wide() -> None:
+    case = Case(pruned=False, dtype=torch.bfloat16)
+    chances = judged_loss(case.hidden, case.weight, case.projection, 0.7).chance_M
+    draft = (case.hidden @ case.weight.T).argmax(-1)
+    exact = (case.target_logits.double() / 0.7).softmax(-1)[case.positions, draft]
+    assert chances.dtype == torch.float32
+    torch.testing.assert_close(chances.double(), exact, atol=1e-6, rtol=1e-5)
 
 
 def test_a_target_row_is_projected_once_for_all_elements_of_a_chunk() -> None:
     case = Case(pruned=False)
     case.run(chunk_rows=M)
-    assert case.calls == case.projection.positions_M.unique().tolist()
+    assert case.calls == case.positions.unique().tolist()
 
 
 def test_without_gradients_the_loss_is_the_same() -> None:
@@ -151,7 +186,7 @@ def test_no_elements_give_zero_loss_and_zero_gradients() -> None:
     case = Case(pruned=True)
     case.hidden = case.hidden[:0].detach().requires_grad_()
     nothing = torch.zeros(0, dtype=torch.int64)
-    value, match = case.run(positions_M=nothing, weights_M=case.projection.weights_M[:0])
+    value, match = case.run(order=TargetOrder.of(nothing), weights_M=case.projection.weights_M[:0])
     gradients = case.gradients(value)
     assert value.item() == 0 and len(match) == 0 and not gradients[1].any()
 
@@ -180,5 +215,5 @@ def test_narrow_products_and_wide_sums(kind: LossKind) -> None:
 
 def test_chunks_follow_the_vocabularies() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert default_chunk_rows(151_936, 32_000, gpu) == (1 << 28) // 183_936
+    assert default_chunk_rows(151_936, 32_000, gpu) == (1 << 27) // 183_936
     assert default_chunk_rows(2048, 2048, cpu) > default_chunk_rows(50_000, 50_000, cpu) == 64

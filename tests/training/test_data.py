@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from peagle.errors import UserError
 from peagle.training.config import TrainConfig
 from peagle.training.data import ResponseDataset
+from peagle.training.readers import side_file
 from tests.conftest import byte_tokenizer
 
 
@@ -81,7 +82,7 @@ def test_files_of_the_wrong_kind_are_named(tmp_path: Path) -> None:
         load(tmp_path / "missing.jsonl")
     with pytest.raises(UserError, match=r"expected \.jsonl or \.safetensors"):
         load(write(tmp_path / "a.csv", "x"))
-    with pytest.raises(UserError, match="not a store of responses"):
+    with pytest.raises(UserError, match="not a whole store of responses"):
         load(write(tmp_path / "a.safetensors", "x"))
 
 
@@ -126,3 +127,28 @@ def test_override_without_a_value_is_named(tmp_path: Path) -> None:
         read(tmp_path, MINIMAL, "optimizer.steps")
     with pytest.raises(UserError, match="is not there"):
         TrainConfig.read(tmp_path / "none.toml")
+
+
+def test_data_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", ids([1], [2, 3]))
+    read = (path, byte_tokenizer(), 320, 64)
+    side_file(path).write_text(json.dumps({"tokenizer_sha256": "1" * 64}))
+    assert len(ResponseDataset.load(*read, tokenizer_sha256="1" * 64)) == 1
+    with pytest.raises(UserError, match=r"another tokenizer \(1111.*2222"):
+        ResponseDataset.load(*read, tokenizer_sha256="2" * 64)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ('{"prompt": "é", "response": "bb"}'.encode("latin-1"), "UTF-8"),
+        (b'{"prompt_token_ids": [1], "response_token_ids": [2, true]}', "lists of integers"),
+        (b'{"messages": [{"role": "user", "content": "a"}]}', "peagle data prepare"),
+    ],
+)
+def test_bytes_and_records_of_the_wrong_kind_are_named(
+    tmp_path: Path, data: bytes, message: str
+) -> None:
+    (tmp_path / "a.jsonl").write_bytes(data + b"\n")
+    with pytest.raises(UserError, match=message):
+        load(tmp_path / "a.jsonl")

@@ -12,7 +12,7 @@ from peagle.models.elements import (
     sample_elements,
     supervised_depth,
 )
-from peagle.training.element_attention import BLOCK, block_mask, dense_attention, flex_attention
+from peagle.training.element_attention import BLOCK, BlockTable, dense_attention, flex_attention
 from peagle.training.methods import concatenate
 from peagle.training.partition import split_by_anchor
 
@@ -110,7 +110,7 @@ def test_blocks_are_full_or_empty_only_where_all_pairs_are(
     for queries, keys in pairs:
         exact = attention_mask(queries, keys).squeeze(1)
         sizes = exact.shape[1:]
-        mask = block_mask(queries, keys)
+        mask = BlockTable.of(queries, keys).mask(queries, keys)
         shape = (2, -(-sizes[0] // BLOCK), -(-sizes[1] // BLOCK))
         kinds = []
         for counts, indices in (

@@ -202,6 +202,14 @@ def test_the_record_that_training_writes_is_read(target_folder: Path, tmp_path: 
     assert record["data_sha256"] in card
 
 
+def test_the_card_shows_the_validation_of_the_head_that_was_kept(head: Path) -> None:
+    best = {"step": 2000, "validation": {"step": 2000, "loss": 2.0, "acceptance_lengths": [1.75]}}
+    write_record(head.parent / "train.json", read_head(head), best=best)
+    card = card_of(head)
+    assert "| 1 | 1.750 |" in section(card, "Acceptance") and "at step 2,000" in card
+    assert "2.0514" not in card and "| validation loss | 2.0000 |" in card
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.models.elements import Elements, sample_elements
-from peagle.training.config import MethodSection
 from peagle.training.batches import Batch
+from peagle.training.config import MethodSection
 from peagle.training.features import TargetStates
-from peagle.training.methods import Graded, Method, select
-from peagle.training.partition import split_by_anchor, two_pass_backward
+from peagle.training.methods import Graded, Method, Selected
+from peagle.training.partition import Layout, split_by_anchor, two_pass_backward
 from tests.training.reference import make_plain_batch, peagle_forward
 
 K, N, H, VOCAB = 5, 40, 12, 50
@@ -90,9 +90,11 @@ def make_loss(head: Drafter, batch: Batch, elements: Elements) -> Callable[[Grad
     count = elements.supervised.sum()
 
     def loss_of(graded: Graded) -> Tensor:
-        labels = batch.tokens_BN[graded.row, graded.anchor + graded.depth + 2]
+        labels = batch.tokens_BN[
+            graded.selected.row, graded.selected.anchor + graded.selected.depth + 2
+        ]
         losses = F.cross_entropy(head.compute_logits(graded.hidden_MD), labels, reduction="none")
-        return (losses * 0.9**graded.depth).sum() / count
+        return (losses * 0.9**graded.selected.depth).sum() / count
 
     return loss_of
 
@@ -104,7 +106,7 @@ def gradients(head: Drafter) -> dict[str, Tensor]:
 def flat(head: Drafter, batch: Batch, states: TargetStates, elements: Elements) -> Tensor:
     head.zero_grad()
     hidden = peagle_forward(head, batch, states, elements)
-    loss = make_loss(head, batch, elements)(select(elements, hidden))
+    loss = make_loss(head, batch, elements)(Graded.at(Selected.of(elements, N), hidden))
     loss.backward()
     return loss.detach()
 
@@ -126,8 +128,7 @@ def two_pass(
         head,
         batch,
         states,
-        elements,
-        segments,
+        Layout.of(elements, N, segments, method),
         make_loss(head, batch, elements),
         method=method,
     )
@@ -154,7 +155,9 @@ def cumulative(
         )
         prefix = make_plain_batch(batch.tokens_BN[:, :length], torch.ones(1, dtype=torch.int64))
         seen = TargetStates(states.features_BNA[:, :length], states.hidden_BNH[:, :length])
-        loss = loss_of(select(part, peagle_forward(head, prefix, seen, part)))
+        loss = loss_of(
+            Graded.at(Selected.of(part, length), peagle_forward(head, prefix, seen, part))
+        )
         loss.backward()
         total += loss.detach()
     return total

@@ -14,9 +14,9 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from peagle.errors import UserError
-from peagle.training.data import ResponseDataset
+from peagle.training.data import ResponseDataset, read_store
 from peagle.training.prepare import Limits, Report, prepare
-from peagle.training.readers import STORE_KEY, Record, read_records, read_side, read_store
+from peagle.training.readers import STORE_KEY, Record, read_records, read_side
 from peagle.training.samples import Dropped, Sample, SampleMaker
 from tests.conftest import VOCAB_SIZE, byte_tokenizer
 

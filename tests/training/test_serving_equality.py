@@ -20,10 +20,10 @@ from peagle.models.target import TargetModel
 from peagle.speculation import TargetStep
 from peagle.speculation.proposers import HeadProposer
 from peagle.training.config import MethodSection
-from peagle.training.eagle3 import eagle3_graded
+from peagle.training.eagle3 import eagle3_forward
 from peagle.training.features import target_states
 from peagle.training.methods import Method
-from peagle.training.partition import partitioned_graded
+from peagle.training.partition import Layout, partitioned_graded
 from tests.conftest import make_drafter
 from tests.training.reference import make_plain_batch
 
@@ -74,13 +74,18 @@ def train_forward(folder: Path, tokens: list[int], drafter: Any) -> dict[tuple[i
     method = Method(MethodSection(name=name, depth=K))  # type: ignore[call-arg]
     if name == "peagle":
         elements = method.elements(batch, None, everything=True)
-        parts = list(partitioned_graded(drafter, batch, states, elements, 3, method))
+        layout = Layout.of(elements, len(tokens), 3, method)
+        parts = list(partitioned_graded(drafter, batch, states, layout, method))
+        found = [(g.selected.anchor, g.selected.depth, g.hidden_MD) for g in parts]
     else:
-        parts = [eagle3_graded(drafter, batch, states, method)]
+        forward = eagle3_forward(drafter, batch, states, method)
+        found = [
+            (elements.anchors[0], elements.depths[0], hidden[0]) for elements, hidden in forward
+        ]
     logits: dict[tuple[int, int], Tensor] = {}
-    for graded in parts:
-        values = drafter.compute_logits(graded.hidden_MD)
-        for i, (a, d) in enumerate(zip(graded.anchor, graded.depth, strict=True)):
+    for anchors, depths, hidden in found:
+        values = drafter.compute_logits(hidden)
+        for i, (a, d) in enumerate(zip(anchors, depths, strict=True)):
             logits[int(a), int(d)] = values[i]
     return logits
 

@@ -13,42 +13,10 @@ from safetensors.torch import load_file
 from peagle import LLM, SamplingParams
 from peagle.errors import UserError
 from peagle.training import state
-from peagle.training.config import TrainConfig
 from peagle.training.reporting import Report
 from peagle.training.trainer import Trainer, TrainingStopped
-
-
-@pytest.fixture(scope="session")
-def responses(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Responses that the tiny target generated, as JSONL."""
-    llm = LLM(target_folder)
-    generator = torch.Generator().manual_seed(5)
-    prompts = [torch.randint(2, 300, (6,), generator=generator).tolist() for _ in range(48)]
-    outputs = llm.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True))
-    path = tmp_path_factory.mktemp("data") / "responses.jsonl"
-    with path.open("w") as lines:
-        for prompt, output in zip(prompts, outputs, strict=True):
-            row = {"prompt_token_ids": prompt, "response_token_ids": output.token_ids}
-            lines.write(json.dumps(row) + "\n")
-    return path
-
-
-def make_config(target: Path, responses: Path, output: Path, **changes: Any) -> TrainConfig:
-    sections: dict[str, dict[str, Any]] = {
-        "head": {"num_layers": 1},
-        "data": {
-            "train": responses,
-            "validation": responses,
-            "batch_tokens": 256,
-            "length_multiple": 8,
-        },
-        "method": {"name": "peagle", "depth": 4},
-        "optimizer": {"steps": 40, "learning_rate": 3e-3},
-        "run": {"log_every": 10, "validate_every": 20, "save_every": 10, "device": "cpu"},
-    }
-    for name, section in changes.items():
-        sections[name] = {**sections[name], **section}
-    return TrainConfig.model_validate({"target": target, "output": output, **sections})
+from tests.training.checkpoints import read_checkpoint
+from tests.training.runs import make_config
 
 
 @pytest.mark.parametrize(
@@ -124,10 +92,7 @@ def test_resumed_run_equals_uninterrupted_run(
         Trainer(halved, stop_at_25).run()
     resumed = Trainer(halved)
     resumed.run(resume=True)
-    first, second = (
-        load_file(tmp_path / name / "checkpoint" / "state.safetensors")
-        for name in ("whole", "halved")
-    )
+    first, second = (read_checkpoint(tmp_path / name) for name in ("whole", "halved"))
     assert first.keys() == second.keys()
     for name, value in first.items():
         assert torch.equal(value, second[name]), name
@@ -149,19 +114,21 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(
     target_folder: Path, responses: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config(target_folder, responses, tmp_path)
-    real, calls = state.save_file, []
+    calls = []
 
-    def full_disk(tensors: Any, path: Path, **options: Any) -> None:
-        calls.append(path)
-        if len(calls) > 2:
-            path.write_bytes(b"half a file")
-            raise OSError(28, "No space left on device")
-        real(tensors, path, **options)
+    class FullDisk(state.HuggingFaceStorageWriter):
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            calls.append(self.path)
+            if len(calls) > 2:
+                (Path(self.path) / "shard-00001.safetensors").write_bytes(b"half a file")
+                raise OSError(28, "No space left on device")
+            return super().write_data(plan, planner)
 
-    monkeypatch.setattr(state, "save_file", full_disk)
+    monkeypatch.setattr(state, "HuggingFaceStorageWriter", FullDisk)
     with pytest.raises(UserError, match="No space left") as caught:
         Trainer(config).run()
     assert "--resume" in str(caught.value)
+    assert not (tmp_path / "checkpoint.part").exists()
     monkeypatch.undo()
     resumed = Trainer(config)
     resumed.run(resume=True)

@@ -14,6 +14,8 @@ import typer
 from peagle.cli.main import INTERRUPTED
 
 if TYPE_CHECKING:
+    from peagle.training.config import TrainConfig
+    from peagle.training.distributed import Processes
     from peagle.training.reporting import Report
     from peagle.training.trainer import Trainer
 
@@ -23,6 +25,12 @@ peagle train recipes/bundled_pair/peagle.toml
 
 # Go on after an interruption: the same steps an uninterrupted run would have taken
 peagle train recipes/bundled_pair/peagle.toml --resume
+
+# On both GPUs of a machine: each takes half of the rows of every batch
+torchrun --nproc-per-node 2 -m peagle train head.toml
+
+# What would it take on a GPU of 80 GiB? Nothing runs, and no weights are needed
+peagle train head.toml --plan --gpu-memory-gib 80
 
 # A short trial elsewhere, with machine-readable progress
 peagle train head.toml --output /tmp/trial --set optimizer.steps=50 --format json
@@ -44,47 +52,94 @@ def train(
     format: Annotated[
         Literal["text", "json"], typer.Option(help="Progress as text or as one JSON object a line.")
     ] = "text",
+    plan: Annotated[
+        bool,
+        typer.Option("--plan", help="Say what memory, disk and hours it takes, and run nothing."),
+    ] = False,
+    gpu_memory_gib: Annotated[
+        float | None,
+        typer.Option(help="With --plan: of a GPU that need not be here.", show_default="this one"),
+    ] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="With --plan: processes that share it.")] = 1,
+    tokens_per_s: Annotated[
+        float | None,
+        typer.Option(help="With --plan: speed as training prints it.", show_default="computed"),
+    ] = None,
 ) -> None:
     """Train a P-EAGLE or EAGLE-3 draft head on responses that the target generated.
 
-    Writes to the output folder: head/ (vLLM style), checkpoint/ (to resume from), metrics.jsonl and
-    train.json.
+    Writes to the output folder: head/ (vLLM style; the best one where there is validation data),
+    checkpoint/ (to resume from), metrics.jsonl, curves.png and train.json.
     """
+    from peagle.cli.train_plan import check_options, show_plan
     from peagle.training.config import TrainConfig
+    from peagle.training.distributed import joined
+
+    check_options(plan, gpu_memory_gib, gpus, tokens_per_s)
+    with joined() as processes:
+        run = TrainConfig.read(config, overrides or [])
+        if output is not None:
+            run = run.model_copy(update={"output": output.absolute()})
+        if not plan:
+            _train(run, processes, resume=resume, as_json=format == "json")
+        elif processes.is_first:
+            show_plan(
+                run,
+                gpu_memory_gib=gpu_memory_gib,
+                gpus=max(gpus, processes.world_size),
+                tokens_per_s=tokens_per_s,
+                as_json=format == "json",
+            )
+
+
+def _train(plan: TrainConfig, processes: Processes, *, resume: bool, as_json: bool) -> None:
+    from peagle.cli.train_view import result_text
+    from peagle.training.curves import can_draw
     from peagle.training.trainer import Trainer, TrainingStopped
 
-    plan = TrainConfig.read(config, overrides or [])
-    if output is not None:
-        plan = plan.model_copy(update={"output": output.absolute()})
-    show = _print_json if format == "json" else _print_text
-    trainer = Trainer(plan, show)
-    if format == "text":
+    trainer = Trainer(plan, _print_json if as_json else _print_text, processes)
+    if not as_json and processes.is_first:
         parameters = sum(p.numel() for p in trainer.drafter.parameters())
         print(
             f"{plan.method.name}: {parameters / 1e6:.2f}M parameters, "
             f"{len(trainer.dataset)} sequences, {trainer.stream.steps_per_epoch} steps an epoch, "
-            f"{plan.optimizer.steps} steps on {trainer.device}",
+            f"{plan.optimizer.steps} steps on {_places(trainer)}",
             file=sys.stderr,
         )
+        if plan.method.name == "peagle":
+            print(trainer.memory, file=sys.stderr)
         if trainer.vocabulary is not None:
             print(trainer.vocabulary, file=sys.stderr)
+        if not can_draw():
+            missing = "matplotlib is not installed: pip install 'peagle[report]'"
+            print(f"curves.png is left out, {missing}", file=sys.stderr)
     _stop_on_interrupt(trainer)
     try:
         record = trainer.run(resume=resume)
     except TrainingStopped as stopped:
+        if not processes.is_first:
+            raise SystemExit(INTERRUPTED) from None
         print(f"peagle: {stopped}", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
-    if format == "json":
+    if not processes.is_first:
+        return
+    if as_json:
         print(json.dumps({"kind": "result", "head": str(plan.output / "head"), **record}))
     else:
-        print(f"head written to {plan.output / 'head'} after {record['seconds']:.0f} s")
+        print(result_text(record, str(plan.output / "head")))
+
+
+def _places(trainer: Trainer) -> str:
+    count = trainer.processes.world_size
+    return str(trainer.device) if count == 1 else f"{count} times {trainer.device.type}"
 
 
 def _stop_on_interrupt(trainer: Trainer) -> None:
     """The first Ctrl-C finishes and saves the step at hand; the second stops at once."""
 
     def stop(number: int, frame: object) -> None:
-        print("peagle: saving after this step; once more to stop at once", file=sys.stderr)
+        if trainer.processes.is_first:
+            print("peagle: saving after this step; once more to stop at once", file=sys.stderr)
         trainer.stop_requested = True
         signal.signal(number, signal.default_int_handler)
 
@@ -97,16 +152,6 @@ def _print_json(report: Report) -> None:
 
 
 def _print_text(report: Report) -> None:
-    lengths = report.acceptance_lengths
-    line = f"{report.kind:<10} {report.step}/{report.steps}  loss {report.loss:.4f}"
-    if report.kind == "validation":
-        by_k = "  ".join(f"K={k} {length:.2f}" for k, length in enumerate(lengths, start=1))
-        print(f"{line}  acceptance length as served, greedy: {by_k}", flush=True)
-        return
-    accuracy = " ".join(f"{value:.2f}".removeprefix("0") for value in report.accuracy)
-    minutes, seconds = divmod(round(report.seconds_left), 60)
-    print(
-        f"{line}  AL {lengths[-1]:.2f} (K={len(lengths)})  accuracy by depth {accuracy}  "
-        f"{report.tokens_per_s:,.0f} tokens/s  {minutes}:{seconds:02d} left",
-        flush=True,
-    )
+    from peagle.cli.train_view import progress_text
+
+    print(progress_text(report), flush=True)

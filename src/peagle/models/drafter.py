@@ -7,10 +7,12 @@ DV draft vocabulary, Hq/Hkv heads, d head size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from peagle.models.drafter_config import DrafterConfig
@@ -110,10 +112,18 @@ class DrafterLayer(nn.Module):
             x = torch.cat((self.input_layernorm(embedding), normed), dim=-1)
         return residual, *self.self_attn.project(x, rope)
 
-    def after_attention(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """The layer's output [..., D], from what attention gave, [..., Hq, d]."""
+    def after_attention(self, residual: Tensor, attended: Tensor, light: bool = False) -> Tensor:
+        """The layer's output [..., D], from what attention gave, [..., Hq, d].
+
+        With `light` the MLP's inner states are not kept for the backward pass but computed again.
+        """
         hidden = residual + self.self_attn.o_proj(attended.flatten(-2))
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        if light and torch.is_grad_enabled():
+            return hidden + cast(Tensor, checkpoint(self._feed, hidden, use_reentrant=False))
+        return hidden + self._feed(hidden)
+
+    def _feed(self, hidden: Tensor) -> Tensor:
+        return self.mlp(self.post_attention_layernorm(hidden))
 
     def forward(self, hidden: Tensor, embedding: Tensor, rope: Rope, attend: Attend) -> Tensor:
         residual, query, key, value = self.before_attention(hidden, embedding, rope)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from peagle.errors import UserError
 from peagle.models.elements import PADDING_ROW
 from peagle.training.data import ResponseDataset
 
@@ -44,6 +46,7 @@ class Batch:
         max_anchors: bound of the supervised anchors of a row.
         first_row, num_rows: which rows of the whole batch these are, where several processes share
             it.
+        layout: what of it is computed (`partition.Layout`), if that is decided already.
     """
 
     tokens_BN: Tensor
@@ -53,22 +56,12 @@ class Batch:
     max_anchors: int
     first_row: int
     num_rows: int
+    layout: Any = None
 
     @property
     def num_tokens(self) -> int:
         """Tokens without padding."""
         return sum(place.length for place in self.places)
-
-    def to(self, device: torch.device) -> Batch:
-        """The batch on a device; from pinned memory nobody waits for the copies."""
-        names = ("tokens_BN", "documents_BN", "deepest_BN")
-        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
-        return replace(self, **moved)
-
-    def pin(self) -> Batch:
-        """The batch in page-locked memory, for asynchronous copies to a GPU."""
-        names = ("tokens_BN", "documents_BN", "deepest_BN")
-        return replace(self, **{name: getattr(self, name).pin_memory() for name in names})
 
 
 def make_batch(
@@ -121,17 +114,21 @@ def make_batch(
     in_response_T = offset_T + 1 >= prompt.repeat_interleave(size)
     depth_T = size.repeat_interleave(size) - 3 - offset_T
     deepest.view(-1)[at_T] = torch.where(in_response_T, depth_T.clamp_min(-1), -1)
-    share = max(1, length // _ANCHOR_SHARES)
-    most = int((deepest >= 0).sum(1).max())
     return Batch(
         tokens,
         documents,
         deepest,
         tuple(places),
-        max_anchors=min(length, most + -most % share),
+        max_anchors=anchor_bound(int((deepest >= 0).sum(1).max()), length),
         first_row=first_row,
         num_rows=len(rows) if num_rows is None else num_rows,
     )
+
+
+def anchor_bound(anchors: int, length: int) -> int:
+    """`Batch.max_anchors` of rows with at most so many supervised anchors."""
+    share = max(1, length // _ANCHOR_SHARES)
+    return min(length, anchors + -anchors % share)
 
 
 def pack(lengths: Sequence[int], row_length: int, generator: torch.Generator) -> list[list[int]]:
@@ -199,11 +196,16 @@ class BatchStream:
         seed: of the order.
         rank, world_size: which share of the rows of each batch to make.
 
+    Raises:
+        UserError: the processes cannot share the rows of a batch evenly.
+
     Attributes:
         row_length: N, the longest sequence, padded.
         num_rows: rows of a whole batch.
         steps_per_epoch, tokens_per_step: the latter a mean, without padding.
         fill: share of the positions that hold tokens.
+        anchors: supervised anchors of every row.
+        is_packed: some row holds several sequences.
     """
 
     def __init__(
@@ -223,14 +225,34 @@ class BatchStream:
         longest = max(lengths)
         self.row_length = longest + -longest % length_multiple
         self._rows = pack(lengths, self.row_length, torch.Generator().manual_seed(seed))
-        rows = max(1, batch_tokens // self.row_length)
-        rows = min(rows, len(self._rows))
-        self.num_rows = max(world_size, rows - rows % world_size)
+        self.num_rows = min(max(1, batch_tokens // self.row_length), len(self._rows))
+        self._require_shares(batch_tokens)
         self.steps_per_epoch = max(1, len(self._rows) // self.num_rows)
         self.fill = len(dataset.tokens) / (len(self._rows) * self.row_length)
         self.tokens_per_step = self.fill * self.num_rows * self.row_length
+        of_sequence = (dataset.start_loc.diff() - dataset.prompt_lens - 1).clamp_min(0).tolist()
+        self.anchors = [sum(of_sequence[i] for i in row) for row in self._rows]
+        self.is_packed = any(len(row) > 1 for row in self._rows)
         self._epoch = -1
         self._order: list[int] = []
+
+    def _require_shares(self, batch_tokens: int) -> None:
+        """The batches are the same for any number of processes, so these must share them evenly."""
+        missing = -self.num_rows % self.world_size
+        if not missing:
+            return
+        more, most = self.num_rows + missing, len(self._rows)
+        if more <= most:
+            advice = f"set data.batch_tokens to {more * self.row_length}, which holds {more} rows"
+        elif most < self.world_size:
+            advice = f"all of the data fills {most} rows: start at most {most} processes"
+        else:
+            fewer = more - self.world_size
+            advice = f"set data.batch_tokens to {fewer * self.row_length}, which holds {fewer} rows"
+        raise UserError(
+            f"data.batch_tokens {batch_tokens} holds {self.num_rows} rows of {self.row_length} "
+            f"tokens, and {self.world_size} processes cannot share these evenly; {advice}."
+        )
 
     def at(self, step: int) -> Batch:
         """The batch of a global step (from 0), or this process's share of it."""

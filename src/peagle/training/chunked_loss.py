@@ -11,8 +11,8 @@ Shapes: M elements, R of a chunk, D drafter width, V target and DV draft vocabul
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -21,11 +21,33 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from peagle.training.losses import DraftLoss, TargetRows
+from peagle.training.moving import ON_HOST
 
-# Logits that a chunk may have, of draft and target together: 512 MiB in bfloat16 on a GPU, where
+# Logits that a chunk may have, of draft and target together: 256 MiB in bfloat16 on a GPU, where
 # small products waste the card; on a CPU what its caches like.
-_GPU_LOGITS = 1 << 28
+_GPU_LOGITS = 1 << 27
 _CPU_LOGITS = 1 << 21
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOrder:
+    """Which target rows grade the elements, equal ones side by side.
+
+    Attributes:
+        rows_P: int64, the rows, each once.
+        which_M: int64, index into them of each element, ascending.
+        on_host: `which_M` on the host, so that nobody waits for the device to cut chunks.
+    """
+
+    rows_P: Tensor
+    which_M: Tensor
+    on_host: Tensor = field(metadata=ON_HOST)
+
+    @classmethod
+    def of(cls, positions_M: Tensor) -> TargetOrder:
+        """Of the target row of each element, equal ones side by side."""
+        rows_P, which_M = positions_M.unique_consecutive(return_inverse=True)
+        return cls(rows_P, which_M, which_M.cpu())
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +56,7 @@ class Projection:
 
     Attributes:
         loss: which loss.
-        positions_M: int64, the target row of each element; equal ones side by side.
+        order: which target row grades each element.
         weights_M: of each element in the sum, in float32 or wider.
         target_logits: logits [P, V] of the given target rows [P].
         draft_ids: target id of every draft id, [DV]; None where the vocabularies are equal.
@@ -42,7 +64,7 @@ class Projection:
     """
 
     loss: DraftLoss
-    positions_M: Tensor
+    order: TargetOrder
     weights_M: Tensor
     target_logits: Callable[[Tensor], Tensor]
     draft_ids: Tensor | None
@@ -75,6 +97,57 @@ def projected_loss(
         return _ProjectedLoss.apply(hidden_MD, weight_VD, projection)  # type: ignore[return-value]
     loss, match, _, _ = _run(hidden_MD, weight_VD, projection, (False, False))
     return loss, match
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What the target thinks of the greedy drafts, over its full vocabulary.
+
+    Attributes:
+        loss: weighted sum of the losses, a scalar.
+        match_M: the draft is the target's most likely token.
+        tokens_M: the drafts, as target ids.
+        chance_M: the probability that the target gives them, in at least float32.
+    """
+
+    loss: Tensor
+    match_M: Tensor
+    tokens_M: Tensor
+    chance_M: Tensor
+
+
+@torch.no_grad()
+def judged_loss(
+    hidden_MD: Tensor, weight_VD: Tensor, projection: Projection, temperature: float
+) -> Judged:
+    """What `projected_loss` gives, without gradients, and the chances of the drafts.
+
+    Args:
+        hidden_MD, weight_VD, projection: as in `projected_loss`; target logits are of the full
+            vocabulary.
+        temperature: of the target's distribution, above 0.
+    """
+    total = torch.zeros((), dtype=projection.weights_M.dtype, device=hidden_MD.device)
+    match_M = torch.empty(len(hidden_MD), dtype=torch.bool, device=hidden_MD.device)
+    tokens_M = torch.empty_like(match_M, dtype=torch.int64)
+    wide = torch.promote_types(weight_VD.dtype, torch.float32)
+    chance_M = torch.empty_like(match_M, dtype=wide)
+    grade = _compiled_grade() if hidden_MD.is_cuda else _grade
+    judge = _compiled_judge() if hidden_MD.is_cuda else _judge
+    draft_ids = projection.draft_ids
+    for rows, positions_P, index_R in _chunks(projection):
+        logits_RV = hidden_MD[rows] @ weight_VD.mT
+        target_PV = projection.target_logits(positions_P)
+        weights_R = projection.weights_M[rows]
+        # The gradient of the logits is not kept.
+        loss, match_M[rows] = grade(
+            projection.loss, logits_RV, target_PV, index_R, weights_R, draft_ids
+        )[:2]
+        total += loss
+        tokens_M[rows], chance_M[rows] = judge(
+            logits_RV, target_PV, index_R, draft_ids, temperature
+        )
+    return Judged(total, match_M, tokens_M, chance_M)
 
 
 class _ProjectedLoss(torch.autograd.Function):
@@ -140,12 +213,31 @@ def _grade(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Weighted sum of a chunk's losses, its matches, and the gradient of its logits."""
     target = TargetRows.of(target_logits_PV, draft_ids)
-    draft_R = logits_RV.argmax(-1)
-    if draft_ids is not None:
-        draft_R = draft_ids[draft_R]
+    draft_R = _greedy(logits_RV, draft_ids)
     losses_R, gradient_RV = loss.grade(logits_RV, target, index_R)
     gradient_RV = gradient_RV.mul_(weights_R.unsqueeze(1)).to(logits_RV.dtype)
     return (losses_R * weights_R).sum(), draft_R == target.best_P[index_R], gradient_RV
+
+
+def _judge(
+    logits_RV: Tensor,
+    target_logits_PV: Tensor,
+    index_R: Tensor,
+    draft_ids: Tensor | None,
+    temperature: float,
+) -> tuple[Tensor, Tensor]:
+    """A chunk's greedy drafts, as target ids, and softmax(target / temperature) at them."""
+    draft_R = _greedy(logits_RV, draft_ids)
+    wide = torch.promote_types(target_logits_PV.dtype, torch.float32)
+    total_P = (target_logits_PV.to(wide) / temperature).logsumexp(-1)
+    chosen_R = target_logits_PV[index_R, draft_R].to(wide) / temperature
+    return draft_R, (chosen_R - total_P[index_R]).exp()
+
+
+def _greedy(logits_RV: Tensor, draft_ids: Tensor | None) -> Tensor:
+    """Most likely tokens, as target ids."""
+    draft_R = logits_RV.argmax(-1)
+    return draft_R if draft_ids is None else draft_ids[draft_R]
 
 
 @cache
@@ -154,18 +246,18 @@ def _compiled_grade() -> Any:
     return torch.compile(_grade)
 
 
-def _chunks(projection: Projection):
+@cache
+def _compiled_judge() -> Any:
+    return torch.compile(_judge)
+
+
+def _chunks(projection: Projection) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Slices of the elements, the target rows of each, and who of the slice reads which."""
-    count, size = len(projection.positions_M), projection.chunk_rows
-    if not count:
-        return
-    unique_P, index_M = projection.positions_M.unique_consecutive(return_inverse=True)
-    starts = range(0, count, size)
-    ends = [min(start + size, count) for start in starts]
-    # One transfer for all chunks, rather than a wait for the device at each.
-    first, last = index_M[torch.tensor([[*starts], [e - 1 for e in ends]])].tolist()
-    for start, end, low, high in zip(starts, ends, first, last, strict=True):
-        yield slice(start, end), unique_P[low : high + 1], index_M[start:end] - low
+    order = projection.order
+    for start in range(0, len(order.on_host), projection.chunk_rows):
+        rows = slice(start, start + projection.chunk_rows)
+        low, high = order.on_host[rows][[0, -1]].tolist()
+        yield rows, order.rows_P[low : high + 1], order.which_M[rows] - low
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

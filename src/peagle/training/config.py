@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from peagle.errors import UserError
 
@@ -34,7 +41,11 @@ class HeadSection(_Section):
             that, the last id of the vocabulary.
         norm_before_residual, norm_before_fc, fc_norm, norm_output: conventions of the head.
         qk_norm: Qwen3-style layers, with a norm on every query and key head.
-        freeze_embeddings: keep the target's embeddings (costs about 5% acceptance length).
+        freeze_embeddings: keep the embeddings as they start (costs about 5% acceptance length).
+        init: folder of a head to start from in place of random weights, P-EAGLE or EAGLE-3. What
+            is left out above is then that head's, what is given must agree with it; num_layers
+            may be larger (`training.warm_start`). Not part of a dump: the record of the warm start
+            tells it.
     """
 
     num_layers: int = Field(4, ge=1)
@@ -53,6 +64,7 @@ class HeadSection(_Section):
     norm_output: bool = False
     qk_norm: bool = False
     freeze_embeddings: bool = False
+    init: Path | None = Field(None, exclude=True)
 
 
 class DataSection(_Section):
@@ -60,16 +72,32 @@ class DataSection(_Section):
 
     Attributes:
         train, validation: files, .jsonl or .safetensors (`ResponseDataset.load` has the formats).
+        features, validation_features: folders that `peagle data features` wrote for these files:
+            the target is then not run, and not loaded but for its embedding and lm_head.
         max_length: longer sequences are cut here.
-        batch_tokens: tokens of a batch, padding included.
+        batch_tokens: tokens of a batch, padding included. Sequences are packed into rows as long as
+            the longest of them.
         length_multiple: rows of a batch are padded to a multiple of this.
     """
 
     train: Path
     validation: Path | None = None
+    features: Path | None = None
+    validation_features: Path | None = None
     max_length: int = Field(2048, ge=8)
     batch_tokens: int = Field(8192, ge=8)
     length_multiple: int = Field(128, ge=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> DataSection:
+        stored = (self.features is not None, self.validation_features is not None)
+        if stored != (stored[0], stored[0] and self.validation is not None):
+            raise ValueError(
+                f"features is {str(self.features)!r} and validation_features is "
+                f"{str(self.validation_features)!r}; expected both with validation data, the first "
+                "alone without, or none: write the missing one with `peagle data features`"
+            )
+        return self
 
 
 class MethodSection(_Section):
@@ -150,6 +178,19 @@ class OptimizerSection(_Section):
     max_grad_norm: float = Field(1.0, gt=0)
 
 
+def _count_or_auto(value: Any) -> Any:
+    # Each kind that a union may hold would complain for itself.
+    if value != "auto" and (type(value) is not int or value < 1):
+        raise ValueError('expected "auto" or a whole number of at least 1')
+    return value
+
+
+def _flag_or_auto(value: Any) -> Any:
+    if value != "auto" and type(value) is not bool:
+        raise ValueError('expected "auto", true or false')
+    return value
+
+
 class RunSection(_Section):
     """Where it runs and what it writes.
 
@@ -161,13 +202,25 @@ class RunSection(_Section):
         save_dtype: of the head written at the end.
         log_every, validate_every, save_every: steps between.
         validation_batches: batches of a validation.
+        validation_temperature: simulate acceptance at this temperature too; 0 does not. Best the
+            one that the validation responses were drawn at (`training.acceptance`).
+        select: which simulated acceptance length of the validation chooses the head that is kept,
+            "greedy" or "sampled" (at `validation_temperature`).
+        select_k: at which K; None is the depth of the method.
+        patience: stop after this many validations in a row without a better head; None never does.
+        tensorboard: write event files for TensorBoard.
         attention: "flex" (FlexAttention), "dense" (a mask), "auto" is flex for P-EAGLE on
             a GPU.
         segments: of the two-pass partition (`training.partition`), P-EAGLE only: depth 0 runs
             once, the deeper elements in this many segments, one after another in memory; the
-            gradients are the same. None runs all elements in one pass.
+            gradients are the same. "auto" takes the fewest that fit into memory
+            (`training.budget`). Gradients of different numbers agree but for rounding: to resume
+            bit for bit where another amount of memory is free, write the number.
         recompute_layers: activation checkpointing, P-EAGLE only: keep the input of each layer and
-            run the layer again for its gradients. Less memory, a third more time.
+            run the layer again for its gradients. Less memory, a third more time. "auto" does so
+            if nothing fits without.
+        memory_gib: what a process may take, in GiB; none is 0.9 of what its GPU has free at the
+            start, on a CPU half of the memory that is available then.
         loss_chunk_rows: elements whose logits are in memory at once; None chooses by the
             vocabularies.
     """
@@ -181,9 +234,15 @@ class RunSection(_Section):
     validate_every: int = Field(500, ge=1)
     save_every: int = Field(500, ge=1)
     validation_batches: int = Field(8, ge=1)
+    validation_temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
+    select: Literal["greedy", "sampled"] = "greedy"
+    select_k: int | None = Field(None, ge=1)
+    patience: int | None = Field(None, ge=1)
+    tensorboard: bool = False
     attention: Literal["auto", "flex", "dense"] = "auto"
-    segments: int | None = Field(None, ge=1)
-    recompute_layers: bool = False
+    segments: Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)] = "auto"
+    recompute_layers: Annotated[bool | Literal["auto"], BeforeValidator(_flag_or_auto)] = "auto"
+    memory_gib: float | None = Field(None, gt=0, allow_inf_nan=False)
     loss_chunk_rows: int | None = Field(None, ge=1)
 
 
@@ -213,14 +272,31 @@ class TrainConfig(_Section):
             )
         if self.data.batch_tokens < self.data.length_multiple:
             raise ValueError("data.batch_tokens must hold at least one row of data.length_multiple")
+        self._check_selection()
         if self.method.name == "eagle3":
             for name in ("segments", "recompute_layers"):
-                if value := getattr(self.run, name):
+                if (value := getattr(self.run, name)) not in ("auto", False):
                     raise ValueError(
                         f"run.{name} is {value} and method.name is 'eagle3'; it works on P-EAGLE's "
                         "elements only: leave it out"
                     )
         return self
+
+    def _check_selection(self) -> None:
+        run, depth = self.run, self.method.depth
+        if (run.select_k or 1) > depth:
+            raise ValueError(
+                f"run.select_k is {run.select_k}; expected at most method.depth, {depth}"
+            )
+        if run.select == "sampled" and not run.validation_temperature:
+            raise ValueError(
+                "run.select is 'sampled' and run.validation_temperature is 0, which samples "
+                "nothing: give a temperature above 0"
+            )
+        if run.patience is not None and self.data.validation is None:
+            raise ValueError(
+                f"run.patience is {run.patience}, but there is no data.validation to judge heads by"
+            )
 
     @classmethod
     def read(cls, path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -249,15 +325,15 @@ class TrainConfig(_Section):
         return config._relative_to(file.parent)
 
     def _relative_to(self, folder: Path) -> TrainConfig:
+        names = ("train", "validation", "features", "validation_features")
+        paths = {name: getattr(self.data, name) for name in names}
         data = self.data.model_copy(
-            update={
-                "train": folder / self.data.train,
-                "validation": folder / self.data.validation if self.data.validation else None,
-            }
+            update={name: folder / path for name, path in paths.items() if path is not None}
         )
-        return self.model_copy(
-            update={"target": folder / self.target, "output": folder / self.output, "data": data}
-        )
+        update = {"target": folder / self.target, "output": folder / self.output, "data": data}
+        if self.head.init is not None:
+            update["head"] = self.head.model_copy(update={"init": folder / self.head.init})
+        return self.model_copy(update=update)
 
 
 def _put(data: dict[str, Any], override: str) -> None:
@@ -283,4 +359,6 @@ def _first_problem(error: ValidationError) -> str:
         return f"{where} is not a known key."
     if problem["type"] == "missing":
         return f"{where} is missing."
+    if isinstance(problem["input"], dict):  # a check of a whole section names its values itself
+        return f"{where}: {problem['msg'].removeprefix('Value error, ')}."
     return f"{where} is {problem['input']!r}: {problem['msg']}."

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from peagle.errors import UserError
+from peagle.training.readers import STORE_KEY, Record, metadata_of, read_records, read_side
 
 
 class ResponseDataset:
@@ -33,7 +34,12 @@ class ResponseDataset:
 
     @classmethod
     def load(
-        cls, path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int, max_length: int
+        cls,
+        path: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        vocab_size: int,
+        max_length: int,
+        tokenizer_sha256: str | None = None,
     ) -> ResponseDataset:
         """Read a .jsonl or .safetensors file; sequences are cut at `max_length`.
 
@@ -41,21 +47,31 @@ class ResponseDataset:
         {"prompt", "response"} as text. Safetensors: `tokens` (flat), `sequence_start_loc` [S+1],
         `prompt_lens` [S].
 
+        Args:
+            path: the file.
+            tokenizer: of the target.
+            vocab_size: of the target.
+            max_length: longer sequences are cut here.
+            tokenizer_sha256: of the tokenizer; files that name another are refused.
+
         Raises:
-            UserError: the file is missing or malformed (with the line), a token is outside the
-                vocabulary, or no sequence is long enough to learn from.
+            UserError: the file is missing or malformed (with the line), made with another
+                tokenizer, a token is outside the vocabulary, or no sequence is long enough to
+                learn from.
         """
         if not path.is_file():
             raise UserError(f"The data file {str(path)!r} is not there.")
         if path.suffix == ".safetensors":
-            dataset = cls._load_safetensors(path)
+            dataset, metadata = read_store(path)
         elif path.suffix == ".jsonl":
-            dataset = cls._load_jsonl(path, tokenizer)
+            dataset, metadata = cls._of_records(path, tokenizer), read_side(path)
         else:
             raise UserError(
                 f"The data file {str(path)!r} ends in {path.suffix!r}; "
                 "expected .jsonl or .safetensors."
             )
+        if tokenizer_sha256 is not None:
+            check_tokenizer(path, metadata, tokenizer_sha256)
         dataset = dataset._cut(max_length)
         if len(dataset) == 0:
             raise UserError(
@@ -71,27 +87,13 @@ class ResponseDataset:
         return dataset
 
     @classmethod
-    def _load_safetensors(cls, path: Path) -> ResponseDataset:
-        try:
-            with safe_open(path, framework="pt") as reader:
-                names = ("tokens", "sequence_start_loc", "prompt_lens")
-                tokens, start_loc, prompt_lens = (reader.get_tensor(name) for name in names)
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{str(path)!r} is not a store of responses: {error}.") from None
-        # uint16 has few operations in torch.
-        return cls(tokens.to(torch.int32), start_loc.long(), prompt_lens.long())
-
-    @classmethod
-    def _load_jsonl(cls, path: Path, tokenizer: PreTrainedTokenizerBase) -> ResponseDataset:
+    def _of_records(cls, path: Path, tokenizer: PreTrainedTokenizerBase) -> ResponseDataset:
         rows: list[list[int]] = []
         prompt_lens: list[int] = []
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                prompt, response = _parse_line(line, tokenizer, f"{path}, line {number}")
-                rows.append(prompt + response)
-                prompt_lens.append(len(prompt))
+        for record in read_records(path):
+            prompt, response = _ids_of(record, tokenizer)
+            rows.append(prompt + response)
+            prompt_lens.append(len(prompt))
         lens = torch.tensor([0] + [len(row) for row in rows])
         flat = [token for row in rows for token in row]
         return cls(torch.tensor(flat, dtype=torch.int32), lens.cumsum(0), torch.tensor(prompt_lens))
@@ -117,23 +119,68 @@ class ResponseDataset:
         return torch.bincount(self.tokens[in_response].long(), minlength=vocab_size)
 
 
-def _parse_line(
-    line: str, tokenizer: PreTrainedTokenizerBase, where: str
-) -> tuple[list[int], list[int]]:
+def read_store(path: Path) -> tuple[ResponseDataset, dict[str, Any]]:
+    """A .safetensors store of responses, whole and consistent, and its metadata.
+
+    Raises:
+        UserError: it is missing, truncated, or its tensors do not fit together.
+    """
+    if not path.is_file():
+        raise UserError(f"The data file {str(path)!r} is not there.")
+    names = ("tokens", "sequence_start_loc", "prompt_lens")
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where} is not JSON: {error}.") from None
-    if isinstance(row, dict):
-        ids: list[Any] = [row.get(name) for name in ("prompt_token_ids", "response_token_ids")]
-        if all(isinstance(x, list) and all(isinstance(i, int) for i in x) for x in ids):
-            prompt, response = ids
-            return prompt, response
-        texts = [row.get(name) for name in ("prompt", "response")]
-        if all(isinstance(x, str) for x in texts):
-            prompt, response = (tokenizer.encode(str(x), add_special_tokens=False) for x in texts)
-            return prompt, response
+        with safe_open(path, framework="pt") as reader:
+            tensors = {name: reader.get_tensor(name) for name in names}
+            note = (reader.metadata() or {}).get(STORE_KEY)
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"{str(path)!r} is not a whole store of responses: {error} ({path.stat().st_size} "
+            "bytes). It was cut off or is another kind of file; make it again."
+        ) from None
+    for name, tensor in tensors.items():
+        if tensor.dim() != 1 or tensor.is_floating_point() or tensor.dtype == torch.bool:
+            raise UserError(
+                f"{str(path)!r}: {name} is {tensor.dtype} of shape {tuple(tensor.shape)}; expected "
+                "whole numbers in one dimension."
+            )
+    tokens, start_loc, prompt_lens = (tensors[name].long() for name in names)
+    lens = start_loc.diff()
+    fits = len(start_loc) == len(prompt_lens) + 1 and int(start_loc[0]) == 0
+    fits = fits and int(start_loc[-1]) == len(tokens) and bool((lens >= 0).all())
+    if not fits or bool(((prompt_lens < 0) | (prompt_lens > lens)).any()):
+        raise UserError(
+            f"{str(path)!r} is damaged: {len(tokens)} tokens, {len(prompt_lens)} prompts and "
+            f"{len(start_loc)} borders do not fit together. Make it again."
+        )
+    return ResponseDataset(tokens.int(), start_loc, prompt_lens), metadata_of(note, path)
+
+
+def check_tokenizer(source: Path, metadata: dict[str, Any], fingerprint: str) -> None:
+    """Refuse data of another tokenizer, if it says which one made it.
+
+    Raises:
+        UserError: it was another.
+    """
+    theirs = metadata.get("tokenizer_sha256")
+    if theirs is not None and theirs != fingerprint:
+        raise UserError(
+            f"{str(source)!r} was made with another tokenizer ({str(theirs)[:12]}...) than the "
+            f"target's ({fingerprint[:12]}...). Data of different tokenizers cannot be mixed: name "
+            "the target that wrote it, or regenerate the responses."
+        )
+
+
+def _ids_of(record: Record, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Prompt and response of a record, as token ids."""
+    ids: list[Any] = [record.data.get(n) for n in ("prompt_token_ids", "response_token_ids")]
+    if all(isinstance(x, list) and all(type(i) is int for i in x) for x in ids):
+        return ids[0], ids[1]
+    texts = [record.data.get(name) for name in ("prompt", "response")]
+    if all(isinstance(x, str) for x in texts):
+        prompt, response = (tokenizer.encode(str(x), add_special_tokens=False) for x in texts)
+        return prompt, response
     raise UserError(
-        f"{where} is {line.strip()[:60]!r}; expected an object with prompt_token_ids and "
-        "response_token_ids (lists of integers), or prompt and response (text)."
+        f"{record.where} is {json.dumps(record.data)[:60]}; expected an object with "
+        "prompt_token_ids and response_token_ids (lists of integers), or prompt and response "
+        "(text). Conversations become such by `peagle data prepare`."
     )

@@ -15,13 +15,14 @@ from peagle.models.elements import Elements
 from peagle.training.batches import Batch
 from peagle.training.element_attention import ElementAttention
 from peagle.training.features import TargetStates
-from peagle.training.methods import Graded, Method, concatenate, select
+from peagle.training.methods import Graded, Method, Selected, concatenate
 
 
 def eagle3_graded(drafter: Drafter, batch: Batch, states: TargetStates, method: Method) -> Graded:
     """All graded elements of a batch: every anchor, every depth."""
     by_depth, hidden_by_depth = zip(*eagle3_forward(drafter, batch, states, method), strict=True)
-    return select(concatenate(by_depth), torch.cat(hidden_by_depth, dim=1))
+    selected = Selected.of(concatenate(by_depth), batch.tokens_BN.shape[1])
+    return Graded.at(selected, torch.cat(hidden_by_depth, dim=1))
 
 
 def eagle3_forward(
@@ -45,7 +46,7 @@ def eagle3_forward(
         depths_BN = torch.full_like(anchors_BN, depth)
         supervised_BN = batch.deepest_BN >= depth
         seen.append(Elements(anchors_BN, depths_BN, documents_BN, supervised_BN))
-        attention = method.make_attention(seen[-1], concatenate(seen))
+        attention = method.make_attention(seen[-1], concatenate(seen), None)
 
         def attend(
             layer: int,

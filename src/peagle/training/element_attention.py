@@ -1,4 +1,4 @@
-"""Attention among elements under the rule of `models.elements`: dense (reference) or FlexAttention.
+"""Attention among elements under the rule of `models.elements`: dense, causal or FlexAttention.
 
 Shapes: B rows, Eq query and Ek key elements, Hq/Hkv heads, d head size; Q and K blocks of 128
 elements.
@@ -14,40 +14,66 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from peagle.models.elements import Elements, attention_mask, may_attend
 
 BLOCK = 128
+_FASTEST_FIRST = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 ElementAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def dense_attention(queries: Elements, keys: Elements) -> ElementAttention:
+def dense_attention(
+    queries: Elements, keys: Elements, blocks: BlockTable | None = None
+) -> ElementAttention:
     """Attention of [B, E, H, d] tensors through an explicit mask."""
     mask = attention_mask(queries, keys)
-
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        # With a mask, grouped heads would fall back to the kernel that keeps all scores.
-        groups = query.shape[2] // key.shape[2]
-        keys, values = (x.repeat_interleave(groups, dim=2) for x in (key, value))
-        out = F.scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in (query, keys, values)), attn_mask=mask
-        )
-        return out.transpose(1, 2)
-
-    return attend
+    return lambda query, key, value: _with_all_heads(query, key, value, mask=mask)
 
 
-def flex_attention(queries: Elements, keys: Elements) -> ElementAttention:
+def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The rule where it is plain causality: depth 0 of rows with one document each.
+
+    Padding stands at the end, where nobody who counts sees it.
+    """
+    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
+        return _with_all_heads(query, key, value, mask=None)
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    # On a Hopper GPU cuDNN's kernel takes little more than half of FlashAttention-2's time.
+    with sdpa_kernel(_FASTEST_FIRST, set_priority=True):
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+def _with_all_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention, causal without a mask. Grouped heads would fall back to the kernel that keeps all
+    scores, so keys and values are repeated.
+    """
+    groups = query.shape[2] // key.shape[2]
+    key, value = (x.repeat_interleave(groups, dim=2) for x in (key, value))
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
+    return out.transpose(1, 2)
+
+
+def flex_attention(
+    queries: Elements, keys: Elements, blocks: BlockTable | None = None
+) -> ElementAttention:
     """The same without a mask in memory: FlexAttention skips the blocks that nobody sees.
 
     GPU only; compiled at first use for each shape.
     """
-    blocks = block_mask(queries, keys)
+    mask = (blocks or BlockTable.of(queries, keys)).mask(queries, keys)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         out = _compiled_flex()(
             *(x.transpose(1, 2) for x in (query, key, value)),
-            block_mask=blocks,
+            block_mask=mask,
             enable_gqa=query.shape[2] != key.shape[2],
         )
         return out.transpose(1, 2)
@@ -55,39 +81,61 @@ def flex_attention(queries: Elements, keys: Elements) -> ElementAttention:
     return attend
 
 
-def block_mask(queries: Elements, keys: Elements) -> Any:
-    """FlexAttention's `BlockMask` of the attention rule.
+@dataclass(frozen=True, slots=True)
+class BlockTable:
+    """Which blocks of 128 elements attend to which, as FlexAttention lists them.
 
     torch's own `create_block_mask` evaluates the rule for every pair of elements; here it is
     decided for pairs of blocks, from the ranges of anchors and documents in them. A block that is
-    called partial for caution costs time, not exactness: the rule is applied inside.
+    called partial for caution costs time, not exactness: the rule is applied inside. Made on the
+    host, ahead of the step, it costs the GPU nothing.
+
+    Attributes:
+        partial_keys, full_keys: per query block, how many key blocks and which.
+        partial_queries, full_queries: per key block, how many query blocks and which.
     """
-    from torch.nn.attention.flex_attention import BlockMask
 
-    q, k = (_as_int32(x) for x in (queries, keys))
+    partial_keys: tuple[Tensor, Tensor]
+    full_keys: tuple[Tensor, Tensor]
+    partial_queries: tuple[Tensor, Tensor]
+    full_queries: tuple[Tensor, Tensor]
 
-    def rule(row: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return may_attend(
-            q.anchors[row, i],
-            q.depths[row, i],
-            q.documents[row, i],
-            k.anchors[row, j],
-            k.depths[row, j],
-            k.documents[row, j],
+    @classmethod
+    def of(cls, queries: Elements, keys: Elements) -> BlockTable:
+        """Classify the blocks."""
+        full, partial = _classify(_Ranges.of(queries), _Ranges.of(keys))
+        tables = (_listed(x) for x in (partial, full, partial.mT, full.mT))
+        return cls(*tables)
+
+    def mask(self, queries: Elements, keys: Elements) -> Any:
+        """FlexAttention's `BlockMask`, on the device of table and elements."""
+        from torch.nn.attention.flex_attention import BlockMask
+
+        q, k = (_as_int32(x) for x in (queries, keys))
+
+        def rule(row: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return may_attend(
+                q.anchors[row, i],
+                q.depths[row, i],
+                q.documents[row, i],
+                k.anchors[row, j],
+                k.depths[row, j],
+                k.documents[row, j],
+            )
+
+        return BlockMask(
+            seq_lengths=(q.anchors.shape[1], k.anchors.shape[1]),
+            kv_num_blocks=self.partial_keys[0],
+            kv_indices=self.partial_keys[1],
+            full_kv_num_blocks=self.full_keys[0],
+            full_kv_indices=self.full_keys[1],
+            q_num_blocks=self.partial_queries[0],
+            q_indices=self.partial_queries[1],
+            full_q_num_blocks=self.full_queries[0],
+            full_q_indices=self.full_queries[1],
+            BLOCK_SIZE=(BLOCK, BLOCK),
+            mask_mod=rule,
         )
-
-    full, partial = _classify(_Ranges.of(q), _Ranges.of(k))
-    partial_counts, partial_indices = _listed(partial)
-    full_counts, full_indices = _listed(full)
-    return BlockMask.from_kv_blocks(
-        partial_counts,
-        partial_indices,
-        full_counts,
-        full_indices,
-        BLOCK_SIZE=BLOCK,
-        mask_mod=rule,
-        seq_lengths=(q.anchors.shape[1], k.anchors.shape[1]),
-    )
 
 
 @dataclass(frozen=True, slots=True)

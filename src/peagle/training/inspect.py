@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from peagle.errors import UserError
+from peagle.training.data import read_store
 from peagle.training.prepare import LEAST_RESPONSE
-from peagle.training.readers import read_records, read_side, read_store
+from peagle.training.readers import read_records, read_side
 from peagle.training.samples import Dropped, Sample, SampleMaker
 
 PERCENTILES = (50, 90, 99)

@@ -43,15 +43,11 @@ class Masters:
                 yield name, self._copies.get(name, parameter)
 
     def state(self) -> dict[str, Tensor]:
-        """All weights and maps of the head, trained ones as precise as there are."""
-        return {**self.drafter.state_dict(), **{n: p.detach() for n, p in self._copies.items()}}
+        """All weights and maps of the head, trained ones as precise as there are; no copies.
 
-    def load(self, state: dict[str, Tensor]) -> None:
-        """Take over what `state` gave."""
-        self.drafter.load_state_dict(state)
-        with torch.no_grad():
-            for name, master in self._copies.items():
-                master.copy_(state[name])
+        Whoever writes to them calls `publish`.
+        """
+        return {**self.drafter.state_dict(), **{n: p.detach() for n, p in self._copies.items()}}
 
     def collect(self) -> list[Tensor]:
         """Hand the head's gradients to the masters; returns those there are."""
@@ -59,6 +55,10 @@ class Masters:
             gradient, self._own[name].grad = self._own[name].grad, None
             master.grad = None if gradient is None else gradient.to(master.dtype)
         return [parameter for _, parameter in self.named() if parameter.grad is not None]
+
+    def clip(self, moved: list[Tensor], max_norm: float) -> Tensor:
+        """Scale gradients to a norm of at most `max_norm`; returns the one that they had."""
+        return torch.nn.utils.clip_grad_norm_(moved, max_norm)
 
     @torch.no_grad()
     def publish(self) -> None:

@@ -123,7 +123,7 @@ def _how_to_serve(head: PublishedHead, repo: str, target: str, revision: str) ->
 def _training_text(record: TrainRecord | None) -> str:
     if record is None:
         return "## Training\n\nNot recorded."
-    method, checked = record.config.method, record.validation
+    method, checked = record.config.method, record.checked
     seconds, loss = record.seconds, checked and checked.loss
     versions = {name: getattr(record, name) for name in ("peagle", "torch", "transformers")}
     software = ", ".join(f"{name} {_plain(v)}" for name, v in versions.items() if v)
@@ -145,7 +145,7 @@ def _training_text(record: TrainRecord | None) -> str:
 
 
 def _acceptance_text(record: TrainRecord | None) -> str:
-    checked = record.validation if record else None
+    checked = record.checked if record else None
     if record is None or checked is None or not checked.acceptance_lengths:
         return "## Acceptance\n\nNot recorded."
     run = record.config.run

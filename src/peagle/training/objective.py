@@ -12,7 +12,12 @@ from torch import Tensor
 
 from peagle.models.drafter import Drafter
 from peagle.models.target_facts import TargetFacts
-from peagle.training.chunked_loss import Projection, default_chunk_rows, projected_loss
+from peagle.training.chunked_loss import (
+    Projection,
+    default_chunk_rows,
+    judged_loss,
+    projected_loss,
+)
 from peagle.training.config import MethodSection
 from peagle.training.features import TargetStates
 from peagle.training.losses import DraftLoss
@@ -27,11 +32,15 @@ class Grade:
         loss: weighted sum of the elements' losses.
         weight: sum of the weights.
         match_M: the greedy draft is the target's token.
+        draft_M, chance_M: that draft's target id, and its probability under the target at the
+            objective's temperature; None without one.
     """
 
     loss: Tensor
     weight: Tensor
     match_M: Tensor
+    draft_M: Tensor | None = None
+    chance_M: Tensor | None = None
 
 
 class Objective:
@@ -44,6 +53,8 @@ class Objective:
         whole_vocabulary: compare with the target's choice over its whole vocabulary, as acceptance
             does. Otherwise, where the loss does not need more, only the draft vocabulary is
             projected: with 32,000 of 152,000 tokens that is a fifth of the work.
+        temperature: say how likely the target is to draw each draft at this temperature; without
+            gradients, with the whole vocabulary. 0 does not.
     """
 
     def __init__(
@@ -54,8 +65,11 @@ class Objective:
         chunk_rows: int | None = None,
         *,
         whole_vocabulary: bool = True,
+        temperature: float = 0.0,
     ) -> None:
+        assert whole_vocabulary or not temperature
         self.drafter = drafter
+        self.temperature = temperature
         self.loss = DraftLoss(section.loss, section.tv_share)
         config = drafter.config
         device = drafter.lm_head.weight.device
@@ -78,17 +92,16 @@ class Objective:
 
     def grade(self, graded: Graded, states: TargetStates) -> Grade:
         """Grade elements by what the target says where their token is predicted."""
-        length = states.hidden_BNH.shape[1]
         target_rows = states.hidden_BNH.flatten(0, 1)
 
         @torch.no_grad()
         def target_logits(positions_P: Tensor) -> Tensor:
             return self._logits(target_rows[positions_P])
 
-        drafter, weights_M = self.drafter, self.weights(graded.depth)
+        drafter, weights_M = self.drafter, self.weights(graded.selected.depth)
         projection = Projection(
             loss=self.loss,
-            positions_M=graded.row * length + graded.anchor + graded.depth + 1,
+            order=graded.selected.order,
             weights_M=weights_M,
             target_logits=target_logits,
             draft_ids=self.draft_ids,
@@ -97,5 +110,9 @@ class Objective:
         hidden_MD = graded.hidden_MD
         if not drafter.config.norm_output:
             hidden_MD = drafter.norm(hidden_MD)
+        if self.temperature:
+            judged = judged_loss(hidden_MD, drafter.lm_head.weight, projection, self.temperature)
+            weight = weights_M.sum()
+            return Grade(judged.loss, weight, judged.match_M, judged.tokens_M, judged.chance_M)
         loss, match_M = projected_loss(hidden_MD, drafter.lm_head.weight, projection)
         return Grade(loss, weights_M.sum(), match_M)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from peagle.training.config import OptimizerSection
@@ -23,8 +24,8 @@ def build_optimizers(
     rest: list[nn.Parameter] = []
     for name, parameter in named:
         if parameter.requires_grad:
-            in_layers = parameter.ndim == 2 and name.startswith(("fc.", "layers."))
-            (hidden if section.name == "muon" and in_layers else rest).append(parameter)
+            muons = section.name == "muon" and suits_muon(name, parameter.ndim)
+            (hidden if muons else rest).append(parameter)
     groups = [
         {"params": [p for p in rest if p.ndim == 2], "weight_decay": section.weight_decay},
         {"params": [p for p in rest if p.ndim != 2], "weight_decay": 0.0},
@@ -38,13 +39,19 @@ def build_optimizers(
     return optimizers
 
 
+def suits_muon(name: str, ndim: int) -> bool:
+    """Whether Muon takes a parameter of a head."""
+    return ndim == 2 and name.startswith(("fc.", "layers."))
+
+
 class Muon(Optimizer):
     """Momentum orthogonalised by a quintic Newton-Schulz iteration (Jordan et al., 2024).
 
     W <- (1 - lr * wd) * W - lr * 0.2 * sqrt(max(m, n)) * U, where U is about the polar factor of
     the Nesterov momentum; the factor gives updates the usual RMS of AdamW's, so that both share
     one learning rate (Liu et al., 2025). `torch.optim.Muon` walks matrix by matrix, thousands of
-    launches a step for a deep small model; here matrices of one shape are one batch.
+    launches a step for a deep small model; here matrices of one shape are one batch, divided among
+    the processes where there are several.
 
     Args:
         params: matrices, each [m, n].
@@ -74,17 +81,44 @@ class Muon(Optimizer):
                 self._step_same_shape(weights, group)
 
     def _step_same_shape(self, weights: list[Tensor], group: dict) -> None:
-        grads = [weight.grad for weight in weights if weight.grad is not None]
+        grads = [_own_share(weight.grad) for weight in weights if weight.grad is not None]
         for weight in weights:
             if not self.state[weight]:
                 self.state[weight]["momentum"] = torch.zeros_like(weight)
-        momenta = [self.state[weight]["momentum"] for weight in weights]
+        momenta = [_own_share(self.state[weight]["momentum"]) for weight in weights]
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
         nesterov = torch._foreach_lerp(grads, momenta, group["momentum"])
-        updates = orthogonalize(torch.stack(nesterov)).to(weights[0].dtype)
+        updates = _orthogonalized(nesterov, weights[0]).to(weights[0].dtype)
         rate = group["lr"] * 0.2 * math.sqrt(max(weights[0].shape))
-        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(weights, list(updates.unbind()), alpha=-rate)
+        own = [_own_share(weight) for weight in weights]
+        torch._foreach_mul_(own, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(own, list(updates.unbind()), alpha=-rate)
+
+
+def _own_share(tensor: Tensor) -> Tensor:
+    """The rows of a matrix that this process holds: all of them where it is not divided."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _orthogonalized(shares: Sequence[Tensor], like: Tensor) -> Tensor:
+    """`orthogonalize` of matrices of one shape, of which each process has a share of the rows.
+
+    The iteration needs whole matrices. They travel so that each process has some of them whole,
+    and back again.
+
+    Args:
+        shares: this process's rows of N matrices.
+        like: one of the matrices, as a DTensor where they are divided.
+    """
+    stacked = torch.stack(list(shares))
+    if not isinstance(like, DTensor):
+        return orthogonalize(stacked)
+    shape = torch.Size((len(shares), *like.shape))
+    layout = {"run_check": False, "shape": shape, "stride": (like.numel(), like.shape[1], 1)}
+    rows = DTensor.from_local(stacked, like.device_mesh, [Shard(1)], **layout)
+    matrices = orthogonalize(rows.redistribute(placements=[Shard(0)]).to_local())
+    done = DTensor.from_local(matrices.contiguous(), like.device_mesh, [Shard(0)], **layout)
+    return done.redistribute(placements=[Shard(1)]).to_local()
 
 
 def orthogonalize(matrices_Nmn: Tensor, iterations: int = 5) -> Tensor:

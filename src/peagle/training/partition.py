@@ -15,6 +15,7 @@ Shapes: B rows, N positions, R deeper elements of a row, E of a segment, D draft
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,8 +23,9 @@ from torch import Tensor
 from peagle.models.drafter import Drafter
 from peagle.models.elements import PADDING_ROW, Elements
 from peagle.training.batches import Batch
+from peagle.training.element_attention import BlockTable, causal_attention
 from peagle.training.features import TargetStates
-from peagle.training.methods import Graded, Method, concatenate, select, tokens_after
+from peagle.training.methods import Graded, Method, Selected, concatenate, tokens_after
 
 
 def split_by_anchor(
@@ -69,12 +71,46 @@ def split_by_anchor(
     return list(parts) if size else []
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What the passes over a batch compute, decided before the first of them.
+
+    Attributes:
+        context: the elements of depth 0, [B, N].
+        parts: the deeper ones in segments, [B, E] each.
+        graded: which of the context and of each part count.
+        blocks: of the context's attention and of each part's, where FlexAttention wants them.
+        is_causal: rows of the context have one document each, and padding at most at their end.
+    """
+
+    context: Elements
+    parts: tuple[Elements, ...]
+    graded: tuple[Selected, ...]
+    blocks: tuple[BlockTable | None, ...]
+    is_causal: bool
+
+    @classmethod
+    def of(cls, elements: Elements, length: int, segments: int, method: Method) -> Layout:
+        """Split elements, as `sample_elements` makes them, of rows of `length` positions."""
+        context = _columns(elements, slice(length))
+        depths = method.section.depth
+        parts = split_by_anchor(elements, length, segments, depths, method.multiple)
+        graded = (Selected.of(part, length) for part in (context, *parts))
+        is_causal = bool((context.documents <= 0).all())
+        keys = (concatenate([context, part]) for part in parts)
+        pairs = [(context, context), *zip(parts, keys, strict=True)]
+        tables = [
+            BlockTable.of(*pair) if method.flex and not (is_causal and pair[0] is context) else None
+            for pair in pairs
+        ]
+        return cls(context, tuple(parts), tuple(graded), tuple(tables), is_causal)
+
+
 def two_pass_backward(
     drafter: Drafter,
     batch: Batch,
     states: TargetStates,
-    elements: Elements,
-    segments: int,
+    layout: Layout,
     loss_of: Callable[[Graded], Tensor],
     *,
     method: Method,
@@ -86,23 +122,23 @@ def two_pass_backward(
     Args:
         drafter: the head.
         batch, states: what it reads.
-        elements: P-EAGLE's, as `sample_elements` makes them.
-        segments: S.
+        layout: the elements.
         loss_of: loss of graded elements, with one denominator for the whole batch.
         method: how elements attend, and whether activations are computed again.
     """
-    length = batch.tokens_BN.shape[1]
-    context = _columns(elements, slice(length))
-    first = _ContextPass(drafter, batch, states, context, method)
+    # What the first pass keeps stays through all segments: where these are to save memory, it
+    # keeps no inner states of its MLPs.
+    first = _ContextPass(drafter, batch, states, layout, method, light=len(layout.parts) > 1)
     borrowed = _Borrowed(first.lent())
-    loss = torch.zeros((), device=elements.anchors.device)
-    for part in split_by_anchor(elements, length, segments, method.section.depth, method.multiple):
+    loss = torch.zeros((), device=layout.context.anchors.device)
+    for index, graded in enumerate(layout.graded[1:]):
         leaves = borrowed.leaves()
-        part_loss = loss_of(select(part, _segment(drafter, context, part, leaves, method)))
+        hidden_BED = _segment(drafter, layout, index, leaves, method)
+        part_loss = loss_of(Graded.at(graded, hidden_BED))
         part_loss.backward()
         borrowed.collect(leaves)
         loss = loss + part_loss.detach()
-    first_loss = loss_of(select(context, first.hidden_BND))
+    first_loss = loss_of(Graded.at(layout.graded[0], first.hidden_BND))
     borrowed.backward(first_loss)
     return loss + first_loss.detach()
 
@@ -111,17 +147,15 @@ def partitioned_graded(
     drafter: Drafter,
     batch: Batch,
     states: TargetStates,
-    elements: Elements,
-    segments: int,
+    layout: Layout,
     method: Method,
 ) -> Iterator[Graded]:
     """Graded elements of depth 0, then of each segment; for validation, where nothing is kept."""
-    length = batch.tokens_BN.shape[1]
-    context = _columns(elements, slice(length))
-    first = _ContextPass(drafter, batch, states, context, method)
-    yield select(context, first.hidden_BND)
-    for part in split_by_anchor(elements, length, segments, method.section.depth, method.multiple):
-        yield select(part, _segment(drafter, context, part, first.lent(), method))
+    first = _ContextPass(drafter, batch, states, layout, method, light=False)
+    yield Graded.at(layout.graded[0], first.hidden_BND)
+    for index, graded in enumerate(layout.graded[1:]):
+        hidden_BED = _segment(drafter, layout, index, first.lent(), method)
+        yield Graded.at(graded, hidden_BED)
 
 
 class _ContextPass:
@@ -136,8 +170,10 @@ class _ContextPass:
         drafter: Drafter,
         batch: Batch,
         states: TargetStates,
-        context: Elements,
+        layout: Layout,
         method: Method,
+        *,
+        light: bool,
     ) -> None:
         rows, length = batch.tokens_BN.shape
         next_tokens = tokens_after(batch.tokens_BN)
@@ -147,7 +183,9 @@ class _ContextPass:
         self._mask_embedding = embedding[-1:]
         self._shared = drafter.shared_hidden()
         self._keys_values: dict[int, tuple[Tensor, Tensor]] = {}
-        attention = method.make_attention(context, context)
+        context, attention = layout.context, causal_attention
+        if not layout.is_causal:
+            attention = method.make_attention(context, context, layout.blocks[0])
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             # A layer that is computed again comes here again; the graph hangs on the first.
@@ -160,6 +198,7 @@ class _ContextPass:
             drafter.combine_features(states.features_BNA.to(embedding.dtype)),
             context.positions,
             attend,
+            light=light,
         )
 
     def lent(self) -> list[Tensor]:
@@ -209,11 +248,13 @@ class _Borrowed:
 
 
 def _segment(
-    drafter: Drafter, context: Elements, part: Elements, leaves: list[Tensor], method: Method
+    drafter: Drafter, layout: Layout, index: int, leaves: list[Tensor], method: Method
 ) -> Tensor:
     """The head's output at a segment's elements, [B, E, D]."""
     mask_embedding, shared, *keys_values = leaves
-    attention = method.make_attention(part, concatenate([context, part]))
+    part = layout.parts[index]
+    both = concatenate([layout.context, part])
+    attention = method.make_attention(part, both, layout.blocks[index + 1])
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         # Layer 0 has one value for all mask slots.

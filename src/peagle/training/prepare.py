@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import save_file
 
 from peagle.errors import UserError
+from peagle.training.data import check_tokenizer, read_store
 from peagle.training.readers import (
     STORE_KEY,
     read_records,
     read_side,
-    read_store,
     side_file,
 )
 from peagle.training.samples import Dropped, Sample, SampleMaker
@@ -191,7 +191,7 @@ def _samples_of(
 ) -> Iterator[tuple[Sample, str]]:
     if source.suffix == ".safetensors":
         dataset, metadata = read_store(source)
-        _check_tokenizer(source, metadata, fingerprint)
+        check_tokenizer(source, metadata, fingerprint)
         _note_unknown(source, metadata, report)
         borders = dataset.start_loc.tolist()
         for index, prompt_len in enumerate(dataset.prompt_lens.tolist()):
@@ -202,7 +202,7 @@ def _samples_of(
             yield Sample(prompt, ids[prompt_len:], json.dumps(prompt)), where
         return
     metadata = read_side(source)
-    _check_tokenizer(source, metadata, fingerprint)
+    check_tokenizer(source, metadata, fingerprint)
     for record in read_records(source):
         report.records += 1
         if "prompt_token_ids" in record.data or "input_ids" in record.data:
@@ -217,16 +217,6 @@ def _samples_of(
                 report.drop(made, record.where)
             else:
                 yield made, record.where
-
-
-def _check_tokenizer(source: Path, metadata: dict[str, Any], fingerprint: str) -> None:
-    theirs = metadata.get("tokenizer_sha256")
-    if theirs is not None and theirs != fingerprint:
-        raise UserError(
-            f"{str(source)!r} was made with another tokenizer ({str(theirs)[:12]}...) than the "
-            f"target's ({fingerprint[:12]}...). Data of different tokenizers cannot be mixed: name "
-            "the target that wrote it, or regenerate the responses."
-        )
 
 
 def _note_unknown(source: Path, metadata: dict[str, Any], report: Report) -> None:

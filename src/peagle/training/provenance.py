@@ -5,24 +5,38 @@ from __future__ import annotations
 import hashlib
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from peagle.environment import environment
 
+if TYPE_CHECKING:
+    from peagle.training.data import ResponseDataset
 
-def provenance(data: Path, device: torch.device) -> dict[str, Any]:
-    """Facts of this process, for train.json and the model card.
 
-    Args:
-        data: file whose SHA-256 is recorded.
-        device: the one trained on.
-    """
+def provenance(device: torch.device) -> dict[str, Any]:
+    """Facts of this process, for train.json and the model card. `device` is the one trained on."""
     return {
         **environment(device),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "data_sha256": sha256_of(data),
+    }
+
+
+def data_facts(path: Path, dataset: ResponseDataset) -> dict[str, Any]:
+    """What identifies a file of responses, and how much of it is trained on (or validated).
+
+    Args:
+        path: the file; its name is recorded, not where it lay.
+        dataset: what was read of it: sequences cut at the longest length, short ones left out.
+    """
+    responses = dataset.start_loc.diff() - dataset.prompt_lens
+    return {
+        "file": path.name,
+        "sha256": sha256_of(path),
+        "sequences": len(dataset),
+        "tokens": len(dataset.tokens),
+        "response_tokens": int(responses.sum()),
     }
 
 

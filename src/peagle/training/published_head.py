@@ -74,6 +74,10 @@ class _Validation(_Part):
     acceptance_lengths: list[float] = Field(default_factory=list)
 
 
+class _Best(_Part):
+    validation: _Validation
+
+
 class TrainRecord(_Part):
     """What the card uses of train.json (`Trainer` writes it); None is not recorded."""
 
@@ -90,6 +94,12 @@ class TrainRecord(_Part):
     transformers: str | None = None
     commit: str | None = None
     validation: _Validation | None = None
+    best: _Best | None = None
+
+    @property
+    def checked(self) -> _Validation | None:
+        """The validation of the head that was kept: the best one, in old records the last."""
+        return self.best.validation if self.best else self.validation
 
     @classmethod
     def read(cls, path: Path) -> TrainRecord:

@@ -11,11 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-
 from peagle.errors import UserError
-from peagle.training.data import ResponseDataset
 from peagle.training.tables import parts_of, table_rows
 
 SIDE_SUFFIX = ".meta.json"
@@ -215,42 +211,6 @@ def dialogue_of(record: Record) -> Dialogue:
 # ---- stores ---------------------------------------------------------------------------------
 
 
-def read_store(path: Path) -> tuple[ResponseDataset, dict[str, Any]]:
-    """A .safetensors store of responses, whole and consistent, and its metadata.
-
-    Raises:
-        UserError: it is missing, truncated, or its tensors do not fit together.
-    """
-    if not path.is_file():
-        raise UserError(f"The data file {str(path)!r} is not there.")
-    names = ("tokens", "sequence_start_loc", "prompt_lens")
-    try:
-        with safe_open(path, framework="pt") as reader:
-            tensors = {name: reader.get_tensor(name) for name in names}
-            note = (reader.metadata() or {}).get(STORE_KEY)
-    except (SafetensorError, OSError) as error:
-        raise UserError(
-            f"{str(path)!r} is not a whole store of responses: {error} ({path.stat().st_size} "
-            "bytes). It was cut off or is another kind of file; make it again."
-        ) from None
-    for name, tensor in tensors.items():
-        if tensor.dim() != 1 or tensor.is_floating_point() or tensor.dtype == torch.bool:
-            raise UserError(
-                f"{str(path)!r}: {name} is {tensor.dtype} of shape {tuple(tensor.shape)}; expected "
-                "whole numbers in one dimension."
-            )
-    tokens, start_loc, prompt_lens = (tensors[name].long() for name in names)
-    lens = start_loc.diff()
-    fits = len(start_loc) == len(prompt_lens) + 1 and int(start_loc[0]) == 0
-    fits = fits and int(start_loc[-1]) == len(tokens) and bool((lens >= 0).all())
-    if not fits or bool(((prompt_lens < 0) | (prompt_lens > lens)).any()):
-        raise UserError(
-            f"{str(path)!r} is damaged: {len(tokens)} tokens, {len(prompt_lens)} prompts and "
-            f"{len(start_loc)} borders do not fit together. Make it again."
-        )
-    return ResponseDataset(tokens.int(), start_loc, prompt_lens), _object(note, path)
-
-
 def side_file(path: Path) -> Path:
     """The file beside a data file or folder that says where it comes from."""
     if path.name in ("", ".."):  # "." and the like have a name once they are resolved
@@ -266,14 +226,15 @@ def read_side(path: Path) -> dict[str, Any]:
     """
     side = side_file(path)
     try:
-        return _object(side.read_text(encoding="utf-8"), side)
+        return metadata_of(side.read_text(encoding="utf-8"), side)
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{str(side)!r} cannot be read: {error}.") from None
 
 
-def _object(text: str | None, path: Path) -> dict[str, Any]:
+def metadata_of(text: str | None, path: Path) -> dict[str, Any]:
+    """What a file says of itself, a JSON object; {} where it says nothing."""
     if text is None:
         return {}
     try:

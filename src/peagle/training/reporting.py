@@ -1,16 +1,19 @@
-"""What a run says while it goes on: figures since the last report, and the records of all."""
+"""What a run says while it goes on: figures since the last report."""
 
 from __future__ import annotations
 
-import json
 import time
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from peagle.training.losses import AcceptanceMeter
+from peagle.errors import UserError
+from peagle.training.acceptance import AnchorAcceptance, ServedAcceptance
+from peagle.training.batches import Batch
+from peagle.training.config import TrainConfig
+from peagle.training.distributed import Processes
 from peagle.training.step import Outcome
 
 
@@ -18,16 +21,30 @@ from peagle.training.step import Outcome
 class Report:
     """What the trainer says while it runs.
 
+    What begins with "sampled" is at `temperature`, all other acceptance greedy; per_pos is along
+    the walk of serving at K = K_train (`training.acceptance` defines all of it).
+
     Attributes:
         kind: "train" or "validation".
         step, steps: how far.
         loss: mean over graded elements.
         accuracy: per depth, P(draft matches). In training the target chooses among the draft
             vocabulary where the loss needs no more; in validation among all of its tokens.
-        acceptance: per depth, P(all drafts down to it match).
-        acceptance_lengths: simulated, greedy, at K = 1, 2, ... up to the depth of the method; over
-            all anchors in training, as serving would walk them in validation.
+        acceptance: per depth, P(all drafts down to it match), over all anchors.
+        acceptance_lengths: simulated at K = 1, 2, ... up to the depth of the method; over all
+            anchors in training, as serving would walk them in validation.
         learning_rate, tokens_per_s, seconds_left: of the run; tokens_per_step: mean of the data.
+        gradient_norm: training only; mean over the steps, before clipping.
+
+    Validation only:
+        is_best: this is the best head so far, by the figure that `run.select` names.
+        num_drafts: drafts of the walk at K_train; none if every response is too short for one.
+        unconditional_acceptance_per_pos: P(positions 1 to i all accepted).
+        conditional_acceptance_per_pos: P(position i accepted | those before it); None where nobody
+            got that far.
+        temperature: of the sampled figures; None without.
+        sampled_acceptance_lengths, sampled_unconditional_acceptance_per_pos,
+            sampled_conditional_acceptance_per_pos: the same at the temperature.
     """
 
     kind: str
@@ -41,63 +58,151 @@ class Report:
     tokens_per_s: float
     tokens_per_step: float
     seconds_left: float
+    gradient_norm: float | None = None
+    is_best: bool = False
+    num_drafts: int = 0
+    unconditional_acceptance_per_pos: list[float] = field(default_factory=list)
+    conditional_acceptance_per_pos: list[float | None] = field(default_factory=list)
+    temperature: float | None = None
+    sampled_acceptance_lengths: list[float] = field(default_factory=list)
+    sampled_unconditional_acceptance_per_pos: list[float] = field(default_factory=list)
+    sampled_conditional_acceptance_per_pos: list[float | None] = field(default_factory=list)
 
 
 class Window:
-    """Figures since the last report; nothing waits for the device before they are read.
+    """Figures of training since the last report; nothing waits for the device before a read.
 
     Args:
         num_depths: K_train.
         device: of what is added.
-        walk: acceptance as serving would walk the responses (validation).
     """
 
-    def __init__(self, num_depths: int, device: torch.device, *, walk: bool = False) -> None:
-        self.walk = walk
-        self.meter = AcceptanceMeter(num_depths, device, walk=walk)
-        self._losses: list[torch.Tensor] = []
-        self._num_tokens = 0
+    def __init__(self, num_depths: int, device: torch.device) -> None:
+        self.anchors = AnchorAcceptance(num_depths, device)
+        self.num_tokens = 0
+        self._losses: list[Tensor] = []
+        self._norms: list[Tensor] = []
         self._started = time.perf_counter()
 
-    def add(self, outcome: Outcome, num_tokens: int) -> None:
+    def add(self, outcome: Outcome, batch: Batch, gradient_norm: Tensor | None = None) -> None:
         """Pool a batch."""
         self._losses.append(outcome.loss)
-        self._num_tokens += num_tokens
-        self.meter.add(outcome.row, outcome.anchor, outcome.depth, outcome.match)
+        if gradient_norm is not None:
+            self._norms.append(gradient_norm)
+        self.num_tokens += batch.num_tokens
+        shape = batch.tokens_BN.shape
+        self.anchors.add(outcome.row, outcome.anchor, outcome.depth, outcome.match, shape)
 
-    def acceptance_lengths(self) -> list[float]:
-        """At K = 1, 2, ... K_train."""
-        meter = self.meter
-        at = meter.served_acceptance_length if self.walk else meter.acceptance_length
-        return [at(k) for k in range(1, meter.num_depths + 1)]
+    @property
+    def num_batches(self) -> int:
+        """Batches added."""
+        return len(self._losses)
 
-    def loss(self) -> float:
-        """Mean over the batches."""
-        return float(torch.stack(self._losses).mean()) if self._losses else float("nan")
+    def broken(self) -> tuple[int, str, float] | None:
+        """The first batch with a loss or gradient that is not finite: its index, what, the value.
 
-    def tokens_per_s(self) -> float:
-        """Tokens of the data, without padding."""
-        return self._num_tokens / (time.perf_counter() - self._started)
+        Waits for the device.
+        """
+        for what, values in (("loss", self._losses), ("gradient norm", self._norms)):
+            found = torch.stack(values).float() if values else torch.empty(0)
+            bad = (~found.isfinite()).nonzero()
+            if len(bad):
+                return int(bad[0]), what, float(found[bad[0]])
+        return None
+
+    def pool(self, processes: Processes) -> None:
+        """Take in what the other processes counted, once; losses and norms are those of all."""
+        processes.sum(self.anchors.counters)
+        self.num_tokens = int(processes.sum(torch.tensor(self.num_tokens)))
+
+    def figures(self) -> dict[str, Any]:
+        """What a report says of them, by its fields' names."""
+        anchors = self.anchors
+        norms = float(torch.stack(self._norms).mean()) if self._norms else None
+        return {
+            "loss": float(torch.stack(self._losses).mean()),
+            "accuracy": anchors.accuracy(),
+            "acceptance": anchors.unconditional(),
+            "acceptance_lengths": [
+                anchors.acceptance_length(k) for k in range(1, anchors.num_depths + 1)
+            ],
+            "tokens_per_s": self.num_tokens / (time.perf_counter() - self._started),
+            "gradient_norm": norms,
+        }
 
 
-class History:
-    """The reports of a run, in memory and as lines of metrics.jsonl.
+class ValidationWindow(Window):
+    """Figures of a validation, which has one sequence a row and all of its elements.
 
     Args:
-        folder: the run's output.
+        num_depths, device: as in `Window`.
+        temperature: of the sampled figures; 0 leaves them out.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._file = folder / "metrics.jsonl"
-        self.entries: list[dict[str, Any]] = []
+    def __init__(self, num_depths: int, device: torch.device, temperature: float) -> None:
+        super().__init__(num_depths, device)
+        self.temperature = temperature
+        self.greedy = ServedAcceptance(num_depths)
+        self.sampled = ServedAcceptance(num_depths)
 
-    def add(self, report: Report) -> None:
-        """Keep a report."""
-        self.entries.append(asdict(report))
-        with self._file.open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(self.entries[-1]) + "\n")
+    def add(self, outcome: Outcome, batch: Batch, gradient_norm: Tensor | None = None) -> None:
+        """Pool a batch."""
+        super().add(outcome, batch, gradient_norm)
+        which, shape = (outcome.row, outcome.anchor, outcome.depth), batch.tokens_BN.shape
+        self.greedy.add(*which, outcome.match, outcome.match, shape)
+        if outcome.follows is not None and outcome.chance is not None:
+            self.sampled.add(*which, outcome.follows, outcome.chance, shape)
 
-    def last(self, kind: str | None = None) -> dict[str, Any] | None:
-        """The last report, of a kind."""
-        chosen = [entry for entry in self.entries if kind in (None, entry["kind"])]
-        return chosen[-1] if chosen else None
+    def pool(self, processes: Processes) -> None:
+        """Take in what the other processes counted and their losses, which are of other batches."""
+        super().pool(processes)
+        processes.sum(self.greedy.counters)
+        processes.sum(self.sampled.counters)
+        losses = torch.tensor([float(sum(self._losses)), len(self._losses)], dtype=torch.float64)
+        total, count = processes.sum(losses)
+        self._losses = [total / count]
+
+    def figures(self) -> dict[str, Any]:
+        """What a report says of them, by its fields' names."""
+        k = self.greedy.num_depths
+        figures = super().figures() | {
+            "num_drafts": self.greedy.num_drafts(k),
+            "acceptance_lengths": self.greedy.acceptance_lengths(),
+            "unconditional_acceptance_per_pos": self.greedy.unconditional(k),
+            "conditional_acceptance_per_pos": self.greedy.conditional(k),
+        }
+        if not self.temperature:
+            return figures
+        return figures | {
+            "temperature": self.temperature,
+            "sampled_acceptance_lengths": self.sampled.acceptance_lengths(),
+            "sampled_unconditional_acceptance_per_pos": self.sampled.unconditional(k),
+            "sampled_conditional_acceptance_per_pos": self.sampled.conditional(k),
+        }
+
+
+def require_finite(window: Window, step: int, config: TrainConfig) -> None:
+    """Refuse to go on with weights that a loss or gradient without a value has spoilt.
+
+    Args:
+        window: what to look at; waits for the device.
+        step: steps taken, those of the window included.
+        config: the run.
+
+    Raises:
+        UserError: naming the step, and what to do.
+    """
+    if (broken := window.broken()) is None:
+        return
+    index, what, value = broken
+    where = f"step {step - window.num_batches + index + 1} of {config.optimizer.steps}"
+    if isinstance(window, ValidationWindow):
+        where = f"the validation after step {step}"
+    checkpoint = config.output / "checkpoint"
+    raise UserError(
+        f"The {what} is {value} at {where}. Lower optimizer.learning_rate "
+        f"({config.optimizer.learning_rate:g}), warm up longer (optimizer.warmup_ratio "
+        f"{config.optimizer.warmup_ratio:g}) or look at the data, and start anew in another output "
+        f"folder."
+        + (f" The checkpoint {str(checkpoint)!r} is from before." if checkpoint.exists() else "")
+    )

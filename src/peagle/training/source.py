@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 
 import torch
 
 from peagle.training.batches import Batch
 from peagle.training.features import TargetStates
+from peagle.training.moving import moved, owned_by, pinned
 
 _AHEAD = 2
 
@@ -42,7 +42,7 @@ class Source:
 
     def range(self, start: int, stop: int) -> Iterator[tuple[Batch, TargetStates]]:
         """Batches and states of the steps from `start` to before `stop`."""
-        with ThreadPoolExecutor(1, thread_name_prefix="peagle-data") as thread:
+        with ThreadPoolExecutor(1, "peagle-data", initializer=self._choose_gpu) as thread:
             waiting: list[Future[tuple[Batch, TargetStates | None, torch.cuda.Event | None]]] = []
             step = start
             try:
@@ -61,19 +61,18 @@ class Source:
                 for future in waiting:
                     future.cancel()
 
+    def _choose_gpu(self) -> None:
+        """A new thread would pin memory for the first GPU, whichever this process has."""
+        if self._stream is not None:
+            torch.cuda.set_device(self._stream.device)
+
     def _make(self, step: int) -> tuple[Batch, TargetStates | None, torch.cuda.Event | None]:
         batch = self._batch_at(step)
         states = self._read(batch) if self._read is not None else None
         if self._stream is None:
             return batch, states, None
         with torch.cuda.stream(self._stream):
-            batch = batch.pin().to(self._device)
-            if states is not None:
-                features, hidden = (
-                    (x if x.is_pinned() else x.pin_memory()).to(self._device, non_blocking=True)
-                    for x in (states.features_BNA, states.hidden_BNH)
-                )
-                states = replace(states, features_BNA=features, hidden_BNH=hidden)
+            batch, states = moved(pinned((batch, states)), self._device)
             ready = torch.cuda.Event()
             ready.record(self._stream)
             return batch, states, ready
@@ -82,8 +81,4 @@ class Source:
         """Let the computing stream wait for the copies, and own their memory."""
         current = torch.cuda.current_stream(self._device)
         current.wait_event(ready)
-        for tensor in (batch.tokens_BN, batch.documents_BN, batch.deepest_BN):
-            tensor.record_stream(current)
-        if states is not None:
-            states.features_BNA.record_stream(current)
-            states.hidden_BNH.record_stream(current)
+        owned_by((batch, states), current)

@@ -1,55 +1,174 @@
-"""The checkpoint that a run resumes from: weights, optimizer and step, in safetensors."""
+"""The checkpoint that a run resumes from: weights, optimizer and step.
+
+Written and read by torch.distributed.checkpoint (DCP) through its safetensors storage: each process
+writes the shares that it holds, with their place in the whole tensor in the file's header, and
+reads the slices that it needs, however many processes wrote them. Nothing is pickled.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch import Tensor
+from torch.distributed.checkpoint import (
+    CheckpointException,
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
 from peagle.errors import UserError
+from peagle.training.distributed import ALONE, Processes
 from peagle.training.masters import Masters
 
 _WEIGHTS = "weights."
 _OPTIMIZER = "optimizer."
+# A file is put together in memory before it is written.
+_FILE_BYTES = 2 << 30
 
 
 def save_state(
-    folder: Path, masters: Masters, optimizers: Sequence[Optimizer], step: int, facts: dict
+    folder: Path,
+    masters: Masters,
+    optimizers: Sequence[Optimizer],
+    step: int,
+    facts: dict,
+    progress: dict,
+    processes: Processes = ALONE,
 ) -> None:
     """Write a checkpoint beside the last one, then put it in its place.
 
-    An interrupt or a full disk while writing leaves the last checkpoint whole.
+    An interrupt, a killed process or a full disk while writing leaves the last checkpoint whole.
+    `progress` is JSON that the resumed run gets back.
 
     Raises:
-        UserError: it could not be written (a full disk for one).
+        UserError: it could not be written (a full disk for one); in all processes.
     """
-    tensors = {_WEIGHTS + n: p.detach().cpu().contiguous() for n, p in masters.state().items()}
+    partial = folder.with_name(folder.name + ".part")
+    record = {"step": step, **facts, "progress": progress}
+    tensors = {_WEIGHTS + name: weight for name, weight in masters.state().items()}
     names = {id(p): n for n, p in masters.named()}
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
-                name = f"{_OPTIMIZER}{key}.{names[id(parameter)]}"
-                tensors[name] = value.detach().cpu().contiguous()
-    partial = folder.with_name(folder.name + ".part")
+                tensors[f"{_OPTIMIZER}{key}.{names[id(parameter)]}"] = value.detach()
+
+    def begin() -> None:
+        with _told(folder):
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+
+    def finish() -> None:
+        with _told(folder):
+            (partial / "state.json").write_text(json.dumps(record, indent=2) + "\n")
+            _replace(folder, partial)
+
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        save_file(tensors, partial / "state.safetensors", metadata={"step": str(step)})
-        (partial / "state.json").write_text(json.dumps({"step": step, **facts}, indent=2) + "\n")
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
+        processes.first(begin)
+        with _told(folder), _quiet():
+            writer = HuggingFaceStorageWriter(
+                str(partial), fqn_to_index_mapping=_files(tensors), save_distributed=True
+            )
+            dcp.save(tensors, storage_writer=writer, no_dist=processes.world_size == 1)
+        processes.first(finish)
+    except UserError:
+        if processes.is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def load_state(
+    folder: Path,
+    masters: Masters,
+    optimizers: Sequence[Optimizer],
+    facts: dict,
+    processes: Processes = ALONE,
+) -> tuple[int, dict]:
+    """Put a checkpoint into model and optimizer; returns the step to go on from, and the progress.
+
+    Raises:
+        UserError: there is none, it is broken, or `facts` (what must not change) differ.
+    """
+    processes.first(lambda: _recover(folder))
+    if not (folder / "state.json").is_file():
         raise UserError(
-            f"The checkpoint {str(folder)!r} could not be written: {error}. "
-            "The last one is whole; free some space and run again with --resume."
+            f"There is no checkpoint to resume from in {str(folder)!r}; run without --resume."
+        )
+    try:
+        record = json.loads((folder / "state.json").read_text())
+        _require_same(folder, record, facts)
+        reader = HuggingFaceStorageReader(str(folder))
+        tensors = {_WEIGHTS + name: weight for name, weight in masters.state().items()}
+        states = _room_for_optimizers(reader, masters)
+        for parameter, state in states.items():
+            tensors |= {f"{_OPTIMIZER}{key}.{parameter}": x for key, x in state.items()}
+        with _quiet():
+            dcp.load(tensors, storage_reader=reader, no_dist=processes.world_size == 1)
+    except (OSError, SafetensorError, json.JSONDecodeError, CheckpointException) as error:
+        raise UserError(
+            f"The checkpoint {str(folder)!r} is not readable: {_cause(error)}."
         ) from None
-    previous = folder.with_name(folder.name + ".old")
+    masters.publish()
+    names = {id(p): n for n, p in masters.named()}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if names[id(parameter)] in states:
+                    optimizer.state[parameter] = states[names[id(parameter)]]
+    return record["step"], record.get("progress", {})
+
+
+def _files(tensors: dict[str, Tensor]) -> dict[str, int]:
+    """The number of the file, from 1, that each tensor goes to."""
+    written, files = 0, {}
+    for name, tensor in tensors.items():
+        files[name] = 1 + written // _FILE_BYTES
+        written += tensor.nbytes
+    return files
+
+
+def _room_for_optimizers(
+    reader: HuggingFaceStorageReader, masters: Masters
+) -> dict[str, dict[str, Tensor]]:
+    """What the checkpoint holds of each parameter's optimizer, as tensors to read it into."""
+    parameters = dict(masters.named())
+    states: dict[str, dict[str, Tensor]] = {}
+    for name, found in reader.read_metadata().state_dict_metadata.items():
+        key, _, parameter = name.removeprefix(_OPTIMIZER).partition(".")
+        if not name.startswith(_OPTIMIZER) or parameter not in parameters:
+            continue
+        assert isinstance(found, TensorStorageMetadata), "safetensors hold nothing else"
+        like = parameters[parameter].detach()
+        # Moments have their parameter's shape, and are divided as it is; counters have none.
+        if found.size == like.shape:
+            room = torch.zeros_like(like)
+        else:
+            room = torch.zeros(found.size, dtype=found.properties.dtype, device=like.device)
+        states.setdefault(parameter, {})[key] = room
+    return states
+
+
+def _require_same(folder: Path, record: dict, facts: dict) -> None:
+    for name, value in facts.items():
+        if record.get(name) != value:
+            raise UserError(
+                f"The checkpoint {str(folder)!r} was made with {name} {record.get(name)!r}, the "
+                f"configuration says {value!r}. Restore it, or start anew in another output folder."
+            )
+
+
+def _replace(folder: Path, partial: Path) -> None:
+    previous = _previous(folder)
     shutil.rmtree(previous, ignore_errors=True)
     if folder.exists():
         os.replace(folder, previous)
@@ -57,45 +176,43 @@ def save_state(
     shutil.rmtree(previous, ignore_errors=True)
 
 
-def load_state(folder: Path, masters: Masters, optimizers: Sequence[Optimizer], facts: dict) -> int:
-    """Put a checkpoint into model and optimizer; returns the step to go on from.
+def _recover(folder: Path) -> None:
+    """Undo the first of the two renames of `_replace`, where the process died behind it."""
+    if not folder.exists() and _previous(folder).exists():
+        os.replace(_previous(folder), folder)
 
-    Raises:
-        UserError: there is none, it is broken, or `facts` (what must not change) differ.
-    """
-    previous = folder.with_name(folder.name + ".old")
-    if not folder.exists() and previous.exists():
-        folder = previous  # interrupted between the two renames of `save_state`
-    if not (folder / "state.json").is_file():
-        raise UserError(
-            f"There is no checkpoint to resume from in {str(folder)!r}; run without --resume."
-        )
-    record = json.loads((folder / "state.json").read_text())
-    for name, value in facts.items():
-        if record.get(name) != value:
-            raise UserError(
-                f"The checkpoint {str(folder)!r} was made with {name} {record.get(name)!r}, the "
-                f"configuration says {value!r}. Restore it, or start anew in another output folder."
-            )
-    device = masters.drafter.fc.weight.device
-    weights: dict[str, Tensor] = {}
-    state: dict[str, dict[str, Tensor]] = {}
+
+def _previous(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".old")
+
+
+@contextmanager
+def _told(folder: Path) -> Iterator[None]:
     try:
-        with safe_open(folder / "state.safetensors", framework="pt", device=str(device)) as reader:
-            for name in reader.keys():  # noqa: SIM118 (not a mapping)
-                tensor = reader.get_tensor(name)
-                if name.startswith(_WEIGHTS):
-                    weights[name.removeprefix(_WEIGHTS)] = tensor
-                else:
-                    key, parameter = name.removeprefix(_OPTIMIZER).split(".", 1)
-                    state.setdefault(parameter, {})[key] = tensor
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"The checkpoint {str(folder)!r} is not readable: {error}.") from None
-    masters.load(weights)
-    names = {id(p): n for n, p in masters.named()}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if names[id(parameter)] in state:
-                    optimizer.state[parameter] = state[names[id(parameter)]]
-    return record["step"]
+        yield
+    except (OSError, SafetensorError, CheckpointException) as error:
+        cause = _cause(error)
+        if not isinstance(cause, OSError | SafetensorError):
+            raise
+        raise UserError(
+            f"The checkpoint {str(folder)!r} could not be written: {cause}. "
+            "The last one is whole; free some space and run again with --resume."
+        ) from None
+
+
+def _cause(error: BaseException) -> BaseException:
+    """DCP's exceptions list what happened in each process."""
+    if not isinstance(error, CheckpointException):
+        return error
+    cause = next(iter(error.failures.values()))[0]
+    if isinstance(cause, KeyboardInterrupt):
+        raise cause
+    return cause
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """DCP warns of a single process; it is told that there is one."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

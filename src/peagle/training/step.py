@@ -6,18 +6,19 @@ Shapes: M graded elements.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from peagle.models.drafter import Drafter
 from peagle.training.batches import Batch
+from peagle.training.distributed import ALONE, Processes
 from peagle.training.eagle3 import eagle3_graded
 from peagle.training.features import TargetStates
-from peagle.training.methods import Graded, Method
+from peagle.training.methods import Graded, Method, Selected
 from peagle.training.objective import Grade, Objective
-from peagle.training.partition import partitioned_graded, two_pass_backward
+from peagle.training.partition import Layout, partitioned_graded, two_pass_backward
 
 # Pairs of elements that a mask may hold.
 _VALIDATION_PAIRS = 1 << 27
@@ -31,6 +32,9 @@ class Outcome:
         row, anchor, depth: which.
         match: the greedy draft is the target's token.
         loss: mean of the element losses, by their weights; a scalar.
+        chance: the target draws the greedy draft with this probability, at the temperature of
+            validation; None in training, and without a temperature.
+        follows: the greedy draft is the response's token; None as `chance`.
     """
 
     row: Tensor
@@ -38,6 +42,8 @@ class Outcome:
     depth: Tensor
     match: Tensor
     loss: Tensor
+    chance: Tensor | None = None
+    follows: Tensor | None = None
 
 
 class Step:
@@ -48,6 +54,7 @@ class Step:
         method: how its elements are chosen and computed.
         training, validation: how they are graded.
         segments: of the two-pass partition.
+        processes: who else has rows of the same batch.
     """
 
     def __init__(
@@ -57,46 +64,71 @@ class Step:
         training: Objective,
         validation: Objective,
         segments: int,
+        processes: Processes = ALONE,
     ) -> None:
         self.drafter = drafter
         self.method = method
         self.training = training
         self.validation = validation
         self.segments = segments
+        self.processes = processes
+
+    def lay_out(self, batch: Batch, generator: torch.Generator) -> Layout | None:
+        """Sample the elements of a batch and split them; None for EAGLE-3, which has all.
+
+        On the host, ahead of the step, it costs nothing: on a GPU each of its decisions would let
+        the device run dry.
+        """
+        if self.method.section.name == "eagle3":
+            return None
+        elements = self.method.elements(batch, generator)
+        return Layout.of(elements, batch.tokens_BN.shape[1], self.segments, self.method)
 
     def backward(self, batch: Batch, states: TargetStates, generator: torch.Generator) -> Outcome:
-        """Add the gradients of the mean loss of a batch to the head's."""
-        parts: list[tuple[Graded, Grade]] = []
+        """Add this process's part of the gradients of a batch's mean loss to the head's.
+
+        Args:
+            batch, states: on the device of the head.
+            generator: of the element sampling, where the batch has no layout yet.
+        """
+        parts: list[tuple[Selected, Grade]] = []
         if self.method.section.name == "eagle3":
-            weight = self._weight(batch.deepest_BN)
+            weight = self._weight(self._weight_down_to(batch.deepest_BN))
             graded = eagle3_graded(self.drafter, batch, states, self.method)
             loss = self._graded_loss(graded, states, weight, parts)
             loss.backward()
         else:
-            elements = self.method.elements(batch, generator)
+            layout = batch.layout or self.lay_out(batch, generator)
+            assert layout is not None
             # One denominator for all segments, known before the first.
-            weight = self.training.weights(elements.depths)[elements.supervised].sum()
+            weights = [self.training.weights(part.depth).sum() for part in layout.graded]
+            weight = self._weight(torch.stack(weights).sum())
             loss = two_pass_backward(
                 self.drafter,
                 batch,
                 states,
-                elements,
-                self.segments,
-                lambda graded: self._graded_loss(graded, states, weight.clamp_min(1), parts),
+                layout,
+                lambda graded: self._graded_loss(graded, states, weight, parts),
                 method=self.method,
             )
-        return _joined(parts, loss.detach())
+        return _joined(parts, self.processes.sum(loss.detach()))
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, states: TargetStates) -> Outcome:
         """Grade every element of a batch, over the target's whole vocabulary."""
         parts = [
-            (graded, self.validation.grade(graded, states))
+            (graded.selected, self.validation.grade(graded, states))
             for graded in self._everything(batch, states)
         ]
         loss = torch.stack([grade.loss for _, grade in parts]).sum()
         weight = torch.stack([grade.weight for _, grade in parts]).sum().clamp_min(1)
-        return _joined(parts, loss / weight)
+        outcome = _joined(parts, loss / weight)
+        chances = [grade.chance_M for _, grade in parts if grade.chance_M is not None]
+        drafts = [grade.draft_M for _, grade in parts if grade.draft_M is not None]
+        if not drafts:
+            return outcome
+        token_M = batch.tokens_BN[outcome.row, outcome.anchor + outcome.depth + 2]
+        return replace(outcome, chance=torch.cat(chances), follows=torch.cat(drafts) == token_M)
 
     def _everything(self, batch: Batch, states: TargetStates) -> Iterator[Graded]:
         # Validation's shapes are too many to compile each.
@@ -107,37 +139,37 @@ class Step:
         elements = method.elements(batch, None, everything=True)
         pairs = elements.anchors.numel() * batch.tokens_BN.shape[1]
         segments = -(-pairs // _VALIDATION_PAIRS)
-        yield from partitioned_graded(self.drafter, batch, states, elements, segments, method)
+        layout = Layout.of(elements, batch.tokens_BN.shape[1], segments, method)
+        yield from partitioned_graded(self.drafter, batch, states, layout, method)
 
-    def _weight(self, deepest_BN: Tensor) -> Tensor:
+    def _weight(self, own: Tensor) -> Tensor:
+        """The denominator of the loss: the weights of all processes' elements."""
+        return self.processes.sum(own).clamp_min(1)
+
+    def _weight_down_to(self, deepest_BN: Tensor) -> Tensor:
         """Sum of the weights of all elements down to the deepest of each anchor."""
         depths_K = torch.arange(self.method.section.depth, device=deepest_BN.device)
         counts_K = (deepest_BN.unsqueeze(-1) >= depths_K).sum((0, 1))
-        return (self.training.weights(depths_K) * counts_K).sum().clamp_min(1)
+        return (self.training.weights(depths_K) * counts_K).sum()
 
     def _graded_loss(
         self,
         graded: Graded,
         states: TargetStates,
         weight: Tensor,
-        parts: list[tuple[Graded, Grade]],
+        parts: list[tuple[Selected, Grade]],
     ) -> Tensor:
         grade = self.training.grade(graded, states)
-        parts.append((_described(graded), grade))
+        parts.append((graded.selected, grade))
         return grade.loss / weight
 
 
-def _described(graded: Graded) -> Graded:
-    """Which elements they are; their hidden states are not kept alive."""
-    return Graded(graded.row, graded.anchor, graded.depth, graded.hidden_MD.new_empty(0))
-
-
-def _joined(parts: list[tuple[Graded, Grade]], loss: Tensor) -> Outcome:
+def _joined(parts: list[tuple[Selected, Grade]], loss: Tensor) -> Outcome:
     """All parts as one, since a chain is spread over them."""
     return Outcome(
-        row=torch.cat([graded.row for graded, _ in parts]),
-        anchor=torch.cat([graded.anchor for graded, _ in parts]),
-        depth=torch.cat([graded.depth for graded, _ in parts]),
+        row=torch.cat([selected.row for selected, _ in parts]),
+        anchor=torch.cat([selected.anchor for selected, _ in parts]),
+        depth=torch.cat([selected.depth for selected, _ in parts]),
         match=torch.cat([grade.match_M for _, grade in parts]),
         loss=loss,
     )

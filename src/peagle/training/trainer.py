@@ -4,33 +4,39 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from peagle.engine.placement import resolve_device, resolve_dtype
+from peagle.engine.placement import resolve_dtype
 from peagle.errors import UserError
 from peagle.models.checkpoint import save_drafter, write_json
 from peagle.models.drafter import Drafter
 from peagle.models.fingerprint import TargetFingerprint
-from peagle.models.target import TargetModel, load_tokenizer
+from peagle.models.target_facts import TargetFacts
+from peagle.models.target_shape import TargetShape
 from peagle.training.batches import Batch, BatchStream, ValidationStream
-from peagle.training.build import build_drafter
+from peagle.training.budget import Budget, choose_memory
 from peagle.training.config import TrainConfig
-from peagle.training.data import ResponseDataset
+from peagle.training.distributed import ALONE, Processes
 from peagle.training.element_attention import dense_attention, flex_attention
-from peagle.training.features import TargetStates, target_states
-from peagle.training.masters import Masters
+from peagle.training.features import TargetStates
+from peagle.training.history import History
+from peagle.training.inputs import Inputs
+from peagle.training.memory import StepMemory
 from peagle.training.methods import Method
 from peagle.training.objective import Objective
 from peagle.training.optimizers import build_optimizers
-from peagle.training.provenance import provenance
-from peagle.training.reporting import History, Report, Window
-from peagle.training.source import Source
+from peagle.training.provenance import data_facts, provenance
+from peagle.training.reporting import Report, ValidationWindow, Window, require_finite
+from peagle.training.selection import Selection
+from peagle.training.sharded_masters import build_masters
 from peagle.training.state import load_state, save_state
 from peagle.training.step import Outcome, Step
+from peagle.training.step_shape import BatchShape, StepShape, kernels_of
 from peagle.training.vocabulary import vocabulary_report
 
 _COD_SEED = 7_919
@@ -51,118 +57,206 @@ class Trainer:
 
     Args:
         config: the run.
-        report: receives progress.
+        report: receives progress, in the first process.
+        processes: those that share the rows of every batch; all of them make a trainer and call
+            the same methods of it.
 
     Raises:
         UserError: target, data or configuration are not usable.
     """
 
     def __init__(
-        self, config: TrainConfig, report: Callable[[Report], None] = lambda _: None
+        self,
+        config: TrainConfig,
+        report: Callable[[Report], None] = lambda _: None,
+        processes: Processes = ALONE,
     ) -> None:
         self.config = config
         self.report = report
+        self.processes = processes
         run = config.run
-        self.device = resolve_device(run.device)
+        self.history = History(config.output, tensorboard=run.tensorboard, write=processes.is_first)
+        self.device = processes.device(run.device)
         if self.device.type == "cuda":
             # The frozen target in float32: TF32 products are twice as exact as bfloat16 ones.
             torch.set_float32_matmul_precision("high")
-        self.target = TargetModel.load(
-            config.target, dtype=resolve_dtype(run.target_dtype, self.device), device=self.device
+        budget = Budget.of(run, self.device).shared(processes)
+        self.inputs = Inputs.load(config, self.device)
+        self.target, data = self.inputs.target, config.data
+        self.dataset, self.validation = self.inputs.dataset, self.inputs.validation
+        self.stream = BatchStream(
+            self.dataset,
+            data.batch_tokens,
+            data.length_multiple,
+            run.seed,
+            rank=processes.rank,
+            world_size=processes.world_size,
         )
-        tokenizer = load_tokenizer(config.target)
-        data = config.data
-        load = (tokenizer, self.target.vocab_size, data.max_length)
-        self.dataset = ResponseDataset.load(data.train, *load)
-        self.stream = BatchStream(self.dataset, data.batch_tokens, data.length_multiple, run.seed)
-        self.validation = ResponseDataset.load(data.validation, *load) if data.validation else None
-        self.drafter = build_drafter(config, self.target, tokenizer, self.dataset)
+        built = self.inputs.build_head()
+        self.drafter, self.warm_start = built.drafter, built.warm_start
         self.vocabulary = vocabulary_report(self.drafter, self.dataset, self.validation)
-        self.target.tap_aux(self.drafter.config.aux_layer_ids)
-        self.masters = Masters(self.drafter, resolve_dtype(run.precision, self.device))
+        self.memory = _plan_memory(config, self.drafter, self.stream, self.device, budget)
+        precision = resolve_dtype(run.precision, self.device)
+        self.masters = build_masters(self.drafter, precision, processes)
         self.optimizers = build_optimizers(self.masters.named(), config.optimizer)
-        self._step = _build_step(config, self.drafter, self.target, self.device)
+        self._step = _build_step(
+            config, self.drafter, self.target, self.device, processes, self.memory
+        )
         self.step = 0
+        self.num_tokens = 0
+        self.seconds = self._before = 0.0
+        self._start_step, self._started = 0, time.perf_counter()
         self.stop_requested = False
-        self.history = History(config.output)
+        self.selection = Selection(run, config.method.depth)
 
     def run(self, *, resume: bool = False) -> dict[str, Any]:
         """Train to the end and write head, checkpoint and records; returns the record.
 
-        Once `stop_requested` is set, the step at hand is finished and saved, and
-        `TrainingStopped` says where to go on.
+        The head that is kept is the best one by `selection`, or without validation data the newest;
+        the end comes early where no better one is to be expected (`run.patience`). Once
+        `stop_requested` is set, the step at hand is finished and saved, and `TrainingStopped` says
+        where to go on.
 
         Args:
             resume: go on from the checkpoint in the output folder.
 
         Raises:
-            UserError: no checkpoint to resume from, one that would be overwritten, or no space.
+            UserError: no checkpoint to resume from, one that would be overwritten, no space, or a
+                loss that is not finite.
             TrainingStopped: a stop was requested before the last step.
         """
         config, output = self.config, self.config.output
         checkpoint = output / "checkpoint"
         output.mkdir(parents=True, exist_ok=True)
         if resume:
-            self.step = load_state(checkpoint, self.masters, self.optimizers, self._facts())
+            self.step, progress = load_state(
+                checkpoint, self.masters, self.optimizers, self._facts(), self.processes
+            )
+            self._restore(progress)
         elif checkpoint.exists():
             raise UserError(
                 f"{str(checkpoint)!r} holds an earlier run; go on with --resume or choose another "
                 "output."
             )
         steps, run = config.optimizer.steps, config.run
-        start_step, started = self.step, time.perf_counter()
-        window = Window(self._step.method.section.depth, self.device)
-        compute = partial(target_states, self.target)
-        source = Source(self.stream.at, self.device, compute=compute)
-        for batch, states in source.range(self.step, steps):
-            window.add(self._train_step(batch, states), batch.num_tokens)
+        origin = self._origin()
+        self.history.begin(self.step)
+        self._start_step, self._started = self.step, time.perf_counter()
+        self._before = self.seconds
+        window = Window(config.method.depth, self.device)
+        stop = self.step if self.selection.exhausted else steps
+        source = self.inputs.source(self._batch_at)
+        for batch, states in source.range(self.step, stop):
+            outcome, norm = self._train_step(batch, states)
+            window.add(outcome, batch, norm)
             self.step += 1
-            if self.step % run.log_every == 0 or self.step == steps:
-                pace = (time.perf_counter() - started) / (self.step - start_step)
-                self._log("train", window, pace)
-                window = Window(self._step.method.section.depth, self.device)
-            if self.step % run.validate_every == 0 or self.step == steps:
-                self.validate()
-            if self.step % run.save_every == 0 or self.step == steps or self.stop_requested:
+            if self._due(run.log_every):
+                self._publish(self._reported("train", window))
+                window = Window(config.method.depth, self.device)
+            if self._due(run.validate_every):
+                require_finite(window, self.step, config)
+                self._select()
+            stopping, ended = self._agree(batch), self.selection.exhausted
+            if self._due(run.save_every) or stopping or ended:
+                require_finite(window, self.step, config)
                 self._save(checkpoint)
-            if self.stop_requested and self.step < steps:
+            if ended:
+                break
+            if stopping and self.step < steps:
                 raise TrainingStopped(self.step, steps)
-        return self._finish(time.perf_counter() - started)
+        return self._finish(origin)
 
     def validate(self) -> Report | None:
-        """Loss and simulated acceptance on the validation data, every element of it."""
+        """Loss and simulated acceptance on the validation data, every element of it.
+
+        Raises:
+            UserError: the loss is not finite.
+        """
         if self.validation is None:
             return None
-        data, run = self.config.data, self.config.run
+        config, data, run = self.config, self.config.data, self.config.run
         stream = ValidationStream(
             self.validation, data.batch_tokens, data.length_multiple, run.validation_batches
         )
-        window = Window(self._step.method.section.depth, self.device, walk=True)
-        source = Source(stream.at, self.device, compute=partial(target_states, self.target))
-        for batch, states in source.range(0, len(stream)):
-            window.add(self._step.evaluate(batch, states), batch.num_tokens)
-        return self._log("validation", window, 0.0)
+        window = ValidationWindow(config.method.depth, self.device, run.validation_temperature)
+        own = self.processes.share(len(stream))
+        source = self.inputs.source(lambda index: stream.at(own[index]), "validation")
+        for batch, states in source.range(0, len(own)):
+            window.add(self._step.evaluate(batch, states), batch)
+        return self._reported("validation", window)
 
-    def _train_step(self, batch: Batch, states: TargetStates) -> Outcome:
-        """One optimizer step."""
+    def _agree(self, batch: Batch) -> bool:
+        """Meet the other processes: does one of them stop, how many tokens did all learn from?"""
+        stops, num_tokens = self.processes.sum(
+            torch.tensor([int(self.stop_requested), batch.num_tokens])
+        ).tolist()
+        self.num_tokens += num_tokens
+        return stops > 0
+
+    def _due(self, every: int) -> bool:
+        """Whether it is time for what is done every so many steps, and at the end."""
+        return self.step % every == 0 or self.step == self.config.optimizer.steps
+
+    def _select(self) -> None:
+        """Validate, keep the head if it is the best so far, and draw the curves."""
+        if (report := self.validate()) is not None:
+            if self.selection.consider(report):
+                report = replace(report, is_best=True)
+                self._save_head()
+            self._publish(report)
+        self.history.draw(self.selection.best)
+
+    def _train_step(self, batch: Batch, states: TargetStates) -> tuple[Outcome, Tensor]:
+        """One optimizer step; returns the norm of its gradients too, before they are clipped."""
         rate = self._learning_rate(self.step)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
-        generator = torch.Generator(self.device)
-        generator.manual_seed(self.config.run.seed * _COD_SEED + self.step)
-        outcome = self._step.backward(batch, states, generator)
+        outcome = self._step.backward(batch, states, self._sampling(self.step))
         moved = self.masters.collect()
-        torch.nn.utils.clip_grad_norm_(moved, self.config.optimizer.max_grad_norm)
+        norm = self.masters.clip(moved, self.config.optimizer.max_grad_norm)
         for optimizer in self.optimizers:
             optimizer.step()
         self.masters.publish()
-        return outcome
+        return outcome, norm
 
     def _save(self, checkpoint: Path) -> None:
-        save_state(checkpoint, self.masters, self.optimizers, self.step, self._facts())
-        run = self.config.run
-        save_head(self.drafter, self.target, self.config.output / "head", run.save_dtype)
+        self.seconds = self._before + time.perf_counter() - self._started
+        progress = {
+            "seconds": self.seconds,
+            "tokens": self.num_tokens,
+            "selection": self.selection.to_json(),
+        }
+        save_state(
+            checkpoint,
+            self.masters,
+            self.optimizers,
+            self.step,
+            self._facts(),
+            progress,
+            self.processes,
+        )
+        if self.selection.best is None:
+            self._save_head()
+
+    def _restore(self, progress: dict[str, Any]) -> None:
+        """Go on from what `_save` wrote; checkpoints of older versions lack it."""
+        self.seconds = progress.get("seconds", 0.0)
+        self.num_tokens = progress.get("tokens", 0)
+        self.selection.restore(progress.get("selection", {}))
+
+    def _save_head(self) -> None:
+        folder, dtype = self.config.output / "head", self.config.run.save_dtype
+        self.processes.first(lambda: save_head(self.drafter, self.target, folder, dtype))
+
+    def _batch_at(self, step: int) -> Batch:
+        """A batch of training, its elements drawn."""
+        batch = self.stream.at(step)
+        return replace(batch, layout=self._step.lay_out(batch, self._sampling(step)))
+
+    def _sampling(self, step: int) -> torch.Generator:
+        """Random numbers of a step's elements."""
+        return torch.Generator().manual_seed(self.config.run.seed * _COD_SEED + step)
 
     def _learning_rate(self, step: int) -> float:
         """Linear warm-up, then linear decay to zero at the last step."""
@@ -171,24 +265,26 @@ class Trainer:
         share = min((step + 1) / warmup, (options.steps - step) / max(1, options.steps - warmup))
         return options.learning_rate * min(1.0, share)
 
-    def _log(self, kind: str, window: Window, pace: float) -> Report:
+    def _reported(self, kind: str, window: Window) -> Report:
+        """The figures of a window, of all processes; refused where they are not finite."""
+        window.pool(self.processes)
+        require_finite(window, self.step, self.config)
         steps = self.config.optimizer.steps
-        report = Report(
+        pace = (time.perf_counter() - self._started) / max(1, self.step - self._start_step)
+        return Report(
             kind=kind,
             step=self.step,
             steps=steps,
-            loss=window.loss(),
-            accuracy=window.meter.accuracy(),
-            acceptance=window.meter.unconditional(),
-            acceptance_lengths=window.acceptance_lengths(),
             learning_rate=self._learning_rate(min(self.step, steps - 1)),
-            tokens_per_s=window.tokens_per_s(),
             tokens_per_step=self.stream.tokens_per_step,
             seconds_left=pace * (steps - self.step),
+            **window.figures(),
         )
+
+    def _publish(self, report: Report) -> None:
         self.history.add(report)
-        self.report(report)
-        return report
+        if self.processes.is_first:
+            self.report(report)
 
     def _facts(self) -> dict[str, Any]:
         """What a resumed run must have in common with the one that it goes on."""
@@ -200,51 +296,100 @@ class Trainer:
             "seed": config.run.seed,
             "sequences": len(self.dataset),
             "batch_tokens": config.data.batch_tokens,
+            "warm_start": self.warm_start.sha256 if self.warm_start else None,
         }
 
-    def _finish(self, seconds: float) -> dict[str, Any]:
+    def _origin(self) -> dict[str, Any]:
+        """Where the run comes from, taken before it: commit and files may change meanwhile."""
+        config, data = self.config, self.config.data
+        sets = {"train": data_facts(data.train, self.dataset), "validation": None}
+        if data.validation is not None and self.validation is not None:
+            sets["validation"] = data_facts(data.validation, self.validation)
+        paths = {"target": True, "output": True, "data": {"train", "validation"}}
+        return {
+            **provenance(self.device),
+            "config": config.model_dump(mode="json", exclude=paths),
+            "target": TargetFingerprint.of(self.target).to_json(),
+            "warm_start": self.warm_start.to_json() if self.warm_start else None,
+            "data": sets,
+            "data_sha256": sets["train"]["sha256"],
+        }
+
+    def _finish(self, origin: dict[str, Any]) -> dict[str, Any]:
         config = self.config
+        self.seconds = self._before + time.perf_counter() - self._started
         record = {
-            **provenance(config.data.train, self.device),
-            "config": config.model_dump(mode="json", exclude={"target", "output", "data"}),
+            **origin,
             "parameters": sum(p.numel() for p in self.drafter.parameters()),
             "steps": self.step,
             "epochs": self.step / self.stream.steps_per_epoch,
             "sequences": len(self.dataset),
             "draft_vocabulary": self.vocabulary.to_json() if self.vocabulary else None,
             "tokens_per_step": self.stream.tokens_per_step,
-            "seconds": seconds,
+            "segments": self.memory.segments,
+            "recompute_layers": self.memory.recompute,
+            "planned_memory_bytes": self.memory.total,
+            "tokens": self.num_tokens,
+            "seconds": self.seconds,
+            "stop_reason": "steps" if self.step == config.optimizer.steps else "patience",
             "final": self.history.last(),
             "validation": self.history.last("validation"),
+            "best": self.selection.best,
         }
-        write_json(config.output / "train.json", record)
+        if self.processes.is_first:
+            write_json(config.output / "train.json", record)
+        self.history.draw(self.selection.best)
+        self.history.close()
         return record
 
 
+def _plan_memory(
+    config: TrainConfig,
+    drafter: Drafter,
+    stream: BatchStream,
+    device: torch.device,
+    budget: Budget,
+) -> StepMemory:
+    """Segments and recomputation, where the configuration leaves them open."""
+    target, batch = TargetShape.read(config.target), BatchShape.of(stream)
+    world_size = stream.world_size
+    shape = StepShape.of(config, drafter.config, target, batch, device, world_size=world_size)
+    return choose_memory(shape, config.run, budget)
+
+
 def _build_step(
-    config: TrainConfig, drafter: Drafter, target: TargetModel, device: torch.device
+    config: TrainConfig,
+    drafter: Drafter,
+    target: TargetFacts,
+    device: torch.device,
+    processes: Processes,
+    memory: StepMemory,
 ) -> Step:
     """What computes gradients, as the run section says."""
     run, section = config.run, config.method
-    on_gpu = device.type == "cuda"
-    # EAGLE-3 has a shape for every depth, each to be compiled: a mask is cheaper there.
-    suits = on_gpu and section.name == "peagle"
-    flex = run.attention == "flex" or (run.attention == "auto" and suits)
+    flex, compiled = kernels_of(config, device)
     method = Method(
         section,
         flex_attention if flex else dense_attention,
         flex=flex,
-        recompute=run.recompute_layers,
-        compiled=suits,
+        recompute=memory.recompute,
+        compiled=compiled,
     )
     training, validation = (
-        Objective(drafter, target, section, run.loss_chunk_rows, whole_vocabulary=whole)
+        Objective(
+            drafter,
+            target,
+            section,
+            run.loss_chunk_rows,
+            whole_vocabulary=whole,
+            temperature=run.validation_temperature if whole else 0.0,
+        )
         for whole in (False, True)
     )
-    return Step(drafter, method, training, validation, run.segments or 1)
+    return Step(drafter, method, training, validation, memory.segments, processes)
 
 
-def save_head(drafter: Drafter, target: TargetModel, folder: Path, dtype: str) -> None:
+def save_head(drafter: Drafter, target: TargetFacts, folder: Path, dtype: str) -> None:
     """Write the head as it stands, vLLM style, with the target's fingerprint."""
     save_drafter(
         folder,

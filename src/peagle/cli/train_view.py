@@ -1,0 +1,75 @@
+"""Reports of a training run as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from peagle.training.curves import shown_numbers
+
+if TYPE_CHECKING:
+    from peagle.training.reporting import Report
+
+_MOST_COLUMNS = 12
+_LABEL = 27
+
+
+def progress_text(report: Report) -> str:
+    """A report: one line of training, or the block of a validation."""
+    head = f"{report.kind:<10} {report.step}/{report.steps}  loss {report.loss:.4f}"
+    if report.kind == "validation":
+        note = "  the best head so far" if report.is_best else ""
+        return "\n".join([head + note, *_acceptance_rows(report)])
+    lengths = report.acceptance_lengths
+    accuracy = " ".join(_share(value) for value in report.accuracy)
+    minutes, seconds = divmod(round(report.seconds_left), 60)
+    return (
+        f"{head}  AL {lengths[-1]:.2f} (K={len(lengths)})  accuracy by depth {accuracy}  "
+        f"{report.tokens_per_s:,.0f} tokens/s  {minutes}:{seconds:02d} left"
+    )
+
+
+def result_text(record: dict[str, Any], folder: str) -> str:
+    """What a finished run left."""
+    best, lines = record["best"], []
+    if record["stop_reason"] == "patience":
+        patience = record["config"]["run"]["patience"]
+        lines.append(f"stopped at step {record['steps']}: no better head in {patience} validations")
+    which = "head"
+    if best is not None:
+        how = f"temperature {best['temperature']:g}" if best["temperature"] else "greedy"
+        which = (
+            f"head of step {best['step']} (acceptance length {best['acceptance_length']:.2f} as "
+            f"served, K={best['k']}, {how})"
+        )
+    lines.append(f"{which} written to {folder} after {record['seconds']:.0f} s")
+    return "\n".join(lines)
+
+
+def _acceptance_rows(report: Report) -> list[str]:
+    """Simulated acceptance by K and by position, with a heading."""
+    depth = len(report.acceptance_lengths)
+    if not report.num_drafts:
+        return [f"  no acceptance: every response is shorter than {depth + 2} tokens"]
+    columns = shown_numbers(depth, _MOST_COLUMNS)
+    at = f"T={report.temperature:g}" if report.temperature is not None else ""
+    rows: list[tuple[str, Sequence[float | None], bool]] = [
+        ("acceptance length, greedy", report.acceptance_lengths, False),
+        (f"acceptance length, {at}", report.sampled_acceptance_lengths, False),
+        ("unconditional, greedy", report.unconditional_acceptance_per_pos, True),
+        (f"unconditional, {at}", report.sampled_unconditional_acceptance_per_pos, True),
+        ("conditional, greedy", report.conditional_acceptance_per_pos, True),
+        (f"conditional, {at}", report.sampled_conditional_acceptance_per_pos, True),
+    ]
+    heading = f"  {f'by K; by position of K={depth}':<{_LABEL}}"
+    lines = [heading + "".join(f"{column + 1:>6}" for column in columns)]
+    for label, values, shares in rows:
+        if values:
+            shown = (_share(values[i]) if shares else f"{values[i]:.2f}" for i in columns)
+            lines.append(f"  {label:<{_LABEL}}" + "".join(f"{text:>6}" for text in shown))
+    return lines
+
+
+def _share(value: float | None) -> str:
+    """Without the leading 0; - where nobody knows."""
+    return "-" if value is None else f"{value:.2f}".removeprefix("0")

@@ -1,0 +1,206 @@
+"""The processes of a run: alone, or as many as torchrun started.
+
+`joined` reads what torchrun put into the environment, gives each process its GPU and makes one
+process group: NCCL between GPUs, gloo between the processes themselves. Without torchrun there is
+no group, and every helper here does nothing.
+
+A process that dies closes its connections, so that the others' next gloo call fails at once; one
+that hangs is given up after `TIMEOUT`. Both end in one clear line.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from peagle.engine.placement import resolve_device
+from peagle.errors import UserError
+
+# Longer than any process writes a head or compiles a layer while the others wait for it.
+TIMEOUT = timedelta(minutes=10)
+# Seconds that failing processes give each other to tell of it only once.
+_FAREWELL = 2.0
+# Seconds until the kernel ends a process that cannot end itself.
+_LAST_SECONDS = 30
+_FAILURES = "peagle/failures"
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """The processes of a run, seen from one of them.
+
+    Attributes:
+        rank: which one this is, from 0.
+        world_size: how many there are; 1 means no process group.
+        local_rank: which one of this machine, and which GPU.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the one that prints and writes records."""
+        return self.rank == 0
+
+    def device(self, name: str) -> torch.device:
+        """The device of this process, for the configuration's `run.device`.
+
+        Raises:
+            UserError: torch does not have it, or there are fewer GPUs than processes.
+        """
+        device = resolve_device(name)
+        if self.world_size == 1 or device.type != "cuda":
+            return device
+        if device.index is not None:
+            raise UserError(
+                f"run.device is {name!r} and {self.world_size} processes share the run; "
+                'each takes a GPU of its own with "cuda" or "auto".'
+            )
+        if self.local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"Process {self.local_rank} of this machine has no GPU of its own; torchrun's "
+                f"--nproc-per-node may be {torch.cuda.device_count()} here."
+            )
+        return torch.device("cuda", self.local_rank)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all processes, in place; nobody waits for a GPU."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def any(self, flag: bool) -> bool:
+        """Whether it holds in some process; all processes meet here."""
+        if self.world_size == 1:
+            return flag
+        # On the host, so that no GPU has to catch up.
+        answer = torch.tensor(int(flag))
+        dist.all_reduce(answer, dist.ReduceOp.MAX)
+        return bool(answer)
+
+    def least(self, value: int) -> int:
+        """The smallest of all processes' values; all processes meet here."""
+        if self.world_size == 1:
+            return value
+        answer = torch.tensor(value)
+        dist.all_reduce(answer, dist.ReduceOp.MIN)
+        return int(answer)
+
+    def share(self, count: int) -> range:
+        """Which of `count` things are this process's."""
+        return range(self.rank, count, self.world_size)
+
+    def first(self, action: Callable[[], object]) -> None:
+        """Let the first process do something; the others wait for it.
+
+        Raises:
+            UserError: in all processes, the one that the action raised.
+        """
+        problem = None
+        if self.is_first:
+            try:
+                action()
+            except UserError as error:
+                if self.world_size == 1:
+                    raise
+                problem = str(error)
+        if self.world_size > 1:
+            answer = [problem]
+            dist.broadcast_object_list(answer, src=0, device=torch.device("cpu"))
+            problem = answer[0]
+        if problem is not None:
+            raise UserError(problem)
+
+
+ALONE = Processes()
+
+
+@contextmanager
+def joined(timeout: timedelta = TIMEOUT) -> Iterator[Processes]:
+    """The processes that torchrun started together, or this one alone.
+
+    Args:
+        timeout: one that does not answer for so long is given up.
+
+    Raises:
+        UserError: one that the body raised, where this process is the first to raise one; or
+            another process is gone or does not answer.
+        SystemExit: with status 2, where another process has told of its error already.
+    """
+    if any(not os.environ.get(name) for name in _VARIABLES) or os.environ["WORLD_SIZE"] == "1":
+        yield ALONE
+        return
+    processes = Processes(*(int(os.environ.get(n, 0)) for n in (*_VARIABLES[:2], "LOCAL_RANK")))
+    store, on_gpu = None, False
+    try:
+        # init_process_group would make the store too, but keep it to itself.
+        store, *_ = next(iter(dist.rendezvous("env://", timeout=timeout)))
+        on_gpu = torch.cuda.is_available() and processes.local_rank < torch.cuda.device_count()
+        if on_gpu:
+            torch.cuda.set_device(processes.local_rank)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            store=dist.PrefixStore("peagle", store),
+            rank=processes.rank,
+            world_size=processes.world_size,
+            timeout=timeout,
+        )
+        yield processes
+        dist.destroy_process_group()
+    except UserError:
+        _leave_if_told(store, processes)
+        raise
+    except RuntimeError as error:
+        if not _is_loss(error):
+            raise
+        if on_gpu:
+            # NCCL's kernels wait for the lost process, and the driver for them.
+            signal.alarm(_LAST_SECONDS)
+        _leave_if_told(store, processes)
+        raise UserError(
+            "Another process of this run has ended, or has not answered for "
+            f"{timeout.total_seconds():g} s ({_gist(error)}). A checkpoint from before is whole: "
+            "go on with --resume."
+        ) from None
+
+
+def _is_loss(error: RuntimeError) -> bool:
+    """Whether a collective failed; gloo's errors have no class of their own."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
+
+
+def _leave_if_told(store: dist.Store | None, processes: Processes) -> None:
+    """Of the processes that fail the first one tells why; the others end here."""
+    try:
+        told = store is not None and store.add(_FAILURES, 1) > 1
+        # Whoever holds the store stays until the others have looked; torchrun's agent does, too.
+        holds = processes.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        deadline = time.monotonic() + _FAREWELL
+        while store is not None and holds and time.monotonic() < deadline:
+            if store.add(_FAILURES, 0) >= processes.world_size:
+                break
+            time.sleep(0.02)
+    except RuntimeError:
+        return  # the process that held the store is gone
+    if told:
+        # torchrun ends all when it sees one end.
+        time.sleep(_FAREWELL / 4)
+        raise SystemExit(2) from None
+
+
+def _gist(error: Exception) -> str:
+    """The first sentence, without the place in gloo's source that may stand before it."""
+    line = str(error).splitlines()[0]
+    return line.rpartition("] ")[2].partition(". ")[0].rstrip(".") or line

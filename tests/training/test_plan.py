@@ -1,0 +1,319 @@
+"""A plan against what a run then does: its data, its arithmetic, its files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from peagle.errors import UserError
+from peagle.models.elements import attention_mask
+from peagle.models.target import TargetModel
+from peagle.training.batches import BatchStream
+from peagle.training.config import TrainConfig
+from peagle.training.data import ResponseDataset
+from peagle.training.feature_format import Index, StoreFacts, plan_shards
+from peagle.training.methods import Method
+from peagle.training.plan import GPU_TFLOPS, TrainingPlan, Where, make_plan
+from peagle.training.plan_text import plan_text
+from peagle.training.step_shape import BatchShape
+from peagle.training.trainer import Trainer
+from peagle.training.work import MeanRow, step_work
+from tests.conftest import make_target_folder
+from tests.training.memory_runs import Case, Running
+from tests.training.warm_starting import write_data
+
+GIB = 2**30
+
+
+def random_stream(sequences: int, longest: int, batch_tokens: int) -> BatchStream:
+    generator = torch.Generator().manual_seed(3)
+    lens = torch.randint(longest // 2, longest + 1, (sequences,), generator=generator)
+    lens[0] = longest
+    prompts = (lens * 0.3).long()
+    start_loc = torch.nn.functional.pad(lens.cumsum(0), (1, 0))
+    tokens = torch.zeros(int(lens.sum()), dtype=torch.int32)
+    dataset = ResponseDataset(tokens, start_loc, prompts)
+    return BatchStream(dataset, batch_tokens, 8, 0)
+
+
+# ---- arithmetic -----------------------------------------------------------------------------
+
+WORK: dict[str, Case] = {
+    "one segment": Case(),
+    "segments": Case(4),
+    "recomputed": Case(3, True),
+    "pruned": Case(2, head={"vocab_size": 900, "draft_vocab_size": 200}),
+    "tv": Case(2, head={"vocab_size": 900, "draft_vocab_size": 200}, method={"loss": "tv"}),
+    "deep": Case(2, method={"depth": 9, "cod_ratio": 0.7}, head={"num_layers": 2}),
+    "eagle3": Case(method={"name": "eagle3", "depth": 4}),
+}
+
+
+@pytest.mark.parametrize("case", WORK.values(), ids=WORK)
+def test_products_of_a_step(case: Case) -> None:
+    running = Running(case)
+    # The sum of lm_head's gradient, which the counter does not know by itself.
+    in_place: Any = {
+        torch.ops.aten.addmm_: lambda _, left, right, **__: 2 * left[0] * left[1] * right[1]
+    }
+    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+        running.step.backward(running.batch, running.states, torch.Generator().manual_seed(0))
+    counts = counter.get_flop_counts()["Global"]
+    products = sum(n for op, n in counts.items() if "attention" not in str(op))
+    length = case.length
+    # Rows of one document with a prompt of one token.
+    row = MeanRow(length - 2, length, length * (length + 1) / 2, (length - 2) * (length - 1) / 2)
+    work = step_work(case.shape, row, case.segments, case.recompute)
+    # Without the compiler the last product of a layer is not computed again.
+    tolerance = 0.1 if case.recompute else 0.03
+    planned = work.parts["layers"] + work.parts["vocabulary"]
+    assert planned == pytest.approx(products, rel=tolerance)
+
+
+def test_pairs_that_see_each_other() -> None:
+    case = Case(3, method={"depth": 5}, head={"num_layers": 1})
+    stream = random_stream(60, 150, 600)
+    method = Method(case.config.method)
+    seen = graded = steps = 0
+    for steps in range(1, stream.steps_per_epoch + 1):
+        elements = method.elements(stream.at(steps), torch.Generator().manual_seed(steps))
+        counts = elements.supervised | ((elements.depths == 0) & (elements.documents >= 0))
+        mask = attention_mask(elements, elements)[:, 0]
+        seen += int((mask & counts.unsqueeze(-1)).sum())
+        graded += int(elements.supervised.sum())
+    shape = dataclasses.replace(case.shape, batch=BatchShape.of(stream))
+    work = step_work(shape, MeanRow.of(stream), 3, False)
+    head_dim = shape.head.head_dim * shape.head.num_attention_heads
+    assert work.parts["attention"] / (14 * head_dim) == pytest.approx(seen / steps, rel=0.05)
+    assert work.graded == pytest.approx(graded / steps, rel=0.05)
+
+
+def test_work_of_the_target_and_of_muon() -> None:
+    case = Case(optimizer="muon")
+    target = dataclasses.replace(case.shape.target, num_active=1000)
+    shape = dataclasses.replace(case.shape, target=target)
+    row = MeanRow(100, 100, 5000.0, 4000.0)
+    parts = step_work(shape, row, 1, False).parts
+    assert parts["target"] == 2 * 1000 * 512 + 4 * 2 * 5000 * 4 * 16 * 4
+    small = {n: s for n, s in shape.parameters.shapes.items() if n == "fc.weight"}
+    alone = dataclasses.replace(shape.parameters, shapes={**small, "layers.0": torch.Size((9,))})
+    muon = step_work(dataclasses.replace(shape, parameters=alone), row, 1, False).parts
+    # fc is 96 x 144: five times x x^T, its square, and a product with x.
+    assert muon["optimizer"] == 5 * 2 * (96 * 96 * 144 + 96**3 + 96 * 96 * 144)
+    stored = dataclasses.replace(shape, stored=True)
+    assert "target" not in step_work(stored, row, 1, False).parts
+
+
+# ---- a run ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    """A run of the tiny Llama."""
+    root = tmp_path_factory.mktemp("plan")
+    make_target_folder(root / "target")
+    generator = torch.Generator().manual_seed(1)
+    lens = torch.randint(20, 60, (50,), generator=generator).tolist()
+    rows = [torch.randint(2, 300, (n,), generator=generator).tolist() for n in lens]
+    return TrainConfig.model_validate(
+        {
+            "target": root / "target",
+            "output": root / "out",
+            "head": {"num_layers": 2, "draft_vocab_size": 200, "freeze_embeddings": True},
+            "data": {
+                "train": write_data(root / "data.jsonl", rows),
+                "batch_tokens": 300,
+                "length_multiple": 8,
+            },
+            "method": {"depth": 4},
+            "optimizer": {"steps": 4, "name": "muon"},
+            "run": {"device": "cpu", "memory_gib": 1},
+        }
+    )
+
+
+def without_weights(config: TrainConfig, folder: Path) -> TrainConfig:
+    folder.mkdir()
+    for file in config.target.iterdir():
+        if file.suffix == ".json":
+            (folder / file.name).write_bytes(file.read_bytes())
+    return config.model_copy(update={"target": folder})
+
+
+def test_the_run_is_the_planned_one(config: TrainConfig, tmp_path: Path) -> None:
+    bare = without_weights(config, tmp_path / "bare")
+    plan = make_plan(bare, Where())
+    output = tmp_path / "out"
+    trainer = Trainer(config.model_copy(update={"output": output}))
+    record = trainer.run()
+    found = plan.to_json()
+    assert found["problem"] == ""
+    assert plan.shape.head == trainer.drafter.config
+    assert found["head"]["parameters"]["total"] == record["parameters"]
+    assert found["data"]["sequences"] == record["sequences"]
+    assert found["data"]["tokens_per_step"] == record["tokens_per_step"]
+    assert found["epochs"] == record["epochs"]
+    assert found["memory"]["segments"] == record["segments"] == 1
+    assert found["memory"]["recompute_layers"] is record["recompute_layers"] is False
+    assert found["memory"]["peak"] == record["planned_memory_bytes"]
+    assert isinstance(trainer.target, TargetModel)
+    model = trainer.target.model
+    assert found["target"]["parameters"] == sum(p.numel() for p in model.parameters())
+    for name in ("checkpoint", "head"):
+        files = [f for f in (output / name).rglob("*") if f.suffix == ".safetensors"]
+        size = sum(os.path.getsize(file) for file in files)
+        assert 0 <= size - found["disk"][name] < 0.25 * size, name  # headers, counters
+
+
+def test_a_store_has_the_planned_size(config: TrainConfig) -> None:
+    plan = make_plan(config, Where())
+    trainer = Trainer(config)
+    aux = trainer.drafter.config.aux_layer_ids
+    facts = StoreFacts.of(trainer.dataset, trainer.target, aux, "bf16", "float32")
+    shards = plan_shards(trainer.dataset, facts)
+    size = sum(shard.layout.size - len(shard.layout.header) for shard in shards)
+    assert plan.disk.store == size - 8 * len(trainer.dataset)  # numbers of the sequences
+
+
+def plan_of(config: TrainConfig, where: Where, **sections: dict[str, Any]) -> TrainingPlan:
+    data = config.model_dump()
+    data["head"]["init"] = None
+    for name, section in sections.items():
+        data[name] = {**data[name], **section}
+    return make_plan(TrainConfig.model_validate(data), where)
+
+
+def test_memory_decides_segments(config: TrainConfig) -> None:
+    ample = plan_of(config, Where())
+    assert [memory.segments for memory in ample.by_segments] == [1, 2, 4, 8]
+    assert ample.by_segments[0] == ample.memory
+    budget = (ample.by_segments[2].total + 1) / GIB
+    tight = plan_of(config, Where(), run={"memory_gib": budget})
+    assert not tight.problem and tight.memory.segments <= 4
+    assert tight.memory.total <= budget * GIB < ample.memory.total
+    none = plan_of(config, Where(), run={"memory_gib": 1e-5})
+    assert "A step may take" in none.problem and "run.memory_gib is 1e-05" in none.problem
+    # What is written is checked as well.
+    fixed = {"segments": 1, "recompute_layers": False, "memory_gib": 1e-5}
+    assert plan_of(config, Where(), run=fixed).problem
+
+
+def test_a_run_takes_the_segments_that_fit(config: TrainConfig, tmp_path: Path) -> None:
+    ample = make_plan(config, Where())
+    budget = (ample.by_segments[2].total + 1) / GIB
+    losses = {}
+    for name, gib in (("ample", 1.0), ("tight", budget)):
+        run = config.run.model_copy(update={"memory_gib": gib})
+        chosen = config.model_copy(update={"run": run, "output": tmp_path / name})
+        trainer = Trainer(chosen)
+        assert trainer.memory == make_plan(chosen, Where()).memory
+        record = trainer.run()
+        losses[name] = record["final"]["loss"]
+        assert (record["segments"] > 1) == (name == "tight")
+    assert losses["tight"] == pytest.approx(losses["ample"], rel=1e-4)
+    run = config.run.model_copy(update={"memory_gib": 1e-6})
+    with pytest.raises(UserError, match="A step may take 1"):
+        Trainer(config.model_copy(update={"run": run}))
+
+
+def test_stored_features_spare_the_target(config: TrainConfig, tmp_path: Path) -> None:
+    whole = make_plan(config, Where())
+    stored = plan_of(config, Where(), data={"features": tmp_path / "store"})
+    assert stored.memory.total < whole.memory.total
+    assert stored.work.total < whole.work.total
+    assert stored.shape.states_dtype == torch.bfloat16  # what would be written
+    text = plan_text(stored)
+    assert ", from stored features" in text and "would take" not in text
+    # One that is there says of what type it is.
+    trainer = Trainer(config)
+    aux = trainer.drafter.config.aux_layer_ids
+    facts = StoreFacts.of(trainer.dataset, trainer.target, aux, "fp32", "float32")
+    (tmp_path / "store").mkdir()
+    index = Index(facts, 1, ())
+    (tmp_path / "store" / "index.json").write_text(json.dumps(index.to_json()))
+    wide = plan_of(config, Where(), data={"features": tmp_path / "store"})
+    assert wide.shape.states_dtype == torch.float32
+    assert wide.disk.store == 2 * stored.disk.store
+
+
+def test_hours_from_arithmetic_or_from_a_measurement(config: TrainConfig) -> None:
+    assert plan_of(config, Where()).pace is None
+    run = {"device": "auto", "memory_gib": None}
+    on_gpu = plan_of(config, Where(gpu_memory_gib=80), run=run)
+    assert on_gpu.shape.device.type == "cuda" and on_gpu.shape.dtype == torch.bfloat16
+    assert on_gpu.pace is not None and f"{GPU_TFLOPS:g} TFLOP/s" in on_gpu.pace.basis
+    seconds = 4 * on_gpu.work.total / (GPU_TFLOPS * 1e12)
+    assert on_gpu.pace.hours * 3600 == pytest.approx(seconds)
+    measured = plan_of(config, Where(tokens_per_s=50.0))
+    assert measured.pace is not None
+    assert measured.pace.hours * 3600 * 50 == pytest.approx(4 * measured.stream.tokens_per_step)
+
+
+def test_several_gpus_share_rows_and_states(config: TrainConfig) -> None:
+    run = {"device": "auto", "memory_gib": None}
+    data = {"batch_tokens": 384}
+    one = plan_of(config, Where(gpu_memory_gib=80), run=run, data=data)
+    half = plan_of(config, Where(gpu_memory_gib=80, num_gpus=2), run=run, data=data)
+    assert one.stream.num_rows == half.stream.num_rows == 2 * half.shape.batch.rows
+    assert half.memory.parts["optimizer"] == one.memory.parts["optimizer"] // 2
+    assert half.pace is not None and one.pace is not None
+    assert half.pace.hours == pytest.approx(one.pace.hours / 2, rel=0.01)
+    with pytest.raises(UserError, match="cannot share these evenly"):
+        plan_of(config, Where(gpu_memory_gib=80, num_gpus=4), run=run, data=data)
+
+
+def test_the_text_says_it_all(config: TrainConfig) -> None:
+    plan = make_plan(config, Where(tokens_per_s=20.0))
+    text = plan_text(plan)
+    for expected in (
+        "peagle head for",
+        "2 layers of width 32, 200 of 320 tokens",
+        "0.0M of them frozen in float32",
+        "50 sequences",
+        f"4, {plan.stream.steps_per_epoch} an epoch: 0.",
+        "of depth 0",
+        "memory: about ",
+        "may take              1.0 GiB (run.memory_gib is 1)",
+        "chosen                1 segment, layers kept",
+        f"by segments           S=1 {plan.memory.total / 2**20:.1f} MiB, S=2 ",
+        "would take ",
+        "GFLOP (layers",
+        "20 tokens/s, as given",
+        "minutes, without validation and saving",
+    ):
+        assert expected in text, (expected, text)
+    assert json.loads(json.dumps(plan.to_json()))["memory"]["parts"] == plan.memory.parts
+
+
+def test_eagle3_is_planned_without_segments(config: TrainConfig) -> None:
+    plan = plan_of(config, Where(), method={"name": "eagle3"})
+    assert len(plan.by_segments) == 1 and not plan.problem
+    text = plan_text(plan)
+    assert "eagle3 head for" in text and "all depths" in text and "segment" not in text
+
+
+def test_the_shape_of_a_head_to_start_from(config: TrainConfig, head_folders: Any) -> None:
+    init = head_folders(parallel=False, num_layers=1)
+    data = config.model_dump()
+    data["head"] = {"init": init, "num_layers": 3}
+    plan = make_plan(TrainConfig.model_validate(data), Where())
+    assert (plan.shape.head.num_layers, plan.shape.head.intermediate_size) == (3, 40)
+    data["head"]["init"] = init / "nothing"
+    with pytest.raises(UserError, match=r"head\.init"):
+        make_plan(TrainConfig.model_validate(data), Where())
+
+
+def test_too_little_disk(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+    assert "where 1000 B are free" in make_plan(config, Where()).problem
+    run = {"device": "auto"}
+    elsewhere = plan_of(config, Where(gpu_memory_gib=80), run=run)
+    assert not elsewhere.problem and "1000 B, too little" in plan_text(elsewhere)
