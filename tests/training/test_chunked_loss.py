@@ -213,6 +213,20 @@ def test_narrow_products_and_wide_sums(kind: LossKind) -> None:
         assert (gradient - wanted).norm() < 3e-2 * wanted.norm()
 
 
+def test_the_sum_of_a_wide_gradient_is_not_rounded() -> None:
+    case = Case(pruned=True, dtype=torch.bfloat16)
+    value, _ = case.run(chunk_rows=4)
+    value.backward()
+    rounded, case.weight.grad = case.weight.grad, None
+    case.weight.grad_dtype = torch.float32
+    value, _ = case.run(chunk_rows=4)
+    value.backward()
+    exact = case.weight.grad
+    assert rounded is not None and exact is not None and exact.dtype == torch.float32
+    assert not torch.equal(exact, exact.bfloat16().float())
+    assert torch.equal(exact.bfloat16(), rounded)
+
+
 def test_chunks_follow_the_vocabularies() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert default_chunk_rows(151_936, 32_000, gpu) == (1 << 27) // 183_936

@@ -199,7 +199,9 @@ def _run(
         if grad_weight is not None:
             _add_product(grad_weight, gradient_RV.mT, hidden_RD)
     if grad_weight is not None:
-        grad_weight = grad_weight.to(weight_VD.dtype)
+        # A bfloat16 head may sum its gradients in float32 (`training.masters`): not rounded then.
+        wanted_type = weight_VD.grad_dtype if weight_VD.is_leaf else weight_VD.dtype
+        grad_weight = grad_weight.to(wanted_type or weight_VD.dtype)
     return total, match_M, grad_hidden, grad_weight
 
 
