@@ -102,13 +102,11 @@ class KeptBytes:
         return self._layer(self._positions, of) + keys * self._size + scores
 
     def lent(self, recompute: bool) -> int:
-        """Whatever the keys and values of depth 0 hold in memory, beside what is counted above.
+        """The keys and values of depth 0, beside what is counted above.
 
-        A value is a view of the projection that it comes from, a key one of all rotated heads.
+        With recomputation both are copies, else the keys are those that attention keeps.
         """
-        width = self._query + 2 * self._key
-        if recompute:
-            width += self._query + self._key
+        width = 2 * self._key if recompute else self._key
         return width * self._positions * self._size * self._head.num_layers
 
     def segment(self, columns: int, recompute: bool) -> int:
@@ -136,7 +134,9 @@ class KeptBytes:
         scores = self._scores(self._length, self._length) * pairs
         mask = self._mask(self._length, self._length) * pairs
         one = layers * self._layer(self._positions, self.of)
-        one += self._entry(eagle3=True) + self.lent(False)
+        # A value is a view of the projection that it comes from.
+        projected = (self._query + 2 * self._key) * self._positions * self._size
+        one += self._entry(eagle3=True) + projected * layers
         return layers * (keys + scores) + mask + depth * one
 
     def _layer(self, elements: int, of: Kept) -> int:

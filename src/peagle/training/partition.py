@@ -188,6 +188,9 @@ class _ContextPass:
             attention = method.make_attention(context, context, layout.blocks[0])
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            # Copies: a view of the projection would keep all of it in memory.
+            value = value.contiguous()
+            key = key.contiguous() if method.recompute else key
             # A layer that is computed again comes here again; the graph hangs on the first.
             self._keys_values.setdefault(layer, (key, value))
             return attention(query, key, value)
