@@ -119,7 +119,7 @@ def _draw_family(
 def _finish(axis: Axes, best: Entry | None) -> None:
     axis.set_xlabel("optimizer step")
     axis.set_xlim(left=0)
-    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[call-arg]
     axis.tick_params(labelbottom=True)
     axis.grid(alpha=0.3)
     handles, labels = axis.get_legend_handles_labels()
