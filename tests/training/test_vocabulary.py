@@ -16,7 +16,7 @@ from transformers import Qwen3Config
 from peagle.errors import UserError
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel, load_tokenizer
-from peagle.training.build import build_drafter
+from peagle.training.build import build as build_head
 from peagle.training.config import TrainConfig
 from peagle.training.data import ResponseDataset
 from peagle.training.vocabulary import (
@@ -110,7 +110,7 @@ def build(target_folder: Path, train: Path, validation: Path | None, **head: Any
     load = (tokenizer, target.vocab_size, 2048)
     dataset = ResponseDataset.load(train, *load)
     others = ResponseDataset.load(validation, *load) if validation else None
-    drafter = build_drafter(config, target, tokenizer, dataset)
+    drafter = build_head(config, target, tokenizer, dataset).drafter
     return target, drafter, dataset, others
 
 

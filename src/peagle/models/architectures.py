@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from peagle.errors import CheckpointError
@@ -85,6 +85,11 @@ def final_softcap(config: Any) -> float | None:
     if config.model_type == "gemma3":  # has the setting and takes no notice of it
         return None
     return getattr(config.get_text_config(), "final_logit_softcapping", None)
+
+
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """cap * tanh(logits / cap); without a cap the logits as they are."""
+    return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 def fix_longrope(decoder: nn.Module, max_model_len: int) -> None:

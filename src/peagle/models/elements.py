@@ -81,9 +81,13 @@ def supervised_depth(lengths_B: Tensor, prompt_lens_B: Tensor, num_positions: in
         num_positions: N.
     """
     anchor_N = torch.arange(num_positions, device=lengths_B.device)
-    deepest_BN = lengths_B.unsqueeze(1) - 3 - anchor_N
-    in_response_BN = anchor_N + 1 >= prompt_lens_B.unsqueeze(1)
-    return torch.where(in_response_BN & (deepest_BN >= 0), deepest_BN, -1)
+    return deepest_of(anchor_N, lengths_B.unsqueeze(1), prompt_lens_B.unsqueeze(1))
+
+
+def deepest_of(anchors: Tensor, lengths: Tensor, prompt_lens: Tensor) -> Tensor:
+    """`supervised_depth` of any anchors, counted in their document, by its length and prompt."""
+    deepest = lengths - 3 - anchors
+    return torch.where((anchors + 1 >= prompt_lens) & (deepest >= 0), deepest, -1)
 
 
 def depth_counts(num_anchors: int | Tensor, num_depths: int, ratio: float, floor: float) -> list:

@@ -29,7 +29,7 @@ from peagle.attention import LayerKVCache, Prepared
 from peagle.config import require_folder
 from peagle.errors import CheckpointError, UserError
 from peagle.models.architectures import SUPPORTED_ROPE_TYPES as SUPPORTED_ROPE_TYPES
-from peagle.models.architectures import check_architecture, final_softcap, fix_longrope
+from peagle.models.architectures import capped, check_architecture, final_softcap, fix_longrope
 from peagle.models.target_attention import (
     ATTENTION_NAME,
     AttentionLayer,
@@ -194,7 +194,7 @@ class TargetModel:
         """The model's logits for the given rows, [N, V]: lm_head, and the softcap c * tanh(x / c)
         where the architecture has one.
         """
-        return self._capped(self._lm_head(hidden_NH))
+        return capped(self._lm_head(hidden_NH), self._final_softcap)
 
     def logits_of(self, token_ids: Tensor) -> Callable[[Tensor], Tensor]:
         """A function that computes the logits of some tokens only, from a copy of their rows.
@@ -205,11 +205,8 @@ class TargetModel:
         weight_nH = self._lm_head.weight.detach()[token_ids]
         bias = self._lm_head.bias
         bias_n = None if bias is None else bias.detach()[token_ids]
-        return lambda hidden_NH: self._capped(F.linear(hidden_NH, weight_nH, bias_n))
-
-    def _capped(self, logits: Tensor) -> Tensor:
         cap = self._final_softcap
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return lambda hidden_NH: capped(F.linear(hidden_NH, weight_nH, bias_n), cap)
 
     @property
     def text_config(self) -> PretrainedConfig:

@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from peagle.config import require_folder
 from peagle.errors import CheckpointError
-from peagle.models.architectures import check_architecture, final_softcap
+from peagle.models.architectures import capped, check_architecture, final_softcap
 from peagle.models.checkpoint.files import object_at, read_object
 from peagle.models.target import load_config, refuse_pickles
 from peagle.models.target_facts import end_of_text_ids
@@ -104,8 +104,7 @@ class TargetEnds:
         return lambda hidden_NH: self._logits(hidden_NH, weight_nH, bias_n)
 
     def _logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        logits, cap = F.linear(hidden.to(self.dtype), weight, bias), self._softcap
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return capped(F.linear(hidden.to(self.dtype), weight, bias), self._softcap)
 
     def lm_head_weight(self) -> Tensor:
         """The output embedding, [V, H]."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from peagle.errors import UserError
-from peagle.models.elements import PADDING_ROW
+from peagle.models.elements import PADDING_ROW, deepest_of
 from peagle.training.data import ResponseDataset
 
 # Sequences packed together: enough to fill rows well, few enough to keep their order random.
@@ -74,8 +74,6 @@ def make_batch(
 ) -> Batch:
     """Sequences side by side in rows.
 
-    Element (a, d) of a document counts iff x[a+1] to x[a+d+2] all lie in its response.
-
     Args:
         dataset: the sequences.
         rows: indices of the sequences of each row; they fit.
@@ -111,9 +109,8 @@ def make_batch(
     documents = torch.full(shape, PADDING_ROW)
     documents.view(-1)[at_T] = numbers.repeat_interleave(size)
     deepest = torch.full(shape, -1)
-    in_response_T = offset_T + 1 >= prompt.repeat_interleave(size)
-    depth_T = size.repeat_interleave(size) - 3 - offset_T
-    deepest.view(-1)[at_T] = torch.where(in_response_T, depth_T.clamp_min(-1), -1)
+    of_each_T = (x.repeat_interleave(size) for x in (size, prompt))
+    deepest.view(-1)[at_T] = deepest_of(offset_T, *of_each_T)
     return Batch(
         tokens,
         documents,

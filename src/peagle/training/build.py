@@ -31,16 +31,6 @@ class Built:
     warm_start: WarmStart | None
 
 
-def build_drafter(
-    config: TrainConfig,
-    target: TargetFacts,
-    tokenizer: PreTrainedTokenizerBase,
-    dataset: ResponseDataset,
-) -> Drafter:
-    """The head alone of what `build` makes."""
-    return build(config, target, tokenizer, dataset).drafter
-
-
 def build(
     config: TrainConfig,
     target: TargetFacts,

@@ -81,15 +81,6 @@ class Processes:
             dist.all_reduce(tensor)
         return tensor
 
-    def any(self, flag: bool) -> bool:
-        """Whether it holds in some process; all processes meet here."""
-        if self.world_size == 1:
-            return flag
-        # On the host, so that no GPU has to catch up.
-        answer = torch.tensor(int(flag))
-        dist.all_reduce(answer, dist.ReduceOp.MAX)
-        return bool(answer)
-
     def least(self, value: int) -> int:
         """The smallest of all processes' values; all processes meet here."""
         if self.world_size == 1:

@@ -17,10 +17,8 @@ import torch
 
 from peagle.engine.memory import size_text
 from peagle.training.kept import CALIBRATION, Calibration, KeptBytes
+from peagle.training.source import AHEAD
 from peagle.training.step_shape import StepShape
-
-# Batches made ahead (`source.Source`), whose states lie on the device where a store has them.
-_AHEAD = 2
 
 Parts = dict[str, int]
 
@@ -108,14 +106,13 @@ class _Phases:
     def stays(self) -> Parts:
         """What is there in all phases."""
         shape, own = self.shape, self.shape.parameters
-        num_muon = sum(s.numel() for s in own.muons) if shape.optimizer == "muon" else 0
         angles = 2 * shape.num_positions * shape.head.head_dim * self.size
         on_gpu, share = shape.device.type == "cuda", shape.world_size
         return {
             "head": own.total * self.size + own.buffer_bytes,
             "float32 weights": own.trained * 4 // share if shape.has_masters else 0,
             "gradients": own.trained * 4,
-            "optimizer": 4 * (2 * own.trained - num_muon) // share,
+            "optimizer": shape.optimizer_bytes // share,
             "target": self._target_bytes(),
             "features": self._feature_bytes(),
             "angles, workspaces": angles + (self.calibration.workspace if on_gpu else 0),
@@ -130,7 +127,7 @@ class _Phases:
 
     def _feature_bytes(self) -> int:
         """Features, hidden states and int64 tokens, documents and depths of the batches."""
-        shape, ahead = self.shape, _AHEAD + 1
+        shape, ahead = self.shape, AHEAD + 1
         width = shape.head.feature_size + shape.target.hidden_size
         states = width * shape.states_dtype.itemsize * (ahead if shape.stored else 1)
         return shape.batch.positions * (states + 24 * ahead)

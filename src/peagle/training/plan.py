@@ -227,14 +227,12 @@ def _chosen(shape: StepShape, config: TrainConfig, budget: Budget) -> tuple[Step
 def _disk(config: TrainConfig, shape: StepShape, dataset: ResponseDataset) -> Disk:
     own: HeadParameters = shape.parameters
     frozen = own.total - own.trained
-    num_muon = sum(s.numel() for s in own.muons) if shape.optimizer == "muon" else 0
-    states = 4 * (2 * own.trained - num_muon)
     weights = 4 * own.trained + shape.dtype.itemsize * frozen + own.buffer_bytes
     folder = config.output.absolute()
     while not folder.exists():
         folder = folder.parent
     return Disk(
-        checkpoint=weights + states,
+        checkpoint=weights + shape.optimizer_bytes,
         head=getattr(torch, config.run.save_dtype).itemsize * own.total + own.buffer_bytes,
         store=_store_bytes(dataset, shape, stored_dtype(config.data)),
         free=shutil.disk_usage(folder).free,

@@ -11,7 +11,8 @@ from peagle.training.batches import Batch
 from peagle.training.features import TargetStates
 from peagle.training.moving import moved, owned_by, pinned
 
-_AHEAD = 2
+# Batches made ahead, whose states lie on the device where a store has them.
+AHEAD = 2
 
 
 class Source:
@@ -47,7 +48,7 @@ class Source:
             step = start
             try:
                 while step < stop or waiting:
-                    while step < stop and len(waiting) < _AHEAD:
+                    while step < stop and len(waiting) < AHEAD:
                         waiting.append(thread.submit(self._make, step))
                         step += 1
                     batch, states, ready = waiting.pop(0).result()

@@ -204,6 +204,13 @@ class StepShape:
         return self.loss_chunk_rows or default_chunk_rows(*sizes, self.device)
 
     @property
+    def optimizer_bytes(self) -> int:
+        """Its float32 states, of all processes together: Muon has one a weight, AdamW two."""
+        own = self.parameters
+        num_muon = sum(s.numel() for s in own.muons) if self.optimizer == "muon" else 0
+        return 4 * (2 * own.trained - num_muon)
+
+    @property
     def has_masters(self) -> bool:
         """Whether float32 copies of the weights are kept; `ShardedMasters` are always copies."""
         return self.dtype != torch.float32 or self.world_size > 1
