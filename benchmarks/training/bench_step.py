@@ -8,6 +8,9 @@ optimizer: features and final hidden states of the target lie on the device. A r
 all of it supervised. `--segments 0` measures the paper's Algorithm 1 instead, with
 `--cumulative-segments` segments that each compute the context before them anew. Warm-up steps,
 which compile, are left out. Peak memory is torch's, of one step, everything on the device included.
+Elements and blocks of the masks are decided on the host, ahead of the step, as in the trainer
+(`layout_seconds`, not part of the step); `mask_share` is the share of a step that making the masks
+from them takes.
 """
 
 from __future__ import annotations
@@ -129,9 +132,26 @@ def make_inputs(
     return batch, TargetStates(features, hidden)
 
 
+class Stopwatch:
+    """Times the calls of a function while it is on, waiting for the device before and after."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.on, self.seconds = function, False, 0.0
+
+    def __call__(self, *arguments: Any) -> Any:
+        if not self.on:
+            return self.function(*arguments)
+        synchronize()
+        started = time.perf_counter()
+        made = self.function(*arguments)
+        synchronize()
+        self.seconds += time.perf_counter() - started
+        return made
+
+
 def make_step(options: argparse.Namespace, head: Drafter, target: Any, segments: int) -> Step:
     section = MethodSection(depth=options.depth, cod_ratio=options.ratio, cod_floor=options.floor)  # type: ignore[call-arg]
-    make = flex_attention if CUDA else dense_attention
+    make = Stopwatch(flex_attention if CUDA else dense_attention)
     method = Method(section, make, flex=CUDA, recompute=options.recompute, compiled=CUDA)
     chunk = options.loss_chunk_rows or None
     objective = Objective(head, target, section, chunk, whole_vocabulary=False)
@@ -168,6 +188,28 @@ def measure(
         "peak_gib": round(peak / GIB, 2),
         "loss": round(float(loss), 4),
     }
+
+
+def mask_share(run: Callable[[int], Callable[[], float]], masks: Any) -> float:
+    """Share of a step that making its masks takes."""
+    once = run(98)
+    synchronize()
+    masks.on, masks.seconds = True, 0.0
+    started = time.perf_counter()
+    once()
+    synchronize()
+    masks.on = False
+    return round(masks.seconds / (time.perf_counter() - started), 5)
+
+
+def layout_seconds(step: Step, batch: Batch) -> float:
+    """Choosing, splitting and sorting the elements and listing the masks' blocks, on the host."""
+    seconds = []
+    for seed in range(5):
+        started = time.perf_counter()
+        step.lay_out(batch, torch.Generator().manual_seed(seed))
+        seconds.append(time.perf_counter() - started)
+    return round(median(seconds), 4)
 
 
 def run_once(
@@ -223,6 +265,8 @@ def main() -> None:
             try:
                 figures = measure(run, options, head)
                 figures["tokens_per_s"] = round(length / figures["seconds_median"])
+                figures["mask_share"] = mask_share(run, step.method.make_attention)
+                figures["layout_seconds"] = layout_seconds(step, batch)
                 if options.profile:
                     profile(run)
             except torch.OutOfMemoryError:
