@@ -27,14 +27,18 @@ _UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
 # Name and one-line help of each command. The command is the function of that name in the module
 # peagle.cli.NAME, whose EXAMPLES close the help page; it is imported when somebody calls it.
 COMMANDS = {
+    "bench": "Measure throughput and latency by method, K and concurrency.",
     "chat": "Talk with a model in the terminal.",
     "convert": "Rewrite a draft head in the style of vLLM or of speculators.",
     "data": "Make, prepare and inspect training data.",
     "demo": "Complete HumanEval prompts with plain decoding, EAGLE-3 and P-EAGLE, and compare.",
+    "doctor": "Find out why a draft head accepts less than it should.",
+    "eval": "Measure the acceptance of draft heads, or certify that decoding is lossless.",
     "generate": "Complete prompts of your own.",
     "push": "Push a draft head and its model card to a Hugging Face hub.",
     "serve": "Serve a model over HTTP, compatible with OpenAI's API.",
     "train": "Train a draft head as a TOML file says.",
+    "tune": "Choose K by batch size for this machine and head.",
 }
 
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
