@@ -120,7 +120,7 @@ def main() -> None:
         output / "responses.safetensors",
     )
     dataset = ResponseDataset(tokens, start_loc, prompt_lens)
-    body: Any = RandomBody(TargetEnds.load(target, dtype=torch.bfloat16), device)
+    body: Any = RandomBody(TargetEnds.load(target, dtype=torch.bfloat16, device=device), device)
     layers = default_aux_layer_ids(config.num_hidden_layers)
     facts = StoreFacts.of(dataset, body, layers, "bf16", "bfloat16", 1 << 30)
     FeatureWriter(output / "features", dataset, facts).write(body, batch_tokens=length)
