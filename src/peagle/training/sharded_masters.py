@@ -94,7 +94,8 @@ class ShardedMasters(Masters):
     def publish(self) -> None:
         """Round the head from the masters of all processes; call it after each optimizer step."""
         with torch.enable_grad():
-            self._published = self._root()
+            # FSDP2 of torch 2.11 cannot move an empty list of arguments to a GPU.
+            self._published = self._root(None)
         for _, parameter in self.named():
             parameter.grad = None
 
@@ -114,7 +115,7 @@ class _Root(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
 
-    def forward(self) -> Tensor:
+    def forward(self, _: None) -> Tensor:
         return torch.stack([block() for block in self.blocks]).sum()
 
 
