@@ -1,0 +1,144 @@
+"""Texts and numbers as the page shows them."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+from html import escape
+from pathlib import PurePath
+
+# Longer ones would make a page that nobody can open.
+LONGEST_TEXT = 6000
+
+_NAMES = {
+    "plain": "Plain decoding",
+    "ngram": "Prompt lookup",
+    "peagle": "P-EAGLE",
+    "eagle3": "EAGLE-3",
+}
+_SET_NAMES = {
+    "humaneval": "HumanEval",
+    "mt_bench": "MT-Bench",
+    "gsm8k": "GSM8K",
+    "mbpp": "MBPP",
+    "heldout_code": "Held-out code",
+}
+# Invisible, or able to turn the order of the text around them.
+_HIDDEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufffe\uffff"
+    "\ud800-\udfff]"
+)
+_MISSING = "–"
+
+
+def method_name(method: str) -> str:
+    """How a method is called in a sentence: "peagle" is P-EAGLE."""
+    return _NAMES.get(method, method)
+
+
+def set_name(name: str) -> str:
+    """How a prompt set or a category of it is called: "mt_bench/math" is MT-Bench, math."""
+    first, slash, rest = name.partition("/")
+    shown = _SET_NAMES.get(first, first or "all prompts")
+    return f"{shown}, {rest.replace('_', ' ')}" if slash else shown
+
+
+def visible(text: str) -> str:
+    """Text in which control characters and halves of characters can be seen and do nothing."""
+
+    def shown(match: re.Match[str]) -> str:
+        code = ord(match.group())
+        if code < 0x20:
+            return chr(0x2400 + code)
+        return "␡" if code == 0x7F else "�"
+
+    return _HIDDEN.sub(shown, text.replace("\r\n", "\n"))
+
+
+def h(value: object) -> str:
+    """Any value as text of an HTML page, in quotes too."""
+    return escape(visible(str(value)), quote=True)
+
+
+def name_html(name: str) -> str:
+    """A name that is not broken at its hyphen."""
+    return f'<span class="name">{h(name)}</span>' if len(name) < 20 else h(name)
+
+
+def cut(text: str, most: int = LONGEST_TEXT) -> str:
+    """The beginning of a text, with an ellipsis where some was left out."""
+    return text if len(text) <= most else text[:most] + " …"
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """With so many digits behind the point; a dash where there is none."""
+    return _MISSING if value is None else f"{value:,.{digits}f}"
+
+
+def rate(value: float | None) -> str:
+    """Tokens per second: three digits at least, none behind the point from 100 on."""
+    return number(value, 0 if value is None or value >= 100 else 1 if value >= 10 else 2)
+
+
+def times(value: float | None) -> str:
+    """A factor."""
+    return _MISSING if value is None else f"{value:.2f}×"
+
+
+def percent(value: float | None) -> str:
+    """A share."""
+    return _MISSING if value is None else f"{100 * value:.1f}%"
+
+
+def milliseconds(value: float | None) -> str:
+    """Seconds, shown as milliseconds."""
+    if value is None:
+        return _MISSING
+    return number(1000 * value, 0 if value >= 0.1 else 1 if value >= 0.01 else 2)
+
+
+def interval(low_high: tuple[float, float] | None, digits: int = 2) -> str:
+    """Both ends, "low to high"; a dash where there is none."""
+    if low_high is None:
+        return _MISSING
+    return f"{low_high[0]:,.{digits}f} to {low_high[1]:,.{digits}f}"
+
+
+def rates(low_high: tuple[float, float] | None) -> str:
+    """Like `interval`, of tokens per second."""
+    return _MISSING if low_high is None else f"{rate(low_high[0])} to {rate(low_high[1])}"
+
+
+def with_interval(value: float | None, low_high: tuple[float, float] | None) -> str:
+    """A number, and its interval in parentheses where there is one."""
+    return number(value) + (f" ({interval(low_high)})" if low_high else "")
+
+
+def depth(k: int | None) -> str:
+    """Like "K = 7"; nothing for plain decoding, or where a server does not tell."""
+    return f"K = {k}" if k else ""
+
+
+def short(source: str) -> str:
+    """The last part of a folder, or a hub id as it is."""
+    path = PurePath(source)
+    return path.name if path.is_absolute() or source.startswith(".") else source
+
+
+def temperature(value: float) -> str:
+    """Either "greedy" or the temperature."""
+    return "greedy" if value == 0 else f"temperature {value:g}"
+
+
+def day(created: str) -> str:
+    """Like "21 November 2026" of an ISO time; as it stands if it is none."""
+    try:
+        when = datetime.fromisoformat(created)
+    except ValueError:
+        return created
+    return f"{when.day} {when:%B %Y}"
+
+
+def joined(items: list[str]) -> str:
+    """Words like "a, b and c"."""
+    return items[0] if len(items) == 1 else ", ".join(items[:-1]) + " and " + items[-1]

@@ -1,0 +1,377 @@
+"""Files as eval, bench and tune write them, with made-up numbers of a likely size."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT = {
+    "peagle": "0.1.0",
+    "commit": "2ba806fade07",
+    "python": "3.12.3",
+    "torch": "2.11.0+cu130",
+    "transformers": "5.17.0",
+    "device": "NVIDIA H100 80GB HBM3",
+    "cpu": "Intel(R) Xeon(R) Processor",
+    "threads": 16,
+}
+SOURCES = {"plain": "", "ngram": "", "eagle3": "./heads/eagle3", "peagle": "./heads/peagle"}
+# P(next draft accepted | those before it): the first, and its factor from one to the next.
+CHANCES = {"peagle": (0.79, 0.978), "eagle3": (0.76, 0.90), "ngram": (0.32, 1.02)}
+SETS = {"humaneval": (164, 1.0), "mt_bench": (160, 0.88), "gsm8k": (200, 1.04)}
+CATEGORIES = {
+    "mt_bench/writing": 0.80,
+    "mt_bench/roleplay": 0.79,
+    "mt_bench/reasoning": 0.90,
+    "mt_bench/math": 1.04,
+    "mt_bench/coding": 1.02,
+    "mt_bench/extraction": 0.95,
+    "mt_bench/stem": 0.86,
+    "mt_bench/humanities": 0.81,
+    "structured/json": 1.10,
+}
+STEP_MS = {1: 6.1, 4: 6.4, 16: 6.9, 64: 9.0}
+CODE = {
+    "def has_close_elements(numbers, threshold) -> bool:\n": '''\
+    """Check if in given list of numbers, are any two numbers closer to each other."""
+    for idx, elem in enumerate(numbers):
+        for idx2, elem2 in enumerate(numbers):
+            if idx != idx2:
+                distance = abs(elem - elem2)
+                if distance < threshold:
+                    return True
+    return False
+''',
+    "def mean_absolute_deviation(numbers) -> float:\n": """\
+    mean = sum(numbers) / len(numbers)
+    return sum(abs(x - mean) for x in numbers) / len(numbers)
+""",
+}
+
+
+def provenance(command: str, **more: Any) -> dict[str, Any]:
+    return {
+        "command": command,
+        "created": "2026-11-21T18:40:12+00:00",
+        "environment": dict(ENVIRONMENT),
+        "target": "code-150m",
+        "dtype": "bfloat16",
+        **more,
+    }
+
+
+# ---- acceptance.json ------------------------------------------------------------------------
+
+
+def make_slice(method: str, k: int, factor: float, drafts: int, requests: int) -> dict[str, Any]:
+    first, fall = CHANCES[method]
+    conditional = [min(0.97, first * factor * fall**i) for i in range(k)]
+    counts, reached = [], drafts
+    for chance in conditional:
+        reached = round(reached * chance)
+        counts.append(reached)
+    accepted = sum(counts)
+    length = 1 + accepted / drafts
+    wide = 1.6 / requests**0.5
+    unconditional = [count / drafts for count in counts]
+    given = [
+        count / before if before else None
+        for count, before in zip(counts, [drafts, *counts], strict=False)
+    ]
+    return {
+        "num_requests": requests,
+        "num_tokens": round(drafts * length),
+        "num_drafts": drafts,
+        "num_draft_tokens": drafts * k,
+        "num_accepted_tokens": accepted,
+        "num_accepted_tokens_per_pos": counts,
+        "acceptance_length": length,
+        "acceptance_length_ci": [length - wide, length + wide],
+        "unconditional": unconditional,
+        "unconditional_ci": [[max(0, u - wide / 5), min(1, u + wide / 5)] for u in unconditional],
+        "conditional": given,
+        "conditional_ci": [
+            None if g is None else [max(0, g - wide / 4), min(1, g + wide / 4)] for g in given
+        ],
+        "tokens_per_step": length * 0.99,
+        "loop_share": 0.06,
+        "acceptance_length_before_loop": length * 0.96,
+    }
+
+
+def pieces_of(text: str, chance: float, rng: random.Random) -> list[list[str]]:
+    tokens = re.findall(r"\n+ *|[ ]*\w+|[ ]*[^\w\s]+| +", text)
+    assert "".join(tokens) == text
+    return [[token, "accepted" if rng.random() < chance else "target"] for token in tokens]
+
+
+def make_entry(method: str, k: int, temperature: float, rng: random.Random) -> dict[str, Any]:
+    cooled = 1.0 - 0.12 * temperature
+
+    def ranges(edges: list[int], falling: float) -> list[dict[str, Any]]:
+        pairs = list(pairwise(edges))
+        return [
+            {
+                "from": low,
+                "to": high,
+                "slice": make_slice(method, k, cooled * (1 - falling * i), 4000 >> i, 200 >> i),
+            }
+            for i, (low, high) in enumerate(pairs)
+        ]
+
+    pooled = make_slice(method, k, cooled * 0.98, 24_000, 524)
+    lengths = [
+        min(k + 1.0, max(1.0, rng.gauss(pooled["acceptance_length"], 0.75))) for _ in range(524)
+    ]
+    bins = [(1 + i / 2, 1.5 + i / 2) for i in range(2 * k + 1)]
+    chance = 1 - 1 / pooled["acceptance_length"]
+    return {
+        "method": method,
+        "source": SOURCES[method],
+        "k": k,
+        "temperature": temperature,
+        "draft_sampling": "argmax",
+        "engine": "peagle",
+        "pooled": pooled,
+        "by_set": {
+            name: make_slice(method, k, cooled * factor, 8000, size)
+            for name, (size, factor) in SETS.items()
+        },
+        "by_category": {
+            name: make_slice(method, k, cooled * factor, 900, 20)
+            for name, factor in CATEGORIES.items()
+        },
+        "by_context": ranges([0, 256, 512, 1024, 2048, 4096], 0.025),
+        "by_output_position": ranges([0, 64, 256, 1024, 4096], 0.03),
+        "histogram": [
+            {"from": a, "to": b, "count": sum(a <= length < b for length in lengths)}
+            for a, b in bins
+        ],
+        "loop_share": 0.06,
+        "hardest": [
+            {
+                "set": "mt_bench",
+                "id": "127",
+                "text_before": "The quantum analogy of a thermostat would be ",
+                "text": "Zeno's arrow: observed, it never leaves; unobserved, it always has",
+                "acceptance_length": 1.06,
+                "num_drafts": 16,
+            },
+            {
+                "set": "humaneval",
+                "id": "HumanEval/39",
+                "text_before": "    primes = [",
+                "text": "433494437, 2971215073, 1836311903, 28657, 514229",
+                "acceptance_length": 1.19,
+                "num_drafts": 16,
+            },
+        ],
+        "samples": [
+            {
+                "set": "humaneval",
+                "id": f"HumanEval/{number}",
+                "acceptance_length": pooled["acceptance_length"],
+                "prompt_tail": head,
+                "pieces": pieces_of(code, chance, rng),
+            }
+            for number, (head, code) in enumerate(CODE.items())
+        ],
+    }
+
+
+def acceptance(
+    methods: tuple[str, ...] = ("ngram", "eagle3", "peagle"),
+    ks: tuple[int, ...] = (3, 5, 7),
+    temperatures: tuple[float, ...] = (0.0, 0.7),
+) -> dict[str, Any]:
+    """acceptance.json."""
+    rng = random.Random(7)
+    return {
+        "format_version": 1,
+        "provenance": provenance(
+            "peagle eval --target ./code-150m --draft ./heads/peagle -k 3,5,7 --output results"
+        ),
+        "settings": {
+            "sets": {name: size for name, (size, _) in SETS.items()},
+            "max_new_tokens": 512,
+            "chat_template": False,
+            "thinking": None,
+            "seed": 0,
+        },
+        "entries": [
+            make_entry(method, k, temperature, rng)
+            for temperature in temperatures
+            for method in methods
+            for k in ks
+        ],
+    }
+
+
+# ---- throughput.json ------------------------------------------------------------------------
+
+
+def speed(method: str, k: int, concurrency: int) -> float:
+    """Tokens per second of a made-up machine."""
+    step = 5.85 + 0.02 * concurrency + max(0.0, concurrency * (k + 1) - 160) * 0.019
+    if method == "plain":
+        return 1000 * concurrency / step
+    al = make_slice(method, k, 1.0, 10_000, 100)["acceptance_length"]
+    draft = {"peagle": 0.8, "eagle3": 0.3 * k, "ngram": 0.05}[method]
+    return 1000 * concurrency * al / (step + draft + 0.01 * concurrency)
+
+
+def make_cell(
+    method: str, k: int, concurrency: int, name: str, rng: random.Random
+) -> dict[str, Any]:
+    factor = SETS[name][1] if method != "plain" else 1.0
+
+    def repeat() -> dict[str, Any]:
+        rate = speed(method, k, concurrency) * factor * rng.gauss(1, 0.02)
+        itl = concurrency / rate
+        times = {"p50": itl, "p90": itl * 1.3, "p99": itl * 2.1, "mean": itl * 1.05}
+        length = make_slice(method, k, factor, 8000, 100)["acceptance_length"] if k else None
+        return {
+            "seconds": 256 * 64 / rate,
+            "num_requests": 64,
+            "num_tokens": 64 * 256,
+            "output_tokens_per_s": rate,
+            "requests_per_s": rate / 256,
+            "ttft_s": {key: value * 4 for key, value in times.items()},
+            "itl_s": times,
+            "e2e_s": {key: value * 256 for key, value in times.items()},
+            "acceptance_length": length,
+            "gpu_busy": min(0.99, 0.9 + concurrency / 800),
+            "errors": 0,
+        }
+
+    repeats = sorted((repeat() for _ in range(3)), key=lambda r: r["output_tokens_per_s"])
+    plain = speed("plain", 0, concurrency)
+    median = repeats[1]
+    rates = [r["output_tokens_per_s"] for r in repeats]
+    base = speed(method, k, 1) * factor
+    return {
+        "method": method,
+        "source": SOURCES[method],
+        "engine": "peagle",
+        "k": k,
+        "concurrency": concurrency,
+        "set": name,
+        "repeats": repeats,
+        "median": median,
+        "spread": {"output_tokens_per_s": [rates[0], rates[-1]]},
+        "speed_up_over_plain": median["output_tokens_per_s"] / plain,
+        "speed_up_over_eagle3": rates[1] / (speed("eagle3", 3, concurrency) * SETS[name][1]),
+        "linearity": rates[1] / (concurrency * base),
+        "meets_objective": median["itl_s"]["p90"] < 0.02,
+    }
+
+
+def throughput(
+    methods: tuple[str, ...] = ("plain", "ngram", "eagle3", "peagle"),
+    ks: tuple[int, ...] = (3, 5, 7),
+    concurrencies: tuple[int, ...] = (1, 4, 16, 64),
+    sets: tuple[str, ...] = ("humaneval", "mt_bench"),
+) -> dict[str, Any]:
+    """throughput.json."""
+    rng = random.Random(3)
+    cells = [
+        make_cell(method, k, concurrency, name, rng)
+        for name in sets
+        for method in methods
+        for k in ((0,) if method == "plain" else ks)
+        for concurrency in concurrencies
+    ]
+    return {
+        "format_version": 1,
+        "provenance": provenance(
+            "peagle bench --target ./code-150m --draft ./heads/peagle --eagle3 ./heads/eagle3 "
+            "-k 3,5,7 --concurrency 1,4,16,64 --output results"
+        ),
+        "settings": {
+            "sets": dict.fromkeys(sets, 64),
+            "max_new_tokens": 256,
+            "repeats": 3,
+            "warm_up": 1,
+            "temperature": 0.0,
+            "objective": {"ttft_ms": 500, "itl_ms": 20, "percentile": 90},
+        },
+        "cells": cells,
+        "best_k": [],
+        "goodput": [
+            {
+                "method": method,
+                "k": 0 if method == "plain" else 3,
+                "set": "humaneval",
+                "requests_per_s": 20.0 + 8 * i,
+                "concurrency": 64,
+            }
+            for i, method in enumerate(methods)
+        ],
+    }
+
+
+# ---- tune.json ------------------------------------------------------------------------------
+
+
+def tune() -> dict[str, Any]:
+    """tune.json."""
+    rng = random.Random(5)
+    batches, ks = (1, 2, 4, 8, 16, 32, 64), (0, 1, 2, 3, 5, 7)
+    fitted = {(1, 0), (1, 7), (8, 3), (16, 5), (64, 0), (64, 7)}
+    predictions = []
+    for batch in batches:
+        for k in ks:
+            predicted = speed("peagle", k, batch) if k else speed("plain", 0, batch)
+            predictions.append(
+                {
+                    "batch": batch,
+                    "k": k,
+                    "predicted_tokens_per_s": predicted,
+                    "measured_tokens_per_s": predicted * rng.gauss(1, 0.04),
+                    "fitted": (batch, k) in fitted,
+                }
+            )
+    return {
+        "format_version": 1,
+        "provenance": provenance("peagle tune --target ./code-150m --draft ./heads/peagle"),
+        "settings": {"context": 512},
+        "costs": {
+            "target_s": [[t, 0.0058 + max(0, t - 96) * 1.6e-5] for t in (1, 8, 32, 128, 512)],
+            "draft_s": [[r, 0.00077 + r * 2.4e-6] for r in (2, 14, 56, 224, 896)],
+            "step_s": [[1, 7, 0.0071, True]],
+        },
+        "acceptance": {
+            "source": "acceptance.json",
+            "acceptance_length": {
+                str(k): make_slice("peagle", k, 1.0, 8000, 100)["acceptance_length"] for k in ks[1:]
+            },
+        },
+        "predictions": predictions,
+        "speculative_config": {
+            "peagle": {"model": "./heads/peagle", "num_speculative_tokens": 7},
+            "vllm": {"method": "eagle3", "model": "./heads/peagle", "parallel_drafting": True},
+        },
+        "check": {"num_unfitted": 36, "within_10_percent": 35, "share": 35 / 36, "worst": 0.112},
+        "schedule": [[1, 12, 7], [13, 31, 5], [32, 64, 3]],
+        "break_even": [
+            {
+                "batch": b,
+                "k": k,
+                "acceptance_length": 1.12 + 0.01 * k + max(0, b * (k + 1) - 160) / 500,
+            }
+            for b in batches
+            for k in (3, 7)
+        ],
+    }
+
+
+def write(folder: Path, **documents: dict[str, Any]) -> Path:
+    """write(folder, acceptance=..., ...) puts each into its file: the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, document in documents.items():
+        (folder / f"{name}.json").write_text(json.dumps(document))
+    return folder
