@@ -23,6 +23,12 @@ def test_ranges_and_gaps(schedule: Any) -> None:
     assert config.num_speculative_tokens_per_batch_size == ((2, 16, 7), (20, 64, 4))
 
 
+def test_no_drafts_from_some_load_on() -> None:
+    for schedule in ([[1, 16, 7], [17, 64, 0]], {"1-16": 7, "17-64": 0}):
+        config = parse(schedule)
+        assert [config.tokens_for(size) for size in (1, 16, 17, 500)] == [7, 7, 0, 0]
+
+
 def test_without_a_schedule_k_is_k() -> None:
     assert {parse(None).tokens_for(size) for size in (1, 7, 1000)} == {7}
     assert [parse({"1": 3}).tokens_for(size) for size in (1, 2)] == [3, 3]
@@ -39,7 +45,7 @@ def test_without_a_schedule_k_is_k() -> None:
         ({"one": 3}, "expected ranges"),
         ([[0, 4, 5]], "expected batch sizes from 1"),
         ([[5, 4, 3]], "last not below first"),
-        ([[1, 4, 0]], "K of at least 1"),
+        ([[1, 4, -1]], "K of at least 0"),
         ([[1, 4, 5], [4, 8, 3]], "expected ascending ranges that do not overlap"),
     ],
     ids=str,

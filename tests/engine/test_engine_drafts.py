@@ -162,7 +162,7 @@ def run_with_a_large_hole(
 def test_a_large_hole_is_never_looked_into(
     target_folder: Path, heads: dict[bool, Path], parallel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("peagle.engine.drafting.FEATURES_KEPT", 3)
+    monkeypatch.setattr("peagle.engine.features.FEATURES_KEPT", 3)
 
     def run(poison: float | None, **options: bool) -> dict[tuple[int, ...], list[int]]:
         config = config_of("peagle" if parallel else "eagle3", heads)
@@ -192,7 +192,7 @@ def test_blocks_with_holes_are_not_shared(
     expected = watch_drafts(fresh)
     drive(fresh, prompts, GREEDY)
 
-    monkeypatch.setattr("peagle.engine.drafting.FEATURES_KEPT", 3 if hole == "large" else 256)
+    monkeypatch.setattr("peagle.engine.features.FEATURES_KEPT", 3 if hole == "large" else 256)
     llm = make_llm(target_folder, config, block_size=4)
     if hole == "never drafts":
         drive(llm, prompts, replace(GREEDY, num_speculative_tokens=0))

@@ -15,7 +15,7 @@ from peagle.engine.features import FeatureRing
     puts=st.lists(st.integers(0, 20), max_size=8),
 )
 def test_keeps_the_last_positions(capacity: int, position: int, puts: list[int]) -> None:
-    ring = FeatureRing(capacity, position, torch.empty(0, 2, dtype=torch.float64))
+    ring = FeatureRing(torch.empty(capacity, 2, dtype=torch.float64), position)
     kept: list[int] = []
     end = position
     for count in puts:
@@ -29,7 +29,7 @@ def test_keeps_the_last_positions(capacity: int, position: int, puts: list[int])
 
 
 def test_what_was_got_outlives_what_is_put_later() -> None:
-    ring = FeatureRing(2, 0, torch.empty(0, 1))
+    ring = FeatureRing(torch.empty(2, 1), 0)
     ring.put(torch.tensor([[1.0], [2.0]]))
     before = ring.get()
     ring.put(torch.tensor([[3.0]]))

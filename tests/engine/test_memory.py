@@ -302,13 +302,20 @@ def test_a_drafter_that_shares_the_targets_embeddings(target: TargetModel) -> No
 # ---- the reserve ----------------------------------------------------------------------------
 
 
-def reserve(target: Any = None, drafter: Any = None, num_drafts: int = 7, **options: Any) -> int:
+def reserve(
+    target: Any = None,
+    drafter: Any = None,
+    num_drafts: int = 7,
+    num_resuming: int = 0,
+    **options: Any,
+) -> int:
     return estimate_reserved(
         target or fake_target(),
         drafter,
         EngineConfig(**options),
         max_model_len=4096,
         num_drafts=num_drafts,
+        num_resuming=num_resuming,
     )
 
 
@@ -329,6 +336,15 @@ def test_the_reserve_grows_with_what_runs_at_once() -> None:
     assert reserve(max_num_batched_tokens=10**9) == reserve(max_num_batched_tokens=16 * 4096)
     tiny = reserve(max_num_batched_tokens=1)
     assert tiny == reserve(max_num_batched_tokens=128) < reserve(max_num_batched_tokens=129)
+
+
+def test_pauses_of_the_drafts_take_room_for_features() -> None:
+    """256 features of every sequence and of one more, and a pass over those that resume."""
+    drafter = fake_drafter()
+    rings = 17 * 256 * 3 * 4096 * 2
+    assert reserve(drafter=drafter, num_resuming=16) == reserve(drafter=drafter) + rings
+    more = reserve(drafter=drafter, num_resuming=32, max_num_batched_tokens=8192)
+    assert reserve(drafter=drafter, num_resuming=32) == more
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from hypothesis.stateful import (
 from peagle.config import EngineConfig, SamplingParams
 from peagle.engine import LLMEngine, Sequence, SequenceStatus
 from peagle.engine.block_manager import BlockManager
+from peagle.engine.depth import DepthPolicy
 from peagle.engine.drafting import HeadDrafting
 from peagle.engine.scheduler import Scheduler
 from peagle.models.target import TargetModel
@@ -48,6 +49,7 @@ class Kind:
     has_head: bool = True
     max_draft_len: int = MAX_MODEL_LEN
     features_kept: int = 256
+    depths: tuple[int, ...] = (K,) * 5  # by how many run
 
 
 KINDS = {
@@ -55,6 +57,8 @@ KINDS = {
     "a head of short reach": Kind(max_draft_len=20, features_kept=6),
     "small holes": Kind(features_kept=4),
     "plain": Kind(has_head=False),
+    "K by load": Kind(features_kept=6, depths=(K, K, 0, 2, 0)),
+    "mostly no drafts": Kind(depths=(K, K, 0, 0, 0)),
 }
 
 
@@ -94,7 +98,7 @@ def make_engine(kind: Kind, config: EngineConfig) -> LLMEngine:
     fake.runner, fake.sampler = FakeRunner(*size), FakeSampler()
     if kind.has_head:
         fake.num_speculative_tokens = K
-        fake._depth = lambda num_running: K
+        fake._depth = DepthPolicy(kind.depths.__getitem__)
         fake.max_draft_len = kind.max_draft_len
         fake.drafting = HeadDrafting(
             FakeProposer(*size), fake.sampler, fake_model.VOCAB, MAX_MODEL_LEN, kind.max_draft_len
@@ -287,7 +291,8 @@ class Schedules(RuleBasedStateMachine):
         output = sequence.output_token_ids
         params = replace(sequence.params)
         prompt = tuple(sequence.prompt_token_ids)
-        if sequence.seq_id in self.switched and not params.is_greedy:
+        has_other_k = sequence.seq_id in self.switched or len(set(self.kind.depths)) > 1
+        if has_other_k and not params.is_greedy:
             return  # another K draws other numbers
         expected = alone(self.kind, prompt, params)
         if sequence.finish_reason == "cancelled" or sequence.seq_id in self.stopped:
@@ -299,7 +304,7 @@ class Schedules(RuleBasedStateMachine):
 def run_machine(
     kind: Kind, monkeypatch: pytest.MonkeyPatch, count: int, *, fixed: bool = False
 ) -> None:
-    monkeypatch.setattr("peagle.engine.drafting.FEATURES_KEPT", kind.features_kept)
+    monkeypatch.setattr("peagle.engine.features.FEATURES_KEPT", kind.features_kept)
     machine = type("Machine", (Schedules,), {"kind": kind})
     run_state_machine_as_test(
         machine,
@@ -369,12 +374,15 @@ FAULTS: dict[str, tuple[type, str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*((name, "small holes") for name in FAULTS), ("holes are looked into", "K by load")],
+)
+def test_a_planted_fault_is_noticed(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, attribute, fault = FAULTS[name]
     monkeypatch.setattr(owner, attribute, fault)
     with pytest.raises((AssertionError, IndexError, KeyError, RuntimeError)):
-        run_machine(KINDS["small holes"], monkeypatch, 400, fixed=True)
+        run_machine(KINDS[kind], monkeypatch, 400, fixed=True)
 
 
 def test_the_fake_target_notices_another_order() -> None:

@@ -98,7 +98,7 @@ def test_preemption_forgets_what_was_computed_and_nothing_else() -> None:
     sequence.append([4, 5], 100)
     sequence.num_computed_tokens = sequence.num_drafter_tokens = 4
     sequence.drafter_start, sequence.num_published_blocks, sequence.drafts = 2, 1, [6, 7]
-    sequence.pending_features = FeatureRing(2, 4, torch.empty(0, 1))
+    sequence.pending_features = FeatureRing(torch.empty(2, 1), 4)
     sequence.forget_computed()
     assert sequence.num_computed_tokens == sequence.num_drafter_tokens == 0
     assert sequence.drafter_start == sequence.num_published_blocks == 0

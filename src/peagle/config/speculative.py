@@ -40,9 +40,10 @@ class SpeculativeConfig:
         revision: branch, tag or commit of a hub id.
         num_speculative_tokens: K, the draft tokens per step.
         num_speculative_tokens_per_batch_size: (first, last, K) for numbers of sequences that run
-            together, ascending, like ((1, 16, 7), (17, 64, 4)): a busy card pays for every token
-            that it verifies. Numbers between two ranges have the K of the one before; K is never
-            above num_speculative_tokens. None: K is always the same. With a schedule a request's
+            together, ascending, like ((1, 16, 7), (17, 64, 0)): a busy card pays for every token
+            that it verifies. K = 0 stops drafting (`engine.depth` says when it begins again).
+            Numbers between two ranges have the K of the one before; K is never above
+            num_speculative_tokens. None: K is always the same. With a schedule a request's
             drafts, and so its sampled output, depend on how many others run.
         parallel_drafting: draft all K in one pass; None takes what the head was trained for.
         draft_sampling: "argmax" drafts, or "probabilistic" ones drawn at the request's temperature.
@@ -134,8 +135,8 @@ class SpeculativeConfig:
         ok = ok and all(is_int(number) for r in ranges for number in r)
         expected = "ranges of batch sizes with their K, like [[1, 16, 7], [17, 64, 4]]"
         require(ok, name, schedule, expected)
-        ok = all(1 <= first <= last and k >= 1 for first, last, k in ranges)
-        require(ok, name, schedule, "batch sizes from 1, last not below first, and K of at least 1")
+        ok = all(1 <= first <= last and k >= 0 for first, last, k in ranges)
+        require(ok, name, schedule, "batch sizes from 1, last not below first, and K of at least 0")
         ok = all(one[1] < other[0] for one, other in pairwise(ranges))
         require(ok, name, schedule, "ascending ranges that do not overlap")
         object.__setattr__(self, name, tuple(map(tuple, ranges)))

@@ -11,16 +11,24 @@ import torch
 from peagle.attention import AttentionBackend, LayerKVCache
 from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.engine.capture import make_capturer
-from peagle.engine.drafting import Drafting
+from peagle.engine.depth import DepthPolicy
+from peagle.engine.drafting import Drafting, HeadDrafting, LookupDrafting
+from peagle.engine.features import FeatureStore
 from peagle.engine.graph_runner import MAX_STOP_IDS, GraphRunner, StepSizes, graph_sizes
 from peagle.engine.model_runner import ModelRunner
+from peagle.engine.sampler import Sampler
 from peagle.engine.target_graphs import DrafterGraphs, TargetGraphs
 from peagle.errors import UserError
 from peagle.models.acceleration import accelerate_drafter, accelerate_target
 from peagle.models.checkpoint import load_drafter, read_head_config
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
-from peagle.speculation import AutoregressiveProposer, ParallelProposer, Proposer
+from peagle.speculation import (
+    AutoregressiveProposer,
+    ParallelProposer,
+    PromptLookup,
+    Proposer,
+)
 from peagle.speculation.proposers import HeadProposer
 
 
@@ -94,6 +102,29 @@ def make_proposer(
     )
 
 
+def make_drafting(
+    target: TargetModel,
+    drafter: Drafter | None,
+    speculative: SpeculativeConfig | None,
+    backend: AttentionBackend,
+    caches: SequenceOf[LayerKVCache],
+    sampler: Sampler,
+    features: FeatureStore,
+    *,
+    max_model_len: int,
+    max_draft_len: int,
+) -> Drafting | None:
+    """What drafts after a target pass, with a head or from the text; None decodes plainly."""
+    if speculative is None:
+        return None
+    vocab_size = target.vocab_size
+    if drafter is None:
+        lookup = PromptLookup(speculative.prompt_lookup_max, speculative.prompt_lookup_min)
+        return LookupDrafting(lookup, vocab_size, max_model_len)
+    proposer = make_proposer(drafter, speculative, backend, caches, max_model_len)
+    return HeadDrafting(proposer, sampler, vocab_size, max_model_len, max_draft_len, features)
+
+
 def runs_as_graphs(
     device: torch.device,
     config: EngineConfig,
@@ -107,9 +138,17 @@ def runs_as_graphs(
     return device.type == "cuda" and not config.enforce_eager and can_draft
 
 
-def depth_of(speculative: SpeculativeConfig | None) -> Callable[[int], int]:
+def depth_of(speculative: SpeculativeConfig | None) -> DepthPolicy:
     """K where so many sequences run together."""
-    return speculative.tokens_for if speculative else lambda num_sequences: 0
+    return DepthPolicy(speculative.tokens_for if speculative else lambda num_sequences: 0)
+
+
+def most_resuming(depth: DepthPolicy, drafter: Drafter | None, max_num_seqs: int) -> int:
+    """Most sequences that begin to draft again together; 0 where a head drafts at any load."""
+    depths = [depth(n) for n in range(1, max_num_seqs + 1)]
+    if drafter is None or all(depths):
+        return 0
+    return max((n for n, k in enumerate(depths, 1) if k), default=1)
 
 
 def accelerate(
@@ -120,10 +159,11 @@ def accelerate(
 ) -> None:
     """Fuse and compile what the graphs run; `depth` as in `GraphRunner`."""
     sizes = graph_sizes(max_num_seqs, depth)
-    target_rows = [rows * (k + 1) for rows, k in sizes]
-    accelerate_target(target, target_rows)
-    if drafter is None:
+    accelerate_target(target, [rows * (k + 1) for rows, k in sizes])
+    sizes = [(rows, k) for rows, k in sizes if k]
+    if drafter is None or not sizes:
         return
+    target_rows = [rows * (k + 1) for rows, k in sizes]
     all_drafts, single = [rows * k for rows, k in sizes], [rows for rows, _ in sizes]
     parallel = drafter.config.is_parallel
     accelerate_drafter(
@@ -141,13 +181,15 @@ def make_graph_runner(
     config: EngineConfig,
     speculative: SpeculativeConfig | None,
     *,
+    depth: DepthPolicy,
+    features: FeatureStore,
     max_model_len: int,
     max_draft_len: int,
 ) -> GraphRunner:
     """The runner of decode steps for up to `config.max_num_seqs` sequences.
 
     On a card all graphs are made now, those of short prompts too, which `runner` and the proposer
-    get.
+    get. `features` has room for all sequences then if `depth` may be 0 while there is a head.
     """
     target, proposer = runner.target, getattr(drafting, "proposer", None)
     table_width = -(-max_model_len // config.block_size)
@@ -163,7 +205,12 @@ def make_graph_runner(
     )
     capture = make_capturer(target.device)
     drafter = proposer.drafter if isinstance(proposer, HeadProposer) else None
-    graphs = GraphRunner(target, drafter, drafter_caches, sizes, depth_of(speculative), capture)
+    kept = None
+    if drafter is not None and most_resuming(depth, drafter, config.max_num_seqs):
+        width = drafter.config.feature_size
+        features.reserve(config.max_num_seqs, width, target.dtype, target.device)
+        kept = features
+    graphs = GraphRunner(target, drafter, drafter_caches, sizes, depth, capture, kept)
     if target.device.type == "cuda":
         graphs.capture_all()
         runner.graphs = TargetGraphs(target, runner.backend, capture, table_width)

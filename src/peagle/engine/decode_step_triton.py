@@ -13,6 +13,7 @@ from torch import Tensor
 
 from peagle.attention import AttentionMetadata, LayerKVCache
 from peagle.attention.triton_backend import TritonAttention
+from peagle.engine.features import NO_SLOT
 from peagle.engine.step_buffers_triton import StepBuffers
 from peagle.kernels.draft_choice_triton import (
     ChainBuffers,
@@ -42,6 +43,8 @@ class DecodeStep:
         drafter_caches: one KV cache a drafter layer.
         buffers: state of the sequences.
         greedy: every sequence has temperature 0.
+        kept_SCA: rings of a `FeatureStore`, for what a head reads later; None keeps nothing. With
+            them there is no drafter, and one row a sequence.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class DecodeStep:
         buffers: StepBuffers,
         *,
         greedy: bool,
+        kept_SCA: Tensor | None = None,
     ) -> None:
         sizes, device = buffers.sizes, target.device
         self.target = target
@@ -59,6 +63,7 @@ class DecodeStep:
         self.drafter_caches = drafter_caches
         self.buffers = buffers
         self.greedy = greedy
+        self.kept_SCA = kept_SCA
         self._backend = TritonAttention()
         batch, columns = sizes.num_seqs, buffers.drafts_BK.shape[1] + 1
         num_rows = batch * (columns if drafter else 1)
@@ -93,6 +98,8 @@ class DecodeStep:
         own = self.buffers
         begin_step(own.active_B, own.state, self._running_B, self._num_drafted_B, self._times)
         logits_TV, features_TA = self._run_target()
+        if self.kept_SCA is not None:
+            self._keep(features_TA, self.kept_SCA)
         stamp(self._times, 1)
         self._verify(logits_TV)
         stamp(self._times, 2)
@@ -129,6 +136,13 @@ class DecodeStep:
         )
         hidden_TH, features_TA = self.target.forward(rows.tokens_T, rows.positions_T, attend)
         return self.target.compute_logits(hidden_TH), features_TA
+
+    def _keep(self, features_TA: Tensor, kept_SCA: Tensor) -> None:
+        """Put features where `FeatureRing` looks for those of a position; padding goes last."""
+        rows, capacity = self._rows, kept_SCA.shape[1]
+        slots_T = self.buffers.feature_slots_B[rows.sequences_T]
+        slots_T = slots_T.masked_fill(rows.sequences_T < 0, NO_SLOT)
+        kept_SCA[slots_T, rows.positions_T % capacity] = features_TA
 
     def _verify(self, logits_TV: Tensor) -> None:
         """Accepted drafts, next tokens, new state."""

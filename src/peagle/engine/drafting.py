@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from peagle.config.speculative import MAX_SPECULATIVE_TOKENS
-from peagle.engine.features import FeatureRing
+from peagle.engine.features import FeatureStore
 from peagle.engine.grammar import DraftGrammar, walk
 from peagle.engine.model_runner import TargetPass, block_tables
 from peagle.engine.sampler import Sampler
@@ -24,14 +24,12 @@ from peagle.engine.scheduler import Chunk
 from peagle.engine.sequence import Sequence
 from peagle.speculation import Drafts, PromptLookup, Proposer, TargetStep
 
-FEATURES_KEPT = 256
-
 
 class Drafting(Protocol):
     """What follows a target pass; leaves the drafts on the sequences.
 
     Attributes:
-        most_drafts: K of the batch; a sequence may have less.
+        most_drafts: K of the batch; a sequence may have less. With 0 nobody drafts.
     """
 
     most_drafts: int
@@ -91,6 +89,7 @@ class HeadDrafting:
         vocab_size: of the target.
         max_model_len: longest sequence.
         max_draft_len: positions up to which the head drafts.
+        features: of sequences that do not draft at present.
     """
 
     def __init__(
@@ -100,12 +99,14 @@ class HeadDrafting:
         vocab_size: int,
         max_model_len: int,
         max_draft_len: int,
+        features: FeatureStore | None = None,
     ) -> None:
         self.proposer = proposer
         self.vocab_size = vocab_size
         self.sampler = sampler
         self.max_model_len = max_model_len
         self.max_draft_len = max_draft_len
+        self.features = features or FeatureStore()
         self.most_drafts = MAX_SPECULATIVE_TOKENS
         self._has_warned = False
 
@@ -139,20 +140,31 @@ class HeadDrafting:
         k = self._num_drafts(sequence) if chunk.samples else 0
         if chunk.samples:
             sequence.drafts, sequence.draft_probs_KV = [], None
-        if not sequence.num_speculative_tokens:
+        if self._is_paused(chunk, pass_start):
             num_kept = max(end - pass_start, 0)
             self._keep(sequence, features_TA[row : row + num_kept], pass_start)
             return None
         first = sequence.num_drafter_tokens
         kept = sequence.pending_features
-        sequence.pending_features = None
         if kept is not None and kept.first > first:
             first = sequence.drafter_start = kept.first
+        # Captured steps keep features beyond the head's reach too.
+        kept_NA = None if kept is None else kept.get()[: max(end - kept.first, 0)]
+        self.features.release(sequence)
         if first >= end:
             return None
         sequence.num_drafter_tokens = end
-        kept_NA = kept.get() if kept is not None else None
         return _Reading(sequence, first, end, pass_start, row, kept_NA, k)
+
+    def _is_paused(self, chunk: Chunk, pass_start: int) -> bool:
+        """Whether the drafter leaves a sequence alone.
+
+        Where nobody drafts it still reads prompts, for what that costs beside the target's pass:
+        their blocks can then be shared, and no hole begins before the output.
+        """
+        sequence = chunk.sequence
+        is_decoding = chunk.samples and pass_start >= sequence.num_prompt_tokens
+        return not sequence.num_speculative_tokens or (is_decoding and not self.most_drafts)
 
     def _num_drafts(self, sequence: Sequence) -> int:
         k = num_drafts(sequence, self.most_drafts, self.max_model_len)
@@ -168,13 +180,9 @@ class HeadDrafting:
             )
         return min(k, within)
 
-    @staticmethod
-    def _keep(sequence: Sequence, features_NA: Tensor, position: int) -> None:
-        if not sequence.may_speculate or not len(features_NA):
-            return
-        if sequence.pending_features is None:
-            sequence.pending_features = FeatureRing(FEATURES_KEPT, position, features_NA)
-        sequence.pending_features.put(features_NA)
+    def _keep(self, sequence: Sequence, features_NA: Tensor, position: int) -> None:
+        if sequence.may_speculate and len(features_NA):
+            self.features.open(sequence, position, features_NA).put(features_NA)
 
     def _step(self, done: TargetPass, readings: SequenceOf[_Reading]) -> TargetStep:
         sequences = [reading.sequence for reading in readings]

@@ -6,20 +6,21 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 
-from peagle.attention import AttentionBackend, LayerKVCache, make_backend
+from peagle.attention import LayerKVCache, make_backend
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine.block_manager import BlockManager
 from peagle.engine.build import (
     accelerate,
     depth_of,
     load_head,
+    make_drafting,
     make_graph_runner,
-    make_proposer,
+    most_resuming,
     resolve_max_draft_len,
     resolve_max_model_len,
     runs_as_graphs,
 )
-from peagle.engine.drafting import Drafting, HeadDrafting, LookupDrafting
+from peagle.engine.features import FeatureStore
 from peagle.engine.grammar import GrammarState
 from peagle.engine.memory import drafter_kv_shapes, make_memory_plan
 from peagle.engine.model_runner import ModelRunner, TargetPass, make_caches
@@ -33,9 +34,7 @@ from peagle.engine.stats import EngineStats, SpeculationStats, StepTimes
 from peagle.errors import UserError
 from peagle.kernels.logprobs import TokenLogprobs
 from peagle.kernels.random import derive_seed
-from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
-from peagle.speculation import PromptLookup
 
 _COUNTERS = (
     "num_steps",
@@ -73,6 +72,7 @@ class LLMEngine:
         self.max_model_len = resolve_max_model_len(target, self.config)
         self.num_speculative_tokens = speculative.num_speculative_tokens if speculative else 0
         self._depth = depth_of(speculative)
+        self._features = FeatureStore()
         drafter = load_head(target, speculative)
         is_pipelined = runs_as_graphs(target.device, self.config, speculative, drafter)
         if is_pipelined and target.device.type == "cuda":
@@ -88,6 +88,7 @@ class LLMEngine:
             max_model_len=self.max_model_len,
             num_lookahead_slots=num_lookahead_slots,
             num_drafts=self.num_speculative_tokens,
+            num_resuming=most_resuming(self._depth, drafter, self.config.max_num_seqs),
         )
         num_blocks = self.memory_plan.num_blocks
         self._target_caches = self._caches(target.kv_shapes(), num_blocks)
@@ -110,7 +111,17 @@ class LLMEngine:
         self.max_draft_len = resolve_max_draft_len(drafter, speculative, self.max_model_len)
         drafter_caches = self._caches(drafter_kv_shapes(drafter), num_blocks)
         self._drafter_caches = drafter_caches
-        self.drafting = self._drafting(drafter, backend, drafter_caches)
+        self.drafting = make_drafting(
+            target,
+            drafter,
+            speculative,
+            backend,
+            drafter_caches,
+            self.sampler,
+            self._features,
+            max_model_len=self.max_model_len,
+            max_draft_len=self.max_draft_len,
+        )
         self.scheduler = Scheduler(
             BlockManager(
                 num_blocks,
@@ -131,6 +142,8 @@ class LLMEngine:
                 drafter_caches,
                 self.config,
                 speculative,
+                depth=self._depth,
+                features=self._features,
                 max_model_len=self.max_model_len,
                 max_draft_len=self.max_draft_len,
             )
@@ -236,6 +249,7 @@ class LLMEngine:
         A sequence whose prompt is not all computed is not among the outputs.
         """
         self._claim_target()
+        self._depth.observe(len(self.scheduler.running))
         outputs = self._outputs = []
         self._counts["num_steps"] += 1
         if self._pipeline is not None:
@@ -250,7 +264,7 @@ class LLMEngine:
         plan = self.scheduler.schedule()
         self._counts["num_preemptions"] += len(plan.preempted)
         for sequence in plan.preempted:
-            self.sampler.release(sequence)
+            self._release(sequence)
         for sequence in plan.admitted:
             if not sequence.num_preemptions:
                 sequence.admitted_s = time.perf_counter()
@@ -301,7 +315,10 @@ class LLMEngine:
         self._emit(sequence, report.new_token_ids, report.num_drafted, report.num_accepted, [])
         if sequence.may_speculate:
             sequence.drafts = report.drafts
-            sequence.num_drafter_tokens = min(sequence.num_computed_tokens, self.max_draft_len)
+            if sequence.pending_features is not None:  # nobody drafts: the step kept the feature
+                sequence.pending_features.advance(1)
+            else:
+                sequence.num_drafter_tokens = min(sequence.num_computed_tokens, self.max_draft_len)
         self._settle(sequence)
 
     def _emit(
@@ -336,9 +353,14 @@ class LLMEngine:
 
     def _retire(self, sequence: Sequence) -> None:
         self.scheduler.retire(sequence)
-        self.sampler.release(sequence)
+        self._release(sequence)
         ended = "num_cancelled" if sequence.finish_reason == "cancelled" else "num_finished"
         self._counts[ended] += 1
+
+    def _release(self, sequence: Sequence) -> None:
+        """Give up what it has beside its blocks."""
+        self.sampler.release(sequence)
+        self._features.release(sequence)
 
     def cancel(self, sequence: Sequence) -> None:
         """Stop a sequence and free what it holds; finished ones are left alone."""
@@ -389,27 +411,6 @@ class LLMEngine:
             self.target.tap_aux(self._aux_layer_ids)
             self.target.set_kv_caches(self._target_caches)
             self.target.fix_rope(self.max_model_len)
-
-    def _drafting(
-        self,
-        drafter: Drafter | None,
-        backend: AttentionBackend,
-        drafter_caches: list[LayerKVCache],
-    ) -> Drafting | None:
-        speculative = self.speculative
-        if speculative is None:
-            return None
-        if drafter is None:
-            lookup = PromptLookup(speculative.prompt_lookup_max, speculative.prompt_lookup_min)
-            return LookupDrafting(lookup, self.target.vocab_size, self.max_model_len)
-        proposer = make_proposer(drafter, speculative, backend, drafter_caches, self.max_model_len)
-        return HeadDrafting(
-            proposer,
-            self.sampler,
-            self.target.vocab_size,
-            self.max_model_len,
-            self.max_draft_len,
-        )
 
     def _caches(self, shapes: list[tuple[int, int]], num_blocks: int) -> list[LayerKVCache]:
         target = self.target

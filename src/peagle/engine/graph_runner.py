@@ -17,6 +17,7 @@ from torch import Tensor
 
 from peagle.attention import LayerKVCache
 from peagle.engine.capture import Capturer
+from peagle.engine.features import FeatureStore
 from peagle.engine.pipeline import RowReport, read_report
 from peagle.engine.sampling_rules import has_penalties
 from peagle.engine.sequence import Sequence
@@ -40,11 +41,16 @@ def buckets(max_num_seqs: int) -> list[int]:
 
 
 def graph_sizes(max_num_seqs: int, depth: Callable[[int], int]) -> list[tuple[int, int]]:
-    """(rows, K) of the graphs, where n sequences draft `depth(n)` tokens each."""
+    """(rows, K) of the graphs, where n sequences draft `depth(n)` tokens each.
+
+    Where some number of sequences does not draft, every number may: see `depth.DepthPolicy`.
+    """
     found: list[tuple[int, int]] = []
     smaller = 0
+    pause = {0} & {depth(n) for n in range(1, max_num_seqs + 1)}
     for size in buckets(max_num_seqs):
-        found += [(size, k) for k in sorted({depth(n) for n in range(smaller + 1, size + 1)})]
+        depths = pause | {depth(n) for n in range(smaller + 1, size + 1)}
+        found += [(size, k) for k in sorted(depths)]
         smaller = size
     return found
 
@@ -85,6 +91,15 @@ class Flight:
     sequences: SequenceOf[Sequence]
     report_RX: Tensor
     done: torch.cuda.Event | None
+
+
+def _has_gap(sequence: Sequence) -> bool:
+    """Whether there are features that the drafter has not read, or must not read now.
+
+    Who pauses drafting needs them kept; who never drafts does not.
+    """
+    is_paused = sequence.may_speculate and not sequence.num_speculative_tokens
+    return is_paused or sequence.pending_features is not None
 
 
 class _Graph:
@@ -128,6 +143,7 @@ class GraphRunner:
         sizes: of the largest graph.
         depth: K where so many sequences run together.
         capture: makes the graphs; while it does nobody is active, so that no KV is written.
+        features: where steps without drafts keep features; None: there are none, or no head.
     """
 
     def __init__(
@@ -138,7 +154,9 @@ class GraphRunner:
         sizes: StepSizes,
         depth: Callable[[int], int],
         capture: Capturer,
+        features: FeatureStore | None = None,
     ) -> None:
+        self._features = features
         self._target, self._drafter, self._caches = target, drafter, drafter_caches
         self._sizes = sizes
         self._depth = depth
@@ -162,7 +180,12 @@ class GraphRunner:
         if len(sequences) > self._buckets[-1]:
             self._warn_of_size(len(sequences))
             return False
-        return all(map(self._is_simple, sequences))
+        keeps = self._keeps(self._size(len(sequences)))
+        return all(self._is_simple(s) and (keeps or not _has_gap(s)) for s in sequences)
+
+    def _keeps(self, size: tuple[int, int]) -> bool:
+        """Whether a step of that size keeps features for a head that does not draft now."""
+        return self._features is not None and not size[1]
 
     def _warn_of_size(self, num_sequences: int) -> None:
         if not self._has_warned:
@@ -197,9 +220,6 @@ class GraphRunner:
             len(sequence.stop_token_ids) > MAX_STOP_IDS,
             # Until then its stop ids are forbidden, which is the sampler's business.
             sequence.num_output_tokens < params.min_tokens,
-            # Who pauses drafting needs the features kept; who never drafts does not.
-            sequence.may_speculate and not sequence.num_speculative_tokens,
-            sequence.pending_features is not None,
         )
         return not any(rules)
 
@@ -207,6 +227,10 @@ class GraphRunner:
         """Take over sequences from the host and launch a step."""
         greedy = all(s.params.is_greedy for s in sequences)
         self._graph = self._graph_of(self._size(len(sequences)), greedy)
+        if self._features is not None and self._keeps(self._graph.size):
+            for sequence in sequences:
+                if sequence.may_speculate:
+                    self._features.open(sequence, sequence.num_computed_tokens)
         self._sequences = list(sequences)
         self._num_blocks = [len(s.block_table) for s in sequences]
         self._graph.buffers.upload(sequences, self._target.vocab_size)
@@ -241,6 +265,14 @@ class GraphRunner:
 
             sizes = replace(self._sizes, num_seqs=size[0], num_drafts=size[1])
             buffers = StepBuffers(sizes, self._target.device)
-            step = DecodeStep(self._target, self._drafter, self._caches, buffers, greedy=greedy)
+            keeps = self._features is not None and self._keeps(size)
+            step = DecodeStep(
+                self._target,
+                self._drafter if size[1] else None,
+                self._caches,
+                buffers,
+                greedy=greedy,
+                kept_SCA=self._features.rows_SCA if self._features and keeps else None,
+            )
             self._graphs[size, greedy] = _Graph(step, self._capture)
         return self._graphs[size, greedy]

@@ -17,6 +17,7 @@ from torch import nn
 from peagle.attention import LayerKVCache
 from peagle.config import EngineConfig
 from peagle.config.checks import require
+from peagle.engine.features import FEATURES_KEPT
 from peagle.errors import UserError
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
@@ -166,6 +167,7 @@ def make_memory_plan(
     max_model_len: int,
     num_lookahead_slots: int,
     num_drafts: int,
+    num_resuming: int = 0,
     reserved_bytes: int | None = None,
 ) -> MemoryPlan:
     """Choose the number of KV blocks: what memory allows, at most what can be of use.
@@ -182,6 +184,8 @@ def make_memory_plan(
         max_model_len: longest sequence.
         num_lookahead_slots: KV slots that a request holds beyond its tokens.
         num_drafts: K.
+        num_resuming: most sequences that begin to draft again together, after a load too high to
+            draft; 0: there is no such load.
         reserved_bytes: for activations and graphs on a GPU; None estimates them.
 
     Raises:
@@ -196,7 +200,12 @@ def make_memory_plan(
         reserved_bytes = 0
     elif reserved_bytes is None:
         reserved_bytes = estimate_reserved(
-            target, drafter, config, max_model_len=max_model_len, num_drafts=num_drafts
+            target,
+            drafter,
+            config,
+            max_model_len=max_model_len,
+            num_drafts=num_drafts,
+            num_resuming=num_resuming,
         )
     budget = _kv_budget(card, config, reserved_bytes + block_bytes)
     num_blocks = config.num_kv_blocks
@@ -273,11 +282,13 @@ def estimate_reserved(
     *,
     max_model_len: int,
     num_drafts: int,
+    num_resuming: int = 0,
 ) -> int:
     """Bytes that a GPU needs beside weights and KV, about: the largest pass, and the graphs.
 
     rows * (the widest layer, features) + logits + counts of penalties + angles + GRAPH_BYTES,
-    where rows is a chunk of prompts, or the rows of a decode step if those are more.
+    where rows is a chunk of prompts, or the rows of a decode step if those are more. Where drafting
+    may pause, also the features kept of every sequence, and a pass over those of `num_resuming`.
     """
     itemsize = target.dtype.itemsize
     num_seqs = config.max_num_seqs
@@ -285,12 +296,15 @@ def estimate_reserved(
     chunk = min(config.max_num_batched_tokens, num_seqs * max_model_len)
     logit_bytes = itemsize * _LOGITS_COPIES + 4 * _FLOAT32_COPIES
     total = GRAPH_BYTES
-    total += max(chunk, logit_rows) * _row_width(target, drafter) * itemsize
+    resumed_rows = num_resuming * FEATURES_KEPT
+    total += max(chunk, logit_rows, resumed_rows) * _row_width(target, drafter) * itemsize
     total += logit_rows * target.vocab_size * logit_bytes
     total += num_seqs * target.vocab_size * 5  # an int32 and a flag a token
     if drafter is not None:
         positions = max(drafter.config.max_position_embeddings, max_model_len + 2 * num_drafts)
         total += 2 * positions * drafter.config.head_dim * itemsize  # cos and sin
+        num_rings = num_seqs + 1 if num_resuming else 0
+        total += num_rings * FEATURES_KEPT * drafter.config.feature_size * itemsize
     return total
 
 

@@ -75,14 +75,15 @@ class Pipeline:
     def go_on(self) -> bool:
         """Launch the next step, then take the results of the last; false if that cannot be.
 
-        It cannot where somebody came, was stopped or changed, or where blocks run out. Who ended by
-        itself is known to the device: the others go on, unless somebody waits for the place or a
-        smaller graph would do.
+        It cannot where somebody came, was stopped or changed, where K changes, or where blocks run
+        out. Who ended by itself is known to the device: the others go on, unless somebody waits for
+        the place or a smaller graph would do.
         """
         flight = self._flight
         if flight is None or self._version != self._scheduler.version:
             return False
-        if not self._scheduler.reserve(s for s in flight.sequences if not s.is_finished):
+        unfinished = [s for s in flight.sequences if not s.is_finished]
+        if not self._runner.is_tight(len(unfinished)) or not self._scheduler.reserve(unfinished):
             return False
         self._flight = self._runner.go_on()
         self._read(flight)

@@ -44,6 +44,18 @@ class SpeculationStats:
         for position, count in enumerate(other.num_accepted_tokens_per_pos):
             per_pos[position] += count
 
+    def since(self, earlier: SpeculationStats) -> SpeculationStats:
+        """What was counted after `earlier`, a copy of these counters as they were then."""
+        before = earlier.num_accepted_tokens_per_pos
+        per_pos = self.num_accepted_tokens_per_pos
+        before = [*before, *[0] * (len(per_pos) - len(before))]
+        return SpeculationStats(
+            self.num_drafts - earlier.num_drafts,
+            self.num_draft_tokens - earlier.num_draft_tokens,
+            self.num_accepted_tokens - earlier.num_accepted_tokens,
+            [now - then for now, then in zip(per_pos, before, strict=True)],
+        )
+
     @classmethod
     def pooled(cls, every: Iterable[SpeculationStats]) -> SpeculationStats:
         """The counters of several together."""

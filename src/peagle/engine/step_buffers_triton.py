@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from peagle.engine.features import NO_SLOT
 from peagle.engine.graph_runner import StepSizes
 from peagle.engine.sequence import Sequence
 from peagle.kernels.step_state import StepLimits, StepOutput, StepState
@@ -31,6 +32,7 @@ _INTS = (
     "seeds",
     "active",
     "context_starts",
+    "feature_slots",
 )
 _FLOATS = ("temperature", "top_p", "min_p")
 
@@ -84,6 +86,7 @@ class StepBuffers:
         block_tables_BM: KV blocks, int64.
         active_B: which rows are sequences; int64, 0 or 1.
         context_starts_B: first drafter slot that may be looked at.
+        feature_slots_B: ring of a `FeatureStore` that takes the features; -1: none.
         out: what the last step said.
         report_RX: the same in one tensor, for the host: see `kernels.step_frame_triton`.
     """
@@ -121,6 +124,7 @@ class StepBuffers:
         self.block_tables_BM = self._tables.on_device["tables"]
         self.active_B = ints["active"]
         self.context_starts_B = ints["context_starts"]
+        self.feature_slots_B = ints["feature_slots"]
         self.out = StepOutput.allocate(batch, most, device)
         self.report_RX = torch.zeros(batch + 1, 2 * most + 4, dtype=torch.int64, device=device)
         # The blocks of each row, and how many of them the twins know.
@@ -143,6 +147,7 @@ class StepBuffers:
             ("top_k", [min(p.top_k, vocab_size) for p in params]),
             ("seeds", [s.seed for s in sequences]),
             ("context_starts", [s.drafter_start for s in sequences]),
+            ("feature_slots", [_feature_slot(s) for s in sequences]),
         ):
             ints[name][:count] = values
         for name in _FLOATS:
@@ -172,3 +177,8 @@ class StepBuffers:
                 known[row] = len(blocks)
         self._tables.upload()
         self._known.reverse()
+
+
+def _feature_slot(sequence: Sequence) -> int:
+    ring = sequence.pending_features
+    return NO_SLOT if ring is None else ring.slot

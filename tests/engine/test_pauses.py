@@ -1,0 +1,201 @@
+"""K = 0 where many run together: outputs stay, and drafting goes on as if it had never paused."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peagle import LLM, SamplingParams
+from peagle.engine import Sequence
+from peagle.engine.depth import RESUME_AFTER, DepthPolicy
+from peagle.engine.features import FEATURES_KEPT, FeatureStore
+from peagle.engine.graph_runner import graph_sizes
+from tests.engine.engines import PROMPTS, K, config_of, drive, make_llm, watch_drafts
+
+GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
+# One outlives the others by far: drafting pauses while they run and goes on when it is alone.
+PARAMS = [replace(GREEDY, max_tokens=n) for n in (48, 9, 12, 7)]
+SCHEDULE = [[1, 2, K], [3, 4, 0]]
+
+
+@pytest.fixture(scope="module")
+def heads(head_folders: Callable[..., Path]) -> dict[bool, Path]:
+    """A P-EAGLE head (True) and an EAGLE-3 head (False)."""
+    return {parallel: head_folders(parallel=parallel) for parallel in (True, False)}
+
+
+def scheduled(config: dict[str, Any] | None, schedule: Any = SCHEDULE) -> dict[str, Any]:
+    assert config is not None
+    return {**config, "num_speculative_tokens_per_batch_size": schedule}
+
+
+# ---- when K changes -------------------------------------------------------------------------
+
+
+@given(loads=st.lists(st.integers(0, 6), max_size=60))
+def test_drafting_stops_at_once_and_resumes_after_a_while(loads: list[int]) -> None:
+    scheduled = (7, 7, 3, 3, 0, 2, 0)  # by load; not even monotone
+    policy = DepthPolicy(scheduled.__getitem__)
+    for now, load in enumerate(loads):
+        policy.observe(load)
+        seen = loads[: now + 1]
+        since = max((i for i, n in enumerate(seen) if n and not scheduled[n]), default=-100)
+        was_idle = 0 in seen[since + 1 :]
+        rested = len(seen) - 1 - since >= RESUME_AFTER or was_idle or since < 0
+        expected = scheduled[load] if rested else 0
+        assert policy(load) == expected
+        assert policy(4) == policy(6) == 0
+
+
+def test_every_bucket_has_a_graph_without_drafts_if_one_has() -> None:
+    depths = (0, 7, 7, 0, 0, 0, 0, 0, 0)
+    assert graph_sizes(8, depths.__getitem__) == [(1, 0), (1, 7), (2, 0), (2, 7), (4, 0), (8, 0)]
+    assert graph_sizes(4, lambda n: 3) == [(1, 3), (2, 3), (4, 3)]
+    assert graph_sizes(2, lambda n: 0) == [(1, 0), (2, 0)]
+
+
+# ---- the engine that launches kernel by kernel ----------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["peagle", "eagle3", "ngram"])
+def test_pauses_leave_greedy_output_alone(
+    target_folder: Path, heads: dict[bool, Path], name: str
+) -> None:
+    expected = [o.token_ids for o in make_llm(target_folder).generate(PROMPTS, PARAMS)]
+    llm = make_llm(target_folder, scheduled(config_of(name, heads)), max_num_seqs=4)
+    verified: list[tuple[int, int]] = []
+    llm.engine.step = watched(llm, verified)  # type: ignore[method-assign]
+    assert [o.token_ids for o in llm.generate(PROMPTS, PARAMS)] == expected
+    assert all(drafts == 0 for running, drafts in verified if running > 2)
+    assert name == "ngram" or any(drafts == K for _, drafts in verified)
+
+
+def watched(llm: LLM, verified: list[tuple[int, int]]) -> Callable[[], Any]:
+    """`step` that notes how many run and the drafts that each step leaves."""
+    engine = llm.engine
+    step = engine.step
+
+    def noting() -> Any:
+        outputs = step()
+        running = len(engine.scheduler.running)
+        verified.extend((running, len(s.drafts)) for s in engine.scheduler.running)
+        return outputs
+
+    return noting
+
+
+@pytest.mark.parametrize("parallel", [True, False], ids=["peagle", "eagle3"])
+def test_drafts_after_a_pause_are_those_of_a_run_without_one(
+    target_folder: Path, heads: dict[bool, Path], parallel: bool
+) -> None:
+    config = config_of("peagle" if parallel else "eagle3", heads)
+    whole = make_llm(target_folder, config)
+    paused = make_llm(target_folder, scheduled(config))
+    expected, found = watch_drafts(whole), watch_drafts(paused)
+    drive(whole, PROMPTS, PARAMS)
+    drive(paused, PROMPTS, PARAMS)
+    assert 5 < len(found) < len(expected)
+    assert found == {text: expected[text] for text in found}
+
+
+def test_prompts_are_shared_while_nobody_drafts(
+    target_folder: Path, heads: dict[bool, Path]
+) -> None:
+    """The head reads them, so that the next request with the same prompt need not compute it."""
+    config = scheduled(config_of("peagle", heads), [[1, 4, 0]])
+    llm = make_llm(target_folder, config, block_size=4)
+    fresh = make_llm(target_folder, config_of("peagle", heads), block_size=4)
+    for _ in range(2):
+        drive(llm, [PROMPTS[3]], GREEDY)
+    assert llm.engine.stats.num_cached_tokens >= len(PROMPTS[3]) - 8
+    expected = watch_drafts(fresh)
+    drive(fresh, [PROMPTS[3]], GREEDY)
+    llm.engine._depth = DepthPolicy(lambda n: K)
+    found = watch_drafts(llm)
+    drive(llm, [PROMPTS[3]], GREEDY)
+    assert found == expected, "what it shares is whole"
+
+
+@pytest.mark.parametrize("name", ["peagle", "eagle3"])
+def test_random_loads(target_folder: Path, heads: dict[bool, Path], name: str) -> None:
+    """K between 0 and the most at the whim of a die, step by step; float64, so no difference."""
+    expected = [o.token_ids for o in make_llm(target_folder).generate(PROMPTS, GREEDY)]
+    for seed in range(4):
+        llm, rng = make_llm(target_folder, config_of(name, heads)), random.Random(seed)
+        die = [K]
+        llm.engine._depth = DepthPolicy(lambda n, die=die: die[0])
+
+        def roll(step: int, sequences: list[Sequence], die: Any = die, rng: Any = rng) -> None:
+            if rng.random() < 0.2:
+                die[0] = rng.choice([0, 0, 1, K])
+
+        sequences = drive(llm, PROMPTS, GREEDY, roll)
+        assert [s.output_token_ids for s in sequences] == expected
+        assert all(s.pending_features is None for s in sequences)
+
+
+# ---- rings in one tensor --------------------------------------------------------------------
+
+
+def test_rings_of_a_reserved_store_are_handed_out_and_taken_back() -> None:
+    store = FeatureStore()
+    store.reserve(2, 3, torch.float32, torch.device("cpu"))
+    some: list[Any] = [Sequence(i, [1], GREEDY, 0, frozenset()) for i in range(4)]
+    rings = [store.open(s, 5) for s in some[:2]]
+    assert {ring.slot for ring in rings} == {0, 1}
+    assert store.open(some[0], 99) is rings[0]
+    store.release(some[3])  # has none
+    some[0].forget_computed()
+    store.release(some[0])
+    again = store.open(some[2], 7)
+    assert (again.slot, again.first, again.end) == (rings[0].slot, 7, 7)
+    assert some[0].pending_features is None
+    again.advance(FEATURES_KEPT + 2)
+    assert (again.first, again.end) == (9, 9 + FEATURES_KEPT)
+
+
+# ---- captured steps; on a CPU they run as they are, under Triton's interpreter --------------
+
+NO_INTERPRETER = os.environ.get("TRITON_INTERPRET") != "1"
+INTERPRETED = pytest.mark.skipif(NO_INTERPRETER, reason="needs the interpreter")
+DEVICES = [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_captured_steps_keep_features_and_resume(
+    target_folder: Path, heads: dict[bool, Path], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = "peagle.engine.engine.runs_as_graphs"
+    monkeypatch.setattr(graphs, lambda *parts: not parts[1].enforce_eager)
+    monkeypatch.setattr("peagle.engine.depth.RESUME_AFTER", 2)
+    options: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 2, "max_model_len": 64}
+    options["device"] = device
+    params = [replace(GREEDY, max_tokens=n) for n in (11, 4)]
+    config = {"model": str(heads[True]), "num_speculative_tokens": 3}
+    whole = LLM(target_folder, speculative_config=config, enforce_eager=True, **options)
+    expected = watch_drafts(whole)
+    outputs = whole.generate(PROMPTS[:2], params)
+
+    llm = LLM(
+        target_folder, speculative_config=scheduled(config, [[1, 1, 3], [2, 2, 0]]), **options
+    )
+    found = watch_drafts(llm)
+    assert [o.token_ids for o in llm.generate(PROMPTS[:2], params)] == [
+        o.token_ids for o in outputs
+    ]
+    pipeline = llm.engine._pipeline
+    assert pipeline is not None
+    sizes = {size for size, _ in pipeline._runner._graphs}
+    assert sizes == {(2, 0), (1, 0), (1, 3)}
+    # One pass closes the gap that four captured steps and more have left.
+    assert len(found) == 1
+    assert found == {text: expected[text] for text in found}
