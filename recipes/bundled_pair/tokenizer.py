@@ -23,7 +23,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 END, MASK = "<|endoftext|>", "<|mask|>"
 END_ID = 0
-MODEL_MAX_LENGTH = 2048
 # Words with one leading character, single digits, punctuation with its line ends, blank runs.
 # A line end is never merged with the indentation after it: a prompt that stops at the end of
 # a line then has the tokens that the same text has inside a document.
@@ -37,7 +36,9 @@ def read_documents(path: Path) -> Iterator[dict]:
         yield from map(json.loads, lines)
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, max_length: int = 2048
+) -> PreTrainedTokenizerFast:
     """Byte-level BPE over `texts`; ids 0 and 1 are the end-of-text and the mask token."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
@@ -59,7 +60,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         eos_token=END,
         mask_token=MASK,
         clean_up_tokenization_spaces=False,
-        model_max_length=MODEL_MAX_LENGTH,
+        model_max_length=max_length,
     )
 
 
@@ -73,12 +74,19 @@ def check_round_trip(tokenizer: PreTrainedTokenizerFast, texts: Iterable[str]) -
     return checked
 
 
-def tokenise(tokenizer: PreTrainedTokenizerFast, source: Path, target: Path) -> dict:
-    """Write the tokens of `source` to `target`; return counts by kind of document."""
+def tokenise(
+    tokenizer: PreTrainedTokenizerFast, source: Path, target: Path, megabytes: float | None = None
+) -> dict:
+    """Write the tokens of `source` to `target`; return counts by kind of document.
+
+    `megabytes` stops after the first documents of so much text.
+    """
     counts = {kind: Counter() for kind in ("file", "function", "text")}
     documents = read_documents(source)
     with target.open("wb") as out:
         while batch := list(islice(documents, _BATCH)):
+            if megabytes and sum(count["bytes"] for count in counts.values()) >= 1e6 * megabytes:
+                break
             encoded = tokenizer.backend_tokenizer.encode_batch_fast([d["text"] for d in batch])
             for document, encoding in zip(batch, encoded, strict=True):
                 out.write(np.array([*encoding.ids, END_ID], dtype=np.uint16).tobytes())
@@ -94,9 +102,9 @@ def tokenise(tokenizer: PreTrainedTokenizerFast, source: Path, target: Path) -> 
     }
 
 
-def compress(path: Path, level: int) -> int:
+def compress(path: Path, options: str) -> int:
     """Compress `path` beside itself with xz; return the size in bytes."""
-    subprocess.run(["xz", "-T2", f"-{level}", "--keep", "--force", str(path)], check=True)
+    subprocess.run(["xz", "-T2", options, "--keep", "--force", str(path)], check=True)
     return path.with_name(path.name + ".xz").stat().st_size
 
 
@@ -106,8 +114,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--build", type=Path, default=Path("build/pair"), help="folder of corpus.py"
     )
     parser.add_argument("--vocab-size", type=int, default=2048)
+    parser.add_argument("--max-length", type=int, default=2048, help="positions of the model")
     parser.add_argument("--sample", type=int, default=8000, help="documents that train the BPE")
-    parser.add_argument("--xz-level", type=int, default=6)
+    parser.add_argument("--megabytes", type=float, help="of text to train on; all of it")
+    parser.add_argument("--xz", default="-6", help="level or filter of xz")
     return parser.parse_args(argv)
 
 
@@ -116,7 +126,7 @@ def main(argv: list[str] | None = None) -> None:
     clock = time.monotonic()
     train = args.build / "docs" / "train.jsonl"
     sample = [d["text"] for d in islice(read_documents(train), args.sample)]
-    tokenizer = train_tokenizer(sample, args.vocab_size)
+    tokenizer = train_tokenizer(sample, args.vocab_size, args.max_length)
     tokenizer.save_pretrained(args.build / "tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(args.build / "tokenizer")
     checked = check_round_trip(tokenizer, (text[:4000] for text in sample[:1000]))
@@ -125,9 +135,10 @@ def main(argv: list[str] | None = None) -> None:
     report = {"format_version": 1, "vocab_size": len(tokenizer)}
     for split in ("train", "val"):
         source = args.build / "docs" / f"{split}.jsonl"
-        report[split] = tokenise(tokenizer, source, args.build / f"{split}.u16")
+        most = args.megabytes if split == "train" else None
+        report[split] = tokenise(tokenizer, source, args.build / f"{split}.u16", most)
         print(f"[{time.monotonic() - clock:.0f} s] {split}: {json.dumps(report[split])}")
-    report["train"]["xz_bytes"] = compress(args.build / "train.u16", args.xz_level)
+    report["train"]["xz_bytes"] = compress(args.build / "train.u16", args.xz)
     (args.build / "corpus.json").write_text(json.dumps(report, indent=1) + "\n")
     print(f"[{time.monotonic() - clock:.0f} s] train.u16.xz: {report['train']['xz_bytes']} bytes")
 
