@@ -53,6 +53,32 @@ def loop_start(token_ids: Sequence[int], ngram: int = LOOP_NGRAM) -> int | None:
     return None
 
 
+def before_loop(
+    token_ids: Sequence[int], steps: Sequence[Step]
+) -> tuple[SpeculationStats, int] | None:
+    """Counters and number of the decode steps that end where a loop begins or earlier.
+
+    Args:
+        token_ids: an output.
+        steps: those that it came in, the first of them the prompt pass.
+
+    Returns:
+        None where the output has no loop (see `loop_start`).
+    """
+    loop = loop_start(token_ids)
+    if loop is None:
+        return None
+    # Every step counted here is followed by others, so stop conditions trimmed none of them.
+    stats, num_steps, end = SpeculationStats(), 0, steps[0].num_tokens
+    for step in steps[1:]:
+        end += step.num_tokens
+        if end > loop:
+            break
+        num_steps += 1
+        stats.record(step.num_drafted, step.num_accepted)
+    return stats, num_steps
+
+
 @dataclass(slots=True)
 class Acceptance:
     """Pooled counters of a set of outputs.
@@ -88,20 +114,14 @@ class Acceptance:
         self.num_tokens += len(output.token_ids)
         self.num_decode_steps += len(steps) - 1
         self.stats.add(output.stats)
-        loop = loop_start(output.token_ids)
-        if loop is None:
+        before = before_loop(output.token_ids, steps)
+        if before is None:
             self.stats_before_loop.add(output.stats)
             self.num_decode_steps_before_loop += len(steps) - 1
             return
         self.num_loops += 1
-        # Every step counted here is followed by others, so stop conditions trimmed none of them.
-        end = steps[0].num_tokens
-        for step in steps[1:]:
-            end += step.num_tokens
-            if end > loop:
-                break
-            self.num_decode_steps_before_loop += 1
-            self.stats_before_loop.record(step.num_drafted, step.num_accepted)
+        self.stats_before_loop.add(before[0])
+        self.num_decode_steps_before_loop += before[1]
 
     @property
     def loop_share(self) -> float:

@@ -1,0 +1,313 @@
+"""`peagle eval`: how well drafts are accepted, and whether decoding is lossless."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+from peagle.cli import groups
+from peagle.cli.flags import Given, pick, takes
+from peagle.cli.options import Format, OutputFormat
+from peagle.cli.settings import Layer, Settings
+from peagle.config import SamplingParams, SpeculativeConfig
+from peagle.errors import UserError
+from peagle.evaluation.prompts import Prompt
+
+T = TypeVar("T", int, float)
+
+EXAMPLES = """
+The bundled pair on a few prompts, with EAGLE-3 and prompt lookup beside it:
+  peagle eval
+
+A head of your own on three sets, at three K and two temperatures; a report of it in out/:
+  peagle eval --target ./Qwen3-0.6B --draft ./head --set humaneval,mt_bench,gsm8k
+      -k 3,5,7 --temperature 0,0.7 --output out
+
+Two heads side by side; prompts of your own; long outputs:
+  peagle eval --target ./Qwen3-0.6B --draft ./head --method older=./head-v1 --set prompts.jsonl
+  peagle eval --target ./Qwen3-0.6B --draft ./head --set long_output --max-new-tokens 4096
+
+A server, ours or one with vLLM's counters:
+  peagle eval --endpoint http://127.0.0.1:8000 --set mt_bench --concurrency 8
+
+A certificate that the output is that of the target alone; status 1 if it is not:
+  peagle eval --certify
+"""
+
+DEFAULT_SET, DEFAULT_LIMIT, DEFAULT_K = "humaneval", 16, 7
+_DRAFT_SAMPLING = "speculative.draft_sampling"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the options ask for, beside models.
+
+    Attributes:
+        prompts: by the name of their set.
+        ks: () where none was given.
+        temperatures: each once.
+        params: how to sample otherwise, with a seed.
+        draft_sampling: of heads.
+        concurrency: requests in flight.
+        chat_template: None decides by the model.
+        thinking: None leaves it to the template.
+        output: folder of the results.
+        as_json: print one JSON object.
+    """
+
+    prompts: dict[str, list[Prompt]]
+    ks: tuple[int, ...]
+    temperatures: tuple[float, ...]
+    params: SamplingParams
+    draft_sampling: str
+    concurrency: int
+    chat_template: bool | None
+    thinking: bool | None
+    output: Path | None
+    as_json: bool
+
+
+@takes(
+    *pick(groups.MODEL, "target", "revision", "speculative.model"),
+    *pick(groups.SPECULATION, "speculative.draft_sampling"),
+    *pick(groups.SAMPLING, "sampling.max_tokens", "sampling.top_k", "sampling.top_p"),
+    *pick(groups.SAMPLING, "sampling.seed"),
+    *pick(groups.ENGINE, "engine.dtype", "engine.device", "engine.max_model_len"),
+    *pick(groups.ENGINE, "engine.kv_cache_gib", "engine.gpu_memory_utilization", "threads"),
+)
+def eval(
+    given: Given,
+    eagle3: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="An EAGLE-3 head beside it, a folder or a hub id.",
+            show_default="the bundled one; none with a target of your own",
+        ),
+    ] = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=MODEL",
+            help="A further head under a name of yours, or ngram; may be given several times.",
+        ),
+    ] = None,
+    ngram: Annotated[
+        bool, typer.Option(help="Prompt lookup, the baseline that needs no head.")
+    ] = True,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME,...",
+            help="Prompt sets: bundled or of the hub by name, files (JSONL, text); the bundled "
+            "ones are humaneval, mt_bench, gsm8k, heldout_code, summarization, "
+            "question_answering, structured_json and long_output.",
+            show_default=DEFAULT_SET,
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            help="Prompts of each set.", show_default=f"{DEFAULT_LIMIT} without --set, else all"
+        ),
+    ] = None,
+    shuffle_seed: Annotated[
+        int | None,
+        typer.Option(
+            metavar="SEED",
+            help="Take the prompts from all over a set, by this seed.",
+            show_default="the first ones",
+        ),
+    ] = None,
+    prompt_column: Annotated[
+        str, typer.Option(metavar="NAME", help="Of a data set of the hub.", show_default=False)
+    ] = "",
+    k: Annotated[
+        str | None,
+        typer.Option(
+            "-k",
+            "--num-speculative-tokens",
+            metavar="K,...",
+            help="Draft tokens per step; each K is a run of its own.",
+            show_default="7; a server's own with --endpoint",
+        ),
+    ] = None,
+    temperature: Annotated[
+        str, typer.Option(metavar="T,...", help="Temperatures; 0 is greedy.")
+    ] = "0",
+    concurrency: Annotated[int, typer.Option(help="Requests in flight.")] = 16,
+    chat_template: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat-template/--no-chat-template",
+            help="Put prompts behind the chat template, or send them as text.",
+            show_default="the template where there is one",
+        ),
+    ] = None,
+    thinking: Annotated[
+        bool | None,
+        typer.Option(
+            "--thinking/--no-thinking",
+            help="Thinking mode of the chat template.",
+            show_default="the template's",
+        ),
+    ] = None,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[NAME=]URL",
+            help="Measure a server in place of an engine here; PEAGLE_API_KEY holds its key.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="The server's model.", show_default="the first that it lists"),
+    ] = None,
+    certify: Annotated[
+        bool, typer.Option("--certify", help="Only certify that decoding is lossless.")
+    ] = False,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            help="With --certify: outputs of a prompt, in the test of their distribution.",
+            show_default="2000",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Keep results and a report here; what is there already is not measured again.",
+        ),
+    ] = None,
+    output_format: Format = OutputFormat.TEXT,
+) -> None:
+    """Measure how well the drafts of a head are accepted, or certify that decoding is lossless.
+
+    Acceptance length and acceptance by position, with 95% intervals over requests.
+    In the report also by set, category, context length and output position.
+    """
+    if certify and endpoint:
+        raise UserError("--certify needs the models here; leave --endpoint out.")
+    if samples is not None and not certify:
+        raise UserError(f"--samples is {samples} without --certify; leave it out.")
+    if model and not endpoint:
+        raise UserError(f"--model is {model!r} without --endpoint; --target names a model here.")
+    if thinking is not None and chat_template is False:
+        raise UserError("--no-chat-template was given, so there is no thinking mode to set.")
+    settings = Settings(Layer(dict(given)))
+    certificate = _certificate_options(given, sets, limit, temperature, samples) if certify else {}
+    asked = Asked(
+        prompts={} if certify else _prompt_sets(sets, limit, shuffle_seed, prompt_column),
+        ks=_ks(k, given.value(_DRAFT_SAMPLING, "argmax")),
+        temperatures=_temperatures(temperature),
+        params=_with_seed(settings.build("sampling")),
+        draft_sampling=given.value(_DRAFT_SAMPLING, "argmax"),
+        concurrency=concurrency,
+        chat_template=chat_template,
+        thinking=thinking,
+        output=output,
+        as_json=output_format is OutputFormat.JSON,
+    )
+    if concurrency < 1:
+        raise UserError(f"--concurrency is {concurrency}; expected at least 1 request in flight.")
+    if endpoint:
+        _refuse_models(given, eagle3, method)
+        from peagle.cli.eval_flows import on_endpoint
+
+        on_endpoint(endpoint, model, asked)
+        return
+    from peagle.cli.eval_flows import certified, on_engine
+    from peagle.cli.eval_models import load_models
+
+    models = load_models(given, settings, eagle3, method or [], ngram=ngram)
+    if not certify:
+        on_engine(models, asked)
+    elif not certified(models, asked, certificate):
+        raise typer.Exit(1)
+
+
+def _refuse_models(given: Given, eagle3: str | None, method: list[str] | None) -> None:
+    """A server has its models already."""
+    named = [given[key].source for key in given if not key.startswith("sampling.")]
+    named += ["--eagle3"] * (eagle3 is not None) + ["--method"] * bool(method)
+    if named:
+        raise UserError(
+            f"{named[0]} and --endpoint contradict each other: the server has its models and its "
+            "engine already. Leave one of the two out."
+        )
+
+
+def _certificate_options(
+    given: Given, sets: list[str] | None, limit: int | None, temperature: str, samples: int | None
+) -> dict[str, object]:
+    """What was given of the certificate's options, by their names there."""
+    names = [name for one in sets or () for name in one.split(",")]
+    if len(names) > 1:
+        raise UserError(f"--set names {len(names)} sets; a certificate takes its prompts from one.")
+    above = [one for one in _temperatures(temperature) if one]
+    if len(above) > 1:
+        raise UserError(f"--temperature is {temperature!r}; a certificate tests one above 0.")
+    sampling = given.value(_DRAFT_SAMPLING)
+    options = {
+        "prompts": limit,
+        "prompt_set": names[0] if names else None,
+        "temperature": above[0] if above else None,
+        "samples": samples,
+        "draft_samplings": None if sampling is None else (sampling,),
+        "max_new_tokens": given.value("sampling.max_tokens"),
+        **{name: given.value(f"sampling.{name}") for name in ("top_k", "top_p", "seed")},
+    }
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _prompt_sets(
+    names: list[str] | None, limit: int | None, shuffle_seed: int | None, column: str
+) -> dict[str, list[Prompt]]:
+    """The prompts by the name of their set."""
+    from peagle.evaluation.prompt_sets import load
+
+    if not names:
+        names, limit = [DEFAULT_SET], limit or (DEFAULT_LIMIT if limit is None else limit)
+    # A file's name may hold commas.
+    split = [one for name in names for one in ([name] if Path(name).exists() else name.split(","))]
+    if twice := [name for name in split if split.count(name) > 1]:
+        raise UserError(f"--set names {twice[0]!r} twice; name it once.")
+    return {name: load(name, limit, shuffle_seed, prompt_column=column) for name in split}
+
+
+def _ks(text: str | None, draft_sampling: str) -> tuple[int, ...]:
+    """The K asked for; () where none was."""
+    ks = () if text is None else _numbers("-k", text, int, "whole numbers like 3,5,7")
+    for k in ks or (DEFAULT_K,):
+        # Any method will do: only the numbers are looked at.
+        SpeculativeConfig(
+            method="ngram",
+            num_speculative_tokens=k,
+            draft_sampling=draft_sampling,  # type: ignore[arg-type]
+        )
+    return ks
+
+
+def _temperatures(text: str) -> tuple[float, ...]:
+    temperatures = _numbers("--temperature", text, float, "numbers like 0,0.7")
+    for one in temperatures:
+        SamplingParams(temperature=one)
+    return temperatures
+
+
+def _with_seed(params: SamplingParams) -> SamplingParams:
+    return params if params.seed is not None else replace(params, seed=0)
+
+
+def _numbers(flag: str, text: str, kind: Callable[[str], T], expected: str) -> tuple[T, ...]:
+    """Numbers between commas, each once."""
+    try:
+        return tuple(dict.fromkeys(kind(one) for one in text.split(",")))
+    except ValueError:
+        raise UserError(f"{flag} is {text!r}; expected {expected}.") from None

@@ -1,0 +1,163 @@
+"""What `peagle eval` does once its options are read: on an engine here, on a server, certifying."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from peagle.cli.eval import DEFAULT_K, Asked
+from peagle.cli.eval_models import Models
+from peagle.cli.eval_view import EvalView, entry_text
+from peagle.cli.plan import note
+from peagle.cli.terminal import printable
+from peagle.config import SamplingParams
+from peagle.errors import UserError
+from peagle.evaluation.acceptance_file import FORMAT_VERSION, AcceptanceFile, make_folder
+from peagle.evaluation.decoding import Request
+from peagle.evaluation.endpoint import EndpointBackend
+from peagle.evaluation.eval_run import (
+    EvalPlan,
+    evaluate,
+    evaluate_endpoint,
+    provenance,
+    target_digest,
+)
+from peagle.models.checkpoint.files import write_json
+
+_NAMED_URL = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<url>.+)")
+_PROBE = [{"role": "user", "content": "Hi"}]
+
+
+def on_engine(models: Models, asked: Asked) -> None:
+    """Measure every method on engines of our own."""
+    chat = models.has_template if asked.chat_template is None else asked.chat_template
+    if asked.thinking is not None and not chat:
+        raise UserError(f"{models.name} has no chat template, so there is no thinking mode to set.")
+    plan = _plan(asked, asked.ks or (DEFAULT_K,), chat=chat)
+    file = AcceptanceFile(
+        asked.output,
+        provenance(models.name, models.dtype, models.target.device),
+        plan.settings(target_digest(models.target)),
+    )
+
+    def measure(view: EvalView) -> None:
+        evaluate(models.target, models.methods, plan, file, view, **models.engine_options)
+
+    _measured(measure, file, asked, models.dtype)
+
+
+def on_endpoint(endpoint: str, model: str | None, asked: Asked) -> None:
+    """Measure a server."""
+    match = _NAMED_URL.fullmatch(endpoint)
+    name, url = (match["name"], match["url"]) if match else (None, endpoint)
+    # Left out, it would be the model's own, and the figures not those of what was asked.
+    extra: dict[str, Any] = {"top_p": asked.params.top_p}
+    if asked.thinking is not None:
+        extra["chat_template_kwargs"] = {"enable_thinking": asked.thinking}
+    backend = EndpointBackend(url, model, extra_body=extra)
+    plan = _plan(asked, asked.ks, chat=_converses(backend, asked))
+    file = AcceptanceFile(
+        asked.output, {**provenance(backend.model, ""), "endpoint": url}, plan.settings("")
+    )
+
+    def measure(view: EvalView) -> None:
+        evaluate_endpoint(backend, name or "endpoint", plan, file, view)
+
+    _measured(measure, file, asked, "")
+
+
+def certified(models: Models, asked: Asked, options: Mapping[str, Any]) -> bool:
+    """Print the certificate of losslessness; whether there is no fault.
+
+    Args:
+        models: what is certified.
+        asked: K, the output folder and the format.
+        options: fields of `certify.Options`.
+    """
+    from peagle.evaluation import certify
+
+    if asked.output is not None:
+        make_folder(asked.output)
+    certificate = certify.run(
+        models.target,
+        models.folder,
+        [one.loadable for one in models.methods],
+        max(asked.ks or (DEFAULT_K,)),
+        options=certify.Options(**options),
+        watch=lambda line: print(f"peagle: {printable(line)}", file=sys.stderr, flush=True),
+    )
+    data = {
+        "format_version": FORMAT_VERSION,
+        "provenance": provenance(models.name, models.dtype, models.target.device),
+        **certificate.to_json(),
+    }
+    if asked.output is not None:
+        write_json(asked.output / "certificate.json", data)
+    print(json.dumps(data, indent=2) if asked.as_json else certificate.to_text())
+    return certificate.passed
+
+
+def _plan(asked: Asked, ks: tuple[int, ...], *, chat: bool) -> EvalPlan:
+    return EvalPlan(
+        asked.prompts,
+        ks,
+        asked.temperatures,
+        asked.params,
+        asked.draft_sampling,
+        asked.concurrency,
+        chat,
+        asked.thinking,
+    )
+
+
+def _converses(backend: EndpointBackend, asked: Asked) -> bool:
+    """Whether prompts go to the server as messages: as asked, else if it answers one."""
+    if asked.chat_template is not None:
+        return asked.chat_template
+    chat = backend.has_chat
+    if chat is None:
+        try:
+            backend.run([Request("probe", _PROBE, SamplingParams(max_tokens=1))], 1)
+            chat = True
+        except UserError:
+            chat = False
+    if not chat and asked.thinking is not None:
+        raise UserError(f"{backend.model} at {backend.name} does not converse: no thinking mode.")
+    return chat
+
+
+def _measured(
+    measure: Callable[[EvalView], None], file: AcceptanceFile, asked: Asked, dtype: str
+) -> None:
+    """Run it, show each entry as it comes, write the report."""
+    count = 0
+
+    def show(entry: Mapping[str, Any]) -> None:
+        nonlocal count
+        text = entry_text(entry, dtype, chat=file.data["settings"]["chat_template"])
+        print(("\n" if count else "") + text, flush=True)
+        count += 1
+
+    view = EvalView((lambda entry: None) if asked.as_json else show)
+    try:
+        measure(view)
+    except BaseException:
+        view.close()
+        if asked.output is not None and file.entries:
+            kept = len(file.entries)
+            note(f"finished entries in {asked.output}: {kept}; the same command goes on there")
+        raise
+    if asked.as_json:
+        print(json.dumps(file.data, indent=2))
+    if asked.output is not None:
+        _report(asked.output)
+
+
+def _report(folder: Path) -> None:
+    from peagle.evaluation.report import write_report
+
+    note(f"the report is {write_report(folder)}")

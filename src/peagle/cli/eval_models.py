@@ -1,0 +1,119 @@
+"""The models of `peagle eval`: found, loaded and checked before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET
+from peagle.cli import options
+from peagle.cli.flags import Given
+from peagle.cli.settings import Settings
+from peagle.errors import UserError
+from peagle.evaluation.compare import load_target
+from peagle.evaluation.eval_run import LocalMethod, check_heads, head_kind
+from peagle.evaluation.methods import NGRAM, Method
+from peagle.models.loading import resolve_model
+from peagle.models.target import TargetModel, load_tokenizer
+
+_EAGLE3 = "eagle3"
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """A target and the methods to measure on it.
+
+    Attributes:
+        target: loaded.
+        folder: where it is.
+        name: as the user gave it.
+        methods: heads that fit it, and prompt lookup.
+        engine_options: fields of EngineConfig that were given, the target's own left out.
+        has_template: whether its tokenizer has a chat template.
+    """
+
+    target: TargetModel
+    folder: Path
+    name: str
+    methods: list[LocalMethod]
+    engine_options: dict[str, Any]
+    has_template: bool
+
+    @property
+    def dtype(self) -> str:
+        """Of the target."""
+        return str(self.target.dtype).removeprefix("torch.")
+
+
+def load_models(
+    given: Given, settings: Settings, eagle3: str | None, methods: Sequence[str], *, ngram: bool
+) -> Models:
+    """Find and load what was named; nothing named is the bundled pair.
+
+    Args:
+        given: the options of the model and of the engine.
+        settings: the same, as sections.
+        eagle3: what --eagle3 names.
+        methods: what --method names.
+        ngram: measure prompt lookup too.
+
+    Raises:
+        UserError: a model is not there, a head does not fit the target or is of the other kind,
+            two methods have one name, or there is none.
+    """
+    named = [Method.parse(text) for text in methods]
+    if any(one.is_plain for one in named):
+        raise UserError("Plain decoding drafts nothing to accept; `peagle bench` measures it.")
+    engine = settings.build("engine")
+    own, draft = given.value("target"), given.value("speculative.model")
+    if own is None:
+        draft = draft or options.bundled(BUNDLED_PEAGLE)
+        eagle3 = eagle3 or options.bundled(BUNDLED_EAGLE3)
+    heads = [("", draft)] if draft else []
+    heads += [(_EAGLE3, eagle3)] if eagle3 else []
+    heads += [(one.name, one.source) for one in named if one.source]
+    with_ngram = ngram or NGRAM in [one.name for one in named]
+    if not heads and not with_ngram:
+        raise UserError(f"There is no head to measure on {own!r}; name one with --draft.")
+    options.set_threads(given.value("threads"))
+    options.quiet_libraries()
+    folder = resolve_model(own or options.bundled(BUNDLED_TARGET), given.value("revision"))
+    found = [(name, source, resolve_model(source, what="The head")) for name, source in heads]
+    target = load_target(folder, dtype=engine.dtype, device=engine.device)
+    local = [_local(name, source, head, target) for name, source, head in found]
+    local += [LocalMethod(Method(NGRAM))] if with_ngram else []
+    names = [one.method.name for one in local]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(
+            f"Two methods are called {twice[0]!r}; name one of them with --method NAME=FOLDER."
+        )
+    check_heads(target, local)
+    return Models(
+        target,
+        folder,
+        _shown(own or str(BUNDLED_TARGET)),
+        local,
+        {name: asdict(engine)[name] for name in settings.section("engine")} | _AS_LOADED,
+        bool(getattr(load_tokenizer(target.name), "chat_template", None)),
+    )
+
+
+# The target is loaded as they say already.
+_AS_LOADED = {"dtype": "auto", "device": "auto"}
+
+
+def _local(name: str, source: str, folder: Path, target: TargetModel) -> LocalMethod:
+    kind = head_kind(folder, target)
+    if name == _EAGLE3 != kind:
+        raise UserError(
+            f"--eagle3 is {source!r}, a P-EAGLE head; name it with --draft, or with --method."
+        )
+    return LocalMethod(Method(name or kind, _shown(source)), str(folder))
+
+
+def _shown(source: str) -> str:
+    """A model as it was named; one of the bundled by its name alone."""
+    path = Path(source)
+    return f"bundled/{path.name}" if path.parent == BUNDLED_TARGET.parent else source

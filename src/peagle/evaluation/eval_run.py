@@ -1,0 +1,295 @@
+"""`peagle eval`: every method at every K and temperature, on an engine here or on a server."""
+
+from __future__ import annotations
+
+import gc
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from peagle.config import SamplingParams
+from peagle.environment import environment
+from peagle.errors import UserError
+from peagle.evaluation.acceptance_file import AcceptanceFile, Key, digest_of, weights_digest
+from peagle.evaluation.compare import build
+from peagle.evaluation.decoding import Backend
+from peagle.evaluation.dialogues import Outcome, PromptSets, ask, num_requests
+from peagle.evaluation.endpoint import EndpointBackend
+from peagle.evaluation.local import EngineBackend
+from peagle.evaluation.methods import Method
+from peagle.evaluation.xray import xray, xray_of_counters
+from peagle.models.checkpoint import load_drafter, read_head_config
+from peagle.models.fingerprint import TargetFingerprint
+from peagle.models.target import TargetModel
+
+
+@dataclass(frozen=True, slots=True)
+class EvalPlan:
+    """What is put to every method.
+
+    Attributes:
+        sets: prompts by the name of their set.
+        ks: draft tokens per step; each is a run of its own. Reading K = 3 off the first positions
+            of a run at K = 7 would be biased: the steps of a shorter draft begin elsewhere in the
+            text, more of them where drafting is easy. Empty leaves K to a server.
+        temperatures: of the target's sampling.
+        params: how to sample otherwise; the seed is not None.
+        draft_sampling: of heads, where the temperature is not 0.
+        concurrency: requests in flight.
+        chat: prompts go behind the chat template.
+        thinking: mode of the template; None leaves it to the template.
+    """
+
+    sets: PromptSets
+    ks: tuple[int, ...]
+    temperatures: tuple[float, ...]
+    params: SamplingParams
+    draft_sampling: str
+    concurrency: int
+    chat: bool
+    thinking: bool | None = None
+
+    def settings(self, target_sha256: str) -> dict[str, Any]:
+        """What all entries share, as JSON."""
+        texts = (
+            text
+            for name, prompts in self.sets.items()
+            for prompt in prompts
+            for text in (name, prompt.id, prompt.category, *prompt.turns)
+        )
+        return {
+            "sets": {name: len(prompts) for name, prompts in self.sets.items()},
+            "max_new_tokens": self.params.max_tokens,
+            "top_p": self.params.top_p,
+            "top_k": self.params.top_k,
+            "chat_template": self.chat,
+            "thinking": self.thinking,
+            "seed": self.params.seed,
+            "concurrency": self.concurrency,
+            "prompts_sha256": digest_of(texts),
+            "target_sha256": target_sha256,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class LocalMethod:
+    """A method whose head, if it has one, was found.
+
+    Attributes:
+        method: as the user calls it.
+        folder: of the head, "" without one.
+    """
+
+    method: Method
+    folder: str = ""
+
+    @property
+    def loadable(self) -> Method:
+        """The method with the folder for its source."""
+        return Method(self.method.name, self.folder)
+
+
+class View(Protocol):
+    """What the user sees meanwhile."""
+
+    def begin(self, key: Key, num_requests: int) -> None:
+        """An entry is begun."""
+        ...
+
+    def advance(self) -> None:
+        """One of its requests ended."""
+        ...
+
+    def end(self, entry: Mapping[str, Any], *, was_there: bool) -> None:
+        """It is measured, or was there already."""
+        ...
+
+
+def provenance(target: str, dtype: str, device: torch.device | None = None) -> dict[str, Any]:
+    """Who measured with what: the command, the time, the machine and the target."""
+    return {
+        "command": shlex.join(["peagle", *sys.argv[1:]]),
+        "created": _now(),
+        "environment": environment(device),
+        "target": target,
+        "dtype": dtype,
+    }
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def check_heads(target: TargetModel, methods: Iterable[LocalMethod]) -> None:
+    """Load every head once, so that one that does not fit is found before anything runs.
+
+    Raises:
+        UserError: naming the method whose head does not fit.
+    """
+    for one in methods:
+        if not one.folder:
+            continue
+        try:
+            load_drafter(one.folder, target)
+        except UserError as error:
+            raise UserError(f"The head of {one.method.name} is of no use here: {error}") from None
+
+
+def evaluate(
+    target: TargetModel,
+    methods: Sequence[LocalMethod],
+    plan: EvalPlan,
+    file: AcceptanceFile,
+    view: View,
+    **engine_options: Any,
+) -> list[dict[str, Any]]:
+    """Measure what the file does not have yet, on engines of our own.
+
+    Args:
+        target: loaded.
+        methods: none of them plain.
+        plan: what is put to them.
+        file: gets each entry as it is finished.
+        view: is told.
+        **engine_options: fields of EngineConfig.
+
+    Returns:
+        the entries asked for, in order.
+
+    Raises:
+        UserError: an option is not usable, a head has changed since an entry of it was measured,
+            or no prompt of an entry has an answer.
+    """
+    digests = [weights_digest(one.folder) for one in methods]
+    for one, digest in zip(methods, digests, strict=True):
+        for key in (key for k in plan.ks for key in _keys(one.method, k, plan)):
+            file.find(key, digest)  # a head that has changed is named before anything runs
+    entries: list[dict[str, Any]] = []
+    for one, digest in zip(methods, digests, strict=True):
+        for k in plan.ks:
+            backend: EngineBackend | None = None
+            for key in _keys(one.method, k, plan):
+                if (entry := file.find(key, digest)) is not None:
+                    view.end(entry, was_there=True)
+                    entries.append(entry)
+                    continue
+                if backend is None:
+                    backend = _backend(target, one, plan, k, engine_options)
+                entry = _entry(backend, key, plan, view, weights_sha256=digest)
+                file.add(entry)
+                view.end(entry, was_there=False)
+                entries.append(entry)
+            if backend is not None:
+                backend = None
+                gc.collect()  # an engine and its parts know each other
+                if target.device.type == "cuda":
+                    torch.cuda.empty_cache()
+    return entries
+
+
+def _keys(method: Method, k: int, plan: EvalPlan) -> list[Key]:
+    def sampling(temperature: float) -> str:
+        return plan.draft_sampling if method.source and temperature else "argmax"
+
+    return [Key(method.name, method.source, k, t, sampling(t)) for t in plan.temperatures]
+
+
+def _backend(
+    target: TargetModel, one: LocalMethod, plan: EvalPlan, k: int, engine_options: dict[str, Any]
+) -> EngineBackend:
+    options = {"draft_sampling": plan.draft_sampling} if one.folder else {}
+    config = one.loadable.config(k, **options)
+    engine_options = {"max_num_seqs": plan.concurrency, **engine_options}
+    llm = build(target, {one.method.name: config}, **engine_options)[one.method.name]
+    return EngineBackend(llm, thinking=plan.thinking)
+
+
+def evaluate_endpoint(
+    backend: EndpointBackend,
+    name: str,
+    plan: EvalPlan,
+    file: AcceptanceFile,
+    view: View,
+) -> list[dict[str, Any]]:
+    """Measure what the file does not have yet, on a server.
+
+    Args:
+        backend: the server.
+        name: what the method is called.
+        plan: what is put to it; without K the server's own.
+        file: gets each entry as it is finished.
+        view: is told.
+
+    Returns:
+        the entries asked for, in order.
+
+    Raises:
+        UserError: the server goes away or refuses; or K is asked for of a server that has its own.
+    """
+    if plan.ks and not backend.is_ours:
+        raise UserError(
+            f"-k is {plan.ks[0]}, but {backend.name} decides on its own K; leave -k out, and serve "
+            "it with that K instead."
+        )
+    entries: list[dict[str, Any]] = []
+    for k in plan.ks or (None,):
+        for temperature in plan.temperatures:
+            shown = k if k is not None else backend.num_speculative_tokens() or 0
+            key = Key(name, backend.model, shown, temperature, engine=backend.name)
+            entry = file.find(key, "")
+            was_there = entry is not None
+            if entry is None:
+                own = replace(plan, params=replace(plan.params, num_speculative_tokens=k))
+                entry = _entry(backend, key, own, view, weights_sha256="")
+                entry["notes"] += backend.notes
+                file.add(entry)
+            view.end(entry, was_there=was_there)
+            entries.append(entry)
+    return entries
+
+
+def _entry(
+    backend: Backend, key: Key, plan: EvalPlan, view: View, *, weights_sha256: str
+) -> dict[str, Any]:
+    view.begin(key, num_requests(plan.sets))
+    params = replace(plan.params, temperature=key.temperature)
+    outcome = ask(backend, plan.sets, params, plan.concurrency, chat=plan.chat, watch=view.advance)
+    tokenizer = backend.llm.tokenizer if isinstance(backend, EngineBackend) else None
+    seed = params.seed or 0
+    if all(one.answer.stats is not None for one in outcome.observations):
+        figures = xray(outcome.observations, key.k, tokenizer, seed=seed)
+    else:
+        figures = xray_of_counters(outcome.groups, key.k)
+    return {
+        **key.to_json(),
+        **figures,
+        "seconds": outcome.seconds,
+        "output_tokens_per_s": outcome.num_tokens / outcome.seconds if outcome.seconds else 0.0,
+        "num_errors": outcome.num_errors,
+        "notes": _notes(outcome),
+        "weights_sha256": weights_sha256,
+        "created": _now(),
+    }
+
+
+def _notes(outcome: Outcome) -> list[str]:
+    if not outcome.num_errors:
+        return []
+    return [f"{outcome.num_errors} requests have no answer; the first: {outcome.first_error}"]
+
+
+def target_digest(target: TargetModel) -> str:
+    """What tells a target from another of the same name."""
+    return TargetFingerprint.of(target).lm_head_sha256
+
+
+def head_kind(folder: str | Path, target: TargetModel) -> str:
+    """What a head is called without a name of its own: "peagle" or "eagle3"."""
+    config, _ = read_head_config(folder, num_target_layers=target.num_layers)
+    return "peagle" if config.is_parallel else "eagle3"

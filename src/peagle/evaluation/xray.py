@@ -1,0 +1,217 @@
+"""The acceptance of one way to decode, seen from all sides: what `peagle eval` writes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from peagle.engine import SpeculationStats
+from peagle.evaluation.acceptance import before_loop
+from peagle.evaluation.decoding import Answer
+from peagle.evaluation.slices import Counted, slice_of, slice_of_counters
+from peagle.evaluation.texts import coloured_samples, hardest_texts
+
+# Ranges of lengths begin at 0 and these powers of two.
+FIRST_CONTEXT, FIRST_OUTPUT = 64, 32
+_BIN = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """One request of an evaluation and its answer.
+
+    Attributes:
+        set, category: of prompts; a category may be "".
+        id: of the prompt.
+        turn: of the conversation, from 0.
+        prompt: what the user said, as text.
+        answer: what came of it.
+    """
+
+    set: str
+    category: str
+    id: str
+    turn: int
+    prompt: str
+    answer: Answer
+
+    @property
+    def conversation(self) -> str:
+        """What the turns of one prompt share."""
+        return f"{self.set}/{self.id}"
+
+    @property
+    def group(self) -> str:
+        """Set and category."""
+        return f"{self.set}/{self.category}" if self.category else self.set
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCounters:
+    """What a server counted while it answered the prompts of one group."""
+
+    set: str
+    group: str
+    num_requests: int
+    num_tokens: int
+    stats: SpeculationStats | None
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """A decode step and where it began.
+
+    Attributes:
+        context: tokens of prompt and output before it.
+        output: tokens of the output before it.
+        num_tokens: that it added.
+        num_drafted, num_accepted: draft tokens, before stop conditions trim.
+    """
+
+    context: int
+    output: int
+    num_tokens: int
+    num_drafted: int
+    num_accepted: int
+
+
+def decode_steps(answer: Answer) -> Iterator[Drafted]:
+    """The steps of an answer after the prompt pass; their drafts add up to its counters."""
+    assert answer.steps is not None
+    assert answer.stats is not None
+    done, accepted = 0, 0
+    last = len(answer.steps) - 1
+    for number, step in enumerate(answer.steps):
+        # Only the last step can have been trimmed: what the others accepted tells its share.
+        true = answer.stats.num_accepted_tokens - accepted if number == last else step.num_accepted
+        if number:
+            context = answer.num_prompt_tokens + done
+            yield Drafted(context, done, step.num_tokens, step.num_drafted, true)
+        done += step.num_tokens
+        accepted += true
+
+
+def xray(
+    observations: Sequence[Observation],
+    k: int,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """All figures of one entry, from answers that tell their drafts.
+
+    Args:
+        observations: whole answers; those without steps give no figures by context or position.
+        k: draft tokens of a step.
+        tokenizer: of the target, for texts by token; None leaves these out.
+        seed: of the intervals.
+    """
+
+    def by(key: Callable[[Observation], str]) -> dict[str, Any]:
+        names = dict.fromkeys(map(key, observations))
+        return {
+            name: slice_of([_counted(o) for o in observations if key(o) == name], k, seed=seed)
+            for name in names
+        }
+
+    pooled = slice_of([_counted(one) for one in observations], k, seed=seed)
+    stepped = [one for one in observations if one.answer.steps is not None]
+    return {
+        "pooled": pooled,
+        "by_set": by(lambda one: one.set),
+        "by_category": by(lambda one: one.group),
+        "by_context": _by_length(stepped, lambda s: s.context, FIRST_CONTEXT, k, seed),
+        "by_output_position": _by_length(stepped, lambda s: s.output, FIRST_OUTPUT, k, seed),
+        "histogram": histogram(o.answer.stats for o in observations if o.answer.stats),
+        "loop_share": pooled["loop_share"],
+        "hardest": hardest_texts(stepped),
+        "samples": coloured_samples(stepped, tokenizer) if tokenizer else [],
+    }
+
+
+def xray_of_counters(groups: Sequence[GroupCounters], k: int) -> dict[str, Any]:
+    """The same from the counters that a server kept by group, which tell nothing of requests."""
+
+    def pooled(chosen: Sequence[GroupCounters]) -> dict[str, Any]:
+        known = [one.stats for one in chosen if one.stats is not None]
+        return slice_of_counters(
+            SpeculationStats.pooled(known) if known else None,
+            sum(one.num_requests for one in chosen),
+            sum(one.num_tokens for one in chosen),
+            k,
+        )
+
+    sets = dict.fromkeys(one.set for one in groups)
+    return {
+        "pooled": pooled(groups),
+        "by_set": {name: pooled([one for one in groups if one.set == name]) for name in sets},
+        "by_category": {one.group: pooled([one]) for one in groups},
+        "by_context": [],
+        "by_output_position": [],
+        "histogram": [],
+        "loop_share": None,
+        "hardest": [],
+        "samples": [],
+    }
+
+
+def _counted(one: Observation) -> Counted:
+    answer = one.answer
+    assert answer.stats is not None
+    counted = Counted(one.conversation, answer.stats, answer.num_tokens)
+    if answer.steps is None or answer.token_ids is None:
+        # Every step but the prompt pass brings one token beside the accepted ones.
+        decoded = answer.num_tokens - 1 - answer.stats.num_accepted_tokens
+        counted.num_steps = max(answer.stats.num_drafts, decoded)
+        return counted
+    counted.num_steps = len(answer.steps) - 1
+    before = before_loop(answer.token_ids, answer.steps)
+    counted.loops = before is not None
+    counted.stats_before_loop = answer.stats if before is None else before[0]
+    return counted
+
+
+def _by_length(
+    observations: Sequence[Observation],
+    length: Callable[[Drafted], int],
+    first: int,
+    k: int,
+    seed: int,
+) -> list[dict[str, Any]]:
+    """Slices of the steps by a length at which they begin, in ranges that double."""
+    ranges: dict[int, list[Counted]] = {}
+    for one in observations:
+        own: dict[int, Counted] = {}
+        for step in decode_steps(one.answer):
+            number = (length(step) // first).bit_length()
+            counted = own.setdefault(number, Counted(one.conversation))
+            counted.stats.record(step.num_drafted, step.num_accepted)
+            counted.num_tokens += step.num_tokens
+            counted.num_steps += 1
+        for number, counted in own.items():
+            ranges.setdefault(number, []).append(counted)
+    return [
+        {
+            "from": first << (number - 1) if number else 0,
+            "to": first << number,
+            "slice": slice_of(counted, k, seed=seed),
+        }
+        for number, counted in sorted(ranges.items())
+    ]
+
+
+def histogram(every: Iterable[SpeculationStats]) -> list[dict[str, Any]]:
+    """How many requests have an acceptance length from here to there, in bins of a half."""
+    lengths = [stats.acceptance_length for stats in every if stats.num_drafts]
+    if not lengths:
+        return []
+    bins = [0] * (int((max(lengths) - 1) / _BIN) + 1)
+    for one in lengths:
+        bins[int((one - 1) / _BIN)] += 1
+    return [
+        {"from": 1 + number * _BIN, "to": 1 + (number + 1) * _BIN, "count": count}
+        for number, count in enumerate(bins)
+    ]
