@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from itertools import accumulate
 from typing import Any
 
 import openai
@@ -108,6 +109,26 @@ def test_echo_stop_and_stream_options(client: openai.OpenAI, offline: LLM) -> No
     )
     assert "".join(c.text for event in events for c in event.choices) == answer.choices[0].text
     assert events[-1].usage == answer.usage and not events[-1].choices
+
+
+def test_usage_in_every_chunk(client: openai.OpenAI) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    extra = {"speculation": {"report": True}}
+    common: Any = {"stream": True, "stream_options": options, "extra_body": extra}
+    message: Any = {"role": "user", "content": "hello"}
+    for events in (
+        list(client.completions.create(prompt=PROMPT, **common, **greedy())),
+        list(client.chat.completions.create(messages=[message], **common, **greedy())),
+    ):
+        *pieces, last = [event for event in events if event.usage]
+        assert len(pieces) == len(events) - 1 and last.usage and not last.choices
+        told = [event.usage.completion_tokens for event in pieces if event.usage]
+        reports: list[Any] = [(event.model_extra or {}).get("speculation") for event in pieces]
+        counts = [len(report["tokens"]) if report else 0 for report in reports]
+        assert told == list(accumulate(counts)) and told[-1] == last.usage.completion_tokens
+        assert {event.usage.prompt_tokens for event in pieces if event.usage} == {
+            last.usage.prompt_tokens
+        }
 
 
 def test_seeded_outputs_and_n(client: openai.OpenAI, offline: LLM) -> None:

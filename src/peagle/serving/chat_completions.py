@@ -29,7 +29,7 @@ from peagle.serving.tools import (
     finish_reason,
     message_from,
 )
-from peagle.serving.usage import report_of, usage_of
+from peagle.serving.usage import RunningUsage, report_of, usage_of
 from peagle.thinking import START, ThinkingSplitter
 
 ToolChoice = str | dict[str, Any] | None
@@ -177,10 +177,12 @@ class _Chat:
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """The answer as it comes."""
+        running = RunningUsage(self._body.stream_options, [*map(len, self._generation.job.prompts)])
         async with aclosing(self._generation.chunks()) as chunks:
             async for _, chunk in chunks:
+                usage = running.add(0, chunk)
                 for event in self._events(chunk):
-                    yield event
+                    yield event | ({"usage": usage} if running.is_wanted else {})
         options = self._body.stream_options
         if (options is not None and options.include_usage) or self._report:
             usage = usage_of(self._generation.ordered, report=self._report)

@@ -19,7 +19,7 @@ from peagle.serving.params import completion_params
 from peagle.serving.prompts import Prompts
 from peagle.serving.protocol import CompletionBody
 from peagle.serving.service import Service
-from peagle.serving.usage import report_of, usage_of
+from peagle.serving.usage import RunningUsage, report_of, usage_of
 
 
 async def complete(service: Service, body: CompletionBody, caller: Caller) -> Response:
@@ -65,6 +65,7 @@ class _Completion:
         self._n = generation.job.params.n
         self._only_prompt = body.max_tokens == 0
         self._offsets: dict[int, int] = {}
+        self._running = RunningUsage(body.stream_options, [*map(len, encoded)])
 
     async def whole(self) -> dict[str, Any]:
         """The answer as one object."""
@@ -118,8 +119,9 @@ class _Completion:
                 if body.echo and index not in echoed:
                     echoed.add(index)
                     prompt = await self._prompt_text(prompt_index)
+                usage = self._running.add(prompt_index, chunk)
                 if (event := self._event(index, chunk, prompt)) is not None:
-                    yield event
+                    yield event | ({"usage": usage} if self._running.is_wanted else {})
         options = body.stream_options
         if (options is not None and options.include_usage) or self._report:
             yield {**self._head, "choices": [], "usage": self._usage()}

@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from peagle.engine import SpeculationStats
 from peagle.engine.outputs import RequestOutput, StreamChunk
 from peagle.serving.logprobs import TokenText
+from peagle.serving.protocol import StreamOptions
+
+
+class RunningUsage:
+    """Tokens of each choice so far, for streams that want them in every chunk, as vLLM tells them.
+
+    Args:
+        options: of the stream.
+        prompt_lengths: tokens of each prompt.
+    """
+
+    def __init__(self, options: StreamOptions | None, prompt_lengths: Sequence[int]) -> None:
+        wanted = options is not None and options.include_usage and options.continuous_usage_stats
+        self.is_wanted = wanted
+        self._prompt_lengths = prompt_lengths
+        self._counts: Counter[tuple[int, int]] = Counter()
+
+    def add(self, prompt_index: int, chunk: StreamChunk) -> dict[str, int]:
+        """The usage of a choice with this chunk of it."""
+        key = prompt_index, chunk.output_index
+        self._counts[key] += len(chunk.token_ids)
+        prompt, completion = self._prompt_lengths[prompt_index], self._counts[key]
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+        }
 
 
 def usage_of(

@@ -1,0 +1,360 @@
+"""`peagle bench`: throughput and latency by method, K and concurrency."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from peagle.cli import groups, options
+from peagle.cli.bench_arms import Endpoints, Engines, connect, endpoint_arms, load_engines
+from peagle.cli.flags import Flag, Given, group, pick, takes
+from peagle.cli.options import Format, OutputFormat
+from peagle.cli.plan import note
+from peagle.cli.settings import Layer, Settings
+from peagle.cli.values import json_object
+from peagle.errors import UserError
+from peagle.evaluation.prompts import Prompt
+
+if TYPE_CHECKING:
+    from peagle.config import SamplingParams
+    from peagle.evaluation.decoding import Request
+    from peagle.evaluation.endpoint import EndpointBackend
+    from peagle.evaluation.sweep import Cell, Sweep
+    from peagle.evaluation.timing import Figures, Objective
+
+EXAMPLES = """
+The bundled pair: plain decoding, EAGLE-3 and P-EAGLE; a few minutes on a laptop:
+  peagle bench
+
+Models of your own, three K by four concurrencies, a report in out/; run again, it goes on there:
+  peagle bench --target ./Qwen3-0.6B --draft ./head --eagle3 ./eagle3-head -k 3,5,7
+      --concurrency 1,4,16,64 --set humaneval,mt_bench --output out
+
+Requests per second that keep a latency; fixed lengths; prompt lookup and another head beside:
+  peagle bench --objective ttft=500ms,itl=50ms@p90 --ignore-eos --max-new-tokens 256
+  peagle bench --target ./Qwen3-0.6B --draft ./head --method ngram --method older=./head-v1
+
+Servers with OpenAI's interface, alone or beside the engine here; one called plain or eagle3 is what
+the others are compared with:
+  peagle bench --endpoint peagle=http://127.0.0.1:8000 --endpoint vllm=http://127.0.0.1:8001
+  peagle bench --target ./Qwen3-0.6B --draft ./head --endpoint vllm=http://127.0.0.1:8001
+"""
+
+DEFAULT_LIMIT = 16
+# Of a sweep that goes on: more of the same may be measured, and judged otherwise.
+_MAY_DIFFER = ("concurrency", "repeats", "warm_up", "objective")
+_OF_ENGINES = ("target", "revision", "speculative", "engine", "threads")
+_PREFIX_CACHING = Flag(
+    "engine.enable_prefix_caching",
+    bool,
+    "Keep the KV of prompts for later ones; without, every repeat computes its prompts.",
+    "--prefix-caching",
+)
+
+
+@takes(
+    *pick(groups.MODEL, "target", "revision", "speculative.model"),
+    *pick(groups.SPECULATION, "speculative.draft_sampling"),
+    *pick(groups.SAMPLING, "sampling.max_tokens", "sampling.temperature", "sampling.top_k"),
+    *pick(groups.SAMPLING, "sampling.top_p", "sampling.seed"),
+    *pick(groups.FINER_SAMPLING, "sampling.ignore_eos"),
+    *pick(groups.ENGINE, "engine.dtype", "engine.device", "engine.max_model_len"),
+    *pick(groups.ENGINE, "engine.max_num_batched_tokens", "engine.kv_cache_gib"),
+    *pick(groups.ENGINE, "engine.gpu_memory_utilization", "threads"),
+    *group("Engine", _PREFIX_CACHING),
+)
+def bench(
+    given: Given,
+    eagle3: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="An EAGLE-3 head to compare with, a folder or a hub id.",
+            show_default="the bundled one; none with a target of your own",
+        ),
+    ] = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=MODEL",
+            help="A further head under a name of yours, or ngram; may be given several times.",
+        ),
+    ] = None,
+    endpoint: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=URL",
+            help="A server with OpenAI's interface, under a name of yours; may be given several "
+            "times. PEAGLE_API_KEY or OPENAI_API_KEY holds its key.",
+        ),
+    ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=MODEL",
+            help="What the endpoint of this name is asked for.",
+            show_default="the first that it lists",
+        ),
+    ] = None,
+    extra_body: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON", help="Further fields of every request to endpoints.", show_default=False
+        ),
+    ] = None,
+    k: Annotated[
+        str,
+        typer.Option(
+            "-k", "--num-speculative-tokens", metavar="K,...", help="Draft tokens per step."
+        ),
+    ] = "3,5,7",
+    concurrency: Annotated[
+        str, typer.Option(metavar="C,...", help="Requests in flight.")
+    ] = "1,4,16",
+    sets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME,...",
+            help="Prompt sets: bundled or of the hub by name, or files, as in peagle eval; of "
+            "several turns the first.",
+            show_default="humaneval",
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            help="Prompts of each set.", show_default=f"{DEFAULT_LIMIT} without --set, else all"
+        ),
+    ] = None,
+    shuffle_seed: Annotated[
+        int | None,
+        typer.Option(
+            metavar="SEED",
+            help="Take the prompts from all over a set, by this seed.",
+            show_default="the first ones",
+        ),
+    ] = None,
+    chat_template: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat-template/--no-chat-template",
+            help="Put prompts behind the chat template, or send them as text.",
+            show_default="the template where there is one",
+        ),
+    ] = None,
+    thinking: Annotated[
+        bool | None,
+        typer.Option(
+            "--thinking/--no-thinking",
+            help="Thinking mode of the chat template.",
+            show_default="the template's",
+        ),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Measurements of each configuration.")] = 3,
+    warm_up: Annotated[
+        int, typer.Option(help="Short runs of each before the first measurement.")
+    ] = 1,
+    objective: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BOUNDS",
+            help="Latency to be kept, like ttft=500ms,itl=50ms@p90; tells the most requests per "
+            "second at which each method keeps it.",
+            show_default="none",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Keep results and a report here; an interrupted sweep goes on where it was.",
+        ),
+    ] = None,
+    output_format: Format = OutputFormat.TEXT,
+) -> None:
+    """Measure throughput and latency by method, K and concurrency.
+
+    All configurations take turns, so that a machine that slows down favours none; medians and
+    spreads over repeats, speed-up over plain decoding and over EAGLE-3, the best K by load.
+    """
+    ks, loads = _whole_numbers("-k", k), _whole_numbers("--concurrency", concurrency)
+    for name, value, least in (("--repeats", repeats, 1), ("--warm-up", warm_up, 0)):
+        if value < least:
+            raise UserError(f"{name} is {value}; expected at least {least}.")
+    if thinking is not None and chat_template is False:
+        raise UserError("--no-chat-template was given, so there is no thinking mode to set.")
+    extra = json_object(extra_body, '{"top_k": 20}') if extra_body else {}
+    endpoints = Endpoints.of(endpoint or [], model or [])
+    settings = Settings(Layer(dict(given)))
+    params = settings.build("sampling")
+    prompts = _prompts(sets, limit, shuffle_seed)
+    options.quiet_libraries()
+    from peagle.evaluation.eval_run import provenance
+    from peagle.evaluation.sweep import Sweep
+    from peagle.evaluation.throughput import FORMAT_VERSION, summarize
+    from peagle.evaluation.timing import Objective
+
+    bounds = Objective.parse(objective) if objective else None
+    servers = connect(endpoints, thinking, extra)
+    engines: Engines | None = None
+    here = [key for key in given if key.startswith(_OF_ENGINES)]
+    if here or eagle3 or method or not servers:
+        most = max(loads)
+        engines = load_engines(given, settings, eagle3, method or [], ks, most, thinking)
+    arms = [*(engines.arms if engines else ()), *endpoint_arms(servers)]
+    _check_names(engines, servers)
+    is_chat = _is_chat(chat_template, engines, servers)
+    requests = {name: _requests(own, params, is_chat) for name, own in prompts.items()}
+    sweep = Sweep(arms, requests, loads, repeats, warm_up)
+    if engines is not None:
+        who = provenance(engines.target, engines.dtype, engines.device)
+    else:
+        who = provenance(_served(servers), "")
+    shape = {"chat_template": is_chat, "thinking": thinking, "extra_body": extra}
+    result = {
+        "format_version": FORMAT_VERSION,
+        "provenance": who,
+        "settings": _settings(sweep, params, bounds) | shape,
+    }
+    identity = engines.identity if engines else {}
+    result |= summarize(_measure(sweep, result, identity, output), bounds)
+    for server in servers.values():
+        for text in server.notes:
+            note(text)
+    _finish(result, output, output_format)
+
+
+def _settings(sweep: Sweep, params: SamplingParams, objective: Objective | None) -> dict[str, Any]:
+    sampling = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "seed")}
+    return {
+        "sets": {name: len(requests) for name, requests in sweep.sets.items()},
+        "max_new_tokens": params.max_tokens,
+        "ignore_eos": params.ignore_eos,
+        **sampling,
+        "concurrency": list(sweep.concurrencies),
+        "repeats": sweep.repeats,
+        "warm_up": sweep.warm_up,
+        "objective": None if objective is None else asdict(objective),
+    }
+
+
+def _measure(
+    sweep: Sweep, head: Mapping[str, Any], identity: Mapping[str, Any], output: Path | None
+) -> dict[Cell, list[Figures]]:
+    """Run a sweep, or go on with the one in the output folder.
+
+    Raises:
+        UserError: that one is of other models, settings or of another machine.
+    """
+    from peagle.cli.bench_view import Ticker
+    from peagle.evaluation.sweep_log import SweepLog
+
+    who, where = head["provenance"], head["provenance"]["environment"]
+    same = {name: who[name] for name in ("target", "dtype")}
+    same |= {name: v for name, v in head["settings"].items() if name not in _MAY_DIFFER}
+    same |= {f"prompts of {name}": _digest(own) for name, own in sweep.sets.items()}
+    same |= identity
+    same |= {name: where[name] for name in ("peagle", "torch", "device", "cpu", "threads")}
+    log: SweepLog[Cell] = SweepLog(output, same)
+    if len(log):
+        note(f"{len(log)} measurements are there already")
+    ticker = Ticker()
+    try:
+        return sweep.run(log, ticker)
+    except KeyboardInterrupt:
+        if output is not None:
+            note(f"{len(log)} measurements are kept; the same command goes on with them")
+        raise
+    finally:
+        ticker.close()
+
+
+def _finish(result: dict[str, Any], output: Path | None, output_format: OutputFormat) -> None:
+    from peagle.cli.bench_view import result_text
+
+    report: Path | None = None
+    if output is not None:
+        from peagle.evaluation.report import write_report
+        from peagle.evaluation.throughput import NAME
+        from peagle.models.checkpoint.files import write_json
+
+        write_json(output / NAME, result)
+        report = write_report(output)
+    if output_format is OutputFormat.JSON:
+        print(json.dumps(result, indent=2))
+        return
+    print(result_text(result))
+    if report is not None:
+        print(f"{report}")
+
+
+# ---- what is sent ---------------------------------------------------------------------------
+
+
+def _prompts(
+    sets: Sequence[str] | None, limit: int | None, seed: int | None
+) -> dict[str, list[Prompt]]:
+    from peagle.evaluation import prompt_sets
+
+    names = [name for text in sets or () for name in text.split(",")]
+    if not all(names):
+        raise UserError(f"--set is {','.join(sets or ())!r}; expected names with commas between.")
+    if not names:
+        names, limit = ["humaneval"], DEFAULT_LIMIT if limit is None else limit
+    return {name: prompt_sets.load(name, limit, seed) for name in dict.fromkeys(names)}
+
+
+def _requests(prompts: Sequence[Prompt], params: SamplingParams, is_chat: bool) -> list[Request]:
+    from peagle.evaluation.decoding import Request
+
+    def first(prompt: Prompt) -> Any:
+        return [{"role": "user", "content": prompt.text}] if is_chat else prompt.text
+
+    return [Request(prompt.id, first(prompt), params) for prompt in prompts]
+
+
+def _digest(requests: Sequence[Request]) -> str:
+    """What tells a set from another of the same name."""
+    from hashlib import sha256
+
+    return sha256(json.dumps([request.prompt for request in requests]).encode()).hexdigest()
+
+
+def _is_chat(
+    asked: bool | None, engines: Engines | None, servers: Mapping[str, EndpointBackend]
+) -> bool:
+    """Whether prompts go behind a chat template: all methods get the same ones."""
+    if asked is not None:
+        return asked
+    if engines is not None:
+        return engines.has_template
+    # A server that does not say is asked for what most are there for.
+    return all(server.has_chat is not False for server in servers.values())
+
+
+def _check_names(engines: Engines | None, servers: Mapping[str, EndpointBackend]) -> None:
+    taken = {arm.method for arm in engines.arms} if engines else set()
+    if double := sorted(taken & set(servers)):
+        raise UserError(
+            f"A method here is called {double[0]!r} like --endpoint {double[0]}=...; give the "
+            "endpoint another name."
+        )
+
+
+def _served(servers: Mapping[str, EndpointBackend]) -> str:
+    return ", ".join(dict.fromkeys(server.model for server in servers.values()))
+
+
+def _whole_numbers(option: str, text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) >= 1 for part in parts):
+        raise UserError(
+            f"{option} is {text!r}; expected whole numbers of at least 1 with commas between."
+        )
+    return sorted({int(part) for part in parts})

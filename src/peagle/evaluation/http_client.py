@@ -1,0 +1,366 @@
+"""A lean HTTP client for measurements: asyncio, connections that are used again, no package beside.
+
+Chunks of a stream are kept as they come, with their times; JSON is read when somebody asks, after
+the clock has stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+DONE = b"[DONE]"
+
+
+@dataclass(slots=True)
+class Reply:
+    """What came of a request.
+
+    Attributes:
+        status: of HTTP; 0 if there was no answer.
+        headers: names in lower case.
+        body: unless it was a stream of events.
+        events: data of a stream's events, and when each came (perf_counter).
+        sent_s, ended_s: when the request went out on a connection that stands, when the last byte
+            or the end came.
+        problem: "" for an answer that is whole; else "refused" (no connection), "unanswered",
+            "cut" (in the middle), "timeout", or "dropped" (by this client, as it was told).
+        reason: why there was no connection.
+    """
+
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    events: list[tuple[float, bytes]] = field(default_factory=list)
+    sent_s: float = 0.0
+    ended_s: float = 0.0
+    problem: str = ""
+    reason: str = ""
+
+    @property
+    def chunks(self) -> list[dict[str, Any]]:
+        """The events, read."""
+        return [json.loads(data) for _, data in self.events if data != DONE]
+
+    @property
+    def json(self) -> Any:
+        """The body, read.
+
+        Raises:
+            ValueError: it is no JSON.
+        """
+        return json.loads(self.body)
+
+    @property
+    def text(self) -> str:
+        """Of the first choice of a completion, streamed or not."""
+        parts = self.chunks if self.events else [self.json]
+        choices = (choice for part in parts for choice in part.get("choices", ())[:1])
+        return "".join(choice.get("text") or "" for choice in choices)
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Of the first choice."""
+        found = None
+        for part in self.chunks if self.events else [self.json]:
+            for choice in part.get("choices", ())[:1]:
+                found = choice.get("finish_reason") or found
+        return found
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """Tokens, as the body or the last chunk has them; {} where there are none."""
+        return self._last.get("usage") or {}
+
+    @property
+    def error(self) -> dict[str, Any] | None:
+        """The error of the body or of the last event, None if there is none."""
+        return self._last.get("error")
+
+    @property
+    def _last(self) -> dict[str, Any]:
+        """The body or the last chunk; {} for what is no JSON object."""
+        try:
+            last = self.chunks[-1] if self.events else self.json
+        except (ValueError, IndexError):
+            return {}
+        return last if isinstance(last, dict) else {}
+
+    @property
+    def is_complete(self) -> bool:
+        """A whole answer of status 200 that ends as it should."""
+        ended = not self.events or self.events[-1][1] == DONE
+        return self.status == 200 and not self.problem and ended and self.error is None
+
+    @property
+    def first_token_s(self) -> float:
+        """Seconds to the first event."""
+        return self.events[0][0] - self.sent_s
+
+    @property
+    def seconds(self) -> float:
+        """From the request to the end."""
+        return self.ended_s - self.sent_s
+
+
+class _Connection(asyncio.Protocol):
+    """A connection: one request after the other, and their answers."""
+
+    def __init__(self) -> None:
+        self.transport: asyncio.Transport | None = None
+        self.is_open = False
+        self._done: asyncio.Future[None] | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self.answer = Reply()
+        self._raw = bytearray()
+        self._body = bytearray()
+        self._has_head = self._is_chunked = self._is_stream = False
+        self._left: int | None = None  # bytes of the body, None up to the end of the connection
+
+    async def ask(self, request: bytes, limit_s: float) -> Reply:
+        """Send a request and wait for its answer, so long at most (problem "timeout")."""
+        self._begin()
+        self._done = asyncio.get_running_loop().create_future()
+        self.answer.sent_s = self.answer.ended_s = time.perf_counter()
+        if self.transport is None or not self.is_open:
+            self._finish("unanswered")
+        else:
+            self.transport.write(request)
+        try:
+            await asyncio.wait_for(self._done, limit_s)
+        except TimeoutError:
+            self.answer.ended_s = time.perf_counter()
+            self.answer.problem = "timeout"
+        return self.answer
+
+    def close(self) -> None:
+        """Close it."""
+        if self.transport is not None:
+            self.transport.close()
+
+    @property
+    def can_be_used_again(self) -> bool:
+        """The answer is whole and the server does not end the connection after it."""
+        is_framed = self._is_chunked or self._left is not None
+        wants = self.answer.headers.get("connection", "").lower() != "close"
+        return self.is_open and is_framed and wants and not self.answer.problem
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport, self.is_open = transport, True
+
+    def data_received(self, data: bytes) -> None:
+        now = self.answer.ended_s = time.perf_counter()
+        self._raw += data
+        if not self._has_head and not self._take_head():
+            return
+        try:
+            is_whole = self._take_chunks() if self._is_chunked else self._take_plain()
+        except ValueError:  # no size of a chunk
+            self._finish("cut")
+            return
+        if self._is_stream:
+            *lines, rest = bytes(self._body).split(b"\n")
+            self._body = bytearray(rest)
+            events = (line[5:].strip() for line in lines if line.startswith(b"data:"))
+            self.answer.events += [(now, event) for event in events]
+        if is_whole:
+            self._finish("")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_open = False
+        if not self._has_head:
+            self._finish("unanswered")
+        else:
+            self._finish("cut" if self._is_chunked or self._left else "")
+
+    def _take_head(self) -> bool:
+        end = self._raw.find(b"\r\n\r\n")
+        if end < 0:
+            return False
+        first, *lines = self._raw[:end].decode("latin-1").split("\r\n")
+        pairs = (line.partition(":") for line in lines)
+        headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
+        try:
+            self.answer.status = int(first.split()[1])
+            length = headers.get("content-length")
+            self._left = int(length) if length is not None else None
+        except (IndexError, ValueError):  # no HTTP at all
+            self._finish("unanswered")
+            return False
+        self.answer.headers = headers
+        del self._raw[: end + 4]
+        self._has_head = True
+        self._is_chunked = headers.get("transfer-encoding", "").lower() == "chunked"
+        self._is_stream = headers.get("content-type", "").startswith("text/event-stream")
+        return True
+
+    def _take_plain(self) -> bool:
+        self._body += self._raw
+        if self._left is not None:
+            self._left -= len(self._raw)
+        self._raw.clear()
+        return self._left is not None and self._left <= 0
+
+    def _take_chunks(self) -> bool:
+        raw, at = self._raw, 0
+        is_last = False
+        while not is_last and (end := raw.find(b"\r\n", at)) >= 0:
+            size = int(raw[at:end].partition(b";")[0], 16)
+            if len(raw) < end + 2 + size + 2:
+                break
+            self._body += raw[end + 2 : end + 2 + size]
+            at, is_last = end + 2 + size + 2, size == 0
+        del raw[:at]
+        return is_last
+
+    def _finish(self, problem: str) -> None:
+        if self._done is not None and not self._done.done():
+            if not self._is_stream:
+                self.answer.body = bytes(self._body)
+            self.answer.problem = problem
+            self._done.set_result(None)
+
+
+class HttpClient:
+    """Sends requests to one server.
+
+    Args:
+        url: like http://127.0.0.1:8000/base; paths are joined to it as they are.
+        headers: of every request.
+        timeout_s: of a request.
+        keep_alive: use a connection for the next request when one is done with it. A time to the
+            first token holds no handshake either way: clocks start as the request goes out.
+
+    Raises:
+        ValueError: the URL is none of HTTP.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        headers: Mapping[str, str] | None = None,
+        *,
+        timeout_s: float = 300.0,
+        keep_alive: bool = True,
+    ) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{url!r} is no URL of HTTP")
+        if parts.query or parts.fragment or parts.username:
+            raise ValueError(f"{url!r} has more than a host, a port and a path")
+        self.host = parts.hostname
+        self.port = parts.port or (443 if parts.scheme == "https" else 80)
+        self.timeout_s = timeout_s
+        self._base = parts.path.rstrip("/")
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._keep_alive = keep_alive
+        ending = {} if keep_alive else {"Connection": "close"}
+        self._headers = {"Host": parts.netloc, **ending, **(headers or {})}
+        self._idle: list[_Connection] = []
+
+    async def send(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | bytes = b"",
+        headers: Mapping[str, str] | None = None,
+        *,
+        drop_after_s: float | None = None,
+    ) -> Reply:
+        """Send a request and wait for all of its answer.
+
+        Args:
+            method: of HTTP.
+            path: of the route.
+            body: an object goes out as JSON, bytes as they are.
+            headers: further ones, or others.
+            drop_after_s: close the connection then, whatever has come.
+        """
+        request = self._request(method, path, body, headers or {})
+        limit_s = self.timeout_s if drop_after_s is None else drop_after_s
+        while self._idle:
+            reply = await self._exchange(self._idle.pop(), request, limit_s)
+            # A server may close a connection that was idle for long: that says nothing.
+            if (reply.status, reply.problem) != (0, "unanswered"):
+                break
+        else:
+            loop, now = asyncio.get_running_loop(), time.perf_counter()
+            try:
+                making = loop.create_connection(_Connection, self.host, self.port, ssl=self._tls)
+                _, connection = await asyncio.wait_for(making, self.timeout_s)
+            except (OSError, TimeoutError, UnicodeError) as error:
+                reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+                return Reply(problem="refused", reason=reason, sent_s=now, ended_s=now)
+            reply = await self._exchange(connection, request, limit_s)
+        if drop_after_s is not None and reply.problem == "timeout":
+            reply.problem = "dropped"
+        return reply
+
+    async def get(self, path: str) -> Reply:
+        """GET a route."""
+        return await self.send("GET", path)
+
+    def close(self) -> None:
+        """Close the connections that wait for a next request; they belong to one event loop."""
+        for connection in self._idle:
+            connection.close()
+        self._idle.clear()
+
+    async def _exchange(self, connection: _Connection, request: bytes, limit_s: float) -> Reply:
+        is_kept = False
+        try:
+            reply = await connection.ask(request, limit_s)
+            is_kept = self._keep_alive and connection.can_be_used_again
+        finally:
+            if is_kept:
+                self._idle.append(connection)
+            else:
+                connection.close()
+        return reply
+
+    def _request(
+        self, method: str, path: str, body: Mapping[str, Any] | bytes, headers: Mapping[str, str]
+    ) -> bytes:
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        fields = dict(self._headers)
+        if method != "GET":
+            fields |= {"Content-Type": "application/json", "Content-Length": str(len(raw))}
+        lines = [f"{name}: {value}\r\n" for name, value in (fields | dict(headers)).items()]
+        return f"{method} {self._base}{path} HTTP/1.1\r\n{''.join(lines)}\r\n".encode() + raw
+
+
+async def at_most(
+    count: int, items: Iterable[Item], work: Callable[[Item], Awaitable[Result]]
+) -> list[Result]:
+    """Work on items by so many clients, each of which takes the next as soon as it can.
+
+    The first error that `work` raises ends all of it.
+
+    Returns:
+        the results in the order of the items.
+    """
+    waiting = iter(list(enumerate(items)))
+    results: dict[int, Result] = {}
+
+    async def client() -> None:
+        for number, item in waiting:
+            results[number] = await work(item)
+
+    clients = [asyncio.ensure_future(client()) for _ in range(count)]
+    try:
+        await asyncio.gather(*clients)
+    finally:
+        for one in clients:
+            one.cancel()
+        await asyncio.gather(*clients, return_exceptions=True)
+    return [results[number] for number in sorted(results)]

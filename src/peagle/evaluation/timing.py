@@ -1,0 +1,142 @@
+"""Speed and latency of a run, as `peagle bench` tells them.
+
+Definitions, all in seconds on the clock of whoever asks:
+- TTFT, time to first token: from the request's writing to the first chunk that holds a token.
+- ITL, inter-token latency: (time since the previous chunk) / (tokens of the chunk), counted once
+  for each of these tokens. Speculation brings tokens in bursts; a reader sees the pace of tokens,
+  not of bursts. Chunks that one read of the connection brought are one chunk.
+  Elsewhere: guidellm divides, request by request, the time from the first to the last token by
+  the tokens after the first and weighs requests by these tokens, so that its mean is ours, while
+  its percentiles are over requests. `vllm bench serve` calls the time between chunks ITL, whatever
+  they hold, so that drafts seem to cost latency; its TPOT is guidellm's ITL.
+- E2E: from the request's writing to the end of its answer.
+- output tokens/s and requests/s: over the time from the first request to the last answer.
+
+Percentiles interpolate linearly between the two nearest values (numpy's default).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from peagle.errors import UserError
+from peagle.evaluation.decoding import Answer, Run
+
+PERCENTILES = (50, 90, 99)
+Figures = dict[str, Any]
+
+
+def figures_of(run: Run, gpu_busy: float | None = None) -> Figures:
+    """What a run amounts to; requests without a whole answer count as errors and nowhere else.
+
+    Args:
+        run: at least one of its answers whole.
+        gpu_busy: share of the time in which the GPU computed, where it could be read.
+    """
+    whole = [answer for answer in run.answers if not answer.error]
+    num_tokens = sum(answer.num_tokens for answer in whole)
+    firsts = [t for answer in whole if (t := answer.time_to_first_token_s) is not None]
+    gaps = [gap for answer in whole for gap in token_gaps(answer.chunks)]
+    drafts = run.counters
+    return {
+        "seconds": run.seconds,
+        "num_requests": len(whole),
+        "num_tokens": num_tokens,
+        "output_tokens_per_s": num_tokens / run.seconds if run.seconds else 0.0,
+        "requests_per_s": len(whole) / run.seconds if run.seconds else 0.0,
+        "ttft_s": spread_of(firsts),
+        "itl_s": spread_of([gap for gap, _ in gaps], [count for _, count in gaps]),
+        "e2e_s": spread_of([answer.seconds for answer in whole]),
+        "acceptance_length": drafts.acceptance_length if drafts and drafts.num_drafts else None,
+        "gpu_busy": gpu_busy,
+        "errors": len(run.answers) - len(whole),
+    }
+
+
+def token_gaps(chunks: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
+    """(seconds a token, tokens) of each chunk after the first that holds any.
+
+    [(0.5, 1), (0.7, 2), (0.7, 2), (0.8, 1)] gives [(0.05, 4), (0.1, 1)]: 0.2 s for four tokens
+    that came at once, 0.1 s for one.
+    """
+    merged: list[tuple[float, int]] = []
+    for when, count in chunks:
+        if merged and merged[-1][0] == when:
+            merged[-1] = when, merged[-1][1] + count
+        elif count:
+            merged.append((when, count))
+    pairs = pairwise(merged)
+    return [((when - before) / count, count) for (before, _), (when, count) in pairs]
+
+
+def spread_of(values: Sequence[float], times: Sequence[int] | None = None) -> Figures:
+    """Mean and percentiles of values, each counted so many times; None without any."""
+    names = [*(f"p{p}" for p in PERCENTILES), "mean"]
+    if not values:
+        return dict.fromkeys(names)
+    every = np.asarray(values) if times is None else np.repeat(values, times)
+    found = [*np.percentile(every, PERCENTILES), every.mean()]
+    return {name: float(value) for name, value in zip(names, found)}
+
+
+def median_of(repeats: Sequence[Mapping[str, Any]]) -> Figures:
+    """The median of each figure over repeats; None where no repeat has it."""
+    found: Figures = {}
+    for name, first in repeats[0].items():
+        if isinstance(first, Mapping):
+            found[name] = median_of([repeat[name] for repeat in repeats])
+            continue
+        known = [repeat[name] for repeat in repeats if repeat[name] is not None]
+        found[name] = median(known) if known else None
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """A latency that a server has to keep.
+
+    Attributes:
+        ttft_ms: most milliseconds to the first token; None is any.
+        itl_ms: most milliseconds between tokens; None is any.
+        percentile: of the requests (TTFT) and of the tokens (ITL) that must keep it: 50, 90 or 99.
+    """
+
+    ttft_ms: float | None
+    itl_ms: float | None
+    percentile: int = 99
+
+    @classmethod
+    def parse(cls, text: str) -> Objective:
+        """Read "ttft=500ms,itl=50ms@p90"; a part may be missing, seconds do as well ("ttft=1s").
+
+        Raises:
+            UserError: it is none of this form.
+        """
+        bounds, at, percentile = text.replace(" ", "").lower().partition("@")
+        parts = [re.fullmatch(r"(ttft|itl)=(\d+\.?\d*|\.\d+)(ms|s)", p) for p in bounds.split(",")]
+        found = {p[1]: float(p[2]) * (1e3 if p[3] == "s" else 1.0) for p in parts if p}
+        is_known = not at or percentile in {f"p{p}" for p in PERCENTILES}
+        if len(found) < len(parts) or not all(found.values()) or not is_known:
+            raise UserError(
+                f"The objective is {text!r}; expected milliseconds and one of p50, p90 and p99, "
+                "like ttft=500ms,itl=50ms@p90."
+            )
+        return cls(found.get("ttft"), found.get("itl"), int(percentile[1:]) if at else 99)
+
+    def is_met(self, figures: Mapping[str, Any]) -> bool:
+        """Whether these figures keep it; a figure that nobody knows does not."""
+        bounds = (("ttft_s", self.ttft_ms), ("itl_s", self.itl_ms))
+        values = [(figures[name][f"p{self.percentile}"], most) for name, most in bounds if most]
+        return all(value is not None and value * 1e3 <= most for value, most in values)
+
+
+def first_error(answers: Sequence[Answer]) -> str:
+    """The first error among answers, "" if there is none."""
+    return next((answer.error for answer in answers if answer.error), "")

@@ -1,0 +1,184 @@
+"""`peagle bench` on a tiny pair and on servers from a script."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peagle.evaluation import sweep as sweeping
+from peagle.evaluation.timing import figures_of
+from tests.cli.conftest import Pair, Peagle
+from tests.evaluation.fake_endpoint import NUM_TOKENS, Script, endpoint, metrics
+
+SIZES: tuple[object, ...] = ("--limit", 2, "--max-new-tokens", 20, "--concurrency", "1,2")
+
+
+@pytest.fixture
+def short(tmp_path: Path) -> tuple[object, ...]:
+    """Options of a sweep that takes a moment."""
+    file = tmp_path / "short.jsonl"
+    file.write_text('"def f(x):"\n"import"\n')
+    return "--set", file, "--max-new-tokens", 8, "--concurrency", "1,2", "--repeats", 2
+
+
+@pytest.fixture(autouse=True)
+def _no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("PEAGLE_API_KEY", "OPENAI_API_KEY"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    with endpoint(Script(metrics=metrics(0), counts=True)) as url:
+        yield url
+
+
+def test_the_whole_table(
+    peagle: Peagle, pair: Pair, tmp_path: Path, short: tuple[object, ...]
+) -> None:
+    command = (*pair.options, "--eagle3", pair.eagle3, *short, "-k", "2,3", "--output", tmp_path)
+    given = ("bench", *command, "--objective", "itl=1000s@p50", "--ignore-eos")
+    done = peagle(*given)
+    assert done.status == 0, done.err
+    assert "short.jsonl, 2 prompts, medians of 2 runs" in done.out
+    assert "goodput of peagle K=3 on " in done.out
+    result = json.loads((tmp_path / "throughput.json").read_text())
+    assert result["format_version"] == 1
+    assert result["settings"]["objective"] == {"ttft_ms": None, "itl_ms": 1e6, "percentile": 50}
+    assert result["provenance"]["target"] == str(pair.target)
+    keys = {(c["method"], c["k"], c["concurrency"]): c for c in result["cells"]}
+    arms = [("plain", 0), *((name, k) for name in ("peagle", "eagle3") for k in (2, 3))]
+    assert set(keys) == {(*arm, c) for arm in arms for c in (1, 2)}
+    for (method, _, _), cell in keys.items():
+        assert len(cell["repeats"]) == 2 and cell["median"]["num_tokens"] == 2 * 8
+        assert (cell["median"]["acceptance_length"] is None) == (method == "plain")
+        assert cell["speed_up_over_plain"] > 0 and cell["meets_objective"]
+    assert (tmp_path / "report.html").is_file() and (tmp_path / "results.json").is_file()
+    # Again: nothing is measured anew.
+    again = peagle(*given, "--format", "json")
+    assert again.status == 0 and "20 measurements are there already" in again.err
+    assert json.loads(again.out)["cells"] == result["cells"]
+
+
+def test_an_interrupted_sweep_goes_on(
+    peagle: Peagle,
+    pair: Pair,
+    tmp_path: Path,
+    short: tuple[object, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = 0
+
+    def cut(*arguments: Any) -> Any:
+        nonlocal made
+        made += 1
+        if made == 3:
+            raise KeyboardInterrupt
+        return figures_of(*arguments)
+
+    command = ("bench", *pair.options, *short, "-k", 2, "--output", tmp_path)
+    monkeypatch.setattr(sweeping, "figures_of", cut)
+    done = peagle(*command)
+    assert done.status == 130 and "2 measurements are kept" in done.err
+    done = peagle(*command)
+    assert done.status == 0 and "2 measurements are there already" in done.err
+    assert made == 3 + 6
+    done = peagle(*command, "--temperature", 1)
+    assert done.status == 2
+    assert "temperature was 0.0; it is 1.0 now" in done.err and "another --output" in done.err
+
+
+def test_methods_of_all_kinds(peagle: Peagle, pair: Pair, short: tuple[object, ...]) -> None:
+    more = ("--method", "ngram", "--method", f"other={pair.peagle}")
+    done = peagle("bench", *pair.options, *more, *short, "-k", 2, "--format", "json")
+    assert done.status == 0, done.err
+    result = json.loads(done.out)
+    methods = ["plain", "peagle", "other", "ngram"]
+    assert list(dict.fromkeys(cell["method"] for cell in result["cells"])) == methods
+    assert [one["source"] for one in result["cells"][::2]] == [
+        "",
+        str(pair.peagle),
+        str(pair.peagle),
+        "",
+    ]
+
+
+def test_servers_alone(peagle: Peagle, server: str) -> None:
+    with endpoint(Script(usage="last")) as other:
+        ends = ("--endpoint", f"eagle3={server}", "--endpoint", f"plain={other}/v1")
+        done = peagle(
+            "bench", *ends, "--model", "plain=other", *SIZES, "--repeats", 2, "--format", "json"
+        )
+    assert done.status == 0, done.err
+    result = json.loads(done.out)
+    assert result["provenance"]["target"] == "m, other"
+    drafted, plain = result["cells"][0], result["cells"][2]
+    assert (drafted["k"], drafted["engine"], plain["k"]) == (4, server, 0)
+    assert drafted["median"]["num_tokens"] == 2 * NUM_TOKENS
+    assert drafted["median"]["acceptance_length"] == pytest.approx(1 + 3 / 3)
+    assert drafted["speed_up_over_plain"] > 0 and plain["median"]["acceptance_length"] is None
+    assert f"{other}/v1 has no page /metrics" in done.err
+    assert f"{other}/v1 does not tell the tokens of a chunk" in done.err
+
+
+def test_a_server_beside_the_engine(
+    peagle: Peagle, pair: Pair, server: str, short: tuple[object, ...]
+) -> None:
+    few = (*short, "-k", 2, "--concurrency", 1)
+    done = peagle("bench", *pair.options, "--endpoint", f"theirs={server}", *few)
+    assert done.status == 0, done.err
+    assert [line.split()[0] for line in done.out.splitlines()[2:5]] == ["plain", "peagle", "theirs"]
+    done = peagle("bench", *pair.options, "--endpoint", f"peagle={server}", *few)
+    assert done.status == 2 and "give the endpoint another name" in done.err
+
+
+def test_what_a_chat_server_is_sent(peagle: Peagle) -> None:
+    script = Script()
+    with endpoint(script) as url:
+        more = ("--no-thinking", "--extra-body", '{"top_k": 20}')
+        done = peagle("bench", "--endpoint", f"x={url}", *SIZES, "--repeats", 1, *more)
+    assert done.status == 0, done.err
+    body = script.bodies[-1]
+    assert body["messages"][0]["role"] == "user" and body["max_tokens"] == 20
+    assert body["chat_template_kwargs"] == {"enable_thinking": False} and body["top_k"] == 20
+
+
+def test_failing_requests_are_told(peagle: Peagle, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('"fine"\n"bad [fail]"\n')
+    with endpoint(Script()) as url:
+        some = ("--set", tmp_path / "prompts.jsonl", "--concurrency", 2, "--repeats", 1)
+        done = peagle("bench", "--endpoint", f"x={url}", *some)
+    assert done.status == 0 and "a request failed: 500: planned" in done.err
+    header, row = done.out.splitlines()[1:3]
+    assert header.split()[-1] == "errors" and row.split()[-1] == "1"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("-k", "3,x"), "-k is '3,x'; expected whole numbers"),
+        (("--concurrency", "0"), "--concurrency is '0'"),
+        (("--repeats", 0), "--repeats is 0; expected at least 1"),
+        (("--set", "humanevil"), "Did you mean humaneval"),
+        (("--set", "humaneval,"), "--set is 'humaneval,'"),
+        (("--objective", "500"), "The objective is '500'"),
+        (("--endpoint", "http://127.0.0.1:1"), "expected NAME=URL"),
+        (("--endpoint", "x=http://127.0.0.1:1"), "No server answers at http://127.0.0.1:1"),
+        (("--model", "x=y"), "there is no such one"),
+        (("--no-chat-template", "--thinking"), "no thinking mode"),
+        (("--extra-body", "[]"), "is not a JSON object"),
+        (("--target", "./nowhere"), "nowhere"),
+    ],
+)
+def test_mistakes(peagle: Peagle, options: tuple[object, ...], told: str) -> None:
+    done = peagle("bench", *options)
+    assert done.status == 2 and told in done.err and "Traceback" not in done.err
+
+
+def test_help(peagle: Peagle) -> None:
+    done = peagle("bench", "--help")
+    assert done.status == 0 and "peagle bench --objective ttft=500ms,itl=50ms@p90" in done.out

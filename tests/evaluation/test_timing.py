@@ -1,0 +1,112 @@
+"""Latency of runs, against naive recomputation."""
+
+from __future__ import annotations
+
+from statistics import fmean, median, quantiles
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peagle.engine import SpeculationStats
+from peagle.errors import UserError
+from peagle.evaluation.decoding import Answer, Run
+from peagle.evaluation.timing import Objective, figures_of, median_of, spread_of, token_gaps
+
+CHUNKS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 6)), min_size=1, max_size=20).map(
+    lambda pairs: [(when / 10, count) for when, count in sorted(pairs)]
+)
+
+
+def test_gaps_by_hand() -> None:
+    assert token_gaps([(0.5, 1), (0.7, 2), (0.7, 2), (0.8, 1)]) == [
+        (pytest.approx(0.05), 4),
+        (pytest.approx(0.1), 1),
+    ]
+    assert token_gaps([(0.5, 3)]) == [] == token_gaps([])
+
+
+@given(CHUNKS)
+def test_gaps_add_up_to_the_time_after_the_first_token(chunks: list[tuple[float, int]]) -> None:
+    gaps = token_gaps(chunks)
+    with_tokens = [when for when, count in chunks if count]
+    if not with_tokens:
+        assert gaps == []
+        return
+    first, last = with_tokens[0], with_tokens[-1]
+    late = sum(count for when, count in chunks if when > first)
+    assert sum(count for _, count in gaps) == late
+    assert sum(gap * count for gap, count in gaps) == pytest.approx(last - first)
+
+
+@given(st.lists(st.tuples(st.floats(0, 10), st.integers(1, 5)), min_size=1, max_size=30))
+def test_spreads_count_each_value_so_often(pairs: list[tuple[float, int]]) -> None:
+    every = [value for value, times in pairs for _ in range(times)]
+    found = spread_of([value for value, _ in pairs], [times for _, times in pairs])
+    assert found["mean"] == pytest.approx(fmean(every))
+    assert found["p50"] == pytest.approx(median(every))
+    if len(every) > 1:
+        cuts = quantiles(every, n=100, method="inclusive")
+        assert [found["p90"], found["p99"]] == pytest.approx([cuts[89], cuts[98]])
+
+
+def test_figures_of_a_run() -> None:
+    answers = [
+        Answer(num_tokens=4, chunks=[(0.0 + 0.5, 1), (0.8, 3)], seconds=0.9),
+        Answer(num_tokens=2, chunks=[(0.1, 0), (0.3, 1), (0.5, 1)], seconds=0.6),
+        Answer(num_tokens=1, chunks=[(9.0, 1)], seconds=9.0, error="cut"),
+    ]
+    drafts = SpeculationStats(4, 12, 6, [3, 2, 1])
+    figures = figures_of(Run(answers, 2.0, drafts), 0.25)
+    assert (figures["num_requests"], figures["errors"], figures["num_tokens"]) == (2, 1, 6)
+    assert (figures["output_tokens_per_s"], figures["requests_per_s"]) == (3.0, 1.0)
+    assert figures["ttft_s"]["mean"] == pytest.approx(0.4)
+    assert figures["itl_s"]["mean"] == pytest.approx((0.3 + 0.2) / 4)
+    assert figures["itl_s"]["p50"] == pytest.approx(0.1)
+    assert figures["e2e_s"]["p50"] == pytest.approx(0.75)
+    assert (figures["acceptance_length"], figures["gpu_busy"]) == (2.5, 0.25)
+
+
+@pytest.mark.parametrize("drafts", [None, SpeculationStats()])
+def test_figures_that_nobody_knows(drafts: SpeculationStats | None) -> None:
+    figures = figures_of(Run([Answer(num_tokens=1, chunks=[(0.5, 1)], seconds=1)], 1.0, drafts))
+    assert figures["acceptance_length"] is None is figures["itl_s"]["p99"]
+
+
+def test_medians_of_repeats() -> None:
+    repeats = [
+        {"a": 3, "b": {"p50": 1.0}, "c": None, "d": None},
+        {"a": 1, "b": {"p50": 4.0}, "c": 2.0, "d": None},
+        {"a": 2, "b": {"p50": 2.0}, "c": 4.0, "d": None},
+    ]
+    assert median_of(repeats) == {"a": 2, "b": {"p50": 2.0}, "c": 3.0, "d": None}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("ttft=500ms,itl=50ms@p90", (500, 50, 90)),
+        ("itl=0.05s", (None, 50, 99)),
+        ("TTFT = 1s @ p50", (1000, None, 50)),
+    ],
+)
+def test_objectives(text: str, expected: tuple[Any, ...]) -> None:
+    found = Objective.parse(text)
+    assert (found.ttft_ms, found.itl_ms, found.percentile) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "500ms", "ttft=500", "ttft=5ms,,", "itl=5ms@p95", "itl=0ms", "itl=5ms@90", "x=1s"]
+)
+def test_objectives_that_are_none(text: str) -> None:
+    with pytest.raises(UserError, match=r"The objective is .*like ttft=500ms,itl=50ms@p90"):
+        Objective.parse(text)
+
+
+def test_keeping_an_objective() -> None:
+    figures = {"ttft_s": {"p90": 0.5}, "itl_s": {"p90": 0.05, "p50": None}}
+    assert Objective(500, 50, 90).is_met(figures)
+    assert not Objective(499, None, 90).is_met(figures)
+    assert not Objective(None, 49, 90).is_met(figures)
+    assert not Objective(None, 49, 50).is_met(figures)
