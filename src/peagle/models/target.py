@@ -164,6 +164,12 @@ class TargetModel:
         for layer in self._attention_layers:
             layer.module.peagle_cache = caches[layer.cache]
 
+    def drop_kv_caches(self) -> None:
+        """Let go of the KV caches, which else stay until another engine brings its own."""
+        self.kv_caches = ()
+        for layer in self._attention_layers:
+            layer.module.peagle_cache = None
+
     def forward(
         self, tokens_T: Tensor, positions_T: Tensor, attend: Prepared
     ) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,175 @@
+"""What `peagle tune` shows: how far it is, and its tables."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from peagle.cli.terminal import bright, has_styles, printable
+
+if TYPE_CHECKING:
+    from peagle.evaluation.tuning.machine import Cell
+
+_LINE_S = 10.0  # between two lines where there is no terminal
+_MOST_COLUMNS = 10
+NOISY = 0.15
+
+
+class TuneView:
+    """Tells on standard error how far it is: a line that changes, or a line now and then.
+
+    Args:
+        total: visits to cells.
+    """
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._done = self._measured = 0
+        self._is_live = has_styles(sys.stderr)
+        self._has_line = False
+        self._start = time.monotonic()
+        self._next = 0.0
+
+    def say(self, text: str) -> None:
+        """Tell something that stays."""
+        self.close()
+        print(f"peagle: {text}", file=sys.stderr, flush=True)
+        self._start = time.monotonic()
+
+    def visited(self, cell: Cell, was_there: bool) -> None:
+        """Count a visit."""
+        self._done += 1
+        self._measured += not was_there
+        text = f"cost {self._done}/{self._total}  batch {cell.batch}, K = {cell.k}{self._left()}"
+        if self._is_live:
+            self._has_line = True
+            print(f"\r\x1b[2Kpeagle: {text}", end="", file=sys.stderr, flush=True)
+        elif time.monotonic() >= self._next or self._done == self._total:
+            self._next = time.monotonic() + _LINE_S
+            print(f"peagle: {text}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Leave the line that changes."""
+        if self._has_line:
+            print(file=sys.stderr)
+            self._has_line = False
+
+    def _left(self) -> str:
+        if not self._measured:
+            return ""
+        each = (time.monotonic() - self._start) / self._measured
+        minutes, seconds = divmod(round(each * (self._total - self._done)), 60)
+        return f"  {minutes}:{seconds:02d} left"
+
+
+def result_text(result: Mapping[str, Any]) -> str:
+    """tune.json as text: the tables of speed and break-even, the check, the schedule."""
+    settings, told = result["settings"], result["provenance"]
+    title = f"{told['target']} with {settings['draft']}, {told['dtype']}, "
+    title += f"{told['environment']['device']}, context {settings['context']}, "
+    title += f"temperature {settings['temperature']:g}"
+    return "\n".join(
+        [
+            bright(printable(title), sys.stdout),
+            "",
+            *_acceptance(result["acceptance"]),
+            "",
+            *_speeds(result),
+            *_check(result),
+            "",
+            *_break_even(result),
+            "",
+            *_schedule(result),
+        ]
+    )
+
+
+def _acceptance(acceptance: Mapping[str, Any]) -> list[str]:
+    lengths = acceptance["acceptance_length"]
+    measured = ", ".join(map(str, acceptance["measured_k"]))
+    where = "measured here" if acceptance["source"] == "measured" else "of acceptance.json"
+    return [
+        f"Acceptance length by K ({where} at K = {measured}, else interpolated)",
+        *_table("K", {"": [f"{length:.2f}" for length in lengths.values()]}, list(lengths)),
+    ]
+
+
+def _speeds(result: Mapping[str, Any]) -> list[str]:
+    speeds = result["predictions"]
+    batches, ks = _axes(speeds)
+    at = {(one["batch"], one["k"]): one for one in speeds}
+    rows = {}
+    for batch in batches:
+        measured = {k: at[batch, k]["measured_tokens_per_s"] for k in ks}
+        best = max(measured, key=lambda k: measured[k])
+        rows[str(batch)] = [f"{measured[k]:,.0f}{'*' if k == best else ' '}" for k in ks]
+    heading = "Tokens/s by batch size and K, from measured steps (* the best)"
+    return [heading, *_table("batch", rows, [f"{k} " for k in ks])]
+
+
+def _check(result: Mapping[str, Any]) -> list[str]:
+    check, spread = result["check"], result["costs"]["spread"]
+    lines = ["No cell was left to check the predictions on."]
+    if check["num_unfitted"]:
+        fitted = len(result["predictions"]) - check["num_unfitted"]
+        lines = [
+            f"Predicted from {fitted} of these cells, {check['within_10_percent']} of the other "
+            f"{check['num_unfitted']} are within 10% ({check['share']:.0%}), the worst is off by "
+            f"{check['worst']:.0%}."
+        ]
+    if spread > NOISY:
+        lines.append(
+            f"The machine was busy: a usual visit took {spread:.0%} longer than the fastest. Raise "
+            "--rounds."
+        )
+    return lines
+
+
+def _break_even(result: Mapping[str, Any]) -> list[str]:
+    batches, ks = _axes(result["break_even"])
+    at = {(one["batch"], one["k"]): one["acceptance_length"] for one in result["break_even"]}
+    rows = {str(batch): [f"{at[batch, k]:.2f}" for k in ks] for batch in batches}
+    heading = "Acceptance length from which drafting is faster than not drafting"
+    return [heading, *_table("batch", rows, [str(k) for k in ks])]
+
+
+def _schedule(result: Mapping[str, Any]) -> list[str]:
+    lines = [f"K by batch size (K changes where that gains more than {result['threshold']:.0%})"]
+    for first, last, k in result["schedule"]:
+        sizes = str(first) if first == last else f"{first} to {last}"
+        lines.append(f"  {sizes:>9}  K = {k}{'' if k else ' (no drafts)'}")
+    configs = result["speculative_config"]
+    if configs["peagle"] is None:
+        return [*lines, "", "Drafts do not pay here at any batch size: serve without a head."]
+    lines += ["", "For --speculative-config of peagle serve:", f"  '{_json(configs['peagle'])}'"]
+    lines += ["The same for vLLM:", f"  '{_json(configs['vllm'])}'"]
+    if len(result["schedule"]) == 1 or "parallel_drafting" not in configs["vllm"]:
+        return lines
+    lines.append("vLLM up to 0.32 crashes on a schedule with parallel drafting; the best single K:")
+    if configs["vllm_single_k"] is None:
+        return [*lines, "  0: leave the head out"]
+    return [*lines, f"  '{_json(configs['vllm_single_k'])}'"]
+
+
+def _json(config: Mapping[str, Any]) -> str:
+    return printable(json.dumps(config))
+
+
+def _axes(cells: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
+    return sorted({one["batch"] for one in cells}), sorted({one["k"] for one in cells})
+
+
+def _table(corner: str, rows: Mapping[str, Sequence[str]], columns: Sequence[str]) -> list[str]:
+    """Lines of a table, cut into pieces of so many columns."""
+    lines = []
+    for start in range(0, len(columns), _MOST_COLUMNS):
+        part = slice(start, start + _MOST_COLUMNS)
+        lines.append(f"  {corner:>6}" + "".join(f"{one:>9}" for one in columns[part]))
+        lines += [
+            f"  {name:>6}" + "".join(f"{value:>9}" for value in values[part])
+            for name, values in rows.items()
+        ]
+    return lines

@@ -1,0 +1,1 @@
+"""What a decode step costs here, joined with acceptance: K by batch size."""

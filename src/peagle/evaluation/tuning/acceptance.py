@@ -1,0 +1,132 @@
+"""Acceptance length by K, from runs at some K."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+from peagle.errors import UserError
+from peagle.evaluation.acceptance_file import NAME, read_acceptance
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptanceByK:
+    """How many drafts pass, by K.
+
+    Between two K that were measured, unconditional acceptance of a position is interpolated; below
+    the smallest it is that of the smallest. (A run with K = 7 cut after 3 is not a run with K = 3,
+    whose drafts begin elsewhere: near, but not equal.)
+
+    Args:
+        per_pos: by measured K, P(the first i drafts are all accepted) for i = 1 to K.
+        source: where it comes from.
+
+    Raises:
+        UserError: a list does not have K probabilities that never rise.
+    """
+
+    per_pos: Mapping[int, Sequence[float]]
+    source: Literal["measured", "acceptance.json"] = "measured"
+
+    def __post_init__(self) -> None:
+        for k, rates in self.per_pos.items():
+            falls = all(a >= b for a, b in pairwise(rates))
+            if len(rates) != k or not all(0 <= rate <= 1 for rate in rates) or not falls:
+                raise UserError(
+                    f"Unconditional acceptance at K = {k} is {list(rates)}; expected {k} "
+                    "probabilities, none above the one before."
+                )
+        if not self.per_pos:
+            raise UserError("No acceptance was measured; expected at least one K.")
+
+    @property
+    def most(self) -> int:
+        """The largest K that is known."""
+        return max(self.per_pos)
+
+    def rates(self, k: int) -> tuple[float, ...]:
+        """Unconditional acceptance of the K positions.
+
+        Raises:
+            UserError: K is above the largest that was measured.
+        """
+        if k > self.most:
+            raise UserError(
+                f"Acceptance at K = {k} is not known: the largest K measured is {self.most}. "
+                f"Measure it at K = {k}, or lower -k."
+            )
+        below = max((known for known in self.per_pos if known <= k), default=None)
+        above = min(known for known in self.per_pos if known >= k)
+        upper = self.per_pos[above][:k]
+        if below is None or below == above:
+            return tuple(upper)
+        share = (k - below) / (above - below)
+        lower = [*self.per_pos[below], *upper[below:]]
+        mixed = [(1 - share) * a + share * b for a, b in zip(lower, upper, strict=True)]
+        return tuple(accumulate(mixed, min))
+
+    def lengths(self) -> dict[int, float]:
+        """Acceptance length 1 + sum of the rates for K = 0 to the largest; never falling."""
+        lengths = (1 + sum(self.rates(k)) for k in range(1, self.most + 1))
+        return dict(enumerate(accumulate(lengths, max, initial=1.0)))
+
+
+def acceptance_of_file(
+    path: Path, *, draft: str, method: str | None = None, temperature: float = 0.0
+) -> AcceptanceByK:
+    """Acceptance of a head from the acceptance.json of `peagle eval`.
+
+    Args:
+        path: the file, or the folder that holds it.
+        draft: folder or hub id of the head: its entries are taken, or those of the only head.
+        method: take the entries of this name instead.
+        temperature: of the entries.
+
+    Raises:
+        UserError: not readable, not of this format, or without a fitting entry.
+    """
+    file = path / NAME if path.is_dir() else path
+    entries = [one for one in _entries(file) if one["k"] and one["method"] != "ngram"]
+    names = sorted({one["method"] for one in entries})
+    if method is not None:
+        entries = [one for one in entries if one["method"] == method]
+    elif len(names) > 1:
+        entries = [one for one in entries if _is_same(one["source"], draft)]
+    if not entries:
+        wanted = f"method {method!r}" if method else f"the head {draft!r}"
+        raise UserError(
+            f"{str(file)!r} has no entry of {wanted}; it has {', '.join(names) or 'no head'}. "
+            "Choose one with --method."
+        )
+    found = {one["k"]: one for one in entries if one["temperature"] == temperature}
+    if not found:
+        has = sorted({one["temperature"] for one in entries})
+        raise UserError(
+            f"{str(file)!r} has no entry at temperature {temperature:g}; it has "
+            f"{', '.join(f'{t:g}' for t in has)}. Set --temperature to one of them."
+        )
+    return AcceptanceByK({k: _per_pos(one, k, file) for k, one in found.items()}, "acceptance.json")
+
+
+def _entries(file: Path) -> list[dict[str, Any]]:
+    entries = read_acceptance(file)["entries"]
+    for entry in entries:
+        if missing := sorted({"method", "source", "k", "temperature", "pooled"} - set(entry)):
+            raise UserError(f"{str(file)!r}: an entry lacks {missing[0]!r}.")
+    return entries
+
+
+def _is_same(source: str, draft: str) -> bool:
+    """Whether two names mean one head: equal, or the same folder."""
+    return source == draft or (Path(source).is_dir() and Path(source).samefile(draft))
+
+
+def _per_pos(entry: Mapping[str, Any], k: int, file: Path) -> list[float]:
+    rates = entry["pooled"].get("unconditional")
+    if not isinstance(rates, list):
+        raise UserError(f"{str(file)!r}: the entry of K = {k} lacks 'unconditional'.")
+    # Positions that were never drafted are not listed.
+    return [*rates, *[0.0] * (k - len(rates))]

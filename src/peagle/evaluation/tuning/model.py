@@ -1,0 +1,189 @@
+"""What a decode step costs at any batch size and K, from some that were measured.
+
+    t(b, K) = t_target(b (K + 1), b) + t_draft(b, K) + t_rest(b, K)
+
+Each part is a sum of terms with coefficients that are not negative, fitted to the relative error:
+a pass costs a constant (weights to read, launches), something for every sequence (its attention),
+and a function of its rows that never falls, linear between a few sizes: flat while the memory is
+what limits a pass, steep where arithmetic does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from peagle.evaluation.tuning.machine import Cell, StepCost
+
+Array = NDArray[np.float64]
+# Neighbouring sizes between which a function of rows bends differ by at least this factor.
+KNOT_RATIO = 2.0
+
+
+def nonnegative_least_squares(terms_NM: Array, values_N: Array) -> Array:
+    """Coefficients x >= 0 that minimise |terms x - values|.
+
+    The active-set method of Lawson and Hanson (Solving Least Squares Problems, 1974, chapter 23):
+    coefficients enter where the error falls most, and leave where they would turn negative.
+
+    Args:
+        terms_NM: a row a measurement, a column a term.
+        values_N: what the terms should add up to.
+
+    Returns:
+        the M coefficients.
+    """
+    num_terms = terms_NM.shape[1]
+    x_M, is_free = np.zeros(num_terms), np.zeros(num_terms, dtype=bool)
+    scale = float(np.abs(terms_NM.T @ values_N).max(initial=0.0))
+    for _ in range(3 * num_terms):
+        gradient_M = terms_NM.T @ (values_N - terms_NM @ x_M)
+        gradient_M[is_free] = -np.inf
+        if is_free.all() or gradient_M.max() <= 1e-12 * scale:
+            break
+        is_free[gradient_M.argmax()] = True
+        while True:
+            wanted_M = np.zeros(num_terms)
+            wanted_M[is_free] = np.linalg.lstsq(terms_NM[:, is_free], values_N, rcond=None)[0]
+            low = is_free & (wanted_M <= 0)
+            if not low.any():
+                x_M = wanted_M
+                break
+            # As far towards the wanted ones as none turns negative.
+            share = (x_M[low] / np.maximum(x_M[low] - wanted_M[low], 1e-300)).min()
+            x_M = x_M + share * (wanted_M - x_M)
+            is_free &= ~(low & (x_M <= 1e-15 * max(1.0, float(x_M.max()))))
+            x_M[~is_free] = 0.0
+    return x_M
+
+
+@dataclass(frozen=True, slots=True)
+class Ramps:
+    """A function of rows that never falls, linear between knots: terms for a fit.
+
+    Attributes:
+        knots: ascending.
+    """
+
+    knots: tuple[float, ...]
+
+    @classmethod
+    def over(cls, rows: Sequence[float]) -> Ramps:
+        """Knots among these sizes, the smallest and the largest too."""
+        ordered = sorted(set(rows))
+        knots = ordered[:1]
+        for size in ordered[1:]:
+            if size >= KNOT_RATIO * knots[-1]:
+                knots.append(size)
+        if knots[-1] != ordered[-1]:
+            knots[max(1, len(knots) - 1) :] = ordered[-1:]
+        return cls(tuple(knots))
+
+    def terms(self, rows: float) -> list[float]:
+        """How far into each stretch the rows are, 0 to 1; beyond the last knot it goes on."""
+        terms = []
+        last = len(self.knots) - 2
+        for index, (low, high) in enumerate(zip(self.knots, self.knots[1:], strict=False)):
+            share = max(0.0, (rows - low) / (high - low))
+            terms.append(share if index == last else min(1.0, share))
+        return terms
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One part of a step's cost: seconds = coefficients x terms."""
+
+    terms: Callable[[Cell], list[float]]
+    coefficients: Array
+
+    @classmethod
+    def fit(
+        cls, terms: Callable[[Cell], list[float]], seconds: Mapping[Cell, float], least: float
+    ) -> _Part:
+        """Least squares of the error relative to the measured seconds, or to `least` if larger."""
+        weights_N = np.array([1 / max(value, least) for value in seconds.values()])
+        terms_NM = np.array([terms(cell) for cell in seconds]) * weights_N[:, None]
+        values_N = np.array(list(seconds.values())) * weights_N
+        return cls(terms, nonnegative_least_squares(terms_NM, values_N))
+
+    def seconds(self, cell: Cell) -> float:
+        return float(np.dot(self.coefficients, self.terms(cell)))
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a step's rows are made of.
+
+    Attributes:
+        acceptance_length: by K, K = 0 too: a drafter reads what was accepted.
+        is_parallel: all drafts in one pass of the drafter; else a pass for each.
+        batch_rows: sequences for which a step has rows, of those that run.
+        is_padded: the drafter has 2K rows for each sequence, whatever was accepted (graphs).
+    """
+
+    acceptance_length: Mapping[int, float]
+    is_parallel: bool = True
+    batch_rows: Callable[[int], int] = lambda batch: batch
+    is_padded: bool = False
+
+    def target_rows(self, cell: Cell) -> int:
+        """Rows of the target's pass: b (K + 1)."""
+        return self.batch_rows(cell.batch) * (cell.k + 1)
+
+    def draft_rows(self, cell: Cell) -> float:
+        """Rows of the drafter's passes: b (acceptance length + K - 1), 0 without drafts."""
+        if not cell.k:
+            return 0.0
+        batch = self.batch_rows(cell.batch)
+        if self.is_padded:
+            return 2.0 * batch * cell.k
+        return batch * (self.acceptance_length[cell.k] + cell.k - 1)
+
+    def draft_passes(self, cell: Cell) -> int:
+        """Passes of the drafter."""
+        return min(cell.k, 1) if self.is_parallel else cell.k
+
+
+class CostModel:
+    """Seconds of a step at any batch size and K.
+
+    Args:
+        shape: of the steps.
+        costs: measured, at least one with K = 0 and one with drafts.
+    """
+
+    def __init__(self, shape: Shape, costs: Mapping[Cell, StepCost]) -> None:
+        self.shape = shape
+        least = 0.02 * min(cost.seconds for cost in costs.values())
+        drafting = {cell: cost for cell, cost in costs.items() if cell.k}
+        target_ramps = Ramps.over([shape.target_rows(cell) for cell in costs])
+        draft_ramps = Ramps.over([shape.draft_rows(cell) for cell in drafting])
+
+        def target_terms(cell: Cell) -> list[float]:
+            rows = shape.target_rows(cell)
+            return [1.0, float(shape.batch_rows(cell.batch)), *target_ramps.terms(rows)]
+
+        def draft_terms(cell: Cell) -> list[float]:
+            passes, batch = shape.draft_passes(cell), shape.batch_rows(cell.batch)
+            ramps = draft_ramps.terms(shape.draft_rows(cell))
+            return [float(passes), float(passes * batch), *ramps]
+
+        def rest_terms(cell: Cell) -> list[float]:
+            return [1.0, float(cell.batch), cell.batch * shape.acceptance_length[cell.k]]
+
+        self._target = _Part.fit(target_terms, {c: t.target_s for c, t in costs.items()}, least)
+        self._draft = _Part.fit(draft_terms, {c: t.draft_s for c, t in drafting.items()}, least)
+        self._rest = _Part.fit(rest_terms, {c: t.rest_s for c, t in costs.items()}, least)
+
+    def seconds(self, batch: int, k: int) -> float:
+        """t(b, K)."""
+        cell = Cell(batch, k)
+        draft = self._draft.seconds(cell) if k else 0.0
+        return self._target.seconds(cell) + draft + self._rest.seconds(cell)
+
+    def tokens_per_s(self, batch: int, k: int) -> float:
+        """b x acceptance length(K) / t(b, K)."""
+        return batch * self.shape.acceptance_length[k] / self.seconds(batch, k)

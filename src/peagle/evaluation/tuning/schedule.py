@@ -1,0 +1,108 @@
+"""K by batch size: the ranges of a schedule, the best single K, and what a head needs to pay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from peagle.errors import UserError
+
+Speed = Callable[[int, int], float]
+Schedule = list[tuple[int, int, int]]
+DEFAULT_THRESHOLD = 0.03
+
+
+def choose_schedule(
+    speed: Speed, largest_batch: int, ks: Sequence[int], threshold: float = DEFAULT_THRESHOLD
+) -> Schedule:
+    """K by batch size, in as few ranges as lose nowhere more than the threshold.
+
+    Neighbouring sizes keep K as long as speed(b, K) >= max over K' of speed(b, K') / (1 +
+    threshold) for every size b in the range: K changes only where that gains more. Of all schedules
+    with the fewest such ranges this is the one with the highest speed, by geometric mean over the
+    sizes; of equal ones, that with fewer drafts.
+
+    Args:
+        speed: tokens per second by batch size and K.
+        largest_batch: sizes from 1 to this are covered, each once.
+        ks: to choose from; 0 decodes plainly.
+        threshold: a gain that is too small to change K for; 0 takes the best K of every size.
+
+    Returns:
+        (first, last, K), ascending.
+
+    Raises:
+        UserError: there is nothing to choose from, or the threshold is negative.
+    """
+    if largest_batch < 1 or not ks or threshold < 0:
+        raise UserError(
+            f"Batch sizes to {largest_batch}, K of {list(ks)} and the threshold {threshold} make "
+            "no schedule; expected a size of at least 1, some K and a threshold of at least 0."
+        )
+    # By K of the last size so far: (ranges, loss, drafts) and the K of every size.
+    paths: dict[int, tuple[tuple[int, float, int], tuple[int, ...]]] = {}
+    for batch in range(1, largest_batch + 1):
+        speeds = {k: speed(batch, k) for k in ks}
+        best = max(speeds.values())
+        near = [k for k in ks if speeds[k] * (1 + threshold) >= best]
+        paths = {k: _extend(paths, k, math.log(best / speeds[k])) for k in near}
+    _, chosen = min(paths.values())
+    return _ranges(chosen)
+
+
+def _extend(
+    paths: dict[int, tuple[tuple[int, float, int], tuple[int, ...]]], k: int, loss: float
+) -> tuple[tuple[int, float, int], tuple[int, ...]]:
+    """The best way to go on with K at the next size."""
+    if not paths:
+        return (1, loss, k), (k,)
+    options = [
+        ((ranges + (last != k), round(lost + loss, 12), drafts + k), (*sizes, k))
+        for last, ((ranges, lost, drafts), sizes) in paths.items()
+    ]
+    return min(options)
+
+
+def _ranges(ks: Sequence[int]) -> Schedule:
+    """K of the sizes 1, 2, ... as ranges."""
+    ranges: Schedule = []
+    for batch, k in enumerate(ks, 1):
+        if ranges and ranges[-1][2] == k:
+            ranges[-1] = (ranges[-1][0], batch, k)
+        else:
+            ranges.append((batch, batch, k))
+    return ranges
+
+
+def k_at(schedule: Schedule, batch: int) -> int:
+    """K of a schedule at a batch size; beyond the last range its K stays."""
+    return next((k for _, last, k in schedule if batch <= last), schedule[-1][2])
+
+
+def best_single_k(speed: Speed, batches: Sequence[int], ks: Sequence[int]) -> int:
+    """The one K with the highest speed over these batch sizes, by geometric mean."""
+    return max(ks, key=lambda k: (sum(math.log(speed(b, k)) for b in batches), -k))
+
+
+def speculative_config(draft: str, schedule: Schedule) -> dict[str, Any] | None:
+    """What `--speculative-config` takes for a schedule; None where it never drafts."""
+    most = max(k for _, _, k in schedule)
+    if not most:
+        return None
+    config: dict[str, Any] = {"method": "eagle3", "model": draft, "num_speculative_tokens": most}
+    if len(schedule) > 1:
+        config["num_speculative_tokens_per_batch_size"] = [list(one) for one in schedule]
+    return config
+
+
+def vllm_config(draft: str, schedule: Schedule, *, is_parallel: bool) -> dict[str, Any] | None:
+    """The same in vLLM's keys; None where it never drafts.
+
+    vLLM has to be told of parallel drafting. Versions up to 0.32 crash on a schedule with it: they
+    take a single K, the schedule of one range.
+    """
+    config = speculative_config(draft, schedule)
+    if config is not None and is_parallel:
+        config["parallel_drafting"] = True
+    return config

@@ -1,0 +1,176 @@
+"""`peagle tune` on a tiny pair: the tables, the JSON object, going on, mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peagle.cli import tune, tune_view
+from peagle.config import SpeculativeConfig
+from peagle.errors import UserError
+from peagle.evaluation.tuning.acceptance import AcceptanceByK
+from peagle.evaluation.tuning.journal import Journal
+from peagle.evaluation.tuning.machine import Cell, EngineMachine
+from peagle.evaluation.tuning.plan import Grid
+from peagle.evaluation.tuning.tune import Tuned, measure_costs
+from tests.cli.conftest import Pair, Peagle
+from tests.evaluation.tuning_machines import RATES, SimulatedMachine, linear
+
+FEW = ("-k", "1-3", "--batch-sizes", "1,2", "--rounds", 1, "--steps", 2, "--context", 16)
+SHORT = ("--limit", 2, "--max-new-tokens", 6, "--threads", 1, "--kv-cache-gib", 0.01)
+
+
+@pytest.fixture
+def options(pair: Pair, tmp_path: Path) -> tuple[object, ...]:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("def f(x):\nimport numpy as np\n")
+    return (*pair.options, *FEW, *SHORT, "--set", prompts)
+
+
+def test_results_are_kept_and_not_measured_again(
+    peagle: Peagle, options: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "out"
+    result = peagle("tune", *options, "--output", folder, "--format", "json")
+    assert result.status == 0, result.err
+    data = json.loads(result.out)
+    assert json.loads((folder / "tune.json").read_text()) == data
+    assert "tune" in json.loads((folder / "results.json").read_text())
+    assert (folder / "report.html").exists()
+    assert len(data["predictions"]) == 8
+    assert all(one["measured_tokens_per_s"] > 0 for one in data["predictions"])
+    assert [list(range(a, b + 1)) for a, b, _ in data["schedule"]][-1][-1] == 2
+    assert data["acceptance"]["source"] == "measured"
+    assert data["settings"]["k"] == [1, 2, 3]
+    assert data["provenance"]["command"].startswith("peagle")
+    if (config := data["speculative_config"]["peagle"]) is not None:
+        SpeculativeConfig.parse(config)
+
+    def fail(self: EngineMachine, cell: Cell) -> Any:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(EngineMachine, "measure", fail)
+    again = peagle("tune", *options, "--output", folder, "--threshold", 0.5)
+    assert again.status == 0, again.err
+    assert json.loads((folder / "tune.json").read_text())["costs"] == data["costs"]
+    for words in ("Acceptance length by K", "Tokens/s by batch size", "K by batch size"):
+        assert words in again.out
+    other = peagle("tune", *options, "--output", folder, "--context", 17)
+    assert other.status == 2
+    assert "was made with context 16, not 17" in other.err
+
+
+def test_interrupted(
+    peagle: Peagle, options: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = EngineMachine.measure
+    left = 4
+
+    def interrupted(self: EngineMachine, cell: Cell) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        return measure(self, cell)
+
+    monkeypatch.setattr(EngineMachine, "measure", interrupted)
+    result = peagle("tune", *options, "--output", tmp_path / "out")
+    assert result.status == 130
+    assert "goes on from there" in result.err
+    assert not (tmp_path / "out" / "tune.json").exists()
+    kept = (tmp_path / "out" / "tune_cells.jsonl").read_text()
+    monkeypatch.setattr(EngineMachine, "measure", measure)
+    assert peagle("tune", *options, "--output", tmp_path / "out").status == 0
+    assert (tmp_path / "out" / "tune_cells.jsonl").read_text().startswith(kept)
+
+
+def test_acceptance_of_a_file(peagle: Peagle, options: tuple[object, ...], tmp_path: Path) -> None:
+    entry = {
+        "method": "peagle",
+        "source": "elsewhere",
+        "k": 3,
+        "temperature": 0.0,
+        "pooled": {"unconditional": [1.0, 1.0, 1.0]},
+    }
+    file = tmp_path / "acceptance.json"
+    file.write_text(
+        json.dumps({"format_version": 1, "provenance": {}, "settings": {}, "entries": [entry]})
+    )
+    result = peagle("tune", *options, "--acceptance", file, "--format", "json")
+    assert result.status == 0, result.err
+    data = json.loads(result.out)
+    assert data["acceptance"]["source"] == "acceptance.json"
+    assert data["acceptance"]["acceptance_length"] == {"1": 2.0, "2": 3.0, "3": 4.0}
+    # Whatever this machine is like: four tokens a step in place of one pay on a tiny model.
+    assert max(k for _, _, k in data["schedule"]) > 0
+    text = tune_view.result_text(data)
+    for reader in ("peagle", "vllm"):
+        assert json.dumps(data["speculative_config"][reader]) in text
+    deeper = peagle("tune", *options, "--acceptance", file, "-k", "4")
+    assert deeper.status == 2
+    assert "K = 4 is not known" in deeper.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("-k", "0-3"), "-k is '0-3'; expected whole numbers from 1 to 64"),
+        (("-k", "3-1"), "expected whole numbers"),
+        (("-k", "all"), "expected whole numbers"),
+        (("--batch-sizes", "1,,2"), "--batch-sizes is '1,,2'"),
+        (("--target", "./t"), "without --draft"),
+        (("--method", "peagle"), "add --acceptance"),
+        (("--acceptance", "none"), "'none' is not readable"),
+        (("--threshold", "-1"), "--threshold is -1.0"),
+        (("--rounds", "0"), "--rounds is 0"),
+        (("--set", "humanevil"), "Did you mean humaneval"),
+    ],
+)
+def test_mistakes(peagle: Peagle, options: tuple[str, ...], message: str) -> None:
+    result = peagle("tune", *options)
+    assert result.status == 2
+    assert message in result.err
+    assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize("is_parallel", [True, False])
+@pytest.mark.parametrize("slowdown", [0.0, 0.5])
+def test_text(is_parallel: bool, slowdown: float) -> None:
+    grid, acceptance = Grid((1, 4, 16), (1, 3, 7)), AcceptanceByK({len(RATES): RATES})
+    machine = SimulatedMachine(linear, slowdown=slowdown)
+    costs = measure_costs(machine, grid, 5, Journal(None, {}))
+    tuned = Tuned.of(grid, costs, acceptance, threshold=0.03, is_parallel=is_parallel)
+    told = {"target": "owner/t", "dtype": "bfloat16", "environment": {"device": "cpu"}}
+    data = tuned.to_json(told, {"draft": "owner/h", "context": 256, "temperature": 0.0}, "owner/h")
+    text = tune_view.result_text(data)
+    assert "owner/t with owner/h, bfloat16, cpu, context 256, temperature 0" in text
+    assert all(len(line) <= 100 for line in text.splitlines() if "{" not in line)
+    assert ("vLLM up to 0.32 crashes" in text) == is_parallel
+    assert ("The machine was busy" in text) == bool(slowdown)
+    assert len(data["schedule"]) > 1
+    for first, last, k in data["schedule"]:
+        assert f"{first if first == last else f'{first} to {last}'}  K = {k}" in text
+    check = data["check"]
+    assert f"{check['within_10_percent']} of the other {check['num_unfitted']}" in text
+    for reader in ("peagle", "vllm", "vllm_single_k") if is_parallel else ("peagle", "vllm"):
+        assert json.dumps(data["speculative_config"][reader]) in text
+    (best,) = (line for line in text.splitlines() if line.strip().startswith("1 ") and "*" in line)
+    speeds = [float(word.rstrip("*").replace(",", "")) for word in best.split()[1:]]
+    assert best.split()[1 + speeds.index(max(speeds))].endswith("*")
+
+
+def test_numbers() -> None:
+    assert tune.whole_numbers("-k", "1-3,5, 8..9", 64) == (1, 2, 3, 5, 8, 9)
+    assert tune.whole_numbers("-k", "7,7,1", 64) == (1, 7)
+    with pytest.raises(UserError):
+        tune.whole_numbers("-k", "65", 64)
+
+
+def test_wide_tables_are_cut() -> None:
+    columns = [str(n) for n in range(23)]
+    lines = tune_view._table("batch", {"1": columns, "2": columns}, columns)
+    assert all(len(line) <= 100 for line in lines)
+    assert " ".join(lines).split().count("22") == 3
