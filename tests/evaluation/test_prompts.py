@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -16,15 +17,31 @@ from peagle.evaluation.prompts import (
     read_prompts,
 )
 
-SIZES = {"humaneval": 164, "mt_bench": 80, "gsm8k": 200}
+SIZES = {"humaneval": 164, "mt_bench": 80, "gsm8k": 200, "heldout_code": 100}
+HELD_OUT = {"summarization": 40, "question_answering": 40, "structured_json": 40, "long_output": 20}
 
 
 @pytest.mark.parametrize("name", PROMPT_SETS)
 def test_bundled_sets(name: str) -> None:
     prompts = load_prompt_set(name)
-    assert len(prompts) == SIZES.get(name, len(prompts)) >= 50
+    assert len(prompts) == (SIZES | HELD_OUT)[name]
     assert len({prompt.id for prompt in prompts}) == len(prompts)
-    assert all(prompt.text for prompt in prompts)
+    assert all(prompt.text and prompt.category for prompt in prompts)
+
+
+@pytest.mark.parametrize("name", HELD_OUT)
+def test_sets_from_held_out_text_are_plain_and_short(name: str) -> None:
+    prompts = load_prompt_set(name)
+    texts = [prompt.text for prompt in prompts]
+    assert len(set(texts)) == len(texts)
+    # In the bundled model's 2048 tokens there must be room for an answer.
+    assert all(200 < len(text) < 3500 for text in texts)
+    assert not any(re.search(r"[\w.]@[\w-]+\.(com|org|net)|\x00|\ufffd", text) for text in texts)
+    assert len({prompt.category for prompt in prompts}) == 2
+
+
+def test_categories_of_mt_bench() -> None:
+    assert len({prompt.category for prompt in load_prompt_set("mt_bench")}) == 8
 
 
 def test_turns_and_limit() -> None:
@@ -40,9 +57,10 @@ def test_bad_sets(name: str, limit: int | None) -> None:
 
 
 def test_json_lines() -> None:
-    lines = ['{"id": "a", "turns": ["x", "y"], "more": 1}', "", '{"prompt": "z"}', '"q"', ""]
+    first = '{"id": "a", "category": "c", "turns": ["x", "y"], "more": 1}'
+    lines = [first, "", '{"prompt": "z"}', '"q"', ""]
     assert parse_prompts(lines, "file") == [
-        Prompt("a", ("x", "y")),
+        Prompt("a", ("x", "y"), "c"),
         Prompt("3", ("z",)),
         Prompt("4", ("q",)),
     ]

@@ -175,7 +175,7 @@ def eval(
         int | None,
         typer.Option(
             help="With --certify: outputs of a prompt, in the test of their distribution.",
-            show_default="2000",
+            show_default="1000",
         ),
     ] = None,
     output: Annotated[

@@ -12,7 +12,17 @@ from typing import Any
 from peagle.bundled import BUNDLED_PROMPTS
 from peagle.errors import UserError
 
-PROMPT_SETS = ("humaneval", "mt_bench", "gsm8k", "heldout_code")
+# In the package; evaluation/prompt_sets.py knows more, from the hub.
+PROMPT_SETS = (
+    "humaneval",
+    "mt_bench",
+    "gsm8k",
+    "heldout_code",
+    "summarization",
+    "question_answering",
+    "structured_json",
+    "long_output",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +32,12 @@ class Prompt:
     Attributes:
         id: as the file gives it, else the number of its line.
         turns: what the user says, turn by turn; at least one, none empty.
+        category: of the task, as the file gives it; "" without one.
     """
 
     id: str
     turns: tuple[str, ...]
+    category: str = ""
 
     @property
     def text(self) -> str:
@@ -45,17 +57,26 @@ def load_prompt_set(name: str, limit: int | None = None) -> list[Prompt]:
     """
     if name not in PROMPT_SETS:
         raise UserError(f"No prompt set {name!r}; there are {', '.join(PROMPT_SETS)}.")
+    check_limit(limit)
+    return read_prompts(BUNDLED_PROMPTS / f"{name}.jsonl")[:limit]
+
+
+def check_limit(limit: int | None) -> None:
+    """Refuse to take no prompt.
+
+    Raises:
+        UserError: the limit is below 1.
+    """
     if limit is not None and limit < 1:
         raise UserError(f"The limit is {limit}; expected at least 1 prompt.")
-    return read_prompts(BUNDLED_PROMPTS / f"{name}.jsonl")[:limit]
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
     """Prompts of a file, one a line.
 
     The first line that is not blank decides how all are read: if it begins with `{` or `"`, every
-    line is JSON ({"id", "turns"}, {"id", "prompt"} or a string; further keys are left alone),
-    otherwise every line is a prompt as it stands. Blank lines are skipped.
+    line is JSON ({"id", "turns"}, {"id", "prompt"} or a string; "category" is read too, further
+    keys are left alone), otherwise every line is a prompt as it stands. Blank lines are skipped.
 
     Args:
         path: the file; "-" is standard input.
@@ -110,7 +131,10 @@ def _parse_json(line: str, number: str, where: str) -> Prompt:
             f"got {line[:60]}"
         )
     turns = record["turns"] if "turns" in record else [record["prompt"]]
-    return Prompt(_id(record.get("id", number), where), _turns(turns, where))
+    category = record.get("category")
+    if category is not None and not isinstance(category, str):
+        raise UserError(f"{where}: category is {category!r}; expected a string.")
+    return Prompt(_id(record.get("id", number), where), _turns(turns, where), category or "")
 
 
 def _id(value: Any, where: str) -> str:

@@ -1,0 +1,162 @@
+"""Whether sampled outputs have the target's distribution: Pearson's test on their first tokens.
+
+The exact joint distribution of the first tokens is worked out from transformers' logits where it
+has mass: a cell is a whole beginning, or "begins so, then goes on otherwise". Cells with fewer
+expected outputs than MIN_EXPECTED are pooled. X2 = sum((O - E)^2 / E) over the cells is then
+compared with the chi-square distribution of cells - 1 degrees of freedom.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import NormalDist
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MIN_EXPECTED = 10
+POWER = 0.9
+_NO_MASS = 1e-12
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How well samples fit a distribution.
+
+    Attributes:
+        num_samples, num_cells: outputs, and cells after pooling.
+        statistic: X2; None where an output came that cannot come.
+        p_value: the probability of such an X2 or more, if the distribution is right.
+        detectable_shift: probability that a fault must move from one of the two likeliest cells
+            to the other to be found with probability POWER.
+    """
+
+    num_samples: int
+    num_cells: int
+    statistic: float | None
+    p_value: float
+    detectable_shift: float
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object."""
+        return asdict(self)
+
+
+def joint_cells(
+    next_probs: Callable[[list[Tokens]], Tensor], num_tokens: int, least: float
+) -> dict[Tokens, float]:
+    """A partition of all outputs by their first tokens, with exact probabilities.
+
+    The key (a, b, c) stands for outputs that begin so; a shorter key for those that begin so and
+    then as no longer key does.
+
+    Args:
+        next_probs: p(next token | beginning) of beginnings of one length, [B, V].
+        num_tokens: tokens of the longest keys.
+        least: beginnings of less probability are not told apart.
+    """
+    cells: dict[Tokens, float] = {}
+    beginnings: dict[Tokens, float] = {(): 1.0}
+    for _ in range(num_tokens):
+        if not beginnings:
+            break
+        probs_BV = next_probs(list(beginnings))
+        longer: dict[Tokens, float] = {}
+        for (begin, mass), probs_V in zip(beginnings.items(), probs_BV, strict=True):
+            joint_V = mass * probs_V
+            kept = torch.nonzero(joint_V >= least).flatten()
+            longer |= {(*begin, int(token)): float(joint_V[token]) for token in kept}
+            cells[begin] = max(0.0, mass - float(joint_V[kept].sum()))
+        beginnings = longer
+    return cells | beginnings
+
+
+def cell_of(cells: Mapping[Tokens, float], output: Sequence[int], num_tokens: int) -> Tokens:
+    """The cell that an output falls into: the longest key that it begins with."""
+    begin = tuple(output[:num_tokens])
+    while begin not in cells:
+        begin = begin[:-1]
+    return begin
+
+
+def fit(
+    cells: Mapping[Tokens, float],
+    outputs: Iterable[Sequence[int]],
+    num_tokens: int,
+    significance: float,
+) -> Fit:
+    """Compare outputs with the distribution that they should have.
+
+    Args:
+        cells: of `joint_cells`.
+        outputs: token ids, at least `num_tokens` each.
+        num_tokens: of the longest keys.
+        significance: p-values below it are faults; for the shift that can be found.
+    """
+    observed = Counter(cell_of(cells, output, num_tokens) for output in outputs)
+    total = observed.total()
+    cannot = any(cells[cell] < _NO_MASS for cell in observed)
+    masses = {cell: mass for cell, mass in cells.items() if mass >= _NO_MASS}
+    pooled = _pooled(masses, total)
+    shift = detectable_shift([sum(masses[c] for c in group) for group in pooled], total,
+                             significance)  # fmt: skip
+    if cannot:
+        return Fit(total, len(pooled), None, 0.0, shift)
+    statistic = 0.0
+    for group in pooled:
+        expected = total * sum(masses[cell] for cell in group)
+        statistic += (sum(observed[cell] for cell in group) - expected) ** 2 / expected
+    return Fit(total, len(pooled), statistic, chi_square_tail(statistic, len(pooled) - 1), shift)
+
+
+def _pooled(masses: Mapping[Tokens, float], total: int) -> list[list[Tokens]]:
+    """Cells in groups of at least MIN_EXPECTED outputs: large ones alone, small ones together."""
+    ranked = sorted(masses, key=lambda cell: masses[cell], reverse=True)
+    groups = [[cell] for cell in ranked if total * masses[cell] >= MIN_EXPECTED]
+    small = ranked[len(groups) :]
+    while small and groups and total * sum(masses[cell] for cell in small) < MIN_EXPECTED:
+        small = [*groups.pop(), *small]
+    return [*groups, small] if small else groups
+
+
+def chi_square_tail(statistic: float, degrees: int) -> float:
+    """P(X >= statistic) of the chi-square distribution; 1 without a degree of freedom."""
+    if degrees < 1:
+        return 1.0
+    half = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+def detectable_shift(masses: Sequence[float], total: int, significance: float) -> float:
+    """The mass d to move between the two likeliest cells, so that it is found with POWER.
+
+    X2 then has the noncentrality n d^2 (1/p + 1/q); its distribution is approximated by a normal
+    one of the same mean and variance. 1 where no shift can be found.
+    """
+    degrees = len(masses) - 1
+    if degrees < 1:
+        return 1.0
+    limit = _bisect(lambda x: chi_square_tail(x, degrees) < significance, 0, 20.0 * degrees + 1e3)
+    reach = NormalDist().inv_cdf(POWER)
+
+    def found(noncentrality: float) -> bool:
+        spread = math.sqrt(2 * (degrees + 2 * noncentrality))
+        return degrees + noncentrality - reach * spread > limit
+
+    needed = _bisect(found, 0, 100.0 * limit)
+    first, second = sorted(masses, reverse=True)[:2]
+    return min(1.0, math.sqrt(needed / (total * (1 / first + 1 / second))))
+
+
+def _bisect(is_enough: Callable[[float], bool], low: float, high: float) -> float:
+    """The least number that is enough."""
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return high

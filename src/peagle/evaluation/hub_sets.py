@@ -1,0 +1,265 @@
+"""Prompt sets of the Hugging Face hub: which files of a data set are read, and which columns.
+
+Parquet and JSON Lines files are fetched into the hub's cache and read; no code of a data set runs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from peagle.errors import UserError
+from peagle.evaluation.prompts import PROMPT_SETS, Prompt
+from peagle.training.readers import Record, dialogue_of, read_records
+
+Row = Mapping[str, Any]
+
+# Where the prompt stands in a data set that nothing else is known of.
+_TEXT_COLUMNS = ("prompt", "question", "instruction", "problem", "query", "text")
+_CONVERSATIONS = ("turns", "messages", "conversations")
+_ID_COLUMNS = ("id", "question_id", "task_id", "unique_id")
+_SPLITS = ("test", "validation", "train")
+_SUFFIXES = (".parquet", ".jsonl")
+# SPEED-Bench says so where a prompt is not its own to give away.
+_LEFT_OUT = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
+
+
+@dataclass(frozen=True, slots=True)
+class HubSet:
+    """Where the prompts of a data set stand.
+
+    Attributes:
+        repo: "owner/name".
+        config, split: of it; "" for the only one, or the first of test, validation and train.
+        revision: branch, tag or commit.
+        prompt: column with the text, turns or messages; "" for the first of the usual names.
+        category: column with the category.
+        text: makes the prompt of a row, where one column alone is not it.
+    """
+
+    repo: str
+    config: str = ""
+    split: str = ""
+    revision: str = "main"
+    prompt: str = ""
+    category: str = "category"
+    text: Callable[[Row], str] | None = None
+
+
+def _mbpp(row: Row) -> str:
+    tests = "\n".join(row["test_list"])
+    return f"{row['text']} The function must pass these tests:\n\n{tests}\n"
+
+
+def _cnn(row: Row) -> str:
+    return f"{row['article']}\n\nSummarize the article above in three sentences."
+
+
+def _alpaca(row: Row) -> str:
+    return "\n\n".join(part for part in (row["instruction"], row.get("input")) if part)
+
+
+HUB_SETS = {
+    "speed_bench": HubSet("nvidia/SPEED-Bench", "qualitative", "test", prompt="turns"),
+    "mbpp": HubSet("google-research-datasets/mbpp", "full", "test", text=_mbpp),
+    "math500": HubSet("HuggingFaceH4/MATH-500", "", "test", prompt="problem", category="subject"),
+    "cnn_dailymail": HubSet("abisee/cnn_dailymail", "3.0.0", "test", text=_cnn),
+    "alpaca": HubSet("tatsu-lab/alpaca", "", "train", text=_alpaca),
+}
+
+
+def read_hub_set(wanted: HubSet) -> Iterator[Prompt]:
+    """The prompts of a data set of the hub, file by file.
+
+    Args:
+        wanted: where they stand.
+
+    Raises:
+        UserError: the hub cannot be reached or refuses, or the data set has no such config, split
+            or column; the message says what there is.
+    """
+    left_out = read = 0
+    for file in _fetch(wanted):
+        for record in read_records(file):
+            prompt = _prompt(record, wanted)
+            if any(_LEFT_OUT in turn for turn in prompt.turns):
+                left_out += 1
+                continue
+            read += 1
+            yield prompt
+    if left_out and not read:
+        raise UserError(
+            f"All {left_out} prompts of {_name(wanted)} are left out there for their licences. Put "
+            "them together with the script that its page names, and give the JSON Lines file."
+        )
+
+
+# ---- rows -----------------------------------------------------------------------------------
+
+
+def _prompt(record: Record, wanted: HubSet) -> Prompt:
+    row = record.data
+    given = next((row[name] for name in _ID_COLUMNS if isinstance(row.get(name), str | int)), "")
+    data: dict[str, Any] = {"id": given if given != "" else record.number}
+    try:
+        data |= {"prompt": wanted.text(row)} if wanted.text else _asked(row, wanted)
+    except KeyError as error:
+        has = ", ".join(sorted(map(str, row))) or "none"
+        raise UserError(
+            f"{_name(wanted)} has no column {error}; it has {has}. Name the one with the prompt by "
+            "--prompt-column."
+        ) from None
+    dialogue = dialogue_of(Record(data, record.number, record.where))
+    category = row.get(wanted.category)
+    return Prompt(dialogue.id, dialogue.turns, category if isinstance(category, str) else "")
+
+
+def _asked(row: Row, wanted: HubSet) -> dict[str, Any]:
+    """The columns that `dialogue_of` reads.
+
+    Raises:
+        KeyError: there is none.
+    """
+    usual = (*_CONVERSATIONS, *_TEXT_COLUMNS)
+    column = wanted.prompt or next((name for name in usual if name in row), "prompt")
+    value = row[column]
+    if not isinstance(value, list):
+        return {"prompt": value}
+    if all(isinstance(one, str) for one in value):
+        return {"turns": value}
+    return {"conversations" if column == "conversations" else "messages": value}
+
+
+# ---- files ----------------------------------------------------------------------------------
+
+
+def choose(names: Sequence[str], wanted: HubSet) -> list[str]:
+    """The files of a config and split, among those of a data set.
+
+    The usual layouts: CONFIG/SPLIT-00000-of-00001.parquet, data/SPLIT-*.parquet, SPLIT.jsonl,
+    CONFIG/SPLIT/0000.parquet. Parquet goes before JSON Lines.
+
+    Args:
+        names: paths inside the data set.
+        wanted: the config and split; "" stands for the only one.
+
+    Raises:
+        UserError: there is no such file; those that there are are named.
+    """
+    files = sorted(name for name in names if PurePosixPath(name).suffix in _SUFFIXES)
+    suffix = next((one for one in _SUFFIXES if any(name.endswith(one) for name in files)), "")
+    files = [name for name in files if name.endswith(suffix)]
+    config = [name for name in files if not wanted.config or _has_config(name, wanted.config)]
+    splits = [wanted.split] if wanted.split else [*_SPLITS, ""]
+    for split in splits:
+        if found := [name for name in config if _has_split(name, split)]:
+            folders = sorted({str(PurePosixPath(name).parent) for name in found})
+            if len(folders) > 1 and not wanted.config:
+                raise UserError(
+                    f"{wanted.repo!r} has several configs: {', '.join(folders[:20])}. Name one: "
+                    f"{wanted.repo}:CONFIG."
+                )
+            return found
+    there = f"it has {', '.join(files[:12])}{', ...' if len(files) > 12 else ''}"
+    if not files:
+        there = "it has no .parquet or .jsonl file. Bring it into one, and give that file"
+    raise UserError(f"{_name(wanted)}: the data set has no such config or split; {there}.")
+
+
+def _has_config(name: str, config: str) -> bool:
+    parts = PurePosixPath(name).parts
+    return config in parts[:-1] or (len(parts) > 1 and config == "/".join(parts[:-1]))
+
+
+def _has_split(name: str, split: str) -> bool:
+    path = PurePosixPath(name)
+    stem = path.name.removesuffix(path.suffix)
+    return not split or stem == split or stem.startswith(f"{split}-") or split in path.parts[:-1]
+
+
+def _fetch(wanted: HubSet) -> list[Path]:
+    """The files, in the hub's cache; those that lie there already need no network.
+
+    Raises:
+        UserError: the hub does not give them; the message says why.
+    """
+    # Imported late: naming the sets must be quick.
+    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub.errors import HTTPError
+
+    from peagle.models.hub import no_telemetry, progress_bars
+
+    hub = os.environ.get("HF_ENDPOINT", constants.ENDPOINT).rstrip("/")
+    place: dict[str, Any] = {"repo_type": "dataset", "revision": wanted.revision}
+    with no_telemetry():
+        try:
+            api = HfApi(endpoint=hub)
+            info = api.dataset_info(
+                wanted.repo, revision=wanted.revision, timeout=constants.HF_HUB_ETAG_TIMEOUT
+            )
+            chosen = choose([file.rfilename for file in info.siblings or []], wanted)
+            with progress_bars(shown=os.isatty(2)):
+                folder = snapshot_download(
+                    wanted.repo, endpoint=hub, allow_patterns=chosen, **place
+                )
+            return [Path(folder) / name for name in chosen]
+        except UserError:
+            raise
+        except (HTTPError, OSError, ValueError, KeyError, TypeError) as error:
+            if cached := _cached(wanted, Path(constants.HF_HUB_CACHE)):
+                return cached
+            raise UserError(_explained(wanted, hub, error)) from None
+
+
+def _cached(wanted: HubSet, cache: Path) -> list[Path]:
+    """The files where an earlier run has left all of them in the cache, else none."""
+    storage = cache / f"datasets--{wanted.repo.replace('/', '--')}"
+    try:
+        commit = (storage / "refs" / wanted.revision).read_text()
+    except OSError:
+        commit = wanted.revision
+    folder = storage / "snapshots" / commit
+    names = [one.relative_to(folder).as_posix() for one in folder.rglob("*.*")]
+    try:
+        chosen = choose(names, wanted)
+    except UserError:
+        return []
+    number = re.search(r"-of-(\d+)", chosen[0])
+    return [folder / name for name in chosen] if not number or int(number[1]) == len(chosen) else []
+
+
+def _explained(wanted: HubSet, hub: str, error: Exception) -> str:
+    """What went wrong, and what to do."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    page = f"{hub}/datasets/{wanted.repo}"
+    if isinstance(error, GatedRepoError):
+        return (
+            f"{_name(wanted)} is gated. Ask for access at {page}, then set HF_TOKEN to a token of "
+            "the account that has it."
+        )
+    if isinstance(error, RevisionNotFoundError):
+        return f"{_name(wanted)} has no revision {wanted.revision!r}; see {page}/tree/main."
+    if isinstance(error, RepositoryNotFoundError):
+        return (
+            f"{wanted.repo!r} is neither a file here nor a data set that {hub} shows. Check the "
+            "spelling; if it is private, set HF_TOKEN to a token that may read it."
+        )
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    return (
+        f"{_name(wanted)} is not in the cache, and {hub} does not give it: {reason}. These sets "
+        f"need no network: {', '.join(PROMPT_SETS)}; nor does a file of prompts."
+    )
+
+
+def _name(wanted: HubSet) -> str:
+    parts = [wanted.repo, wanted.config, wanted.split]
+    return repr(":".join(parts).rstrip(":"))

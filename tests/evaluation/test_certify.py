@@ -1,0 +1,267 @@
+"""The losslessness certificate: a healthy pair passes, and planted faults are found and named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from peagle import SamplingParams
+from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
+from peagle.errors import UserError
+from peagle.evaluation.certify import Certificate, Options, run
+from peagle.evaluation.certify.certificate import Cell
+from peagle.evaluation.certify.matrix import Case, difference
+from peagle.evaluation.certify.reference import TargetReference, probabilities
+from peagle.evaluation.compare import load_target
+from peagle.evaluation.identity import Difference, Reference
+from peagle.evaluation.methods import Method
+from peagle.speculation import verification
+from peagle.speculation.verification import Verified
+from tests.speculation.test_verification import probabilities as textbook
+
+K = 3
+PROMPTS = ["def f(x):", "import os\nimport re\nimport", "class Stack:\n    ", "x = [1, 2, 3"]
+FEATURES = [
+    "one at a time",
+    "batched",
+    "prefix caching",
+    "chunked prefill",
+    "preemption",
+    "K 1 to 3",
+    "K schedule",
+    "penalties",
+    "min_tokens",
+    "stop strings",
+    "logprobs",
+    "grammar",
+]
+SMALL: dict[str, Any] = {"prompts": 3, "matrix_prompts": 3, "max_new_tokens": 24, "samples": 200}
+
+
+@pytest.fixture(scope="module")
+def methods(head_folders: Callable[..., Path]) -> list[Method]:
+    kinds = {"peagle": True, "eagle3": False}
+    return [Method(name, str(head_folders(parallel=kind))) for name, kind in kinds.items()]
+
+
+@pytest.fixture
+def certify(
+    target_folder: Path, methods: list[Method], tmp_path: Path
+) -> Callable[..., Certificate]:
+    """certify(**options) runs it on the tiny pairs, in float64."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
+
+    def make(which: slice = slice(None), **options: Any) -> Certificate:
+        target = load_target(target_folder, dtype="float64", device="cpu")
+        chosen = Options(**{**SMALL, "prompt_set": str(prompts), **options})
+        return run(target, target_folder, methods[which], K, options=chosen)
+
+    return make
+
+
+def statuses(certificate: Certificate) -> dict[tuple[str, str], str]:
+    return {(cell.feature, cell.method): cell.status for cell in certificate.matrix}
+
+
+# ---- whole certificates ---------------------------------------------------------------------
+
+
+def test_a_healthy_pair_passes(certify: Callable[..., Certificate]) -> None:
+    certificate = certify()
+    assert certificate.passed and not certificate.faults
+    ways = ["plain", "peagle", "eagle3", "ngram"]
+    assert [cell.method for cell in certificate.identity] == ways
+    assert all(cell.status == "passed" for cell in certificate.identity)
+    found = statuses(certificate)
+    assert list(dict.fromkeys(feature for feature, _ in found)) == FEATURES
+    not_for_plain = {("K 1 to 3", "plain"), ("K schedule", "plain")}
+    for cell, status in found.items():
+        assert status == ("not applicable" if cell in not_for_plain else "passed"), cell
+    assert sum(cell.num_accepted_tokens for cell in certificate.matrix) > 0
+    tested = [(t.method, t.draft_sampling) for t in certificate.distribution]
+    assert tested[::2] == [
+        ("plain", ""),
+        ("peagle", "argmax"),
+        ("peagle", "probabilistic"),
+        ("eagle3", "argmax"),
+        ("eagle3", "probabilistic"),
+        ("ngram", ""),
+    ]
+    assert all(t.num_draft_tokens for t in certificate.distribution if t.method != "plain")
+    data = json.loads(json.dumps(certificate.to_json(), allow_nan=False))
+    assert data["passed"] and data["settings"]["k"] == K and len(data["matrix"]) == len(found)
+    text = certificate.to_text()
+    assert "PASSED" in text and all(feature in text for feature in FEATURES)
+
+
+def test_a_fault_in_verification_is_found_and_named(
+    certify: Callable[..., Certificate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever accepts the first draft without a look."""
+    verify = verification._verify_greedy
+
+    def careless(logits: Any, rows: Any, *rest: Any) -> Verified:
+        verified = verify(logits, rows, *rest)
+        accepted = torch.maximum(verified.num_accepted_B, rows.num_drafts_B.clamp_max(1))
+        return replace(verified, num_accepted_B=accepted)
+
+    monkeypatch.setattr(verification, "_verify_greedy", careless)
+    certificate = certify(slice(1), samples=0)
+    assert not certificate.passed
+    by_method = {cell.method: cell for cell in certificate.identity}
+    assert by_method["plain"].status == "passed"
+    assert by_method["peagle"].status == "fault"
+    assert any(line.startswith("greedy, peagle: 3 of 3 outputs differ") for line in
+               certificate.faults)  # fmt: skip
+    assert not any(", plain:" in line for line in certificate.faults)
+    assert "FAILED" in certificate.to_text() and "FAULT" in certificate.to_text()
+    json.dumps(certificate.to_json(), allow_nan=False)
+
+
+def test_a_feature_that_is_ignored_is_named(
+    certify: Callable[..., Certificate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peagle.engine.sampling_rules._min_tokens", lambda *_: None)
+    certificate = certify(slice(0), samples=0)
+    bad = {cell for cell, status in statuses(certificate).items() if status == "fault"}
+    assert bad == {("min_tokens", "plain"), ("min_tokens", "ngram")}
+
+
+def test_wrong_logprobs_are_named(
+    certify: Callable[..., Certificate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from peagle.engine import sampler
+
+    right = sampler.token_logprobs
+    monkeypatch.setattr(sampler, "token_logprobs", lambda rows, *rest: right(rows / 1.01, *rest))
+    certificate = certify(slice(0), samples=0)
+    assert certificate.faults and all("log-probabilities are off" in f for f in certificate.faults)
+
+
+def test_a_bias_of_sampling_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refused draft replaced by a draw from p, the draft included: it comes too often."""
+    monkeypatch.setattr(
+        verification, "_draft_distribution", lambda _d, _p, _a, like: torch.zeros_like(like)
+    )
+    options = Options(prompts=1, matrix_prompts=0, max_new_tokens=8, samples=200)
+    # The bundled pair: its head's drafts are often nearly right.
+    target = load_target(BUNDLED_TARGET, dtype="float32", device="cpu")
+    head = Method("peagle", str(BUNDLED_PEAGLE))
+    certificate = run(target, BUNDLED_TARGET, [head], 2, options=options)
+    assert [cell.status for cell in certificate.identity] == ["passed"] * 3
+    tests = certificate.distribution
+    assert all(test.passed for test in tests if test.method == "plain")
+    assert not any(test.passed for test in tests if test.draft_sampling == "argmax")
+    assert all(0 < test.fit.detectable_shift < 0.2 for test in tests)
+    assert any(line.startswith("sampling, peagle argmax") for line in certificate.faults)
+
+
+def test_the_bundled_pair_passes() -> None:
+    """In single precision, with drafts that are often right."""
+    target = load_target(BUNDLED_TARGET, dtype="float32", device="cpu")
+    options = Options(prompts=2, matrix_prompts=0, max_new_tokens=24, samples=150)
+    head = Method("peagle", str(BUNDLED_PEAGLE))
+    certificate = run(target, BUNDLED_TARGET, [head], 7, options=options)
+    assert certificate.passed, certificate.faults
+    assert all(cell.num_accepted_tokens for cell in certificate.identity if cell.method != "plain")
+    drafted = [test for test in certificate.distribution if test.method == "peagle"]
+    assert all(0.1 < t.num_accepted_tokens / t.num_draft_tokens < 0.9 for t in drafted)
+
+
+# ---- parts ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"prompts": 0}, "prompts of the certificate is 0; expected at least 1"),
+        ({"sampled_tokens": 1}, "sampled_tokens of the certificate is 1; expected at least 2"),
+        ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"alpha": 1.0}, "alpha is 1.0"),
+    ],
+)
+def test_bad_options(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Options(**wrong)
+
+
+def test_status_of_a_cell() -> None:
+    cell = Cell("f", "m", num_outputs=2)
+    near = Difference("p", 3, 1, 2, 1e-5, 1e-5)
+    far = replace(near, gap=0.5)
+    assert Cell("f", "m").status == "not applicable"
+    assert cell.status == "passed"
+    assert replace(cell, differences=[near]).status == "near-ties"
+    assert replace(cell, differences=[near, far]).status == "fault"
+    assert replace(cell, faults=["x"]).status == "fault"
+    endless = replace(near, gap=float("inf"), top2_gap=float("inf"))
+    assert replace(cell, differences=[endless]).to_json()["differences"][0]["gap"] is None
+
+
+def test_under_a_grammar_only_the_tokens_that_came_are_compared() -> None:
+    logits = torch.tensor([[9.0, 1.0, 1.0 + 1e-5, 3.0]])
+    grammar = SamplingParams(structured_output=None)
+    case = Case("p", [0], grammar, Reference([1], logits))
+    plainly = difference(case, [2], 1e-4)
+    assert plainly is not None and not plainly.is_near_tie
+    structured: Any = type("Params", (), {"structured_output": object()})()
+    found = difference(replace(case, params=structured), [2], 1e-4)
+    assert found is not None and found.is_near_tie
+    far = difference(replace(case, params=structured), [3], 1e-4)
+    assert far is not None and not far.is_near_tie
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{}, {"repetition_penalty": 1.7, "presence_penalty": 0.9, "frequency_penalty": 0.4}],
+)
+def test_reference_under_penalties(target_folder: Path, asked: dict[str, float]) -> None:
+    reference = TargetReference(target_folder, torch.float64, "cpu")
+    prompt = [40, 50, 60, 50]
+    params = SamplingParams(max_tokens=20, **asked)  # type: ignore[arg-type]
+    output: list[int] = []
+    for _ in range(20):
+        logits_V = reference.model(torch.tensor([prompt + output])).logits[0, -1].detach()
+        for token in {*prompt, *output}:
+            by = params.repetition_penalty
+            logits_V[token] = logits_V[token] / by if logits_V[token] > 0 else logits_V[token] * by
+        for token in set(output):
+            logits_V[token] -= params.presence_penalty
+            logits_V[token] -= params.frequency_penalty * output.count(token)
+        output.append(int(logits_V.argmax()))
+        if output[-1] == 0:
+            break
+    found = reference.greedy(prompt, params)
+    assert found.token_ids == output
+    assert found.logits_NV.argmax(-1).tolist() == output
+
+
+def test_reference_stops_where_it_may(target_folder: Path) -> None:
+    reference = TargetReference(target_folder, torch.float64, "cpu")
+    free = reference.greedy([40, 50], SamplingParams(max_tokens=20)).token_ids
+    stop = free[2]
+    early = reference.greedy([40, 50], SamplingParams(max_tokens=20, stop_token_ids=(stop,)))
+    assert early.token_ids == free[: free.index(stop) + 1]
+    params = SamplingParams(max_tokens=20, stop_token_ids=(stop,), min_tokens=10)
+    late = reference.greedy([40, 50], params).token_ids
+    assert stop not in late[:10] and len(late) >= 10
+    assert reference.scored([40, 50], free).logits_NV.argmax(-1).tolist() == free
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 3])
+@pytest.mark.parametrize("top_p", [1.0, 0.6])
+@pytest.mark.parametrize("temperature", [0.5, 1.3])
+def test_probabilities(top_k: int, top_p: float, temperature: float) -> None:
+    torch.manual_seed(0)
+    logits = 2 * torch.randn(5, 9, dtype=torch.float64)
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+    found = probabilities(logits, params)
+    for row, one in zip(logits.tolist(), found.tolist(), strict=True):
+        assert one == pytest.approx(textbook(row, temperature, top_k, top_p))
