@@ -164,7 +164,7 @@ def test_the_certificate_decides_the_status(
         (("--set", "humaneval,humaneval"), "names 'humaneval' twice"),
         (("--limit", "0"), "limit is 0"),
         (("-k", "3,x"), "-k is '3,x'; expected whole numbers"),
-        (("-k", "0"), "num_speculative_tokens is 0"),
+        (("-k", "0"), "expected whole numbers from 1 to 64"),
         (("--temperature", "-1"), "temperature is -1.0"),
         (("--temperature", "warm"), "expected numbers like 0,0.7"),
         (("--draft-sampling", "best"), "draft_sampling is 'best'"),

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from peagle.cli import tune, tune_view
+from peagle.cli import tune_view
+from peagle.cli.values import whole_numbers
 from peagle.config import SpeculativeConfig
 from peagle.errors import UserError
 from peagle.evaluation.tuning.acceptance import AcceptanceByK
@@ -163,10 +164,10 @@ def test_text(is_parallel: bool, slowdown: float) -> None:
 
 
 def test_numbers() -> None:
-    assert tune.whole_numbers("-k", "1-3,5, 8..9", 64) == (1, 2, 3, 5, 8, 9)
-    assert tune.whole_numbers("-k", "7,7,1", 64) == (1, 7)
+    assert whole_numbers("-k", "1-3,5, 8..9", 64) == (1, 2, 3, 5, 8, 9)
+    assert whole_numbers("-k", "7,7,1", 64) == (1, 7)
     with pytest.raises(UserError):
-        tune.whole_numbers("-k", "65", 64)
+        whole_numbers("-k", "65", 64)
 
 
 def test_wide_tables_are_cut() -> None:

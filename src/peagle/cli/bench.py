@@ -13,10 +13,21 @@ import typer
 from peagle.cli import groups, options
 from peagle.cli.bench_arms import Endpoints, Engines, connect, endpoint_arms, load_engines
 from peagle.cli.flags import Flag, Given, group, pick, takes
-from peagle.cli.options import Format, OutputFormat
+from peagle.cli.options import (
+    DEFAULT_LIMIT,
+    Format,
+    MoreHeads,
+    OutputFormat,
+    PromptLimit,
+    Results,
+    ShuffleSeed,
+    Thinking,
+    UseTemplate,
+)
 from peagle.cli.plan import note
 from peagle.cli.settings import Layer, Settings
-from peagle.cli.values import json_object
+from peagle.cli.values import json_object, whole_numbers
+from peagle.config import MAX_SPECULATIVE_TOKENS
 from peagle.errors import UserError
 from peagle.evaluation.prompts import Prompt
 
@@ -45,7 +56,6 @@ the others are compared with:
   peagle bench --target ./Qwen3-0.6B --draft ./head --endpoint vllm=http://127.0.0.1:8001
 """
 
-DEFAULT_LIMIT = 16
 # Of a sweep that goes on: more of the same may be measured, and judged otherwise.
 _MAY_DIFFER = ("concurrency", "repeats", "warm_up", "objective")
 _OF_ENGINES = ("target", "revision", "speculative", "engine", "threads")
@@ -78,13 +88,7 @@ def bench(
             show_default="the bundled one; none with a target of your own",
         ),
     ] = None,
-    method: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=MODEL",
-            help="A further head under a name of yours, or ngram; may be given several times.",
-        ),
-    ] = None,
+    method: MoreHeads = None,
     endpoint: Annotated[
         list[str] | None,
         typer.Option(
@@ -126,36 +130,10 @@ def bench(
             show_default="humaneval",
         ),
     ] = None,
-    limit: Annotated[
-        int | None,
-        typer.Option(
-            help="Prompts of each set.", show_default=f"{DEFAULT_LIMIT} without --set, else all"
-        ),
-    ] = None,
-    shuffle_seed: Annotated[
-        int | None,
-        typer.Option(
-            metavar="SEED",
-            help="Take the prompts from all over a set, by this seed.",
-            show_default="the first ones",
-        ),
-    ] = None,
-    chat_template: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat-template/--no-chat-template",
-            help="Put prompts behind the chat template, or send them as text.",
-            show_default="the template where there is one",
-        ),
-    ] = None,
-    thinking: Annotated[
-        bool | None,
-        typer.Option(
-            "--thinking/--no-thinking",
-            help="Thinking mode of the chat template.",
-            show_default="the template's",
-        ),
-    ] = None,
+    limit: PromptLimit = None,
+    shuffle_seed: ShuffleSeed = None,
+    chat_template: UseTemplate = None,
+    thinking: Thinking = None,
     repeats: Annotated[int, typer.Option(help="Measurements of each configuration.")] = 3,
     warm_up: Annotated[
         int, typer.Option(help="Short runs of each before the first measurement.")
@@ -169,13 +147,7 @@ def bench(
             show_default="none",
         ),
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Keep results and a report here; an interrupted sweep goes on where it was.",
-        ),
-    ] = None,
+    output: Results = None,
     output_format: Format = OutputFormat.TEXT,
 ) -> None:
     """Measure throughput and latency by method, K and concurrency.
@@ -183,7 +155,8 @@ def bench(
     All configurations take turns, so that a machine that slows down favours none; medians and
     spreads over repeats, speed-up over plain decoding and over EAGLE-3, the best K by load.
     """
-    ks, loads = _whole_numbers("-k", k), _whole_numbers("--concurrency", concurrency)
+    ks = whole_numbers("-k", k, MAX_SPECULATIVE_TOKENS)
+    loads = whole_numbers("--concurrency", concurrency, 4096)
     for name, value, least in (("--repeats", repeats, 1), ("--warm-up", warm_up, 0)):
         if value < least:
             raise UserError(f"{name} is {value}; expected at least {least}.")
@@ -349,12 +322,3 @@ def _check_names(engines: Engines | None, servers: Mapping[str, EndpointBackend]
 
 def _served(servers: Mapping[str, EndpointBackend]) -> str:
     return ", ".join(dict.fromkeys(server.model for server in servers.values()))
-
-
-def _whole_numbers(option: str, text: str) -> list[int]:
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) >= 1 for part in parts):
-        raise UserError(
-            f"{option} is {text!r}; expected whole numbers of at least 1 with commas between."
-        )
-    return sorted({int(part) for part in parts})

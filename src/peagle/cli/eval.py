@@ -11,9 +11,20 @@ import typer
 
 from peagle.cli import groups
 from peagle.cli.flags import Given, pick, takes
-from peagle.cli.options import Format, OutputFormat
+from peagle.cli.options import (
+    DEFAULT_LIMIT,
+    Format,
+    MoreHeads,
+    OutputFormat,
+    PromptLimit,
+    Results,
+    ShuffleSeed,
+    Thinking,
+    UseTemplate,
+)
 from peagle.cli.settings import Layer, Settings
-from peagle.config import SamplingParams, SpeculativeConfig
+from peagle.cli.values import whole_numbers
+from peagle.config import MAX_SPECULATIVE_TOKENS, SamplingParams, SpeculativeConfig
 from peagle.errors import UserError
 from peagle.evaluation.prompts import Prompt
 
@@ -38,7 +49,7 @@ A certificate that the output is that of the target alone; status 1 if it is not
   peagle eval --certify
 """
 
-DEFAULT_SET, DEFAULT_LIMIT, DEFAULT_K = "humaneval", 16, 7
+DEFAULT_SET, DEFAULT_K = "humaneval", 7
 _DRAFT_SAMPLING = "speculative.draft_sampling"
 
 
@@ -89,13 +100,7 @@ def eval(
             show_default="the bundled one; none with a target of your own",
         ),
     ] = None,
-    method: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=MODEL",
-            help="A further head under a name of yours, or ngram; may be given several times.",
-        ),
-    ] = None,
+    method: MoreHeads = None,
     ngram: Annotated[
         bool, typer.Option(help="Prompt lookup, the baseline that needs no head.")
     ] = True,
@@ -110,20 +115,8 @@ def eval(
             show_default=DEFAULT_SET,
         ),
     ] = None,
-    limit: Annotated[
-        int | None,
-        typer.Option(
-            help="Prompts of each set.", show_default=f"{DEFAULT_LIMIT} without --set, else all"
-        ),
-    ] = None,
-    shuffle_seed: Annotated[
-        int | None,
-        typer.Option(
-            metavar="SEED",
-            help="Take the prompts from all over a set, by this seed.",
-            show_default="the first ones",
-        ),
-    ] = None,
+    limit: PromptLimit = None,
+    shuffle_seed: ShuffleSeed = None,
     prompt_column: Annotated[
         str, typer.Option(metavar="NAME", help="Of a data set of the hub.", show_default=False)
     ] = "",
@@ -141,22 +134,8 @@ def eval(
         str, typer.Option(metavar="T,...", help="Temperatures; 0 is greedy.")
     ] = "0",
     concurrency: Annotated[int, typer.Option(help="Requests in flight.")] = 16,
-    chat_template: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat-template/--no-chat-template",
-            help="Put prompts behind the chat template, or send them as text.",
-            show_default="the template where there is one",
-        ),
-    ] = None,
-    thinking: Annotated[
-        bool | None,
-        typer.Option(
-            "--thinking/--no-thinking",
-            help="Thinking mode of the chat template.",
-            show_default="the template's",
-        ),
-    ] = None,
+    chat_template: UseTemplate = None,
+    thinking: Thinking = None,
     endpoint: Annotated[
         str | None,
         typer.Option(
@@ -178,13 +157,7 @@ def eval(
             show_default="1000",
         ),
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Keep results and a report here; what is there already is not measured again.",
-        ),
-    ] = None,
+    output: Results = None,
     output_format: Format = OutputFormat.TEXT,
 ) -> None:
     """Measure how well the drafts of a head are accepted, or certify that decoding is lossless.
@@ -283,7 +256,7 @@ def _prompt_sets(
 
 def _ks(text: str | None, draft_sampling: str) -> tuple[int, ...]:
     """The K asked for; () where none was."""
-    ks = () if text is None else _numbers("-k", text, int, "whole numbers like 3,5,7")
+    ks = () if text is None else whole_numbers("-k", text, MAX_SPECULATIVE_TOKENS)
     for k in ks or (DEFAULT_K,):
         # Any method will do: only the numbers are looked at.
         SpeculativeConfig(

@@ -93,7 +93,7 @@ def load_models(
     return Models(
         target,
         folder,
-        _shown(own or str(BUNDLED_TARGET)),
+        shown(own or str(BUNDLED_TARGET)),
         local,
         {name: asdict(engine)[name] for name in settings.section("engine")} | _AS_LOADED,
         bool(getattr(load_tokenizer(target.name), "chat_template", None)),
@@ -110,10 +110,10 @@ def _local(name: str, source: str, folder: Path, target: TargetModel) -> LocalMe
         raise UserError(
             f"--eagle3 is {source!r}, a P-EAGLE head; name it with --draft, or with --method."
         )
-    return LocalMethod(Method(name or kind, _shown(source)), str(folder))
+    return LocalMethod(Method(name or kind, shown(source)), str(folder))
 
 
-def _shown(source: str) -> str:
+def shown(source: str) -> str:
     """A model as it was named; one of the bundled by its name alone."""
     path = Path(source)
     return f"bundled/{path.name}" if path.parent == BUNDLED_TARGET.parent else source

@@ -36,6 +36,52 @@ Split = Annotated[
         show_default=False,
     ),
 ]
+# Of commands that measure.
+MoreHeads = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=MODEL",
+        help="A further head under a name of yours, or ngram; may be given several times.",
+    ),
+]
+UseTemplate = Annotated[
+    bool | None,
+    typer.Option(
+        "--chat-template/--no-chat-template",
+        help="Put prompts behind the chat template, or send them as text.",
+        show_default="the template where there is one",
+    ),
+]
+Thinking = Annotated[
+    bool | None,
+    typer.Option(
+        "--thinking/--no-thinking",
+        help="Thinking mode of the chat template.",
+        show_default="the template's",
+    ),
+]
+DEFAULT_LIMIT = 16
+PromptLimit = Annotated[
+    int | None,
+    typer.Option(
+        help="Prompts of each set.", show_default=f"{DEFAULT_LIMIT} without --set, else all"
+    ),
+]
+ShuffleSeed = Annotated[
+    int | None,
+    typer.Option(
+        metavar="SEED",
+        help="Take the prompts from all over a set, by this seed.",
+        show_default="the first ones",
+    ),
+]
+Results = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Keep results and a report here; what is there already is not measured again.",
+    ),
+]
 Format = Annotated[OutputFormat, typer.Option("--format", help="How the result is printed.")]
 
 

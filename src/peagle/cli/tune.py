@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,8 +12,9 @@ import typer
 
 from peagle.cli import groups
 from peagle.cli.flags import Given, pick, takes
-from peagle.cli.options import Format, OutputFormat
+from peagle.cli.options import DEFAULT_LIMIT, Format, OutputFormat, Results, UseTemplate
 from peagle.cli.settings import Layer, Settings
+from peagle.cli.values import whole_numbers
 from peagle.config import MAX_SPECULATIVE_TOKENS, SamplingParams
 from peagle.errors import UserError
 
@@ -34,7 +34,7 @@ Interrupted? The same command with the same --output goes on where it was.
 What it prints goes into --speculative-config of peagle serve.
 """
 
-DEFAULT_SET, DEFAULT_LIMIT, MOST_K = "humaneval", 16, 8
+DEFAULT_SET, MOST_K = "humaneval", 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +113,7 @@ def tune(
         str, typer.Option("--set", metavar="NAME,...", help="Prompt sets, as in peagle eval.")
     ] = DEFAULT_SET,
     limit: Annotated[int, typer.Option(help="Prompts of each set.")] = DEFAULT_LIMIT,
-    chat_template: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat-template/--no-chat-template",
-            help="Put prompts behind the chat template, or send them as text.",
-            show_default="the template where there is one",
-        ),
-    ] = None,
+    chat_template: UseTemplate = None,
     context: Annotated[int, typer.Option(help="Tokens of a sequence whose steps are timed.")] = 256,
     steps: Annotated[int, typer.Option(help="Decode steps timed in one visit to a cell.")] = 8,
     rounds: Annotated[
@@ -129,13 +122,7 @@ def tune(
     threshold: Annotated[
         float, typer.Option(help="Gain in speed below which neighbouring sizes keep one K.")
     ] = 0.03,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Keep results and a report here; what is there already is not measured again.",
-        ),
-    ] = None,
+    output: Results = None,
     output_format: Format = OutputFormat.TEXT,
 ) -> None:
     """Choose K by batch size for this machine and head.
@@ -174,24 +161,6 @@ def tune(
     from peagle.cli.tune_view import result_text
 
     print(result_text(result))
-
-
-def whole_numbers(flag: str, text: str, most: int) -> tuple[int, ...]:
-    """Numbers and ranges between commas, like 1-4,8: ascending, each once.
-
-    Raises:
-        UserError: it is not such a list, or a number is below 1 or above `most`.
-    """
-    numbers: set[int] = set()
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d{1,6})\s*(?:(?:-|\.\.)\s*(\d{1,6}))?\s*", part)
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-        if not 1 <= first <= last <= most:
-            raise UserError(
-                f"{flag} is {text!r}; expected whole numbers from 1 to {most}, like 1-4,8."
-            )
-        numbers.update(range(first, last + 1))
-    return tuple(sorted(numbers))
 
 
 def _at_least_one(flag: str, number: int) -> int:

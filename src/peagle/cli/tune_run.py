@@ -9,6 +9,7 @@ from typing import Any
 
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.cli import options
+from peagle.cli.eval_models import shown
 from peagle.cli.flags import Given
 from peagle.cli.plan import note
 from peagle.cli.settings import Layer, Settings
@@ -76,7 +77,7 @@ def run(given: Given, asked: Asked) -> dict[str, Any]:
         chat = bool(getattr(load_tokenizer(models.target.name), "chat_template", None))
     told = provenance(models.name, models.dtype, models.target.device)
     settings = {
-        "draft": _shown(draft),
+        "draft": shown(draft),
         **shared_settings(sets, asked.params, chat=chat, known=known),
         "k": grid.ks,
         "batch_sizes": grid.batches,
@@ -131,7 +132,7 @@ def _known_acceptance(asked: Asked, draft: str) -> AcceptanceByK | None:
         return None
     return acceptance_of_file(
         asked.acceptance,
-        draft=_shown(draft),
+        draft=shown(draft),
         method=asked.method,
         temperature=asked.params.temperature,
     )
@@ -151,7 +152,7 @@ def _load(given: Given, draft: str) -> Models:
         "kv_cache_gib": engine.kv_cache_gib,
         "gpu_memory_utilization": engine.gpu_memory_utilization,
     }
-    return Models(target, _shown(own or str(BUNDLED_TARGET)), head, draft, config, limits)
+    return Models(target, shown(own or str(BUNDLED_TARGET)), head, draft, config, limits)
 
 
 def _acceptance(
@@ -203,9 +204,3 @@ def _identity(models: Models, machine: Mapping[str, Any]) -> dict[str, Any]:
         "dtype": models.dtype,
         **{name: machine[name] for name in ("device", "cpu", "torch")},
     }
-
-
-def _shown(source: str) -> str:
-    """A model as it was named; one of the bundled by its name alone."""
-    path = Path(source)
-    return f"bundled/{path.name}" if path.parent == BUNDLED_TARGET.parent else source

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,24 @@ def json_object(text: str, example: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{text!r} is not a JSON object; expected one, like '{example}'.")
     return value
+
+
+def whole_numbers(flag: str, text: str, most: int) -> tuple[int, ...]:
+    """Numbers and ranges between commas, like 1-4,8: ascending, each once.
+
+    Raises:
+        UserError: it is not such a list, or a number is below 1 or above `most`.
+    """
+    numbers: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,6})\s*(?:(?:-|\.\.)\s*(\d{1,6}))?\s*", part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+        if not 1 <= first <= last <= most:
+            raise UserError(
+                f"{flag} is {text!r}; expected whole numbers from 1 to {most}, like 1-4,8."
+            )
+        numbers.update(range(first, last + 1))
+    return tuple(sorted(numbers))
 
 
 def read_logit_bias(text: str) -> dict[int, Any]:

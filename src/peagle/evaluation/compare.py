@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -182,6 +183,14 @@ def _share(device: torch.device, most: float, num_engines: int) -> dict[str, flo
         return {}
     in_use = 1 - card[0] / card[1]
     return {"gpu_memory_utilization": in_use + max(0.0, most - in_use) / num_engines}
+
+
+def release(target: TargetModel) -> None:
+    """Give back the memory of the engines on a target that nobody holds any more."""
+    target.drop_kv_caches()
+    gc.collect()  # an engine and its parts know each other
+    if target.device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def warm_up(llms: Mapping[str, LLM], prompts: Sequence[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +16,7 @@ from peagle.config import SamplingParams
 from peagle.environment import environment
 from peagle.errors import UserError
 from peagle.evaluation.acceptance_file import AcceptanceFile, Key, digest_of, weights_digest
-from peagle.evaluation.compare import build
+from peagle.evaluation.compare import build, release
 from peagle.evaluation.decoding import Backend
 from peagle.evaluation.dialogues import Outcome, PromptSets, ask, num_requests
 from peagle.evaluation.endpoint import EndpointBackend
@@ -187,9 +186,7 @@ def evaluate(
                 entries.append(entry)
             if backend is not None:
                 backend = None
-                gc.collect()  # an engine and its parts know each other
-                if target.device.type == "cuda":
-                    torch.cuda.empty_cache()
+                release(target)
     return entries
 
 

@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 NEAR_TIE = 1e-4
 # Logits of 16-bit models are themselves rounded: two of size 8 to 16 are 0.0625 apart or equal.
 NEAR_TIE_BFLOAT16 = 0.25
+NEAR_TIE_FLOAT16 = 2**-5
+NEAR_TIE_FLOAT64 = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,12 @@ def reference_output(
 
 def near_tie_bound(dtype: torch.dtype) -> float:
     """Largest gap between two logits that rounding can turn round."""
-    return NEAR_TIE_BFLOAT16 if dtype == torch.bfloat16 else NEAR_TIE
+    bounds = {
+        torch.bfloat16: NEAR_TIE_BFLOAT16,
+        torch.float16: NEAR_TIE_FLOAT16,
+        torch.float64: NEAR_TIE_FLOAT64,
+    }
+    return bounds.get(dtype, NEAR_TIE)
 
 
 def first_difference(

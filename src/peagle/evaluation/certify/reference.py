@@ -20,16 +20,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from peagle.config import SamplingParams
 from peagle.evaluation.identity import Reference, load_reference, near_tie_bound
 
-NEAR_TIE_FLOAT64 = 1e-9
-# Logits of size 16 to 32 in half precision are 2**-6 apart.
-NEAR_TIE_FLOAT16 = 2**-5
 _BATCH_TOKENS = 8192
-
-
-def bound_of(dtype: torch.dtype) -> float:
-    """Largest gap between two logits that rounding can turn round."""
-    own = {torch.float64: NEAR_TIE_FLOAT64, torch.float16: NEAR_TIE_FLOAT16}
-    return own.get(dtype) or near_tie_bound(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +49,7 @@ class TargetReference:
 
     def __init__(self, folder: str | Path, dtype: torch.dtype, device: str) -> None:
         self.model: Any = load_reference(folder, dtype, device)
-        self.bound = bound_of(dtype)
+        self.bound = near_tie_bound(dtype)
         ids = self.model.generation_config.eos_token_id
         self.end_ids: list[int] = [] if ids is None else [ids] if isinstance(ids, int) else [*ids]
 

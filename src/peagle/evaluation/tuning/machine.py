@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine.graph_runner import buckets
 from peagle.engine.stats import StepTimes
 from peagle.errors import UserError
+from peagle.evaluation.compare import release
 from peagle.llm import LLM
 from peagle.models.target import TargetModel
 
@@ -176,14 +176,6 @@ class EngineMachine:
             )
             self.measure(Cell(1, k))  # warms up: what follows is not slower than later visits
         return self._llms[k]
-
-
-def release(target: TargetModel) -> None:
-    """Give back the memory of the engines on a target that nobody holds any more."""
-    target.drop_kv_caches()
-    gc.collect()  # an engine and its parts know each other
-    if target.device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def clock_of(device: torch.device) -> Clock:

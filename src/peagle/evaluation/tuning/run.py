@@ -7,12 +7,12 @@ from typing import Any
 
 from peagle.config import SamplingParams, SpeculativeConfig
 from peagle.engine import SpeculationStats
-from peagle.evaluation.compare import build
+from peagle.evaluation.compare import build, release
 from peagle.evaluation.dialogues import PromptSets, ask
 from peagle.evaluation.local import EngineBackend
 from peagle.evaluation.tuning.acceptance import AcceptanceByK
 from peagle.evaluation.tuning.journal import Journal
-from peagle.evaluation.tuning.machine import EngineMachine, release
+from peagle.evaluation.tuning.machine import EngineMachine
 from peagle.models.checkpoint import read_head_config
 from peagle.models.target import TargetModel, load_tokenizer
 

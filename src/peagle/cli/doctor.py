@@ -1,0 +1,159 @@
+"""`peagle doctor`: why a draft head accepts less than it should."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from peagle.cli import groups
+from peagle.cli.flags import Given, pick, takes
+from peagle.cli.options import Format, OutputFormat
+from peagle.cli.plan import Plan
+from peagle.cli.terminal import bright, has_styles
+from peagle.errors import UserError
+
+if TYPE_CHECKING:
+    from peagle.doctor.findings import Report
+
+EXAMPLES = """
+The bundled pair, which is healthy (about a minute on a CPU):
+  peagle doctor
+
+A head of your own, in our engine; prompts as they will be served:
+  peagle doctor --target ./Qwen3-0.6B --draft ./head --no-thinking
+  peagle doctor --target ./base-model --draft ./head --plain --prompts prompts.jsonl
+
+The same head behind a server (ours or vLLM's), as it is served there:
+  peagle doctor --target ./Qwen3-0.6B --draft ./head --endpoint http://127.0.0.1:8000
+
+For a program: exit status 0 is healthy, 1 is not, 2 is a mistake in the call:
+  peagle doctor --target ./Qwen3-0.6B --draft ./head --format json > doctor.json
+"""
+
+_MARKS = {"agrees": "ok", "differs": "!!", "not checked": "--"}
+
+
+@takes(
+    *groups.MODEL,
+    *pick(groups.SPECULATION, "speculative.num_speculative_tokens"),
+    *pick(groups.ENGINE, "engine.dtype", "engine.device", "threads"),
+)
+def doctor(
+    given: Given,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="A server with OpenAI's interface that serves the head.",
+            show_default="our engine, in this process",
+        ),
+    ] = None,
+    endpoint_model: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Its name there.", show_default="the first listed"),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Prompts of the kind that the head is for, one a line.",
+            show_default="short ones of the bundled sets",
+        ),
+    ] = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Prompts are plain text, without the chat template.")
+    ] = False,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(
+            help="Jinja file, or the name of one of the tokenizer's templates.",
+            show_default="the tokenizer's",
+        ),
+    ] = None,
+    thinking: Annotated[
+        bool | None,
+        typer.Option(
+            "--thinking/--no-thinking",
+            help="Thinking mode of the prompts.",
+            show_default="the template's",
+        ),
+    ] = None,
+    output_format: Format = OutputFormat.TEXT,
+) -> None:
+    """Find out why a draft head accepts less than it should.
+
+    Looks through the files of the head, runs it as in training on fixed prompts, tries a repair for
+    each known fault, and compares with what is served. Names the cause and the remedy.
+    """
+    if endpoint_model is not None and endpoint is None:
+        raise UserError("--endpoint-model was given without --endpoint; give both.")
+    plan = Plan.of(given)
+    if plan.speculative is None or plan.speculative.model is None:
+        raise UserError(f"There is no head to examine for {plan.target!r}. Name one with --draft.")
+    plan.prepare()
+    from peagle.doctor.run import Order, run_doctor
+
+    k = plan.speculative.num_speculative_tokens
+    order = Order(
+        target=plan.target,
+        draft=plan.speculative.model,
+        revision=plan.settings.value("revision"),
+        draft_revision=plan.speculative.revision,
+        endpoint=endpoint,
+        endpoint_model=endpoint_model,
+        num_speculative_tokens=k if "speculative.num_speculative_tokens" in given else None,
+        prompts=prompts,
+        plain=plain,
+        chat_template=chat_template,
+        thinking=thinking,
+        engine=plan.engine,
+    )
+    report = run_doctor(order, _progress())
+    if output_format is OutputFormat.JSON:
+        print(json.dumps(report.to_json(), indent=2))
+    else:
+        print(report_text(report))
+    if not report.is_healthy:
+        raise typer.Exit(1)
+
+
+def _progress() -> Callable[[str], None]:
+    """Says on stderr what is going on, on a terminal in one line that changes."""
+    start, alive = time.monotonic(), has_styles(sys.stderr)
+
+    def show(text: str) -> None:
+        line = f"{time.monotonic() - start:5.1f} s  {text}"
+        print(f"\r\x1b[2K{line}" if alive else line, end="" if alive else "\n", file=sys.stderr)
+        sys.stderr.flush()
+
+    return show
+
+
+def report_text(report: Report) -> str:
+    """The report as text: checks, then the verdict."""
+    clear = "\r\x1b[2K" if has_styles(sys.stderr) and has_styles(sys.stdout) else ""
+    width = max(len(check.name) for check in report.checks)
+    lines = [
+        f"{_MARKS[check.status]}  {check.name:{width}}  {check.text}" for check in report.checks
+    ]
+    if report.is_healthy:
+        lines += ["", bright("Healthy: training side and serving side agree.", sys.stdout)]
+    for number, cause in enumerate(report.causes, start=1):
+        place = {
+            "head": "in the head",
+            "prompts": "in the prompts",
+            "serving": "where it is served",
+        }
+        lines += [
+            "",
+            bright(f"Cause {number}: {cause.title}, {place[cause.where]}", sys.stdout),
+            f"  shown by  {cause.evidence}",
+            f"  remedy    {cause.remedy}",
+        ]
+    return clear + "\n".join(lines)

@@ -1,0 +1,112 @@
+"""`peagle doctor`: verdict, exit status, formats, mistakes, and a server over HTTP."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Peagle, environment
+from tests.doctor.conftest import PAIR2
+from tests.doctor.planting import FILE_FAULTS, copy_head
+
+FAULTS = {fault.name: fault for fault in FILE_FAULTS}
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A few prompts that the second pair knows."""
+    lines = (PAIR2 / "prompts.jsonl").read_text().splitlines()[:16]
+    file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    file.write_text("\n".join(lines))
+    return file
+
+
+def options(head: Path, prompts: Path) -> list[object]:
+    return ["--target", PAIR2 / "target", "--draft", head, "--prompts", prompts]
+
+
+def test_a_healthy_head(peagle: Peagle, prompts: Path) -> None:
+    result = peagle("doctor", *options(PAIR2 / "peagle", prompts))
+    assert result.status == 0, result.out + result.err
+    assert "Healthy" in result.out
+    assert "the target answers" in result.err
+
+
+def test_a_broken_head(peagle: Peagle, prompts: Path, tmp_path: Path) -> None:
+    head = copy_head(PAIR2 / "peagle", tmp_path / "head", FAULTS["residual"])
+    result = peagle("doctor", *options(head, prompts), "--format", "json")
+    assert result.status == 1
+    report = json.loads(result.out)
+    assert not report["healthy"]
+    assert [cause["id"] for cause in report["causes"]] == ["residual"]
+    assert "norm_before_residual to false" in report["causes"][0]["remedy"]
+    before, after = (report[k]["acceptance_length"] for k in ("training_side", "repaired"))
+    assert after > before + 0.3
+
+
+def test_mistakes(peagle: Peagle, prompts: Path, tmp_path: Path) -> None:
+    head = PAIR2 / "peagle"
+    for arguments, text in (
+        (["--target", PAIR2 / "target"], "--draft"),
+        ([*options(tmp_path / "none", prompts)], "none"),
+        ([*options(head, prompts), "-k", 17], "1 to 16"),
+        ([*options(head, prompts), "--plain", "--thinking"], "neither"),
+        ([*options(head, prompts), "--endpoint-model", "x"], "--endpoint"),
+        ([*options(head, tmp_path / "no.jsonl")], "no.jsonl"),
+        ([*options(head, prompts), "--endpoint", "http://127.0.0.1:9"], "127.0.0.1:9"),
+    ):
+        result = peagle("doctor", *arguments)
+        assert result.status == 2, arguments
+        assert text in result.err and "Traceback" not in result.err
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """The pair behind our server."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "peagle", "serve", "--port", str(port), "-k", "6"]
+    command += ["--target", str(PAIR2 / "target"), "--draft", str(PAIR2 / "peagle")]
+    process = subprocess.Popen(
+        command,
+        env={**environment(), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(600):
+            try:
+                with urllib.request.urlopen(f"{url}/v1/models", timeout=1):
+                    break
+            except OSError:
+                assert process.poll() is None, "the server ended"
+                time.sleep(0.1)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def test_a_server(peagle: Peagle, prompts: Path, server: str) -> None:
+    arguments = [*options(PAIR2 / "peagle", prompts), "--endpoint", server, "--format", "json"]
+    result = peagle("doctor", *arguments)
+    assert result.status == 0, result.out + result.err
+    report = json.loads(result.out)
+    checks = {check["name"]: check["status"] for check in report["checks"]}
+    for name in ("served prompts", "served outputs", "served drafts"):
+        assert checks[name] == "agrees", report["checks"]
+    assert report["num_speculative_tokens"] == 6
+    # What is rendered without the template has other tokens than what the server renders.
+    result = peagle("doctor", *arguments, "--no-thinking")
+    assert result.status == 1
+    assert "thinking" in {cause["id"] for cause in json.loads(result.out)["causes"]}

@@ -1,0 +1,91 @@
+"""Healthy heads, served wrongly: token by token where drafts are told, by counters where not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+
+from peagle.doctor.examiner import Examiner
+from peagle.doctor.files import examine_files
+from peagle.doctor.findings import Report
+from peagle.doctor.served import EngineServing, Question, Served
+from peagle.doctor.serving_side import examine_serving
+from peagle.engine import SpeculationStats
+from tests.doctor.conftest import HEADS
+from tests.doctor.planting import HEAD_CHANGES, serve_changed, serve_shifted, serve_windowed
+
+HEAD = HEADS["pair2"]
+Sabotage = Callable[[pytest.MonkeyPatch], None]
+
+
+class Counting:
+    """A serving side that tells counters only, as servers do."""
+
+    name = "http://server"
+    notes: Sequence[str] = ()
+
+    def __init__(self, inner: EngineServing, change: Callable[[Served], Served]) -> None:
+        self.inner, self.change = inner, change
+
+    def answer(self, questions: Sequence[Question], max_tokens: int) -> list[Served]:
+        told = self.inner.answer(questions, max_tokens)
+        return [self.change(replace(one, token_ids=None, drafts=None)) for one in told]
+
+
+def serve(examiner: Examiner, change: Callable[[Served], Served] | None = None) -> Report:
+    """Examine the serving side alone; `change` makes counters of it all that is told."""
+    files, head = examine_files(HEAD, examiner.target)
+    assert head is not None
+    engine, report = EngineServing(examiner.target, HEAD, 6), Report()
+    serving = engine if change is None else Counting(engine, change)
+    examine_serving(serving, examiner, head, files, report)
+    return report
+
+
+def named(report: Report) -> set[tuple[str, str]]:
+    return {(cause.id, cause.where) for cause in report.causes}
+
+
+@pytest.mark.parametrize("name", ["aux layers", "mask id", "no fc", "one by one", "d2t"])
+def test_a_fault_of_the_engine_is_named_by_its_drafts(
+    pair2_small: Examiner, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    cause, change = HEAD_CHANGES[name]
+    serve_changed(monkeypatch, change)
+    assert named(serve(pair2_small)) == {(cause, "serving")}
+
+
+@pytest.mark.parametrize("name", ["residual", "theta", "mask_hidden 0"])
+def test_a_fault_of_a_server_is_named_by_its_counters(
+    pair2_small: Examiner, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    cause, change = HEAD_CHANGES[name]
+    serve_changed(monkeypatch, change)
+    assert named(serve(pair2_small, lambda one: one)) == {(cause, "serving")}
+
+
+def test_shifted_tokens_and_windows(pair2_small: Examiner, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        serve_shifted(patch)
+        assert named(serve(pair2_small)) == {("token_shift", "serving")}
+    with monkeypatch.context() as patch:
+        serve_windowed(patch, 16)
+        assert named(serve(pair2_small)) == {("sliding_window", "serving")}
+    assert named(serve(pair2_small)) == named(serve(pair2_small, lambda one: one)) == set()
+
+
+def test_servers_that_differ_in_more_than_drafts(pair2_small: Examiner) -> None:
+    """Prompts rendered otherwise, other outputs, no drafts, no counters."""
+    plain = [len(pair2_small.tokenizer(text).input_ids) for text in pair2_small.texts]
+    asked = [pair2_small.texts.index(q.prompt[-1]["content"]) for q in pair2_small.questions[::2]]  # type: ignore
+    sizes = iter([plain[i] for i in asked])
+    report = serve(pair2_small, lambda one: replace(one, num_prompt_tokens=next(sizes)))
+    assert named(report) == {("chat_template", "serving")}
+    report = serve(pair2_small, lambda one: replace(one, text="something else"))
+    assert named(report) == {("wrong_target", "serving")}
+    report = serve(pair2_small, lambda one: replace(one, stats=SpeculationStats()))
+    assert named(report) == {("parallel_drafting", "serving")}
+    report = serve(pair2_small, lambda one: replace(one, stats=None))
+    assert report.is_healthy and report.checks[-1].status == "not checked"
