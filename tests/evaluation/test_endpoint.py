@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from peagle.config import SamplingParams
 from peagle.engine import SpeculationStats
 from peagle.errors import UserError
+from peagle.evaluation import http_client
 from peagle.evaluation.acceptance import Step
 from peagle.evaluation.counters import read_counters
 from peagle.evaluation.decoding import Answer, Request
@@ -307,7 +308,8 @@ def test_nobody_there() -> None:
         EndpointBackend(url)
 
 
-def test_a_server_without_tls() -> None:
+def test_a_server_without_tls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_client, "HANDSHAKE_S", 1.0)
     with endpoint(Script()) as url:
         secure = url.replace("http:", "https:")
         with pytest.raises(UserError, match=f"No server answers at {secure}: .*SSL"):

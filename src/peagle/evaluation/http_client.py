@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 DONE = b"[DONE]"
+HANDSHAKE_S = 10.0  # of TLS; a server that speaks none may just keep silent
 
 
 @dataclass(slots=True)
@@ -296,7 +297,10 @@ class HttpClient:
         else:
             loop, now = asyncio.get_running_loop(), time.perf_counter()
             try:
-                making = loop.create_connection(_Connection, self.host, self.port, ssl=self._tls)
+                tls: dict[str, Any] = {}
+                if self._tls is not None:
+                    tls = {"ssl": self._tls, "ssl_handshake_timeout": HANDSHAKE_S}
+                making = loop.create_connection(_Connection, self.host, self.port, **tls)
                 _, connection = await asyncio.wait_for(making, self.timeout_s)
             except (OSError, TimeoutError, UnicodeError) as error:
                 reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
