@@ -2,7 +2,8 @@
 
 A trial of all runs together measures the pace; from it follow the steps that fit the minutes, and
 with them a learning-rate schedule that ends where the time does. With fewer GPUs than heads the
-runs share them, and take the longer for it.
+runs share them, and take the longer for it. `--resume` goes on with runs that were cut short, at
+the steps planned before (`steps.json`).
 
     python recipes/bundled_pair/heads.py --minutes 7 peagle.toml eagle3.toml eagle3_4l.toml
 """
@@ -16,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,10 +29,24 @@ PACE_WINDOWS = 5
 
 
 def start(
-    config: str, gpu: int, output: Path, log: Path, settings: list[str]
+    config: str,
+    gpu: int,
+    output: Path,
+    log: Path,
+    settings: list[str],
+    flags: Sequence[str] = (),
 ) -> subprocess.Popen[bytes]:
     """Start one training run in a process of its own, which sees one GPU."""
-    command = [sys.executable, "-m", "peagle", "train", str(HERE / config), "--format", "json"]
+    command = [
+        sys.executable,
+        "-m",
+        "peagle",
+        "train",
+        str(HERE / config),
+        "--format",
+        "json",
+        *flags,
+    ]
     command += ["--output", str(output)]
     for setting in settings:
         command += ["--set", setting]
@@ -65,6 +81,19 @@ def steps_within(log: Path, seconds: float) -> int:
     return int(seconds * speed / last[-1]["tokens_per_step"])
 
 
+def plan_steps(
+    configs: dict[str, str], gpus: dict[str, int], options: argparse.Namespace, logs: Path
+) -> dict[str, int]:
+    """Steps of each run, from a trial of all of them."""
+    trial = options.output / "trial"
+    trial_logs = {n: logs / f"{n}.trial.log" for n in configs}
+    settings = [*options.set, f"run.log_every={options.trial_log_every}"]
+    trials = {n: start(c, gpus[n], trial / n, trial_logs[n], settings) for n, c in configs.items()}
+    measure_pace(trials, trial_logs)
+    shutil.rmtree(trial, ignore_errors=True)
+    return {n: max(1, steps_within(trial_logs[n], options.minutes * 60)) for n in configs}
+
+
 def main() -> None:
     """Measure, plan, train."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -72,6 +101,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, required=True, help="of the final runs")
     parser.add_argument("--output", type=Path, default=HERE / "../../build/pair")
     parser.add_argument("--set", action="append", default=[], help="KEY=VALUE for every run")
+    parser.add_argument("--trial-log-every", type=int, default=10, help="steps of a trial's window")
+    parser.add_argument("--resume", action="store_true", help="go on with runs cut short")
     options = parser.parse_args()
     configs = {Path(config).stem: config for config in options.configs}
     count = max(1, torch.cuda.device_count())
@@ -79,26 +110,21 @@ def main() -> None:
     logs = options.output / "logs"
     logs.mkdir(parents=True, exist_ok=True)
 
-    trial = options.output / "trial"
-    trial_logs = {n: logs / f"{n}.trial.log" for n in configs}
-    settings = [*options.set, "run.log_every=10"]
-    trials = {n: start(c, gpus[n], trial / n, trial_logs[n], settings) for n, c in configs.items()}
-    measure_pace(trials, trial_logs)
-    shutil.rmtree(trial, ignore_errors=True)
-    steps = {n: steps_within(trial_logs[n], options.minutes * 60) for n in configs}
+    planned = options.output / "steps.json"
+    steps = json.loads(planned.read_text()) if options.resume and planned.exists() else {}
+    if not set(configs) <= set(steps):
+        steps = plan_steps(configs, gpus, options, logs)
+        planned.write_text(json.dumps(steps) + "\n")
     print("steps:", json.dumps(steps), flush=True)
 
     started = time.perf_counter()
-    final = {
-        n: start(
-            c,
-            gpus[n],
-            options.output / n,
-            logs / f"{n}.log",
-            [*options.set, f"optimizer.steps={steps[n]}"],
+    final = {}
+    for n, c in configs.items():
+        begun = options.resume and (options.output / n / "checkpoint").exists()
+        settings = [*options.set, f"optimizer.steps={steps[n]}"]
+        final[n] = start(
+            c, gpus[n], options.output / n, logs / f"{n}.log", settings, ["--resume"] * begun
         )
-        for n, c in configs.items()
-    }
     failed = [name for name, run in final.items() if run.wait() != 0]
     print(f"trained in {(time.perf_counter() - started) / 60:.1f} minutes", flush=True)
     if failed:

@@ -1,9 +1,11 @@
 """Train the bundled target: a small Llama over flat code tokens, from scratch.
 
     python recipes/bundled_pair/pretrain.py --data build/pair --minutes 8
+    torchrun --nproc-per-node 4 recipes/bundled_pair/pretrain.py --data build/pair --minutes 8
 
 Reads `train.u16[.xz]`, `val.u16[.xz]` and `tokenizer/` under `--data`; writes `target/` (a Hugging
-Face folder, bfloat16 safetensors) and `target_train.json` under `--out`.
+Face folder, bfloat16 safetensors) and `target_train.json` under `--out`. Several processes share
+every batch and step alike.
 
 Shapes: B sequences of T tokens, D model width, V vocabulary.
 """
@@ -27,6 +29,7 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from peagle.environment import environment
+from peagle.training.distributed import ALONE, Processes, joined
 from peagle.training.optimizers import Muon
 
 HERE = Path(__file__).parent
@@ -39,7 +42,7 @@ class TrainConfig:
 
     steps: int
     minutes: float | None
-    batch: int  # sequences a step
+    batch: int  # sequences a step, of all processes together
     seq_len: int
     optimizer: str  # hidden matrices: "muon" or "adamw"; all else is AdamW
     lr: float
@@ -117,9 +120,16 @@ def token_losses(
 class Trainer:
     """Holds model, optimizers and tokens of one run; `run` trains, `evaluate` measures."""
 
-    def __init__(self, model: LlamaForCausalLM, config: TrainConfig, data: Path, started: float):
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.config, self.started = config, started
+    def __init__(
+        self,
+        model: LlamaForCausalLM,
+        config: TrainConfig,
+        data: Path,
+        started: float,
+        processes: Processes = ALONE,
+    ):
+        self.device = processes.device("auto")
+        self.config, self.started, self.processes = config, started, processes
         self.model = model.to(self.device)
         self.train_tokens = load_tokens(data, "train", self.device)
         self.val_tokens = load_tokens(data, "val", self.device)
@@ -135,7 +145,11 @@ class Trainer:
             self.losses = torch.compile(token_losses, fullgraph=True)
 
     def check_data(self) -> None:
-        vocab = self.model.config.vocab_size
+        vocab, count = self.model.config.vocab_size, self.processes.world_size
+        if self.config.batch % count:
+            raise ValueError(
+                f"--batch is {self.config.batch}, expected a multiple of the {count} processes"
+            )
         for name, tokens in (("train", self.train_tokens), ("val", self.val_tokens)):
             if len(tokens) <= self.config.seq_len:
                 raise ValueError(
@@ -149,11 +163,15 @@ class Trainer:
                 )
 
     def batch(self) -> torch.Tensor:
-        """[B, T + 1] tokens at uniformly random offsets; documents may be cut."""
+        """[B, T + 1] tokens at uniformly random offsets; documents may be cut.
+
+        All processes draw the whole batch, and each takes its share.
+        """
         last = len(self.train_tokens) - self.config.seq_len
         start = torch.randint(
             last, (self.config.batch, 1), generator=self.generator, device=self.device
         )
+        start = start[self.processes.rank :: self.processes.world_size]
         index = start + torch.arange(self.config.seq_len + 1, device=self.device)
         return self.train_tokens[index].long()
 
@@ -171,6 +189,7 @@ class Trainer:
     def step(self, lr: float) -> torch.Tensor:
         loss, partition = self.forward(self.model, self.batch())
         (loss + self.config.z_loss * partition).backward()
+        self.average_gradients()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -178,6 +197,23 @@ class Trainer:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         return loss.detach()
+
+    def average_gradients(self) -> None:
+        """The gradient of the whole batch: the mean over shares of equal size.
+
+        It is the same in all processes to the last bit, and so are the weights that follow.
+        """
+        if self.processes.world_size == 1:
+            return
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        flat = torch.cat([grad.flatten() for grad in grads])
+        self.processes.sum(flat).div_(self.processes.world_size)
+        parts = flat.split([grad.numel() for grad in grads])
+        torch._foreach_copy_(grads, [p.view_as(g) for p, g in zip(parts, grads, strict=True)])
+
+    def say(self, message: str) -> None:
+        if self.processes.is_first:
+            print(message, flush=True)
 
     def seconds(self) -> float:
         """Since the start of the process's work, with the device idle."""
@@ -202,17 +238,18 @@ class Trainer:
                 step_time = (self.seconds() - calibration) / (last - first)
                 # 1.5% and 12 s cover drift, the final validation and saving.
                 left = 0.985 * (config.minutes * 60 - self.seconds() - 12)
-                steps = step + max(1, int(left / step_time))
-                print(f"{step_time * 1e3:.2f} ms a step: {steps} steps in all", flush=True)
+                steps = self.processes.least(step + max(1, int(left / step_time)))
+                self.say(f"{step_time * 1e3:.2f} ms a step: {steps} steps in all")
             if step % max(1, min(200, steps // 10)) == 0 or step == steps:
                 mark = self.report(step, steps, losses[-1], mark)
             if step % 4000 == 0:
-                print(f"step {step} validation {self.evaluate(self.model):.4f}", flush=True)
-        tail = losses[-max(1, min(200, steps // 10)) :]
+                self.say(f"step {step} validation {self.evaluate(self.model):.4f}")
+        tail = torch.stack(losses[-max(1, min(200, steps // 10)) :]).mean()
+        self.processes.sum(tail)
         return {
             "steps": steps,
             "tokens": steps * config.batch * config.seq_len,
-            "train_loss": round(torch.stack(tail).mean().item(), 4),
+            "train_loss": round(tail.item() / self.processes.world_size, 4),
         }
 
     def report(self, step: int, steps: int, loss: torch.Tensor, mark: tuple) -> tuple:
@@ -220,10 +257,9 @@ class Trainer:
         per_step = (now - mark[1]) / (step - mark[0])
         rate = self.config.batch * self.config.seq_len / per_step
         lr = learning_rate(step - 1, steps, self.config)
-        print(
+        self.say(
             f"step {step}/{steps} loss {loss.item():.4f} lr {lr:.2e} "
-            f"{rate / 1e3:.1f}k tokens/s ETA {(steps - step) * per_step:.0f} s",
-            flush=True,
+            f"{rate / 1e3:.1f}k tokens/s ETA {(steps - step) * per_step:.0f} s"
         )
         return step, now
 
@@ -290,23 +326,29 @@ def main() -> None:
     args = vars(parse_args())
     config_path, data, out = (args.pop(name) for name in ("config", "data", "out"))
     config = TrainConfig(**args)
-    model = build_model(config_path, config.seed)
-    parameters = sum(p.numel() for p in model.parameters())
-    print(f"{parameters / 1e6:.2f}M parameters, {config}", flush=True)
-    trainer = Trainer(model, config, data, started)
-    summary = trainer.run()
+    with joined() as processes:
+        model = build_model(config_path, config.seed)
+        trainer = Trainer(model, config, data, started, processes)
+        parameters = sum(p.numel() for p in model.parameters())
+        trainer.say(f"{parameters / 1e6:.2f}M parameters, {config}")
+        summary = trainer.run()
+        summary |= {"parameters": parameters, "processes": processes.world_size}
+        processes.first(lambda: finish(trainer, summary, data, out))
+
+
+def finish(trainer: Trainer, summary: dict, data: Path, out: Path) -> None:
+    """Save the target, validate what was saved and write down how it was made."""
     trained_seconds = trainer.seconds()
-    digest = save(model, data, out / "target")
-    # What is validated is what was saved: the rounded weights, in float32 as the CPU serves them.
+    digest = save(trainer.model, data, out / "target")
+    # The rounded weights, in float32 as the CPU serves them.
     saved = LlamaForCausalLM.from_pretrained(out / "target", dtype=torch.float32).to(trainer.device)
     summary |= {
         "val_loss": round(trainer.evaluate(saved.eval(), exact=True), 4),
-        "parameters": parameters,
         "train_tokens": len(trainer.train_tokens),
         "tokens_per_second": round(summary["tokens"] / trained_seconds),
         "seconds": round(trainer.seconds(), 1),
         "sha256": digest,
-        "settings": asdict(config),
+        "settings": asdict(trainer.config),
         **provenance(),
     }
     (out / "target_train.json").write_text(json.dumps(summary, indent=2) + "\n")

@@ -3,8 +3,9 @@
     python recipes/bundled_pair/prompts.py --shared ../shared
 
 Writes `response_prompts.npz` in the build folder: `p128`, `p256`, `p448`, uint16 [rows, length],
-rows of exactly that length from training packages, most of which stop after a docstring. Writes
-the evaluation prompt sets and `heldout_code.jsonl` as `{id, category, turns}` lines.
+rows of exactly that length from training packages, most of which stop after a docstring; with
+`--positions` where they begin in `train.u16`, int32 [rows]. Writes the evaluation prompt sets and
+`heldout_code.jsonl` as `{id, category, turns}` lines.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +54,8 @@ def find_ends(tokens: np.ndarray, documents: Path, strings: list[str]) -> dict[s
     stops = np.flatnonzero(tokens == END_ID)
     found = defaultdict(lambda: ([], []))
     start = 0
-    for document, stop in zip(read_documents(documents), stops, strict=True):
+    # Tokens may be of the first documents only.
+    for document, stop in zip(islice(read_documents(documents), len(stops)), stops, strict=True):
         ids = tokens[start:stop]
         after = np.cumsum(sizes[ids])
         if after[-1] != len(document["text"].encode()):
@@ -78,7 +81,7 @@ def pick_rows(
     used: set[bytes],
     rng: np.random.Generator,
 ) -> np.ndarray:
-    """`count` windows [count, length] that stop at `ends` inside one document.
+    """Where `count` windows of `length` tokens begin that stop at `ends` inside one document.
 
     Those that begin with a document or a line go first. Windows with a tail in `used` are
     skipped, and the tails of those returned are added to it.
@@ -87,33 +90,47 @@ def pick_rows(
     inside = np.flatnonzero(begin >= ends.document)
     rng.shuffle(inside)
     at_line = starts_line[tokens[begin[inside] - 1]] | (begin[inside] == ends.document[inside])
-    rows = []
+    chosen = []
     for index in inside[np.argsort(~at_line, kind="stable")]:
-        row = tokens[begin[index] : ends.position[index]]
-        tail = row[-TAIL:].tobytes()
+        tail = tokens[begin[index] : ends.position[index]][-TAIL:].tobytes()
         if tail not in used:
             used.add(tail)
-            rows.append(row)
-        if len(rows) == count:
-            return np.stack(rows)
-    raise ValueError(f"{len(rows)} prompts of {length} tokens, {count} wanted: lower ROWS")
+            chosen.append(begin[index])
+        if len(chosen) == count:
+            return np.array(chosen)
+    raise ValueError(f"{len(chosen)} prompts of {length} tokens, {count} wanted: lower --rows")
 
 
-def response_prompts(tokens: np.ndarray, documents: Path, strings: list[str]) -> dict:
-    """`{"p128": [rows, 128], ...}`, rows in random order."""
+def response_positions(
+    tokens: np.ndarray, documents: Path, strings: list[str], rows: dict[int, int]
+) -> dict[str, np.ndarray]:
+    """`{"p128": [rows], ...}`: where the prompts begin, in random order."""
     rng = np.random.default_rng(SEED)
     ends = find_ends(tokens, documents, strings)
     print({kind: len(found.position) for kind, found in ends.items()}, "possible ends")
     starts_line = np.array([s.endswith("Ċ") for s in strings])
     used: set[bytes] = set()
     arrays = {}
-    for length, total in ROWS.items():
+    for length, total in rows.items():
         parts = []
         for kind, share in SHARES.items():
             count = round(total * share)
             parts.append(pick_rows(tokens, ends[kind], length, count, starts_line, used, rng))
         arrays[f"p{length}"] = rng.permutation(np.concatenate(parts))
     return arrays
+
+
+def windows(tokens: np.ndarray, positions: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """`{"p128": [rows, 128], ...}`: the tokens of the prompts that begin at `positions`."""
+    return {
+        name: tokens[begin[:, None] + np.arange(int(name.removeprefix("p")))]
+        for name, begin in positions.items()
+    }
+
+
+def response_prompts(tokens: np.ndarray, documents: Path, strings: list[str]) -> dict:
+    """`{"p128": [rows, 128], ...}`, rows in random order."""
+    return windows(tokens, response_positions(tokens, documents, strings, ROWS))
 
 
 def heldout_prompts(candidates: list[dict], tokenizer: PreTrainedTokenizerFast) -> list[dict]:
@@ -147,26 +164,43 @@ def write_jsonl(path: Path, rows: list[dict]) -> None:
     path.write_text("".join(lines), encoding="utf-8")
 
 
+def _rows(text: str) -> dict[int, int]:
+    pairs = (part.split(":") for part in text.split(","))
+    return {int(length): int(count) for length, count in pairs}
+
+
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--shared", type=Path, required=True, help="holds data/")
     parser.add_argument("--build", type=Path, default=Path("build/pair"))
     parser.add_argument("--prompts", type=Path, default=Path("src/peagle/bundled/prompts"))
+    parser.add_argument("--sets", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--rows", type=_rows, default=ROWS, help="LENGTH:COUNT,...")
+    parser.add_argument("--positions", action="store_true", help="write where prompts begin")
     return parser.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = parse_args(argv)
-    tokenizer = AutoTokenizer.from_pretrained(args.build / "tokenizer")
+def write_sets(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> None:
+    """The prompt sets of the package."""
     for name, rows in load_prompts(args.shared / "data").items():
         kept = [{key: row[key] for key in ("id", "category", "turns")} for row in rows]
         write_jsonl(args.prompts / f"{name}.jsonl", kept)
     candidates = list(read_documents(args.build / "docs" / "heldout_candidates.jsonl"))
     write_jsonl(args.prompts / "heldout_code.jsonl", heldout_prompts(candidates, tokenizer))
 
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    tokenizer = AutoTokenizer.from_pretrained(args.build / "tokenizer")
+    if args.sets:
+        write_sets(args, tokenizer)
     tokens = np.fromfile(args.build / "train.u16", dtype=np.uint16)
     documents = args.build / "docs" / "train.jsonl"
-    arrays = response_prompts(tokens, documents, _token_strings(tokenizer))
+    arrays = response_positions(tokens, documents, _token_strings(tokenizer), args.rows)
+    if args.positions:
+        arrays = {name: begin.astype(np.int32) for name, begin in arrays.items()}
+    else:
+        arrays = windows(tokens, arrays)
     np.savez_compressed(args.build / "response_prompts.npz", **arrays)
     print({name: array.shape for name, array in arrays.items()})
 

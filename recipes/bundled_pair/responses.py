@@ -72,11 +72,13 @@ def static_attention(module, query, key, value, attention_mask, scaling, dropout
 AttentionInterface.register("static_attention", static_attention)
 
 
-def load_target(folder: Path, device: torch.device) -> LlamaForCausalLM:
-    """The target in float32, as the CPU serves it, with the static attention."""
+def load_target(
+    folder: Path, device: torch.device, dtype: torch.dtype = torch.float32
+) -> LlamaForCausalLM:
+    """The target in the type it is served in (a CPU's is float32), with the static attention."""
     return (
         LlamaForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="static_attention"
+            folder, dtype=dtype, attn_implementation="static_attention"
         )
         .to(device)
         .eval()
@@ -93,6 +95,7 @@ class StaticDecoder:
     def __init__(self, model: LlamaForCausalLM, batch: int, prompt_len: int, max_new: int):
         self.model, self.batch, self.prompt_len, self.max_new = model, batch, prompt_len, max_new
         self.device, config = model.device, model.config
+        like = {"device": model.device, "dtype": model.dtype}
         self.stop_id = config.eos_token_id
         slots = prompt_len + max_new
         if slots > config.max_position_embeddings:
@@ -102,14 +105,14 @@ class StaticDecoder:
             )
         self.position = torch.zeros(1, dtype=torch.long, device=self.device)
         self.slots = torch.arange(slots, device=self.device)
-        self.mask = torch.zeros(slots, device=self.device)
+        self.mask = torch.zeros(slots, **like)
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=self.device)
         self.done = torch.zeros(batch, dtype=torch.bool, device=self.device)
         self.temperatures = torch.zeros(batch, device=self.device)
         self.output = torch.zeros(batch, slots, dtype=torch.long, device=self.device)
         shape = (batch, config.num_key_value_heads, slots, config.head_dim)
         self.buffers = [
-            (torch.zeros(shape, device=self.device), torch.zeros(shape, device=self.device))
+            (torch.zeros(shape, **like), torch.zeros(shape, **like))
             for _ in range(config.num_hidden_layers)
         ]
         self.graph = self.capture() if self.device.type == "cuda" else None
@@ -133,7 +136,7 @@ class StaticDecoder:
 
     def choose(self, hidden_BD: torch.Tensor) -> None:
         """Pick the next token of every row; rows that have stopped repeat the stop token."""
-        logits = self.model.lm_head(hidden_BD)
+        logits = self.model.lm_head(hidden_BD).float()
         gumbel = -torch.empty_like(logits).exponential_().clamp_min(1e-20).log()
         chosen = (logits + self.temperatures[:, None] * gumbel).argmax(-1)
         chosen = chosen.masked_fill(self.done, self.stop_id)
@@ -224,7 +227,7 @@ def answer_share(args: argparse.Namespace, worker: int, workers: int) -> tuple[l
     device = torch.device(f"cuda:{worker}" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    model = load_target(args.target or args.data / "target", device)
+    model = load_target(args.target or args.data / "target", device, getattr(torch, args.dtype))
     with np.load(args.data / "response_prompts.npz") as file:
         prompts = {name: file[name] for name in file.files}
     jobs = plan(prompts, args.temperatures, args.shares, args.seed)
@@ -232,7 +235,13 @@ def answer_share(args: argparse.Namespace, worker: int, workers: int) -> tuple[l
     offsets = dict(zip(sorted(prompts), np.cumsum([0, *map(len, prompts.values())])))
     decoders: dict[str, StaticDecoder] = {}
     samples, generated, started = [], 0, time.perf_counter()
-    for index in range(worker, len(batches), workers):
+    turns = np.arange(len(batches))
+    if args.minutes is not None:
+        # Where the time ends before the prompts, every length has had its turns.
+        np.random.default_rng(args.seed).shuffle(turns)
+    for index in turns[worker::workers].tolist():
+        if args.minutes is not None and samples and time.time() > args.deadline:
+            break
         name, first = batches[index]
         if name not in decoders:
             width = prompts[name].shape[1]
@@ -324,6 +333,8 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--max-new", type=int, default=256)
     parser.add_argument("--batch", type=int, default=2048)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--minutes", type=float, help="begin no batch after them")
     parser.add_argument("--val", type=int, default=500, help="last samples, held back")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--show", action="store_true", help="print completions of a few probes")
@@ -333,6 +344,7 @@ def parse_args() -> argparse.Namespace:
             f"{len(args.temperatures)} --temperatures and {len(args.shares)} --shares; "
             "give one share for each temperature"
         )
+    args.deadline = time.time() + 60 * (args.minutes or 0)
     return args
 
 
@@ -341,7 +353,11 @@ def main() -> None:
     folder = args.target or args.data / "target"
     if args.show:
         show(
-            load_target(folder, torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+            load_target(
+                folder,
+                torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+                getattr(torch, args.dtype),
+            ),
             folder,
         )
     samples, summary = generate_all(args)
@@ -354,6 +370,7 @@ def main() -> None:
         "target_sha256": hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest(),
         "seed": args.seed,
         "max_new": args.max_new,
+        "dtype": args.dtype,
         "loop_ngram": LOOP_NGRAM,
         "temperatures": args.temperatures,
         "shares": args.shares,

@@ -157,3 +157,10 @@ def test_response_files(trained, prompts):
             seen.add(tuple(tokens[start : start + length].tolist()))
     assert sizes == [19, 3]
     assert seen == {tuple(row.tolist()) for array in prompts.values() for row in array}
+
+
+def test_responses_end_with_their_minutes(trained, prompts):
+    options = ["--batch", 2, "--max-new", 4, "--val", 1, "--dtype", "bfloat16", "--minutes", 0]
+    run(responses, "--data", trained, "--out", trained / "short", *options)
+    summary = json.loads((trained / "short" / "responses.json").read_text())
+    assert summary["samples"] == 2 and summary["dtype"] == "bfloat16"

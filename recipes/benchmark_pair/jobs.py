@@ -1,0 +1,132 @@
+"""Commands in processes of their own: one on each GPU at a time, each with a log."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+POLL_S, SAY_S = 0.2, 20.0
+# What an interrupted command has to write down what it has.
+FAREWELL_S = 20.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command.
+
+    Attributes:
+        name: of its log.
+        command: program and arguments.
+        least_s: not begun where fewer seconds are left.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    least_s: float = 0.0
+
+
+@dataclass
+class _Running:
+    job: Job
+    gpu: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+
+def gpus() -> list[str]:
+    """The GPUs, each as CUDA_VISIBLE_DEVICES names it; "" stands for a machine without one."""
+    return [str(index) for index in range(torch.cuda.device_count())] or [""]
+
+
+def run_jobs(
+    jobs: Sequence[Job],
+    places: Sequence[str],
+    logs: Path,
+    seconds: float,
+    say: Callable[[str], None] = print,
+) -> dict[str, int | None]:
+    """Run commands in their order, the next one where a place is free.
+
+    At the deadline those that run are interrupted (Ctrl-C, then killed), and no other begins.
+
+    Args:
+        jobs: each name once.
+        places: values of CUDA_VISIBLE_DEVICES, each for one command at a time.
+        logs: folder of NAME.log, which is appended to.
+        seconds: until the deadline.
+        say: gets a line for each begin and end, and what the logs end with meanwhile.
+
+    Returns:
+        exit codes by name; None for one that was not begun or was interrupted.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    started, said = time.monotonic(), time.monotonic()
+    codes: dict[str, int | None] = {job.name: None for job in jobs}
+    waiting, free, running = list(jobs), list(places), []
+    try:
+        while waiting or running:
+            left = seconds - (time.monotonic() - started)
+            for one in [one for one in running if one.process.poll() is not None]:
+                running.remove(one)
+                free.append(one.gpu)
+                codes[one.job.name] = one.process.returncode
+                say(f"{one.job.name} ended with {one.process.returncode}")
+                if one.process.returncode:
+                    say(_end(one.log, 15))
+            if left <= 0 and running:
+                say(f"time is up: {', '.join(one.job.name for one in running)} interrupted")
+                break
+            waiting = [job for job in waiting if job.least_s < left]
+            while waiting and free:
+                job = waiting.pop(0)
+                running.append(_start(job, free.pop(0), logs))
+                say(f"{job.name} begins on GPU {running[-1].gpu or 'none'}")
+            if time.monotonic() - said > SAY_S:
+                said = time.monotonic()
+                for one in running:
+                    say(f"{one.job.name}: {_end(one.log, 1)[:110]}")
+            time.sleep(POLL_S)
+    finally:
+        _interrupt(running)
+    return codes
+
+
+def _start(job: Job, gpu: str, logs: Path) -> _Running:
+    log = logs / f"{job.name}.log"
+    with log.open("ab") as out:
+        process = subprocess.Popen(
+            job.command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu},
+            # A group of its own: an interrupt reaches what it started too.
+            start_new_session=True,
+        )
+    return _Running(job, gpu, process, log)
+
+
+def _interrupt(running: Sequence[_Running]) -> None:
+    for kind, seconds in ((signal.SIGINT, FAREWELL_S), (signal.SIGKILL, 5.0)):
+        deadline = time.monotonic() + seconds
+        for one in running:
+            if one.process.poll() is None:
+                os.killpg(one.process.pid, kind)
+        for one in running:
+            try:
+                one.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                continue
+
+
+def _end(log: Path, count: int) -> str:
+    """The last lines of a log; of a line that was written over, what stands there now."""
+    text = log.read_bytes()[-8000:].decode("utf-8", "replace")
+    lines = [line.rpartition("\r")[2].rstrip() for line in text.split("\n")]
+    return "\n".join([line for line in lines if line][-count:])
