@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Peagle, environment
+from tests.cli.conftest import Peagle
 from tests.doctor.conftest import PAIR2
 from tests.doctor.planting import FILE_FAULTS, copy_head
+from tests.serving.live import running
 
 FAULTS = {fault.name: fault for fault in FILE_FAULTS}
 
@@ -71,30 +67,9 @@ def test_mistakes(peagle: Peagle, prompts: Path, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     """The pair behind our server."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "peagle", "serve", "--port", str(port), "-k", "6"]
-    command += ["--target", str(PAIR2 / "target"), "--draft", str(PAIR2 / "peagle")]
-    process = subprocess.Popen(
-        command,
-        env={**environment(), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(600):
-            try:
-                with urllib.request.urlopen(f"{url}/v1/models", timeout=1):
-                    break
-            except OSError:
-                assert process.poll() is None, "the server ended"
-                time.sleep(0.1)
-        yield url
-    finally:
-        process.terminate()
-        process.wait(30)
+    pair = ("--target", PAIR2 / "target", "--draft", PAIR2 / "peagle")
+    with running(*pair, "-k", 6) as live:
+        yield live.url
 
 
 def test_a_server(peagle: Peagle, prompts: Path, server: str) -> None:
@@ -106,7 +81,3 @@ def test_a_server(peagle: Peagle, prompts: Path, server: str) -> None:
     for name in ("served prompts", "served outputs", "served drafts"):
         assert checks[name] == "agrees", report["checks"]
     assert report["num_speculative_tokens"] == 6
-    # What is rendered without the template has other tokens than what the server renders.
-    result = peagle("doctor", *arguments, "--no-thinking")
-    assert result.status == 1
-    assert "thinking" in {cause["id"] for cause in json.loads(result.out)["causes"]}

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import peagle.engine.build as engine_build
 import peagle.speculation.proposers as proposers
+from peagle.doctor.served import EngineServing, Question, Served
 from peagle.models.checkpoint import load_drafter
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
@@ -160,6 +161,7 @@ FILE_FAULTS = [
     Fault("few positions", "max_positions", _config(max_position_embeddings=64)),
     Fault("sliding window", "sliding_window", _window),
     Fault("norm flag", "norms", _config(norm_before_fc=True)),
+    Fault("fc_norm flag", "norms", _config(fc_norm=True)),
     Fault("final norm missing", "norms", _tensors(lambda t: t.pop("norm.weight"))),
     Fault("final norm lost", "norms", _tensors(_set("norm.weight", ONES))),
     Fault("norms exchanged", "norms", _tensors(_swap(HIDDEN, TOKEN))),
@@ -172,12 +174,50 @@ MAP_FAULTS = [
     Fault("t2d contradicts", "draft_vocabulary", _tensors(_contradict)),
     Fault("map rebuilt", "vocabulary_rebuilt", _tensors(_rebuild_map)),
 ]
+EAGLE3_FAULTS = [
+    *(one for one in FILE_FAULTS if one.cause in ("aux_layers", "norms", "residual", "rope")),
+    Fault("norm_output", "norms", _config(norm_output=True)),
+]
 OVERFLOW = Fault("float16 overflow", "dtype", _tensors(_overflow))
 
 
 def without_fingerprint(folder: Path) -> None:
     """As heads from elsewhere: nothing says which target they are for."""
     edit_config(folder, peagle=None)
+
+
+# ---- targets that are not the head's ------------------------------------------------------------
+
+
+def turn_target(source: Path, folder: Path) -> Path:
+    """The same function of the tokens, with the hidden units in another order."""
+    shutil.copytree(source, folder)
+    width = config_of(folder)["hidden_size"]
+    order = torch.randperm(width, generator=torch.Generator().manual_seed(1))
+
+    def change(tensors: Tensors) -> None:
+        for name, value in tensors.items():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                tensors[name] = value[order]
+            elif value.shape[-1] == width and not name.endswith(("q_norm.weight", "k_norm.weight")):
+                tensors[name] = value[..., order]
+
+    edit_tensors(folder, change)
+    return folder
+
+
+def scramble_tokenizer(source: Path, folder: Path) -> Path:
+    """Another tokenizer of the same size: the words have other numbers."""
+    shutil.copytree(source, folder)
+    file = folder / "tokenizer.json"
+    data = json.loads(file.read_text())
+    added = {token["id"] for token in data["added_tokens"]}
+    words = [(word, i) for word, i in data["model"]["vocab"].items() if i not in added]
+    numbers = [i for _, i in words]
+    moved = dict(zip((w for w, _ in words), numbers[300:] + numbers[:300], strict=True))
+    data["model"]["vocab"].update(moved)
+    file.write_text(json.dumps(data))
+    return folder
 
 
 # ---- a head with a draft vocabulary -----------------------------------------------------------
@@ -199,7 +239,21 @@ def prune(source: Path, folder: Path, ids: Sequence[int]) -> Path:
     return folder
 
 
-# ---- serving sides that run a healthy head wrongly ---------------------------------------------
+# ---- serving sides that tell little, or run a healthy head wrongly ------------------------------
+
+
+@dataclass(frozen=True)
+class Counting:
+    """A serving side that tells counters only, as servers do."""
+
+    inner: EngineServing
+    change: Callable[[Served], Served] = lambda one: one
+    name: str = "http://server"
+    notes: Sequence[str] = ()
+
+    def answer(self, questions: Sequence[Question], max_tokens: int) -> list[Served]:
+        told = self.inner.answer(questions, max_tokens)
+        return [self.change(replace(one, token_ids=None, drafts=None)) for one in told]
 
 
 def serve_changed(patch: pytest.MonkeyPatch, change: Callable[[Drafter], Any]) -> None:

@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
+from peagle.bundled import BUNDLED_PEAGLE
 from peagle.doctor.examiner import Examiner
+from peagle.doctor.faults import agreement
 from peagle.doctor.files import examine_files
 from peagle.doctor.findings import Report
-from peagle.doctor.served import EngineServing, Question, Served
+from peagle.doctor.forward import drafted
+from peagle.doctor.served import EngineServing, Served
 from peagle.doctor.serving_side import examine_serving
 from peagle.engine import SpeculationStats
 from tests.doctor.conftest import HEADS
-from tests.doctor.planting import HEAD_CHANGES, serve_changed, serve_shifted, serve_windowed
+from tests.doctor.planting import (
+    HEAD_CHANGES,
+    Counting,
+    serve_changed,
+    serve_shifted,
+    serve_windowed,
+)
 
 HEAD = HEADS["pair2"]
 Sabotage = Callable[[pytest.MonkeyPatch], None]
-
-
-class Counting:
-    """A serving side that tells counters only, as servers do."""
-
-    name = "http://server"
-    notes: Sequence[str] = ()
-
-    def __init__(self, inner: EngineServing, change: Callable[[Served], Served]) -> None:
-        self.inner, self.change = inner, change
-
-    def answer(self, questions: Sequence[Question], max_tokens: int) -> list[Served]:
-        told = self.inner.answer(questions, max_tokens)
-        return [self.change(replace(one, token_ids=None, drafts=None)) for one in told]
 
 
 def serve(examiner: Examiner, change: Callable[[Served], Served] | None = None) -> Report:
@@ -74,6 +69,19 @@ def test_shifted_tokens_and_windows(pair2_small: Examiner, monkeypatch: pytest.M
         serve_windowed(patch, 16)
         assert named(serve(pair2_small)) == {("sliding_window", "serving")}
     assert named(serve(pair2_small)) == named(serve(pair2_small, lambda one: one)) == set()
+
+
+def test_the_engine_drafts_what_training_foresees(bundled: Examiner) -> None:
+    """Token by token, to the last draft of an answer, of which its end may cut accepted ones."""
+    _, head = examine_files(BUNDLED_PEAGLE, bundled.target)
+    assert head is not None
+    probe, questions = bundled.probe.part(2), bundled.questions[::2]
+    tokens = probe.all_anchors_PC.shape[1] + 1
+    served = EngineServing(bundled.target, BUNDLED_PEAGLE, 6).answer(questions, tokens)
+    ours = drafted(head, probe, every_anchor=True)
+    found = agreement(served, ours, probe, chained=False)
+    assert found.count > 500
+    assert found.share > 0.998  # rounding may turn a draft whose two best logits are equal
 
 
 def test_servers_that_differ_in_more_than_drafts(pair2_small: Examiner) -> None:

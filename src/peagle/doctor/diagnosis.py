@@ -16,6 +16,9 @@ from peagle.doctor.repairs import Known, Repair, repairs
 # so many standard errors; and matches too. Some 40 repairs are tried on a head: a healthy one
 # passes by chance less than once in a hundred examinations.
 MIN_GAIN, MIN_T = 0.03, 3.5
+# It must raise the acceptance length so many times. A head that lost weights is off whatever is
+# done, and wrong changes may help it a little on every text: there more is asked.
+MIN_RATIO, MIN_RATIO_WITHOUT_WEIGHTS = 1.01, 1.05
 # A head that matches less often than this with its repairs has not been repaired.
 MIN_MATCH = 0.1
 _MOST_ROUNDS = 5
@@ -64,7 +67,13 @@ class Gain:
     def is_clear(self) -> bool:
         """The head is better with it, and no doubt."""
         likelier = self.logprob >= MIN_GAIN and self.t >= MIN_T
-        return likelier and self.matches > 0 and self.first_match >= MIN_MATCH
+        accepted = self.matches > 0 and self.ratio >= MIN_RATIO
+        return likelier and accepted and self.first_match >= MIN_MATCH
+
+    @property
+    def ratio(self) -> float:
+        """The acceptance length after over that before."""
+        return self.after / self.before
 
     def __str__(self) -> str:
         return (
@@ -124,11 +133,11 @@ def _best(
         for index, one in enumerate(candidates)
     ]
     finalists = [index for gain, index in sorted(screened, reverse=True)[:_FINALISTS] if gain > 0]
-    tried = []
+    tried, least = [], MIN_RATIO_WITHOUT_WEIGHTS if known.files.lost_weights else MIN_RATIO
     for index in finalists:
         after = drafted(candidates[index].head, known.probe)
         gain = Gain.of(now, after, candidates[index].rows)
-        if gain.is_clear:
+        if gain.is_clear and gain.ratio >= least:
             tried.append((gain.logprob, index, after, gain))
     if not tried:
         return None

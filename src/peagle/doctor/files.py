@@ -17,7 +17,7 @@ from torch import Tensor
 from peagle.doctor.findings import Cause, Check, Status
 from peagle.doctor.head import Head, Reading
 from peagle.doctor.maps import mend_maps
-from peagle.doctor.target_check import check_target
+from peagle.doctor.target_check import check_target, fits_target
 from peagle.errors import CheckpointError
 from peagle.models.checkpoint.formats import config_from_json, format_of
 from peagle.models.checkpoint.head import read_head_json
@@ -46,6 +46,7 @@ class Files:
         window: a sliding window that config.json sets.
         kept_ids: the tokens that t2d keeps, where they are as many as the draft vocabulary.
         loads: nothing had to be mended that keeps a runtime from loading the head.
+        lost_weights: some have to be exported again; no repair makes up for them.
         checks, causes: what was found.
     """
 
@@ -58,6 +59,7 @@ class Files:
     window: int | None = None
     kept_ids: Tensor | None = None
     loads: bool = True
+    lost_weights: bool = False
     checks: list[Check] = field(default_factory=list)
     causes: list[Cause] = field(default_factory=list)
 
@@ -88,6 +90,8 @@ def examine_files(folder: Path, target: TargetModel) -> tuple[Files, Head | None
     except CheckpointError as error:
         files.blame("weights", str(error), "Save or copy the weights again.")
         return files, None
+    if not fits_target(files):
+        return files, None
     check_target(files)
     for examine in (
         _mend_values,
@@ -109,12 +113,6 @@ def _head_of(files: Files) -> Head | None:
     except CheckpointError as error:
         files.blame("weights", str(error), "Correct config.json, or export the head again.")
         return None
-    for name, given in (("vocab_size", target.vocab_size), ("hidden_size", target.hidden_size)):
-        of_head = config.vocab_size if name == "vocab_size" else config.target_hidden_size
-        if of_head != given:
-            text = f"the head expects {name} {of_head}, the target has {given}"
-            files.blame("wrong_target", text, "Serve the head with the target it was trained for.")
-            return None
     mend_maps(files, config)
     tensors, shapes = files.tensors, tensor_shapes(config)
     same_width = config.hidden_size == target.hidden_size
@@ -171,6 +169,7 @@ def _mend_values(files: Files) -> None:
     others = [float((value - 1).abs().mean()) for n, value in norms.items() if n not in blank]
     if blank and others and min(others) > 0.02 and len(blank) <= len(others):
         text = f"{', '.join(blank)}: every weight is exactly 1, unlike the other norms'"
+        files.lost_weights = True
         files.check("norm weights", "differs", text)
         files.blame("norms", text, f"Export {blank[0]} again: it was lost on the way.")
 
@@ -195,7 +194,7 @@ def _mend_norms(files: Files) -> None:
     width = int(files.layers.get("hidden_size") or 0)
     needed = ["norm.weight", "layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight"]
     if lost := [name for name in needed if name not in tensors]:
-        files.loads = False
+        files.loads, files.lost_weights = False, True
         tensors.update({name: torch.ones(width) for name in lost})
         text = f"{', '.join(lost)} is missing"
         files.check("norm weights", "differs", text)
@@ -265,6 +264,7 @@ def _mend_mask_hidden(files: Files) -> None:
         files.check("mask_hidden", "agrees", f"{value.numel()} numbers, not all 0")
         return
     files.loads = files.loads and value is not None and value.numel() == size
+    files.lost_weights = files.lost_weights or value is None or not bool(value.any())
     padded = torch.zeros(1, 1, size)
     if value is not None and value.numel() <= size:
         padded[0, 0, : value.numel()] = value.flatten().float()
@@ -347,7 +347,8 @@ def _mend_positions(files: Files) -> None:
         note = "" if status == "agrees" else ": longer texts go on without drafts"
         files.check("maximum position", status, text + note)
     theta, own = theta_of(layers), theta_of(_rope_of(target))
-    same: Status = "agrees" if theta == own else "differs"
+    # Another theta than the target's may be the head's own: the repairs tell.
+    same: Status = "agrees" if theta == own else "not checked"
     files.check("RoPE theta", same, f"{theta:g}, the target's {own:g}")
 
 

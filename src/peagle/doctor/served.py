@@ -103,8 +103,11 @@ class EngineServing:
             one = served[chunk.index]
             assert one.token_ids is not None and one.drafts is not None
             if chunk.num_drafted:
-                accepted = chunk.token_ids[: chunk.num_accepted]
-                one.drafts[len(one.token_ids)] = accepted + chunk.rejected_token_ids
+                draft = chunk.token_ids[: chunk.num_accepted]
+                # An answer may end within a draft: accepted tokens beyond its end are not told.
+                if len(draft) + len(chunk.rejected_token_ids) == chunk.num_drafted:
+                    draft = draft + chunk.rejected_token_ids
+                one.drafts[len(one.token_ids)] = draft
             one.token_ids += chunk.token_ids
             if chunk.output is not None:
                 one.text, one.stats = chunk.output.text, chunk.output.stats

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,20 +14,44 @@ if TYPE_CHECKING:
     from peagle.doctor.files import Files
 
 
-def check_target(files: Files) -> None:
-    """The fingerprint in the head against the target."""
-    target = files.target
+def fits_target(files: Files) -> bool:
+    """Whether a head is of the target's size; if not, that is all that is to be said of it."""
+    told: dict[str, Any] = {
+        "vocab_size": files.layers.get("vocab_size"),
+        "hidden_size": files.data.get("target_hidden_size") or files.layers.get("hidden_size"),
+    }
+    expected = _expected(files)
+    name = "a target"
+    if isinstance(expected, TargetFingerprint):
+        told["num_layers"], name = expected.num_layers, repr(expected.name)
+    found = TargetFingerprint.of(files.target)
+    sizes = [(k, v, getattr(found, k)) for k, v in told.items() if isinstance(v, int)]
+    wrong = [f"{key} {ours} (here {its})" for key, ours, its in sizes if ours != its]
+    if not wrong:
+        return True
+    text = f"the head is for {name} of {', '.join(wrong)}"
+    files.check("target", "differs", text)
+    files.blame("wrong_target", text, "Serve it with that target, or train a head for this one.")
+    return False
+
+
+def _expected(files: Files) -> TargetFingerprint | str | None:
+    """The fingerprint in the head; None without one, text where it cannot be read."""
     try:
         told = facts_from_json(files.data).get("target")
-        expected = None if told is None else TargetFingerprint.from_json(told)
+        return None if told is None else TargetFingerprint.from_json(told)
     except CheckpointError as error:
-        files.check("fingerprint", "not checked", str(error))
+        return str(error)
+
+
+def check_target(files: Files) -> None:
+    """The fingerprint in the head against the target."""
+    target, expected = files.target, _expected(files)
+    if not isinstance(expected, TargetFingerprint):
+        text = expected or "the head does not say which target it is for"
+        files.check("fingerprint", "not checked", text)
         return
-    if expected is None:
-        files.check("fingerprint", "not checked", "the head does not say which target it is for")
-        return
-    found = TargetFingerprint.of(target)
-    names = [n for n in ("vocab_size", "hidden_size", "num_layers") if _differ(expected, found, n)]
+    found, names = TargetFingerprint.of(target), []
     if target.dtype != torch.float16 and _differ(expected, found, "lm_head_sha256"):
         names.append("lm_head_sha256")
     if names:
