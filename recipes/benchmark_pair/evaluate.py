@@ -58,9 +58,9 @@ def measurements(work: Path, *, small: bool) -> list[Job]:
     return [
         bench("bench-humaneval", "humaneval", "1,4,16,64", 0),
         evaluation("eval-greedy", "0", 0),
+        _peagle(work, "tune", "tune", tuning, 0 if small else 90),
         bench("bench-mt_bench", "mt_bench", "1,4,16,64", 0),
         evaluation("eval-sampled", "1", 0),
-        _peagle(work, "tune", "tune", tuning, 0 if small else 90),
         bench("bench-humaneval-more", "humaneval", "2,8,32", 150),
         bench("bench-heldout_code", "heldout_code", "1,4,16,64", 150),
         bench("bench-gsm8k", "gsm8k", "1,4,16,64", 150),
