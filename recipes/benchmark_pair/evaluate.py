@@ -19,8 +19,7 @@ from jobs import Job
 from peagle.evaluation.acceptance_file import read_acceptance
 from peagle.evaluation.eval_run import provenance
 from peagle.evaluation.report import write_report
-from peagle.evaluation.sweep import Cell
-from peagle.evaluation.sweep_log import NAME as CELLS
+from peagle.evaluation.sweep import LOG_NAME, Cell
 from peagle.evaluation.throughput import FORMAT_VERSION, summarize
 from peagle.models.checkpoint.files import write_json
 
@@ -105,7 +104,8 @@ def merge(work: Path) -> Path:
     acceptance = [f / "acceptance.json" for f in folders if f.name.startswith("eval-")]
     if found := [read_acceptance(path) for path in acceptance if path.exists()]:
         write_json(report / "acceptance.json", merged_acceptance(found))
-    if logs := [f / CELLS for f in folders if f.name.startswith("bench-") and (f / CELLS).exists()]:
+    logs = [folder / LOG_NAME for folder in folders if folder.name.startswith("bench-")]
+    if logs := [path for path in logs if path.exists()]:
         sweeps = [_read_sweep(path) for path in logs]
         if any(records for _, records in sweeps):
             write_json(report / "throughput.json", merged_throughput(sweeps, _provenance(folders)))
@@ -135,7 +135,8 @@ def _read_sweep(path: Path) -> tuple[dict[str, Any], Records]:
     """Settings and measurements of a sweep, whose last line may be cut."""
     whole = path.read_text(encoding="utf-8").rpartition("\n")[0]
     head, *lines = map(json.loads, whole.split("\n"))
-    return head["settings"], [(Cell(**x["cell"]), x["repeat"], x["figures"]) for x in lines]
+    pairs = [(line["key"], line["value"]) for line in lines]
+    return head["settings"], [(Cell(**key["cell"]), key["repeat"], value) for key, value in pairs]
 
 
 def merged_throughput(
@@ -171,7 +172,7 @@ def _provenance(folders: Sequence[Path]) -> dict[str, Any]:
     paths = [folder / "throughput.json" for folder in folders]
     found = [json.loads(path.read_text())["provenance"] for path in paths if path.exists()]
     if not found:
-        settings, _ = _read_sweep(next(f / CELLS for f in folders if (f / CELLS).exists()))
+        settings, _ = _read_sweep(next(f / LOG_NAME for f in folders if (f / LOG_NAME).exists()))
         return provenance(settings["target"], settings["dtype"])
     return found[0] | {"command": _commands(found)}
 

@@ -89,7 +89,7 @@ def test_an_interrupted_sweep_goes_on(
     assert made == 3 + 6
     done = peagle(*command, "--temperature", 1)
     assert done.status == 2
-    assert "temperature was 0.0; it is 1.0 now" in done.err and "another --output" in done.err
+    assert "made with temperature 0.0, not 1.0" in done.err and "another --output" in done.err
 
 
 def test_methods_of_all_kinds(peagle: Peagle, pair: Pair, short: tuple[object, ...]) -> None:

@@ -12,8 +12,8 @@ from peagle.cli import tune_view
 from peagle.cli.values import whole_numbers
 from peagle.config import SpeculativeConfig
 from peagle.errors import UserError
+from peagle.evaluation.journal import Journal
 from peagle.evaluation.tuning.acceptance import AcceptanceByK
-from peagle.evaluation.tuning.journal import Journal
 from peagle.evaluation.tuning.machine import Cell, EngineMachine
 from peagle.evaluation.tuning.plan import Grid
 from peagle.evaluation.tuning.tune import Tuned, measure_costs

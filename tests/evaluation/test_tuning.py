@@ -14,11 +14,12 @@ from scipy.optimize import nnls
 
 from peagle.config import SpeculativeConfig
 from peagle.errors import UserError
+from peagle.evaluation.journal import Journal
 from peagle.evaluation.tuning.acceptance import AcceptanceByK
-from peagle.evaluation.tuning.journal import Journal
 from peagle.evaluation.tuning.machine import Cell, StepCost
 from peagle.evaluation.tuning.model import Ramps, Shape, nonnegative_least_squares
 from peagle.evaluation.tuning.plan import Grid
+from peagle.evaluation.tuning.run import LOG_NAME
 from peagle.evaluation.tuning.schedule import k_at
 from peagle.evaluation.tuning.tune import Costs, Tuned, measure_costs
 from tests.evaluation.tuning_machines import (
@@ -272,48 +273,17 @@ def test_an_interrupted_measurement_goes_on(tmp_path: Path) -> None:
 
     grid = Grid((1, 2), (1, 2, 3))
     with pytest.raises(KeyboardInterrupt):
-        measure_costs(Interrupted(linear), grid, 2, Journal(tmp_path, {"a": 1}))
+        measure_costs(Interrupted(linear), grid, 2, Journal(tmp_path / LOG_NAME, {"a": 1}))
     # As if the last line had been cut by a loss of power.
-    file = tmp_path / "tune_cells.jsonl"
+    file = tmp_path / LOG_NAME
     file.write_bytes(file.read_bytes() + b'{"key": "cost ba')
     machine = SimulatedMachine(linear)
     seen: list[bool] = []
-    journal = Journal(tmp_path, {"a": 1})
+    journal = Journal(tmp_path / LOG_NAME, {"a": 1})
     costs = measure_costs(machine, grid, 2, journal, lambda cell, there: seen.append(there))
     assert seen == [True] * 10 + [False] * 6
     assert len(machine.visits) == 6
     assert costs == measure_costs(SimulatedMachine(linear), grid, 2, Journal(None, {}))
     again = SimulatedMachine(linear)
-    assert measure_costs(again, grid, 2, Journal(tmp_path, {"a": 1})) == costs
+    assert measure_costs(again, grid, 2, Journal(tmp_path / LOG_NAME, {"a": 1})) == costs
     assert again.visits == []
-
-
-def test_another_run_is_refused(tmp_path: Path) -> None:
-    Journal(tmp_path, {"context": 256, "k": (1, 2)}).add("x", 1)
-    assert Journal(tmp_path, {"context": 256, "k": [1, 2]}).find("x") == 1
-    with pytest.raises(UserError, match="was made with context 256, not 512"):
-        Journal(tmp_path, {"context": 512, "k": (1, 2)})
-    with pytest.raises(UserError, match=r"was made with k \[1, 2\], not null"):
-        Journal(tmp_path, {"context": 256})
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[1]\n", "does not hold measurements"),
-        ("{}\n", "does not hold measurements"),
-        ("nonsense\n", "does not hold measurements"),
-        ('{"format_version": 1, "settings": {}}\n{"key": 1}\n', "does not hold measurements"),
-        ('{"format_version": 9, "settings": {}}\n', "format_version 9"),
-    ],
-)
-def test_foreign_files(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "tune_cells.jsonl").write_text(text)
-    with pytest.raises(UserError, match=message):
-        Journal(tmp_path, {})
-
-
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="Name another --output"):
-        Journal(tmp_path / "file" / "out", {})

@@ -14,13 +14,13 @@ import torch
 from peagle.config import SamplingParams
 from peagle.engine.stats import StepTimes
 from peagle.errors import UserError
+from peagle.evaluation.journal import Journal
 from peagle.evaluation.prompts import Prompt
 from peagle.evaluation.tuning import machine as machine_module
 from peagle.evaluation.tuning.acceptance import AcceptanceByK
-from peagle.evaluation.tuning.journal import Journal
 from peagle.evaluation.tuning.machine import WARM_UP_STEPS, Cell, EngineMachine, StepCost
 from peagle.evaluation.tuning.plan import Grid
-from peagle.evaluation.tuning.run import contexts, make_machine, measure_acceptance
+from peagle.evaluation.tuning.run import LOG_NAME, contexts, make_machine, measure_acceptance
 from peagle.evaluation.tuning.tune import measure_costs
 from peagle.llm import LLM
 from peagle.models.target import TargetModel, load_tokenizer
@@ -151,7 +151,7 @@ def test_acceptance_of_a_head(
             target, str(head), (1, 3), SETS, params, journal, chat=False, kv_cache_gib=0.01
         )
 
-    found = measure(Journal(tmp_path, {}))
+    found = measure(Journal(tmp_path / LOG_NAME, {}))
     # The same from the engine's own counters, turn by turn.
     for k in (1, 3):
         config = {"model": str(head), "num_speculative_tokens": k}
@@ -164,7 +164,7 @@ def test_acceptance_of_a_head(
                     text = f"{text}{output.text}\n\n{prompt.turns[turn + 1]}"
         stats = llm.engine.speculation_stats
         assert list(found.rates(k)) == pytest.approx((stats.acceptance_per_pos + [0.0] * k)[:k])
-    assert measure(Journal(tmp_path, {})) == found
+    assert measure(Journal(tmp_path / LOG_NAME, {})) == found
 
 
 def test_released_engines_are_gone(target: TargetModel, head_folders: Callable[..., Path]) -> None:

@@ -19,8 +19,8 @@ from tests.recipes.pretraining import ROOT, VOCAB, scripts, train, write_data
 from tests.training.processes import run_together, values
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from peagle.evaluation.sweep import Cell
-from peagle.evaluation.sweep_log import SweepLog
+from peagle.evaluation.journal import Journal
+from peagle.evaluation.sweep import LOG_NAME, Cell
 from peagle.evaluation.throughput import summarize
 from peagle.training.config import TrainConfig
 
@@ -237,7 +237,7 @@ def figures(speed: float) -> dict[str, Any]:
 def write_sweep(folder: Path, name: str, repeats: int, **settings: Any) -> dict[Cell, list[Any]]:
     """A sweep's log as it is after so many repeats, the last line cut."""
     shared = {"target": "t", "dtype": "float32", "sets": {name: 4}, "temperature": 0.0}
-    log: SweepLog[Cell] = SweepLog(folder, {**shared, "max_new_tokens": 16, "seed": 0, **settings})
+    log = Journal(folder / LOG_NAME, {**shared, "max_new_tokens": 16, "seed": 0, **settings})
     measured: dict[Cell, list[Any]] = {}
     for repeat in range(repeats):
         for number, method in enumerate(("plain", "eagle3", "peagle")):
@@ -245,10 +245,10 @@ def write_sweep(folder: Path, name: str, repeats: int, **settings: Any) -> dict[
                 k = 3 if number else 0
                 cell = Cell(method, "", "peagle", k, concurrency, name)
                 speed = 100.0 * (number + 1) * concurrency + repeat
-                log.add(cell, repeat, figures(speed))
+                log.add(cell.key(repeat), figures(speed))
                 measured.setdefault(cell, []).append(figures(speed))
-    with (folder / "cells.jsonl").open("a") as file:
-        file.write('{"cell": {"method": "pla')
+    with (folder / LOG_NAME).open("a") as file:
+        file.write('{"key": {"cell": {"method": "pla')
     return measured
 
 

@@ -226,7 +226,8 @@ def _measure(
         UserError: that one is of other models, settings or of another machine.
     """
     from peagle.cli.bench_view import Ticker
-    from peagle.evaluation.sweep_log import SweepLog
+    from peagle.evaluation.journal import Journal
+    from peagle.evaluation.sweep import LOG_NAME
 
     who, where = head["provenance"], head["provenance"]["environment"]
     same = {name: who[name] for name in ("target", "dtype")}
@@ -234,7 +235,7 @@ def _measure(
     same |= {f"prompts of {name}": _digest(own) for name, own in sweep.sets.items()}
     same |= identity
     same |= {name: where[name] for name in ("peagle", "torch", "device", "cpu", "threads")}
-    log: SweepLog[Cell] = SweepLog(output, same)
+    log = Journal(output and output / LOG_NAME, same)
     if len(log):
         note(f"{len(log)} measurements are there already")
     ticker = Ticker()

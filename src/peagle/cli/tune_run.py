@@ -20,13 +20,13 @@ from peagle.evaluation.acceptance_file import weights_digest
 from peagle.evaluation.compare import load_target
 from peagle.evaluation.dialogues import PromptSets
 from peagle.evaluation.eval_run import LocalMethod, check_heads, provenance, target_digest
+from peagle.evaluation.journal import Journal
 from peagle.evaluation.methods import Method
 from peagle.evaluation.prompt_sets import load
 from peagle.evaluation.report import write_report
 from peagle.evaluation.tuning.acceptance import AcceptanceByK, acceptance_of_file
-from peagle.evaluation.tuning.journal import Journal
 from peagle.evaluation.tuning.plan import Grid
-from peagle.evaluation.tuning.run import make_machine, measure_acceptance, shared_settings
+from peagle.evaluation.tuning.run import LOG_NAME, make_machine, measure_acceptance, shared_settings
 from peagle.evaluation.tuning.tune import Tuned, measure_costs
 from peagle.models.checkpoint import read_head_config
 from peagle.models.checkpoint.files import write_json
@@ -85,7 +85,9 @@ def run(given: Given, asked: Asked) -> dict[str, Any]:
         "steps": asked.steps,
         "threads": given.value("threads"),
     }
-    journal = Journal(asked.output, settings | _identity(models, told["environment"]))
+    journal = Journal(
+        asked.output and asked.output / LOG_NAME, settings | _identity(models, told["environment"])
+    )
     view = TuneView(len(grid.cells) * asked.rounds)
     try:
         acceptance = known or _acceptance(models, grid, sets, asked, journal, view, chat=chat)

@@ -1,4 +1,4 @@
-"""Calls of AWS APIs as data: what a deployment will do is listed, checked and shown before it runs."""
+"""Calls of AWS APIs as data: a deployment is listed, checked and shown before it runs."""
 
 from __future__ import annotations
 

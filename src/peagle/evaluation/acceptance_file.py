@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.errors import UserError
+from peagle.evaluation.journal import require_same
 from peagle.models.checkpoint.files import write_json
 
 FORMAT_VERSION = 1
@@ -105,16 +106,13 @@ class AcceptanceFile:
 
     def _kept(self, before: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The entries of an earlier run with the same settings."""
-        now = [*self.data["settings"].items()]
-        now += [(name, self.data["provenance"].get(name)) for name in ("target", "dtype")]
-        was = {**before["provenance"], **before["settings"]}
-        # As JSON, in which a tuple is a list.
-        for name, value in now:
-            if json.loads(json.dumps(value)) != was.get(name):
-                raise UserError(
-                    f"{str(self._path)!r} was made with {name} {_shown(was.get(name))}, not "
-                    f"{_shown(value)}. Run it as before to go on with it, or name another --output."
-                )
+
+        def shared(data: Mapping[str, Any]) -> dict[str, Any]:
+            who = {name: data["provenance"].get(name) for name in ("target", "dtype")}
+            return {**who, **data["settings"]}
+
+        assert self._path is not None
+        require_same(self._path, shared(before), shared(self.data))
         return list(before["entries"])
 
 
@@ -179,8 +177,3 @@ def make_folder(folder: Path) -> None:
         ) from None
     if not os.access(folder, os.W_OK):
         raise UserError(f"--output {str(folder)!r} is not writable. Name a folder that is.")
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -13,9 +13,10 @@ import torch
 from peagle.errors import UserError
 from peagle.evaluation.decoding import Backend, Request
 from peagle.evaluation.gpu_busy import GpuBusy
-from peagle.evaluation.sweep_log import SweepLog
+from peagle.evaluation.journal import Journal
 from peagle.evaluation.timing import Figures, figures_of, first_error
 
+LOG_NAME = "cells.jsonl"
 WARM_UP_TOKENS = 16
 
 
@@ -42,6 +43,10 @@ class Cell:
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""
         return asdict(self)
+
+    def key(self, repeat: int) -> dict[str, Any]:
+        """Of one of its measurements in a journal."""
+        return {"cell": self.to_json(), "repeat": repeat}
 
     def __str__(self) -> str:
         k = f" K={self.k}" if self.k else ""
@@ -135,7 +140,7 @@ class Sweep:
         return order
 
     def run(
-        self, log: SweepLog[Cell], watch: Callable[[Progress], None] | None = None
+        self, log: Journal, watch: Callable[[Progress], None] | None = None
     ) -> dict[Cell, list[Figures]]:
         """Measure what the log does not have yet, and keep it there.
 
@@ -147,7 +152,7 @@ class Sweep:
                 are too long, say). What was measured is in the log.
         """
         cells, order = self.cells, self.order()
-        due = [(repeat, cell) for repeat, cell in order if log.get(cell, repeat) is None]
+        due = [(repeat, cell) for repeat, cell in order if log.get(cell.key(repeat)) is None]
         self._warm_up([cell for _, cell in due], watch, len(order) - len(due), len(order))
         clock = _Clock()
         for number, (repeat, cell) in enumerate(due, 1):
@@ -157,14 +162,14 @@ class Sweep:
             if all(answer.error for answer in run.answers):
                 raise UserError(f"{cell}: no request was answered: {first_error(run.answers)}")
             figures = figures_of(run, busy.share)
-            log.add(cell, repeat, figures)
+            log.add(cell.key(repeat), figures)
             clock.took(cell, time.perf_counter() - started)
             if watch is not None:
                 done, left = len(order) - len(due) + number, due[number:]
                 seconds = clock.expect([cell for _, cell in left])
                 problem = first_error(run.answers)
                 watch(Progress(cell, figures, done, len(order), seconds, problem))
-        every = {cell: [log.get(cell, r) for r in range(self.repeats)] for cell in cells}
+        every = {cell: [log.get(cell.key(r)) for r in range(self.repeats)] for cell in cells}
         return {cell: [one for one in found if one] for cell, found in every.items()}
 
     def _warm_up(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from peagle.evaluation.report.schema import (
     ThroughputFile,
     TuneFile,
 )
+from peagle.models.checkpoint.files import replace_file
 
 ACCEPTANCE, THROUGHPUT, TUNE = "acceptance.json", "throughput.json", "tune.json"
 
@@ -115,15 +115,13 @@ def _check_version(version: object, path: Path) -> None:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file so that a reader sees the old one or the new one, never half of one.
+    """Write a file whole or not at all, as `replace_file`.
 
     Raises:
         UserError: it cannot be written.
     """
-    temporary = path.with_name(path.name + ".part")
     try:
-        temporary.write_bytes(data)
-        os.replace(temporary, path)
+        replace_file(path, data)
     except OSError as error:
         raise UserError(f"{str(path)!r} cannot be written: {error.strerror}.") from None
 

@@ -9,13 +9,14 @@ from peagle.config import SamplingParams, SpeculativeConfig
 from peagle.engine import SpeculationStats
 from peagle.evaluation.compare import build, release
 from peagle.evaluation.dialogues import PromptSets, ask
+from peagle.evaluation.journal import Journal
 from peagle.evaluation.local import EngineBackend
 from peagle.evaluation.tuning.acceptance import AcceptanceByK
-from peagle.evaluation.tuning.journal import Journal
 from peagle.evaluation.tuning.machine import EngineMachine
 from peagle.models.checkpoint import read_head_config
 from peagle.models.target import TargetModel, load_tokenizer
 
+LOG_NAME = "tune_cells.jsonl"
 CONCURRENCY = 8
 
 
@@ -49,7 +50,7 @@ def measure_acceptance(
     """
     per_pos: dict[int, list[float]] = {}
     for k in ks:
-        rates = journal.find(f"acceptance k={k}")
+        rates = journal.get(f"acceptance k={k}")
         if rates is None:
             config = SpeculativeConfig(model=head, num_speculative_tokens=k)
             options = {"max_num_seqs": CONCURRENCY, **engine_options}

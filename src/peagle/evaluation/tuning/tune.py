@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+from peagle.evaluation.journal import Journal
 from peagle.evaluation.tuning.acceptance import AcceptanceByK
-from peagle.evaluation.tuning.journal import Journal
 from peagle.evaluation.tuning.machine import Cell, Machine, StepCost
 from peagle.evaluation.tuning.model import CostModel, Shape
 from peagle.evaluation.tuning.plan import Grid
@@ -69,7 +69,7 @@ def measure_costs(
     visits: dict[Cell, list[StepCost]] = {cell: [] for cell in grid.cells}
     for number, cell in grid.visits(rounds, interleave_k=machine.changes_k_cheaply):
         key = f"cost batch={cell.batch} k={cell.k} visit={number}"
-        found = journal.find(key)
+        found = journal.get(key)
         cost = machine.measure(cell) if found is None else StepCost(**found)
         if found is None:
             journal.add(key, asdict(cost))

@@ -13,9 +13,13 @@ from peagle.errors import CheckpointError
 
 def write_json(path: Path, data: object) -> None:
     """Write JSON so that a reader sees the old file or the new one, never half of one."""
-    text = json.dumps(data, indent=2) + "\n"
+    replace_file(path, (json.dumps(data, indent=2) + "\n").encode())
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file so that a reader sees the old one or the new one, never half of one."""
     temporary = path.with_name(path.name + ".part")
-    temporary.write_text(text, encoding="utf-8")
+    temporary.write_bytes(data)
     os.replace(temporary, path)
 
 

@@ -1,0 +1,124 @@
+"""Measurements kept in a file as they are finished, so that an interrupted command goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from peagle.errors import UserError
+from peagle.models.checkpoint.files import replace_file
+
+FORMAT_VERSION = 1
+_SHOWN_CHARACTERS = 100
+
+
+class Journal:
+    """Measurements by key: JSON, one a line behind a first line with the settings.
+
+    A last line that an interruption cut is dropped.
+
+    Args:
+        path: of the file, whose folder is made if it is not there; None keeps everything in
+            memory alone.
+        settings: what has to be the same for measurements to belong together.
+
+    Raises:
+        UserError: the file or its folder is not usable, or its settings are others; the message
+            names the first difference.
+    """
+
+    def __init__(self, path: Path | None, settings: Mapping[str, Any]) -> None:
+        self._path = path
+        self._settings: dict[str, Any] = json.loads(json.dumps(settings))
+        self._values: dict[str, Any] = {}
+        if path is None:
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            raw = path.read_bytes() if path.exists() else b""
+            whole = raw[: raw.rfind(b"\n") + 1]
+            self._read(path, whole.decode("utf-8", "replace").split("\n")[:-1])
+            if not whole:
+                whole = _line({"format_version": FORMAT_VERSION, "settings": self._settings})
+            if whole != raw:
+                replace_file(path, whole)
+        except OSError as error:
+            raise UserError(
+                f"{str(path)!r} cannot be written: {error.strerror}. Give another --output."
+            ) from None
+
+    def __len__(self) -> int:
+        """Measurements there are."""
+        return len(self._values)
+
+    def get(self, key: Any) -> Any:
+        """A measurement; None if it was not made yet."""
+        return self._values.get(_name(key))
+
+    def add(self, key: Any, value: Any) -> None:
+        """Keep a measurement; it is on the disk when this returns."""
+        self._values[_name(key)] = value
+        if self._path is None:
+            return
+        with self._path.open("ab") as file:
+            file.write(_line({"key": key, "value": value}))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _read(self, path: Path, lines: list[str]) -> None:
+        for number, text in enumerate(lines, 1):
+            try:
+                record = json.loads(text)
+                if number == 1:
+                    version, before = record["format_version"], dict(record["settings"])
+                else:
+                    self._values[_name(record["key"])] = record["value"]
+                    continue
+            except (ValueError, KeyError, TypeError):
+                raise UserError(
+                    f"{str(path)!r}, line {number}: no line of measurements ({text[:60]!r}). "
+                    "Remove the file, or give another --output."
+                ) from None
+            if version != FORMAT_VERSION:
+                raise UserError(
+                    f"{str(path)!r} has format_version {version!r}; this peagle reads "
+                    f"{FORMAT_VERSION}. Use the peagle that wrote it, or give another --output."
+                )
+            require_same(path, before, self._settings)
+
+
+def require_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse to go on with measurements that were made under other settings.
+
+    Args:
+        path: of the file that holds them.
+        before: settings in the file.
+        now: of this run; compared as JSON, in which a tuple is a list.
+
+    Raises:
+        UserError: they differ; it names the first difference.
+    """
+    now = json.loads(json.dumps(dict(now)))
+    for name in dict.fromkeys([*now, *before]):
+        if now.get(name) != before.get(name):
+            raise UserError(
+                f"{str(path)!r} was made with {name} {_shown(before.get(name))}, not "
+                f"{_shown(now.get(name))}. Give the same settings to go on with it, or another "
+                "--output."
+            )
+
+
+def _name(key: Any) -> str:
+    return json.dumps(key, sort_keys=True)
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(record).encode() + b"\n"
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
