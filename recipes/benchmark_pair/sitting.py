@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import lzma
+import math
 import shutil
 import sys
 import time
@@ -33,10 +34,10 @@ from prompts import windows  # noqa: E402
 # Minutes of each phase, written before the sitting; budget.md tells what is in them.
 BUDGET = {
     "setup": 0.5,
-    "pretrain": 5.8,
-    "responses": 2.8,
-    "heads": 9.0,
-    "evaluate": 7.5,
+    "pretrain": 4.8,
+    "responses": 2.5,
+    "heads": 11.6,
+    "evaluate": 7.1,
     "package": 0.5,
 }
 # What starts before the clock of a script: the interpreter, torch, the processes of torchrun.
@@ -44,7 +45,7 @@ START_S = 15
 # Enough to tell targets apart; the exact pass over all of it takes as long as 40 steps.
 VALIDATION_TOKENS = 400_000
 # Of the heads' minutes: a trial and what is compiled for it, then the start of the runs.
-TRIAL_MINUTES = 2.5
+TRIAL_MINUTES = 1.8
 SMALL_TARGET = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8} | {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -155,7 +156,7 @@ def responses(sitting: Sitting) -> None:
     else:
         # The batches at hand at the end, and the writing, take as long as the start does.
         command += ["--minutes", round((sitting.seconds("responses") - 2 * START_S) / 60, 2)]
-        command += ["--dtype", "bfloat16", "--batch", 2048, "--show"]
+        command += ["--dtype", "bfloat16", "--batch", 2048, "--show", "--keep-loop", 64]
     sitting.run("responses", *command)
     made = json.loads((work / "responses.json").read_text())
     sitting.say(f"responses: { ({n: v for n, v in made.items() if isinstance(v, (int, float))}) }")
@@ -169,7 +170,8 @@ def heads(sitting: Sitting) -> None:
         return
     settings = {"target": work / "target", "data.train": work / "responses.safetensors"}
     settings |= {"data.validation": work / "responses_val.safetensors"}
-    minutes = sitting.seconds("heads") / 60 - TRIAL_MINUTES
+    turns = math.ceil(len(names) / max(1, len(gpus())))
+    minutes = sitting.seconds("heads") / 60 / turns - TRIAL_MINUTES
     if sitting.small:
         minutes = 0.2
         settings |= {"data.max_length": 384, "data.batch_tokens": 512, "head.draft_vocab_size": 512}

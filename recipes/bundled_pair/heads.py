@@ -1,9 +1,9 @@
 """Train the heads side by side, each for the same time on a GPU of its own.
 
 A trial of all runs together measures the pace; from it follow the steps that fit the minutes, and
-with them a learning-rate schedule that ends where the time does. With fewer GPUs than heads the
-runs share them, and take the longer for it. `--resume` goes on with runs that were cut short, at
-the steps planned before (`steps.json`).
+with them a learning-rate schedule that ends where the time does. With fewer GPUs than heads they
+come in turns, as many at a time as there are GPUs. `--resume` goes on with runs that were cut
+short, at the steps planned before (`steps.json`).
 
     python recipes/bundled_pair/heads.py --minutes 7 peagle.toml eagle3.toml eagle3_4l.toml
 """
@@ -95,7 +95,7 @@ def plan_steps(
 
 
 def main() -> None:
-    """Measure, plan, train."""
+    """Train all runs, as many at a time as there are GPUs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("configs", nargs="+")
     parser.add_argument("--minutes", type=float, required=True, help="of the final runs")
@@ -105,17 +105,25 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="go on with runs cut short")
     options = parser.parse_args()
     configs = {Path(config).stem: config for config in options.configs}
-    count = max(1, torch.cuda.device_count())
-    gpus = {name: index % count for index, name in enumerate(configs)}
-    logs = options.output / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
+    (options.output / "logs").mkdir(parents=True, exist_ok=True)
+    names, count = [*configs], max(1, torch.cuda.device_count())
+    for first in range(0, len(names), count):
+        train({name: configs[name] for name in names[first : first + count]}, options)
 
+
+def train(configs: dict[str, str], options: argparse.Namespace) -> None:
+    """Measure, plan and train some runs side by side, a GPU each."""
+    if options.resume:
+        done = [name for name in configs if (options.output / name / "train.json").exists()]
+        configs = {name: config for name, config in configs.items() if name not in done}
+    gpus = {name: gpu for gpu, name in enumerate(configs)}
+    logs = options.output / "logs"
     planned = options.output / "steps.json"
     steps = json.loads(planned.read_text()) if options.resume and planned.exists() else {}
     if not set(configs) <= set(steps):
-        steps = plan_steps(configs, gpus, options, logs)
+        steps |= plan_steps(configs, gpus, options, logs)
         planned.write_text(json.dumps(steps) + "\n")
-    print("steps:", json.dumps(steps), flush=True)
+    print("steps:", json.dumps({name: steps[name] for name in configs}), flush=True)
 
     started = time.perf_counter()
     final = {}

@@ -251,10 +251,11 @@ def answer_share(args: argparse.Namespace, worker: int, workers: int) -> tuple[l
         responses = decoders[name].generate(prompts[name][rows], temps)
         generated += sum(map(len, responses))
         for row, temp, response in zip(rows, temps, responses, strict=True):
-            cut = loop_start(response)
+            loop = loop_start(response)
+            cut = min(loop + args.keep_loop, len(response))
             prompt = prompts[name][row].astype(np.int16)
             order = int(offsets[name] + row)
-            looped = cut < len(response)
+            looped = loop < len(response)
             samples.append(Sample(prompt, response[:cut], float(temp), order, looped))
         rate = generated / (time.perf_counter() - started)
         print(
@@ -332,6 +333,7 @@ def parse_args() -> argparse.Namespace:
         "--shares", type=numbers, default=[1.0, 0.5, 0.3], help="of the prompts, each"
     )
     parser.add_argument("--max-new", type=int, default=256)
+    parser.add_argument("--keep-loop", type=int, default=0, help="tokens kept of a loop")
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--minutes", type=float, help="begin no batch after them")
@@ -372,6 +374,7 @@ def main() -> None:
         "max_new": args.max_new,
         "dtype": args.dtype,
         "loop_ngram": LOOP_NGRAM,
+        "keep_loop": args.keep_loop,
         "temperatures": args.temperatures,
         "shares": args.shares,
     }

@@ -87,10 +87,10 @@ def test_every_cell_once_a_round_in_rotating_order(
         assert len({str(one[0]) for one in rounds}) == repeats
 
 
-def test_prompts_come_again_until_every_slot_has_one() -> None:
+def test_prompts_come_again_until_every_slot_had_three() -> None:
     backend = FakeBackend()
     sweep_of(two_arms(backend)[:1], repeats=1).run(Journal(None, SETTINGS))
-    assert backend.calls == [(1, ["0", "1", "2"], 64), (4, ["0", "1", "2", "0"], 64)]
+    assert backend.calls == [(1, ["0", "1", "2"], 64), (4, 4 * ["0", "1", "2"], 64)]
 
 
 def test_warm_up_is_short_and_once_for_each_arm_and_load() -> None:

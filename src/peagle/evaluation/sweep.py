@@ -18,6 +18,7 @@ from peagle.evaluation.timing import Figures, figures_of, first_error
 
 LOG_NAME = "cells.jsonl"
 WARM_UP_TOKENS = 16
+WAVES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +123,12 @@ class Sweep:
         }
 
     def requests(self, cell: Cell) -> list[Request]:
-        """What a cell sends."""
-        own = self.sets[cell.set]
-        return list(islice(cycle(own), max(len(own), cell.concurrency)))
+        """What a cell sends: all prompts, again and again until every slot had a few.
+
+        With fewer, the time in which the slots fill and run dry would count for much.
+        """
+        own, slots = self.sets[cell.set], cell.concurrency
+        return list(islice(cycle(own), max(len(own), WAVES * slots if slots > 1 else 1)))
 
     def order(self) -> list[tuple[int, Cell]]:
         """(repeat, cell) in the order of measurement.
