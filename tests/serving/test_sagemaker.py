@@ -17,7 +17,9 @@ HEAD = (
     '{"method": "eagle3", "model": "/opt/ml/additional-model-data-sources/drafter/", '
     '"num_speculative_tokens": 7, "parallel_drafting": true}'
 )
-PLATFORM = ["--host", "0.0.0.0", "--port", "8080", "--drain-timeout", "25"]
+HOST, PORT = ["--host", "0.0.0.0"], ["--port", "8080"]
+DRAIN, MINUTELY = ["--drain-timeout", "25"], ["--cloudwatch-interval", "60"]
+PLATFORM = [*HOST, *PORT, *DRAIN, *MINUTELY]
 
 
 def vllm(**variables: str) -> list[str]:
@@ -196,18 +198,21 @@ def test_taken(variable, value, arguments):
 @pytest.mark.parametrize(
     ("variables", "arguments"),
     [
-        ({"PORT": "9000"}, ["--host", "0.0.0.0", "--drain-timeout", "25", "--port", "9000"]),
-        ({"HOST": "::"}, ["--port", "8080", "--drain-timeout", "25", "--host", "::"]),
+        ({"PORT": "9000"}, [*HOST, *DRAIN, *MINUTELY, "--port", "9000"]),
+        ({"HOST": "::"}, [*PORT, *DRAIN, *MINUTELY, "--host", "::"]),
         # A value may look like an option.
-        ({"HOST": "--port"}, ["--port", "8080", "--drain-timeout", "25", "--host", "--port"]),
-        (
-            {"SHUTDOWN_TIMEOUT": "10"},
-            ["--host", "0.0.0.0", "--port", "8080", "--drain-timeout", "10"],
-        ),
+        ({"HOST": "--port"}, [*PORT, *DRAIN, *MINUTELY, "--host", "--port"]),
+        ({"SHUTDOWN_TIMEOUT": "10"}, [*HOST, *PORT, *MINUTELY, "--drain-timeout", "10"]),
     ],
 )
 def test_platform_defaults_give_way(variables, arguments):
     assert ours(variables) == arguments
+
+
+@pytest.mark.parametrize(("said", "seconds"), [("10", "10"), ("0", "0"), ("", "60")])
+def test_how_often_cloudwatch_is_told(said, seconds):
+    environ = {"HF_MODEL_ID": "m", "PEAGLE_CLOUDWATCH_INTERVAL": said}
+    assert arguments_from(environ, model_dir=NOWHERE)[-2:] == ["--cloudwatch-interval", seconds]
 
 
 @pytest.mark.parametrize(("bound", "port"), [("8081", "8081"), ("", "8080")])
@@ -360,7 +365,7 @@ def test_any_environment_is_read_or_refused(environ):
             got = arguments_from(environ, model_dir=NOWHERE)
         except UserError:
             return
-    assert {"--host", "--port", "--drain-timeout"} <= set(got)
+    assert {"--host", "--port", "--drain-timeout", "--cloudwatch-interval"} <= set(got)
 
 
 @given(st.lists(TEXT, max_size=4))
@@ -377,7 +382,7 @@ def test_the_command_has_every_option_that_is_made():
 
     command = LazyCommand("serve").load()
     known = {name for parameter in command.params for name in parameter.opts}
-    made = {"--sagemaker", "--host", "--port", "--drain-timeout"}
+    made = {"--sagemaker", "--host", "--port", "--drain-timeout", "--cloudwatch-interval"}
     for name in RULES:
         variable = PREFIX + name[2:].replace("-", "_").upper()
         for value in ("1", "true", "auto"):

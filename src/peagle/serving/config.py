@@ -31,6 +31,8 @@ class ServerConfig:
         tool_call_parser: how tool calls are recognised; "auto" reads it off the template.
         log_format, log_prompts: of the log; prompts are never in it unless asked for.
         otlp_endpoint: where spans go; None sends none.
+        cloudwatch_interval_s: seconds between two lines about acceptance on standard output, in
+            CloudWatch's embedded metric format; 0 writes none.
         playground: whether the page at / is there.
 
     Raises:
@@ -53,6 +55,7 @@ class ServerConfig:
     log_format: LogFormat = "text"
     log_prompts: bool = False
     otlp_endpoint: str | None = None
+    cloudwatch_interval_s: float = 0.0
     playground: bool = True
 
     def __post_init__(self) -> None:
@@ -67,6 +70,9 @@ class ServerConfig:
         for name in ("compile_timeout_s", "drain_timeout_s"):
             value = getattr(self, name)
             require(is_number(value) and value > 0, name, value, "a number of seconds above 0")
+        value = self.cloudwatch_interval_s
+        ok = is_number(value) and value >= 0
+        require(ok, "cloudwatch_interval_s", value, "a number of seconds, or 0 for none")
         for name, allowed in (
             ("on_engine_failure", ("restart", "exit")),
             ("log_format", ("text", "json")),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from ipaddress import AddressValueError, IPv6Address, ip_address
+from ipaddress import AddressValueError, IPv6Address
 from typing import NamedTuple
 
+from peagle.config.network import LOOPBACK_NAMES, is_loopback, without_zone
 from peagle.errors import UserError
 from peagle.serving.keys import ApiKeys
 
-_LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _MAX_NAME_LENGTH = 253  # of DNS
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::([0-9]{0,5}))?", re.ASCII | re.IGNORECASE)
@@ -100,15 +100,6 @@ def allowed_origin(value: str) -> Origin:
     return origin
 
 
-def is_loopback(bind_host: str) -> bool:
-    """Whether only this machine reaches a server bound there. Names are not resolved."""
-    literal = _without_zone(bind_host)
-    try:
-        return literal == "localhost" or ip_address(literal).is_loopback
-    except ValueError:
-        return False
-
-
 def default_allowed_hosts(bind_host: str) -> tuple[str, ...]:
     """The hosts that a server bound to `bind_host` answers to unless told otherwise.
 
@@ -117,8 +108,8 @@ def default_allowed_hosts(bind_host: str) -> tuple[str, ...]:
     """
     if not is_loopback(bind_host):
         return ("*",)
-    own = allowed_host(_without_zone(bind_host))
-    return _LOOPBACK_NAMES if own in _LOOPBACK_NAMES else (*_LOOPBACK_NAMES, own)
+    own = allowed_host(without_zone(bind_host))
+    return LOOPBACK_NAMES if own in LOOPBACK_NAMES else (*LOOPBACK_NAMES, own)
 
 
 def bind_warning(host: str, keys: ApiKeys) -> str | None:
@@ -129,10 +120,6 @@ def bind_warning(host: str, keys: ApiKeys) -> str | None:
         f"The server listens on {host or 'all addresses'} without an API key: everybody who can "
         "reach it can use it. Set PEAGLE_API_KEY or --api-key-file, or bind to 127.0.0.1."
     )
-
-
-def _without_zone(bind_host: str) -> str:
-    return bind_host.strip("[]").partition("%")[0].lower()
 
 
 def _normal_name(name: str) -> str | None:

@@ -58,6 +58,11 @@ class ApiKeys:
 
 
 def load_keys(environ: Mapping[str, str], file: str | Path | None = None) -> ApiKeys:
+    """The keys that `read_keys` finds, of which only digests are kept."""
+    return ApiKeys(read_keys(environ, file))
+
+
+def read_keys(environ: Mapping[str, str], file: str | Path | None = None) -> tuple[str, ...]:
     """The keys of `file`, or else those of PEAGLE_API_KEY in `environ`; none if neither is there.
 
     Args:
@@ -83,7 +88,7 @@ def load_keys(environ: Mapping[str, str], file: str | Path | None = None) -> Api
         named = [(name, key) for name, key in named if key]
         source, remedy = f"the variable {ENVIRONMENT_VARIABLE}", "unset it"
     else:
-        return ApiKeys()
+        return ()
     if not named:
         # Somebody meant to lock the server: an empty secret must not open it.
         raise UserError(
@@ -92,7 +97,7 @@ def load_keys(environ: Mapping[str, str], file: str | Path | None = None) -> Api
         )
     for name, key in named:
         _check(name, key)
-    return ApiKeys(key for _, key in named)
+    return tuple(key for _, key in named)
 
 
 def key_of(authorization: bytes) -> bytes | None:

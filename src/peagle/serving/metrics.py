@@ -29,12 +29,13 @@ from peagle import __version__
 
 if TYPE_CHECKING:
     from peagle.engine.outputs import RequestOutput
-    from peagle.engine.stats import EngineStats
+    from peagle.engine.stats import EngineStats, SpeculationStats
 
 Failure = Literal["cancelled", "refused", "timeout", "invalid", "error"]
 
 _PREFIX = "peagle:"
 _PER_POS = "spec_decode_num_accepted_tokens_per_pos"
+_SPECULATION = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"
 _OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
@@ -173,6 +174,20 @@ class Metrics:
             KeyError: another reason.
         """
         self._failures[reason] += 1
+
+    def speculation(self) -> tuple[int, SpeculationStats]:
+        """(tokens given out, drafts made and accepted) of all engines since the server began."""
+        from peagle.engine.stats import SpeculationStats
+
+        num_tokens, total = 0, SpeculationStats()
+        for at in self._engines.values():
+            values = at.totals()
+            known = dict(zip(_TOTALS, values))
+            num_tokens += known["generation_tokens"]
+            counts = {n: known[f"spec_decode_{n}"] for n in _SPECULATION}
+            per_pos = values[len(_TOTALS) :]
+            total.add(SpeculationStats(**counts, num_accepted_tokens_per_pos=per_pos))
+        return num_tokens, total
 
     def render(self, accept: str | None = None) -> tuple[bytes, str]:
         """All of it as (body, content type).

@@ -18,11 +18,13 @@ from pathlib import Path
 
 from peagle.errors import UserError
 from peagle.serving.config import TOOL_PARSERS
+from peagle.serving.emf import DEFAULT_INTERVAL_S
 
 PREFIX = "SM_VLLM_"
 MODEL_DIR = Path("/opt/ml/model")
 # SageMaker kills 30 s after SIGTERM.
 DRAIN_TIMEOUT_S = 25
+INTERVAL_VARIABLE = "PEAGLE_CLOUDWATCH_INTERVAL"
 _SHOWN_CHARACTERS = 200
 _SECRET = re.compile(r"-(key|token|password|secret)$")
 _COUNT = re.compile(r"([0-9]{1,15})(\.[0-9]{1,15})?([kmgtKMGT]?)")
@@ -297,6 +299,8 @@ def arguments_from(
     model folder if anything is in it, else HF_MODEL_ID. Without SM_VLLM_HOST, SM_VLLM_PORT and
     SM_VLLM_SHUTDOWN_TIMEOUT the server listens on port 8080 of all addresses (SageMaker names
     another port in SAGEMAKER_BIND_TO_PORT where a container shares its host) and drains for 25 s.
+    It tells CloudWatch of acceptance once a minute; PEAGLE_CLOUDWATCH_INTERVAL names other seconds,
+    0 for never.
 
     Args:
         environ: of the container.
@@ -315,6 +319,7 @@ def arguments_from(
         ["--host", "0.0.0.0"],
         ["--port", environ.get("SAGEMAKER_BIND_TO_PORT") or "8080"],
         ["--drain-timeout", str(DRAIN_TIMEOUT_S)],
+        ["--cloudwatch-interval", environ.get(INTERVAL_VARIABLE) or str(DEFAULT_INTERVAL_S)],
     ]
     named = {option[0] for option in ours if option}
     options = [option for option in defaults if option[0] not in named] + ours

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from peagle.serving.app import create_app
 from peagle.serving.config import ServerConfig
+from peagle.serving.emf import publishing
 from peagle.serving.engine_pool import EngineFailed, EnginePool, specs_for
 from peagle.serving.hosts import bind_warning, default_allowed_hosts
 from peagle.serving.keys import ApiKeys
@@ -132,14 +133,15 @@ async def _serve(
     if warning := bind_warning(config.host, keys):
         logger.warning("%s", warning)
     pool.start()
-    serving = asyncio.ensure_future(server.serve(sockets=[listening]))
-    loading = asyncio.ensure_future(_load(service, spec, where, started))
-    try:
-        return await _until_end(service, server, serving, loading)
-    finally:
-        loading.cancel()
-        await pool.close()
-        tracer.shutdown()
+    async with publishing(metrics, name, config.cloudwatch_interval_s):
+        serving = asyncio.ensure_future(server.serve(sockets=[listening]))
+        loading = asyncio.ensure_future(_load(service, spec, where, started))
+        try:
+            return await _until_end(service, server, serving, loading)
+        finally:
+            loading.cancel()
+            await pool.close()
+            tracer.shutdown()
 
 
 def _guarded(service: Service, keys: ApiKeys) -> ASGIApp:
