@@ -26,6 +26,8 @@ from peagle.errors import CheckpointError, UserError
 from peagle.models.loading import resolve_model, with_local_head
 from peagle.models.target import TargetModel, load_tokenizer
 
+ENGINES = ("peagle", "vllm")
+
 __all__ = ["LLM", "ChatOutput", "Prompt", "RequestOutput", "StreamChunk"]
 
 
@@ -56,11 +58,22 @@ class LLM:
         speculative_config: how to draft: a SpeculativeConfig, a mapping or JSON text in vLLM's
             form; None decodes plainly.
         model: a target already loaded, in place of `target`.
+        engine: "peagle", or "vllm", with the arguments of `peagle.vllm_llm.VllmLLM`.
         **engine_options: fields of EngineConfig.
 
     Raises:
         UserError: a folder, a hub id, a head or an option is not usable.
     """
+
+    def __new__(cls, *_: Any, engine: str = "peagle", **__: Any) -> LLM:
+        """An LLM on the engine named."""
+        if engine not in ENGINES:
+            raise UserError(f"engine is {engine!r}; expected one of {', '.join(ENGINES)}.")
+        if engine == "vllm" and cls is LLM:
+            from peagle.vllm_llm import VllmLLM
+
+            return object.__new__(VllmLLM)
+        return object.__new__(cls)
 
     def __init__(
         self,
@@ -69,6 +82,7 @@ class LLM:
         revision: str | None = None,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
         model: TargetModel | None = None,
+        engine: str = "peagle",
         **engine_options: Any,
     ) -> None:
         known = {field.name for field in fields(EngineConfig)}
@@ -141,8 +155,8 @@ class LLM:
         prompts = self._as_list(prompts)
         if params is None:
             params = self.default_params()
-        every = _each(params, SamplingParams, "sampling params", len(prompts))
-        priorities = _each(priority, int, "priorities", len(prompts))
+        every = each(params, SamplingParams, "sampling params", len(prompts))
+        priorities = each(priority, int, "priorities", len(prompts))
         requests = self.requests
         if requests.has_unfinished:
             raise UserError(
@@ -235,8 +249,12 @@ class LLM:
         return [items] if items and isinstance(items[0], int) else items
 
 
-def _each(values: Any, kind: type, what: str, count: int) -> list[Any]:
-    """One value for all, or a list of one each, as a list of one each."""
+def each(values: Any, kind: type, what: str, count: int) -> list[Any]:
+    """One value for all, or a list of one each, as a list of one each.
+
+    Raises:
+        UserError: it is neither, or not one each.
+    """
     listed = [values] * count if isinstance(values, kind) else values
     if not isinstance(listed, Sequence) or not all(isinstance(one, kind) for one in listed):
         raise UserError(f"The {what} are {values!r}; expected {kind.__name__}, or a list of them.")

@@ -263,6 +263,28 @@ SERVER = group(
     ),
 )
 
+VLLM = group(
+    "vLLM (needs --engine vllm)",
+    Flag(
+        "engine_name",
+        str,
+        "peagle, or vllm: another engine, for several GPUs and nodes, installed beside it.",
+        "--engine",
+        default="peagle",
+        read=values.one_of("peagle", "vllm"),
+    ),
+    Flag(
+        "vllm_python",
+        Path,
+        "The python of the environment that has vLLM.",
+        metavar="FILE",
+        default="PEAGLE_VLLM_PYTHON, this one, or .venv-vllm/bin/python",
+    ),
+    Flag("tensor_parallel_size", int, "GPUs that share each layer.", default="1"),
+    Flag("pipeline_parallel_size", int, "Groups of GPUs that share the layers out.", default="1"),
+    Flag("print_command", bool, "Print how vLLM would be started, and start nothing."),
+)
+
 # Of the engine, for those who tune a server.
 TUNING = group(
     "Tuning",
@@ -311,6 +333,14 @@ OBSERVATION = group(
         "Where OpenTelemetry spans go, like http://localhost:4318.",
         metavar="URL",
         default="nowhere",
+    ),
+    Flag(
+        "server.cloudwatch_interval_s",
+        float,
+        "Seconds between two lines about acceptance on standard output, in CloudWatch's embedded "
+        "metric format; 0 writes none.",
+        "--cloudwatch-interval",
+        default="0, in a SageMaker container 60",
     ),
 )
 

@@ -10,7 +10,7 @@ import errno
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from textwrap import indent
 from typing import Annotated, Any, NoReturn, cast
@@ -28,10 +28,12 @@ _UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
 # peagle.cli.NAME, whose EXAMPLES close the help page; it is imported when somebody calls it.
 COMMANDS = {
     "bench": "Measure throughput and latency by method, K and concurrency.",
+    "catalog": "List the models with published draft heads, and what it takes to deploy them.",
     "chat": "Talk with a model in the terminal.",
     "convert": "Rewrite a draft head in the style of vLLM or of speculators.",
     "data": "Make, prepare and inspect training data.",
     "demo": "Complete HumanEval prompts with plain decoding, EAGLE-3 and P-EAGLE, and compare.",
+    "deploy": "Deploy a model and its draft head on Amazon SageMaker.",
     "doctor": "Find out why a draft head accepts less than it should.",
     "eval": "Measure the acceptance of draft heads, or certify that decoding is lossless.",
     "generate": "Complete prompts of your own.",
@@ -70,12 +72,17 @@ class LazyCommand(TyperCommand):
         module = import_module(f"peagle.cli.{self.name}")
         if isinstance(group := getattr(module, self.name), typer.Typer):
             return cast(TyperGroup, typer.main.get_command(group))
-        app = typer.Typer(add_completion=False, context_settings=_CONTEXT)
-        app.command(self.name, cls=Command)(getattr(module, self.name))
-        command = typer.main.get_command(app)
-        assert isinstance(command, Command)
-        command.examples = module.EXAMPLES
-        return command
+        return command_of(self.name, getattr(module, self.name), module.EXAMPLES)
+
+
+def command_of(name: str, function: Callable[..., None], examples: str) -> Command:
+    """The command that a function is, with examples on its help page."""
+    app = typer.Typer(add_completion=False, context_settings=_CONTEXT)
+    app.command(name, cls=Command)(function)
+    command = typer.main.get_command(app)
+    assert isinstance(command, Command)
+    command.examples = examples
+    return command
 
 
 class LazyGroup(TyperGroup):

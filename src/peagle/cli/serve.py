@@ -39,10 +39,15 @@ With vLLM's form of the speculative configuration; two engines behind one port:
 For other machines, with a key; in a SageMaker container, whose environment says the rest:
   PEAGLE_API_KEY=... peagle serve --host 0.0.0.0 --log-format json
   peagle serve --sagemaker
+
+On vLLM, over several GPUs; what follows -- are flags of vLLM's own; docs/vllm.md has the rest:
+  peagle serve openai/gpt-oss-120b --draft amazon/gpt-oss-120b-p-eagle --engine vllm
+      --tensor-parallel-size 4 -k 5 -- --kv-cache-dtype fp8
+  peagle serve ./model --draft ./peagle-head --engine vllm --print-command
 """
 
 _DEFAULTS = Layer({"engine.max_num_seqs": Setting(32, "peagle serve")})
-_PLAIN = "plain"
+_PLAIN, _OWN_ENGINE = "plain", "peagle"
 
 
 @takes(
@@ -53,6 +58,7 @@ _PLAIN = "plain"
     *groups.OBSERVATION,
     *groups.ENGINE,
     *groups.TUNING,
+    *groups.VLLM,
     *groups.SETTINGS,
 )
 def serve(
@@ -60,6 +66,14 @@ def serve(
     model: Annotated[
         str | None,
         typer.Argument(metavar="[MODEL]", help="The target, like --target.", show_default=False),
+    ] = None,
+    flags: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[-- FLAGS OF VLLM]",
+            help="Handed on to vLLM as they are.",
+            show_default=False,
+        ),
     ] = None,
     compare_draft: Annotated[
         str | None,
@@ -83,12 +97,22 @@ def serve(
     /health, /ready, /version, SageMaker's /ping and /invocations, and a page at /. The first
     SIGTERM or Ctrl-C finishes what runs, the second ends at once.
     """
+    model, flags = _apart(model, flags or [])
+    engine = given.value("engine_name", _OWN_ENGINE)
+    if engine == _OWN_ENGINE:
+        refuse_vllm_options(given, flags)
+    elif sagemaker:
+        raise UserError("--sagemaker and --engine vllm contradict each other; leave one out.")
     if sagemaker:
         return _as_in_sagemaker(with_model=model is None and "target" not in given)
     if model is not None:
         if "target" in given:
             raise UserError(f"{model!r} and --target were both given; leave one of them out.")
         given["target"] = Setting(model, "MODEL")
+    if engine != _OWN_ENGINE:
+        from peagle.cli.serve_vllm import serve_vllm
+
+        return serve_vllm(given, flags, compare_draft)
     plan = Plan.of(given, _DEFAULTS)
     config: ServerConfig = plan.settings.build("server")
     if "show_config" in given:
@@ -108,6 +132,31 @@ def serve(
     raise typer.Exit(
         run(config, spec, keys, name=config.served_model_name or name, listening=listening)
     )
+
+
+def _apart(model: str | None, flags: list[str]) -> tuple[str | None, list[str]]:
+    """The model, and the flags of vLLM: without a model the first of them stands in its place."""
+    if model is not None and model.startswith("-"):
+        return None, [model, *flags]
+    if flags and not flags[0].startswith("-"):
+        raise UserError(f"{flags[0]!r} was given after the model {model!r}; expected options.")
+    return model, flags
+
+
+def refuse_vllm_options(given: Given, flags: list[str]) -> None:
+    """Refuse options and flags of vLLM where another engine runs.
+
+    Raises:
+        UserError: naming the first.
+    """
+    for flag in groups.VLLM:
+        if flag.key in given and flag.key != "engine_name":
+            raise UserError(f"{flag.shown_name} was given; it needs --engine vllm.")
+    if flags:
+        raise UserError(
+            f"{flags[0]!r} was given after --, where flags of vLLM stand; expected --engine vllm "
+            "with them. Leave them out, or name that engine."
+        )
 
 
 def _as_in_sagemaker(*, with_model: bool) -> None:

@@ -27,7 +27,7 @@ SECTIONS: dict[str, Any] = {
     "server": ServerConfig,
 }
 _NAMES = ("target", "revision")
-_OTHER_VARIABLES = ("PEAGLE_API_KEY", "PEAGLE_CACHE")  # read elsewhere
+_OTHER_VARIABLES = ("PEAGLE_API_KEY", "PEAGLE_CACHE", "PEAGLE_VLLM_PYTHON")  # read elsewhere
 
 
 @dataclass(frozen=True, slots=True)

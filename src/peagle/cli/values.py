@@ -30,6 +30,21 @@ def json_object(text: str, example: str) -> dict[str, Any]:
     return value
 
 
+def one_of(*allowed: str) -> Callable[[str], str]:
+    """Reads a word that must be one of these.
+
+    Raises:
+        UserError: it is another one.
+    """
+
+    def read(word: str) -> str:
+        if word not in allowed:
+            raise UserError(f"{word!r} is not known; expected {' or '.join(allowed)}.")
+        return word
+
+    return read
+
+
 def whole_numbers(flag: str, text: str, most: int) -> tuple[int, ...]:
     """Numbers and ranges between commas, like 1-4,8: ascending, each once.
 

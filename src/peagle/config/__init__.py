@@ -11,6 +11,7 @@ from peagle.config.sampling import (
 )
 from peagle.config.speculative import (
     MAX_SPECULATIVE_TOKENS,
+    RUNTIME_KEYS,
     DraftSampling,
     Method,
     SpeculativeConfig,
@@ -24,6 +25,7 @@ __all__ = [
     "MAX_SEED",
     "MAX_SPECULATIVE_TOKENS",
     "MAX_STOP_STRINGS",
+    "RUNTIME_KEYS",
     "DType",
     "DraftSampling",
     "EngineConfig",

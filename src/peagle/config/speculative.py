@@ -25,6 +25,7 @@ _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "use_local_argmax_reduction": (False, True),
     "draft_tensor_parallel_size": (1,),
 }
+RUNTIME_KEYS = tuple(_WITHOUT_EFFECT)
 _DRAFT_SAMPLE_METHODS = {"greedy": "argmax", "probabilistic": "probabilistic"}
 _REJECTION_SAMPLE_METHODS = ("standard", "synthetic")
 

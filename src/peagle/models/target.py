@@ -30,6 +30,7 @@ from peagle.config import require_folder
 from peagle.errors import CheckpointError, UserError
 from peagle.models.architectures import SUPPORTED_ROPE_TYPES as SUPPORTED_ROPE_TYPES
 from peagle.models.architectures import capped, check_architecture, final_softcap, fix_longrope
+from peagle.models.generation import generation_defaults
 from peagle.models.target_attention import (
     ATTENTION_NAME,
     AttentionLayer,
@@ -42,8 +43,6 @@ from peagle.models.target_facts import end_of_text_ids
 
 if TYPE_CHECKING:
     from peagle.models.compilation import CompiledLayers
-
-_GENERATION_NAMES = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 
 
 class TargetModel:
@@ -237,16 +236,7 @@ class TargetModel:
 
         How to sample only where it asks to be sampled at all.
         """
-        given = self.model.generation_config.to_diff_dict()
-        names = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
-        asked: dict[str, Any] = {}
-        if given.get("do_sample"):
-            names |= {name: name for name in _GENERATION_NAMES}
-            asked["temperature"] = 1.0
-        asked |= {
-            ours: given[theirs] for theirs, ours in names.items() if given.get(theirs) is not None
-        }
-        return asked
+        return generation_defaults(self.model.generation_config)
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

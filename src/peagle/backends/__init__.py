@@ -1,0 +1,1 @@
+"""Other engines behind the same interface: `vllm`, for several GPUs and nodes."""

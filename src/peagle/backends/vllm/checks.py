@@ -1,0 +1,183 @@
+"""Known faults of vLLM, and mistakes in a launch, found before anything is started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from peagle.backends.vllm.command import VllmLaunch, dtype_for, greedy_only
+from peagle.backends.vllm.flags import check_flags, has_flag
+from peagle.backends.vllm.heads import read_head, with_head
+from peagle.backends.vllm.installation import VllmInstallation, version_note
+from peagle.errors import UserError
+
+if TYPE_CHECKING:
+    from peagle.models.drafter_config import DrafterConfig
+
+V2_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+# A hybrid target's layers are put into groups of the KV cache, and a drafter's must all be in one.
+# Layers of the larger kind stay together up to this many times the smaller kind (pull requests
+# 29303 and 36684 of vLLM; the second one, of March 2026, is in 0.18).
+_TOGETHER, _TOGETHER_BEFORE, _TOGETHER_SINCE = 1.5, 1.25, (0, 18)
+_HYBRID_OFF = "--disable-hybrid-kv-cache-manager"
+# The first version in which these were seen; older ones were not looked at.
+_NEWER_OPTIONS = (("log_format", "text", (0, 32)), ("max_queue", None, (0, 32)))
+
+
+def check_launch(launch: VllmLaunch, installation: VllmInstallation) -> tuple[str, ...]:
+    """Refuse what is known to fail; say what the user should know.
+
+    Args:
+        launch: what is to be served.
+        installation: of vLLM.
+
+    Returns:
+        notes for the user.
+
+    Raises:
+        UserError: the start would fail, or would not do what was asked.
+    """
+    launch = with_head(launch)
+    notes = [version_note(installation), *check_flags(launch.extra)]
+    notes += _check_build(launch, installation)
+    _check_options(launch, installation)
+    if launch.speculative is not None:
+        notes += _check_speculation(launch, installation)
+    if launch.head_folder is not None:
+        notes += _check_head(launch, installation, launch.head_folder)
+    return tuple(note for note in notes if note)
+
+
+def _check_build(launch: VllmLaunch, installation: VllmInstallation) -> Iterator[str]:
+    """Types and devices."""
+    if launch.dtype == "float64":
+        raise UserError("dtype is 'float64', which vLLM does not have; expected float32 at most.")
+    if not installation.is_cpu:
+        return
+    if (dtype := dtype_for(launch, installation)) != "float32":
+        yield (
+            f"dtype is {dtype!r} on a CPU, where vLLM 0.32 ended with an illegal instruction in "
+            "some runs; float32 is the default there"
+        )
+    if greedy_only(launch, installation):
+        yield (
+            "on a CPU vLLM samples wrongly with speculative decoding: requests with a temperature "
+            "above 0 are refused"
+        )
+
+
+def _check_options(launch: VllmLaunch, installation: VllmInstallation) -> None:
+    for name, unset, since in _NEWER_OPTIONS:
+        value = getattr(launch, name)
+        if value != unset and (installation.release or since) < since:
+            raise UserError(
+                f"{name} is {value!r}, which {installation} does not have; expected vLLM "
+                f"{since[0]}.{since[1]} or newer. Leave it out, or upgrade vLLM."
+            )
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        size = getattr(launch, name)
+        if type(size) is not int or size < 1:
+            raise UserError(f"{name} is {size!r}; expected a whole number of at least 1.")
+
+
+def _check_speculation(launch: VllmLaunch, installation: VllmInstallation) -> Iterator[str]:
+    config = launch.speculative
+    assert config is not None
+    if config.synthetic_acceptance_rates is not None:
+        if installation.is_cpu:
+            raise UserError(
+                "synthetic_acceptance_rates were given, which vLLM refuses on a CPU; expected a "
+                "GPU. Leave them out."
+            )
+        yield "acceptance is synthetic: outputs are not what the model would say"
+    if not launch.is_parallel:
+        if launch.pipeline_parallel_size > 1 and config.method == "eagle3":
+            yield (
+                "EAGLE-3 over several pipeline stages needs vLLM's model runner V2 and a target "
+                "that supports it (pull request 50514 of vLLM); not tried here"
+            )
+        return
+    if config.num_speculative_tokens_per_batch_size is not None:
+        raise UserError(
+            "num_speculative_tokens_per_batch_size was given, with a head for parallel drafting: "
+            "vLLM 0.32 crashes with both, or drafts wrongly. Leave it out; "
+            "num_speculative_tokens is K for every batch."
+        )
+    if os.environ.get(V2_VARIABLE, "").strip().lower() in ("1", "true"):
+        raise UserError(
+            f"{V2_VARIABLE} is {os.environ[V2_VARIABLE]!r}: vLLM's model runner V2 does not draft "
+            "in parallel with EAGLE heads. Unset it; peagle sets it to 0 for such heads."
+        )
+    if launch.pipeline_parallel_size > 1:
+        raise UserError(
+            f"pipeline_parallel_size is {launch.pipeline_parallel_size}, with a head for parallel "
+            "drafting: vLLM passes the hidden states of earlier stages on in its model runner V2 "
+            "only, which does not draft in parallel. Use --tensor-parallel-size or "
+            "--data-parallel-size, or an EAGLE-3 head."
+        )
+
+
+def _check_head(launch: VllmLaunch, installation: VllmInstallation, folder: str) -> Iterator[str]:
+    """Whether the head fits what it is asked for, and its target as far as that is here."""
+    from peagle.backends.vllm.targets import check_fits, read_target
+
+    config = launch.speculative
+    assert config is not None
+    head, facts = read_head(folder)
+    k, trained = config.num_speculative_tokens, head.trained_depth
+    if trained is not None and k > trained:
+        yield f"K is {k}, and the head was trained for {trained}: later tokens will be refused"
+    size = launch.speculative_options.get("draft_tensor_parallel_size")
+    size = launch.tensor_parallel_size if size is None else size
+    if head.num_attention_heads % size:
+        raise UserError(
+            f"tensor_parallel_size is {size} and the head has {head.num_attention_heads} attention "
+            "heads, which vLLM cannot share out evenly. Give it one GPU: "
+            '"draft_tensor_parallel_size": 1 in --speculative-config.'
+        )
+    target = read_target(launch.target, launch.revision)
+    if target is None:
+        yield f"the target {launch.target!r} is not here yet: whether the head fits was not checked"
+        return
+    if config.check_target:
+        check_fits(target, head, facts, folder)
+    _check_groups(launch, installation, head, target.layer_kinds, target.kv_width)
+
+
+def _check_groups(
+    launch: VllmLaunch,
+    installation: VllmInstallation,
+    head: DrafterConfig,
+    layer_kinds: tuple[str, ...],
+    kv_width: int,
+) -> None:
+    """Refuse a drafter whose layers vLLM would scatter over groups of the KV cache."""
+    if has_flag(launch.extra, _HYBRID_OFF) or head.num_kv_heads * head.head_dim != kv_width:
+        return  # a drafter of another shape gets a group of its own
+    num_sliding = sum(kind != "full_attention" for kind in layer_kinds)
+    num_full = len(layer_kinds) - num_sliding
+    since = (installation.release or _TOGETHER_SINCE) >= _TOGETHER_SINCE
+    ratio = _TOGETHER if since else _TOGETHER_BEFORE
+    if is_scattered(num_full, num_sliding, head.num_layers, ratio):
+        raise UserError(
+            f"The target has {num_full} layers of full attention and {num_sliding} others, the "
+            f"head {head.num_layers}: {installation} would put the head's layers into several "
+            "groups of its KV cache and fail (validate_same_kv_cache_group). Upgrade vLLM if it is "
+            f"older than 0.18, or append -- {_HYBRID_OFF}, which costs KV cache."
+        )
+
+
+def is_scattered(num_full: int, num_sliding: int, num_draft: int, ratio: float) -> bool:
+    """Whether vLLM splits the layers of full attention, the drafter's among them, into groups.
+
+    Groups have as many layers as the rarer kind, or as the commoner one if that is less than
+    `ratio` times as many (`_get_kv_cache_groups_uniform_page_size` of vLLM). Layer i of a kind of
+    n groups goes to group i mod n.
+    """
+    if num_sliding == 0 or num_draft < 2:
+        return False
+    num_full += num_draft
+    fewest, most = sorted((num_full, num_sliding))
+    size = most if most < fewest * ratio else fewest
+    return num_full > size

@@ -1,0 +1,173 @@
+"""`peagle serve --engine vllm`: the same options, served by vLLM."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from peagle.backends.vllm.command import VllmLaunch
+from peagle.cli.flags import Given
+from peagle.cli.plan import Plan, note
+from peagle.cli.settings import SPECULATIVE_VARIABLE
+from peagle.cli.values import json_object
+from peagle.config import RUNTIME_KEYS
+from peagle.errors import UserError
+from peagle.serving.config import ServerConfig
+
+# Options that have no equal in vLLM, and why; a value of theirs that vLLM serves with anyway.
+_WITHOUT_EQUAL = {
+    "engine.device": ("vLLM runs on what it was built for", "auto"),
+    "server.compile_timeout_s": ("vLLM sets no limit to the compilation of schemas", None),
+    "server.playground": ("vLLM has no page at /", False),
+    "server.on_engine_failure": ("vLLM ends with its engine; start it again from outside", "exit"),
+    "server.cloudwatch_interval_s": ("vLLM writes no such lines", 0),
+    "show_memory": ("vLLM prints its own account when it starts", None),
+}
+_ENGINE_KEYS = (
+    *("dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size"),
+    *("num_kv_blocks", "kv_cache_gib", "gpu_memory_utilization", "enable_prefix_caching"),
+    *("enforce_eager", "seed"),
+)
+_SERVER_KEYS = (
+    *("host", "port", "data_parallel_size", "allowed_origins", "max_body_bytes"),
+    *("drain_timeout_s", "log_format", "log_prompts", "otlp_endpoint", "max_queue"),
+)
+
+
+def serve_vllm(given: Given, flags: Sequence[str], compare_draft: str | None) -> None:
+    """Start vLLM with what was given, or print how it would be started.
+
+    Raises:
+        UserError: an option is not usable, or has no equal in vLLM; vLLM is missing, or fails.
+        Exit: with vLLM's own status, when it ends.
+    """
+    if compare_draft is not None:
+        raise UserError(
+            f"--compare-draft is {compare_draft!r}; vLLM serves one head. Leave it out."
+        )
+    plan = Plan.of(given)
+    config: ServerConfig = plan.settings.build("server")
+    _refuse_without_equal(plan, given)
+    if "show_config" in given:
+        plan.show(sections=("engine", "server"))
+        return
+    launch = launch_of(plan, config, given, flags)
+    from peagle.backends.vllm.installation import find_vllm
+    from peagle.backends.vllm.server import VllmServer
+
+    if plan.speculative is None and plan.off == "default":
+        note("no --draft: decoding plainly (--method ngram needs no head)")
+    server = VllmServer(launch, find_vllm(given.value("vllm_python")), progress=_say, log=_log)
+    if "print_command" in given:
+        for text in server.notes:
+            note(text)
+        print(server.command)
+        return
+    raise typer.Exit(server.run())
+
+
+def launch_of(plan: Plan, config: ServerConfig, given: Given, flags: Sequence[str]) -> VllmLaunch:
+    """What vLLM shall serve, of what was given alone: the other defaults are vLLM's.
+
+    Raises:
+        UserError: a value has no equal in vLLM.
+    """
+    from peagle.serving.hosts import allowed_host, allowed_origin, default_allowed_hosts
+    from peagle.serving.keys import read_keys
+
+    engine, server = plan.settings.section("engine"), plan.settings.section("server")
+    options: dict[str, Any] = {name: engine[name] for name in _ENGINE_KEYS if name in engine}
+    options |= {name: getattr(config, name) for name in _SERVER_KEYS if name in server}
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if name in given:
+            options[name] = given.value(name)
+    hosts = config.allowed_hosts
+    hosts = default_allowed_hosts(config.host) if hosts is None else hosts
+    options["allowed_hosts"] = tuple(name if name == "*" else allowed_host(name) for name in hosts)
+    for origin in set(config.allowed_origins) - {"*"}:
+        allowed_origin(origin)
+    return VllmLaunch(
+        plan.target,
+        plan.speculative,
+        revision=plan.settings.value("revision"),
+        speculative_options=_runtime_options(plan, given),
+        threads=plan.threads,
+        served_model_name=config.served_model_name or _model_name(plan.target),
+        chat_template=_chat_template(config.chat_template),
+        tool_call_parser=_tool_parser(plan, config),
+        keys=read_keys(os.environ, given.value("api_key_file")),
+        extra=tuple(flags),
+        **options,
+    )
+
+
+def _refuse_without_equal(plan: Plan, given: Given) -> None:
+    for key, (reason, allowed) in _WITHOUT_EQUAL.items():
+        setting = given.get(key)
+        value = plan.settings.value(key) if setting is None else setting.value
+        if value is None or value == allowed:
+            continue
+        source = plan.settings.source(key) if setting is None else setting.source
+        raise UserError(
+            f"{source} ({key.rpartition('.')[2]} is {value!r}) has no equal with --engine vllm: "
+            f"{reason}. Leave it out."
+        )
+
+
+def _runtime_options(plan: Plan, given: Given) -> dict[str, Any]:
+    """Keys of the speculative configuration that concern how vLLM runs, as they were given."""
+    if plan.speculative is None:
+        return {}
+    whole: Mapping[str, Any] = {}
+    if "speculative_config" in given:
+        whole = json_object(given.value("speculative_config"), "{}")
+    elif text := os.environ.get(SPECULATIVE_VARIABLE):
+        whole = json_object(text, "{}")
+    elif (file := given.value("config")) is not None:
+        import tomllib
+
+        whole = tomllib.loads(Path(file).read_text(encoding="utf-8")).get("speculative", {})
+    return {key: whole[key] for key in RUNTIME_KEYS if whole.get(key) is not None}
+
+
+def _model_name(target: str) -> str:
+    """As `peagle serve` calls it: the folder's name, or the hub id without its revision."""
+    from peagle.bundled import BUNDLED_TARGET
+
+    if target == str(BUNDLED_TARGET):
+        return "peagle-code"
+    return Path(target).resolve().name if Path(target).exists() else target.partition("@")[0]
+
+
+def _chat_template(template: str | None) -> str | None:
+    """A file or a template as text; vLLM knows no names of templates."""
+    if template is None or Path(template).is_file() or "{" in template:
+        return template
+    raise UserError(
+        f"--chat-template is {template!r}, which is neither a file nor a template; vLLM does not "
+        "take the name of one of the model's templates. Write that template into a file."
+    )
+
+
+def _tool_parser(plan: Plan, config: ServerConfig) -> str | None:
+    parser = plan.settings.value("server.tool_call_parser")
+    if parser == "auto":
+        raise UserError(
+            "--tool-call-parser is 'auto'; vLLM does not recognise a template by itself. Name the "
+            "parser, or hand on vLLM's own flags: -- --enable-auto-tool-choice "
+            "--tool-call-parser NAME."
+        )
+    return None if parser in (None, "none") else config.tool_call_parser
+
+
+def _say(text: str) -> None:
+    print(f"peagle: {text}", file=sys.stderr, flush=True)
+
+
+def _log(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

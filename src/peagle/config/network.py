@@ -1,0 +1,22 @@
+"""Which machines reach a server."""
+
+from __future__ import annotations
+
+from ipaddress import ip_address
+
+# Under which a server on a loopback address is reached.
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+
+
+def without_zone(bind_host: str) -> str:
+    """An address without brackets and zone, in lower case."""
+    return bind_host.strip("[]").partition("%")[0].lower()
+
+
+def is_loopback(bind_host: str) -> bool:
+    """Whether only this machine reaches a server bound there. Names are not resolved."""
+    literal = without_zone(bind_host)
+    try:
+        return literal == "localhost" or ip_address(literal).is_loopback
+    except ValueError:
+        return False

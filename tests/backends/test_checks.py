@@ -1,0 +1,183 @@
+"""Known faults, refused before anything is started."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backends.conftest import HEAD, TARGET
+from peagle.backends.vllm.checks import check_launch, is_scattered
+from peagle.backends.vllm.command import VllmLaunch
+from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_TARGET
+from peagle.config import SpeculativeConfig
+from peagle.errors import UserError
+
+PEAGLE = SpeculativeConfig(model=HEAD, num_speculative_tokens=4)
+EAGLE3 = SpeculativeConfig(model=str(BUNDLED_EAGLE3), num_speculative_tokens=4)
+LAUNCH = VllmLaunch(TARGET, PEAGLE)
+
+
+def test_nothing_to_say_of_a_sound_launch(gpu):
+    assert check_launch(LAUNCH, gpu) == ()
+    assert check_launch(VllmLaunch(str(BUNDLED_TARGET), EAGLE3), gpu) == ()
+    assert check_launch(VllmLaunch(TARGET), gpu) == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": "float64"}, "float64"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2, with a head for parallel"),
+        ({"tensor_parallel_size": 16}, "draft_tensor_parallel_size"),
+        ({"extra": ("--trust-remote-code",)}, "runs code out of a model"),
+        (
+            {"speculative": replace(PEAGLE, num_speculative_tokens_per_batch_size=((1, 2, 3),))},
+            "num_speculative_tokens_per_batch_size .* drafts wrongly",
+        ),
+    ],
+)
+def test_refused(gpu, change, message):
+    with pytest.raises(UserError, match=message):
+        check_launch(replace(LAUNCH, **change), gpu)
+
+
+def test_a_schedule_is_fine_for_heads_that_draft_one_by_one(gpu):
+    config = replace(EAGLE3, num_speculative_tokens_per_batch_size=((1, 2, 3),))
+    assert check_launch(VllmLaunch(str(BUNDLED_TARGET), config), gpu) == ()
+
+
+@pytest.mark.parametrize("value", ["1", "true"])
+def test_model_runner_v2(gpu, monkeypatch, value):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", value)
+    with pytest.raises(UserError, match=r"VLLM_USE_V2_MODEL_RUNNER is '.*model runner V2"):
+        check_launch(LAUNCH, gpu)
+    assert check_launch(VllmLaunch(TARGET), gpu) == ()
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    assert check_launch(LAUNCH, gpu) == ()
+
+
+def test_on_a_cpu(cpu):
+    (note,) = check_launch(LAUNCH, cpu)
+    assert "samples wrongly" in note
+    assert check_launch(VllmLaunch(TARGET), cpu) == ()
+    (note,) = check_launch(VllmLaunch(TARGET, dtype="bfloat16"), cpu)
+    assert "illegal instruction" in note
+    synthetic = replace(PEAGLE, synthetic_acceptance_rates=(0.5, 0.4, 0.3, 0.2))
+    with pytest.raises(UserError, match="vLLM refuses on a CPU"):
+        check_launch(replace(LAUNCH, speculative=synthetic), cpu)
+
+
+def test_options_of_later_versions(gpu):
+    old = replace(gpu, version="0.26.0")
+    for change in ({"log_format": "json"}, {"max_queue": 3}):
+        assert check_launch(replace(LAUNCH, **change), gpu) == ()
+        with pytest.raises(UserError, match=r"expected vLLM 0\.32"):
+            check_launch(replace(LAUNCH, **change), old)
+
+
+def test_depth_beyond_training_is_told(gpu):
+    (note,) = check_launch(
+        replace(LAUNCH, speculative=replace(PEAGLE, num_speculative_tokens=40)), gpu
+    )
+    assert "trained for" in note
+
+
+# ---- the target -----------------------------------------------------------------------------
+
+
+def test_head_of_another_target(gpu):
+    with pytest.raises(UserError, match=r"not trained for the target .*vocab_size is"):
+        check_launch(VllmLaunch(str(BUNDLED_TARGET), PEAGLE), gpu)
+
+
+def read_json(folder):
+    return json.loads(Path(folder, "config.json").read_text())
+
+
+def changed_target(folder, **changes):
+    copy = folder / "target"
+    shutil.copytree(TARGET, copy)
+    config = read_json(copy)
+    (copy / "config.json").write_text(json.dumps(config | changes))
+    return copy
+
+
+def test_head_of_a_target_of_the_same_size(gpu, tmp_path):
+    """Only the fingerprint tells: its tokenizer, then some rows of lm_head."""
+    copy = changed_target(tmp_path)
+    launch = VllmLaunch(str(copy), PEAGLE)
+    assert check_launch(launch, gpu) == ()
+    text = (copy / "tokenizer.json").read_text()
+    (copy / "tokenizer.json").write_text(text + " ")
+    with pytest.raises(UserError, match="tokenizer is another one"):
+        check_launch(launch, gpu)
+    (copy / "tokenizer.json").write_text(text)
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(copy / "model.safetensors")
+    for name, value in weights.items():
+        if "lm_head" in name or "embed_tokens" in name:
+            weights[name] = value + 1
+    save_file(weights, copy / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match="lm_head_sha256"):
+        check_launch(launch, gpu)
+    unchecked = replace(launch, speculative=replace(PEAGLE, check_target=False))
+    assert check_launch(unchecked, gpu) == ()
+
+
+def test_a_target_that_is_not_here_is_told(gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    (note,) = check_launch(replace(LAUNCH, target="nobody/nothing"), gpu)
+    assert "was not checked" in note
+
+
+# ---- groups of the KV cache -----------------------------------------------------------------
+
+
+def groups_of_vllm(num_full: int, num_sliding: int, num_draft: int, ratio: float) -> int:
+    """Groups that hold drafter layers, by dealing them out as vLLM's description has it."""
+    kinds = {"full": num_full + num_draft, "sliding": num_sliding}
+    layers = {kind: [(kind, i) for i in range(count)] for kind, count in kinds.items() if count}
+    fewest, most = min(map(len, layers.values())), max(map(len, layers.values()))
+    size = most if most < fewest * ratio else fewest
+    groups = []
+    for members in layers.values():
+        count = -(-len(members) // size)
+        groups += [members[i::count] for i in range(count)]
+    drafters = {("full", num_full + i) for i in range(num_draft)}
+    return sum(bool(drafters & set(group)) for group in groups)
+
+
+@given(st.integers(1, 40), st.integers(0, 60), st.integers(1, 6), st.sampled_from([1.25, 1.5]))
+def test_scattered_as_dealt_out(num_full, num_sliding, num_draft, ratio):
+    found = is_scattered(num_full, num_sliding, num_draft, ratio)
+    assert found == (groups_of_vllm(num_full, num_sliding, num_draft, ratio) > 1)
+
+
+def test_published_cases():
+    """gpt-oss-20b has 12 layers of each kind, gpt-oss-120b 18; their heads have 4 layers."""
+    assert is_scattered(12, 12, 4, 1.25)  # the model card of the 20b head: a fix is needed
+    assert not is_scattered(12, 12, 4, 1.5)  # pull request 36684
+    assert not is_scattered(18, 18, 4, 1.25)  # the card of the 120b head asks for none
+    assert not is_scattered(12, 12, 1, 1.25)
+
+
+def test_a_scattered_drafter_is_refused(gpu, tmp_path):
+    config = read_json(TARGET)
+    num_layers = config["num_hidden_layers"]
+    kinds = ["sliding_attention", *["full_attention"] * (num_layers - 1)]
+    head = read_json(HEAD)
+    width = head["num_key_value_heads"] * head["head_dim"]
+    shape = {"num_key_value_heads": 1, "head_dim": width}
+    copy = changed_target(tmp_path, layer_types=kinds, **shape)
+    launch = VllmLaunch(str(copy), replace(PEAGLE, check_target=False))
+    assert head["num_hidden_layers"] > 1
+    with pytest.raises(UserError, match="disable-hybrid-kv-cache-manager"):
+        check_launch(launch, gpu)
+    apart = replace(launch, extra=("--disable-hybrid-kv-cache-manager",))
+    assert check_launch(apart, gpu) == ()

