@@ -1,0 +1,33 @@
+"""Names by which CloudWatch knows acceptance: the server writes them, `peagle deploy` reads them.
+
+Counters are per interval, not since the start, so that their sums over any time and any number of
+instances are right, and pooled ratios with them: 1 + sum(NumAcceptedTokens) / sum(NumDrafts).
+"""
+
+from __future__ import annotations
+
+NAMESPACE = "peagle"
+
+# Dimensions, named as those of SageMaker's own metrics.
+ENDPOINT = "EndpointName"
+VARIANT = "VariantName"
+MODEL = "ModelName"  # in place of both, where the server was not told of an endpoint
+
+# A container is not told by SageMaker which endpoint it serves: `create` sets these.
+ENDPOINT_VARIABLE = "PEAGLE_ENDPOINT_NAME"
+VARIANT_VARIABLE = "PEAGLE_VARIANT_NAME"
+
+NUM_DRAFTS = "NumDrafts"
+NUM_DRAFT_TOKENS = "NumDraftTokens"
+NUM_ACCEPTED_TOKENS = "NumAcceptedTokens"
+ACCEPTANCE_LENGTH = "AcceptanceLength"
+
+
+def num_accepted_at(position: int) -> str:
+    """Drafts whose tokens up to this position (from 0) were all accepted."""
+    return f"NumAcceptedTokensPos{position}"
+
+
+def acceptance_at(position: int) -> str:
+    """The share of them: unconditional acceptance at this position (from 0)."""
+    return f"AcceptancePos{position}"

@@ -1,0 +1,341 @@
+"""How much one instance carries: a measured curve of speed over concurrency, and where it ends.
+
+The curve is throughput.json of `peagle bench --output` or tune.json of `peagle tune --output`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from peagle.errors import UserError
+
+# A new instance takes about as long to start as a rush takes to come, and target tracking holds an
+# average: some requests always find more than the target. So much of what an instance carries is
+# aimed at.
+HEADROOM = 0.7
+# More requests at once must bring this share of the speed that as many more instances would.
+LEAST_GAIN = 0.25
+_PLAIN = "plain"  # bench's name of decoding without drafts
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a user promises: milliseconds, None for no bound."""
+
+    itl_ms: float | None = None
+    ttft_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What was measured at one concurrency, with drafts as they are deployed.
+
+    Attributes:
+        concurrency: requests at once.
+        tokens_per_s: output tokens of all of them.
+        requests_per_s: None where not measured.
+        itl_ms, ttft_ms: between tokens and to the first one; None where not measured.
+        speed_up: tokens/s over those without drafts; None where not measured.
+        meets: whether the objective of the measurement itself was kept; None if it had none.
+    """
+
+    concurrency: int
+    tokens_per_s: float
+    requests_per_s: float | None = None
+    itl_ms: float | None = None
+    ttft_ms: float | None = None
+    speed_up: float | None = None
+    meets: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Points by ascending concurrency; `what` says of what, and which latency."""
+
+    points: tuple[Point, ...]
+    what: str
+    latency: str
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What one instance carries.
+
+    Attributes:
+        concurrency: the largest that holds.
+        requests_per_s: at it; None where not measured.
+        why: what ends it, for people.
+        what: of what curve.
+    """
+
+    concurrency: int
+    requests_per_s: float | None
+    why: str
+    what: str
+
+    def target(self, metric: str) -> float:
+        """The value that autoscaling keeps, with head room.
+
+        Args:
+            metric: "concurrency": requests at once on an instance; "invocations": requests per
+                minute and instance.
+
+        Raises:
+            UserError: the curve does not say how many requests per second those are.
+        """
+        if metric == "concurrency":
+            return max(1.0, float(int(HEADROOM * self.concurrency)))
+        if self.requests_per_s is None:
+            raise UserError(
+                "tune.json does not say how many requests a second an instance answers: their "
+                "length decides that. Use throughput.json of `peagle bench --output`, or "
+                "--metric concurrency."
+            )
+        return max(1.0, round(HEADROOM * 60 * self.requests_per_s, 1))
+
+
+def capacity(curves: Sequence[Curve], bounds: Bounds) -> Capacity:
+    """The largest concurrency up to which everything holds; of several curves the smallest.
+
+    From the smallest concurrency measured upwards, each must
+    1. keep the bounds, or without any the objective that the measurement itself had;
+    2. be faster with drafts than without (break-even), where both were measured: beyond it, what
+       is deployed for its drafts is slower for them, and another instance serves better;
+    3. still gain: going from c to c' requests must bring at least LEAST_GAIN of the speed that
+       c' / c times as many instances would. Beyond that knee requests only wait for each other.
+    The first that fails ends the curve. Between measured points nothing is assumed.
+
+    Raises:
+        UserError: not even the smallest concurrency holds, or what a bound needs was not measured.
+    """
+    return min((_end(curve, bounds) for curve in curves), key=lambda one: one.concurrency)
+
+
+def _end(curve: Curve, bounds: Bounds) -> Capacity:
+    first = curve.points[0]
+    if problem := _problem(first, bounds, curve):
+        raise UserError(
+            f"{curve.what}: at the smallest concurrency measured, {first.concurrency}, {problem}. "
+            "More instances do not help there: loosen the bound, take a faster instance type, or "
+            "measure at a smaller concurrency."
+        )
+    best, why = first, "it is the largest measured"
+    for before, point in pairwise(curve.points):
+        why = _problem(point, bounds, curve) or _knee(before, point)
+        if why:
+            why = f"at {point.concurrency} {why}"
+            break
+        best, why = point, "it is the largest measured"
+    return Capacity(best.concurrency, best.requests_per_s, why, curve.what)
+
+
+def _problem(point: Point, bounds: Bounds, curve: Curve) -> str:
+    has_bounds = bounds.itl_ms is not None or bounds.ttft_ms is not None
+    for name, most, found in (
+        ("between tokens", bounds.itl_ms, point.itl_ms),
+        ("to the first token", bounds.ttft_ms, point.ttft_ms),
+    ):
+        if most is None:
+            continue
+        if found is None:
+            raise UserError(
+                f"{curve.what} has no times {name}; a bound on them needs throughput.json of "
+                "`peagle bench --output`."
+            )
+        if found > most:
+            return f"the time {name} is {found:.1f} ms ({curve.latency}), above {most:g} ms"
+    if not has_bounds and point.meets is False:
+        return "the latency objective of the measurement is missed"
+    if point.speed_up is not None and point.speed_up < 1:
+        return f"drafts no longer pay: {point.speed_up:.2f} times the speed without them"
+    return ""
+
+
+def _knee(before: Point, point: Point) -> str:
+    more = point.concurrency / before.concurrency - 1
+    gained = point.tokens_per_s / before.tokens_per_s - 1
+    if gained >= LEAST_GAIN * more:
+        return ""
+    return f"{more:.0%} more requests bring only {gained:+.0%} tokens/s"
+
+
+# ---- files ----------------------------------------------------------------------------------
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+
+class _Latency(_Part):
+    p50: float | None = None
+    p90: float | None = None
+    p99: float | None = None
+    mean: float | None = None
+
+    def ms(self, percentile: int) -> float | None:
+        """Milliseconds at a percentile."""
+        value = getattr(self, f"p{percentile}")
+        return None if value is None else 1000 * value
+
+
+class _Median(_Part):
+    output_tokens_per_s: float = Field(gt=0)
+    requests_per_s: float | None = None
+    itl_s: _Latency = _Latency()
+    ttft_s: _Latency = _Latency()
+
+
+class _Cell(_Part):
+    method: str
+    k: int = Field(ge=0)
+    concurrency: int = Field(ge=1)
+    set: str = ""
+    engine: str = ""
+    median: _Median
+    speed_up_over_plain: float | None = None
+    meets_objective: bool | None = None
+
+
+class _Throughput(_Part):
+    cells: list[_Cell] = Field(min_length=1)
+
+
+class _Prediction(_Part):
+    batch: int = Field(ge=1)
+    k: int = Field(ge=0)
+    predicted_tokens_per_s: float = Field(gt=0)
+    measured_tokens_per_s: float | None = None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """As measured, else as predicted."""
+        return self.measured_tokens_per_s or self.predicted_tokens_per_s
+
+
+class _Tune(_Part):
+    predictions: list[_Prediction] = Field(min_length=1)
+    best_single_k: int | None = None
+
+
+def read_curves(
+    path: Path, *, k: int | None, method: str | None = None, percentile: int = 90
+) -> list[Curve]:
+    """The curves of a file, for what is deployed.
+
+    Args:
+        path: throughput.json or tune.json.
+        k: of the endpoint, 0 without drafts; None if unknown: then the file must have one alone.
+        method: name of throughput.json's method, of a server it may be; None if one alone drafts
+            with this K.
+        percentile: of latencies: 50, 90 or 99.
+
+    Raises:
+        UserError: not readable, none of both, or nothing in it was measured as it is deployed.
+    """
+    try:
+        text = path.expanduser().read_bytes()
+    except OSError as error:
+        raise UserError(
+            f"--from is {str(path)!r}, which is not readable: {error.strerror}. Expected "
+            "throughput.json of `peagle bench --output` or tune.json of `peagle tune --output`."
+        ) from None
+    for model, curves in ((_Throughput, _of_throughput), (_Tune, _of_tune)):
+        try:
+            found: Any = model.model_validate_json(text)
+        except ValidationError as error:
+            problems = error.errors()
+            # The file is the other one, where what makes it this one is missing.
+            if not _lacks(problems, "cells" if model is _Throughput else "predictions"):
+                raise _no_curve(path, problems) from None
+            continue
+        read: Callable[..., list[Curve]] = curves
+        return read(path, found, k, method, percentile)
+    raise _no_curve(path, [])
+
+
+def _lacks(problems: Sequence[Any], key: str) -> bool:
+    return any(one["type"] == "missing" and one["loc"] == (key,) for one in problems)
+
+
+def _no_curve(path: Path, problems: Sequence[Any]) -> UserError:
+    first = problems[0] if problems else None
+    where = ".".join(map(str, first["loc"])) if first else ""
+    detail = f" ({where + ': ' if where else ''}{first['msg']})" if first else ""
+    return UserError(
+        f"{path} is neither throughput.json of `peagle bench --output` nor tune.json of "
+        f"`peagle tune --output`{detail}."
+    )
+
+
+def _of_throughput(
+    path: Path, found: _Throughput, k: int | None, method: str | None, percentile: int
+) -> list[Curve]:
+    arms = sorted({(cell.method, cell.k) for cell in found.cells})
+    fitting = _fitting(arms, k, method)
+    if len(fitting) != 1:
+        have = ", ".join(f"{name} with K = {arm_k}" for name, arm_k in arms)
+        what = "nothing" if not fitting else "more than one method"
+        raise UserError(
+            f"{path} has {what} that was measured as the endpoint drafts"
+            f"{'' if k is None else f' (K = {k})'}; it has: {have}. Choose with --method and -k, "
+            "or measure it with bench."
+        )
+    name, arm_k = fitting[0]
+    cells = [cell for cell in found.cells if (cell.method, cell.k) == (name, arm_k)]
+    curves = []
+    for key in sorted({(cell.set, cell.engine) for cell in cells}):
+        points = [_point(c, percentile) for c in cells if (c.set, c.engine) == key]
+        points.sort(key=lambda point: point.concurrency)
+        what = f"{path}, {name} with K = {arm_k} on {key[0] or 'its prompts'}"
+        curves.append(Curve(tuple(points), what, f"P{percentile}"))
+    return curves
+
+
+def _fitting(
+    arms: Sequence[tuple[str, int]], k: int | None, method: str | None
+) -> list[tuple[str, int]]:
+    named = [arm for arm in arms if method is None or arm[0] == method]
+    fitting = [arm for arm in named if (arm[1] == k if k is not None else arm[1])]
+    # A server that does not tell its K is K = 0 in the file; who names it, means it.
+    return fitting or [arm for arm in named if method not in (None, _PLAIN) and not arm[1]]
+
+
+def _point(cell: _Cell, percentile: int) -> Point:
+    return Point(
+        cell.concurrency,
+        cell.median.output_tokens_per_s,
+        cell.median.requests_per_s,
+        cell.median.itl_s.ms(percentile),
+        cell.median.ttft_s.ms(percentile),
+        None if cell.method == _PLAIN else cell.speed_up_over_plain,
+        cell.meets_objective,
+    )
+
+
+def _of_tune(
+    path: Path, found: _Tune, k: int | None, method: str | None, percentile: int
+) -> list[Curve]:
+    """Steps do not tell latencies apart: every request gets tokens/s over b, so their mean."""
+    del method, percentile
+    chosen = found.best_single_k if k is None else k
+    speeds = {(one.batch, one.k): one.tokens_per_s for one in found.predictions}
+    points = [
+        Point(
+            batch,
+            speed,
+            itl_ms=1000 * batch / speed,
+            speed_up=speed / speeds[batch, 0] if chosen and (batch, 0) in speeds else None,
+        )
+        for (batch, at_k), speed in sorted(speeds.items())
+        if at_k == chosen
+    ]
+    if not points:
+        ks = ", ".join(str(one) for one in sorted({at_k for _, at_k in speeds}))
+        raise UserError(f"{path} has no speeds at K = {chosen}; it has K: {ks}. Choose with -k.")
+    return [Curve(tuple(points), f"{path}, K = {chosen}", "mean")]

@@ -1,0 +1,109 @@
+"""Where a model or a draft head is: on the hub, in S3, or in a folder here that is uploaded."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from peagle.errors import UserError
+
+Kind = Literal["hub", "s3", "local"]
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+# Bucket: https://docs.aws.amazon.com/AmazonS3/latest/userguide/bucketnamingrules.html.
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_ARCHIVES = (".tar.gz", ".tgz", ".tar", ".zip", ".safetensors")
+# Pickles can run code when they are read; neither container needs them beside safetensors.
+_NOT_UPLOADED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".part")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where a model is.
+
+    Attributes:
+        kind: "hub", "s3" or "local".
+        name: a hub id, an s3:// prefix that ends with a slash, or an absolute path.
+        revision: branch, tag or commit of a hub id; None for its main branch.
+    """
+
+    kind: Kind
+    name: str
+    revision: str | None = None
+
+    @property
+    def short_name(self) -> str:
+        """The last part of the name, "Qwen3-8B"."""
+        return self.name.rstrip("/").rpartition("/")[2]
+
+
+def source_of(text: str, what: str = "The model") -> ModelSource:
+    """Where the model that a user names is.
+
+    s3:// is a prefix in S3; what begins with ".", "/" or "~", or is there, is a folder;
+    "owner/name" and "owner/name@revision" are hub ids.
+
+    Args:
+        text: as it was typed.
+        what: the model's role, for messages.
+
+    Raises:
+        UserError: none of these, an archive, or a folder without config.json or weights.
+    """
+    if text.startswith("s3://"):
+        return ModelSource("s3", s3_prefix(text, what))
+    path = Path(text).expanduser()
+    if text.startswith((".", "/", "~")) or (text and path.exists()):
+        return _local(path, text, what)
+    name, at, revision = text.partition("@")
+    if _HUB_ID.fullmatch(name) is None or (at and not revision):
+        raise UserError(
+            f"{what} is {text!r}; expected a hub id (owner/name or owner/name@revision), a prefix "
+            "in S3 (s3://bucket/folder/) or a folder here."
+        )
+    return ModelSource("hub", name, revision or None)
+
+
+def s3_prefix(text: str, what: str) -> str:
+    """An s3:// prefix, with a slash at its end.
+
+    Raises:
+        UserError: it names no bucket, or a file.
+    """
+    bucket, _, key = text.removeprefix("s3://").partition("/")
+    if not text.startswith("s3://") or _BUCKET.fullmatch(bucket) is None:
+        raise UserError(f"{what} is {text!r}; expected a prefix in S3, like s3://bucket/folder/.")
+    if key.endswith(_ARCHIVES):
+        raise UserError(
+            f"{what} is {text!r}, a file; expected the prefix under which config.json and the "
+            "safetensors files lie, unpacked, like s3://bucket/folder/."
+        )
+    return text if text.endswith("/") else text + "/"
+
+
+def _local(path: Path, text: str, what: str) -> ModelSource:
+    if not path.is_dir():
+        raise UserError(f"{what} {text!r} is not a folder here; check the path.")
+    if not (path / "config.json").is_file():
+        raise UserError(f"{what} {text!r} has no config.json; expected the folder of a model.")
+    if not any(file.suffix == ".safetensors" for file in folder_files(path)):
+        raise UserError(
+            f"{what} {text!r} has no safetensors file; expected weights in that format."
+        )
+    return ModelSource("local", str(path.resolve()))
+
+
+def folder_files(folder: Path) -> list[Path]:
+    """The files of a model's folder that are uploaded, sorted; those of its folders too.
+
+    Hidden ones and pickles stay here. Links to files count as files: the hub's cache has them.
+    """
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(
+        path
+        for path in files
+        if path.suffix not in _NOT_UPLOADED
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    )

@@ -1,0 +1,206 @@
+"""The speculative configuration of a deployment, in vLLM's form: of options and a head's files."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from peagle.config import SpeculativeConfig
+from peagle.config.speculative import MAX_SPECULATIVE_TOKENS
+from peagle.deploy.container import draft_path
+from peagle.deploy.deployment import Source
+from peagle.deploy.heads import HeadFacts
+from peagle.deploy.models import ModelSource, source_of
+from peagle.errors import UserError
+
+_DEFAULT_METHOD = "eagle3"
+_DEFAULT_TOKENS = SpeculativeConfig("ngram").num_speculative_tokens
+_TREES = "parallel_drafting_spec"
+_SCHEDULE = "num_speculative_tokens_per_batch_size"
+# Fields of ours that vLLM does not have.
+_NOT_OF_VLLM = ("check_target", "draft_sampling")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the user asks for; None where nothing was said.
+
+    Attributes:
+        speculation: --speculation or --no-speculation.
+        draft: --draft, as it was typed.
+        num_speculative_tokens: K.
+        config: --speculative-config, JSON text.
+    """
+
+    speculation: bool | None = None
+    draft: str | None = None
+    num_speculative_tokens: int | None = None
+    config: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What holds where the user says nothing: of the catalog, or of the deployment that is there.
+
+    Attributes:
+        draft: the head; None if none is known.
+        config: vLLM's form without "model"; {} where nothing is known.
+        max_tokens: K up to which the head drafts well; None if unknown.
+    """
+
+    draft: ModelSource | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    max_tokens: int | None = None
+
+
+def decide(
+    asked: Asked,
+    source: Source,
+    defaults: Defaults,
+    read_head: Callable[[ModelSource], HeadFacts | None],
+) -> tuple[ModelSource | None, dict[str, Any] | None]:
+    """The head and vLLM's configuration without its "model"; (None, None) without speculation.
+
+    Args:
+        asked: the user's options.
+        source: whose container it is for.
+        defaults: for what was not asked.
+        read_head: tells of a head what its files say; None if they cannot be read.
+
+    Raises:
+        UserError: options that contradict each other, no head, or what the container cannot do.
+    """
+    given = [asked.draft, asked.num_speculative_tokens, asked.config]
+    if asked.speculation is False:
+        if any(value is not None for value in given):
+            raise UserError("--no-speculation contradicts the other options of speculation.")
+        return None, None
+    config = {} if asked.config is None else read_config(asked.config, "--speculative-config")
+    draft = _draft(asked, config)
+    merged = {**_kept(defaults, asked, draft), **config}
+    needs_head = merged.get("method", _DEFAULT_METHOD) != "ngram"
+    if draft is None and needs_head:
+        draft = defaults.draft
+    if draft is None and needs_head and "model" not in merged:
+        if asked.speculation or any(value is not None for value in given):
+            raise UserError(
+                "No draft head is known for this model, and none was named. Name one with --draft "
+                "(a hub id, s3:// or a folder), or take --no-speculation."
+            )
+        return None, None
+    if asked.num_speculative_tokens is not None:
+        merged["num_speculative_tokens"] = asked.num_speculative_tokens
+    merged.setdefault("method", _DEFAULT_METHOD)
+    merged.setdefault("num_speculative_tokens", _DEFAULT_TOKENS)
+    _check_tokens(merged["num_speculative_tokens"])
+    if draft is not None:
+        is_new = draft != defaults.draft
+        _settle_kind(merged, draft, read_head(draft), None if is_new else defaults.max_tokens)
+    _check_container(merged, source, draft)
+    return draft, merged
+
+
+def read_config(text: str, source: str) -> dict[str, Any]:
+    """A speculative configuration in vLLM's form; `source` names it in messages.
+
+    Raises:
+        UserError: no JSON object, or a key twice.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise UserError(f"{source} has the key {key!r} twice.")
+            found[key] = value
+        return found
+
+    try:
+        data = json.loads(text, object_pairs_hook=unique)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{source} is not JSON: {error}.") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{source} is {text!r}; expected a JSON object.")
+    return {key: value for key, value in data.items() if value is not None}
+
+
+def _draft(asked: Asked, config: dict[str, Any]) -> ModelSource | None:
+    """The head that was named, taken out of the configuration."""
+    model, revision = config.pop("model", None), config.pop("revision", None)
+    if model is None:
+        return None if asked.draft is None else source_of(asked.draft, "The draft head")
+    if asked.draft is not None:
+        raise UserError(
+            f"--draft is {asked.draft!r} and --speculative-config names the model {model!r}; leave "
+            "one of them out."
+        )
+    found = source_of(str(model), "The draft head")
+    return found if revision is None else ModelSource(found.kind, found.name, str(revision))
+
+
+def _kept(defaults: Defaults, asked: Asked, draft: ModelSource | None) -> dict[str, Any]:
+    """Of the defaults what still holds: of another head nothing but K is taken over."""
+    if asked.config is None and draft is None:
+        return dict(defaults.config)
+    key = "num_speculative_tokens"
+    return {key: defaults.config[key]} if key in defaults.config else {}
+
+
+def _settle_kind(
+    config: dict[str, Any],
+    draft: ModelSource,
+    facts: HeadFacts | None,
+    max_tokens: int | None,
+) -> None:
+    """`parallel_drafting` by the head's kind, which no container finds out by itself."""
+    asked = config.get("parallel_drafting")
+    if facts is not None and asked is not None and asked != facts.is_parallel:
+        remedy = "true" if facts.is_parallel else "false"
+        why = "a P-EAGLE head" if facts.is_parallel else "an EAGLE-3 head: it has no mask_hidden"
+        raise UserError(
+            f"parallel_drafting is {json.dumps(asked)}, but {draft.name!r} is {why}. Set it to "
+            f"{remedy}, or leave it out."
+        )
+    config["parallel_drafting"] = facts.is_parallel if facts else True if asked is None else asked
+    depth = facts.trained_depth if facts and facts.trained_depth else max_tokens
+    k = config["num_speculative_tokens"]
+    if depth is not None and k > depth:
+        warnings.warn(
+            f"num_speculative_tokens is {k}, but the head {draft.name!r} was trained for {depth}; "
+            "deeper drafts seldom pass.",
+            stacklevel=4,
+        )
+
+
+def _check_tokens(k: object) -> None:
+    if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= MAX_SPECULATIVE_TOKENS:
+        raise UserError(
+            f"num_speculative_tokens is {k!r}; expected a whole number from 1 to "
+            f"{MAX_SPECULATIVE_TOKENS}. To decode without drafts, take --no-speculation."
+        )
+
+
+def _check_container(config: Mapping[str, Any], source: Source, draft: ModelSource | None) -> None:
+    """Refuse what the container of a source cannot do: of ours, its parser knows."""
+    if source == "native":
+        model = {} if draft is None else {"model": draft_path()}
+        SpeculativeConfig.parse({**model, **config})
+        return
+    if _TREES in config:
+        raise UserError(
+            f"{_TREES} is {config[_TREES]!r}: it asks for candidate trees, which the managed vLLM "
+            "container does not have (it drafts one chain of num_speculative_tokens). Leave it out."
+        )
+    if _SCHEDULE in config and config.get("parallel_drafting"):
+        raise UserError(
+            f"{_SCHEDULE} is {config[_SCHEDULE]!r}: vLLM fails with a schedule of K and a head "
+            "that drafts in parallel. Leave it out, or take --source native."
+        )
+    if ours := [key for key in _NOT_OF_VLLM if key in config]:
+        raise UserError(
+            f"--speculative-config has the key {ours[0]!r}, which vLLM does not know; leave it "
+            "out, or take --source native."
+        )

@@ -1,0 +1,351 @@
+"""`peagle deploy sagemaker create | update | plan`: from a command line to calls."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from botocore.exceptions import ClientError
+
+from deploy.fake_aws import ACCESS_KEY, BUCKET, ROLE, SECRET_KEY, FakeAws
+from peagle.cli.deploy import SUBCOMMANDS
+from peagle.deploy.aws import Clients, Clock
+from tests.cli.conftest import Pair, Peagle, Result, environment
+
+SAGEMAKER = ("deploy", "sagemaker")
+PLAN = (*SAGEMAKER, "plan")
+HERE = ("--region", "us-east-1", "--role", ROLE)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeAws]:
+    with FakeAws(create_s=0, update_s=0) as fake:
+        yield fake
+
+
+@pytest.fixture
+def aws(server: FakeAws, monkeypatch: pytest.MonkeyPatch) -> FakeAws:
+    """AWS, empty, as boto3 finds it; what waits does so on the stand-in's clock."""
+    server.reset()
+    for name in ("now", "sleep"):
+        monkeypatch.setattr(Clock, name, staticmethod(getattr(server.clock, name)))
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    return server
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No network, no credentials, no region."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a socket was opened")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/dev/null")
+    for name in ("AWS_DEFAULT_REGION", "AWS_REGION", "AWS_ACCESS_KEY_ID", "SAGEMAKER_ROLE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def planned(result: Result) -> dict[str, Any]:
+    assert result.status == 0, result.err
+    return json.loads(result.out)
+
+
+def operations(plan: dict[str, Any]) -> list[str]:
+    return [call["operation"] for call in plan["calls"]]
+
+
+def environment_of(plan: dict[str, Any]) -> dict[str, str]:
+    (model,) = (c for c in plan["calls"] if c["operation"] == "CreateModel")
+    return model["parameters"]["PrimaryContainer"]["Environment"]
+
+
+# ---- help -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", list(SUBCOMMANDS))
+def test_help_has_examples(peagle: Peagle, command: str) -> None:
+    result = peagle(*SAGEMAKER, command, "--help")
+    assert (result.status, result.err) == (0, "")
+    assert f"peagle deploy sagemaker {command}" in result.out.partition("Examples:")[2]
+
+
+def test_help_lists_the_commands(peagle: Peagle) -> None:
+    result = peagle(*SAGEMAKER, "--help")
+    assert result.status == 0
+    assert all(name in result.out for name in SUBCOMMANDS)
+
+
+# ---- plan -----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("offline")
+def test_plan_touches_nothing(peagle: Peagle) -> None:
+    plan = planned(peagle(*PLAN, "gpt-oss-20b", *HERE, "-k", 5, "--", "--max-model-len", "4096"))
+    assert operations(plan) == [
+        *("DescribeEndpoint", "CreateModel", "CreateEndpointConfig", "CreateEndpoint"),
+        "DescribeEndpoint",
+    ]
+    assert environment_of(plan)["SM_VLLM_MAX_MODEL_LEN"] == "4096"
+    assert json.loads(environment_of(plan)["SM_VLLM_SPECULATIVE_CONFIG"]) == {
+        "method": "eagle3",
+        "model": "amazon/GPT-OSS-20B-P-EAGLE",
+        "num_speculative_tokens": 5,
+        "parallel_drafting": True,
+    }
+
+
+def test_plan_needs_neither_boto3_nor_torch() -> None:
+    command = [*PLAN, "gpt-oss-20b", *HERE, "--max-instances", "2", "--scale-target", "4"]
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(('boto3', 'botocore', 'torch')))\n"
+        f"from peagle.cli.main import run; sys.exit(run({command!r}))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True)
+    assert result.returncode == 0, result.stderr
+    assert operations(json.loads(result.stdout))[-1] == "PutScalingPolicy"
+
+
+@pytest.mark.usefixtures("offline")
+def test_plan_hides_secrets(peagle: Peagle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_nobody_may_see_it")
+    result = peagle(*PLAN, "gpt-oss-20b", *HERE, "--pass-hf-token", "--env", "MY_KEY=hush")
+    variables = environment_of(planned(result))
+    assert variables["HF_TOKEN"] == variables["MY_KEY"] == "********"
+    assert "nobody" not in result.out + result.err and "hush" not in result.out + result.err
+
+
+@pytest.mark.usefixtures("offline")
+def test_plan_of_what_only_aws_knows(peagle: Peagle) -> None:
+    """Stand-ins for names; the hub's call, and the catalog for its answer. It says so."""
+    hub = planned(peagle(*PLAN, "gpt-oss-20b", *HERE, "--source", "jumpstart"))
+    assert operations(hub)[0] == "DescribeHubContent" and "CreateModel" in operations(hub)
+    assert "not known without asking" in hub["notes"][0]
+    delete = planned(peagle(*PLAN, "chat", "--for", "delete", "--region", "eu-west-1"))
+    assert operations(delete)[-3:] == ["DeleteEndpoint", "DeleteEndpointConfig", "DeleteModel"]
+    assert "PRESENT-MODEL" in delete["notes"][0]
+    update = planned(peagle(*PLAN, "chat", "--for", "update", "--model", "gpt-oss-20b", *HERE))
+    assert "UpdateEndpoint" in operations(update) and "CreateEndpoint" not in operations(update)
+
+
+@pytest.mark.usefixtures("offline")
+def test_plan_of_models_here(peagle: Peagle, pair: Pair) -> None:
+    options = ("--draft", pair.eagle3, "--instance-type", "ml.g6.xlarge", "--name", "x", *HERE)
+    plan = planned(peagle(*PLAN, pair.target, *options))
+    assert operations(plan)[1:3] == ["PutObject", "PutObject"]
+    target, draft = plan["calls"][1:3]
+    assert target["parameters"]["Bucket"] == BUCKET
+    assert any(key.endswith("/target/tokenizer.json") for key in target["keys"])
+    assert any(key.endswith("/draft/config.json") for key in draft["keys"])
+    config = json.loads(environment_of(plan)["SM_VLLM_SPECULATIVE_CONFIG"])
+    assert config["parallel_drafting"] is False
+    assert config["model"] == "/opt/ml/additional-model-data-sources/drafter/"
+
+
+@pytest.mark.usefixtures("offline")
+def test_plan_says_what_it_did_not_look_at(peagle: Peagle) -> None:
+    plan = planned(peagle(*PLAN, "gpt-oss-20b", *HERE, "--draft", "owner/head"))
+    assert plan["notes"] == [
+        "The head 'owner/head' was not looked at; it is taken for a P-EAGLE head."
+    ]
+    plain = planned(peagle(*PLAN, "gpt-oss-20b", *HERE, "--no-speculation"))
+    assert "SM_VLLM_SPECULATIVE_CONFIG" not in environment_of(plain)
+
+
+@pytest.mark.usefixtures("offline")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gpt-oss-20b", "--role", ROLE], "No AWS region is known"),
+        (["gpt-oss-20b", "--region", "us-east-1"], "No role"),
+        (["gpt-oss-2b", *HERE], "Did you mean gpt-oss-20b"),
+        (["gpt-oss-20b", *HERE, "--source", "vllm"], "expected one of native, managed, jumpstart"),
+        (["gpt-oss-20b", *HERE, "--min-instances", "2"], "--min-instances is given without"),
+        (["gpt-oss-20b", *HERE, "--max-instances", "2"], "give --scale-from"),
+        (["gpt-oss-20b", *HERE, "stray"], "expected options of vLLM there"),
+        (["gpt-oss-120b", *HERE, "--instance-type", "ml.g6.xlarge"], "it needs"),
+        (["x", "--for", "update", *HERE], "give --model"),
+        (["x", "--for", "delete", "--model", "y", *HERE], "contradict each other"),
+        (["under_score", "--for", "delete", *HERE], "The endpoint's name is 'under_score'"),
+        (
+            [
+                "gpt-oss-20b",
+                *HERE,
+                "--source",
+                "native",
+                "--image",
+                "a/b:c",
+                "--",
+                "--quantization=x",
+            ],
+            "SM_VLLM_QUANTIZATION",
+        ),
+        (
+            ["gpt-oss-20b", *HERE, "--speculative-config", '{"parallel_drafting_spec": {}}'],
+            "candidate trees",
+        ),
+    ],
+)
+def test_mistakes(peagle: Peagle, arguments: list[str], message: str) -> None:
+    result = peagle(*PLAN, *arguments)
+    assert (result.status, result.out) == (2, "")
+    assert result.err.startswith("peagle: error: ") and message in result.err
+
+
+def client_models(aws: FakeAws) -> list[dict[str, Any]]:
+    """The models that are there."""
+    client = aws.client("sagemaker")
+    names = [model["ModelName"] for model in client.list_models()["Models"]]
+    return [client.describe_model(ModelName=name) for name in names]
+
+
+# ---- create and update ----------------------------------------------------------------------
+
+
+def test_create_update_and_what_they_tell(peagle: Peagle, aws: FakeAws) -> None:
+    arguments = ("gpt-oss-20b", "--role", ROLE, "--name", "chat", "--tag", "team=nlp")
+    result = peagle(*SAGEMAKER, "create", *arguments)
+    assert result.status == 0, result.err
+    assert "created model 'chat-" in result.err
+    assert result.out.startswith("created: chat in us-east-1, openai/gpt-oss-20b (K = 7) on 1 x ")
+    assert "peagle deploy sagemaker invoke chat --region us-east-1 'Hello'" in result.out
+    assert aws.endpoints.status("chat") == "InService"
+
+    again = peagle(*SAGEMAKER, "create", *arguments)
+    assert again.status == 2 and "There is an endpoint 'chat'" in again.err
+
+    same = peagle(*SAGEMAKER, "update", "chat")
+    assert same.status == 2 and "Nothing is to change about 'chat'" in same.err
+
+    changed = peagle(*SAGEMAKER, "update", "chat", "-k", 5, "--format", "json")
+    assert changed.status == 0, changed.err
+    told = json.loads(changed.out)
+    assert (told["status"], told["num_speculative_tokens"]) == ("updated", 5)
+    assert (told["model"], told["draft"]) == ("openai/gpt-oss-20b", "amazon/GPT-OSS-20B-P-EAGLE")
+    # The old model and configuration are gone.
+    (model,) = client_models(aws)
+    config = json.loads(model["PrimaryContainer"]["Environment"]["SM_VLLM_SPECULATIVE_CONFIG"])
+    assert config["num_speculative_tokens"] == 5
+    assert model["PrimaryContainer"]["Environment"]["SM_VLLM_MAX_MODEL_LEN"] == "32768"
+    printed = "".join(r.out + r.err for r in (result, again, same, changed))
+    assert ACCESS_KEY not in printed and SECRET_KEY not in printed
+
+
+def test_create_of_models_here(peagle: Peagle, aws: FakeAws, pair: Pair) -> None:
+    """What the plan says is what is sent, but for names with the time in them."""
+    aws.make_bucket()
+    options = ("--draft", pair.peagle, "--instance-type", "ml.g6.xlarge", "--name", "mine")
+    plan = planned(peagle(*PLAN, pair.target, *options, *HERE))
+    result = peagle(*SAGEMAKER, "create", pair.target, *options, *HERE)
+    assert result.status == 0, result.err
+    keys = {key for call in plan["calls"] for key in call.get("keys", ())}
+    listed = aws.client("s3").list_objects_v2(Bucket=BUCKET)["Contents"]
+    stripped = [{key.split("/", 3)[3] for key in one} for one in (keys, {x["Key"] for x in listed})]
+    assert stripped[0] == stripped[1]
+    assert "target/model.safetensors" in stripped[0] and "draft/config.json" in stripped[0]
+
+
+@pytest.mark.filterwarnings("ignore:Whether the model fits")
+def test_a_head_in_s3_is_looked_at(peagle: Peagle, aws: FakeAws, pair: Pair) -> None:
+    """With the user's credentials, before anything is made; of weights only the header."""
+    aws.make_bucket()
+    client = aws.client("s3")
+    for folder, name in ((pair.eagle3, "head"), (pair.target, "model")):
+        for file in folder.iterdir():
+            client.put_object(Bucket=BUCKET, Key=f"{name}/{file.name}", Body=file.read_bytes())
+    head = f"s3://{BUCKET}/head"
+    place = ("--instance-type", "ml.g6.xlarge", *HERE)
+    model = f"s3://{BUCKET}/model"
+    create, options = (*SAGEMAKER, "create", model), ("--draft", head, *place)
+    before = aws.holdings()
+    config = json.dumps({"model": head, "parallel_drafting": True})
+    refused = peagle(*create, "--speculative-config", config, *place)
+    assert refused.status == 2 and "an EAGLE-3 head: it has no mask_hidden" in refused.err
+    assert aws.holdings() == before
+    made = peagle(*create, *options, "--name", "x")
+    assert made.status == 0, made.err
+    (described,) = client_models(aws)
+    container = described["PrimaryContainer"]
+    found = json.loads(container["Environment"]["SM_VLLM_SPECULATIVE_CONFIG"])
+    assert found["parallel_drafting"] is False
+    (channel,) = container["AdditionalModelDataSources"]
+    assert channel["S3DataSource"]["S3Uri"] == f"s3://{BUCKET}/head/"
+
+    plan = planned(peagle(*PLAN, model, *options, "--name", "y"))
+    assert operations(plan)[:2] == ["GetObject", "ListObjectsV2"]
+    client.put_object(Bucket=BUCKET, Key="head/model.safetensors", Body=b"broken")
+    broken = peagle(*create, *options, "--name", "y")
+    assert broken.status == 2 and "is not readable as safetensors" in broken.err
+    client.delete_object(Bucket=BUCKET, Key="head/config.json")
+    with pytest.warns(UserWarning, match="could not be looked at in S3"):
+        assert peagle(*create, *options, "--name", "y").status == 0
+
+
+def test_the_hub_answers(peagle: Peagle, aws: FakeAws) -> None:
+    document = {"HostingEcrUri": "the/hubs:image", "DefaultInferenceInstanceType": "ml.g7e.2xlarge"}
+    aws.endpoints.hub["openai-reasoning-gpt-oss-20b"] = document
+    options = ("gpt-oss-20b", "--source", "jumpstart", "--name", "js", *HERE, "--format", "json")
+    result = peagle(*SAGEMAKER, "create", *options)
+    assert result.status == 0, result.err
+    told = json.loads(result.out)
+    assert (told["source"], told["image"]) == ("jumpstart", "the/hubs:image")
+
+
+def test_the_hub_refuses(peagle: Peagle, aws: FakeAws) -> None:
+    aws.fail("access denied", "DescribeHubContent")
+    options = ("gpt-oss-20b", "--source", "jumpstart", "--name", "js", *HERE, "--format", "json")
+    result = peagle(*SAGEMAKER, "create", *options)
+    assert result.status == 0, result.err
+    assert json.loads(result.out)["source"] == "managed"
+    assert "SageMaker's hub does not tell about" in result.err and "the catalog" in result.err
+
+
+def test_the_hub_is_not_reached(
+    peagle: Peagle, aws: FakeAws, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows what it would have said: that is no reason for another container."""
+
+    def throttle(*_: object) -> None:
+        raise ClientError({"Error": {"Code": "ThrottlingException"}}, "DescribeHubContent")
+
+    monkeypatch.setattr(Clients, "call", throttle)
+    result = peagle(*SAGEMAKER, "create", "gpt-oss-20b", "--source", "jumpstart", *HERE)
+    assert result.status == 2 and result.out == ""
+    assert not aws.holdings()
+
+
+def test_nothing_stays_of_what_fails(peagle: Peagle, aws: FakeAws) -> None:
+    before = aws.holdings()
+    aws.fail("access denied", "CreateEndpoint")
+    result = peagle(*SAGEMAKER, "create", "gpt-oss-20b", *HERE)
+    assert result.status == 2 and result.out == ""
+    assert "nothing stayed" in result.err
+    assert aws.holdings() == before
+
+
+def test_scaling_needs_the_endpoint(peagle: Peagle, aws: FakeAws) -> None:
+    del aws
+    scaled = ("--max-instances", 4, "--scale-target", 8)
+    result = peagle(*SAGEMAKER, "create", "gpt-oss-20b", *HERE, *scaled, "--no-wait")
+    assert result.status == 2 and "--no-wait and --max-instances contradict" in result.err
+
+
+def test_a_measured_curve_scales(peagle: Peagle, tmp_path: Path) -> None:
+    """tune.json: at K = 7 drafts pay up to 8 at once; 70% of that is the target."""
+    speeds = {(1, 0): 100.0, (1, 7): 250.0, (8, 0): 600.0, (8, 7): 900.0, (16, 0): 1100.0}
+    speeds[16, 7] = 1000.0
+    rows = [{"batch": b, "k": k, "predicted_tokens_per_s": s} for (b, k), s in speeds.items()]
+    file = tmp_path / "tune.json"
+    file.write_text(json.dumps({"predictions": rows, "best_single_k": 7}))
+    plan = planned(peagle(*PLAN, "gpt-oss-20b", *HERE, "--max-instances", 4, "--scale-from", file))
+    (policy,) = (c for c in plan["calls"] if c["operation"] == "PutScalingPolicy")
+    tracking = policy["parameters"]["TargetTrackingScalingPolicyConfiguration"]
+    assert tracking["TargetValue"] == 5.0

@@ -1,0 +1,348 @@
+"""A stand-in for AWS on a loopback port, for deployments.
+
+moto holds models, endpoint configurations, endpoints, scaling and S3. In front of it, under the
+same address, is what moto does not know: the states of an endpoint, update_endpoint, invocations,
+the hub, and refusals that AWS has and moto does not. Every request is read back by botocore's
+service models and checked against them.
+
+    with FakeAws() as aws:
+        clients = aws.clients()                 # peagle's, with the stand-in's clock
+        aws.fail("throttling", "CreateModel")   # the next such call is throttled, once
+        aws.endpoints.fail_next("UpdateEndpoint", "The container did not become healthy.")
+        aws.endpoints.answer_with = lambda invocation: [b"data: ..."]
+        aws.endpoints.hub["the-model"] = {...}  # its document
+        aws.calls, aws.holdings()
+
+`aws.clock` only moves when somebody sleeps on it. Leaving the block fails if a request was not
+what AWS takes.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from copy import copy
+from functools import cache
+from io import BytesIO
+from typing import Any
+from urllib.parse import urlsplit
+
+import boto3
+import moto.backends
+from botocore.awsrequest import AWSResponse
+from botocore.exceptions import ReadTimeoutError
+from moto.applicationautoscaling.models import applicationautoscaling_backends
+from moto.cloudwatch.models import cloudwatch_backends
+from moto.logs.models import logs_backends
+from moto.moto_server.werkzeug_app import (
+    DomainDispatcherApplication,
+    MotoRequestHandler,
+    create_backend_app,
+)
+from moto.s3.models import s3_backends
+from moto.sagemaker.models import sagemaker_backends
+from werkzeug.serving import make_server
+from werkzeug.test import create_environ, run_wsgi_app
+
+from deploy.aws_wire import Answer, Request, error_answer, read_request
+from deploy.fake_endpoints import FakeEndpoints
+from deploy.fake_faults import KINDS, Fault
+from peagle.deploy.aws import Clients, Clock
+
+# moto reads a folder for every request.
+_MODULES = list(moto.backends.list_of_moto_modules())
+moto.backends.list_of_moto_modules = lambda: _MODULES
+
+ACCOUNT, REGION = "123456789012", "us-east-1"
+ROLE = f"arn:aws:iam::{ACCOUNT}:role/sagemaker-execution"
+BUCKET = f"sagemaker-{REGION}-{ACCOUNT}"
+# Nobody's: what must appear in no output.
+ACCESS_KEY, SECRET_KEY = "AKIAFAKEFAKEFAKEFAKE", "fake/secret/key/that/nobody/may/ever/print+1"
+
+
+@cache
+def _session() -> boto3.Session:
+    """One for all: it takes a while to read the service models."""
+    return boto3.Session(ACCESS_KEY, SECRET_KEY, region_name=REGION)
+
+
+class FakeClock(Clock):
+    """Time that passes when somebody sleeps."""
+
+    __slots__ = ("_lock", "_now")
+
+    def __init__(self) -> None:
+        object.__setattr__(self, "_now", 0.0)
+
+    def now(self) -> float:
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        object.__setattr__(self, "_now", self._now + seconds)
+
+
+class NoAnswer(Exception):
+    """The connection breaks."""
+
+
+class FakeAws:
+    """See the module."""
+
+    def __init__(self, *, clock: Clock | None = None, **durations: float) -> None:
+        self.clock = clock or FakeClock()
+        self._moto = DomainDispatcherApplication(create_backend_app)
+        self._lock = threading.RLock()
+        self.session = _session()
+        self._durations = durations
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        for backends in (
+            sagemaker_backends,
+            applicationautoscaling_backends,
+            s3_backends,
+            logs_backends,
+            cloudwatch_backends,
+        ):
+            backends[ACCOUNT].reset()
+        self.calls: list[Request] = []
+        self.violations: list[str] = []
+        self.faults: list[Fault] = []
+        self.endpoints = FakeEndpoints(self.clock, ACCOUNT, REGION, **self._durations)
+
+    # ---- what tests use -----------------------------------------------------------------
+
+    def fail(self, kind: str, operation: str | None = None, **options: Any) -> Fault:
+        """Let calls fail; see Fault."""
+        self.faults.append(Fault(kind, operation, **options))
+        return self.faults[-1]
+
+    def clients(self, *, direct: bool = False, **options: Any) -> Clients:
+        """peagle's clients of this stand-in; direct: without a socket between."""
+        options = {"clock": self.clock, "session": self.session, **options}
+        url = "http://127.0.0.1:9" if direct else self.url
+        return (
+            DirectClients(self, REGION, url, **options)
+            if direct
+            else Clients(REGION, url, **options)
+        )
+
+    def client(self, service: str) -> Any:
+        """boto3's own client, for what tests prepare and look at."""
+        return self.clients().client(service)
+
+    def make_bucket(self, name: str = BUCKET) -> None:
+        s3_backends[ACCOUNT]["aws"].create_bucket(name, REGION)
+
+    def holdings(self, *, detailed: bool = False) -> set[str]:
+        """Everything that is there, in words; detailed: and how it scales, what endpoints run."""
+        self.endpoints.settle()
+        sagemaker = sagemaker_backends[ACCOUNT][REGION]
+        scaling = applicationautoscaling_backends[ACCOUNT][REGION]
+        buckets = s3_backends[ACCOUNT]["aws"].buckets
+        targets = [t for held in scaling.targets.values() for t in held.values()]
+        found = {
+            *(f"model {name}" for name in sagemaker._models),
+            *(f"endpoint configuration {name}" for name in sagemaker.endpoint_configs),
+            *(f"endpoint {name}" for name in sagemaker.endpoints),
+            *(f"scalable target {target.resource_id}" for target in targets),
+            *(f"scaling policy {policy.policy_name}" for policy in scaling.policies.values()),
+            *(f"object s3://{n}/{key}" for n, b in buckets.items() for key in b.keys),
+            *(
+                f"multipart upload s3://{name}/{upload.key_name}"
+                for name, bucket in buckets.items()
+                for upload in bucket.multiparts.values()
+            ),
+        }
+        if detailed:
+            found |= {f"{t.min_capacity} to {t.max_capacity} instances" for t in targets}
+            found |= {f"scaled by {_tracked(policy)}" for policy in scaling.policies.values()}
+            found |= {f"runs {e.endpoint_config_name}" for e in sagemaker.endpoints.values()}
+        return found
+
+    def objects(self, uri: str) -> dict[str, bytes]:
+        """Contents of what is below s3://bucket/prefix/, by the rest of the key."""
+        bucket, _, prefix = uri.removeprefix("s3://").partition("/")
+        keys = s3_backends[ACCOUNT]["aws"].buckets[bucket].keys
+        return {k.removeprefix(prefix): v.value for k, v in keys.items() if k.startswith(prefix)}
+
+    def snapshot(self) -> Callable[[], None]:
+        """A function that brings back what there is now, faster than making it again."""
+        self.endpoints.settle()
+        sagemaker = sagemaker_backends[ACCOUNT][REGION]
+        scaling = applicationautoscaling_backends[ACCOUNT][REGION]
+        # Models and configurations never change; endpoints and targets do.
+        models, configs = dict(sagemaker._models), dict(sagemaker.endpoint_configs)
+        alive = {name: copy(endpoint) for name, endpoint in sagemaker.endpoints.items()}
+        policies = dict(scaling.policies)
+        targets = {k: {r: copy(t) for r, t in v.items()} for k, v in scaling.targets.items()}
+        store = s3_backends[ACCOUNT]["aws"]
+        objects = [
+            (bucket.name, key.name, key.value, dict(key.metadata))
+            for bucket in store.buckets.values()
+            for key in bucket.keys.values()
+        ]
+
+        def restore() -> None:
+            self.reset()
+            self.make_bucket()
+            sagemaker._models.update(models)
+            sagemaker.endpoint_configs.update(configs)
+            sagemaker.endpoints.update({name: copy(e) for name, e in alive.items()})
+            scaling.policies.update(policies)
+            for dimension, held in targets.items():
+                scaling.targets[dimension] = {r: copy(target) for r, target in held.items()}
+            for bucket, name, value, metadata in objects:
+                store.put_object(bucket, name, value).set_metadata(metadata, replace=True)
+
+        return restore
+
+    # ---- the server ---------------------------------------------------------------------
+
+    def __enter__(self) -> FakeAws:
+        self._server = make_server("127.0.0.1", 0, self, True, request_handler=_Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+        assert kind is not None or not self.violations, self.violations
+
+    def environment(self) -> dict[str, str]:
+        """What a process needs to talk to this stand-in."""
+        return {
+            "AWS_ENDPOINT_URL": self.url,
+            "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+            "AWS_DEFAULT_REGION": REGION,
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_CONFIG_FILE": "/dev/null",
+            "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
+        }
+
+    def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        """The WSGI application."""
+        length = int(environ.get("CONTENT_LENGTH") or 0)
+        body = environ["wsgi.input"].read(length)
+        environ["wsgi.input"] = BytesIO(body)
+        try:
+            status, headers, answer = self._respond(environ, body)
+        except NoAnswer:
+            if "werkzeug.socket" not in environ:
+                raise
+            with suppress(OSError):
+                environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+            status, headers, answer = 500, {}, b""
+        if isinstance(answer, bytes):
+            headers["Content-Length"] = str(len(answer))
+            answer = [answer]
+        start_response(f"{status} -", list(headers.items()))
+        return answer
+
+    def _respond(self, environ: dict[str, Any], body: bytes) -> Any:
+        try:
+            request = read_request(environ, body)
+        except Exception as error:
+            self.violations.append(f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}: {error}")
+            return 400, {}, json.dumps({"__type": "Violation", "message": str(error)}).encode()
+        with self._lock:
+            self.calls.append(request)
+            fault = next((fault.kind for fault in self.faults if fault.hits(request)), "")
+            if fault == "time-out before":
+                raise NoAnswer
+            if fault in ("interrupt", "interrupt twice before"):
+                _interrupt(2 if "twice" in fault else 1)
+            elif fault and "after" not in fault:
+                code, message, status = KINDS[fault]
+                action = f"{request.service}:{request.operation}"
+                return error_answer(request, code, message.format(action=action), status)
+            self.endpoints.settle()
+            answer = self.endpoints.answer(request, lambda: self._ask_moto(environ))
+            if fault == "time-out after":
+                raise NoAnswer
+            if fault == "interrupt twice after":
+                _interrupt(2)
+        self.violations += self.endpoints.violations
+        self.endpoints.violations.clear()
+        return answer
+
+    def _ask_moto(self, environ: dict[str, Any]) -> Answer:
+        chunks, status, headers = run_wsgi_app(self._moto, environ)
+        named = {key: value for key, value in headers if key.lower() not in _HOP}
+        return int(status.split()[0]), named, b"".join(chunks)
+
+
+def _tracked(policy: Any) -> Any:
+    return policy.target_tracking_scaling_policy_configuration["TargetValue"]
+
+
+def _interrupt(times: int) -> None:
+    for _ in range(times):
+        signal.raise_signal(signal.SIGINT)
+
+
+_HOP = {"content-length", "transfer-encoding", "connection"}
+
+
+class _Handler(MotoRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log(self, *_: Any) -> None:
+        pass
+
+
+class DirectClients(Clients):
+    """Clients whose requests are answered in the same thread, without a socket."""
+
+    def __init__(self, aws: FakeAws, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._aws = aws
+
+    def client(self, service: str) -> Any:
+        is_new = service not in self._clients
+        client = super().client(service)
+        if is_new:
+            client.meta.events.register(
+                f"before-send.{client.meta.service_model.service_id.hyphenize()}", self._send
+            )
+        return client
+
+    def _send(self, request: Any, **_: Any) -> AWSResponse:
+        parts = urlsplit(request.url)
+        body = request.body
+        if hasattr(body, "read"):
+            body = body.read()
+        headers = [
+            (name, value.decode() if isinstance(value, bytes) else value)
+            for name, value in request.headers.items()
+        ]
+        environ = create_environ(
+            parts.path,
+            "http://127.0.0.1:9",
+            query_string=parts.query,
+            method=request.method,
+            headers=[
+                (k, v.decode() if isinstance(v, bytes) else v) for k, v in request.headers.items()
+            ],
+            data=body or b"",
+        )
+        try:
+            chunks, status, headers = run_wsgi_app(self._aws, environ)
+        except NoAnswer:
+            raise ReadTimeoutError(endpoint_url=request.url) from None
+        raw = _Raw(b"".join(chunks))
+        return AWSResponse(request.url, int(status.split()[0]), dict(headers), raw)
+
+
+class _Raw(BytesIO):
+    def stream(self, *_: Any, **__: Any) -> Iterator[bytes]:
+        yield self.read()
