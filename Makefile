@@ -2,6 +2,7 @@
 #
 #   PYTHON=/path/to/python   the interpreter to build .venv from (default: the first that fits)
 #   NO_VENV=1                no .venv at all: run $(PYTHON) (default python3) with what it has
+#   PEAGLE_VLLM_PYTHON=FILE  the python of an environment that has vLLM, in place of .venv-vllm
 #   WORKERS=2                test processes; PYTEST_ARGS, DEMO_ARGS: passed on
 
 VENV := .venv
@@ -10,6 +11,8 @@ RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
 SETUP := PYTHON="$(PYTHON)" tools/setup_venv.sh
 SETUP_INPUTS := pyproject.toml constraints.txt tools/setup_venv.sh
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
 SYSTEM_PYTHON := PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(or $(PYTHON),python3)
 
 # Machines with a card often have torch installed but no network: then test-gpu needs no .venv.
@@ -33,7 +36,7 @@ DEV_ENV := $(DEV_STAMP)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu lint format dist smoke clean distclean
+.PHONY: help demo test test-gpu test-vllm lint format dist smoke clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +50,14 @@ test: $(DEV_ENV) ## Run all tests that need no GPU
 
 test-gpu: $(DEV_ENV) ## Run the tests that need an NVIDIA card
 	$(PY) -m pytest -m gpu $(PYTEST_ARGS)
+
+ifeq ($(PEAGLE_VLLM_PYTHON),)
+test-vllm: PEAGLE_VLLM_PYTHON := $(VLLM_VENV)/bin/python
+test-vllm: $(VLLM_STAMP)
+endif
+test-vllm: $(DEV_ENV) ## Hold our heads against real vLLM, installed in .venv-vllm (3.5 GB)
+	OMP_NUM_THREADS=1 PEAGLE_VLLM_PYTHON=$(PEAGLE_VLLM_PYTHON) \
+		$(PY) -m pytest -m vllm --durations=10 tests/interop $(PYTEST_ARGS)
 
 lint: $(DEV_ENV) ## Check style, formatting and types
 	$(PY) -m ruff check .
@@ -70,8 +81,8 @@ clean: ## Remove build results and caches
 	rm -rf dist build .pytest_cache .ruff_cache .hypothesis .coverage htmlcov
 	find src tests tools examples recipes -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
-distclean: clean ## Also remove .venv
-	rm -rf $(VENV)
+distclean: clean ## Also remove .venv and .venv-vllm
+	rm -rf $(VENV) $(VLLM_VENV)
 
 $(RUN_STAMP): $(SETUP_INPUTS)
 	@$(SETUP) $(VENV) -e .
@@ -80,3 +91,7 @@ $(RUN_STAMP): $(SETUP_INPUTS)
 $(DEV_STAMP): $(SETUP_INPUTS)
 	@$(SETUP) $(VENV) -e '.[dev]'
 	@touch $(RUN_STAMP) $@
+
+$(VLLM_STAMP): tools/setup_vllm.sh tools/setup_venv.sh constraints.txt
+	@PYTHON="$(PYTHON)" tools/setup_vllm.sh $(VLLM_VENV)
+	@touch $@

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from peagle.cli import groups, options
-from peagle.cli.bench_arms import Endpoints, Engines, connect, endpoint_arms, load_engines
+from peagle.cli import groups, options, vllm_engine
+from peagle.cli.bench_arms import (
+    Endpoints,
+    Engines,
+    connect,
+    endpoint_arms,
+    in_vllm,
+    load_engines,
+)
 from peagle.cli.flags import Flag, Given, group, pick, takes
 from peagle.cli.options import (
     DEFAULT_LIMIT,
@@ -27,6 +35,7 @@ from peagle.cli.options import (
 from peagle.cli.plan import note
 from peagle.cli.settings import Layer, Settings
 from peagle.cli.values import json_object, whole_numbers
+from peagle.cli.vllm_engine import VllmFlags
 from peagle.config import MAX_SPECULATIVE_TOKENS
 from peagle.errors import UserError
 from peagle.evaluation.prompts import Prompt
@@ -50,6 +59,9 @@ Requests per second that keep a latency; fixed lengths; prompt lookup and anothe
   peagle bench --objective ttft=500ms,itl=50ms@p90 --ignore-eos --max-new-tokens 256
   peagle bench --target ./Qwen3-0.6B --draft ./head --method ngram --method older=./head-v1
 
+The same head in vLLM beside, which is started for it; it needs one K:
+  peagle bench --target ./Qwen3-0.6B --draft ./head -k 5 --engine vllm
+
 Servers with OpenAI's interface, alone or beside the engine here; one called plain or eagle3 is what
 the others are compared with:
   peagle bench --endpoint peagle=http://127.0.0.1:8000 --endpoint vllm=http://127.0.0.1:8001
@@ -58,7 +70,7 @@ the others are compared with:
 
 # Of a sweep that goes on: more of the same may be measured, and judged otherwise.
 _MAY_DIFFER = ("concurrency", "repeats", "warm_up", "objective")
-_OF_ENGINES = ("target", "revision", "speculative", "engine", "threads")
+_OF_ENGINES = ("target", "revision", "speculative", "engine.", "threads")
 _PREFIX_CACHING = Flag(
     "engine.enable_prefix_caching",
     bool,
@@ -77,9 +89,11 @@ _PREFIX_CACHING = Flag(
     *pick(groups.ENGINE, "engine.max_num_batched_tokens", "engine.kv_cache_gib"),
     *pick(groups.ENGINE, "engine.gpu_memory_utilization", "threads"),
     *group("Engine", _PREFIX_CACHING),
+    *vllm_engine.OPTIONS,
 )
 def bench(
     given: Given,
+    flags: VllmFlags = None,
     eagle3: Annotated[
         str | None,
         typer.Option(
@@ -164,6 +178,9 @@ def bench(
         raise UserError("--no-chat-template was given, so there is no thinking mode to set.")
     extra = json_object(extra_body, '{"top_k": 20}') if extra_body else {}
     endpoints = Endpoints.of(endpoint or [], model or [])
+    on_vllm = vllm_engine.is_vllm(given, flags or [])
+    if on_vllm:
+        _check_vllm(ks, endpoints)
     settings = Settings(Layer(dict(given)))
     params = settings.build("sampling")
     prompts = _prompts(sets, limit, shuffle_seed)
@@ -172,35 +189,50 @@ def bench(
     from peagle.evaluation.sweep import Sweep
     from peagle.evaluation.throughput import FORMAT_VERSION, summarize
     from peagle.evaluation.timing import Objective
+    from peagle.evaluation.vllm_server import ENGINE
 
     bounds = Objective.parse(objective) if objective else None
     servers = connect(endpoints, thinking, extra)
     engines: Engines | None = None
     here = [key for key in given if key.startswith(_OF_ENGINES)]
-    if here or eagle3 or method or not servers:
+    if here or eagle3 or method or on_vllm or not servers:
         most = max(loads)
         engines = load_engines(given, settings, eagle3, method or [], ks, most, thinking)
-    arms = [*(engines.arms if engines else ()), *endpoint_arms(servers)]
-    _check_names(engines, servers)
-    is_chat = _is_chat(chat_template, engines, servers)
-    requests = {name: _requests(own, params, is_chat) for name, own in prompts.items()}
-    sweep = Sweep(arms, requests, loads, repeats, warm_up)
-    if engines is not None:
-        who = provenance(engines.target, engines.dtype, engines.device)
-    else:
-        who = provenance(_served(servers), "")
-    shape = {"chat_template": is_chat, "thinking": thinking, "extra_body": extra}
-    result = {
-        "format_version": FORMAT_VERSION,
-        "provenance": who,
-        "settings": _settings(sweep, params, bounds) | shape,
-    }
-    identity = engines.identity if engines else {}
-    result |= summarize(_measure(sweep, result, identity, output), bounds)
+    with ExitStack() as stack:
+        if on_vllm:
+            assert engines is not None
+            vllm = in_vllm(given, flags or [], engines, ks[0], max(loads), thinking, extra)
+            servers[ENGINE] = stack.enter_context(vllm)
+        arms = [*(engines.arms if engines else ()), *endpoint_arms(servers)]
+        _check_names(engines, servers)
+        is_chat = _is_chat(chat_template, engines, servers)
+        requests = {name: _requests(own, params, is_chat) for name, own in prompts.items()}
+        sweep = Sweep(arms, requests, loads, repeats, warm_up)
+        if engines is not None:
+            who = provenance(engines.target, engines.dtype, engines.device)
+        else:
+            who = provenance(_served(servers), "")
+        shape = {"chat_template": is_chat, "thinking": thinking, "extra_body": extra}
+        result = {
+            "format_version": FORMAT_VERSION,
+            "provenance": who,
+            "settings": _settings(sweep, params, bounds) | shape,
+        }
+        identity = engines.identity if engines else {}
+        result |= summarize(_measure(sweep, result, identity, output), bounds)
     for server in servers.values():
         for text in server.notes:
             note(text)
     _finish(result, output, output_format)
+
+
+def _check_vllm(ks: Sequence[int], endpoints: Endpoints) -> None:
+    if len(ks) > 1:
+        raise UserError(f"--engine vllm serves one K, and -k has {len(ks)}; give one, like -k 5.")
+    if "vllm" in endpoints.urls:
+        raise UserError(
+            "--engine vllm and --endpoint vllm=... have one name; give the endpoint another."
+        )
 
 
 def _settings(sweep: Sweep, params: SamplingParams, objective: Objective | None) -> dict[str, Any]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peagle.cli import options
 from peagle.cli.flags import Given
 from peagle.cli.plan import note
 from peagle.cli.settings import Settings
+from peagle.cli.vllm_engine import launch_for, say
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
@@ -58,14 +61,46 @@ def connect(
     """
     from peagle.evaluation.endpoint import EndpointBackend
 
-    extra = dict(extra_body)
-    if thinking is not None:
-        wish = {"enable_thinking": thinking}
-        extra["chat_template_kwargs"] = {**extra.get("chat_template_kwargs", {}), **wish}
+    extra = _extra_body(thinking, extra_body)
     return {
         name: EndpointBackend(url, endpoints.models.get(name), extra_body=extra, report=False)
         for name, url in endpoints.urls.items()
     }
+
+
+@contextmanager
+def in_vllm(
+    given: Given,
+    flags: Sequence[str],
+    engines: Engines,
+    k: int,
+    most_in_flight: int,
+    thinking: bool | None,
+    extra_body: Mapping[str, Any],
+) -> Iterator[EndpointBackend]:
+    """vLLM with the first head of the engines here, for as long as the context lasts.
+
+    Raises:
+        UserError: vLLM is not there, or does not start.
+    """
+    from peagle.backends.vllm.installation import find_vllm
+    from peagle.evaluation.vllm_server import vllm_backend
+
+    launch = launch_for(
+        given, flags, engines.folder, engines.head or None, k, max_num_seqs=most_in_flight
+    )
+    installation = find_vllm(given.value("vllm_python"))
+    extra = _extra_body(thinking, extra_body)
+    with vllm_backend(launch, installation, say=say, extra_body=extra) as backend:
+        yield backend
+
+
+def _extra_body(thinking: bool | None, extra_body: Mapping[str, Any]) -> dict[str, Any]:
+    extra = dict(extra_body)
+    if thinking is not None:
+        wish = {"enable_thinking": thinking}
+        extra["chat_template_kwargs"] = {**extra.get("chat_template_kwargs", {}), **wish}
+    return extra
 
 
 def endpoint_arms(backends: Mapping[str, EndpointBackend]) -> list[Arm]:
@@ -86,6 +121,8 @@ class Engines:
         arms: plain decoding first.
         target, dtype, device: of the target.
         has_template: whether its tokenizer has a chat template.
+        folder: of the target.
+        head: folder of the first head, "" if there is none.
         identity: what must be the same for measurements to be of the same thing.
     """
 
@@ -94,6 +131,8 @@ class Engines:
     dtype: str
     device: torch.device
     has_template: bool
+    folder: Path
+    head: str
     identity: dict[str, Any]
 
 
@@ -146,6 +185,8 @@ def load_engines(
         models.dtype,
         device,
         models.has_template,
+        models.folder,
+        models.methods[0].folder if models.methods else "",
         {
             "target_sha256": target_digest(models.target),
             "heads_sha256": {one.method.name: weights_digest(one.folder) for one in models.methods},

@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from peagle.cli import groups
+from peagle.cli import groups, vllm_engine
 from peagle.cli.flags import Given, pick, takes
 from peagle.cli.options import Format, OutputFormat
 from peagle.cli.plan import Plan
 from peagle.cli.terminal import bright, has_styles
+from peagle.cli.vllm_engine import VllmFlags
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
     from peagle.doctor.findings import Report
+    from peagle.doctor.served import Serving
 
 EXAMPLES = """
 The bundled pair, which is healthy (about a minute on a CPU):
@@ -32,6 +34,9 @@ A head of your own, in our engine; prompts as they will be served:
 The same head behind a server (ours or vLLM's), as it is served there:
   peagle doctor --target ./Qwen3-0.6B --draft ./head --endpoint http://127.0.0.1:8000
 
+In vLLM, which is started for it; what follows -- are flags of vLLM's own:
+  peagle doctor --target ./Qwen3-0.6B --draft ./head --engine vllm
+
 For a program: exit status 0 is healthy, 1 is not, 2 is a mistake in the call:
   peagle doctor --target ./Qwen3-0.6B --draft ./head --format json > doctor.json
 """
@@ -43,9 +48,11 @@ _MARKS = {"agrees": "ok", "differs": "!!", "not checked": "--"}
     *groups.MODEL,
     *pick(groups.SPECULATION, "speculative.num_speculative_tokens"),
     *pick(groups.ENGINE, "engine.dtype", "engine.device", "threads"),
+    *vllm_engine.OPTIONS,
 )
 def doctor(
     given: Given,
+    flags: VllmFlags = None,
     endpoint: Annotated[
         str | None,
         typer.Option(
@@ -93,10 +100,19 @@ def doctor(
     """
     if endpoint_model is not None and endpoint is None:
         raise UserError("--endpoint-model was given without --endpoint; give both.")
+    on_vllm = vllm_engine.is_vllm(given, flags or [])
+    if on_vllm and endpoint is not None:
+        raise UserError("--engine vllm and --endpoint contradict each other; leave one out.")
     plan = Plan.of(given)
     if plan.speculative is None or plan.speculative.model is None:
         raise UserError(f"There is no head to examine for {plan.target!r}. Name one with --draft.")
     plan.prepare()
+    progress, variables = _progress(), None
+    if thinking is not None:
+        variables = {"enable_thinking": thinking}
+    vllm = None
+    if on_vllm:
+        vllm = _in_vllm(given, flags or [], chat_template, variables, progress)
     from peagle.doctor.run import Order, run_doctor
 
     k = plan.speculative.num_speculative_tokens
@@ -107,6 +123,7 @@ def doctor(
         draft_revision=plan.speculative.revision,
         endpoint=endpoint,
         endpoint_model=endpoint_model,
+        vllm=vllm,
         num_speculative_tokens=k if "speculative.num_speculative_tokens" in given else None,
         prompts=prompts,
         plain=plain,
@@ -114,13 +131,39 @@ def doctor(
         thinking=thinking,
         engine=plan.engine,
     )
-    report = run_doctor(order, _progress())
+    report = run_doctor(order, progress)
     if output_format is OutputFormat.JSON:
         print(json.dumps(report.to_json(), indent=2))
     else:
         print(report_text(report))
     if not report.is_healthy:
         raise typer.Exit(1)
+
+
+def _in_vllm(
+    given: Given,
+    flags: list[str],
+    chat_template: str | None,
+    variables: dict[str, bool] | None,
+    progress: Callable[[str], None],
+) -> Callable[[Path, Path, int], Serving]:
+    """What serves a head in vLLM.
+
+    Raises:
+        UserError: vLLM is not there.
+    """
+    from peagle.backends.vllm.installation import find_vllm
+    from peagle.doctor.served import VllmServing
+
+    installation = find_vllm(given.value("vllm_python"))
+
+    def serving(target: Path, head: Path, k: int) -> Serving:
+        launch = vllm_engine.launch_for(
+            given, flags, target, head, k, max_num_seqs=1, chat_template=chat_template
+        )
+        return VllmServing(launch, installation, variables, progress)
+
+    return serving
 
 
 def _progress() -> Callable[[str], None]:

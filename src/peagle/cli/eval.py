@@ -9,7 +9,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from peagle.cli import groups
+from peagle.cli import groups, vllm_engine
 from peagle.cli.flags import Given, pick, takes
 from peagle.cli.options import (
     DEFAULT_LIMIT,
@@ -24,6 +24,7 @@ from peagle.cli.options import (
 )
 from peagle.cli.settings import Layer, Settings
 from peagle.cli.values import whole_numbers
+from peagle.cli.vllm_engine import VllmFlags
 from peagle.config import MAX_SPECULATIVE_TOKENS, SamplingParams, SpeculativeConfig
 from peagle.errors import UserError
 from peagle.evaluation.prompts import Prompt
@@ -44,6 +45,9 @@ Two heads side by side; prompts of your own; long outputs:
 
 A server, ours or one with vLLM's counters:
   peagle eval --endpoint http://127.0.0.1:8000 --set mt_bench --concurrency 8
+
+A head in vLLM, which is started for it; what follows -- are flags of vLLM's own:
+  peagle eval --target ./Qwen3-0.6B --draft ./head -k 3,5 --engine vllm --set humaneval
 
 A certificate that the output is that of the target alone; status 1 if it is not:
   peagle eval --certify
@@ -89,9 +93,11 @@ class Asked:
     *pick(groups.SAMPLING, "sampling.seed"),
     *pick(groups.ENGINE, "engine.dtype", "engine.device", "engine.max_model_len"),
     *pick(groups.ENGINE, "engine.kv_cache_gib", "engine.gpu_memory_utilization", "threads"),
+    *vllm_engine.OPTIONS,
 )
 def eval(
     given: Given,
+    flags: VllmFlags = None,
     eagle3: Annotated[
         str | None,
         typer.Option(
@@ -165,8 +171,14 @@ def eval(
     Acceptance length and acceptance by position, with 95% intervals over requests.
     In the report also by set, category, context length and output position.
     """
-    if certify and endpoint:
-        raise UserError("--certify needs the models here; leave --endpoint out.")
+    on_vllm = vllm_engine.is_vllm(given, flags or [])
+    if on_vllm and endpoint:
+        raise UserError(
+            "--engine vllm and --endpoint contradict each other; leave one of them out."
+        )
+    if certify and (endpoint or on_vllm):
+        what = "--endpoint" if endpoint else "--engine vllm"
+        raise UserError(f"--certify looks at engines here; leave {what} out.")
     if samples is not None and not certify:
         raise UserError(f"--samples is {samples} without --certify; leave it out.")
     if model and not endpoint:
@@ -195,6 +207,9 @@ def eval(
 
         on_endpoint(endpoint, model, asked)
         return
+    if on_vllm:
+        _on_vllm(given, settings, flags or [], eagle3, method or [], asked)
+        return
     from peagle.cli.eval_flows import certified, on_engine
     from peagle.cli.eval_models import load_models
 
@@ -203,6 +218,36 @@ def eval(
         on_engine(models, asked)
     elif not certified(models, asked, certificate):
         raise typer.Exit(1)
+
+
+def _on_vllm(
+    given: Given,
+    settings: Settings,
+    flags: list[str],
+    eagle3: str | None,
+    methods: list[str],
+    asked: Asked,
+) -> None:
+    """Measure the heads on vLLM."""
+    if asked.draft_sampling != "argmax":
+        raise UserError(
+            f"--draft-sampling is {asked.draft_sampling!r}; with --engine vllm drafts are measured "
+            "as argmax. Leave it out."
+        )
+    from peagle.backends.vllm.installation import find_vllm
+
+    installation = find_vllm(given.value("vllm_python"))
+    from peagle.cli import eval_flows
+    from peagle.cli.eval_models import find_models
+
+    models = find_models(given, settings, eagle3, methods)
+    size = {"max_num_seqs": asked.concurrency}
+    eval_flows.on_vllm(
+        models,
+        asked,
+        installation,
+        lambda head, k: vllm_engine.launch_for(given, flags, models.folder, head, k, **size),
+    )
 
 
 def _refuse_models(given: Given, eagle3: str | None, method: list[str] | None) -> None:

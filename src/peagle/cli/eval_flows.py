@@ -6,14 +6,16 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from peagle.cli.eval import DEFAULT_K, Asked
 from peagle.cli.eval_models import Models
 from peagle.cli.eval_view import EvalView, entry_text
 from peagle.cli.plan import note
 from peagle.cli.terminal import printable
+from peagle.cli.vllm_engine import say
 from peagle.config import SamplingParams
 from peagle.errors import UserError
 from peagle.evaluation.acceptance_file import FORMAT_VERSION, AcceptanceFile, make_folder
@@ -21,44 +23,94 @@ from peagle.evaluation.decoding import Request
 from peagle.evaluation.endpoint import EndpointBackend
 from peagle.evaluation.eval_run import (
     EvalPlan,
+    LocalMethod,
     evaluate,
     evaluate_endpoint,
+    on_engines,
     provenance,
     target_digest,
 )
+from peagle.evaluation.vllm_server import ENGINE, vllm_backend
 from peagle.models.checkpoint.files import write_json
+from peagle.models.target import TargetModel
+from peagle.models.target_ends import TargetEnds
+
+if TYPE_CHECKING:
+    from peagle.backends.vllm.command import VllmLaunch
+    from peagle.backends.vllm.installation import VllmInstallation
+
+    Launched = Callable[[str, int], VllmLaunch]
 
 _NAMED_URL = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<url>.+)")
 _PROBE = [{"role": "user", "content": "Hi"}]
 
 
-def on_engine(models: Models, asked: Asked) -> None:
+def on_engine(models: Models[TargetModel], asked: Asked) -> None:
     """Measure every method on engines of our own."""
+    plan, file = _plan_and_file(models, asked, models.dtype)
+    opened = on_engines(models.target, plan, **models.engine_options)
+
+    def measure(view: EvalView) -> None:
+        evaluate(models.methods, plan, file, view, opened)
+
+    _measured(measure, file, asked, models.dtype)
+
+
+def on_vllm(
+    models: Models[TargetEnds], asked: Asked, installation: VllmInstallation, launched: Launched
+) -> None:
+    """Measure every head on vLLM, which is started for each and every K.
+
+    Args:
+        models: what is measured.
+        asked: how.
+        installation: of vLLM.
+        launched: what vLLM is to serve, of a head and a K.
+    """
+    from peagle.backends.vllm.command import dtype_for
+
+    first = launched(models.methods[0].folder, DEFAULT_K)
+    dtype = dtype_for(first, installation)
+    dtype = models.dtype if dtype == "auto" else dtype
+    plan, file = _plan_and_file(models, asked, dtype)
+    extra = _extra_body(asked)
+
+    def opened(one: LocalMethod, k: int) -> AbstractContextManager[EndpointBackend]:
+        launch = launched(one.folder, k)
+        return vllm_backend(launch, installation, say=say, extra_body=extra)
+
+    def measure(view: EvalView) -> None:
+        evaluate(models.methods, plan, file, view, opened, ENGINE)
+
+    _measured(measure, file, asked, dtype)
+
+
+def _plan_and_file(
+    models: Models[Any], asked: Asked, dtype: str
+) -> tuple[EvalPlan, AcceptanceFile]:
+    """What is put to every method of these models, and where it is kept."""
     chat = models.has_template if asked.chat_template is None else asked.chat_template
     if asked.thinking is not None and not chat:
         raise UserError(f"{models.name} has no chat template, so there is no thinking mode to set.")
     plan = _plan(asked, asked.ks or (DEFAULT_K,), chat=chat)
-    file = AcceptanceFile(
-        asked.output,
-        provenance(models.name, models.dtype, models.target.device),
-        plan.settings(target_digest(models.target)),
-    )
+    who = provenance(models.name, dtype, models.target.device)
+    return plan, AcceptanceFile(asked.output, who, plan.settings(target_digest(models.target)))
 
-    def measure(view: EvalView) -> None:
-        evaluate(models.target, models.methods, plan, file, view, **models.engine_options)
 
-    _measured(measure, file, asked, models.dtype)
+def _extra_body(asked: Asked) -> dict[str, Any]:
+    """Fields of every request to a server."""
+    # Left out, top_p would be the model's own, and the figures not those of what was asked.
+    extra: dict[str, Any] = {"top_p": asked.params.top_p}
+    if asked.thinking is not None:
+        extra["chat_template_kwargs"] = {"enable_thinking": asked.thinking}
+    return extra
 
 
 def on_endpoint(endpoint: str, model: str | None, asked: Asked) -> None:
     """Measure a server."""
     match = _NAMED_URL.fullmatch(endpoint)
     name, url = (match["name"], match["url"]) if match else (None, endpoint)
-    # Left out, it would be the model's own, and the figures not those of what was asked.
-    extra: dict[str, Any] = {"top_p": asked.params.top_p}
-    if asked.thinking is not None:
-        extra["chat_template_kwargs"] = {"enable_thinking": asked.thinking}
-    backend = EndpointBackend(url, model, extra_body=extra)
+    backend = EndpointBackend(url, model, extra_body=_extra_body(asked))
     plan = _plan(asked, asked.ks, chat=_converses(backend, asked))
     file = AcceptanceFile(
         asked.output, {**provenance(backend.model, ""), "endpoint": url}, plan.settings("")
@@ -70,7 +122,7 @@ def on_endpoint(endpoint: str, model: str | None, asked: Asked) -> None:
     _measured(measure, file, asked, "")
 
 
-def certified(models: Models, asked: Asked, options: Mapping[str, Any]) -> bool:
+def certified(models: Models[TargetModel], asked: Asked, options: Mapping[str, Any]) -> bool:
     """Print the certificate of losslessness; whether there is no fault.
 
     Args:

@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.cli import options
 from peagle.cli.flags import Given
 from peagle.cli.settings import Settings
+from peagle.config import EngineConfig
 from peagle.errors import UserError
 from peagle.evaluation.compare import load_target
 from peagle.evaluation.eval_run import LocalMethod, check_heads, head_kind
 from peagle.evaluation.methods import NGRAM, Method
 from peagle.models.loading import resolve_model
 from peagle.models.target import TargetModel, load_tokenizer
+from peagle.models.target_ends import TargetEnds
+from peagle.models.target_facts import TargetSizes
 
 _EAGLE3 = "eagle3"
 
 
+Target = TypeVar("Target", TargetModel, TargetEnds)
+
+
 @dataclass(frozen=True, slots=True)
-class Models:
+class Models(Generic[Target]):
     """A target and the methods to measure on it.
 
     Attributes:
-        target: loaded.
+        target: loaded, or its ends where another engine loads the rest.
         folder: where it is.
         name: as the user gave it.
         methods: heads that fit it, and prompt lookup.
@@ -34,7 +40,7 @@ class Models:
         has_template: whether its tokenizer has a chat template.
     """
 
-    target: TargetModel
+    target: Target
     folder: Path
     name: str
     methods: list[LocalMethod]
@@ -49,7 +55,7 @@ class Models:
 
 def load_models(
     given: Given, settings: Settings, eagle3: str | None, methods: Sequence[str], *, ngram: bool
-) -> Models:
+) -> Models[TargetModel]:
     """Find and load what was named; nothing named is the bundled pair.
 
     Args:
@@ -63,6 +69,39 @@ def load_models(
         UserError: a model is not there, a head does not fit the target or is of the other kind,
             two methods have one name, or there is none.
     """
+
+    def load(folder: Path, engine: EngineConfig) -> TargetModel:
+        return load_target(folder, dtype=engine.dtype, device=engine.device)
+
+    return _found(given, settings, eagle3, methods, load, ngram=ngram)
+
+
+def find_models(
+    given: Given, settings: Settings, eagle3: str | None, methods: Sequence[str]
+) -> Models[TargetEnds]:
+    """The same for another engine: the target is not loaded, and there is no prompt lookup.
+
+    Raises:
+        UserError: as `load_models`.
+    """
+
+    def load(folder: Path, engine: EngineConfig) -> TargetEnds:
+        return TargetEnds.load(folder)
+
+    if NGRAM in methods:
+        raise UserError("--method is 'ngram'; vLLM is measured with heads only. Leave it out.")
+    return _found(given, settings, eagle3, methods, load, ngram=False)
+
+
+def _found(
+    given: Given,
+    settings: Settings,
+    eagle3: str | None,
+    methods: Sequence[str],
+    load: Callable[[Path, EngineConfig], Target],
+    *,
+    ngram: bool,
+) -> Models[Target]:
     named = [Method.parse(text) for text in methods]
     if any(one.is_plain for one in named):
         raise UserError("Plain decoding drafts nothing to accept; `peagle bench` measures it.")
@@ -81,7 +120,7 @@ def load_models(
     options.quiet_libraries()
     folder = resolve_model(own or options.bundled(BUNDLED_TARGET), given.value("revision"))
     found = [(name, source, resolve_model(source, what="The head")) for name, source in heads]
-    target = load_target(folder, dtype=engine.dtype, device=engine.device)
+    target = load(folder, engine)
     local = [_local(name, source, head, target) for name, source, head in found]
     local += [LocalMethod(Method(NGRAM))] if with_ngram else []
     names = [one.method.name for one in local]
@@ -96,7 +135,7 @@ def load_models(
         shown(own or str(BUNDLED_TARGET)),
         local,
         {name: asdict(engine)[name] for name in settings.section("engine")} | _AS_LOADED,
-        bool(getattr(load_tokenizer(target.name), "chat_template", None)),
+        bool(getattr(load_tokenizer(folder), "chat_template", None)),
     )
 
 
@@ -104,7 +143,7 @@ def load_models(
 _AS_LOADED = {"dtype": "auto", "device": "auto"}
 
 
-def _local(name: str, source: str, folder: Path, target: TargetModel) -> LocalMethod:
+def _local(name: str, source: str, folder: Path, target: TargetSizes) -> LocalMethod:
     kind = head_kind(folder, target)
     if name == _EAGLE3 != kind:
         raise UserError(

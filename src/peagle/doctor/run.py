@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,6 +31,7 @@ class Order:
         revision, draft_revision: of hub ids.
         endpoint: URL of a server; None examines our engine in this process.
         endpoint_model: its name there; None takes the first.
+        vllm: what serves a head of a target at a K in vLLM; None examines another serving side.
         num_speculative_tokens: K; None takes that of the server, else what the head was trained
             for.
         prompts: file; None takes bundled ones.
@@ -44,6 +46,7 @@ class Order:
     draft_revision: str | None = None
     endpoint: str | None = None
     endpoint_model: str | None = None
+    vllm: Callable[[Path, Path, int], Serving] | None = None
     num_speculative_tokens: int | None = None
     prompts: Path | None = None
     plain: bool = False
@@ -85,7 +88,10 @@ def run_doctor(order: Order, progress: Progress = lambda text: None) -> Report:
     k = _num_drafts(k, config, endpoint)
     layers = config.aux_layer_ids if config else ()
     examiner = Examiner.of(target, tokenizer, style, texts, k, layers, progress)
-    serving: Serving = endpoint or EngineServing(target, folder, k)
+    if order.vllm is not None:
+        serving: Serving = order.vllm(target_folder, folder, k)
+    else:
+        serving = endpoint or EngineServing(target, folder, k)
     report = examiner.examine(folder, serving)
     report.figures = {
         "target": order.target,

@@ -5,17 +5,27 @@ Another serving side is another class with `name` and `answer`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from peagle.backends.vllm.checks import check_launch
+from peagle.backends.vllm.command import VllmLaunch
+from peagle.backends.vllm.installation import VllmInstallation
 from peagle.config import SamplingParams
 from peagle.engine import SpeculationStats
+from peagle.errors import CheckpointError, UserError
 from peagle.evaluation.decoding import Message, Request
 from peagle.evaluation.endpoint import EndpointBackend
+from peagle.evaluation.vllm_server import vllm_backend
 from peagle.llm import LLM
 from peagle.models.target import TargetModel
+
+
+class ServingFailed(UserError):
+    """The serving side does not come up with this head, or does not last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +139,7 @@ class EndpointServing:
     def __init__(
         self, url: str, model: str | None = None, template_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        extra = {"chat_template_kwargs": dict(template_kwargs)} if template_kwargs else None
-        self.backend = EndpointBackend(url, model, extra_body=extra)
+        self.backend = EndpointBackend(url, model, extra_body=_extra_body(template_kwargs))
         self.name = url
 
     @property
@@ -143,12 +152,70 @@ class EndpointServing:
         return self.backend.num_speculative_tokens()
 
     def answer(self, questions: Sequence[Question], max_tokens: int) -> list[Served]:
-        """Answer as `Serving.answer`, one request at a time, so that counters are each one's."""
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        served = []
-        for number, question in enumerate(questions):
-            run = self.backend.run([Request(str(number), question.prompt, params)], 1)
-            answer = run.answers[0]
-            stats = answer.stats if answer.stats is not None else run.counters
-            served.append(Served(answer.text, answer.num_prompt_tokens, stats))
-        return served
+        """Answer as `Serving.answer`."""
+        return _one_by_one(self.backend, questions, max_tokens)
+
+
+class VllmServing:
+    """vLLM, which serves the head for as long as it is asked; of drafts it tells counters.
+
+    Args:
+        launch: what it serves, as the head's files say.
+        installation: of vLLM.
+        template_kwargs: variables of the chat template, sent with each request.
+        progress: told what it waits for.
+
+    Raises:
+        UserError: vLLM is known to fail with such options. What is wrong with the head is not said
+            here, but found.
+    """
+
+    def __init__(
+        self,
+        launch: VllmLaunch,
+        installation: VllmInstallation,
+        template_kwargs: Mapping[str, Any] | None = None,
+        progress: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        with suppress(CheckpointError):
+            check_launch(launch, installation)
+        self.launch, self.installation = launch, installation
+        self.name = "vLLM"
+        self.notes: list[str] = []
+        self._template_kwargs, self._progress = template_kwargs, progress
+
+    def answer(self, questions: Sequence[Question], max_tokens: int) -> list[Served]:
+        """Answer as `Serving.answer`.
+
+        Raises:
+            ServingFailed: vLLM does not serve this head.
+        """
+        extra = _extra_body(self._template_kwargs)
+        # Whether it drafts as asked is what the examination finds out.
+        server = vllm_backend(
+            self.launch, self.installation, say=self._progress, extra_body=extra, as_asked=False
+        )
+        try:
+            with server as backend:
+                self.notes = backend.notes
+                return _one_by_one(backend, questions, max_tokens)
+        except UserError as error:
+            raise ServingFailed(str(error)) from None
+
+
+def _extra_body(template_kwargs: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    return {"chat_template_kwargs": dict(template_kwargs)} if template_kwargs else None
+
+
+def _one_by_one(
+    backend: EndpointBackend, questions: Sequence[Question], max_tokens: int
+) -> list[Served]:
+    """Answers, one request at a time, so that counters are each one's."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    served = []
+    for number, question in enumerate(questions):
+        run = backend.run([Request(str(number), question.prompt, params)], 1)
+        answer = run.answers[0]
+        stats = answer.stats if answer.stats is not None else run.counters
+        served.append(Served(answer.text, answer.num_prompt_tokens, stats))
+    return served

@@ -14,7 +14,7 @@ from peagle.doctor.forward import drafted
 from peagle.doctor.head import Head
 from peagle.doctor.questions import other_styles
 from peagle.doctor.repairs import Known
-from peagle.doctor.served import Question, Served, Serving
+from peagle.doctor.served import Question, Served, Serving, ServingFailed
 from peagle.engine import SpeculationStats
 from peagle.errors import CheckpointError
 
@@ -52,6 +52,11 @@ def examine_serving(
     except CheckpointError as error:
         report.check("serving side", "not checked", f"the engine refuses the head: {error}")
         report.blame(Cause("weights", "head", str(error), "Correct the head's files."))
+        return
+    except ServingFailed as error:
+        report.check("serving side", "differs", f"{serving.name} does not serve the head")
+        remedy = "Correct what it says; the rest of this report is of the head alone."
+        report.blame(Cause("serving", "serving", str(error), remedy))
         return
     for note in serving.notes:
         report.check("serving side", "not checked", note)

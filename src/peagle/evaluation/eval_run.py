@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,6 +27,7 @@ from peagle.evaluation.xray import xray, xray_of_counters
 from peagle.models.checkpoint import load_drafter, read_head_config
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target import TargetModel
+from peagle.models.target_facts import TargetFacts, TargetSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,7 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def check_heads(target: TargetModel, methods: Iterable[LocalMethod]) -> None:
+def check_heads(target: TargetFacts, methods: Iterable[LocalMethod]) -> None:
     """Load every head once, so that one that does not fit is found before anything runs.
 
     Raises:
@@ -140,23 +142,26 @@ def check_heads(target: TargetModel, methods: Iterable[LocalMethod]) -> None:
             raise UserError(f"The head of {one.method.name} is of no use here: {error}") from None
 
 
+Opener = Callable[[LocalMethod, int], AbstractContextManager[Backend]]
+
+
 def evaluate(
-    target: TargetModel,
     methods: Sequence[LocalMethod],
     plan: EvalPlan,
     file: AcceptanceFile,
     view: View,
-    **engine_options: Any,
+    opened: Opener,
+    engine: str = "peagle",
 ) -> list[dict[str, Any]]:
-    """Measure what the file does not have yet, on engines of our own.
+    """Measure what the file does not have yet.
 
     Args:
-        target: loaded.
         methods: none of them plain.
         plan: what is put to them.
         file: gets each entry as it is finished.
         view: is told.
-        **engine_options: fields of EngineConfig.
+        opened: what decodes by a method at a K, for as long as its context lasts.
+        engine: its name in the entries.
 
     Returns:
         the entries asked for, in order.
@@ -167,34 +172,51 @@ def evaluate(
     """
     digests = [weights_digest(one.folder) for one in methods]
     for one, digest in zip(methods, digests, strict=True):
-        for key in (key for k in plan.ks for key in _keys(one.method, k, plan)):
+        for key in (key for k in plan.ks for key in _keys(one.method, k, plan, engine)):
             file.find(key, digest)  # a head that has changed is named before anything runs
     entries: list[dict[str, Any]] = []
     for one, digest in zip(methods, digests, strict=True):
         for k in plan.ks:
-            backend: EngineBackend | None = None
-            for key in _keys(one.method, k, plan):
-                if (entry := file.find(key, digest)) is not None:
-                    view.end(entry, was_there=True)
+            with ExitStack() as stack:
+                backend: Backend | None = None
+                for key in _keys(one.method, k, plan, engine):
+                    if (entry := file.find(key, digest)) is not None:
+                        view.end(entry, was_there=True)
+                        entries.append(entry)
+                        continue
+                    if backend is None:
+                        backend = stack.enter_context(opened(one, k))
+                    entry = _entry(backend, key, plan, view, weights_sha256=digest)
+                    file.add(entry)
+                    view.end(entry, was_there=False)
                     entries.append(entry)
-                    continue
-                if backend is None:
-                    backend = _backend(target, one, plan, k, engine_options)
-                entry = _entry(backend, key, plan, view, weights_sha256=digest)
-                file.add(entry)
-                view.end(entry, was_there=False)
-                entries.append(entry)
-            if backend is not None:
-                backend = None
-                release(target)
+                backend = None  # what it holds is released with the context
     return entries
 
 
-def _keys(method: Method, k: int, plan: EvalPlan) -> list[Key]:
+def on_engines(target: TargetModel, plan: EvalPlan, **engine_options: Any) -> Opener:
+    """Engines of our own for `evaluate`, one at a time.
+
+    Args:
+        target: loaded.
+        plan: what is put to them.
+        **engine_options: fields of EngineConfig.
+    """
+
+    @contextmanager
+    def opened(one: LocalMethod, k: int) -> Iterator[Backend]:
+        yield _backend(target, one, plan, k, engine_options)
+        release(target)
+
+    return opened
+
+
+def _keys(method: Method, k: int, plan: EvalPlan, engine: str) -> list[Key]:
     def sampling(temperature: float) -> str:
         return plan.draft_sampling if method.source and temperature else "argmax"
 
-    return [Key(method.name, method.source, k, t, sampling(t)) for t in plan.temperatures]
+    name, source = method.name, method.source
+    return [Key(name, source, k, t, sampling(t), engine) for t in plan.temperatures]
 
 
 def _backend(
@@ -244,7 +266,6 @@ def evaluate_endpoint(
             if entry is None:
                 own = replace(plan, params=replace(plan.params, num_speculative_tokens=k))
                 entry = _entry(backend, key, own, view, weights_sha256="")
-                entry["notes"] += backend.notes
                 file.add(entry)
             view.end(entry, was_there=was_there)
             entries.append(entry)
@@ -257,6 +278,7 @@ def _entry(
     view.begin(key, num_requests(plan.sets))
     params = replace(plan.params, temperature=key.temperature)
     outcome = ask(backend, plan.sets, params, plan.concurrency, chat=plan.chat, watch=view.advance)
+    is_server = isinstance(backend, EndpointBackend)
     tokenizer = backend.llm.tokenizer if isinstance(backend, EngineBackend) else None
     seed = params.seed or 0
     if all(one.answer.stats is not None for one in outcome.observations):
@@ -269,7 +291,7 @@ def _entry(
         "seconds": outcome.seconds,
         "output_tokens_per_s": outcome.num_tokens / outcome.seconds if outcome.seconds else 0.0,
         "num_errors": outcome.num_errors,
-        "notes": _notes(outcome),
+        "notes": [*_notes(outcome), *(backend.notes if is_server else ())],
         "weights_sha256": weights_sha256,
         "created": _now(),
     }
@@ -281,12 +303,12 @@ def _notes(outcome: Outcome) -> list[str]:
     return [f"{outcome.num_errors} requests have no answer; the first: {outcome.first_error}"]
 
 
-def target_digest(target: TargetModel) -> str:
+def target_digest(target: TargetFacts) -> str:
     """What tells a target from another of the same name."""
     return TargetFingerprint.of(target).lm_head_sha256
 
 
-def head_kind(folder: str | Path, target: TargetModel) -> str:
+def head_kind(folder: str | Path, target: TargetSizes) -> str:
     """What a head is called without a name of its own: "peagle" or "eagle3"."""
     config, _ = read_head_config(folder, num_target_layers=target.num_layers)
     return "peagle" if config.is_parallel else "eagle3"

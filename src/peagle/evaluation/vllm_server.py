@@ -1,0 +1,58 @@
+"""vLLM as what answers the requests of an evaluation: started for it, and ended with it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from peagle.backends.vllm.command import VllmLaunch
+from peagle.backends.vllm.installation import VllmInstallation
+from peagle.backends.vllm.server import VllmServer
+from peagle.errors import UserError
+from peagle.evaluation.endpoint import EndpointBackend
+
+ENGINE = "vllm"
+
+
+@contextmanager
+def vllm_backend(
+    launch: VllmLaunch,
+    installation: VllmInstallation,
+    *,
+    say: Callable[[str], None],
+    extra_body: Mapping[str, Any] | None = None,
+    as_asked: bool = True,
+) -> Iterator[EndpointBackend]:
+    """A server of vLLM on a free port of this machine, under a key of its own.
+
+    Args:
+        launch: what it serves.
+        installation: of vLLM.
+        say: told what it waits for.
+        extra_body: further fields of every request.
+        as_asked: refuse a server that does not draft as asked; without, that is for the caller.
+
+    Raises:
+        UserError: a known fault; vLLM does not start, or does not draft as asked.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they are the notes
+        server = VllmServer(launch, installation, progress=say, probe=as_asked)
+        server.start()
+    try:
+        backend = EndpointBackend(
+            server.url, server.model, api_key=server.api_key, extra_body=extra_body, report=False
+        )
+        backend.name = ENGINE  # its URL is another one each time
+        for text in server.notes:
+            say(f"note: {text}")
+        yield backend
+    except UserError as error:
+        if as_asked:
+            raise
+        # Nothing was asked of it before: it may have ended at the first request.
+        raise UserError(f"{error} {server.tail()}") from None
+    finally:
+        server.stop()

@@ -1,0 +1,105 @@
+"""What the tests against real vLLM share. Here a test that is skipped has failed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peagle.backends.vllm.command import VllmLaunch, engine_arguments, environment
+from peagle.backends.vllm.installation import VllmInstallation, find_vllm
+from peagle.config import SpeculativeConfig
+from tests.interop.cases import CASES, MAX_TOKENS, Case, K, Ours
+
+RUNNER = Path(__file__).parent / "run_heads.py"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, Any, Any]:
+    report = yield
+    if report.skipped and item.get_closest_marker("vllm") is not None:
+        report.outcome = "failed"
+        report.longrepr = f"skipped, which counts as a failure here: {report.longrepr}"
+    return report
+
+
+@pytest.fixture(scope="session")
+def installation() -> VllmInstallation:
+    """The vLLM to hold against; without one the tests fail and say how to install it."""
+    return find_vllm()
+
+
+@pytest.fixture(scope="session")
+def sides() -> dict[str, Ours]:
+    """Both targets in our engine, by the name of their pair."""
+    return {pair: Ours(pair) for pair in ("llama", "qwen3")}
+
+
+@pytest.fixture(scope="session")
+def folders(
+    sides: dict[str, Ours], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Path]]:
+    """Every head, by the name of its case and its style."""
+    folder = tmp_path_factory.mktemp("heads")
+    return {case.name: case.make(folder, sides[case.pair].kept) for case in CASES}
+
+
+@pytest.fixture(scope="session")
+def theirs(
+    installation: VllmInstallation,
+    sides: dict[str, Ours],
+    folders: dict[str, dict[str, Path]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, dict[str, Any]]:
+    """What vLLM did with every head, by "case/style"."""
+    told: dict[str, dict[str, Any]] = {}
+    for pair, ours in sides.items():
+        heads, variables = {}, dict(os.environ)
+        for case in (case for case in CASES if case.pair == pair):
+            for style, folder in folders[case.name].items():
+                launch = _launch(case, folder, ours)
+                heads[f"{case.name}/{style}"] = {
+                    **engine_arguments(launch, installation),
+                    "disable_log_stats": False,
+                }
+                variables |= environment(launch, installation)
+        job = {"prompts": ours.prompts, "max_tokens": MAX_TOKENS, "k": K, "heads": heads}
+        told |= _run(installation, job, variables, tmp_path_factory.mktemp(pair))
+    return told
+
+
+def _launch(case: Case, head: Path, ours: Ours) -> VllmLaunch:
+    return VllmLaunch(
+        str(ours.pair.target),
+        SpeculativeConfig(model=str(head), num_speculative_tokens=K),
+        is_parallel=case.is_parallel,
+        dtype="float32",
+        max_model_len=512,
+        max_num_seqs=1,
+        kv_cache_gib=1,
+        enable_prefix_caching=False,
+    )
+
+
+def _run(
+    installation: VllmInstallation, job: dict[str, Any], variables: dict[str, str], folder: Path
+) -> dict[str, dict[str, Any]]:
+    """Run a job; a runner that dies takes the heads after the one it died of along."""
+    jobs, results, log = (folder / name for name in ("job.json", "results.jsonl", "vllm.log"))
+    jobs.write_text(json.dumps(job))
+    # In the runner's own process: a third of the time to start, and one process for all heads.
+    variables |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
+    with log.open("w") as output:
+        argv = [str(installation.python), str(RUNNER), str(jobs), str(results)]
+        ended = subprocess.run(argv, env=variables, stdout=output, stderr=subprocess.STDOUT)
+    lines = results.read_text().splitlines() if results.exists() else []
+    told = {one.pop("name"): one for one in map(json.loads, lines)}
+    lost = f"vLLM's process ended with status {ended.returncode}:\n{log.read_text()[-3000:]}"
+    return {name: told.get(name, {"error": lost}) for name in job["heads"]}

@@ -1,0 +1,81 @@
+"""Our heads in real vLLM: they load, outputs are ours, and so is every count of accepted drafts.
+
+Float32, greedy, K = 5, one request at a time, without prefix caching. Outputs may part where the
+target itself is undecided: its two best logits there differ by less than 1e-4 (`NEAR_TIE`), by
+transformers' own logits. Counts are compared exactly, for every prompt whose outputs are equal.
+Both sides count drafts before stop conditions trim the output, so that the last draft of an output,
+which may be cut off, counts on both as if it were not: nothing needs to be left out.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from peagle.evaluation.identity import Reference, first_difference, load_reference
+from tests.interop.cases import CASES, STYLES, Case, K, Ours
+
+pytestmark = pytest.mark.vllm
+# Prompts, of eight, whose outputs may part at a near-tie.
+MOST_PARTED = 2
+
+
+@pytest.fixture(scope="module")
+def told_by_us(
+    sides: dict[str, Ours], folders: dict[str, dict[str, Path]]
+) -> dict[str, list[tuple[list[int], list[int]]]]:
+    """Our output tokens and counts of every head in vLLM's style, by case."""
+    return {one.name: sides[one.pair].speculate(folders[one.name]["vllm"]) for one in CASES}
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_vllm_drafts_what_we_draft(
+    case: Case,
+    style: str,
+    theirs: dict[str, dict[str, Any]],
+    told_by_us: dict[str, list[tuple[list[int], list[int]]]],
+    sides: dict[str, Ours],
+) -> None:
+    their = theirs[f"{case.name}/{style}"]
+    assert "error" not in their, their["error"]
+    parted = 0
+    for row, (tokens, counts) in enumerate(told_by_us[case.name]):
+        if their["outputs"][row] == tokens:
+            assert their["counts"][row] == counts, f"prompt {row}"
+        else:
+            parted += 1
+            assert_near_tie(sides[case.pair], row, tokens, their["outputs"][row])
+    assert parted <= MOST_PARTED
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_counts_say_something(
+    case: Case, told_by_us: dict[str, list[tuple[list[int], list[int]]]]
+) -> None:
+    """Heads that draft nothing right would have equal counts whatever vLLM made of them."""
+    drafts, *accepted = map(sum, zip(*(counts for _, counts in told_by_us[case.name])))
+    assert len(accepted) == K
+    assert sum(count > 0 for count in accepted) >= 3
+    assert sum(accepted) > drafts / 2
+    assert accepted[0] < drafts or case.pair == "qwen3"
+
+
+def test_styles_are_one_head(theirs: dict[str, dict[str, Any]]) -> None:
+    for case in CASES:
+        one, other = (theirs[f"{case.name}/{style}"] for style in STYLES)
+        assert (one["outputs"], one["counts"]) == (other["outputs"], other["counts"]), case.name
+
+
+def assert_near_tie(ours: Ours, row: int, tokens: list[int], their: list[int]) -> None:
+    """That two outputs part where the target itself is undecided."""
+    prompt = ours.prompts[row]
+    model = load_reference(ours.pair.target, torch.float32)
+    with torch.inference_mode():
+        logits_TV = model(torch.tensor([prompt + tokens])).logits[0]
+    reference = Reference(tokens, logits_TV[len(prompt) - 1 : -1])
+    difference = first_difference(str(row), their, reference)
+    assert difference is not None and difference.is_near_tie, difference
