@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from backends.conftest import HEAD, TARGET
 from peagle.backends.vllm.checks import check_launch, is_scattered
 from peagle.backends.vllm.command import VllmLaunch
-from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_TARGET
+from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.config import SpeculativeConfig
 from peagle.errors import UserError
 
@@ -62,14 +62,16 @@ def test_model_runner_v2(gpu, monkeypatch, value):
 
 
 def test_on_a_cpu(cpu):
-    (note,) = check_launch(LAUNCH, cpu)
+    drafted = replace(PEAGLE, model=str(BUNDLED_PEAGLE))
+    plain = VllmLaunch(str(BUNDLED_TARGET))
+    (note,) = check_launch(replace(plain, speculative=drafted), cpu)
     assert "samples wrongly" in note
-    assert check_launch(VllmLaunch(TARGET), cpu) == ()
-    (note,) = check_launch(VllmLaunch(TARGET, dtype="bfloat16"), cpu)
+    assert check_launch(plain, cpu) == ()
+    (note,) = check_launch(replace(plain, dtype="bfloat16"), cpu)
     assert "illegal instruction" in note
-    synthetic = replace(PEAGLE, synthetic_acceptance_rates=(0.5, 0.4, 0.3, 0.2))
+    synthetic = replace(drafted, synthetic_acceptance_rates=(0.5, 0.4, 0.3, 0.2))
     with pytest.raises(UserError, match="vLLM refuses on a CPU"):
-        check_launch(replace(LAUNCH, speculative=synthetic), cpu)
+        check_launch(replace(plain, speculative=synthetic), cpu)
 
 
 def test_options_of_later_versions(gpu):
@@ -181,3 +183,27 @@ def test_a_scattered_drafter_is_refused(gpu, tmp_path):
         check_launch(launch, gpu)
     apart = replace(launch, extra=("--disable-hybrid-kv-cache-manager",))
     assert check_launch(apart, gpu) == ()
+
+
+def test_attention_that_a_cpu_build_does_not_compute(gpu, cpu, tmp_path):
+    target = tmp_path / "target"
+    shutil.copytree(TARGET, target)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"head_dim": 16}))
+    launch = VllmLaunch(str(target))
+    with pytest.raises(UserError, match=r"target .* heads of 16 numbers.* expected 32, 64"):
+        check_launch(launch, cpu)
+    # Another build may compute them: the list was read in 0.32.
+    newer = replace(cpu, version="0.33.0+cpu")
+    assert "heads" not in " ".join(check_launch(launch, newer))
+    assert check_launch(launch, gpu) == ()
+
+
+def test_a_head_that_a_cpu_build_does_not_compute(cpu, tmp_path):
+    head = tmp_path / "head"
+    shutil.copytree(BUNDLED_PEAGLE, head)
+    config = json.loads((head / "config.json").read_text())
+    (head / "config.json").write_text(json.dumps(config | {"head_dim": 24}))
+    launch = VllmLaunch(str(BUNDLED_TARGET), replace(PEAGLE, model=str(head)))
+    with pytest.raises(UserError, match=r"head .* heads of 24 numbers"):
+        check_launch(launch, cpu)

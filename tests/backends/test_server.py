@@ -19,6 +19,7 @@ import pytest
 from backends.conftest import HEAD, TARGET
 from peagle.backends.vllm.command import VllmLaunch
 from peagle.backends.vllm.server import VllmServer
+from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.config import SpeculativeConfig
 from peagle.errors import UserError
 
@@ -127,7 +128,9 @@ def test_port_of_somebody_else(gpu):
 
 
 def test_notes_are_warnings(cpu):
-    with pytest.warns(UserWarning, match="samples wrongly"), VllmServer(LAUNCH, cpu) as server:
+    drafted = SpeculativeConfig(model=str(BUNDLED_PEAGLE), num_speculative_tokens=4)
+    launch = replace(LAUNCH, target=str(BUNDLED_TARGET), speculative=drafted)
+    with pytest.warns(UserWarning, match="samples wrongly"), VllmServer(launch, cpu) as server:
         with pytest.raises(urllib.error.HTTPError, match="400"):
             post(server, {"temperature": 1})
         post(server, {"temperature": 0})

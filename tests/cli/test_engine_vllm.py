@@ -33,7 +33,7 @@ class Starts(list[VllmLaunch]):
 @pytest.fixture
 def starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Starts]:
     """vLLM is a script that counts drafts, for K = 4."""
-    found = VllmInstallation(Path(sys.executable), "0.32.0", is_cpu=True)
+    found = VllmInstallation(Path(sys.executable), "0.32.0", is_cpu=False)
     monkeypatch.setattr("peagle.backends.vllm.installation.find_vllm", lambda python=None: found)
     started = Starts()
     with ExitStack() as running:

@@ -10,6 +10,7 @@ from peagle.backends.vllm.command import VllmLaunch, dtype_for, greedy_only
 from peagle.backends.vllm.flags import check_flags, has_flag
 from peagle.backends.vllm.heads import read_head, with_head
 from peagle.backends.vllm.installation import VllmInstallation, version_note
+from peagle.backends.vllm.targets import Target, read_target
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,6 +22,9 @@ V2_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 # 29303 and 36684 of vLLM; the second one, of March 2026, is in 0.18).
 _TOGETHER, _TOGETHER_BEFORE, _TOGETHER_SINCE = 1.5, 1.25, (0, 18)
 _HYBRID_OFF = "--disable-hybrid-kv-cache-manager"
+# What vLLM's attention on a CPU computes (get_supported_head_sizes of its cpu_attn.py, 0.32); with
+# another size it starts, and ends at the first request.
+_CPU_HEAD_DIMS, _CPU_HEAD_DIMS_OF = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512), (0, 32)
 # The first version in which these were seen; older ones were not looked at.
 _NEWER_OPTIONS = (("log_format", "text", (0, 32)), ("max_queue", None, (0, 32)))
 
@@ -64,6 +68,18 @@ def _check_build(launch: VllmLaunch, installation: VllmInstallation) -> Iterator
         yield (
             "on a CPU vLLM samples wrongly with speculative decoding: requests with a temperature "
             "above 0 are refused"
+        )
+    if (target := read_target(launch.target, launch.revision)) is not None:
+        _check_cpu_attention(f"target {target.name!r}", target.head_dim, installation)
+
+
+def _check_cpu_attention(whose: str, head_dim: int, installation: VllmInstallation) -> None:
+    known = (installation.release or _CPU_HEAD_DIMS_OF) <= _CPU_HEAD_DIMS_OF
+    if known and head_dim not in _CPU_HEAD_DIMS:
+        raise UserError(
+            f"The {whose} has attention heads of {head_dim} numbers, which {installation} does not "
+            f"compute on a CPU; expected {', '.join(map(str, _CPU_HEAD_DIMS))}. Serve it on a GPU, "
+            "or without --engine vllm."
         )
 
 
@@ -120,11 +136,13 @@ def _check_speculation(launch: VllmLaunch, installation: VllmInstallation) -> It
 
 def _check_head(launch: VllmLaunch, installation: VllmInstallation, folder: str) -> Iterator[str]:
     """Whether the head fits what it is asked for, and its target as far as that is here."""
-    from peagle.backends.vllm.targets import check_fits, read_target
+    from peagle.backends.vllm.targets import check_fits
 
     config = launch.speculative
     assert config is not None
     head, facts = read_head(folder)
+    if installation.is_cpu:
+        _check_cpu_attention(f"head {config.model!r}", head.head_dim, installation)
     k, trained = config.num_speculative_tokens, head.trained_depth
     if trained is not None and k > trained:
         yield f"K is {k}, and the head was trained for {trained}: later tokens will be refused"
@@ -142,21 +160,21 @@ def _check_head(launch: VllmLaunch, installation: VllmInstallation, folder: str)
         return
     if config.check_target:
         check_fits(target, head, facts, folder)
-    _check_groups(launch, installation, head, target.layer_kinds, target.kv_width)
+    _check_groups(launch, installation, head, target)
 
 
 def _check_groups(
     launch: VllmLaunch,
     installation: VllmInstallation,
     head: DrafterConfig,
-    layer_kinds: tuple[str, ...],
-    kv_width: int,
+    target: Target,
 ) -> None:
     """Refuse a drafter whose layers vLLM would scatter over groups of the KV cache."""
-    if has_flag(launch.extra, _HYBRID_OFF) or head.num_kv_heads * head.head_dim != kv_width:
+    same = head.num_kv_heads * head.head_dim == target.kv_heads * target.head_dim
+    if has_flag(launch.extra, _HYBRID_OFF) or not same:
         return  # a drafter of another shape gets a group of its own
-    num_sliding = sum(kind != "full_attention" for kind in layer_kinds)
-    num_full = len(layer_kinds) - num_sliding
+    num_sliding = sum(kind != "full_attention" for kind in target.layer_kinds)
+    num_full = len(target.layer_kinds) - num_sliding
     since = (installation.release or _TOGETHER_SINCE) >= _TOGETHER_SINCE
     ratio = _TOGETHER if since else _TOGETHER_BEFORE
     if is_scattered(num_full, num_sliding, head.num_layers, ratio):

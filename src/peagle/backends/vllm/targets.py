@@ -24,14 +24,15 @@ class Target:
         folder: where they are.
         sizes: vocab_size, hidden_size and num_layers, where they are told.
         layer_kinds: of attention, as transformers names them; () if all are of full attention.
-        kv_width: key numbers of a token in a layer.
+        kv_heads, head_dim: heads of keys in a layer, and numbers of each.
     """
 
     name: str
     folder: Path
     sizes: Mapping[str, int]
     layer_kinds: tuple[str, ...]
-    kv_width: int
+    kv_heads: int
+    head_dim: int
 
 
 def read_target(name: str, revision: str | None) -> Target | None:
@@ -58,7 +59,7 @@ def read_target(name: str, revision: str | None) -> Target | None:
     keys = {"vocab_size": "vocab_size", "hidden_size": "hidden_size"}
     keys["num_layers"] = "num_hidden_layers"
     sizes = {ours: text[theirs] for ours, theirs in keys.items() if theirs in text}
-    return Target(name, folder, sizes, kinds, heads * width)
+    return Target(name, folder, sizes, kinds, heads, width)
 
 
 def check_fits(target: Target, head: DrafterConfig, facts: Mapping[str, Any], folder: str) -> None:
