@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     # Triton reads it when it is imported, and transformers imports it: kernels then run on a CPU.
@@ -28,6 +29,10 @@ from peagle.models.checkpoint import save_drafter
 from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target import TargetModel, default_aux_layer_ids
+
+# How long an example takes says something of the machine's load, nothing of the code.
+settings.register_profile("peagle", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("peagle")
 
 # Who starts the tests in the background has interrupts ignored, in children too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
