@@ -5,7 +5,6 @@ What cannot be read from here is told; the container refuses at its start what d
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,8 +104,10 @@ def _target_facts(target: ModelSource, s3: Any) -> dict[str, Any]:
     data: dict[str, Any] = {}
     with unseen_is_told(target, "The model"):
         data = files.config()
-    if target.kind == "local" and (tokenizer := Path(target.name) / "tokenizer.json").is_file():
-        facts["tokenizer_sha256"] = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
+    if target.kind == "local":
+        from peagle.models.fingerprint import tokenizer_digest
+
+        facts["tokenizer_sha256"] = tokenizer_digest(Path(target.name))
     text = data.get("text_config") or data
     facts |= {key: text.get(key) for key in ("vocab_size", "hidden_size")}
     return facts | {"num_layers": text.get("num_hidden_layers")}

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from peagle.deploy.model_files import read_header
 from peagle.errors import CheckpointError
 
 GIB = 2**30
@@ -227,15 +228,11 @@ def _tensors(folder: Path) -> Iterator[tuple[str, str, int]]:
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with file.open("rb") as data:
-                length = int.from_bytes(data.read(8), "little")
-                if length > file.stat().st_size:
-                    raise ValueError
-                header = json.loads(data.read(length))
-            header.pop("__metadata__", None)
+                header = read_header(data, most=file.stat().st_size)
             for name, entry in header.items():
                 begin, end = entry["data_offsets"]
                 yield name, entry["dtype"], end - begin
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError):
             raise CheckpointError(
                 f"{str(file)!r} is no safetensors file, or a cut one. Copy or fetch it again."
             ) from None

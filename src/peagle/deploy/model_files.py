@@ -130,6 +130,16 @@ class HubFiles:
 
     def tensor_names(self) -> Collection[str]:
         """Of all its safetensors files."""
+        return self._metadata().weight_map
+
+    def tensors(self) -> Iterator[tuple[str, str, int]]:
+        """Name, type and bytes of every tensor."""
+        for file in self._metadata().files_metadata.values():
+            for name, tensor in file.tensors.items():
+                begin, end = tensor.data_offsets
+                yield name, tensor.dtype, end - begin
+
+    def _metadata(self) -> Any:
         from huggingface_hub import HfApi
 
         from peagle.models.hub import no_telemetry
@@ -137,8 +147,7 @@ class HubFiles:
 
         name, revision = self.source.name, self.source.revision
         with no_telemetry():
-            metadata = HfApi(endpoint=hub_url()).get_safetensors_metadata(name, revision=revision)
-        return metadata.weight_map
+            return HfApi(endpoint=hub_url()).get_safetensors_metadata(name, revision=revision)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,15 +198,30 @@ class _Object:
         return answer["Body"].read()
 
 
-def _names(data: BinaryIO | _Object, name: str) -> set[str]:
-    """Of the header of a safetensors file: 8 bytes (its length N), then N bytes of JSON."""
+def read_header(data: BinaryIO | _Object, most: int = _MAX_HEADER) -> dict[str, Any]:
+    """The tensors that a safetensors file names: 8 bytes (its length N), then N bytes of JSON.
+
+    Args:
+        data: the file, at its beginning.
+        most: bytes that the header may have.
+
+    Raises:
+        ValueError: it is none.
+    """
     length = int.from_bytes(data.read(8), "little")
+    if not 0 < length <= most:
+        raise ValueError(f"a header of {length} bytes")
+    header = json.loads(data.read(length))
+    if not isinstance(header, dict):
+        raise ValueError(f"a header that is {type(header).__name__}")
+    header.pop("__metadata__", None)
+    return header
+
+
+def _names(data: BinaryIO | _Object, name: str) -> set[str]:
     try:
-        if not 0 < length <= _MAX_HEADER:
-            raise ValueError(length)
-        header = json.loads(data.read(length))
-        return set(header) - {"__metadata__"}
-    except (ValueError, TypeError):
+        return set(read_header(data))
+    except ValueError:
         raise CheckpointError(
             f"{name} is not readable as safetensors: its header is broken."
         ) from None

@@ -44,16 +44,12 @@ class TargetFingerprint:
         # bfloat16 is the common ground of the types that a target is loaded in.
         values = target.lm_head_weight()[rows.to(target.device)].detach().float().bfloat16()
         raw = values.cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        tokenizer_file = Path(target.name) / "tokenizer.json"
-        digest = None
-        if target.name and tokenizer_file.is_file():
-            digest = hashlib.sha256(tokenizer_file.read_bytes()).hexdigest()
         return cls(
             name=Path(target.name).name,
             vocab_size=target.vocab_size,
             hidden_size=target.hidden_size,
             num_layers=target.num_layers,
-            tokenizer_sha256=digest,
+            tokenizer_sha256=tokenizer_digest(Path(target.name)) if target.name else None,
             lm_head_sha256=hashlib.sha256(raw).hexdigest(),
         )
 
@@ -107,3 +103,9 @@ class TargetFingerprint:
             if expected != given:
                 return f"{name} is {given}, {owner} expects {expected}"
         return ""
+
+
+def tokenizer_digest(folder: Path) -> str | None:
+    """SHA-256 of a folder's tokenizer.json; None without one."""
+    file = folder / "tokenizer.json"
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None

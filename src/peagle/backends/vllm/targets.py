@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -86,14 +85,13 @@ def check_fits(target: Target, head: DrafterConfig, facts: Mapping[str, Any], fo
 
 
 def _check_fingerprint(target: Target, trained_for: dict[str, Any], folder: str) -> None:
-    from peagle.models.fingerprint import TargetFingerprint
+    from peagle.models.fingerprint import TargetFingerprint, tokenizer_digest
     from peagle.models.target_ends import TargetEnds
 
     fingerprint = TargetFingerprint.from_json(trained_for)
-    tokenizer = target.folder / "tokenizer.json"
-    if fingerprint.tokenizer_sha256 is not None and tokenizer.is_file():
-        found = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
-        if found != fingerprint.tokenizer_sha256:
+    if fingerprint.tokenizer_sha256 is not None:
+        found = tokenizer_digest(target.folder)
+        if found not in (None, fingerprint.tokenizer_sha256):
             raise _other(target, folder, "its tokenizer is another one")
     try:
         ends = TargetEnds.load(target.folder)
