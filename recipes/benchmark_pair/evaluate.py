@@ -23,7 +23,7 @@ from peagle.evaluation.sweep import LOG_NAME, Cell
 from peagle.evaluation.throughput import FORMAT_VERSION, summarize
 from peagle.models.checkpoint.files import write_json
 
-HEADS = ("peagle", "eagle3", "eagle3_4l", "peagle_kl_tv")
+HEADS = ("peagle", "eagle3", "eagle3_4l", "peagle_8l")
 LARGEST_FILE = 16 * 2**20
 _SHARED = ("max_new_tokens", "ignore_eos", "temperature", "top_k", "top_p", "seed", "warm_up")
 _SHARED += ("chat_template", "thinking", "extra_body")
@@ -33,43 +33,52 @@ def measurements(work: Path, *, small: bool) -> list[Job]:
     """The commands, the most important ones first."""
 
     def bench(name: str, sets: str, concurrency: str, least_s: float) -> Job:
-        arguments = ["--eagle3", _head(work, "eagle3"), "--set", sets]
-        arguments += ["--concurrency", "1,2" if small else concurrency]
+        arguments = ["--draft", _head(work, "peagle"), "--eagle3", _head(work, "eagle3")]
+        arguments += ["--set", sets, "--concurrency", "1,2" if small else concurrency]
         arguments += ["-k", "3" if small else "3,5,7", "--repeats", "2" if small else "3"]
         arguments += ["--limit", "2" if small else "48"]
         arguments += ["--max-new-tokens", "16" if small else "256", "--temperature", "0"]
         return _peagle(work, "bench", name, arguments, least_s)
 
-    def evaluation(name: str, temperature: str, least_s: float) -> Job:
-        arguments = ["--eagle3", _head(work, "eagle3"), "--temperature", temperature]
-        for head in ("eagle3_4l", "peagle_kl_tv"):
-            if Path(_head(work, head)).exists():
-                arguments += ["--method", f"{head}={_head(work, head)}"]
+    def evaluation(name: str, heads: Sequence[str], temperature: str, ks: str) -> Job:
+        arguments = ["--no-ngram", "--temperature", temperature]
+        for head in heads:
+            arguments += ["--method", f"{head}={_head(work, head)}"]
         arguments += ["--set", "humaneval,mt_bench,gsm8k,heldout_code"]
-        arguments += ["-k", "3" if small else "3,5,7", "--limit", "2" if small else "164"]
+        arguments += ["-k", "3" if small else ks, "--limit", "2" if small else "164"]
         arguments += ["--max-new-tokens", "16" if small else "512"]
         arguments += ["--concurrency", "2" if small else "64"]
-        return _peagle(work, "eval", name, arguments, least_s)
+        return _peagle(work, "eval", name, arguments, 0)
 
-    ks, sizes = ("1,3", "1,2") if small else ("1,3,5,7", "1,4,16,64")
-    tuning = ["-k", ks, "--batch-sizes", sizes, "--limit", "2" if small else "32"]
-    tuning += ["--max-new-tokens", "16"] if small else []
-    return [
+    jobs = [
         bench("bench-humaneval", "humaneval", "1,4,16,64", 0),
-        evaluation("eval-greedy", "0", 0),
-        _peagle(work, "tune", "tune", tuning, 0 if small else 90),
+        evaluation("eval-greedy", ("peagle", "eagle3"), "0", "3,5,7"),
+    ]
+    if deeper := [head for head in HEADS[2:] if Path(_head(work, head)).exists()]:
+        jobs.append(evaluation("eval-layers", deeper, "0", "7"))
+    return [
+        *jobs,
         bench("bench-mt_bench", "mt_bench", "1,4,16,64", 0),
-        evaluation("eval-sampled", "1", 0),
+        evaluation("eval-sampled", ("peagle", "eagle3"), "1", "7"),
         bench("bench-humaneval-more", "humaneval", "2,8,32", 150),
         bench("bench-heldout_code", "heldout_code", "1,4,16,64", 150),
         bench("bench-gsm8k", "gsm8k", "1,4,16,64", 150),
     ]
 
 
+def tuning(work: Path, *, small: bool) -> Job:
+    """`peagle tune`, which reads a step's cost and wants the machine to itself."""
+    ks, sizes = ("1,3", "1,2") if small else ("1,3,5,7", "1,4,16,64")
+    arguments = ["--draft", _head(work, "peagle"), "-k", ks, "--batch-sizes", sizes]
+    arguments += ["--limit", "2" if small else "32"]
+    arguments += ["--max-new-tokens", "16"] if small else []
+    return _peagle(work, "tune", "tune", arguments, 0)
+
+
 def _peagle(work: Path, verb: str, name: str, arguments: Sequence[str], least_s: float) -> Job:
     command = [sys.executable, "-m", "peagle", verb, "--target", str(work / "target")]
-    command += ["--draft", _head(work, "peagle"), *arguments]
-    return Job(name, (*command, "--output", str(_found(work, name))), least_s)
+    command += [*arguments, "--output", str(_found(work, name))]
+    return Job(name, tuple(command), least_s)
 
 
 def _head(work: Path, name: str) -> str:

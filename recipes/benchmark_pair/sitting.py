@@ -35,9 +35,9 @@ from prompts import windows  # noqa: E402
 BUDGET = {
     "setup": 0.5,
     "pretrain": 4.8,
-    "responses": 2.5,
-    "heads": 11.6,
-    "evaluate": 7.1,
+    "responses": 2.4,
+    "heads": 10.2,
+    "evaluate": 7.6,
     "package": 0.5,
 }
 # What starts before the clock of a script: the interpreter, torch, the processes of torchrun.
@@ -46,6 +46,8 @@ START_S = 15
 VALIDATION_TOKENS = 400_000
 # Of the heads' minutes: a trial and what is compiled for it, then the start of the runs.
 TRIAL_MINUTES = 1.8
+# Of evaluation's: `peagle tune` with nothing beside it.
+TUNE_S = 80
 SMALL_TARGET = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8} | {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -156,7 +158,8 @@ def responses(sitting: Sitting) -> None:
     else:
         # The batches at hand at the end, and the writing, take as long as the start does.
         command += ["--minutes", round((sitting.seconds("responses") - 2 * START_S) / 60, 2)]
-        command += ["--dtype", "bfloat16", "--batch", 2048, "--show", "--keep-loop", 64]
+        command += ["--dtype", "bfloat16", "--batch", 2048, "--show"]
+        command += ["--temperatures", 0, "--shares", 1, "--keep-loop", 64]
     sitting.run("responses", *command)
     made = json.loads((work / "responses.json").read_text())
     sitting.say(f"responses: { ({n: v for n, v in made.items() if isinstance(v, (int, float))}) }")
@@ -193,15 +196,17 @@ def heads(sitting: Sitting) -> None:
 
 
 def measure(sitting: Sitting) -> None:
-    """Measure acceptance and throughput, one command on each GPU at a time."""
+    """Measure acceptance and throughput, one command on each GPU at a time; at last tune, alone."""
     work = sitting.work
-    jobs = evaluate.measurements(work, small=sitting.small)
-    due = [job for job in jobs if not evaluate.is_done(work, job)]
     seconds = 3600 if sitting.small and sitting.minutes is None else sitting.seconds("evaluate")
-    run_jobs(due, gpus(), work / "logs", seconds, sitting.say)
-    left = [job.name for job in due if not evaluate.is_done(work, job)]
-    if left:
-        sitting.say(f"not whole: {', '.join(left)}; what they have is in the report")
+    turns = [evaluate.measurements(work, small=sitting.small)]
+    turns += [[evaluate.tuning(work, small=sitting.small)]]
+    for jobs, limit in zip(turns, (seconds - TUNE_S, TUNE_S), strict=True):
+        due = [job for job in jobs if not evaluate.is_done(work, job)]
+        run_jobs(due, gpus(), work / "logs", limit, sitting.say)
+        left = [job.name for job in due if not evaluate.is_done(work, job)]
+        if left:
+            sitting.say(f"not whole: {', '.join(left)}; what they have is in the report")
 
 
 def package(sitting: Sitting) -> None:

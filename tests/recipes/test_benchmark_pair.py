@@ -53,11 +53,11 @@ def test_heads_differ_in_method_and_layers_alone() -> None:
     ]
     assert all(one == shared[0] for one in shared)
     layers = {name: config.head.num_layers for name, config in configs.items()}
-    assert layers == {"peagle": 4, "peagle_kl_tv": 4, "eagle3": 1, "eagle3_4l": 4}
+    assert layers == {"peagle": 4, "peagle_8l": 8, "eagle3": 1, "eagle3_4l": 4}
     names = {name: config.method.name for name, config in configs.items()}
     assert names == {name: name.split("_")[0] for name in names}
-    assert {config.method.depth for config in configs.values()} == {8}
-    assert configs["peagle"].method.loss == configs["eagle3"].method.loss == "kl"
+    assert {config.method.depth for config in configs.values()} == {7}
+    assert {config.method.loss for config in configs.values()} == {"kl"}
     # Paths are those that a sitting with its default folder makes.
     assert configs["peagle"].target.resolve() == Path("build/benchmark_pair/target").resolve()
 
@@ -77,6 +77,7 @@ def test_measurements_are_commands_that_peagle_understands(tmp_path: Path, small
         (tmp_path / name / "head").mkdir(parents=True)
     group: Any = typer.main.get_command(app)
     jobs = evaluate.measurements(tmp_path, small=small)
+    jobs.append(evaluate.tuning(tmp_path, small=small))
     assert len({job.name for job in jobs}) == len(jobs)
     for job in jobs:
         python, flag, module, verb, *arguments = job.command
