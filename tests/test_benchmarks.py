@@ -238,6 +238,21 @@ def test_mistakes_are_named(run: Any, options: str, message: str) -> None:
     assert "RESULT" not in stdout
 
 
+def test_the_hosts_share_of_a_step(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "host_step.py"), "--sequences", "3", "--steps", "4"],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert 3 <= found["tokens_a_step"] <= 3 * 8, "every sequence has a token, or K + 1"
+    assert 0 < found["step_us"] < 1e6
+
+
 def test_a_mistake_ends_the_process_with_status_2(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--conc", "1,x"],

@@ -398,3 +398,16 @@ def test_a_loaded_model_keeps_its_type_and_place(
     model = TargetModel.load(target_folder, dtype=torch.float64)
     with pytest.raises(UserError, match=r"float64 on cpu\. Leave them out"):
         LLM(model=model, **option)
+
+
+def test_the_target_has_the_name_that_other_engines_give_it(target_folder: Path) -> None:
+    for model in (target_folder, str(target_folder)):
+        llm = LLM(model=model)
+        assert llm.target.name == LLM(target_folder).target.name
+        assert [out.text for out in llm.generate("abc", GREEDY)] == [
+            out.text for out in LLM(target_folder).generate("abc", GREEDY)
+        ]
+    message = message_of(lambda: LLM("one", model="two"))
+    assert "target is 'one' and model is 'two'" in message
+    message = message_of(lambda: LLM(model=7))  # type: ignore[arg-type]
+    assert "model is of type int; expected a folder" in message

@@ -47,7 +47,7 @@ VALIDATION_TOKENS = 400_000
 # Of the heads' minutes: a trial and what is compiled for it, then the start of the runs.
 TRIAL_MINUTES = 1.8
 # Of evaluation's: `peagle tune` with nothing beside it.
-TUNE_S = 80
+TUNE_S = 130
 SMALL_TARGET = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8} | {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,

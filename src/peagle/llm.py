@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from peagle.bundled import BUNDLED_TARGET
@@ -27,6 +28,21 @@ from peagle.models.loading import resolve_model, with_local_head
 from peagle.models.target import TargetModel, load_tokenizer
 
 ENGINES = ("peagle", "vllm")
+
+
+def named_target(target: str | Path | None, model: str | Path | None) -> str | Path | None:
+    """The target's name, under whichever of its two names it was given.
+
+    Raises:
+        UserError: both were.
+    """
+    if target is not None and model is not None:
+        raise UserError(
+            f"target is {str(target)!r} and model is {str(model)!r}; both name the target, leave "
+            "one of them out."
+        )
+    return model if target is None else target
+
 
 __all__ = ["LLM", "ChatOutput", "Prompt", "RequestOutput", "StreamChunk"]
 
@@ -57,7 +73,8 @@ class LLM:
         revision: branch, tag or commit of the target's hub id.
         speculative_config: how to draft: a SpeculativeConfig, a mapping or JSON text in vLLM's
             form; None decodes plainly.
-        model: a target already loaded, in place of `target`.
+        model: a target already loaded, in place of `target`; or what `target` takes, under the name
+            that other engines have for it.
         engine: "peagle", or "vllm", with the arguments of `peagle.vllm_llm.VllmLLM`.
         **engine_options: fields of EngineConfig.
 
@@ -81,7 +98,7 @@ class LLM:
         *,
         revision: str | None = None,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
-        model: TargetModel | None = None,
+        model: TargetModel | str | Path | None = None,
         engine: str = "peagle",
         **engine_options: Any,
     ) -> None:
@@ -91,6 +108,13 @@ class LLM:
                 f"Unknown engine option {unknown[0]!r}; known options: {', '.join(sorted(known))}."
             )
         config = EngineConfig(**engine_options)
+        if isinstance(model, (str, Path)):
+            target, model = named_target(target, model), None
+        elif not isinstance(model, (TargetModel, NoneType)):
+            raise UserError(
+                f"model is of type {type(model).__name__}; expected a folder, a hub id, or a "
+                "loaded TargetModel."
+            )
         speculative = None
         if speculative_config is not None:
             speculative = with_local_head(SpeculativeConfig.parse(speculative_config))

@@ -21,7 +21,7 @@ from peagle.engine.outputs import RequestOutput, StreamChunk
 from peagle.engine.requests import Prompt
 from peagle.errors import CheckpointError, UserError
 from peagle.kernels.logprobs import TokenLogprobs
-from peagle.llm import LLM, each
+from peagle.llm import LLM, each, named_target
 from peagle.models.generation import read_generation_defaults
 from peagle.models.loading import resolve_model
 from peagle.models.target import load_tokenizer
@@ -40,6 +40,7 @@ class VllmLLM(LLM):
 
     Args:
         target, revision, speculative_config: as in `LLM`; vLLM's own keys of the latter are taken.
+        model: the target under vLLM's name for it.
         vllm_python: the python of the environment that has vLLM; None looks for it.
         vllm_options: further arguments of vLLM's `LLM`, by name.
         engine: "vllm".
@@ -56,6 +57,7 @@ class VllmLLM(LLM):
         *,
         revision: str | None = None,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
+        model: str | Path | None = None,
         vllm_python: str | Path | None = None,
         vllm_options: Mapping[str, Any] | None = None,
         engine: str = "vllm",
@@ -68,7 +70,7 @@ class VllmLLM(LLM):
         ]
         for note in check_flags(flags):
             warnings.warn(note, stacklevel=2)
-        folder = resolve_model(target or BUNDLED_TARGET, revision)
+        folder = resolve_model(named_target(target, model) or BUNDLED_TARGET, revision)
         speculative, runtime = None, dict[str, Any]()
         if speculative_config is not None:
             speculative = SpeculativeConfig.parse(speculative_config)

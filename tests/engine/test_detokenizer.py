@@ -278,3 +278,21 @@ def test_the_cost_does_not_grow_with_the_output(
     for token in BYTES.encode("some text, é and 漢, " * 30):
         detokenizer.add([token])
     assert max(decoded) < 10
+
+
+def test_added_tokens_outside_the_byte_alphabet_add_up() -> None:
+    tokenizer = trained_tokenizer()
+    tokenizer.add_tokens(["<think> é", " 漢 "])
+    token_ids = tokenizer.encode("a<think> é漢 漢 né", add_special_tokens=False)
+    assert len(tokenizer) - 2 in token_ids
+    assert stream(tokenizer, token_ids, [1] * len(token_ids)).text == decode(tokenizer, token_ids)
+
+
+def test_a_tokenizer_that_decodes_in_its_own_way_is_asked() -> None:
+    class Shouting(PreTrainedTokenizerFast):
+        def _decode(self, *args: object, **kwargs: object) -> str:
+            return str(super()._decode(*args, **kwargs)).upper()  # type: ignore[arg-type]
+
+    tokenizer = Shouting(tokenizer_object=BYTES.backend_tokenizer)
+    token_ids = BYTES.encode("some words", add_special_tokens=False)
+    assert stream(tokenizer, token_ids, [3, 1]).text == "SOME WORDS"

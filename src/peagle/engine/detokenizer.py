@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import cast
+from weakref import WeakKeyDictionary
 
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 _REPLACEMENT = "\ufffd"
 _FALLBACK_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -18,7 +23,8 @@ class IncrementalDetokenizer:
 
     The text is that of decoding all tokens at once, however they are cut into steps, and is only
     ever appended to. Only the tokens since the last safe point are decoded anew, so the cost does
-    not grow with the output. Two things are held back until a later token settles them:
+    not grow with the output; of a byte-level tokenizer, whose texts add up, new ones alone. Two
+    things are held back until a later token settles them:
 
     - an incomplete UTF-8 character of a byte-level tokenizer;
     - a run of byte tokens (`<0xE6>`) of a byte-fallback tokenizer: one invalid byte turns all
@@ -30,7 +36,8 @@ class IncrementalDetokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._skipped_ids = _special_ids(tokenizer)
+        self._kinds = _token_kinds(tokenizer)
+        self._decode, self._adds_up = _decoding(tokenizer)
         self._pieces: list[str] = []
         # The window: `_num_context` tokens whose text is out already, because some tokenizers write
         # a token differently at the beginning of a text; then new ones, of which those after
@@ -58,6 +65,9 @@ class IncrementalDetokenizer:
         self._num_shown = max(self._num_shown, len(settled))
         if incomplete:
             self._shorten()
+        elif self._adds_up:
+            del self._window[: self._num_ready]
+            self._num_ready = self._num_context = self._num_shown = 0
         elif new:
             # A token without text of its own is no context: a word after it would lose its space.
             self._move_window(self._num_context)
@@ -67,12 +77,13 @@ class IncrementalDetokenizer:
 
     def _take(self, token_ids: list[int]) -> None:
         for token_id in token_ids:
-            token = self._tokenizer.convert_ids_to_tokens(token_id)
-            # None: a padding row of the embedding, without an entry in the vocabulary.
-            if token is None or token_id in self._skipped_ids:
+            kind = self._kinds.get(token_id)
+            if kind is None:
+                kind = self._kinds[token_id] = _kind(self._tokenizer, token_id)
+            if kind == _SILENT:
                 continue
             self._window.append(token_id)
-            if not _FALLBACK_BYTE.fullmatch(str(token)):
+            if kind != _BYTE:
                 self._num_ready = len(self._window)
 
     def _move_window(self, start: int) -> None:
@@ -90,12 +101,51 @@ class IncrementalDetokenizer:
             self._move_window(start)
             self._num_shown -= 1  # the last U+FFFD stays open
 
-    def _decode(self, token_ids: list[int]) -> str:
-        text = self._tokenizer.decode(
+
+def _decoding(tokenizer: PreTrainedTokenizerBase) -> tuple[Callable[[list[int]], str], bool]:
+    """How tokens become text, special ones left out, and whether texts of parts add up.
+
+    They do where tokens stand for bytes and no part ends within a character.
+    """
+    cls = type(tokenizer)
+    is_plain = (
+        isinstance(tokenizer, PreTrainedTokenizerFast)
+        and cls.decode is PreTrainedTokenizerBase.decode
+        and cls._decode is PreTrainedTokenizerFast._decode
+    )
+    if is_plain:
+        # What those two come to, at a third of the time.
+        backend = cast(Tokenizer, tokenizer.backend_tokenizer)
+        return backend.decode, isinstance(backend.decoder, ByteLevel)
+
+    def decode(token_ids: list[int]) -> str:
+        text = tokenizer.decode(
             token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         assert isinstance(text, str)
         return text
+
+    return decode, False
+
+
+# What a token is to a detokeniser, by id: learned as tokens come, shared by all of a tokenizer.
+_SILENT, _TEXT, _BYTE = range(3)
+_KINDS: WeakKeyDictionary[PreTrainedTokenizerBase, dict[int, int]] = WeakKeyDictionary()
+
+
+def _token_kinds(tokenizer: PreTrainedTokenizerBase) -> dict[int, int]:
+    """The kinds known so far, at least those of special tokens."""
+    kinds = _KINDS.get(tokenizer)
+    if kinds is None:
+        kinds = _KINDS[tokenizer] = dict.fromkeys(_special_ids(tokenizer), _SILENT)
+    return kinds
+
+
+def _kind(tokenizer: PreTrainedTokenizerBase, token_id: int) -> int:
+    token = tokenizer.convert_ids_to_tokens(token_id)
+    if token is None:  # a padding row of the embedding, without an entry in the vocabulary
+        return _SILENT
+    return _BYTE if _FALLBACK_BYTE.fullmatch(str(token)) else _TEXT
 
 
 def _special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

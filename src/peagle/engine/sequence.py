@@ -140,17 +140,19 @@ class Sequence:
 
         A stop id is kept as the last token. Sets `status` and `finish_reason` at the end.
         """
-        kept: list[int] = []
-        for token in token_ids:
-            self.token_ids.append(token)
-            kept.append(token)
-            if token in self.stop_token_ids:
-                self.finish_reason = "stop"
-            elif self.num_output_tokens >= self.params.max_tokens or len(self) >= max_model_len:
-                self.finish_reason = "length"
-            if self.finish_reason:
-                self.status = SequenceStatus.FINISHED
-                break
+        room = max(
+            1,
+            min(self.params.max_tokens - self.num_output_tokens, max_model_len - len(self)),
+        )
+        kept = token_ids[:room]
+        if not self.stop_token_ids.isdisjoint(kept):
+            end = next(i for i, token in enumerate(kept) if token in self.stop_token_ids)
+            kept, self.finish_reason = kept[: end + 1], "stop"
+        elif len(kept) == room:
+            self.finish_reason = "length"
+        self.token_ids += kept
+        if self.finish_reason:
+            self.status = SequenceStatus.FINISHED
         if self.grammar is not None:
             self.grammar.accept(kept)
         return kept

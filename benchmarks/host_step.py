@@ -1,0 +1,110 @@
+"""What the host does in a decode step of many sequences, without the device: microseconds.
+
+    python benchmarks/host_step.py --sequences 64 --k 7
+
+The engine's own loop (`Pipeline`, `LLMEngine`, `Requests`, detokenisation) over steps whose reports
+are made up: every step accepts some of K drafts, tokens are those of real text. While such a step
+is read the device runs the next one: what stands here must be less than a step of the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Sequence as SequenceOf
+from statistics import median
+
+from common import run_guarded
+
+from peagle.config import SamplingParams
+from peagle.engine.pipeline import Pipeline, RowReport
+from peagle.engine.sequence import Sequence
+from peagle.environment import environment
+from peagle.evaluation.prompts import load_prompt_set
+from peagle.llm import LLM
+
+
+class MadeUpSteps:
+    """Stands for `GraphRunner`: reports without a device.
+
+    Args:
+        text: tokens that outputs are made of.
+        num_drafts: K.
+    """
+
+    def __init__(self, text: list[int], num_drafts: int) -> None:
+        self._text, self._num_drafts = text, num_drafts
+        self._random = random.Random(0)
+        self._sequences: list[Sequence] = []
+
+    def can_run(self, sequences: SequenceOf[Sequence]) -> bool:
+        return True
+
+    def is_tight(self, num_sequences: int) -> bool:
+        return True
+
+    def start(self, sequences: SequenceOf[Sequence]) -> MadeUpSteps:
+        self._sequences = list(sequences)
+        return self
+
+    def go_on(self) -> MadeUpSteps:
+        return self
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return self._sequences
+
+    def read(self, flight: MadeUpSteps) -> list[RowReport]:
+        return [self._report() for _ in self._sequences]
+
+    def _report(self) -> RowReport:
+        drawn, at = self._random.random(), self._random.randrange(len(self._text) - 20)
+        accepted = int(drawn * (self._num_drafts + 1))
+        new = self._text[at : at + accepted + 1]
+        return RowReport(self._num_drafts, accepted, new, self._text[at : at + self._num_drafts])
+
+
+def main() -> None:
+    """Run it."""
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--sequences", type=int, default=64, help="that decode together (64)")
+    options.add_argument("--k", type=int, default=7, help="drafts a step (7)")
+    options.add_argument("--steps", type=int, default=300, help="timed (300)")
+    args = options.parse_args()
+    llm = LLM(
+        speculative_config={"method": "ngram", "num_speculative_tokens": args.k},
+        max_num_seqs=args.sequences,
+    )
+    engine, requests = llm.engine, llm.requests
+    text = llm.tokenizer(load_prompt_set("humaneval", 1)[0].text * 8)["input_ids"]
+    params = SamplingParams(max_tokens=(args.steps + 12) * (args.k + 1), ignore_eos=True)
+    for index in range(args.sequences):
+        requests.add(index, "def f(x):\n", params)
+    while any(s.is_prefilling for s in engine.scheduler.running) or engine.scheduler.waiting:
+        requests.step()
+    steps = MadeUpSteps(text, args.k)
+    engine._pipeline = Pipeline(steps, engine.scheduler, engine._take)  # type: ignore[arg-type]
+    tokens, seconds = 0, list[float]()
+    for number in range(args.steps + 5):
+        start = time.perf_counter()
+        chunks = requests.step()
+        if number >= 5:  # the first ones start the pipeline and warm up
+            seconds.append(time.perf_counter() - start)
+            tokens += sum(len(chunk.token_ids) for chunk in chunks)
+    found = {
+        "sequences": args.sequences,
+        "k": args.k,
+        "tokens_a_step": round(tokens / args.steps, 1),
+        "step_us": round(median(seconds) * 1e6, 1),
+        "sequence_us": round(median(seconds) * 1e6 / args.sequences, 2),
+        "environment": environment(llm.target.device),
+    }
+    print(json.dumps(found, indent=2))
+
+
+if __name__ == "__main__":
+    run_guarded(main)
