@@ -56,6 +56,28 @@ def test_every_method_at_every_k_and_temperature(peagle: Peagle, pair: Pair) -> 
     assert by_key["peagle", 2, 0.0]["num_drafts"] >= by_key["peagle", 3, 0.0]["num_drafts"]
 
 
+def test_the_length_of_training_reaches_the_notes(
+    peagle: Peagle, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(
+        eval_run, "beyond_training", lambda _, length, k, seed: asked.append(length) or "lost there"
+    )
+    head = Path(shutil.copytree(pair.peagle, tmp_path / "head"))
+    config = json.loads((head / "config.json").read_text())
+    config["peagle"]["max_sequence_length_trained"] = 77
+    (head / "config.json").write_text(json.dumps(config))
+    options = ("--target", pair.target, "--draft", head, "--method", f"untold={pair.peagle}")
+    first, second, *_ = entries_of(peagle("eval", *options, *SMALL, "--format", "json"))
+    assert (asked, first["notes"], second["notes"]) == ([77], ["lost there"], [])
+    assert "note: lost there" in peagle("eval", *options, *SMALL).out
+    config["peagle"]["max_sequence_length_trained"] = "long"
+    (head / "config.json").write_text(json.dumps(config))
+    refused = peagle("eval", *options, *SMALL)
+    assert refused.status == 2
+    assert "max_sequence_length_trained is 'long'; expected a whole number" in refused.err
+
+
 def test_the_bundled_pair_by_default(peagle: Peagle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("peagle.cli.eval.DEFAULT_LIMIT", 6)
     result = peagle("eval", "--max-new-tokens", 12, "--no-ngram")

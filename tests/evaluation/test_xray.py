@@ -23,6 +23,7 @@ from peagle.evaluation.texts import hardest_texts, pieces
 from peagle.evaluation.xray import (
     GroupCounters,
     Observation,
+    beyond_training,
     decode_steps,
     histogram,
     xray,
@@ -294,3 +295,56 @@ def test_without_steps_requests_still_count() -> None:
     assert result["pooled"]["tokens_per_step"] == expected["pooled"]["tokens_per_step"]
     assert result["pooled"]["acceptance_length_ci"] == expected["pooled"]["acceptance_length_ci"]
     assert (result["by_context"], result["loop_share"], result["samples"]) == ([], None, [])
+
+
+# ---- beyond the lengths of training -----------------------------------------------------------
+
+
+def answered(number: int, accepted: list[int], prompt: int = 10) -> Observation:
+    """A request whose steps draft 4 tokens and accept so many of them."""
+    stats, steps = SpeculationStats(), [Step(1, 0, 0)]
+    for count in accepted:
+        stats.record(4, count)
+        steps.append(Step(count + 1, 4, count))
+    total = sum(step.num_tokens for step in steps)
+    answer = Answer("", "length", prompt, total, token_ids=[], steps=steps, stats=stats)
+    return Observation("mine", "", str(number), 0, "", answer)
+
+
+def test_what_longer_contexts_cost_is_told() -> None:
+    """Three tokens a step to position 41, then one and two in turn: 10 steps, and 20 behind."""
+    every = [answered(n, [2] * 10 + [0, 1] * 10) for n in range(8)]
+    told = beyond_training(every, 41, 4)
+    assert told is not None
+    assert told.startswith("67% of the drafts stand beyond the 41 tokens that the head was trained")
+    assert "acceptance length 1.50 there, 3.00 before" in told
+    # One token more is known ground, and with it the first of the poor steps.
+    told = beyond_training(every, 42, 4)
+    assert told is not None and told.startswith("63% of")
+    assert "acceptance length 1.53 there, 2.82 before" in told
+
+
+@pytest.mark.parametrize(
+    ("accepted", "length"),
+    [
+        ([2] * 30, 41),  # nothing is lost
+        ([0] * 20 + [2] * 10, 20),  # it is the other way round
+        ([2] * 10, 1000),  # nobody goes there
+        ([2] * 10, 1),  # nobody stays below
+    ],
+    ids=["level", "better", "shorter", "longer"],
+)
+def test_nothing_is_said_where_nothing_is_lost(accepted: list[int], length: int) -> None:
+    assert beyond_training([answered(n, accepted) for n in range(8)], length, 4) is None
+
+
+def test_a_difference_within_the_noise_is_not_told() -> None:
+    every = [answered(n, [n % 5] * 10 + [(n + 2) % 5] * 10) for n in range(5)]
+    assert beyond_training(every, 30, 4) is None
+
+
+def test_answers_without_steps_tell_nothing() -> None:
+    every = [answered(n, [2] * 10 + [0, 1] * 10) for n in range(8)]
+    for one in every:
+        one.answer.steps = None
+    assert beyond_training(every, 41, 4) is None

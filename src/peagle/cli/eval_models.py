@@ -16,6 +16,7 @@ from peagle.errors import UserError
 from peagle.evaluation.compare import load_target
 from peagle.evaluation.eval_run import LocalMethod, check_heads, head_kind
 from peagle.evaluation.methods import NGRAM, Method
+from peagle.models.checkpoint import read_head_config, trained_length
 from peagle.models.loading import resolve_model
 from peagle.models.target import TargetModel, load_tokenizer
 from peagle.models.target_ends import TargetEnds
@@ -149,7 +150,8 @@ def _local(name: str, source: str, folder: Path, target: TargetSizes) -> LocalMe
         raise UserError(
             f"--eagle3 is {source!r}, a P-EAGLE head; name it with --draft, or with --method."
         )
-    return LocalMethod(Method(name or kind, shown(source)), str(folder))
+    _, facts = read_head_config(folder, num_target_layers=target.num_layers)
+    return LocalMethod(Method(name or kind, shown(source)), str(folder), trained_length(facts))
 
 
 def shown(source: str) -> str:

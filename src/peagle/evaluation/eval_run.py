@@ -23,7 +23,7 @@ from peagle.evaluation.dialogues import Outcome, PromptSets, ask, num_requests
 from peagle.evaluation.endpoint import EndpointBackend
 from peagle.evaluation.local import EngineBackend
 from peagle.evaluation.methods import Method
-from peagle.evaluation.xray import xray, xray_of_counters
+from peagle.evaluation.xray import beyond_training, xray, xray_of_counters
 from peagle.models.checkpoint import load_drafter, read_head_config
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target import TargetModel
@@ -85,10 +85,13 @@ class LocalMethod:
     Attributes:
         method: as the user calls it.
         folder: of the head, "" without one.
+        trained_length: tokens of the longest sequence that the head was trained on, None if it
+            does not tell.
     """
 
     method: Method
     folder: str = ""
+    trained_length: int | None = None
 
     @property
     def loadable(self) -> Method:
@@ -186,7 +189,7 @@ def evaluate(
                         continue
                     if backend is None:
                         backend = stack.enter_context(opened(one, k))
-                    entry = _entry(backend, key, plan, view, weights_sha256=digest)
+                    entry = _entry(backend, key, plan, view, digest, one.trained_length)
                     file.add(entry)
                     view.end(entry, was_there=False)
                     entries.append(entry)
@@ -265,7 +268,7 @@ def evaluate_endpoint(
             was_there = entry is not None
             if entry is None:
                 own = replace(plan, params=replace(plan.params, num_speculative_tokens=k))
-                entry = _entry(backend, key, own, view, weights_sha256="")
+                entry = _entry(backend, key, own, view)
                 file.add(entry)
             view.end(entry, was_there=was_there)
             entries.append(entry)
@@ -273,7 +276,12 @@ def evaluate_endpoint(
 
 
 def _entry(
-    backend: Backend, key: Key, plan: EvalPlan, view: View, *, weights_sha256: str
+    backend: Backend,
+    key: Key,
+    plan: EvalPlan,
+    view: View,
+    weights_sha256: str = "",
+    trained_length: int | None = None,
 ) -> dict[str, Any]:
     view.begin(key, num_requests(plan.sets))
     params = replace(plan.params, temperature=key.temperature)
@@ -281,8 +289,12 @@ def _entry(
     is_server = isinstance(backend, EndpointBackend)
     tokenizer = backend.llm.tokenizer if isinstance(backend, EngineBackend) else None
     seed = params.seed or 0
+    notes = _notes(outcome)
     if all(one.answer.stats is not None for one in outcome.observations):
         figures = xray(outcome.observations, key.k, tokenizer, seed=seed)
+        if trained_length is not None:
+            lost = beyond_training(outcome.observations, trained_length, key.k, seed=seed)
+            notes += [lost] if lost else []
     else:
         figures = xray_of_counters(outcome.groups, key.k)
     return {
@@ -291,7 +303,7 @@ def _entry(
         "seconds": outcome.seconds,
         "output_tokens_per_s": outcome.num_tokens / outcome.seconds if outcome.seconds else 0.0,
         "num_errors": outcome.num_errors,
-        "notes": [*_notes(outcome), *(backend.notes if is_server else ())],
+        "notes": [*notes, *(backend.notes if is_server else ())],
         "weights_sha256": weights_sha256,
         "created": _now(),
     }

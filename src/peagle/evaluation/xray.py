@@ -182,17 +182,7 @@ def _by_length(
     seed: int,
 ) -> list[dict[str, Any]]:
     """Slices of the steps by a length at which they begin, in ranges that double."""
-    ranges: dict[int, list[Counted]] = {}
-    for one in observations:
-        own: dict[int, Counted] = {}
-        for step in decode_steps(one.answer):
-            number = (length(step) // first).bit_length()
-            counted = own.setdefault(number, Counted(one.conversation))
-            counted.stats.record(step.num_drafted, step.num_accepted)
-            counted.num_tokens += step.num_tokens
-            counted.num_steps += 1
-        for number, counted in own.items():
-            ranges.setdefault(number, []).append(counted)
+    ranges = _sorted_into(observations, lambda step: (length(step) // first).bit_length())
     return [
         {
             "from": first << (number - 1) if number else 0,
@@ -201,6 +191,52 @@ def _by_length(
         }
         for number, counted in sorted(ranges.items())
     ]
+
+
+def _sorted_into(
+    observations: Sequence[Observation], number_of: Callable[[Drafted], int]
+) -> dict[int, list[Counted]]:
+    """The counts of each request's steps, by a number of theirs."""
+    found: dict[int, list[Counted]] = {}
+    for one in observations:
+        own: dict[int, Counted] = {}
+        for step in decode_steps(one.answer):
+            counted = own.setdefault(number_of(step), Counted(one.conversation))
+            counted.stats.record(step.num_drafted, step.num_accepted)
+            counted.num_tokens += step.num_tokens
+            counted.num_steps += 1
+        for number, counted in own.items():
+            found.setdefault(number, []).append(counted)
+    return found
+
+
+def beyond_training(
+    observations: Sequence[Observation], length: int, k: int, *, seed: int = 0
+) -> str | None:
+    """What contexts longer than those of training cost a head; None where that is not seen.
+
+    It is seen where the intervals of the acceptance length on both sides do not touch.
+
+    Args:
+        observations: whole answers; those without steps tell nothing.
+        length: tokens of the longest sequence of training.
+        k: draft tokens of a step.
+        seed: of the intervals.
+    """
+    stepped = [one for one in observations if one.answer.steps is not None]
+    sides = _sorted_into(stepped, lambda step: int(step.context >= length))
+    if len(sides) < 2:
+        return None
+    within, beyond = (slice_of(sides[number], k, seed=seed) for number in (0, 1))
+    intervals = beyond["acceptance_length_ci"], within["acceptance_length_ci"]
+    if None in intervals or intervals[0][1] >= intervals[1][0]:
+        return None
+    share = beyond["num_drafts"] / (within["num_drafts"] + beyond["num_drafts"])
+    return (
+        f"{share:.0%} of the drafts stand beyond the {length:,} tokens that the head was trained "
+        f"on: acceptance length {beyond['acceptance_length']:.2f} there, "
+        f"{within['acceptance_length']:.2f} before; train it on texts as long as those it serves"
+    )
 
 
 def histogram(every: Iterable[SpeculationStats]) -> list[dict[str, Any]]:

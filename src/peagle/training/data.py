@@ -32,6 +32,11 @@ class ResponseDataset:
     def __len__(self) -> int:
         return len(self.prompt_lens)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return int(self.start_loc.diff().max())
+
     @classmethod
     def load(
         cls,

@@ -82,7 +82,7 @@ class StoreFacts:
             dataset_sha256=dataset_sha256(dataset),
             num_sequences=len(dataset),
             num_tokens=len(dataset.tokens),
-            longest=int(dataset.start_loc.diff().max()),
+            longest=dataset.longest,
             target=TargetFingerprint.of(target),
             target_dtype=target_dtype,
             aux_layer_ids=aux_layer_ids,

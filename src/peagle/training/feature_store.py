@@ -259,7 +259,7 @@ def _check(
         raise UserError(
             f"{name} are of other data: {facts.num_sequences} sequences of {facts.num_tokens} "
             f"tokens, the longest of {facts.longest}; here are {len(dataset)} of "
-            f"{len(dataset.tokens)}, the longest of {int(dataset.start_loc.diff().max())}. The "
+            f"{len(dataset.tokens)}, the longest of {dataset.longest}. The "
             "file and data.max_length must be the same as for `peagle data features`."
         )
     if difference := facts.target.difference(target, "the store"):

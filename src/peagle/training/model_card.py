@@ -86,6 +86,9 @@ def _shape_rows(head: PublishedHead, target: str) -> dict[str, str]:
         "draft vocabulary": f"{config.draft_vocab_size:,} of {config.vocab_size:,} tokens",
         "reads the states entering target layers": ", ".join(map(str, config.aux_layer_ids)),
         "longest context": f"{config.max_position_embeddings:,} tokens",
+        "longest sequence it was trained on": (
+            NOT_RECORDED if head.trained_length is None else f"{head.trained_length:,} tokens"
+        ),
         "checkpoint": f"style of {head.format}, safetensors",
         "target's tokenizer.json, SHA-256": f"`{tokenizer}`" if tokenizer else NOT_RECORDED,
         "target's lm_head rows, SHA-256": f"`{mark.lm_head_sha256}`",

@@ -127,7 +127,7 @@ class TrainingPlan:
             "data": {
                 "sequences": len(stream.dataset),
                 "tokens": len(stream.dataset.tokens),
-                "longest": int(stream.dataset.start_loc.diff().max()),
+                "longest": stream.dataset.longest,
                 "rows": stream.num_rows,
                 "row_length": stream.row_length,
                 "fill": stream.fill,

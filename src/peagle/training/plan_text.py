@@ -37,7 +37,7 @@ def _run(plan: TrainingPlan) -> list[Row]:
     if frozen:
         parameters += f", {frozen / 1e6:,.1f}M of them frozen"
     target = f"{shape.target.num_parameters / 1e6:,.1f}M parameters in {_type(shape.target_dtype)}"
-    longest = f"the longest has {int(dataset.start_loc.diff().max()):,}"
+    longest = f"the longest has {dataset.longest:,}"
     shared = f" on {shape.world_size} GPUs" if shape.world_size > 1 else ""
     return [
         ("target", target + (", from stored features" if shape.stored else "")),

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from peagle.config import require_folder
 from peagle.errors import CheckpointError, UserError
-from peagle.models.checkpoint import HeadFormat, format_of, read_head_config
+from peagle.models.checkpoint import HeadFormat, format_of, read_head_config, trained_length
 from peagle.models.checkpoint.files import read_object
 from peagle.models.checkpoint.formats import verifier_of
 from peagle.models.checkpoint.weights import (
@@ -129,6 +129,7 @@ class PublishedHead:
         fingerprint: of its target; target: the name that config.json gives the target, if any.
         parameters: floating-point values in its tensors; dtype: type of them.
         training: the record of its training, None if there is none.
+        trained_length: tokens of the longest sequence in it, None if that is not told.
         notes: what its owner should know before publishing it.
     """
 
@@ -141,6 +142,7 @@ class PublishedHead:
     parameters: int
     dtype: str
     training: TrainRecord | None
+    trained_length: int | None
     notes: tuple[str, ...]
 
     @property
@@ -182,6 +184,7 @@ def read_head(folder: str | Path) -> PublishedHead:
         parameters=parameters,
         dtype=", ".join(sorted({str(value.dtype).removeprefix("torch.") for value in floats})),
         training=training,
+        trained_length=trained_length(facts),
         notes=notes,
     )
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from peagle.engine.placement import resolve_dtype
 from peagle.errors import UserError
-from peagle.models.checkpoint import save_drafter, write_json
+from peagle.models.checkpoint import LENGTH_KEY, save_drafter, write_json
 from peagle.models.drafter import Drafter
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target_facts import TargetFacts
@@ -247,7 +247,8 @@ class Trainer:
 
     def _save_head(self) -> None:
         folder, dtype = self.config.output / "head", self.config.run.save_dtype
-        self.processes.first(lambda: save_head(self.drafter, self.target, folder, dtype))
+        longest = self.dataset.longest
+        self.processes.first(lambda: save_head(self.drafter, self.target, folder, dtype, longest))
 
     def _batch_at(self, step: int) -> Batch:
         """A batch of training, its elements drawn."""
@@ -389,11 +390,9 @@ def _build_step(
     return Step(drafter, method, training, validation, memory.segments, processes)
 
 
-def save_head(drafter: Drafter, target: TargetFacts, folder: Path, dtype: str) -> None:
-    """Write the head as it stands, vLLM style, with the target's fingerprint."""
-    save_drafter(
-        folder,
-        drafter,
-        fingerprint=TargetFingerprint.of(target),
-        dtype=getattr(torch, dtype),
-    )
+def save_head(
+    drafter: Drafter, target: TargetFacts, folder: Path, dtype: str, longest: int
+) -> None:
+    """Write the head as it stands, vLLM style, with the target's fingerprint and its reach."""
+    mark, facts = TargetFingerprint.of(target), {LENGTH_KEY: longest}
+    save_drafter(folder, drafter, fingerprint=mark, extra=facts, dtype=getattr(torch, dtype))

@@ -9,16 +9,19 @@ from peagle.models.checkpoint.convert import Conversion, convert_head
 from peagle.models.checkpoint.files import write_json
 from peagle.models.checkpoint.formats import (
     FORMATS,
+    LENGTH_KEY,
     HeadFormat,
     config_from_json,
     config_to_json,
     format_of,
+    trained_length,
 )
 from peagle.models.checkpoint.head import load_drafter, read_head_config, save_drafter
 from peagle.models.checkpoint.weights import split_tensors
 
 __all__ = [
     "FORMATS",
+    "LENGTH_KEY",
     "Conversion",
     "HeadFormat",
     "config_from_json",
@@ -29,5 +32,6 @@ __all__ = [
     "read_head_config",
     "save_drafter",
     "split_tensors",
+    "trained_length",
     "write_json",
 ]

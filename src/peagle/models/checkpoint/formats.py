@@ -1,8 +1,8 @@
 """config.json of a head, in either style.
 
-Facts that neither style has a place for (target fingerprint, trained depth, format version) stand
-under the key "peagle" in both. The target's name, for which the speculators style has a place,
-moves there from "peagle" and back.
+Facts that neither style has a place for (target fingerprint, trained depth and length, format
+version) stand under the key "peagle" in both. The target's name, for which the speculators style
+has a place, moves there from "peagle" and back.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ FORMATS: tuple[HeadFormat, ...] = get_args(HeadFormat)
 FORMAT_VERSION = 1
 
 _DEPTH_KEY = "num_speculative_tokens_trained"
+LENGTH_KEY = "max_sequence_length_trained"
 _WRITTEN_HERE = ("format_version", _DEPTH_KEY)
 _SPECULATORS_KEYS = ("speculators_model_type", "speculators_config", "transformer_layer_config")
 
@@ -91,6 +92,23 @@ def facts_from_json(data: Mapping[str, Any]) -> dict[str, Any]:
         if verifier != verifier_of(facts):
             facts["verifier"] = verifier
     return facts
+
+
+def trained_length(facts: Mapping[str, Any]) -> int | None:
+    """Tokens of the longest sequence that the head was trained on, None if it is not told.
+
+    Args:
+        facts: the "peagle" object.
+
+    Raises:
+        CheckpointError: the value is no number of tokens.
+    """
+    length = facts.get(LENGTH_KEY)
+    if length is not None and (type(length) is not int or length < 1):
+        raise CheckpointError(
+            f"{LENGTH_KEY} is {length!r}; expected a whole number of at least 1, or none."
+        )
+    return length
 
 
 def verifier_of(facts: Mapping[str, Any]) -> dict[str, Any]:
