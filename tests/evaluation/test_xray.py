@@ -338,6 +338,12 @@ def test_nothing_is_said_where_nothing_is_lost(accepted: list[int], length: int)
     assert beyond_training([answered(n, accepted) for n in range(8)], length, 4) is None
 
 
+def test_a_collapse_is_told_of_five_requests_on() -> None:
+    every = [answered(n, [2] * 10 + [0] * 20) for n in range(5)]
+    assert "acceptance length 1.00 there, 3.00 before" in str(beyond_training(every, 41, 4))
+    assert beyond_training(every[:4], 41, 4) is None
+
+
 def test_a_difference_within_the_noise_is_not_told() -> None:
     every = [answered(n, [n % 5] * 10 + [(n + 2) % 5] * 10) for n in range(5)]
     assert beyond_training(every, 30, 4) is None

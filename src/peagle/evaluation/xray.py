@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from peagle.engine import SpeculationStats
 from peagle.evaluation.acceptance import before_loop
 from peagle.evaluation.decoding import Answer
+from peagle.evaluation.intervals import MIN_CLUSTERS
 from peagle.evaluation.slices import Counted, slice_of, slice_of_counters
 from peagle.evaluation.texts import coloured_samples, hardest_texts
 
@@ -215,7 +216,8 @@ def beyond_training(
 ) -> str | None:
     """What contexts longer than those of training cost a head; None where that is not seen.
 
-    It is seen where the intervals of the acceptance length on both sides do not touch.
+    It is seen where the intervals of the acceptance length on both sides do not touch, or where no
+    draft passes any more.
 
     Args:
         observations: whole answers; those without steps tell nothing.
@@ -228,8 +230,7 @@ def beyond_training(
     if len(sides) < 2:
         return None
     within, beyond = (slice_of(sides[number], k, seed=seed) for number in (0, 1))
-    intervals = beyond["acceptance_length_ci"], within["acceptance_length_ci"]
-    if None in intervals or intervals[0][1] >= intervals[1][0]:
+    if not _is_shorter(beyond, within):
         return None
     share = beyond["num_drafts"] / (within["num_drafts"] + beyond["num_drafts"])
     return (
@@ -237,6 +238,16 @@ def beyond_training(
         f"on: acceptance length {beyond['acceptance_length']:.2f} there, "
         f"{within['acceptance_length']:.2f} before; train it on texts as long as those it serves"
     )
+
+
+def _is_shorter(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether the acceptance length of a slice is below another's, beyond doubt."""
+    if one["num_requests"] < MIN_CLUSTERS or other["acceptance_length_ci"] is None:
+        return False
+    if one["acceptance_length_ci"] is None:
+        # Where every draft was rejected there is no interval, and no doubt either.
+        return one["num_drafts"] > 0 and not one["num_accepted_tokens"]
+    return one["acceptance_length_ci"][1] < other["acceptance_length_ci"][0]
 
 
 def histogram(every: Iterable[SpeculationStats]) -> list[dict[str, Any]]:
