@@ -209,18 +209,16 @@ def model_facts(config: Mapping[str, Any], tensors: Iterable[tuple[str, str, int
 
 
 def _object(path: Path) -> dict[str, Any]:
+    # It brings torch, which only who measures a folder waits for.
+    from peagle.models.checkpoint.files import read_object
+
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        return read_object(path)
     except OSError as error:
         raise CheckpointError(
             f"{str(path)!r} is not readable: {error.strerror}. Expected a folder in Hugging Face "
             "format, with config.json."
         ) from None
-    except ValueError as error:
-        raise CheckpointError(f"{str(path)!r} is not JSON: {error}.") from None
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{str(path)!r} holds {type(data).__name__}; expected an object.")
-    return data
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, str, int]]:
