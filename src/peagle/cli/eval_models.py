@@ -14,7 +14,7 @@ from peagle.cli.settings import Settings
 from peagle.config import EngineConfig
 from peagle.errors import UserError
 from peagle.evaluation.compare import load_target
-from peagle.evaluation.eval_run import LocalMethod, check_heads, head_kind
+from peagle.evaluation.eval_run import LocalMethod, check_heads
 from peagle.evaluation.methods import NGRAM, Method
 from peagle.models.checkpoint import read_head_config, trained_length
 from peagle.models.loading import resolve_model
@@ -145,12 +145,12 @@ _AS_LOADED = {"dtype": "auto", "device": "auto"}
 
 
 def _local(name: str, source: str, folder: Path, target: TargetSizes) -> LocalMethod:
-    kind = head_kind(folder, target)
+    config, facts = read_head_config(folder, num_target_layers=target.num_layers)
+    kind = "peagle" if config.is_parallel else _EAGLE3
     if name == _EAGLE3 != kind:
         raise UserError(
             f"--eagle3 is {source!r}, a P-EAGLE head; name it with --draft, or with --method."
         )
-    _, facts = read_head_config(folder, num_target_layers=target.num_layers)
     return LocalMethod(Method(name or kind, shown(source)), str(folder), trained_length(facts))
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -24,10 +23,10 @@ from peagle.evaluation.endpoint import EndpointBackend
 from peagle.evaluation.local import EngineBackend
 from peagle.evaluation.methods import Method
 from peagle.evaluation.xray import beyond_training, xray, xray_of_counters
-from peagle.models.checkpoint import load_drafter, read_head_config
+from peagle.models.checkpoint import load_drafter
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target import TargetModel
-from peagle.models.target_facts import TargetFacts, TargetSizes
+from peagle.models.target_facts import TargetFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,9 +317,3 @@ def _notes(outcome: Outcome) -> list[str]:
 def target_digest(target: TargetFacts) -> str:
     """What tells a target from another of the same name."""
     return TargetFingerprint.of(target).lm_head_sha256
-
-
-def head_kind(folder: str | Path, target: TargetSizes) -> str:
-    """What a head is called without a name of its own: "peagle" or "eagle3"."""
-    config, _ = read_head_config(folder, num_target_layers=target.num_layers)
-    return "peagle" if config.is_parallel else "eagle3"
