@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 
+from machine_speed import usual_seconds
 from serving.image import (
     DOCKERFILE,
     PYTHON_BIN,
@@ -258,34 +259,33 @@ def test_what_cannot_be_served_is_said(tmp_path):
     assert output.startswith("peagle: error: SM_VLLM_TENSOR_PARALLEL_SIZE is '8'; expected 1.")
 
 
-def processor_seconds(process: subprocess.Popen[str]) -> float:
-    """What a process has computed so far: unlike the clock it does not measure the neighbours."""
+def computed_seconds(process: subprocess.Popen[str]) -> float:
+    """What a process has computed so far."""
     fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 def test_accepts_connections_at_once(tmp_path):
-    """By the processor's time; by the clock, on a machine with nothing else to do, it is the same.
-
-    The least of several, and twice the time: neighbours empty the processor's caches and slow its
-    clock (0.13 s on a quiet machine, 0.27 s beside a busy one).
-    """
+    """By the processor's time; by the clock, on a machine with nothing else to do, it is the same."""
     # As pip does when it installs; the image's environment forbids Python to do so itself.
     compiled = [sys.executable, "-m", "compileall", "-q", str(ROOT / "src" / "peagle")]
     subprocess.run(compiled, check=True)
-    clock, seconds = [], []
-    for _ in range(5):
+    clock: list[float] = []
+
+    def computed_until_accepted() -> float:
         port = free_port()
         process = start(tmp_path, SM_VLLM_PORT=str(port))
         try:
             clock.append(seconds_until_accepted(port, process))
-            seconds.append(processor_seconds(process))
+            return computed_seconds(process)
         finally:
             end(process)
-    assert min(seconds) < 2 * ACCEPTS_WITHIN_S, (seconds, clock)
+
+    # Twice the time: importing the command line takes 0.13 s on a quiet machine, 0.25 s on a busy one.
+    assert usual_seconds(computed_until_accepted) < 2 * ACCEPTS_WITHIN_S
     # Nor does it wait for anything.
-    assert min(clock) < 20 * ACCEPTS_WITHIN_S, (seconds, clock)
+    assert min(clock) < 20 * ACCEPTS_WITHIN_S, clock
 
 
 def test_options_behind_serve_win(tmp_path):
