@@ -105,6 +105,7 @@ class Reference:
 
     folder: Path
     _rows: dict[Output, list[float]] = field(default_factory=dict)
+    _probs: dict[tuple[SamplingParams, Output, Output], list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float64)
@@ -119,11 +120,14 @@ class Reference:
 
     def probs(self, params: SamplingParams, prompt: Output, output: Output) -> list[float]:
         """p(next token) under everything that the request asks for."""
-        params = replace(params, bad_words=tuple(map(_spelt, params.bad_words)))
-        permitted = _permitted(params.structured_output, output)
-        stop = frozenset(_stop_ids(params))
-        row = processed(params, prompt, output, stop, self.logits(prompt + output), permitted)
-        return probabilities(row, params.temperature, params.top_k, params.top_p)
+        key = (params, prompt, output)
+        if key not in self._probs:
+            params = replace(params, bad_words=tuple(map(_spelt, params.bad_words)))
+            permitted = _permitted(params.structured_output, output)
+            stop = frozenset(_stop_ids(params))
+            row = processed(params, prompt, output, stop, self.logits(prompt + output), permitted)
+            self._probs[key] = probabilities(row, params.temperature, params.top_k, params.top_p)
+        return self._probs[key]
 
     def likeliest(self, params: SamplingParams, prompt: Output, output: Output) -> int:
         probs = self.probs(params, prompt, output)
@@ -212,6 +216,7 @@ def steer(llm: LLM, choose: Choose, share: float) -> None:
     draftable = proposer.draft_token_ids
     tokens = frozenset(range(vocab_size) if draftable is None else draftable)
 
+    @cache
     def right(context: tuple[int, ...]) -> int | None:
         token = choose(context) if random.Random(repr(context)).random() < share else None
         return token if token in tokens else None

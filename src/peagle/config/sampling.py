@@ -105,10 +105,11 @@ class SamplingParams:
             ("num_speculative_tokens", 0, MAX_SPECULATIVE_TOKENS, True, " (0 drafts nothing)"),
         ):
             value: Any = getattr(self, name)
-            ok = is_int(value) and least <= value and (most is None or value <= most)
+            if is_int(value) and least <= value and (most is None or value <= most):
+                continue
             span = f"of at least {least}" if most is None else f"from {least} to {_shown(most)}"
             expected = f"a whole number {span}{note}{', or none' if optional else ''}"
-            require(ok or (optional and value is None), name, value, expected)
+            require(optional and value is None, name, value, expected)
         require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "true or false")
 
     def _check_numbers(self) -> None:

@@ -99,7 +99,9 @@ class Requests:
         """
         require(is_int(priority), "priority", priority, "a whole number; lower goes first")
         ids = self.encode(prompt)
-        engine_params = replace(params, n=1, bad_words=self._word_ids(params))
+        engine_params, words = params, self._word_ids(params)
+        if (params.n, params.bad_words) != (1, words):  # checking every field anew takes its time
+            engine_params = replace(params, n=1, bad_words=words)
         start = time.perf_counter()
         leader: EngineSequence | None = None
         added: list[int] = []
