@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -39,6 +40,16 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 VOCAB_SIZE = 320
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: engines collect garbage when they go, which else looks at it all."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,8 @@ import torch
 
 import peagle as package
 from peagle.cli.main import run
+from peagle.evaluation import report
+from peagle.evaluation.report.pictures import draw_pictures
 from peagle.models.checkpoint import save_drafter
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target import TargetModel
@@ -46,6 +48,20 @@ def peagle(capsys: pytest.CaptureFixture[str]) -> Peagle:
         return Result(status, captured.out, captured.err)
 
     return call
+
+
+@pytest.fixture(autouse=True)
+def _undrawn() -> Iterator[None]:
+    """Pictures of reports are left out: drawing takes longer than measuring the tiny pair."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "draw_pictures", lambda *_: [])
+        yield
+
+
+@pytest.fixture
+def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures are drawn, as they are outside of tests."""
+    monkeypatch.setattr(report, "draw_pictures", draw_pictures)
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from peagle.evaluation import sweep as sweeping
+from peagle.evaluation.report.pictures import can_draw
 from peagle.evaluation.timing import figures_of
 from tests.cli.conftest import Pair, Peagle
 from tests.evaluation.fake_endpoint import NUM_TOKENS, Script, endpoint, metrics
@@ -37,6 +38,7 @@ def server() -> Iterator[str]:
         yield url
 
 
+@pytest.mark.usefixtures("pictures")
 def test_the_whole_table(
     peagle: Peagle, pair: Pair, tmp_path: Path, short: tuple[object, ...]
 ) -> None:
@@ -59,6 +61,7 @@ def test_the_whole_table(
         assert (cell["median"]["acceptance_length"] is None) == (method == "plain")
         assert cell["speed_up_over_plain"] > 0 and cell["meets_objective"]
     assert (tmp_path / "report.html").is_file() and (tmp_path / "results.json").is_file()
+    assert (tmp_path / "throughput.png").is_file() == can_draw()
     # Again: nothing is measured anew.
     again = peagle(*given, "--format", "json")
     assert again.status == 0 and "20 measurements are there already" in again.err

@@ -18,7 +18,7 @@ from peagle.models.target_ends import TargetEnds
 from peagle.training.data import ResponseDataset
 from peagle.training.feature_store import FeatureStore
 from tests.cli.conftest import Pair, Peagle, environment
-from tests.conftest import VOCAB_SIZE, byte_tokenizer, make_target_folder
+from tests.conftest import VOCAB_SIZE, byte_tokenizer
 
 SMALL = ["--shard-gib", 30_000 / 2**30]
 
@@ -184,13 +184,12 @@ def test_progress_is_told(
     assert "peagle: 0 of " in told[0] and "tokens, " in told[0]
 
 
-def test_kill_and_go_on(peagle: Peagle, tmp_path: Path) -> None:
+def test_kill_and_go_on(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
     """kill -9 in the middle: the same command completes it as an uninterrupted run would have."""
-    target = make_target_folder(tmp_path / "target")
-    train = write(tmp_path / "train.jsonl", count=300, length=40)
+    train = write(tmp_path / "train.jsonl", count=150, length=40)
 
     def command(output: str) -> list[str]:
-        given = ["--target", target, "--output", tmp_path / output, *SMALL, "--batch-tokens", 1]
+        given = ["--target", pair.target, "-o", tmp_path / output, *SMALL, "--batch-tokens", 1]
         return ["data", "features", *map(str, [train, *given])]
 
     def shards() -> list[Path]:

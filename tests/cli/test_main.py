@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -139,23 +142,68 @@ def test_interrupt_ends_cleanly(busy: subprocess.Popen[str]) -> None:
     assert err == "peagle: interrupted\n"
 
 
-def test_a_reader_that_goes_away_is_no_error(busy: subprocess.Popen[str]) -> None:
-    assert busy.stdout is not None and busy.stderr is not None
-    busy.stdout.close()
-    assert busy.stderr.read() == ""
-    assert busy.wait(timeout=60) == 1
+def test_a_reader_that_goes_away_is_no_error(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the midst of the output, of which it has read a line."""
+    (tmp_path / "prompts.txt").write_text("some text\n" * 500)
+    command = ["generate", *pair.options, "--prompts", tmp_path / "prompts.txt"]
+    command += ["--max-new-tokens", 4, "--format", "json"]
+    read_end, write_end = os.pipe()
+    lines: list[str] = []
+
+    def read_one() -> None:
+        with open(read_end) as reader:
+            lines.append(reader.readline())
+
+    thread = threading.Thread(target=read_one)
+    thread.start()
+    # What is left in its buffer has no reader at the end.
+    with suppress(BrokenPipeError), open(write_end, "w") as writer:
+        monkeypatch.setattr(sys, "stdout", writer)
+        with pytest.raises(SystemExit) as left:  # click sees to it before `run` does
+            main.run([str(argument) for argument in command])
+        assert left.value.code == 1
+    thread.join()
+    assert lines[0].startswith("{") and capsys.readouterr().err == ""
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-def test_a_full_disk_is_no_traceback(pair: Pair) -> None:
-    command = [sys.executable, "-m", "peagle", "generate", *map(str, pair.options)]
+def test_a_process_whose_reader_is_gone_ends_in_silence() -> None:
+    """The interpreter flushes standard output once more; a command that needs no torch is quick."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "peagle", "catalog"]
+    with open(writer, "w") as gone:
+        result = subprocess.run(
+            command, env=environment(), stdout=gone, stderr=subprocess.PIPE, text=True
+        )
+    assert (result.returncode, result.stderr) == (1, "")
+
+
+full_disk = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+FULL_DISK = "peagle: error: No space left on device: output\n"
+
+
+@full_disk
+def test_a_full_disk_is_no_traceback(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        command = ["generate", *map(str, pair.options), "--prompt", "x", "--max-new-tokens", "4"]
+        assert main.run(command) == 1
+    assert capsys.readouterr().err == FULL_DISK
+
+
+@full_disk
+def test_a_process_with_a_full_disk_ends_without_a_traceback() -> None:
+    """The interpreter flushes standard output once more; a command that needs no torch is quick."""
     with open("/dev/full", "w") as full:
         result = subprocess.run(
-            [*command, "--prompt", "x", "--max-new-tokens", "4"],
+            [sys.executable, "-m", "peagle", "catalog"],
             env=environment(),
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
         )
-    assert result.returncode == 1
-    assert result.stderr == "peagle: error: No space left on device: output\n"
+    assert (result.returncode, result.stderr) == (1, FULL_DISK)

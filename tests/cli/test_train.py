@@ -1,4 +1,4 @@
-"""`peagle train` as a process: progress, mistakes, and Ctrl-C."""
+"""`peagle train`: progress, mistakes, and Ctrl-C; the latter in a process of its own."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from peagle.training import history
+from tests.cli.conftest import Peagle
 from tests.conftest import VOCAB_SIZE
 
 
@@ -47,30 +50,38 @@ log_every = 2
     return path
 
 
-def peagle_train(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "peagle", "train", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+@pytest.fixture(autouse=True)
+def _keep_handlers() -> Iterator[None]:
+    """The command takes the signals of its process, which is the tests' own here."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
-def test_json_progress_and_the_head(config: Path) -> None:
-    done = peagle_train(config, "--format", "json")
-    assert done.returncode == 0, done.stderr
-    reports = [json.loads(line) for line in done.stdout.splitlines()]
+def test_json_progress_and_the_head(peagle: Peagle, config: Path) -> None:
+    done = peagle("train", config, "--format", "json")
+    assert done.status == 0, done.err
+    reports = [json.loads(line) for line in done.out.splitlines()]
     assert [r["kind"] for r in reports] == ["train"] * 3 + ["validation", "result"]
     assert len(reports[0]["accuracy"]) == len(reports[3]["acceptance_lengths"]) == 3
     assert (Path(reports[-1]["head"]) / "model.safetensors").is_file()
     assert (config.parent / "run" / "train.json").is_file()
 
 
-def test_text_progress_names_everything(config: Path) -> None:
+def test_text_progress_names_everything(
+    peagle: Peagle, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The run above draws; a picture takes longer than these steps.
+    monkeypatch.setattr(history, "draw_curves", lambda *_: True)
     pruned = ["--set", "head.draft_vocab_size=100"]
-    done = peagle_train(config, "--output", config.parent / "other", *pruned)
-    assert done.returncode == 0, done.stderr
-    assert "draft vocabulary: 100 of 320 tokens cover" in done.stderr
+    done = peagle("train", config, "--output", config.parent / "other", *pruned)
+    assert done.status == 0, done.err
+    assert "draft vocabulary: 100 of 320 tokens cover" in done.err
     for expected in ("loss", "AL", "(K=3)", "accuracy by depth", "tokens/s", "left", "validation"):
-        assert expected in done.stdout
+        assert expected in done.out
     for expected in ("conditional, greedy", "conditional, T=1", "head of step 6 (acceptance"):
-        assert expected in done.stdout
+        assert expected in done.out
     assert (config.parent / "other" / "head" / "config.json").is_file()
 
 
@@ -86,10 +97,13 @@ def test_text_progress_names_everything(config: Path) -> None:
         ([], "Missing argument"),
     ],
 )
-def test_mistakes_exit_with_2(config: Path, arguments: list[str], message: str) -> None:
-    done = peagle_train(*(config if a == "CONFIG" else a for a in arguments))
-    assert done.returncode == 2
-    assert message in done.stderr and "Traceback" not in done.stderr
+def test_mistakes_exit_with_2(
+    peagle: Peagle, config: Path, arguments: list[str], message: str
+) -> None:
+    done = peagle("train", *(config if a == "CONFIG" else a for a in arguments))
+    assert (done.status, done.out) == (2, "")
+    told = done.err.splitlines()[-1 if arguments else 0]
+    assert told.startswith("peagle: error: ") and message in told
 
 
 def test_interrupt_saves_and_resumes(config: Path) -> None:

@@ -37,7 +37,7 @@ from peagle.speculation import TargetStep
 from tests.engine import fake_model
 from tests.engine.fake_model import FakeProposer, FakeRunner, FakeSampler, digest
 
-NUM_SCHEDULES = int(os.environ.get("PEAGLE_SCHEDULES", "2000"))
+NUM_SCHEDULES = int(os.environ.get("PEAGLE_SCHEDULES", "1000"))
 MAX_MODEL_LEN = 48
 K = 3
 
@@ -289,7 +289,7 @@ class Schedules(RuleBasedStateMachine):
 
     def _check_output(self, sequence: Sequence) -> None:
         output = sequence.output_token_ids
-        params = replace(sequence.params)
+        params = sequence.params
         prompt = tuple(sequence.prompt_token_ids)
         has_other_k = sequence.seq_id in self.switched or len(set(self.kind.depths)) > 1
         if has_other_k and not params.is_greedy:

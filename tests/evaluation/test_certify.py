@@ -41,7 +41,7 @@ FEATURES = [
     "logprobs",
     "grammar",
 ]
-SMALL: dict[str, Any] = {"prompts": 3, "matrix_prompts": 3, "max_new_tokens": 24, "samples": 200}
+SMALL: dict[str, Any] = {"prompts": 3, "matrix_prompts": 3, "max_new_tokens": 24, "samples": 100}
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +150,7 @@ def test_a_bias_of_sampling_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         verification, "_draft_distribution", lambda _d, _p, _a, like: torch.zeros_like(like)
     )
-    options = Options(prompts=1, matrix_prompts=0, max_new_tokens=8, samples=200)
+    options = Options(prompts=1, matrix_prompts=0, max_new_tokens=8, samples=200, sampled_prompts=1)
     # The bundled pair: its head's drafts are often nearly right.
     target = load_target(BUNDLED_TARGET, dtype="float32", device="cpu")
     head = Method("peagle", str(BUNDLED_PEAGLE))
@@ -166,7 +166,9 @@ def test_a_bias_of_sampling_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_bundled_pair_passes() -> None:
     """In single precision, with drafts that are often right."""
     target = load_target(BUNDLED_TARGET, dtype="float32", device="cpu")
-    options = Options(prompts=2, matrix_prompts=0, max_new_tokens=24, samples=100)
+    options = Options(
+        prompts=2, matrix_prompts=0, max_new_tokens=24, samples=100, sampled_prompts=1
+    )
     head = Method("peagle", str(BUNDLED_PEAGLE))
     certificate = run(target, BUNDLED_TARGET, [head], 3, options=options)
     assert certificate.passed, certificate.faults

@@ -177,8 +177,17 @@ class Running:
             return held
 
         with torch.autograd.graph.saved_tensors_hooks(hold, lambda held: held.tensor):
-            self.run(1)
+            self.backward(1)
         return self.kept
+
+    def _make_optimizer_states(self) -> None:
+        """What an optimizer keeps from its first step on, without the passes of that step."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            optimizer.zero_grad()
 
     def gpu_peak(self) -> int:
         """Bytes of everything on the GPU at the peak of a step, once all is compiled."""
@@ -200,7 +209,7 @@ class Running:
 
     def peak(self, *, optimize: bool = True) -> int:
         """Bytes of tensors at the peak of a step, above what stands before it."""
-        self.run(0)  # the states of the optimizer
+        self._make_optimizer_states()
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             self.run(1) if optimize else self.backward(1)
         assert profiler.profiler is not None and profiler.profiler.kineto_results is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from functools import cache
 
 import pytest
 import torch
@@ -134,9 +134,11 @@ TARGET = [[0.1, 0.7, 0.2], [0.2, 0.2, 0.6], [0.55, 0.05, 0.4]]
 DRAFTS = [[1, 2, 0, 1], [2, 0, 1, 2], [0, 1, 2, 2]]
 
 
-def heated(probabilities: Sequence[float], temperature: float) -> list[float]:
-    powers = [p ** (1 / temperature) for p in probabilities]
-    return [p / sum(powers) for p in powers]
+@cache
+def heated(last: int, temperature: float) -> tuple[float, ...]:
+    """The target's next token after this one."""
+    powers = [p ** (1 / temperature) for p in TARGET[last]]
+    return tuple(p / sum(powers) for p in powers)
 
 
 def speculative_sampling(
@@ -148,7 +150,7 @@ def speculative_sampling(
     while len(tokens) < length:
         drafts, num_drafts, rejected = DRAFTS[tokens[-1]][:k], num_drafts + 1, False
         for position, draft in enumerate(drafts):
-            target = heated(TARGET[tokens[-1]], temperature)
+            target = heated(tokens[-1], temperature)
             rejected = source.random() >= target[draft]
             if rejected:
                 rest = [0 if token == draft else p for token, p in enumerate(target)]
@@ -157,26 +159,31 @@ def speculative_sampling(
             accepted[position] += 1
             tokens.append(draft)
         if not rejected:
-            tokens += source.choices(range(3), heated(TARGET[tokens[-1]], temperature))
+            tokens += source.choices(range(3), heated(tokens[-1], temperature))
     return tokens, [a / num_drafts for a in accepted]
 
 
-def plain_sampling(length: int, temperature: float, seed: int) -> list[int]:
+@cache
+def plain_sampling(length: int, temperature: float, seed: int) -> tuple[int, ...]:
     source, tokens = random.Random(seed), [0]
     while len(tokens) < length:
-        tokens += source.choices(range(3), heated(TARGET[tokens[-1]], temperature))
-    return tokens
+        tokens += source.choices(range(3), heated(tokens[-1], temperature))
+    return tuple(tokens)
 
 
-def simulated(tokens: list[int], temperature: float, *, counted: bool = False) -> ServedAcceptance:
+@cache
+def simulated(
+    tokens: tuple[int, ...], temperature: float, *, counted: bool = False
+) -> ServedAcceptance:
     """What validation says of that text; `counted`: by the drafts that are the text's tokens."""
-    size = len(tokens) - 1 - DEPTH
-    follows, chances = torch.zeros(2, 1, size, DEPTH)
-    for anchor in range(size):
-        for depth, draft in enumerate(DRAFTS[tokens[anchor]]):
-            before, token = tokens[anchor + depth : anchor + depth + 2]
-            follows[0, anchor, depth] = draft == token
-            chances[0, anchor, depth] = heated(TARGET[before], temperature)[draft]
+    chains: Chains = [[]]
+    judged: Chains = [[]]
+    for anchor in range(len(tokens) - 1 - DEPTH):
+        drafts, text = DRAFTS[tokens[anchor]], tokens[anchor : anchor + DEPTH + 1]
+        chains[0].append([float(d == t) for d, t in zip(drafts, text[1:], strict=True)])
+        along = zip(drafts, text, strict=False)
+        judged[0].append([heated(before, temperature)[draft] for draft, before in along])
+    follows, chances = torch.tensor(chains), torch.tensor(judged)
     return served(follows, follows if counted else chances)
 
 

@@ -183,7 +183,7 @@ def test_a_process_that_hangs_is_given_up(
     target_folder: Path, responses: Path, tmp_path: Path
 ) -> None:
     config = make_config(target_folder, responses, tmp_path)
-    waiting, _ = run_together(together.hang_in_a_step, 2, config, patience=3)
+    waiting, _ = run_together(together.hang_in_a_step, 2, config, patience=2)
     assert_told(waiting)
     assert waiting.seconds < 12
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from peagle import LLM
+from peagle.cli.main import run
 from peagle.errors import UserError
 from peagle.models.target_ends import TargetEnds
 from peagle.training.config import TrainConfig
@@ -22,8 +22,9 @@ def store(target_folder: Path, responses: Path, tmp_path_factory: pytest.TempPat
     """Features that the command wrote, of the layers that training taps by default."""
     folder = tmp_path_factory.mktemp("store") / "features"
     options = ["--target", str(target_folder), "--output", str(folder), "--dtype", "fp32"]
-    command = [sys.executable, "-m", "peagle", "data", "features", str(responses), *options]
-    subprocess.run([*command, "--device", "cpu"], check=True, capture_output=True, timeout=120)
+    threads = torch.get_num_threads()
+    assert run(["data", "features", str(responses), *options, "--device", "cpu"]) == 0
+    torch.set_num_threads(threads)
     return folder
 
 

@@ -14,11 +14,12 @@ import torch
 from safetensors.torch import load_file
 
 from peagle.errors import UserError
+from peagle.training import history
 from peagle.training.curves import can_draw, draw_curves
 from peagle.training.provenance import sha256_of
 from peagle.training.reporting import Report, Window
 from peagle.training.step import Outcome
-from peagle.training.trainer import Trainer
+from peagle.training.trainer import Trainer, TrainingStopped
 from tests.conftest import VOCAB_SIZE
 from tests.training.runs import make_config, twelve_steps, write_rows
 
@@ -117,11 +118,43 @@ def test_the_record_says_where_the_head_comes_from(
     assert record["tokens"] == pytest.approx(3 * 256, rel=0.2) and record["seconds"] > 0
 
 
+@pytest.mark.usefixtures("curves")
 def test_curves_are_drawn(target_folder: Path, responses: Path, tmp_path: Path) -> None:
+    """By a run, and of what runs without validation or without sampled acceptance report."""
     pytest.importorskip("matplotlib")
-    Trainer(make_config(target_folder, responses, tmp_path, optimizer={"steps": 4})).run()
+    trainer = Trainer(make_config(target_folder, responses, tmp_path, optimizer={"steps": 4}))
+    best = trainer.run()["best"]
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert not list(tmp_path.glob("*.part"))
+    entries = trainer.history.every()
+    assert [entry["kind"] for entry in entries] == ["train", "validation"]
+    greedy = [{**entry, "sampled_acceptance_lengths": []} for entry in entries]
+    for name, found, kept in (("train", entries[:1], None), ("greedy", greedy, best)):
+        assert draw_curves(found, tmp_path / f"{name}.png", kept)
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_curves_are_of_the_whole_run(
+    target_folder: Path, responses: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed run draws what came before, too, at each validation and at the end."""
+    drawn: list[tuple[list[int], Path, int]] = []
+
+    def watched(entries: Any, path: Path, best: Any) -> bool:
+        drawn.append(([e["step"] for e in entries if e["kind"] == "train"], path, best["step"]))
+        return True
+
+    monkeypatch.setattr(history, "draw_curves", watched)
+    every = {"log_every": 1, "validate_every": 2, "save_every": 2}
+    config = make_config(
+        target_folder, responses, tmp_path, optimizer={"steps": 4}, run={**every, "patience": 9}
+    )
+    trainer = Trainer(config, lambda r: setattr(trainer, "stop_requested", r.step == 2))
+    with pytest.raises(TrainingStopped):
+        trainer.run()
+    best = Trainer(config).run(resume=True)["best"]["step"]
+    picture = tmp_path / "curves.png"
+    assert drawn == [([1, 2], picture, 2), *[([1, 2, 3, 4], picture, best)] * 2]
 
 
 def test_curves_are_not_worth_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,14 +35,19 @@ def test_training_learns_and_the_head_serves(
 ) -> None:
     reports: list[Report] = []
     config = make_config(
-        target_folder, responses, tmp_path, method=method, optimizer={"steps": 120}
+        target_folder,
+        responses,
+        tmp_path,
+        method=method,
+        optimizer={"steps": 80, "learning_rate": 6e-3},
+        run={"save_every": 40},
     )
     record = Trainer(config, reports.append).run()
     validations = [r for r in reports if r.kind == "validation"]
     assert validations[-1].loss < 0.7 * validations[0].loss or validations[-1].loss < 0.05
     assert validations[-1].acceptance_lengths[-1] > 1.3
-    assert record["steps"] == 120 and record["data_sha256"]
-    assert json.loads((tmp_path / "train.json").read_text())["validation"]["step"] == 120
+    assert record["steps"] == 80 and record["data_sha256"]
+    assert json.loads((tmp_path / "train.json").read_text())["validation"]["step"] == 80
 
     rows = [json.loads(line) for line in responses.read_text().splitlines()]
     speculative = {
@@ -53,7 +58,7 @@ def test_training_learns_and_the_head_serves(
     assert trained_length(facts) == max(
         len(r["prompt_token_ids"]) + len(r["response_token_ids"]) for r in rows
     )
-    llm = LLM(target_folder, speculative_config=speculative)
+    llm = LLM(target_folder, speculative_config=speculative, max_num_seqs=48)
     outputs = llm.generate(
         [r["prompt_token_ids"] for r in rows], SamplingParams(max_tokens=24, ignore_eos=True)
     )
@@ -81,7 +86,12 @@ def test_resumed_run_equals_uninterrupted_run(
     optimizer: str,
     run: dict[str, Any],
 ) -> None:
-    changes = {"method": {"name": method}, "optimizer": {"name": optimizer}, "run": run}
+    every = {"log_every": 4, "validate_every": 4, "save_every": 4}
+    changes = {
+        "method": {"name": method},
+        "optimizer": {"name": optimizer, "steps": 12},
+        "run": {**every, **run},
+    }
     whole = make_config(target_folder, responses, tmp_path / "whole", **changes)
     Trainer(whole).run()
     halved = make_config(target_folder, responses, tmp_path / "halved", **changes)
@@ -89,18 +99,20 @@ def test_resumed_run_equals_uninterrupted_run(
     class Stop(Exception):
         pass
 
-    def stop_at_25(report: Report) -> None:
-        if report.step >= 30:
+    def stop_before_the_save_at_8(report: Report) -> None:
+        if report.step >= 8:
             raise Stop
 
     with pytest.raises(Stop):
-        Trainer(halved, stop_at_25).run()
+        Trainer(halved, stop_before_the_save_at_8).run()
     resumed = Trainer(halved)
     resumed.run(resume=True)
     first, second = (read_checkpoint(tmp_path / name) for name in ("whole", "halved"))
     assert first.keys() == second.keys()
     for name, value in first.items():
         assert torch.equal(value, second[name]), name
+    per_epoch = resumed.stream.steps_per_epoch
+    assert 4 % per_epoch and 4 < per_epoch < 12, "from the midst of an epoch into the next"
 
 
 def test_seed_decides_the_run(target_folder: Path, responses: Path, tmp_path: Path) -> None:
@@ -118,7 +130,8 @@ def test_seed_decides_the_run(target_folder: Path, responses: Path, tmp_path: Pa
 def test_a_full_disk_leaves_the_last_checkpoint_whole(
     target_folder: Path, responses: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = make_config(target_folder, responses, tmp_path)
+    every = {"validate_every": 4, "save_every": 2}
+    config = make_config(target_folder, responses, tmp_path, optimizer={"steps": 8}, run=every)
     calls = []
 
     class FullDisk(state.HuggingFaceStorageWriter):
@@ -137,8 +150,8 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(
     monkeypatch.undo()
     resumed = Trainer(config)
     resumed.run(resume=True)
-    assert resumed.step == 40
-    assert json.loads((tmp_path / "checkpoint" / "state.json").read_text())["step"] == 40
+    assert resumed.step == 8
+    assert json.loads((tmp_path / "checkpoint" / "state.json").read_text())["step"] == 8
 
 
 def test_resume_refuses_another_configuration(

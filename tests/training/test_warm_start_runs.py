@@ -76,7 +76,8 @@ def answers(folder: Path, path: Path) -> Path:
     """Responses of a target, as JSONL."""
     generator = torch.Generator().manual_seed(5)
     prompts = [torch.randint(2, 300, (6,), generator=generator).tolist() for _ in range(48)]
-    outputs = LLM(folder).generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True))
+    llm = LLM(folder, max_num_seqs=48)
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True))
     with path.open("w") as lines:
         for prompt, output in zip(prompts, outputs, strict=True):
             row = {"prompt_token_ids": prompt, "response_token_ids": output.token_ids}

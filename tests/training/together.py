@@ -232,7 +232,7 @@ def hang_in_a_step(processes: Processes, config: TrainConfig) -> None:
     """The second process goes on living, but not training."""
     trainer = Trainer(config, processes=processes)
     if processes.rank == 1:
-        time.sleep(6)
+        time.sleep(4)
     trainer.run()
 
 

@@ -6,9 +6,11 @@ size, M blocks a sequence.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,6 +39,14 @@ class AttentionMetadata:
     context_starts_B: Tensor | None = None
 
 
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on a CPU the system gives the pages as they are first written, torch takes all."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(memory).view(dtype).view(shape)
+
+
 class LayerKVCache:
     """Keys and values of one layer, two allocations of [num_blocks + 1, block_size, Hkv, d].
 
@@ -54,8 +64,8 @@ class LayerKVCache:
     ) -> None:
         shape = (num_blocks + 1, block_size, num_kv_heads, head_dim)
         self.block_size = block_size
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys = _zeros(shape, dtype, device)
+        self.values = _zeros(shape, dtype, device)
 
     @staticmethod
     def bytes_per_block(
