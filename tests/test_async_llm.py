@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import aclosing
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,6 +65,24 @@ def offline(options: dict[str, Any]) -> LLM:
     return LLM(**options)
 
 
+Reference = Callable[[Any, SamplingParams], list[RequestOutput]]
+
+
+@pytest.fixture(scope="module")
+def reference(offline: LLM) -> Reference:
+    """reference(prompt, params): the offline outputs, made once, for all PROMPTS together."""
+
+    @cache
+    def of_all_prompts(params: SamplingParams) -> list[RequestOutput]:
+        return offline.generate(PROMPTS, params)
+
+    def of(prompt: Any, params: SamplingParams) -> list[RequestOutput]:
+        first = PROMPTS.index(prompt) * params.n
+        return of_all_prompts(params)[first : first + params.n]
+
+    return of
+
+
 @pytest.fixture
 def llm(options: dict[str, Any]) -> Iterator[AsyncLLM]:
     """Four seats. Its thread must be gone in the end."""
@@ -95,9 +114,9 @@ async def collect(llm: AsyncLLM, *request: Any, **options: Any) -> list[StreamCh
 # ---- what comes out -------------------------------------------------------------------------
 
 
-def test_concurrent_streams_equal_the_offline_outputs(llm: AsyncLLM, offline: LLM) -> None:
+def test_concurrent_streams_equal_the_offline_outputs(llm: AsyncLLM, reference: Reference) -> None:
     requests = [(prompt, params) for prompt in PROMPTS for params in PARAMS]
-    expected = [offline.generate(*request) for request in requests]
+    expected = [reference(*request) for request in requests]
 
     async def all_streams() -> list[list[StreamChunk]]:
         streams = (collect(llm, *one, priority=i % 3) for i, one in enumerate(requests))
@@ -236,7 +255,7 @@ def test_leaving_after_the_engine_has_finished(llm: AsyncLLM) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_clients_that_come_and_go_at_random(llm: AsyncLLM, offline: LLM, seed: int) -> None:
+def test_clients_that_come_and_go_at_random(llm: AsyncLLM, reference: Reference, seed: int) -> None:
     rng = random.Random(seed)
     requests = [(rng.choice(PROMPTS), rng.choice(PARAMS)) for _ in range(40)]
     stays = [rng.choice([0, 1, 2, 5, 99]) for _ in requests]
@@ -258,7 +277,7 @@ def test_clients_that_come_and_go_at_random(llm: AsyncLLM, offline: LLM, seed: i
         return found
 
     for chunks, request in zip(run(all_clients()), requests, strict=True):
-        expected = offline.generate(*request)
+        expected = reference(*request)
         for chunk in chunks:
             if chunk.output is not None:
                 assert facts(chunk.output) == facts(expected[chunk.output_index])

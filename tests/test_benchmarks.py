@@ -6,6 +6,7 @@ import ast
 import json
 import math
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -87,20 +88,13 @@ CONCURRENCY, OUT, REPEATS, K, LENGTH = (2, 16), 200, 2, 3, 2.5
 
 
 @pytest.mark.parametrize("method", ["none", "peagle", "eagle3"])
-def test_result_of_a_run(method: str, tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), "--shape", "tiny", "--device", "cpu"]
-    command += ["--method", method, "--k", str(K), "--al", str(LENGTH), "--prompt", "8"]
-    command += ["--conc", "2,16", "--out", str(OUT), "--repeats", str(REPEATS)]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "TMPDIR": str(tmp_path)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
+def test_result_of_a_run(run: Any, method: str) -> None:
+    options = ["--method", method, "--k", str(K), "--al", str(LENGTH), "--prompt", "8"]
+    status, stdout, stderr = run(
+        *options, "--conc", "2,16", "--out", str(OUT), "--repeats", str(REPEATS)
     )
-    assert done.returncode == 0, done.stderr
-    result = result_of(done.stdout)
+    assert status == 0, stderr
+    result = result_of(stdout)
     drafts = method != "none"
     expected = {
         "synthetic": True,
@@ -121,7 +115,7 @@ def test_result_of_a_run(method: str, tmp_path: Path) -> None:
         assert len(runs) == REPEATS
         assert min(runs) <= speed <= max(runs) and min(runs) > 0
     # Every line that bears a figure says that it is made up.
-    cells = [line for line in done.stdout.splitlines() if "tps" in line]
+    cells = [line for line in stdout.splitlines() if "tps" in line]
     assert len(cells) == len(CONCURRENCY) + 1
     assert all("synthetic" in line for line in cells)
     if drafts:
@@ -238,17 +232,14 @@ def test_mistakes_are_named(run: Any, options: str, message: str) -> None:
     assert "RESULT" not in stdout
 
 
-def test_the_hosts_share_of_a_step(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(FOLDER / "host_step.py"), "--sequences", "3", "--steps", "4"],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+@pytest.mark.usefixtures("throughput")  # its folder is searched for what the scripts share
+def test_the_hosts_share_of_a_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = FOLDER / "host_step.py"
+    monkeypatch.setattr(sys, "argv", [str(script), "--sequences", "3", "--steps", "4"])
+    runpy.run_path(str(script), run_name="__main__")
+    found = json.loads(capsys.readouterr().out)
     assert 3 <= found["tokens_a_step"] <= 3 * 8, "every sequence has a token, or K + 1"
     assert 0 < found["step_us"] < 1e6
 

@@ -9,6 +9,7 @@ nothing below imports from it (`__version__` excepted).
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -53,10 +54,11 @@ class Import:
     at_load: bool
 
 
-def imports_of(source: str, package: str) -> Iterator[Import]:
+@cache
+def imports_of(source: str, package: str) -> tuple[Import, ...]:
     """All imports in `source`, a module of the dotted `package`, as absolute dotted names.
 
-    `from a.b import c` yields `a.b.c`. `import_module("a.b")` and `__import__("a.b")` with a
+    `from a.b import c` gives `a.b.c`. `import_module("a.b")` and `__import__("a.b")` with a
     literal name count as imports; those under `if TYPE_CHECKING:` count, but not as run at load.
     """
 
@@ -87,10 +89,10 @@ def imports_of(source: str, package: str) -> Iterator[Import]:
             for child in ast.iter_child_nodes(node):
                 yield from visit(child, at_load)
 
-    yield from visit(ast.parse(source), True)
+    return tuple(visit(ast.parse(source), True))
 
 
-def modules_in(package: Path) -> Iterator[tuple[str, str, list[Import]]]:
+def modules_in(package: Path) -> Iterator[tuple[str, str, tuple[Import, ...]]]:
     """(path relative to the package, top-level name, imports) of every module except the facade."""
     for path in sorted(package.rglob("*.py")):
         relative = path.relative_to(package)
@@ -98,7 +100,7 @@ def modules_in(package: Path) -> Iterator[tuple[str, str, list[Import]]]:
             continue
         top = relative.parts[0].removesuffix(".py")
         dotted = ".".join([package.name, *relative.parent.parts])
-        yield relative.as_posix(), top, list(imports_of(path.read_text(), dotted))
+        yield relative.as_posix(), top, imports_of(path.read_text(), dotted)
 
 
 def unranked(package: Path) -> list[str]:

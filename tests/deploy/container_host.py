@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
 import socket
-import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -16,7 +13,8 @@ from typing import Any
 
 from deploy.fake_aws import FakeAws
 from deploy.fake_endpoints import ContainerError, Invocation
-from serving.image import start
+from serving.image import start_warm
+from serving.warm import WarmProcess
 
 MODEL_FOLDER = "/opt/ml/model"
 CHANNELS = "/opt/ml/additional-model-data-sources"
@@ -32,7 +30,7 @@ class ContainerHost:
     def __init__(self, aws: FakeAws, folder: Path, seed: int = 0) -> None:
         self._aws, self._folder = aws, folder
         self._random = random.Random(seed)
-        self._running: dict[str, tuple[subprocess.Popen[str], int]] = {}
+        self._running: dict[str, tuple[WarmProcess, int]] = {}
         aws.endpoints.is_ready = self.is_ready
         aws.endpoints.answer_with = self.answer
 
@@ -63,15 +61,12 @@ class ContainerHost:
     def end(self) -> None:
         """Stop all of them."""
         for process, _ in self._running.values():
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
             process.communicate()
 
     # ---- a container ----------------------------------------------------------------------
 
-    def _start(
-        self, container: Mapping[str, Any], config: str
-    ) -> tuple[subprocess.Popen[str], int]:
+    def _start(self, container: Mapping[str, Any], config: str) -> tuple[WarmProcess, int]:
         folder = self._folder / config
         folder.mkdir()
         sources = {CHANNELS + f"/{s['ChannelName']}": s for s in _additional(container)}
@@ -85,7 +80,7 @@ class ContainerHost:
             variables.setdefault("SM_VLLM_MODEL", MODEL_FOLDER)
         moved = {k: v.replace("/opt/ml/", f"{folder}/opt/ml/") for k, v in variables.items()}
         port = _free_port()
-        return start(folder, "serve", **moved, SM_VLLM_PORT=str(port)), port
+        return start_warm(folder, "serve", **moved, SM_VLLM_PORT=str(port)), port
 
     def _fetch(self, uri: str, folder: Path) -> None:
         for name, content in self._aws.objects(uri).items():

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from serving.warm import WarmProcess
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
 TARGETS = ("cpu", "cuda")
@@ -100,6 +102,29 @@ def start(folder: Path, *arguments: str, **variables: str) -> subprocess.Popen[s
 
     The process gets nothing of this one's environment. The package is this checkout's.
     """
+    script, words, environment = _process(folder, arguments, variables)
+    return subprocess.Popen(
+        [sys.executable, script, *words],
+        env=environment,
+        cwd=folder / "cache",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def start_warm(folder: Path, *arguments: str, **variables: str) -> WarmProcess:
+    """The same, forked from a process that has imported everything, see `serving.warm`."""
+    script, words, environment = _process(folder, arguments, variables)
+    log, where = folder / "log", folder / "cache"
+    return WarmProcess([str(script), *words], environment, log, script=script, folder=where)
+
+
+def _process(
+    folder: Path, arguments: tuple[str, ...], variables: dict[str, str]
+) -> tuple[Path, list[str], dict[str, str]]:
+    """The script that is the entry point, its arguments, its environment."""
     (volume,) = json.loads(last("cpu", "VOLUME"))
     moved = folder / "cache"
     moved.mkdir(exist_ok=True)
@@ -112,12 +137,5 @@ def start(folder: Path, *arguments: str, **variables: str) -> subprocess.Popen[s
     originals = {destination: ROOT / path for path, destination in (c[-2:] for c in copies)}
     words = json.loads(last("cpu", "ENTRYPOINT"))
     assert words[0] == "python" and words[1] in originals
-    return subprocess.Popen(
-        [sys.executable, originals[words[1]], *(arguments or json.loads(last("cpu", "CMD")))],
-        env=environment | variables,
-        cwd=moved,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    given = list(arguments) or json.loads(last("cpu", "CMD"))
+    return originals[words[1]], given, environment | variables

@@ -17,8 +17,12 @@ from typing import Any
 
 import httpx
 
+from serving.warm import WarmProcess
+
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 180
+# For all requests that share nothing else: each new client reads the certificates of the system.
+HTTP = httpx.Client(timeout=60, verify=False)
 CHAT_TEMPLATE = """\
 {# answers may begin with <think> #}\
 {% if tools %}{{ tools | tojson }} <tool_call>{% endif %}\
@@ -37,7 +41,7 @@ class LiveServer:
     """
 
     url: str
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | WarmProcess
     log: Path
 
     @property
@@ -46,12 +50,12 @@ class LiveServer:
         return self.log.read_text(errors="replace")
 
     def client(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=120, **options)
+        return httpx.Client(base_url=self.url, timeout=120, verify=False, **options)
 
     def metrics(self) -> dict[str, float]:
         """Samples of /metrics by their name and labels, the model's name left out."""
         samples = {}
-        for line in httpx.get(f"{self.url}/metrics").text.splitlines():
+        for line in HTTP.get(f"{self.url}/metrics").text.splitlines():
             if not line.startswith("#"):
                 name, _, value = line.rpartition(" ")
                 samples[name.replace('model_name="peagle-code"', "").replace(",}", "}")] = float(
@@ -78,25 +82,40 @@ def environment(**variables: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
 
 
+def warm_serve(log: Path, *arguments: object, **variables: str) -> WarmProcess:
+    """`peagle serve`, forked from a process that has imported everything; it writes to `log`."""
+    words = ["peagle", "serve", *map(str, arguments)]
+    return WarmProcess(words, environment(**variables), log)
+
+
 @contextmanager
-def running(*arguments: object, **variables: str) -> Iterator[LiveServer]:
-    """`peagle serve` on a free port, ready; it is ended afterwards."""
+def running(*arguments: object, warm: bool = False, **variables: str) -> Iterator[LiveServer]:
+    """`peagle serve` on a free port, ready; it is ended afterwards.
+
+    `warm` forks it from a process that has imported everything, see `serving.warm`.
+    """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
-        with log.open("wb") as stream:
-            process = subprocess.Popen(
-                serve_command("--port", 0, *arguments),
-                stderr=stream,
-                stdout=stream,
-                env=environment(**variables),
-                start_new_session=True,
-            )
+        process: subprocess.Popen[bytes] | WarmProcess
+        if warm:
+            process = warm_serve(log, "--port", 0, *arguments, **variables)
+        else:
+            with log.open("wb") as stream:
+                process = subprocess.Popen(
+                    serve_command("--port", 0, *arguments),
+                    stderr=stream,
+                    stdout=stream,
+                    env=environment(**variables),
+                    start_new_session=True,
+                )
         server = LiveServer("", process, log)
         try:
             server.url = wait_until_ready(server)
             yield server
         finally:
-            if process.poll() is None:
+            if isinstance(process, WarmProcess):
+                process.kill()  # its engines end without it
+            elif process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
@@ -110,7 +129,7 @@ def wait_until_ready(server: LiveServer, *, timeout_s: float = START_S) -> str:
         if found := re.search(r"listening on (http://\S+);", server.text):
             url = found[1].replace("0.0.0.0", "127.0.0.1")
             try:
-                if httpx.get(f"{url}/ping", timeout=5).status_code == 200:
+                if HTTP.get(f"{url}/ping", timeout=5).status_code == 200:
                     return url
             except httpx.TransportError:
                 pass

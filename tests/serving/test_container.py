@@ -37,6 +37,7 @@ from serving.image import (
     last,
     let_through,
     start,
+    start_warm,
 )
 
 # SageMaker's: it kills 30 s after SIGTERM, and expects connections to be accepted this soon.
@@ -267,7 +268,7 @@ def computed_seconds(process: subprocess.Popen[str]) -> float:
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 def test_accepts_connections_at_once(tmp_path):
-    """By the processor's time; by the clock, on a machine with nothing else to do, it is the same."""
+    """By the processor's time; by the clock it is the same on a machine with nothing else to do."""
     # As pip does when it installs; the image's environment forbids Python to do so itself.
     compiled = [sys.executable, "-m", "compileall", "-q", str(ROOT / "src" / "peagle")]
     subprocess.run(compiled, check=True)
@@ -282,7 +283,7 @@ def test_accepts_connections_at_once(tmp_path):
         finally:
             end(process)
 
-    # Twice the time: importing the command line takes 0.13 s on a quiet machine, 0.25 s on a busy one.
+    # Twice the time: loading the command line takes 0.13 s on a quiet machine, 0.25 s on another.
     assert usual_seconds(computed_until_accepted) < 2 * ACCEPTS_WITHIN_S
     # Nor does it wait for anything.
     assert min(clock) < 20 * ACCEPTS_WITHIN_S, clock
@@ -299,7 +300,9 @@ def test_options_behind_serve_win(tmp_path):
 
 def test_model_behind_serve_wins(tmp_path):
     named = str(tmp_path / "named")
-    process = start(tmp_path, "serve", named, "--port", str(free_port()), HF_MODEL_ID="owner/other")
+    process = start_warm(
+        tmp_path, "serve", named, "--port", str(free_port()), HF_MODEL_ID="owner/other"
+    )
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 2
     assert f"The target model {named!r} is not there" in output

@@ -19,7 +19,7 @@ SUPPRESSED = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.dat
 @pytest.fixture(scope="module")
 def short_server() -> Iterator[LiveServer]:
     """A context so short that no valid request takes long."""
-    with running("--max-model-len", 64, "--no-playground") as live:
+    with running("--max-model-len", 64, "--no-playground", warm=True) as live:
         yield live
 
 

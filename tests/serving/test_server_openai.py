@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import runpy
+import sys
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -14,6 +17,7 @@ from peagle import LLM, SamplingParams
 from peagle.evaluation.prompts import load_prompt_set
 from serving.live import LiveServer
 
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "openai_client.py"
 PROMPTS = [prompt.text for prompt in load_prompt_set("humaneval", 6)]
 PROMPT = "def fibonacci(n):"
 MODEL = "peagle-code"
@@ -313,3 +317,14 @@ def test_metrics_count_as_usage_does(server: LiveServer, client: openai.OpenAI) 
     assert grown("generation_tokens_total") == usage.completion_tokens
     assert grown("time_to_first_token_seconds_count") == 1
     assert grown("e2e_request_latency_seconds_count") == 1
+
+
+def test_the_example_of_a_client_runs(
+    server: LiveServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), f"{server.url}/v1"])
+    monkeypatch.delenv("PEAGLE_API_KEY", raising=False)
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert printed.count("acceptance length") == 2
+    assert "--- the texts are equal" in printed
