@@ -44,9 +44,10 @@ help: ## List the targets
 demo: $(RUN_ENV) ## Run the demo: plain decoding, EAGLE-3 and P-EAGLE on the bundled pair
 	@$(PEAGLE) demo $(DEMO_ARGS)
 
-# One thread per process: the workers would otherwise fight for the same cores.
+# One thread per process: the workers would otherwise fight for the same cores. Each begins with a
+# half of the files, so that what the tests of a file share is made once.
 test: $(DEV_ENV) ## Run all tests that need no GPU
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --durations=10 $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal --durations=10 $(PYTEST_ARGS)
 
 test-gpu: $(DEV_ENV) ## Run the tests that need an NVIDIA card
 	$(PY) -m pytest -m gpu $(PYTEST_ARGS)

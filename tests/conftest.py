@@ -30,6 +30,9 @@ from peagle.models.checkpoint import save_drafter
 from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target import TargetModel, default_aux_layer_ids
+from tests.triton_interpreter import lighten
+
+lighten()
 
 # How long an example takes says something of the machine's load, nothing of the code.
 settings.register_profile("peagle", deadline=None, suppress_health_check=[HealthCheck.too_slow])

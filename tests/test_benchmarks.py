@@ -250,7 +250,7 @@ def test_a_mistake_ends_the_process_with_status_2(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.returncode == 2
     assert done.stderr == "error: --conc is '1,x'; expected numbers, like 1,4,16.\n"

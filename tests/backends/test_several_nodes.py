@@ -167,7 +167,11 @@ def ray(tmp_path, gpu_python):
             **variables,
         }
         ran = subprocess.run(
-            ["sh", str(SCRIPT), *words], env=environment, capture_output=True, text=True, timeout=60
+            ["sh", str(SCRIPT), *words],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
         )
         told = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
         return ran, told

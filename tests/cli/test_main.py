@@ -137,7 +137,7 @@ def busy(pair: Pair, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 def test_interrupt_ends_cleanly(busy: subprocess.Popen[str]) -> None:
     busy.send_signal(signal.SIGINT)
-    _, err = busy.communicate(timeout=60)
+    _, err = busy.communicate(timeout=240)
     assert busy.returncode == main.INTERRUPTED
     assert err == "peagle: interrupted\n"
 

@@ -113,7 +113,7 @@ def test_interrupt_saves_and_resumes(config: Path) -> None:
     assert process.stdout is not None
     process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=240)
     assert process.returncode == 130, errors
     assert "go on with --resume" in errors and "Traceback" not in errors
     record = json.loads((config.parent / "run" / "checkpoint" / "state.json").read_text())

@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
+from moto.core.utils import method_names_from_class
 
 from deploy.fake_aws import ACCESS_KEY, SECRET_KEY, FakeAws
 from deploy.fault_matrix import (
@@ -42,6 +44,14 @@ def matrix(tmp_path_factory) -> Matrix:
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch):
     monkeypatch.setattr("botocore.endpoint.time", NoSleep)
+
+
+@pytest.fixture(autouse=True)
+def _known_once(monkeypatch):
+    """What botocore and moto find out for every request, and is the same for all."""
+    monkeypatch.setattr("botocore.useragent.UserAgentString.to_string", lambda agent: "test")
+    names = "moto.core.responses.method_names_from_class"
+    monkeypatch.setattr(names, cache(method_names_from_class))
 
 
 # The rest of the scenarios and kinds: python tests/deploy/fault_matrix.py

@@ -34,28 +34,42 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def visit(browser: Any, report: Path) -> Iterator[Callable[..., Any]]:
-    """visit(**context options): the page. It may fetch nothing and write no error."""
-    pages = []
+@pytest.fixture(scope="module")
+def pages(browser: Any) -> Iterator[dict[str, Any]]:
+    """One page for each set of context options: making one takes longer than most tests."""
+    made: dict[str, Any] = {}
+    yield made
+    for page in made.values():
+        page.context.close()
 
-    def open_page(**options: Any) -> Any:
+
+@pytest.fixture
+def visit(browser: Any, pages: dict[str, Any], report: Path) -> Iterator[Callable[..., Any]]:
+    """visit(**context options): the page, loaded anew. It may fetch nothing and write no error."""
+    used = []
+
+    def make(options: dict[str, Any]) -> Any:
         page = browser.new_context(**options).new_page()
-        page.problems = []
         page.on("pageerror", lambda error: page.problems.append(str(error)))
         page.on("console", lambda line: page.problems.append(line.text))
         page.on("request", lambda request: page.problems.append(request.url))
-        pages.append(page)
+        return page
+
+    def open_page(**options: Any) -> Any:
+        page = pages.get(repr(options)) or pages.setdefault(repr(options), make(options))
+        page.problems = []
+        used.append(page)
         page.goto(report.as_uri())
         page.problems.remove(report.as_uri())
         return page
 
     yield open_page
     problems = [
-        [problem for problem in page.problems if not problem.startswith("data:")] for page in pages
+        [problem for problem in page.problems if not problem.startswith("data:")] for page in used
     ]
-    for page in pages:
-        page.context.close()
+    for page in used:
+        page.emulate_media(media="null")
+        page.goto("about:blank")
     assert not any(problems), problems
 
 
@@ -66,6 +80,8 @@ def unfold(page: Any) -> None:
 def grave(page: Any, **options: Any) -> list[str]:
     """What axe finds that is serious or critical."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    # Without it all that is well is described too, in megabytes.
+    options["resultTypes"] = ["violations"]
     found = axe.run(page, options=options).response["violations"]
     found = [entry for entry in found if entry["impact"] in ("serious", "critical")]
     return [f"{e['id']}: {[node['html'][:200] for node in e['nodes']][:3]}" for e in found]

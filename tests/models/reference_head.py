@@ -67,7 +67,7 @@ class ReferenceHead:
         return out
 
     def attention(self, x: Tensor, positions: list[int], layer: str) -> Tensor:
-        """Plain causal attention over all slots, query by query."""
+        """Plain causal attention over all slots."""
 
         def heads(name: str) -> Tensor:
             heads = self.linear(x, f"{layer}.self_attn.{name}_proj")
@@ -79,11 +79,11 @@ class ReferenceHead:
         group = self.heads // heads("k").shape[1]
         key = self.rotate(heads("k"), positions).repeat_interleave(group, dim=1)
         value = heads("v").repeat_interleave(group, dim=1)
-        rows = []
-        for slot in range(len(positions)):
-            scores = torch.einsum("hd,shd->sh", query[slot], key[: slot + 1])
-            rows.append(torch.einsum("sh,shd->hd", scores.softmax(0), value[: slot + 1]))
-        return self.linear(torch.stack(rows).flatten(1), f"{layer}.self_attn.o_proj")
+        scores = torch.einsum("qhd,shd->hqs", query, key)
+        later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(later, -math.inf).softmax(-1)
+        rows = torch.einsum("hqs,shd->qhd", weights, value)
+        return self.linear(rows.flatten(1), f"{layer}.self_attn.o_proj")
 
     def run(self, slots: list[Slot]) -> Tensor:
         """Hidden state of every slot before the final norm."""

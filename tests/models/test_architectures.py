@@ -269,7 +269,7 @@ def test_each_special_way_of_attending_is_probed(
 # ---- end to end -----------------------------------------------------------------------------
 
 PROMPTS = [[5, 9, 200, 31], [17] * 20, list(range(20, 62)), [8, 8, 9, 9, 8, 8, 9, 9, 8, 8]]
-NEW_TOKENS = 24
+NEW_TOKENS = 16
 
 
 @torch.no_grad()

@@ -7,9 +7,10 @@ transformers' own hidden states, and recomputes everything at each step.
 from __future__ import annotations
 
 import math
-import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +59,17 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 
 
+@cache
 @torch.no_grad()
+def hidden_states(folder: Path, tokens: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """What enters every layer, as transformers computes it; the same for all heads."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    return model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+
+
 def aux_features(folder: Path, tokens: list[int], head: ReferenceHead) -> Tensor:
     """Features of every position: the states entering the aux layers, side by side."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
-    states = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    states = hidden_states(folder, tuple(tokens))
     ids = head.config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     return torch.cat([states[i][0] for i in ids], dim=-1)
 
@@ -172,7 +179,8 @@ def test_impossible_shapes_are_refused(change: dict[str, Any], message: str) -> 
 # ---- the engine's drafts, step by step ------------------------------------------------------
 
 PROMPTS = [[4, 99, 31, 31, 200, 7], [17], [250, 3, 3, 8, 120, 9, 9, 41, 12, 77]]
-PARAMS = SamplingParams(max_tokens=36, ignore_eos=True)
+PARAMS = SamplingParams(max_tokens=28, ignore_eos=True)
+ORDER = (3, 0, 5, 1, 4, 2)  # of accepted drafts: each number once in as few tokens as can be
 
 
 @dataclass(frozen=True)
@@ -196,6 +204,7 @@ def generate_and_record(
     propose, compute_logits = proposer.propose, proposer.drafter.compute_logits
     columns: list[Tensor] = []
     recorded: list[Recorded] = []
+    turns: Counter[int] = Counter()
 
     def recording_logits(hidden: Tensor) -> Tensor:
         columns.append(compute_logits(hidden))
@@ -217,7 +226,8 @@ def generate_and_record(
                     logits_BKV[b],
                 )
             )
-            num_right = random.Random(f"{history}").randint(0, K)
+            num_right = ORDER[(history[0] + turns[history[0]]) % len(ORDER)]
+            turns[history[0]] += 1
             right = whole[len(history) : len(history) + num_right]
             tokens_BK[b, : len(right)] = torch.tensor(right, dtype=torch.int64)
         return replace(drafts, tokens_BK=tokens_BK)
@@ -286,7 +296,7 @@ def test_positions_beyond_the_heads_own_limit_keep_their_angles(
     folder = head_folders(parallel=parallel, seed=5, max_position_embeddings=16)
     llm = make_llm(target_folder, folder, max_model_len=256)
     recorded = generate_and_record(llm, truth, monkeypatch)
-    assert max(len(one.history) for one in recorded) > 40
+    assert max(len(one.history) for one in recorded) > 30
     assert largest_difference(recorded, target_folder, folder, truth) < 1e-9
 
 

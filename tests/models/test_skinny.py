@@ -31,7 +31,9 @@ needs_interpreter = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="TRITON_INTERPRET is not 1"
 )
 LIMIT = 40
-ROWS = [1, 3, 8, 16, 33, 70]
+# One, part of a tile, a full tile, more than one; and beyond the limit.
+ROWS = [1, 3, 16, 33, 70]
+NUM_LAYERS = 2  # of the targets that run in Triton alone
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 SIZES = {"head_dim": 8}
 
@@ -59,9 +61,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-def make_target(kind: str = "qwen3", dtype: torch.dtype = torch.float32, **sizes: Any) -> Any:
+def make_target(
+    kind: str = "qwen3",
+    dtype: torch.dtype = torch.float32,
+    aux: tuple[int, ...] = (1, 3),
+    **sizes: Any,
+) -> Any:
     model: Any = make_model(kind, **{**SIZES, **sizes})
-    return TargetModel(model.to(dtype), aux_layer_ids=(1, 3))
+    return TargetModel(model.to(dtype), aux_layer_ids=aux)
 
 
 def make_head(dtype: torch.dtype = torch.float32, **sizes: Any) -> Drafter:
@@ -116,12 +123,12 @@ def check(found: Tensor, expected: Tensor, factor: float = 4.0) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_a_target_computes_the_same(kind: str, dtype: torch.dtype, calls: list[int]) -> None:
-    target = make_target(kind, dtype, hidden_size=64)
+    target = make_target(kind, dtype, (1,), hidden_size=64, num_hidden_layers=NUM_LAYERS)
     expected = {rows: logits_of(target, rows) for rows in ROWS}
     names = {name: x.clone() for name, x in target.model.state_dict().items()}
     fuse(target.model)
-    # q/k/v, o, gate/up, down and SwiGLU of four layers, and lm_head.
-    assert use_skinny(target.model, max_rows=LIMIT) == 4 * 5 + 1
+    # q/k/v, o, gate/up, down and SwiGLU of every layer, and lm_head.
+    assert use_skinny(target.model, max_rows=LIMIT) == NUM_LAYERS * 5 + 1
     assert use_skinny(target.model, max_rows=LIMIT) == 0
     for name, tensor in target.model.state_dict().items():
         assert torch.equal(names.pop(name), tensor)
@@ -129,7 +136,7 @@ def test_a_target_computes_the_same(kind: str, dtype: torch.dtype, calls: list[i
     for rows in ROWS:
         calls.clear()
         check(logits_of(target, rows), expected[rows])
-        assert calls == ([rows] * (4 * 4 + 1) if rows <= LIMIT else [])
+        assert calls == ([rows] * (NUM_LAYERS * 4 + 1) if rows <= LIMIT else [])
 
 
 @needs_interpreter
@@ -149,10 +156,12 @@ def test_a_drafter_computes_the_same(dtype: torch.dtype, calls: list[int]) -> No
 @needs_interpreter
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_accelerated_models_compute_the_same(backend: str, calls: list[int]) -> None:
-    """Compiled for the few rows of steps; 33 and 70 are of any size."""
-    target, head = make_target(), make_head()
-    expected = {rows: (logits_of(target, rows), draft_of(head, rows)) for rows in ROWS}
-    sizes = [1, 3, 8, 16]
+    """Compiled for the few rows of steps, a vector and a tile; 33 and 70 are of any size."""
+    # Layers 0 and 2 are of one kind, a tap stands before layer 1.
+    target, head = make_target(aux=(1,), num_hidden_layers=3), make_head()
+    sizes = [1, 16]
+    rows_run = [*sizes, 33, 70]
+    expected = {rows: (logits_of(target, rows), draft_of(head, rows)) for rows in rows_run}
     compiled = [
         accelerate_target(target, sizes, backend=backend, max_skinny_rows=LIMIT),
         accelerate_drafter(
@@ -164,13 +173,13 @@ def test_accelerated_models_compute_the_same(backend: str, calls: list[int]) -> 
             max_skinny_rows=LIMIT,
         ),
     ]
-    for rows in ROWS:
+    for rows in rows_run:
         calls.clear()
         check(logits_of(target, rows), expected[rows][0])
         num_of_target = len(calls)
         check(draft_of(head, rows), expected[rows][1])
         # In a graph of any size there is none; the target's lm_head is in no graph.
-        in_graph, outside = ((4 * 4, 2 * 4), (1, 2)) if rows in sizes else ((0, 0), (1, 0))
+        in_graph, outside = ((3 * 4, 2 * 4), (1, 2)) if rows in sizes else ((0, 0), (1, 0))
         if rows > LIMIT:
             outside = (0, 0)
         assert num_of_target == in_graph[0] + outside[0]
@@ -278,7 +287,7 @@ def test_a_compiled_target_on_a_card(max_rows: int | None) -> None:
     accelerate_target(target, [1, 3, 8, 16, 33], max_skinny_rows=max_rows)
     changed = [x for x in target.model.modules() if isinstance(x, SkinnyLinear | SkinnyFusedLinear)]
     assert len(changed) == (0 if max_rows is None else 4 * 4 + 1)
-    for rows in ROWS:
+    for rows in [*ROWS, 8]:
         check(logits_of(target, rows), logits_of(plain, rows), factor=1.0)
 
 
@@ -291,7 +300,7 @@ def test_large_layers_on_a_card_and_in_a_graph() -> None:
     plain = copy.deepcopy(mlp)
     assert use_skinny(head) > 0
     assert isinstance(mlp, SkinnySwiGLU) and isinstance(head.lm_head, SkinnyLinear)
-    for rows in ROWS:
+    for rows in [*ROWS, 8]:
         x = torch.randn(rows, 2048, device="cuda", dtype=torch.bfloat16)
         with torch.inference_mode():
             expected = plain(x)

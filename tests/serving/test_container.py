@@ -228,7 +228,7 @@ def request(port: int, path: str, body: Any = None) -> tuple[int, Any]:
         f"http://127.0.0.1:{port}{path}", data, {"Content-Type": "application/json"}
     )
     try:
-        with urllib.request.urlopen(asked, timeout=60) as answer:
+        with urllib.request.urlopen(asked, timeout=240) as answer:
             return answer.status, json.loads(answer.read() or "null")
     except urllib.error.HTTPError as error:
         return error.code, json.loads(error.read() or "null")
@@ -242,20 +242,20 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 def test_version(tmp_path):
-    output, _ = start(tmp_path, "--version").communicate(timeout=60)
+    output, _ = start(tmp_path, "--version").communicate(timeout=240)
     assert re.fullmatch(r"peagle \d+\.\d+\.\d+\n", output)
 
 
 def test_other_commands_are_peagles(tmp_path):
     process = start(tmp_path, "generate", "--help")
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 0
     assert "Usage: peagle generate" in output and "--max-new-tokens" in output
 
 
 def test_what_cannot_be_served_is_said(tmp_path):
     process = start(tmp_path, "serve", SM_VLLM_TENSOR_PARALLEL_SIZE="8")
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 2
     assert output.startswith("peagle: error: SM_VLLM_TENSOR_PARALLEL_SIZE is '8'; expected 1.")
 
@@ -361,7 +361,7 @@ def test_health_check_tells_who_is_there(server, variable):
     _, *words = health_command("cpu")
     for number, healthy in ((port, True), (free_port(), False)):
         result = subprocess.run(
-            [sys.executable, *words], env={variable: str(number)}, capture_output=True, timeout=60
+            [sys.executable, *words], env={variable: str(number)}, capture_output=True, timeout=240
         )
         assert (result.returncode == 0) is healthy, result.stderr
 

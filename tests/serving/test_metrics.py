@@ -437,6 +437,6 @@ def test_loads_without_torch():
         env={**os.environ, "PYTHONPATH": str(SOURCE)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert result.stdout.strip() == "False", result.stderr

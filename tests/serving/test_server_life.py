@@ -238,7 +238,11 @@ def test_a_taken_port_is_named(server: LiveServer) -> None:
     """On standard error, by a process that starts from nothing."""
     port = server.url.rpartition(":")[2]
     result = subprocess.run(
-        serve_command("--port", port), env=environment(), capture_output=True, text=True, timeout=60
+        serve_command("--port", port),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert result.returncode == 2
     assert f"port {port}" in result.stderr
@@ -252,7 +256,7 @@ def test_the_configuration_is_shown(tmp_path: Path) -> None:
         env=environment(PEAGLE_SERVER='{"drain_timeout_s": 5}'),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     shown = json.loads(result.stdout)["server"]
     assert shown["max_queue"] == {"value": 3, "source": f"{file} [server]"}

@@ -389,7 +389,7 @@ def test_without_an_endpoint_nothing_is_imported():
         env={**os.environ, "PYTHONPATH": str(SOURCE)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert result.stdout.strip() == "[]", result.stderr
 

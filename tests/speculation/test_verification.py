@@ -174,13 +174,16 @@ def fit(tokens: Tensor, exact: Tensor) -> float:
 
 
 CASES = [
-    *(
-        Case(k, temperature, probabilistic=probabilistic, parallel=parallel)
-        for (k, temperature, probabilistic), parallel in zip(
-            itertools.product((1, 2, 3), (0.5, 1.0, 1.5), (True, False)),
-            itertools.cycle((True, False, False, True)),
-        )
-    ),
+    # Every two of the four settings meet in all their values.
+    Case(1, 0.5),
+    Case(1, 1.0, probabilistic=False),
+    Case(1, 1.5, parallel=False),
+    Case(2, 0.5, probabilistic=False),
+    Case(2, 1.0),
+    Case(2, 1.5, probabilistic=False, parallel=False),
+    Case(3, 0.5, parallel=False),
+    Case(3, 1.0, probabilistic=False, parallel=False),
+    Case(3, 1.5),
     Case(3, 1.0, top_k=3),
     Case(3, 1.5, top_p=0.7, parallel=False),
     Case(2, 1.5, top_k=4, top_p=0.8, probabilistic=False),
