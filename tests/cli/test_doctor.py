@@ -68,7 +68,7 @@ def test_mistakes(peagle: Peagle, prompts: Path, tmp_path: Path) -> None:
 def server() -> Iterator[str]:
     """The pair behind our server."""
     pair = ("--target", PAIR2 / "target", "--draft", PAIR2 / "peagle")
-    with running(*pair, "-k", 6) as live:
+    with running(*pair, "-k", 6, warm=True) as live:
         yield live.url
 
 

@@ -23,7 +23,7 @@ from tests.conftest import make_drafter, make_target_folder
 
 VOCAB = 6
 PROMPT = [3, 5, 2, 2]
-COUNT = 10_000
+COUNT = 6_000
 K = 2  # the third token is then a bonus token, a corrected one, or drafted again
 
 
