@@ -35,6 +35,10 @@ RUN_ENV := $(RUN_STAMP)
 DEV_ENV := $(DEV_STAMP)
 endif
 
+# setup_venv.sh leaves compiling to the first import. Where the environment forbids Python to keep
+# what it compiled, each of the many processes would compile everything it imports anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-gpu test-vllm lint format dist smoke clean distclean
 

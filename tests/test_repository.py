@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from machine_speed import processor_seconds, usual_seconds
+from machine_speed import KEEPS_BYTECODE, processor_seconds, usual_seconds
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src"
@@ -42,7 +42,7 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH")]))
     return subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": path, "NO_COLOR": "1"},
+        env={**os.environ, "PYTHONPATH": path, "NO_COLOR": "1", **KEEPS_BYTECODE},
         capture_output=True,
         text=True,
         timeout=120,
