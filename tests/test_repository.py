@@ -3,6 +3,8 @@
 import ast
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -71,6 +73,15 @@ def test_import_works_without_triton(module):
     code = f"import {module}\nprint('imported')"
     result = run_python(BLOCKER.format(banned={"triton"}, code=code))
     assert result.stdout.strip() == "imported", result.stderr
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_targets_keep_bytecode_where_the_environment_forbids_it():
+    """Packages are installed uncompiled: each process would spend its first half minute on that."""
+    said = shlex.join([sys.executable, "-c", "import sys; print(sys.dont_write_bytecode)"])
+    command = ["make", "--silent", "-C", str(ROOT), f"--eval=show: ; @{said}", "show"]
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    assert subprocess.check_output(command, env=environment, text=True).strip() == "False"
 
 
 # ---- the tree -------------------------------------------------------------------------------
