@@ -33,6 +33,8 @@ _LEAST_COUNT = {True: 8, False: 2}
 _WORSE = 0.9
 # Where one fault alone explains so much, no second one is looked for.
 _ENOUGH_ALONE = 0.9
+# Standard errors, and shares, that count as a difference of acceptance.
+_SURE, _NOTABLE = 3.5, 0.05
 _MASK_SLOTS = ("parallel_drafting", "mask_token_id", "mask_hidden")
 
 
@@ -294,3 +296,32 @@ def is_worse(served: SpeculationStats, ours: Drafted) -> bool:
     """Whether drafts are accepted clearly less than foreseen."""
     expected = SpeculationStats.pooled(foreseen(ours)).acceptance_length
     return served.acceptance_length - 1 < _WORSE * (expected - 1)
+
+
+def only_mask_slots_differ(served: SpeculationStats, ours: Drafted) -> str | None:
+    """Says so, with figures, if first draft tokens are accepted as foreseen, second ones less.
+
+    The first token of a parallel draft comes from the slot that has a real token and a real state,
+    the others from mask slots.
+
+    Args:
+        served: counters of all answers.
+        ours: drafts of a parallel head at every anchor of the same answers.
+    """
+    accepted = [*served.num_accepted_tokens_per_pos, 0, 0]
+    first, second = ours.matches[..., 0], ours.matches[..., 1:2].squeeze(-1)
+    if second.ndim != first.ndim or not first.any():
+        return None
+    expected = [float(first.double().mean()), float(second[first].double().mean())]
+    totals = [served.num_drafts, accepted[0]]
+    rates = [count / max(1, total) for count, total in zip(accepted, totals, strict=False)]
+    missing = [a - b for a, b in zip(expected, rates, strict=True)]
+    means = [(a + b) / 2 for a, b in zip(expected, rates, strict=True)]
+    errors = [(p * (1 - p) / max(1, n)) ** 0.5 for p, n in zip(means, totals, strict=True)]
+    sure = [max(_SURE * error, _NOTABLE) for error in errors]
+    if missing[0] > sure[0] or missing[1] < max(sure[1], 2 * missing[0]):
+        return None
+    return (
+        f"first draft tokens are accepted as foreseen ({rates[0]:.0%}, {expected[0]:.0%}), those "
+        f"behind them less ({rates[1]:.0%} of the second, {expected[1]:.0%})"
+    )

@@ -13,6 +13,7 @@ CAUSES = {
     "token_shift": "one-token shift",
     "mask_token_id": "mask token id",
     "mask_hidden": "mask_hidden",
+    "mask_slots": "mask slots (mask token id or mask_hidden)",
     "draft_vocabulary": "draft vocabulary maps (d2t, t2d)",
     "vocabulary_rebuilt": "draft vocabulary rebuilt from other data",
     "rope": "RoPE",

@@ -7,10 +7,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from peagle.doctor.faults import Agreement, Fault, agreement, find_faults, is_worse
+from peagle.doctor.faults import (
+    Agreement,
+    Fault,
+    agreement,
+    find_faults,
+    is_worse,
+    only_mask_slots_differ,
+)
 from peagle.doctor.files import Files
 from peagle.doctor.findings import Cause, Report
-from peagle.doctor.forward import drafted
+from peagle.doctor.forward import Drafted, drafted
 from peagle.doctor.head import Head
 from peagle.doctor.questions import other_styles
 from peagle.doctor.repairs import Known
@@ -175,14 +182,25 @@ def _same_drafts(
         evidence = f"{fault.what}: so explained {explained}, otherwise {base.share:.0%}"
         report.blame(Cause(fault.cause, "serving", evidence, fault.remedy))
     if not agrees and not found:
-        report.blame(_unexplained(base, pooled))
+        report.blame(_unexplained(base, pooled, ours, head))
 
 
-def _unexplained(base: Agreement, pooled: SpeculationStats) -> Cause:
+def _unexplained(base: Agreement, pooled: SpeculationStats, ours: Drafted, head: Head) -> Cause:
+    """What can be said where none of the known faults makes such drafts."""
+    evidence = f"{base}, acceptance length {pooled.acceptance_length:.2f}"
+    signature = only_mask_slots_differ(pooled, ours) if head.config.is_parallel else None
+    if signature is not None:
+        return Cause(
+            "mask_slots",
+            "serving",
+            f"{evidence}; {signature}",
+            f"Have the server fill mask slots with token {head.config.mask_token_id} and with the "
+            "state fc(norm(mask_hidden)), with the norm before fc if any.",
+        )
     return Cause(
         "serving",
         "serving",
-        f"{base}, acceptance length {pooled.acceptance_length:.2f}; no known fault explains it",
+        f"{evidence}; no known fault explains it",
         "The serving side runs the head in a way of its own: compare its drafter with "
         "docs/architecture.md step by step.",
     )
