@@ -16,7 +16,7 @@ REFERENCE = (
     "logging.config, multiprocessing.pool, sqlite3, ssl, tarfile, unittest.mock, urllib.request, "
     "xml.dom.minidom, zipfile"
 )
-# An environment in which Python keeps the bytecode of what it imports, as pip does when it installs.
+# An environment where Python keeps the bytecode of what it imports, as pip does when it installs.
 # Without it a start is spent on compiling, but not the reference's: Python brings that bytecode.
 KEEPS_BYTECODE = {"PYTHONDONTWRITEBYTECODE": ""}
 # The processor seconds it takes on the machine that the limits were written for.
