@@ -314,6 +314,16 @@ def _served_norm(drafter: Drafter) -> None:
     drafter.norm.weight.fill_(1)
 
 
+def _served_mask_state(drafter: Drafter) -> None:
+    state = torch.randn(drafter.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    drafter.shared_hidden = lambda: state  # type: ignore[method-assign]
+
+
+def _served_noise(drafter: Drafter) -> None:
+    weight = drafter.layers[0].mlp.down_proj.weight  # type: ignore[union-attr]
+    weight.add_(_noise(weight) * weight.std() * 2)
+
+
 HEAD_CHANGES: dict[str, tuple[str, Callable[[Drafter], Any]]] = {
     "aux layers": ("aux_layers", _served_aux),
     "mask id": ("mask_token_id", _reconfigure(mask_token_id=0)),
@@ -324,6 +334,10 @@ HEAD_CHANGES: dict[str, tuple[str, Callable[[Drafter], Any]]] = {
     "theta": ("rope", _served_theta),
     "final norm": ("norms", _served_norm),
     "d2t": ("draft_vocabulary", _served_unmapped),
+    # No known fault makes these drafts.
+    "any mask id": ("mask_slots", _reconfigure(mask_token_id=77)),
+    "mask state": ("mask_slots", _served_mask_state),
+    "layer noise": ("serving", _served_noise),
 }
 
 

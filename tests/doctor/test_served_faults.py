@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-import torch
 
 from peagle.bundled import BUNDLED_PEAGLE
 from peagle.doctor.examiner import Examiner
@@ -17,7 +16,6 @@ from peagle.doctor.forward import drafted
 from peagle.doctor.served import EngineServing, Served
 from peagle.doctor.serving_side import examine_serving
 from peagle.engine import SpeculationStats
-from peagle.models.drafter import Drafter
 from tests.doctor.conftest import HEADS
 from tests.doctor.planting import (
     HEAD_CHANGES,
@@ -63,40 +61,19 @@ def test_a_fault_of_a_server_is_named_by_its_counters(
     assert named(serve(pair2_small, lambda one: one)) == {(cause, "serving")}
 
 
-def _with_any_mask_token(drafter: Drafter) -> None:
-    drafter.config = replace(drafter.config, mask_token_id=77)
-
-
-def _with_a_mask_state_of_its_own(drafter: Drafter) -> None:
-    state = torch.randn(drafter.config.hidden_size, generator=torch.Generator().manual_seed(0))
-    drafter.shared_hidden = lambda: state  # type: ignore[method-assign]
-
-
-def _with_noise_in_its_layer(drafter: Drafter) -> None:
-    weight = drafter.layers[0].mlp.down_proj.weight  # type: ignore[union-attr]
-    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
-    weight.add_(noise * weight.std() * 2)
-
-
 @pytest.mark.parametrize(
-    ("break_it", "cause", "change"),
-    [
-        (_with_any_mask_token, "mask_slots", None),
-        (_with_any_mask_token, "mask_slots", lambda one: one),
-        (_with_a_mask_state_of_its_own, "mask_slots", lambda one: one),
-        (_with_noise_in_its_layer, "serving", lambda one: one),
-    ],
+    ("name", "tells_drafts"),
+    [("any mask id", True), ("any mask id", False), ("mask state", False), ("layer noise", False)],
 )
 def test_faults_without_a_name(
-    pair2_small: Examiner,
-    monkeypatch: pytest.MonkeyPatch,
-    break_it: Callable[[Drafter], None],
-    cause: str,
-    change: Callable[[Served], Served] | None,
+    pair2_small: Examiner, monkeypatch: pytest.MonkeyPatch, name: str, tells_drafts: bool
 ) -> None:
     """No known fault makes such drafts; which slots of a draft they come from can be told."""
-    serve_changed(monkeypatch, break_it)
-    assert named(serve(pair2_small, change)) == {(cause, "serving")}
+    cause, change = HEAD_CHANGES[name]
+    serve_changed(monkeypatch, change)
+    assert named(serve(pair2_small, None if tells_drafts else lambda one: one)) == {
+        (cause, "serving")
+    }
 
 
 def test_shifted_tokens_and_windows(pair2_small: Examiner, monkeypatch: pytest.MonkeyPatch) -> None:
