@@ -289,7 +289,8 @@ def served(pair: Pair) -> Iterator[Case]:
             with pytest.MonkeyPatch.context() as patch:
                 plant(patch)
                 examine_serving(serving, pair.usual, sound, found, report)
-            causes, seconds = {cause} - {""}, time.monotonic() - start
+            seconds, choices = time.monotonic() - start, cause.split(" or ")
+            causes = {next(filter(report.blames, choices), choices[0])} - {""}
             if not causes:
                 best = report.figures["served"]["acceptance_length"]
             words = f"{name}, told: {telling}"

@@ -334,9 +334,10 @@ HEAD_CHANGES: dict[str, tuple[str, Callable[[Drafter], Any]]] = {
     "theta": ("rope", _served_theta),
     "final norm": ("norms", _served_norm),
     "d2t": ("draft_vocabulary", _served_unmapped),
-    # No known fault makes these drafts.
+    # No known fault makes these drafts; where little of a draft is accepted, counters may not show
+    # in which way mask_hidden is wrong.
     "any mask id": ("mask_slots", _reconfigure(mask_token_id=77)),
-    "mask state": ("mask_slots", _served_mask_state),
+    "mask state": ("mask_slots or mask_hidden", _served_mask_state),
     "layer noise": ("serving", _served_noise),
 }
 

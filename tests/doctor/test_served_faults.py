@@ -71,9 +71,9 @@ def test_faults_without_a_name(
     """No known fault makes such drafts; which slots of a draft they come from can be told."""
     cause, change = HEAD_CHANGES[name]
     serve_changed(monkeypatch, change)
-    assert named(serve(pair2_small, None if tells_drafts else lambda one: one)) == {
-        (cause, "serving")
-    }
+    found = named(serve(pair2_small, None if tells_drafts else lambda one: one))
+    assert len(found) == 1
+    assert found <= {(one, "serving") for one in cause.split(" or ")}
 
 
 def test_shifted_tokens_and_windows(pair2_small: Examiner, monkeypatch: pytest.MonkeyPatch) -> None:
