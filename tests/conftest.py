@@ -30,6 +30,7 @@ from peagle.models.checkpoint import save_drafter
 from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target import TargetModel, default_aux_layer_ids
+from tests.browsing import Pages
 from tests.triton_interpreter import lighten
 
 lighten()
@@ -163,3 +164,11 @@ def browser() -> Iterator[Any]:
             pytest.skip(f"no Chromium starts: {str(error).splitlines()[0]}")
         yield opened
         opened.close()
+
+
+@pytest.fixture(scope="module")
+def pages(browser: Any) -> Iterator[Pages]:
+    """Pages of that browser, each kept for the tests of a file."""
+    made = Pages(browser)
+    yield made
+    made.close()

@@ -324,21 +324,22 @@ def _served_noise(drafter: Drafter) -> None:
     weight.add_(_noise(weight) * weight.std() * 2)
 
 
-HEAD_CHANGES: dict[str, tuple[str, Callable[[Drafter], Any]]] = {
-    "aux layers": ("aux_layers", _served_aux),
-    "mask id": ("mask_token_id", _reconfigure(mask_token_id=0)),
-    "no fc": ("mask_hidden", _served_no_fc),
-    "mask_hidden 0": ("mask_hidden", _served_zero),
-    "one by one": ("parallel_drafting", _served_one_by_one),
-    "residual": ("residual", _served_residual),
-    "theta": ("rope", _served_theta),
-    "final norm": ("norms", _served_norm),
-    "d2t": ("draft_vocabulary", _served_unmapped),
+# Names, the causes of which a doctor has to name one, what plants them into a loaded head.
+HEAD_CHANGES: dict[str, tuple[tuple[str, ...], Callable[[Drafter], Any]]] = {
+    "aux layers": (("aux_layers",), _served_aux),
+    "mask id": (("mask_token_id",), _reconfigure(mask_token_id=0)),
+    "no fc": (("mask_hidden",), _served_no_fc),
+    "mask_hidden 0": (("mask_hidden",), _served_zero),
+    "one by one": (("parallel_drafting",), _served_one_by_one),
+    "residual": (("residual",), _served_residual),
+    "theta": (("rope",), _served_theta),
+    "final norm": (("norms",), _served_norm),
+    "d2t": (("draft_vocabulary",), _served_unmapped),
     # No known fault makes these drafts; where little of a draft is accepted, counters may not show
     # in which way mask_hidden is wrong.
-    "any mask id": ("mask_slots", _reconfigure(mask_token_id=77)),
-    "mask state": ("mask_slots or mask_hidden", _served_mask_state),
-    "layer noise": ("serving", _served_noise),
+    "any mask id": (("mask_slots",), _reconfigure(mask_token_id=77)),
+    "mask state": (("mask_slots", "mask_hidden"), _served_mask_state),
+    "layer noise": (("serving",), _served_noise),
 }
 
 

@@ -11,6 +11,7 @@ import pytest
 from evaluation import report_samples as samples
 from peagle.evaluation.report.files import read_results
 from peagle.evaluation.report.page import render
+from tests.browsing import Pages, grave
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 expect = sync_api.expect
@@ -34,30 +35,17 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def pages(browser: Any) -> Iterator[dict[str, Any]]:
-    """One page for each set of context options: making one takes longer than most tests."""
-    made: dict[str, Any] = {}
-    yield made
-    for page in made.values():
-        page.context.close()
-
-
 @pytest.fixture
-def visit(browser: Any, pages: dict[str, Any], report: Path) -> Iterator[Callable[..., Any]]:
+def visit(pages: Pages, report: Path) -> Iterator[Callable[..., Any]]:
     """visit(**context options): the page, loaded anew. It may fetch nothing and write no error."""
     used = []
 
-    def make(options: dict[str, Any]) -> Any:
-        page = browser.new_context(**options).new_page()
-        page.on("pageerror", lambda error: page.problems.append(str(error)))
+    def watch(page: Any) -> None:
         page.on("console", lambda line: page.problems.append(line.text))
         page.on("request", lambda request: page.problems.append(request.url))
-        return page
 
     def open_page(**options: Any) -> Any:
-        page = pages.get(repr(options)) or pages.setdefault(repr(options), make(options))
-        page.problems = []
+        page = pages.open(watch, options)
         used.append(page)
         page.goto(report.as_uri())
         page.problems.remove(report.as_uri())
@@ -75,16 +63,6 @@ def visit(browser: Any, pages: dict[str, Any], report: Path) -> Iterator[Callabl
 
 def unfold(page: Any) -> None:
     page.evaluate("for (const fold of document.querySelectorAll('details')) fold.open = true")
-
-
-def grave(page: Any, **options: Any) -> list[str]:
-    """What axe finds that is serious or critical."""
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
-    # Without it all that is well is described too, in megabytes.
-    options["resultTypes"] = ["violations"]
-    found = axe.run(page, options=options).response["violations"]
-    found = [entry for entry in found if entry["impact"] in ("serious", "critical")]
-    return [f"{e['id']}: {[node['html'][:200] for node in e['nodes']][:3]}" for e in found]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -6,12 +6,14 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 
 from serving.fake_server import CSP, HOSTILE, TOKENS, WIDE, State, make_app, running, script
 from serving.live import LiveServer
+from tests.browsing import Pages, grave
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 expect = sync_api.expect
@@ -66,17 +68,8 @@ def site(request: pytest.FixtureRequest) -> Site:
     return request.getfixturevalue(request.param)
 
 
-@pytest.fixture(scope="module")
-def pages(browser: Any) -> Iterator[dict[str, Any]]:
-    """One page for each set of context options: making one takes longer than most tests."""
-    made: dict[str, Any] = {}
-    yield made
-    for page in made.values():
-        page.context.close()
-
-
 @pytest.fixture
-def visit(browser: Any, pages: dict[str, Any]) -> Iterator[Callable[..., Any]]:
+def visit(pages: Pages) -> Iterator[Callable[..., Any]]:
     """visit(site, **context options): the loaded page. It keeps nothing of the test before.
 
     At the end of the test no page may have written an error or broken the policy; `page.problems`
@@ -84,19 +77,15 @@ def visit(browser: Any, pages: dict[str, Any]) -> Iterator[Callable[..., Any]]:
     """
     used = []
 
-    def make(options: dict[str, Any]) -> Any:
-        page = browser.new_context(**options).new_page()
-        page.on("pageerror", lambda error: page.problems.append(str(error)))
+    def watch(page: Any) -> None:
         page.on("dialog", lambda dialog: page.problems.append(f"dialog: {dialog.message}"))
         page.on(
             "console",
             lambda line: line.type in ("error", "warning") and page.problems.append(line.text),
         )
-        return page
 
     def open_page(site: Site, **options: Any) -> Any:
-        page = pages.get(repr(options)) or pages.setdefault(repr(options), make(options))
-        page.problems = []
+        page = pages.open(watch, options)
         used.append(page)
         page.goto(site.url)
         wait_until(page, "document.querySelector('#run:enabled')")
@@ -182,19 +171,9 @@ def test_tokens_arrive_one_after_another(site: Site, visit):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing_serious(site: Site, visit, scheme):
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     page = visit(site, color_scheme=scheme)
-    page.evaluate(axe.axe_script)
-
-    def violations(**options: Any) -> list[str]:
-        # What is just fading out cannot keep its contrast; it is hidden from screen readers.
-        found = page.evaluate(
-            """async options =>
-                (await axe.run({exclude: ['.ghosts.fading']}, options)).violations""",
-            {"resultTypes": ["violations"], **options},
-        )
-        grave = [entry for entry in found if entry["impact"] in ("serious", "critical")]
-        return [f"{entry['id']}: {[node['html'] for node in entry['nodes']]}" for entry in grave]
+    # What is just fading out cannot keep its contrast; it is hidden from screen readers.
+    violations = partial(grave, page, [".ghosts.fading"])
 
     assert violations() == []
     page.locator("#max-tokens").fill("20")

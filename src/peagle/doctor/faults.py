@@ -11,7 +11,7 @@ from itertools import zip_longest
 
 import torch
 
-from peagle.doctor.diagnosis import Progress
+from peagle.doctor.diagnosis import MIN_T, Progress
 from peagle.doctor.forward import Drafted, drafted
 from peagle.doctor.head import Head
 from peagle.doctor.probe import Probe
@@ -33,8 +33,9 @@ _LEAST_COUNT = {True: 8, False: 2}
 _WORSE = 0.9
 # Where one fault alone explains so much, no second one is looked for.
 _ENOUGH_ALONE = 0.9
-# Standard errors, and shares, that count as a difference of acceptance.
-_SURE, _NOTABLE = 3.5, 0.05
+# A share of draft tokens that counts as a difference of acceptance.
+_NOTABLE = 0.05
+MASK_STATE = "fc(norm(mask_hidden)), with the norm before fc if any"
 _MASK_SLOTS = ("parallel_drafting", "mask_token_id", "mask_hidden")
 
 
@@ -166,7 +167,7 @@ def _parallel_faults(head: Head, known: Known) -> Iterator[Fault]:
                 "Write mask_token_id, ptd_token_id and pard_token into config.json, all equal.",
                 lambda h, other=other: h.configured(mask_token_id=other),
             )
-    remedy = "The state of mask slots is fc(norm(mask_hidden)), with the norm before fc if any."
+    remedy = f"The state of mask slots is {MASK_STATE}."
     for kind in ("no fc", "fc without norm"):
         if kind == "no fc" or head.config.norm_before_fc or head.config.fc_norm:
             what = f"its mask slots have mask_hidden with {kind!r}"
@@ -298,6 +299,25 @@ def is_worse(served: SpeculationStats, ours: Drafted) -> bool:
     return served.acceptance_length - 1 < _WORSE * (expected - 1)
 
 
+@dataclass(frozen=True, slots=True)
+class _Rate:
+    """P(a draft token is accepted): as served, of so many, and as foreseen."""
+
+    served: float
+    foreseen: float
+    count: int
+
+    @property
+    def missing(self) -> float:
+        return self.foreseen - self.served
+
+    @property
+    def by_chance(self) -> float:
+        """The most that may be missing by chance, or that does not matter."""
+        mean = (self.served + self.foreseen) / 2
+        return max(MIN_T * (mean * (1 - mean) / max(1, self.count)) ** 0.5, _NOTABLE)
+
+
 def only_mask_slots_differ(served: SpeculationStats, ours: Drafted) -> str | None:
     """Says so, with figures, if first draft tokens are accepted as foreseen, second ones less.
 
@@ -308,20 +328,17 @@ def only_mask_slots_differ(served: SpeculationStats, ours: Drafted) -> str | Non
         served: counters of all answers.
         ours: drafts of a parallel head at every anchor of the same answers.
     """
-    accepted = [*served.num_accepted_tokens_per_pos, 0, 0]
-    first, second = ours.matches[..., 0], ours.matches[..., 1:2].squeeze(-1)
-    if second.ndim != first.ndim or not first.any():
+    accepted, matches = served.num_accepted_tokens_per_pos, ours.matches.double()
+    if len(accepted) < 2 or matches.shape[2] < 2 or not matches[..., 0].any():
         return None
-    expected = [float(first.double().mean()), float(second[first].double().mean())]
-    totals = [served.num_drafts, accepted[0]]
-    rates = [count / max(1, total) for count, total in zip(accepted, totals, strict=False)]
-    missing = [a - b for a, b in zip(expected, rates, strict=True)]
-    means = [(a + b) / 2 for a, b in zip(expected, rates, strict=True)]
-    errors = [(p * (1 - p) / max(1, n)) ** 0.5 for p, n in zip(means, totals, strict=True)]
-    sure = [max(_SURE * error, _NOTABLE) for error in errors]
-    if missing[0] > sure[0] or missing[1] < max(sure[1], 2 * missing[0]):
+    all_drafts, first_right = matches[..., 0], matches[..., 1][ours.matches[..., 0]]
+    first = _Rate(accepted[0] / served.num_drafts, float(all_drafts.mean()), served.num_drafts)
+    second = _Rate(accepted[1] / max(1, accepted[0]), float(first_right.mean()), accepted[0])
+    if first.missing > first.by_chance:
+        return None
+    if second.missing < max(second.by_chance, 2 * first.missing):
         return None
     return (
-        f"first draft tokens are accepted as foreseen ({rates[0]:.0%}, {expected[0]:.0%}), those "
-        f"behind them less ({rates[1]:.0%} of the second, {expected[1]:.0%})"
+        f"first draft tokens are accepted as foreseen ({first.served:.0%}, {first.foreseen:.0%}), "
+        f"those behind them less ({second.served:.0%} of the second, {second.foreseen:.0%})"
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from peagle.doctor.faults import (
+    MASK_STATE,
     Agreement,
     Fault,
     agreement,
@@ -195,7 +196,7 @@ def _unexplained(base: Agreement, pooled: SpeculationStats, ours: Drafted, head:
             "serving",
             f"{evidence}; {signature}",
             f"Have the server fill mask slots with token {head.config.mask_token_id} and with the "
-            "state fc(norm(mask_hidden)), with the norm before fc if any.",
+            f"state {MASK_STATE}.",
         )
     return Cause(
         "serving",
