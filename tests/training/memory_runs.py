@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import types
 import weakref
 from dataclasses import dataclass, field
@@ -116,6 +117,7 @@ class Running:
     """
 
     def __init__(self, case: Case, device: str = "cpu") -> None:
+        gc.collect()  # else what the last case left in cycles goes away while this one is measured
         torch.manual_seed(0)
         config, head, shape = case.config, case.drafter_config, case.shape_on(device)
         self.device, wide = torch.device(device), shape.target_dtype
