@@ -65,7 +65,7 @@ def main() -> None:
         "step_ms": {c: cell["step_ms"] for c, cell in cells.items()},
         "prompt": args.prompt,
         "out": args.out,
-        "first_token_s": round(start_s, 1),
+        "first_token_s": round(start_s, 4),
         "memory": memory(llm),
         "environment": environment(device),
     }
