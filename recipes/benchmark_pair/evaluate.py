@@ -68,7 +68,7 @@ def measurements(work: Path, *, small: bool) -> list[Job]:
 
 def tuning(work: Path, *, small: bool) -> Job:
     """`peagle tune`, which reads a step's cost and wants the machine to itself."""
-    ks, sizes = ("1,3", "1,2") if small else ("1,3,5,7", "1,4,16,64")
+    ks, sizes = ("1,3", "1,2") if small else ("1,3,5,7", "1,2,4,8,16,32,64")
     arguments = ["--draft", _head(work, "peagle"), "-k", ks, "--batch-sizes", sizes]
     arguments += ["--limit", "2" if small else "32"]
     arguments += ["--max-new-tokens", "16"] if small else []

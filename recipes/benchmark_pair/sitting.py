@@ -35,9 +35,9 @@ from prompts import windows  # noqa: E402
 BUDGET = {
     "setup": 0.5,
     "pretrain": 4.8,
-    "responses": 2.4,
-    "heads": 10.2,
-    "evaluate": 7.6,
+    "responses": 1.6,
+    "heads": 7.0,
+    "evaluate": 10.0,
     "package": 0.5,
 }
 # What starts before the clock of a script: the interpreter, torch, the processes of torchrun.
@@ -47,7 +47,7 @@ VALIDATION_TOKENS = 400_000
 # Of the heads' minutes: a trial and what is compiled for it, then the start of the runs.
 TRIAL_MINUTES = 1.8
 # Of evaluation's: `peagle tune` with nothing beside it.
-TUNE_S = 130
+TUNE_S = 240
 SMALL_TARGET = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8} | {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
