@@ -130,6 +130,7 @@ class Engine:
         num_blocks: int = 100,
         budget: int = 100,
         accept: Accept = nothing_accepted,
+        step_s: float = 1.0,
     ) -> None:
         self.scheduler = Scheduler(
             BlockManager(num_blocks, BLOCK_SIZE),
@@ -140,7 +141,9 @@ class Engine:
         )
         self.runner = FakeRunner(max_num_seqs, accept)
         runner: Any = self.runner
-        self.pipeline = Pipeline(runner, self.scheduler, self._take)
+        self.now_s = 0.0
+        self.pipeline = Pipeline(runner, self.scheduler, self._take, lambda: self.now_s)
+        self.step_s = step_s
         self.sequences: list[Sequence] = []
         self.went_on: list[bool] = []
         self.on_take: Callable[[], None] = lambda: None
@@ -167,6 +170,7 @@ class Engine:
 
     def step(self) -> bool:
         """Returns whether it went on without looking."""
+        self.now_s += self.step_s
         self.went_on.append(self.pipeline.go_on())
         if not self.went_on[-1]:
             self.pipeline.drain()
@@ -180,7 +184,7 @@ class Engine:
             chunk.sequence.num_computed_tokens += chunk.num_tokens
             if chunk.samples:
                 self._emit(chunk.sequence, [stream(chunk.sequence.seq_id, 0)])
-        decoding = [chunk.sequence for chunk in plan.decode]
+        decoding = self.scheduler.decoding(plan)
         if decoding:
             assert self.pipeline.can_run(decoding)
             self.pipeline.start(decoding)

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -269,18 +271,12 @@ def test_two_gpus_train_as_one_process(
             assert second["loss"] == pytest.approx(first["loss"], rel=0.02)
 
 
-@pytest.mark.gpu
-@pytest.mark.usefixtures("two_gpus")
-def test_a_process_killed_beside_a_gpu(
-    target_folder: Path, responses: Path, tmp_path: Path
-) -> None:
-    config = make_config(target_folder, responses, tmp_path, run=NCCL)
-    survivor, _ = run_together(together.die_in_a_step, 2, config, 3, timeout=300, fresh=True)
-    assert survivor.error.startswith("UserError: Another process"), survivor
-    assert survivor.status in (0, -signal.SIGALRM)
-
-
 # ---- started by torchrun ----------------------------------------------------------------------
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "OMP_NUM_THREADS": "1"}
 
 
 def write_config(folder: Path, target: Path, responses: Path) -> str:
@@ -294,20 +290,76 @@ def write_config(folder: Path, target: Path, responses: Path) -> str:
 
 
 def test_torchrun_trains_a_head(target_folder: Path, responses: Path, tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     config = write_config(tmp_path, target_folder, responses)
     done = subprocess.run(
-        [*torchrun, "-m", "peagle", "train", config],
+        [*TORCHRUN, "-m", "peagle", "train", config],
         capture_output=True,
         text=True,
         timeout=90,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "OMP_NUM_THREADS": "1"},
+        env=ENVIRONMENT,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("train      3/3") == done.stdout.count("head written to") == 1
     assert done.stderr.count("3 steps on 2 times cpu") == 1
     assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 3
     assert {p.name for p in (tmp_path / "run/head").iterdir()} >= {"model.safetensors"}
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("two_gpus")
+def test_a_process_killed_beside_a_gpu(
+    target_folder: Path, responses: Path, tmp_path: Path
+) -> None:
+    """NCCL's kernels wait for it, and their process with them: torchrun ends that one."""
+    checkpoint = kill_the_second(target_folder, responses, tmp_path, "cuda")
+    assert read_checkpoint(checkpoint), "the last checkpoint is whole"
+
+
+def kill_the_second(target: Path, responses: Path, folder: Path, device: str) -> Path:
+    """Kill the second process of a run by torchrun; the folder of the run that this ended."""
+    config, run = write_config(folder, target, responses), folder / "run"
+    changes = {"run.device": f'"{device}"', "run.attention": '"dense"', "run.save_every": 2}
+    changes |= {"optimizer.steps": 100_000}
+    words = [word for pair in changes.items() for word in ("--set", "{}={}".format(*pair))]
+    words += ["--set", f'output="{run}"']
+    with (folder / "told").open("w") as told:
+        torchrun = subprocess.Popen(
+            [*TORCHRUN, "-m", "peagle", "train", config, *words],
+            stdout=subprocess.DEVNULL,
+            stderr=told,
+            env=ENVIRONMENT,
+        )
+    try:
+        deadline = time.monotonic() + 240
+        while not (run / "checkpoint").exists():
+            assert torchrun.poll() is None and time.monotonic() < deadline, told_by(folder)
+            time.sleep(0.1)
+        workers = {rank: pid for pid, rank in ranks_of(torchrun.pid).items()}
+        os.kill(workers["1"], signal.SIGKILL)
+        assert torchrun.wait(timeout=120) != 0
+        assert "SIGKILL" in told_by(folder), "torchrun names the cause"
+        assert not any(ranks_of(torchrun.pid)) and not Path(f"/proc/{workers['0']}").exists()
+    finally:
+        for pid in [*ranks_of(torchrun.pid), torchrun.pid]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        torchrun.wait()
+    return run
+
+
+def told_by(folder: Path) -> str:
+    return (folder / "told").read_text()
+
+
+def ranks_of(parent: int) -> dict[int, str]:
+    """RANK of each child of a process, by its number."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == parent:
+                variables = (stat.parent / "environ").read_text().split("\0")
+                found |= {int(stat.parent.name): v[5:] for v in variables if v[:5] == "RANK="}
+    return found
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,9 @@ process group: NCCL between GPUs, gloo between the processes themselves. Without
 no group, and every helper here does nothing.
 
 A process that dies closes its connections, so that the others' next gloo call fails at once; one
-that hangs is given up after `TIMEOUT`. Both end in one clear line.
+that hangs is given up after `TIMEOUT`. Both end in one clear line. Who waits for its GPU by then
+cannot tell, for NCCL's kernels wait without an end: torchrun ends it, which knows of the death, or
+else NCCL's own watchdog after `TIMEOUT`.
 """
 
 from __future__ import annotations
