@@ -49,22 +49,6 @@ SHAPES = {
         },
         draft_vocab_size=32_000,
     ),
-    # That of recipes/benchmark_pair, with an lm_head of its own.
-    "llama-147m": Shape(
-        "llama",
-        {
-            "vocab_size": 16_384,
-            "hidden_size": 640,
-            "intermediate_size": 1792,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 2,
-            "head_dim": 64,
-            "max_position_embeddings": 4096,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-        },
-        draft_vocab_size=8192,
-    ),
     "tiny": Shape(
         "qwen3",
         {

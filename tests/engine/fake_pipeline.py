@@ -130,7 +130,6 @@ class Engine:
         num_blocks: int = 100,
         budget: int = 100,
         accept: Accept = nothing_accepted,
-        step_s: float = 1.0,
     ) -> None:
         self.scheduler = Scheduler(
             BlockManager(num_blocks, BLOCK_SIZE),
@@ -141,9 +140,7 @@ class Engine:
         )
         self.runner = FakeRunner(max_num_seqs, accept)
         runner: Any = self.runner
-        self.now_s = 0.0
-        self.pipeline = Pipeline(runner, self.scheduler, self._take, lambda: self.now_s)
-        self.step_s = step_s
+        self.pipeline = Pipeline(runner, self.scheduler, self._take)
         self.sequences: list[Sequence] = []
         self.went_on: list[bool] = []
         self.on_take: Callable[[], None] = lambda: None
@@ -170,7 +167,6 @@ class Engine:
 
     def step(self) -> bool:
         """Returns whether it went on without looking."""
-        self.now_s += self.step_s
         self.went_on.append(self.pipeline.go_on())
         if not self.went_on[-1]:
             self.pipeline.drain()
@@ -184,7 +180,7 @@ class Engine:
             chunk.sequence.num_computed_tokens += chunk.num_tokens
             if chunk.samples:
                 self._emit(chunk.sequence, [stream(chunk.sequence.seq_id, 0)])
-        decoding = self.scheduler.decoding(plan)
+        decoding = [chunk.sequence for chunk in plan.decode]
         if decoding:
             assert self.pipeline.can_run(decoding)
             self.pipeline.start(decoding)

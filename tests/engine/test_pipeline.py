@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from math import ceil
 from typing import Any
 
 import pytest
 
-from peagle.engine.pipeline import PATIENCE_S, RowReport, read_report
+from peagle.engine.pipeline import RowReport, read_report
 from tests.engine.fake_pipeline import Engine, K, Unreadable, some_accepted, stream
 
 
@@ -18,7 +17,8 @@ def started(max_tokens: list[int], **options: Any) -> Engine:
     engine = Engine(**options)
     for count in max_tokens:
         engine.add(count)
-    assert not engine.step(), "prompts, and a start"
+    assert not engine.step(), "prompts"
+    assert not engine.step(), "a start"
     assert engine.step(), "nothing has happened"
     assert engine.runner.starts == [len(max_tokens)]
     return engine
@@ -47,7 +47,8 @@ def test_goes_on_past_ends_while_the_graph_is_tight() -> None:
     engine = started([3, 6, 9, 12])
     engine.run_to_the_end()
     assert engine.runner.starts == [4, 2, 1]
-    assert engine.went_on.count(False) == 3, "all other steps went on"
+    # Prompts, and a start each; all other steps went on, but the last, which found nobody left.
+    assert engine.went_on.count(False) == 1 + 3
 
 
 def test_several_may_end_in_one_step() -> None:
@@ -56,7 +57,7 @@ def test_several_may_end_in_one_step() -> None:
         engine.add(max_tokens)
     engine.run_to_the_end()
     assert engine.runner.starts == [8], "5 of 8 need the graph of 8"
-    assert engine.went_on.count(False) == 1
+    assert engine.went_on.count(False) == 2
 
 
 @pytest.mark.parametrize("num_ends", [1, 2, 3])
@@ -149,7 +150,7 @@ def test_restarts_when_something_changes_while_a_step_is_read() -> None:
 
 
 def test_restarts_when_one_ends_and_somebody_waits() -> None:
-    engine = Engine(max_num_seqs=4, step_s=PATIENCE_S)
+    engine = Engine(max_num_seqs=4)
     for max_tokens in [5, 20, 20, 20, 3]:
         engine.add(max_tokens)
     first, waiting = engine.sequences[0], engine.sequences[4]
@@ -180,93 +181,9 @@ def test_one_with_a_prompt_under_way_joins_as_soon_as_it_can() -> None:
     for _ in range(3):
         assert not engine.step()
     assert engine.sequences[2].num_output_tokens == 1
-    assert engine.runner.starts == [2, 2, 2, 3], "with its last chunk"
+    assert not engine.step()
+    assert engine.runner.starts == [2, 2, 2, 2, 3]
     assert engine.step()
-    engine.run_to_the_end()
-
-
-def test_prompts_beyond_a_step_s_tokens_are_admitted_in_the_next() -> None:
-    """Whatever the patience: there is room for them, and nothing else will happen."""
-    engine = Engine(budget=6, step_s=0.0)
-    for _ in range(4):
-        engine.add(9)
-    engine.step()
-    assert engine.runner.starts == [2]
-    assert not engine.step()
-    assert engine.runner.starts == [2, 4]
-    engine.run_to_the_end()
-
-
-def test_who_shares_a_prompt_joins_when_it_is_computed() -> None:
-    engine = Engine(step_s=0.0)
-    leader = engine.add(9, prompt=8)
-    engine.add(9, prompt=8, leader=leader)
-    assert not engine.step()
-    assert engine.runner.starts == [1]
-    assert not engine.step()
-    assert engine.runner.starts == [1, 2]
-    engine.run_to_the_end()
-
-
-def test_one_that_blocks_do_not_suffice_for_joins_later() -> None:
-    """Its prompt fits; the slots of its first steps do not."""
-    engine = started([12, 12], num_blocks=15, max_num_seqs=3)
-    late = engine.add(3, prompt=12)
-    while not late.num_output_tokens:
-        engine.step()
-    engine.run_to_the_end()
-
-
-# ---- patience -------------------------------------------------------------------------------
-
-
-def steps_until(event: Callable[[], bool], engine: Engine) -> int:
-    for number in range(1000):
-        if event():
-            return number
-        engine.step()
-    raise AssertionError("never")
-
-
-@pytest.mark.parametrize(("num_running", "num_coming"), [(7, 1), (6, 2), (4, 4), (1, 7), (1, 1)])
-def test_who_comes_soon_after_a_start_waits_for_company(num_running: int, num_coming: int) -> None:
-    """Until the patience is over, which is shorter where more come beside fewer who run."""
-    engine = Engine(max_num_seqs=8, step_s=PATIENCE_S / 24.5)
-    for _ in range(num_running):
-        engine.add(36)
-    engine.step()
-    coming = [engine.add(3) for _ in range(num_coming)]
-    expected = 24.5 * num_running / (num_running + num_coming)
-    assert steps_until(lambda: coming[0].num_output_tokens > 0, engine) == ceil(expected)
-    assert all(s.num_output_tokens for s in coming), "in one stop"
-    assert engine.runner.starts == [num_running, num_running + num_coming]
-    engine.run_to_the_end()
-
-
-def test_who_comes_long_after_a_start_does_not_wait() -> None:
-    engine = Engine(max_num_seqs=8, step_s=PATIENCE_S / 10)
-    engine.add(36)
-    for _ in range(11):
-        engine.step()
-    late = engine.add(3)
-    assert not engine.step()
-    assert late.num_output_tokens
-    engine.run_to_the_end()
-
-
-def test_seats_that_come_free_are_filled_together() -> None:
-    """Ends are not stops for the others, and the queue is not counted beyond the seats."""
-    engine = Engine(max_num_seqs=16, num_blocks=300, step_s=PATIENCE_S / 30)
-    for max_tokens in [20, 22, 24, *[30] * 13, *[8] * 40]:
-        engine.add(max_tokens)
-    engine.step()
-    first, second, third = engine.sequences[:3]
-    steps_until(lambda: third.is_finished, engine)
-    assert engine.runner.starts == [16] and first.is_finished and second.is_finished
-    waiting = engine.sequences[16:19]
-    steps_until(lambda: waiting[0].num_output_tokens > 0, engine)
-    assert all(s.num_output_tokens for s in waiting)
-    assert engine.runner.starts == [16, 16]
     engine.run_to_the_end()
 
 
@@ -353,7 +270,6 @@ def test_any_workload_gives_each_its_own_tokens(seed: int) -> None:
         num_blocks=rng.choice([12, 20, 100]),
         budget=rng.choice([5, 50]),
         accept=some_accepted,
-        step_s=rng.choice([0.001, 0.01, 1]),
     )
     num_requests = rng.randrange(1, 14)
     arrivals = sorted(rng.choice([0, 0, rng.randrange(60)]) for _ in range(num_requests))

@@ -276,7 +276,10 @@ def test_two_gpus_train_as_one_process(
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = os.environ | {
+    "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", "")]),
+    "OMP_NUM_THREADS": "1",
+}
 
 
 def write_config(folder: Path, target: Path, responses: Path) -> str:

@@ -272,12 +272,10 @@ class LLMEngine:
                 self._counts["num_cached_tokens"] += sequence.num_cached_tokens or 0
         if plan.prefill:
             self._run(plan.prefill)
-        if self._pipeline is not None:
-            decoding = self.scheduler.decoding(plan)
-            if decoding and self._pipeline.can_run(decoding):
-                self._pipeline.start(decoding)
-                return
-        if plan.decode:
+        decoding = [chunk.sequence for chunk in plan.decode]
+        if self._pipeline is not None and decoding and self._pipeline.can_run(decoding):
+            self._pipeline.start(decoding)
+        elif decoding:
             self._run(plan.decode)
 
     def _run(self, chunks: list[Chunk]) -> None:

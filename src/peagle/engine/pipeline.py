@@ -6,11 +6,9 @@ step and the next. Blocks freed meanwhile are safe: whoever gets them writes lat
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from math import inf
 from typing import TYPE_CHECKING
 
 from peagle.engine.scheduler import Scheduler
@@ -18,11 +16,6 @@ from peagle.engine.sequence import Sequence
 
 if TYPE_CHECKING:
     from peagle.engine.graph_runner import Flight, GraphRunner
-
-
-# A stop for prompts costs everybody who runs some milliseconds in which the device has nothing to
-# do. So the next one comes no sooner than this, in seconds, and brings in all who came meanwhile.
-PATIENCE_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,23 +51,14 @@ class Pipeline:
         runner: launches and reads steps.
         scheduler: whose running sequences they are.
         take: called with each sequence and what a step did for it.
-        clock: seconds.
     """
 
-    def __init__(
-        self,
-        runner: GraphRunner,
-        scheduler: Scheduler,
-        take: Take,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, runner: GraphRunner, scheduler: Scheduler, take: Take) -> None:
         self._runner = runner
         self._scheduler = scheduler
         self._take = take
-        self._clock = clock
         self._flight: Flight | None = None
         self._version = -1
-        self._started_s = 0.0
 
     def can_run(self, sequences: SequenceOf[Sequence]) -> bool:
         """As `GraphRunner.can_run`."""
@@ -84,39 +68,26 @@ class Pipeline:
         """Launch a step of these sequences."""
         assert self._flight is None, "a step is in flight"
         self._flight = self._runner.start(list(sequences))
-        # Others that run, with their prompts, or may, join as soon as they can.
-        scheduler = self._scheduler
-        alone = len(sequences) == len(scheduler.running) and not scheduler.num_admissible
-        self._version = scheduler.version if alone else -1
-        self._started_s = self._clock()
+        # Others that run, with their prompts, join as soon as they can.
+        alone = len(sequences) == len(self._scheduler.running)
+        self._version = self._scheduler.version if alone else -1
 
     def go_on(self) -> bool:
         """Launch the next step, then take the results of the last; false if that cannot be.
 
-        It cannot where somebody was stopped or changed, where K changes, where a smaller graph
-        would do, where blocks run out, or where it is time for those who wait. Who ended by itself
-        is known to the device: the others go on.
+        It cannot where somebody came, was stopped or changed, where K changes, or where blocks run
+        out. Who ended by itself is known to the device: the others go on, unless somebody waits for
+        the place or a smaller graph would do.
         """
         flight = self._flight
-        if flight is None or self._version != self._scheduler.version or self._must_admit():
+        if flight is None or self._version != self._scheduler.version:
             return False
         unfinished = [s for s in flight.sequences if not s.is_finished]
-        if not unfinished or not self._runner.is_tight(len(unfinished)):
-            return False
-        if not self._scheduler.reserve(unfinished):
+        if not self._runner.is_tight(len(unfinished)) or not self._scheduler.reserve(unfinished):
             return False
         self._flight = self._runner.go_on()
         self._read(flight)
         return True
-
-    def _must_admit(self) -> bool:
-        """Whether to stop for those who may be let in.
-
-        The more of them there are beside those who run, the sooner.
-        """
-        coming, running = self._scheduler.num_admissible, len(self._scheduler.running)
-        patience_s = PATIENCE_S * running / (running + coming) if coming else inf
-        return self._clock() - self._started_s >= patience_s
 
     def drain(self) -> None:
         """Take the results of the step in flight, if there is one."""
@@ -125,7 +96,12 @@ class Pipeline:
             self._read(flight)
 
     def _read(self, flight: Flight) -> None:
+        num_ended = num_left = 0
         for sequence, report in zip(flight.sequences, self._runner.read(flight), strict=True):
             if not sequence.is_finished:
                 self._take(sequence, report)
-                self._version += sequence.is_finished  # as the scheduler counts it
+                num_ended += sequence.is_finished
+                num_left += not sequence.is_finished
+        can_stay = num_left and not self._scheduler.waiting and self._runner.is_tight(num_left)
+        if can_stay:
+            self._version += num_ended  # each end counts as a change

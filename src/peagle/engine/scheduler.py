@@ -77,10 +77,8 @@ class Scheduler:
         # Both in the order of `Sequence.order`.
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        # Counts what changes who runs: ends, and changes of a sequence.
+        # Counts what may change who runs next: arrivals, ends, changes of a sequence.
         self.version = 0
-        # Whether somebody who waits may be let in: not after a look that found no room.
-        self._has_opening = False
 
     def most_slots(self, sequence: Sequence) -> int:
         """KV slots that the sequence ever holds."""
@@ -91,19 +89,12 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
-        self._has_opening = True
+        self.version += 1
         insort(self.waiting, sequence, key=lambda s: s.order)
 
     @property
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.running)
-
-    @property
-    def num_admissible(self) -> int:
-        """How many of those who wait may be let in now, as far as seats go; at least one, or 0."""
-        if not (self.waiting and self._has_opening):
-            return 0
-        return max(1, min(len(self.waiting), self.max_num_seqs - len(self.running)))
 
     def schedule(self) -> Schedule:
         """Choose the next step's chunks; there must be unfinished sequences."""
@@ -117,13 +108,6 @@ class Scheduler:
     def reserve(self, sequences: Iterable[Sequence]) -> bool:
         """Give running sequences the blocks of their next step, without preempting anybody."""
         return all(self.blocks.extend(s, self._slots(len(s))) for s in sequences)
-
-    def decoding(self, plan: Schedule) -> list[Sequence]:
-        """Who decodes once the plan's prompts are computed: with those, unless blocks run short."""
-        planned = [chunk.sequence for chunk in plan.decode]
-        known = set(planned)
-        joining = [s for s in self.running if not s.is_prefilling and s not in known]
-        return [*planned, *joining] if self.reserve(joining) else planned
 
     def _decode(self, plan: Schedule) -> None:
         for sequence in list(self.running):
@@ -147,17 +131,14 @@ class Scheduler:
         return budget
 
     def _admit(self, plan: Schedule, budget: int) -> None:
-        awaited = False
         for sequence in list(self.waiting):
             # Nobody passes one that has just been preempted.
             if not budget or any(s.order <= sequence.order for s in plan.preempted):
                 break
             if sequence.waits_for_leader:
-                awaited = True
                 continue
             matched = [] if sequence.needs_every_token else self.blocks.match(sequence)
             if not self._make_room(sequence, matched, plan):
-                self._has_opening = awaited
                 break
             self.waiting.remove(sequence)
             self._start(sequence, matched)
@@ -204,7 +185,6 @@ class Scheduler:
     def retire(self, sequence: Sequence) -> None:
         """Drop a finished sequence from wherever it stands and free its blocks."""
         self.version += 1
-        self._has_opening = True
         for queue in (self.waiting, self.running):
             if sequence in queue:
                 queue.remove(sequence)
