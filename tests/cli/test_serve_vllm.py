@@ -163,6 +163,7 @@ def test_keys_are_not_printed(peagle: Peagle, monkeypatch: pytest.MonkeyPatch) -
         (["--cloudwatch-interval", 60], "has no equal with --engine vllm"),
         (["--show-memory"], "has no equal with --engine vllm"),
         (["--compare-draft", "x"], "vLLM serves one head"),
+        (["--draft-window", 512], "draft_window is 512; heads look back over all tokens in vLLM"),
         (["--sagemaker"], "--sagemaker and --engine vllm contradict"),
         (["--tool-call-parser", "auto"], "Name the parser"),
         (["--chat-template", "tool_use"], "neither a file nor a template"),

@@ -33,8 +33,18 @@ def graphs_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def make(folder: Path, head: Path | None, device: str, *, eager: bool, **options: Any) -> LLM:
-    config = None if head is None else {"model": str(head), "num_speculative_tokens": 3}
+def make(
+    folder: Path,
+    head: Path | None,
+    device: str,
+    *,
+    eager: bool,
+    window: int | None = None,
+    **options: Any,
+) -> LLM:
+    config = None
+    if head is not None:
+        config = {"model": str(head), "num_speculative_tokens": 3, "draft_window": window}
     options = {"block_size": 4, "max_model_len": 64, "max_num_seqs": 4, **options}
     return LLM(
         folder,
@@ -60,18 +70,19 @@ def outputs(llm: LLM, params: SamplingParams | list[SamplingParams]) -> list[Any
 
 
 @pytest.mark.skipif(not ON_CPU, reason="TRITON_INTERPRET is not 1")
-@pytest.mark.parametrize("parallel", [True, False], ids=["peagle", "eagle3"])
+@pytest.mark.parametrize(("parallel", "window"), [(True, None), (False, None), (True, 3)])
 def test_a_step_under_the_interpreter(
-    target_folder: Path, head_folders: Callable[..., Path], parallel: bool
+    target_folder: Path, head_folders: Callable[..., Path], parallel: bool, window: int | None
 ) -> None:
     head = head_folders(parallel=parallel)
     params = [GREEDY, replace(SAMPLED, max_tokens=3)]
     params = [replace(one, max_tokens=4) for one in params]
-    eager = make(target_folder, head, "cpu", eager=True).generate(PROMPTS[:2], params)
-    steps = make(target_folder, head, "cpu", eager=False, max_num_seqs=2)
+    eager = make(target_folder, head, "cpu", eager=True, window=window)
+    expected = eager.generate(PROMPTS[:2], params)
+    steps = make(target_folder, head, "cpu", eager=False, window=window, max_num_seqs=2)
     found = steps.generate(PROMPTS[:2], params)
     assert steps.engine._pipeline is not None
-    assert [(o.token_ids, o.stats) for o in found] == [(o.token_ids, o.stats) for o in eager]
+    assert [(o.token_ids, o.stats) for o in found] == [(o.token_ids, o.stats) for o in expected]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -277,6 +277,62 @@ def test_one_that_drafts_nothing_is_read_all_the_same(target: TargetModel, paral
     torch.testing.assert_close(caches[0], caches[1])
 
 
+def dense_drafts(
+    proposer: ParallelProposer | AutoregressiveProposer, step: TargetStep, window: int
+) -> list[int]:
+    """Drafts of one sequence by whole passes over all its slots, keys beyond the window masked."""
+    drafter = proposer.drafter
+
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (one.repeat_interleave(groups, dim=1) for one in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query, key) * query.shape[-1] ** -0.5
+        at = torch.arange(len(query))
+        distance = at.unsqueeze(1) - at
+        hidden = (distance < 0) | (distance >= window)
+        return torch.einsum(
+            "hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value
+        )
+
+    def run(tokens: list[int], hidden: Tensor) -> Tensor:
+        return drafter(torch.tensor(tokens), hidden, torch.arange(len(tokens)), attend)
+
+    def choose(hidden: Tensor) -> list[int]:
+        return drafter.to_target_ids(drafter.compute_logits(hidden).argmax(-1)).tolist()
+
+    tokens = [*step.tokens_T[1:].tolist(), int(step.next_tokens_B[0])]
+    hidden, (k,) = drafter.combine_features(step.features_TA), step.num_drafts
+    if isinstance(proposer, ParallelProposer):
+        assert drafter.config.mask_token_id is not None
+        masks = [drafter.config.mask_token_id] * (k - 1)
+        shared = drafter.shared_hidden().expand(k - 1, -1)
+        return choose(run(tokens + masks, torch.cat((hidden, shared)))[-k:])
+    drafts: list[int] = []
+    for _ in range(k):
+        last = run(tokens + drafts, hidden)[-1:]
+        drafts += choose(last)
+        hidden = torch.cat((hidden, last))
+    return drafts
+
+
+@KINDS
+@pytest.mark.parametrize("window", [1, 2, 3, 5, 9, 40])
+def test_nothing_beyond_the_window_is_looked_at(
+    target: TargetModel, parallel: bool, window: int
+) -> None:
+    prompt = [5, 9, 200, 31, 31, 8, 2, 90, 41, 17, 64, 3]
+    step = prompt_step(target, [prompt])
+    proposer = make_proposer(target, parallel, num_blocks(step))
+    with torch.inference_mode():
+        proposer.drafter.window = window
+        expected = dense_drafts(proposer, step, window)
+        assert proposer.propose(step).tokens_BK[0].tolist() == expected
+        proposer.drafter.window = None
+        whole = dense_drafts(proposer, step, len(prompt) + K)
+        assert proposer.propose(step).tokens_BK[0].tolist() == whole
+    assert (whole != expected) == (window < 40), "a narrow one matters"
+
+
 @KINDS
 def test_nothing_before_the_context_start_is_looked_at(target: TargetModel, parallel: bool) -> None:
     """Drafts behind a hole are those of a sequence that never had the tokens in it."""

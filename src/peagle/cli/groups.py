@@ -62,6 +62,12 @@ SPECULATION = group(
         default="the length that the head was trained for",
     ),
     Flag(
+        "speculative.draft_window",
+        int,
+        "Tokens that a head looks back over when it drafts; 0: all.",
+        default="the longest text that the head was trained on, if it tells; else all",
+    ),
+    Flag(
         "speculative_config",
         str,
         "All of the above in vLLM's form, in place of the options above.",

@@ -52,6 +52,10 @@ class SpeculativeConfig:
         check_target: refuse a head whose fingerprint names another target.
         max_model_len: positions up to which a head drafts; longer sequences go on without drafts.
             None takes the length that the head was trained for.
+        draft_window: how many tokens a position of the head attends to, itself and those before
+            it; 0: all. None takes the longest sequence of the head's training where its config.json
+            tells (`max_sequence_length_trained`), else all: mask slots, above all, guess badly
+            where they see more than they ever did in training (docs/experiments.md).
         synthetic_acceptance_rates: r_1 to r_K; at least the first i drafts are accepted with
             probability r_i, whatever they are. Outputs are then NOT what the model would say: for
             measuring speed only, with heads that cannot draft (random weights). None: acceptance
@@ -72,6 +76,7 @@ class SpeculativeConfig:
     prompt_lookup_min: int = 1
     check_target: bool = True
     max_model_len: int | None = None
+    draft_window: int | None = None
     synthetic_acceptance_rates: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -97,6 +102,9 @@ class SpeculativeConfig:
         length = self.max_model_len
         ok = length is None or (is_int(length) and length >= 1)
         require(ok, "max_model_len", length, "a whole number of at least 1, or none")
+        window = self.draft_window
+        ok = window is None or (is_int(window) and window >= 0)
+        require(ok, "draft_window", window, "a whole number, 0 for no window, or none")
         self._check_source()
         if self.num_speculative_tokens_per_batch_size is not None:
             self._check_schedule(self.num_speculative_tokens_per_batch_size)
@@ -117,7 +125,7 @@ class SpeculativeConfig:
             self._check_lookup()
 
     def _check_lookup(self) -> None:
-        for name in ("model", "revision", "max_model_len"):
+        for name in ("model", "revision", "max_model_len", "draft_window"):
             value = getattr(self, name)
             require(value is None, name, value, f'no {name} with method "ngram"')
         longest, shortest = self.prompt_lookup_max, self.prompt_lookup_min

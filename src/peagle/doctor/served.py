@@ -104,6 +104,7 @@ class EngineServing:
             "model": str(self.head),
             "num_speculative_tokens": self.num_drafts,
             "check_target": False,
+            "draft_window": 0,  # as the forward pass of training, and as vLLM
         }
         llm = LLM(model=self.target, speculative_config=speculative)
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)

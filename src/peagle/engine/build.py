@@ -20,7 +20,7 @@ from peagle.engine.sampler import Sampler
 from peagle.engine.target_graphs import DrafterGraphs, TargetGraphs
 from peagle.errors import UserError
 from peagle.models.acceleration import accelerate_drafter, accelerate_target
-from peagle.models.checkpoint import load_drafter, read_head_config
+from peagle.models.checkpoint import load_drafter, read_head_config, trained_length
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 from peagle.speculation import (
@@ -66,7 +66,7 @@ def load_head(target: TargetModel, speculative: SpeculativeConfig | None) -> Dra
     """
     if speculative is None or speculative.model is None:
         return None
-    head, _ = read_head_config(speculative.model, num_target_layers=target.num_layers)
+    head, facts = read_head_config(speculative.model, num_target_layers=target.num_layers)
     wanted = speculative.parallel_drafting
     if wanted is not None and wanted != head.is_parallel:
         kind = "a P-EAGLE" if head.is_parallel else "an autoregressive EAGLE-3"
@@ -81,7 +81,10 @@ def load_head(target: TargetModel, speculative: SpeculativeConfig | None) -> Dra
             f"{speculative.model!r} was trained for {depth}; deeper drafts seldom pass.",
             stacklevel=4,
         )
-    return load_drafter(speculative.model, target, check_target=speculative.check_target)
+    drafter = load_drafter(speculative.model, target, check_target=speculative.check_target)
+    window = speculative.draft_window
+    drafter.window = trained_length(facts) if window is None else window or None
+    return drafter
 
 
 def make_proposer(

@@ -247,7 +247,9 @@ class DecodeStep:
 
         def attend(layer_idx: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             cache = self.drafter_caches[layer_idx]
-            return prepared(query, key, value, cache, scaling=scaling)
+            return prepared(
+                query, key, value, cache, scaling=scaling, sliding_window=drafter.window
+            )
 
         return drafter(tokens, hidden, positions, attend)
 

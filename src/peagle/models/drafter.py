@@ -163,6 +163,8 @@ class Drafter(nn.Module):
         kept = torch.arange(config.vocab_size) < config.draft_vocab_size
         self.register_buffer("d2t", identity if pruned else None)
         self.register_buffer("t2d", kept if pruned else None)
+        # How far back a position looks when it drafts, itself included; None: to the beginning.
+        self.window: int | None = None
         # Outside the module tree: a table of constants, not part of the checkpoint.
         self._rope: tuple[Tensor, Tensor] | None = None
         self._num_positions = config.max_position_embeddings

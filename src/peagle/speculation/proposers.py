@@ -111,7 +111,8 @@ class HeadProposer:
 
     def _attend(self, prepared: Prepared) -> Attend:
         def attend(layer_idx: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return prepared(query, key, value, self.caches[layer_idx], scaling=self.scaling)
+            cache, window = self.caches[layer_idx], self.drafter.window
+            return prepared(query, key, value, cache, scaling=self.scaling, sliding_window=window)
 
         return attend
 
