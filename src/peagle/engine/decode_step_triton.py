@@ -243,13 +243,11 @@ class DecodeStep:
         metadata: AttentionMetadata,
     ) -> Tensor:
         prepared = self._backend.prepare(metadata)
-        scaling = drafter.config.head_dim**-0.5
+        scaling, window = drafter.config.head_dim**-0.5, drafter.window
 
         def attend(layer_idx: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             cache = self.drafter_caches[layer_idx]
-            return prepared(
-                query, key, value, cache, scaling=scaling, sliding_window=drafter.window
-            )
+            return prepared(query, key, value, cache, scaling=scaling, sliding_window=window)
 
         return drafter(tokens, hidden, positions, attend)
 

@@ -110,8 +110,10 @@ class HeadProposer:
         return self.drafter(tokens, hidden, positions, self._attend(prepared))
 
     def _attend(self, prepared: Prepared) -> Attend:
+        window = self.drafter.window
+
         def attend(layer_idx: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            cache, window = self.caches[layer_idx], self.drafter.window
+            cache = self.caches[layer_idx]
             return prepared(query, key, value, cache, scaling=self.scaling, sliding_window=window)
 
         return attend
