@@ -64,7 +64,7 @@ def test_model_runner_v2(gpu, monkeypatch, value):
 def test_on_a_cpu(cpu):
     drafted = replace(PEAGLE, model=str(BUNDLED_PEAGLE))
     plain = VllmLaunch(str(BUNDLED_TARGET))
-    (note,) = check_launch(replace(plain, speculative=drafted), cpu)
+    (note,) = check_launch(replace(plain, speculative=drafted, max_model_len=768), cpu)
     assert "samples wrongly" in note
     assert check_launch(plain, cpu) == ()
     (note,) = check_launch(replace(plain, dtype="bfloat16"), cpu)
@@ -87,6 +87,15 @@ def test_depth_beyond_training_is_told(gpu):
         replace(LAUNCH, speculative=replace(PEAGLE, num_speculative_tokens=40)), gpu
     )
     assert "trained for" in note
+
+
+@pytest.mark.parametrize(("served", "is_told"), [(None, True), (769, True), (768, False)])
+def test_lengths_beyond_training_are_told(gpu, served, is_told):
+    drafted = replace(PEAGLE, model=str(BUNDLED_PEAGLE))
+    launch = VllmLaunch(str(BUNDLED_TARGET), drafted, max_model_len=served)
+    notes = check_launch(launch, gpu)
+    assert len(notes) == is_told
+    assert all("trained on texts of up to 768 tokens" in note for note in notes)
 
 
 # ---- the target -----------------------------------------------------------------------------

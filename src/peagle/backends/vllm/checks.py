@@ -137,6 +137,7 @@ def _check_speculation(launch: VllmLaunch, installation: VllmInstallation) -> It
 def _check_head(launch: VllmLaunch, installation: VllmInstallation, folder: str) -> Iterator[str]:
     """Whether the head fits what it is asked for, and its target as far as that is here."""
     from peagle.backends.vllm.targets import check_fits
+    from peagle.models.checkpoint import trained_length
 
     config = launch.speculative
     assert config is not None
@@ -146,6 +147,12 @@ def _check_head(launch: VllmLaunch, installation: VllmInstallation, folder: str)
     k, trained = config.num_speculative_tokens, head.trained_depth
     if trained is not None and k > trained:
         yield f"K is {k}, and the head was trained for {trained}: later tokens will be refused"
+    longest, served = trained_length(facts), launch.max_model_len
+    if head.is_parallel and longest is not None and (served is None or served > longest):
+        yield (
+            f"the head was trained on texts of up to {longest} tokens; vLLM lets it look back "
+            "over more, and accepts far fewer drafts there. peagle's own engine keeps it to them"
+        )
     size = launch.speculative_options.get("draft_tensor_parallel_size")
     size = launch.tensor_parallel_size if size is None else size
     if head.num_attention_heads % size:
