@@ -295,7 +295,7 @@ def test_bad_speculative_configurations(change: dict[str, Any], expected: str) -
 
 def test_an_unknown_key_lists_the_known_ones() -> None:
     message = message_of(lambda: SpeculativeConfig.parse({"draft": "x"}))
-    assert "known keys: check_target, draft_sampling, max_model_len, method" in message
+    assert "known keys: check_target, draft_sampling, draft_window, max_model_len" in message
 
 
 @pytest.mark.parametrize(
