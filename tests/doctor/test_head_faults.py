@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -20,11 +19,13 @@ from tests.doctor.planting import (
     MAP_FAULTS,
     OVERFLOW,
     Fault,
+    config_of,
     copy_head,
     scramble_tokenizer,
     turn_target,
     without_fingerprint,
 )
+from tests.models.editing import edit_config
 
 FAULTS = {fault.name: fault for fault in [*FILE_FAULTS, *MAP_FAULTS]}
 # One of each kind, with what the remedy has to say; benchmarks/doctor.py plants them all.
@@ -115,9 +116,7 @@ def test_healthy_heads(pair2: Examiner, bundled: Examiner, tmp_path: Path) -> No
     convert_head(HEADS["pair2"], speculators, "speculators", force=False, target=None)
     # The engine does not keep the doctor's texts to a window of 9 tokens.
     short = copy_head(HEADS["pair2"], tmp_path / "short")
-    config = json.loads((short / "config.json").read_text())
-    config["peagle"]["max_sequence_length_trained"] = 9
-    (short / "config.json").write_text(json.dumps(config))
+    edit_config(short, peagle=config_of(short)["peagle"] | {"max_sequence_length_trained": 9})
     for folder in (HEADS["pair2"], speculators, short):
         report = pair2.examine(folder, EngineServing(pair2.target, folder, 6))
         assert report.is_healthy, report.causes

@@ -16,6 +16,7 @@ from peagle.errors import CheckpointError, UserError
 from peagle.evaluation.prompts import load_prompt_set
 from peagle.models.checkpoint import trained_length
 from tests.engine.engines import PROMPTS, K, drive, make_llm, watch_drafts
+from tests.models.editing import edit_config
 
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
 
@@ -31,9 +32,7 @@ def telling(head_folders: Callable[..., Path], tmp_path: Path) -> Callable[..., 
 
     def tell(length: object, *, parallel: bool = True) -> str:
         head = Path(shutil.copytree(head_folders(parallel=parallel), tmp_path / "telling"))
-        config = json.loads((head / "config.json").read_text())
-        config.setdefault("peagle", {})["max_sequence_length_trained"] = length
-        (head / "config.json").write_text(json.dumps(config))
+        edit_config(head, peagle={"max_sequence_length_trained": length})
         return str(head)
 
     return tell

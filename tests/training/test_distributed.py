@@ -277,7 +277,9 @@ def test_two_gpus_train_as_one_process(
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 ENVIRONMENT = os.environ | {
-    "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", "")]),
+    "PYTHONPATH": os.pathsep.join(
+        filter(None, [str(REPOSITORY / "src"), os.environ.get("PYTHONPATH")])
+    ),
     "OMP_NUM_THREADS": "1",
 }
 
@@ -337,16 +339,18 @@ def kill_the_second(target: Path, responses: Path, folder: Path, device: str) ->
         while not (run / "checkpoint").exists():
             assert torchrun.poll() is None and time.monotonic() < deadline, told_by(folder)
             time.sleep(0.1)
-        workers = {rank: pid for pid, rank in ranks_of(torchrun.pid).items()}
+        workers = workers_of(torchrun.pid)
         os.kill(workers["1"], signal.SIGKILL)
         assert torchrun.wait(timeout=120) != 0
         assert "SIGKILL" in told_by(folder), "torchrun names the cause"
-        assert not any(ranks_of(torchrun.pid)) and not Path(f"/proc/{workers['0']}").exists()
+        assert len(workers) == 2
+        assert not any(Path(f"/proc/{pid}").exists() for pid in workers.values())
     finally:
-        for pid in [*ranks_of(torchrun.pid), torchrun.pid]:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        torchrun.wait()
+        if torchrun.poll() is None:
+            for pid in [*workers_of(torchrun.pid).values(), torchrun.pid]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            torchrun.wait()
     return run
 
 
@@ -354,14 +358,14 @@ def told_by(folder: Path) -> str:
     return (folder / "told").read_text()
 
 
-def ranks_of(parent: int) -> dict[int, str]:
-    """RANK of each child of a process, by its number."""
+def workers_of(parent: int) -> dict[str, int]:
+    """The children of a process, by their RANK."""
     found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             if int(stat.read_text().rpartition(")")[2].split()[1]) == parent:
                 variables = (stat.parent / "environ").read_text().split("\0")
-                found |= {int(stat.parent.name): v[5:] for v in variables if v[:5] == "RANK="}
+                found |= {v[5:]: int(stat.parent.name) for v in variables if v[:5] == "RANK="}
     return found
 
 

@@ -107,6 +107,11 @@ def _check_speculation(launch: VllmLaunch, installation: VllmInstallation) -> It
                 "GPU. Leave them out."
             )
         yield "acceptance is synthetic: outputs are not what the model would say"
+    if config.draft_window:
+        raise UserError(
+            f"draft_window is {config.draft_window}; heads look back over all tokens in vLLM. "
+            "Leave it out."
+        )
     if not launch.is_parallel:
         if launch.pipeline_parallel_size > 1 and config.method == "eagle3":
             yield (

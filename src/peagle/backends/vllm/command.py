@@ -154,18 +154,10 @@ def speculative_json(launch: VllmLaunch) -> dict[str, Any] | None:
 
     `"method": "eagle3"` is always named: vLLM would take a head for a draft model of its own
     (docs/compatibility.md). `parallel_drafting` is what the head was trained for.
-
-    Raises:
-        UserError: the head shall look back over a window, which vLLM does not have.
     """
     config = launch.speculative
     if config is None:
         return None
-    if config.draft_window:
-        raise UserError(
-            f"draft_window is {config.draft_window}; heads look back over all tokens in vLLM. "
-            "Leave it out."
-        )
     data: dict[str, Any] = {"method": config.method}
     if config.model is not None:
         data["model"] = config.model
