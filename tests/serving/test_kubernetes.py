@@ -157,9 +157,9 @@ def test_probes_need_no_key():
 
 
 def test_probes_ask_for_the_right_thing():
-    """Ready is who can answer; a pod that loads or drains is not, but is not to be killed."""
+    """A pod that loads or drains is not ready, but must not be killed."""
     asked = {name: probe["httpGet"]["path"] for name, probe in probes().items()}
-    assert asked == {"startup": "/ping", "readiness": "/ping", "liveness": "/health"}
+    assert asked == {"startup": "/health", "readiness": "/health", "liveness": "/live"}
     startup = SERVER["startupProbe"]
     assert startup["periodSeconds"] * startup["failureThreshold"] >= 900
     assert (

@@ -273,14 +273,23 @@ def test_keys_open_and_salt() -> None:
 )
 def test_without_a_key_nothing_opens(headers: dict[str, str]) -> None:
     server = guard(keys=ApiKeys([KEY]))
-    for path in ("/", "/v1/models", "/metrics", "/ready", "/static/a.js", "/health/", "/Health"):
+    for path in (
+        "/",
+        "/v1/models",
+        "/metrics",
+        "/ready",
+        "/static/a.js",
+        "/health/",
+        "/Health",
+        "/live/",
+    ):
         answer = server(path=path, headers=headers)
         assert answer.status == 401 and answer.error["type"] == "authentication_error"
         assert answer.headers["www-authenticate"] == "Bearer"
         page = server(path=path, headers={"accept": "text/html,*/*;q=0.8", **headers})
         assert page.status == 401
         assert page.headers["www-authenticate"] == 'Basic realm="peagle"'
-    for path in ("/health", "/ping"):
+    for path in ("/live", "/health", "/ping"):
         assert server(path=path, headers=headers).status == 200
         assert server.scope["state"]["cache_salt"] == b""
 

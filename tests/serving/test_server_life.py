@@ -91,7 +91,8 @@ def test_a_killed_engine_is_told_within_two_seconds_and_comes_back() -> None:
         statuses = [what for _, what in told]
         assert 500 in statuses
         assert any(isinstance(what, dict) and what["code"] == "engine_died" for what in statuses)
-        assert HTTP.get(f"{server.url}/ready").status_code == 503
+        for path, status in (("/health", 503), ("/ready", 503), ("/live", 200)):
+            assert HTTP.get(server.url + path).status_code == status, path
         refused = HTTP.post(server.url + COMPLETIONS, json=SHORT)
         assert refused.status_code == 503 and int(refused.headers["Retry-After"]) > 0
         wait_until_ready(server)
@@ -115,6 +116,8 @@ def test_sigterm_lets_requests_finish() -> None:
             refused = HTTP.post(server.url + COMPLETIONS, json=SHORT)
             assert refused.status_code == 503
             assert refused.json()["error"]["code"] == "draining"
+            assert HTTP.get(f"{server.url}/health").json() == {"status": "draining"}
+            assert HTTP.get(f"{server.url}/live").status_code == 200
             assert server.process.poll() is None
             *events, done = lines
         assert done == "data: [DONE]"
@@ -148,10 +151,11 @@ def test_a_full_queue_says_so() -> None:
         assert response.json()["error"]["type"] == "rate_limit_error"
 
 
-def test_keys_guard_all_but_health_and_ping_and_part_the_prefix_cache() -> None:
+def test_keys_guard_all_but_probes_and_part_the_prefix_cache() -> None:
     key, other = "k" * 32, "o" * 32
     with running(warm=True, PEAGLE_API_KEY=f"{key},{other}") as server:
-        for path, status in (("/health", 200), ("/ping", 200), ("/v1/models", 401), ("/", 401)):
+        opened = [(path, 200) for path in ("/live", "/health", "/ping")]
+        for path, status in (*opened, ("/v1/models", 401), ("/", 401)):
             assert HTTP.get(server.url + path).status_code == status, path
         headers = {"Authorization": f"Bearer {key}"}
         assert HTTP.get(f"{server.url}/v1/models", headers=headers).status_code == 200
@@ -208,6 +212,26 @@ def test_connections_are_accepted_before_models_are_loaded(tmp_path: Path) -> No
 def _accepts(port: int) -> bool:
     with socket.socket() as client:
         return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_every_line_of_a_json_log_is_json() -> None:
+    """Warnings of the engine too, here that K is more than the head's trained depth."""
+    with running("--log-format", "json", "--no-playground", "-k", 12) as server:
+        server.terminate()
+        assert server.process.wait(20) == 0
+        records = [json.loads(line) for line in server.text.splitlines()]
+    (warning,) = [one for one in records if "deeper drafts seldom pass" in one["message"]]
+    assert warning["level"] == "warning" and "is 12" in warning["message"]
+    assert {"time", "level", "logger", "message"} <= set.intersection(*map(set, records))
+
+
+def test_a_mistake_in_a_json_log_is_json(tmp_path: Path) -> None:
+    arguments = ("--log-format", "json", "--port", 0, "/no/such/model")
+    process = warm_serve(tmp_path / "log", *arguments)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 2
+    last = [json.loads(line) for line in output.splitlines()][-1]
+    assert last["level"] == "error" and "/no/such/model" in last["message"]
 
 
 @pytest.mark.parametrize(

@@ -305,7 +305,7 @@ SAFETY = group(
     Flag(
         "api_key_file",
         Path,
-        "API keys, one a line, that open all routes but /health and /ping; the variable "
+        "API keys, one a line, that open all routes but /live, /health and /ping; the variable "
         "PEAGLE_API_KEY may hold them too, separated by commas.",
         metavar="FILE",
         default="none: everybody who reaches the port is served",

@@ -93,9 +93,9 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, compatible with OpenAI's API.
 
-    Routes: /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize, /metrics,
-    /health, /ready, /version, SageMaker's /ping and /invocations, and a page at /. The first
-    SIGTERM or Ctrl-C finishes what runs, the second ends at once.
+    Routes: /v1/completions, /v1/chat/completions, /v1/responses, /v1/models, /tokenize,
+    /detokenize, /metrics, /live, /health, /ready, /version, SageMaker's /ping and /invocations,
+    and a page at /. The first SIGTERM or Ctrl-C finishes what runs, the second ends at once.
     """
     model, flags = _apart(model, flags or [])
     engine = given.value("engine_name", _OWN_ENGINE)
@@ -119,7 +119,9 @@ def serve(
         plan.show(sections=("engine", "server"))
         return
     from peagle.serving.keys import load_keys
+    from peagle.serving.telemetry import configure_logging
 
+    configure_logging(config.log_format)
     keys = load_keys(os.environ, given.value("api_key_file"))
     # Connections are accepted from here on, while all else is imported and loaded.
     from peagle.serving.listening import listen
@@ -204,6 +206,7 @@ def _spec(plan: Plan, config: ServerConfig, compare: str | None) -> tuple[Engine
         plan.engine,
         threads=plan.threads,
         compile_timeout_s=config.compile_timeout_s,
+        log_format=config.log_format,
     )
     is_bundled = plan.target == str(BUNDLED_TARGET)
     return spec, "peagle-code" if is_bundled else _model_name(plan.target)

@@ -24,7 +24,7 @@ def require(condition: bool, name: str, value: object, expected: str, remedy: st
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return " Did you mean 'X'?" with the known name closest to `name`, or "" if none is close."""
-    near = get_close_matches(name, known, 1, 0.7)
+    near = get_close_matches(name, known, 1)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 

@@ -77,12 +77,22 @@ class EventStream(Response):
     The first one is waited for before the answer begins, so that a refusal has its status. What
     goes wrong later is an event of its own.
 
+    An event that has a `type` is named by it, and ends its stream by itself; a stream of events
+    without names ends with "[DONE]".
+
     Args:
         events: the objects.
+        failed: makes the event of an error; None takes the error's own object.
     """
 
-    def __init__(self, events: AsyncGenerator[dict[str, Any], None]) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[dict[str, Any], None],
+        *,
+        failed: Callable[[ApiError], dict[str, Any]] = ApiError.body,
+    ) -> None:
         self._events = events
+        self._failed = failed
         self.status_code = 200
         self.background = None
 
@@ -90,26 +100,28 @@ class EventStream(Response):
         await until_gone(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
-        started = False
+        started, is_named = False, False
 
-        async def write(body: bytes) -> None:
-            nonlocal started
+        async def write(event: dict[str, Any]) -> None:
+            nonlocal started, is_named
             if not started:
                 started = True
                 start = {"type": "http.response.start", "status": 200, "headers": _EVENTS}
                 await send(start)
+            is_named = "type" in event
+            name = f"event: {event['type']}\n".encode() if is_named else b""
+            body = name + b"data: " + to_json(event) + b"\n\n"
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
         try:
             async with aclosing(self._events) as events:
                 async for event in events:
-                    await write(b"data: " + to_json(event) + b"\n\n")
+                    await write(event)
         except Exception as error:
             if not started:
                 raise
             if not isinstance(error, ApiError):
                 logger.exception("a stream failed")
                 error = ApiError(500, "The server failed; its log says why.", code="internal_error")
-            await write(b"data: " + to_json(error.body()) + b"\n\n")
-        await write(_DONE)
-        await send({"type": "http.response.body", "body": b""})
+            await write(self._failed(error))
+        await send({"type": "http.response.body", "body": b"" if is_named else _DONE})

@@ -6,7 +6,7 @@ import json
 import logging
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -16,12 +16,23 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from peagle import __version__
+from peagle.config.checks import did_you_mean
+from peagle.serving.absent_routes import reason_for_absence
 from peagle.serving.chat_completions import chat
 from peagle.serving.completions import complete
 from peagle.serving.errors import ApiError
 from peagle.serving.generation import failure_of
 from peagle.serving.params import as_api_error
-from peagle.serving.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from peagle.serving.protocol import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    FunctionChoice,
+    ResponsesBody,
+    TokenizeBody,
+    ToolChoice,
+)
+from peagle.serving.responses import respond
 from peagle.serving.service import Service, caller_of, tool_dicts
 
 logger = logging.getLogger("peagle.serving")
@@ -78,13 +89,18 @@ def _add_handlers(app: FastAPI, service: Service) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, error: RequestValidationError) -> Response:
-        return answer(request, validation_error(error.errors()))
+        # The endpoint says which body it takes.
+        model = get_type_hints(request.scope["endpoint"]).get("body")
+        return answer(request, validation_error(error.errors(), model))
 
     @app.exception_handler(HTTPException)
     async def other(request: Request, error: HTTPException) -> Response:
+        path = request.url.path
+        reason = reason_for_absence(path)
         text = {
-            404: f"There is no route {request.method} {request.url.path!r}; see /openapi.json.",
-            405: f"{request.url.path!r} does not take {request.method}.",
+            404: f"There is no route {request.method} {path!r:.200}"
+            + (f": {reason}" if reason else "; see /openapi.json."),
+            405: f"{path!r:.200} does not take {request.method}.",
             400: "The body is not JSON in UTF-8, or too deeply nested; expected a JSON object.",
         }.get(error.status_code, str(error.detail))
         return answer(request, ApiError(error.status_code, text, headers=error.headers))
@@ -96,8 +112,11 @@ def _add_handlers(app: FastAPI, service: Service) -> None:
         return answer(request, ApiError(500, text, code="internal_error"))
 
 
-def validation_error(errors: Any) -> ApiError:
-    """What is wrong with a body, as the client may read it: the error of the deepest field."""
+def validation_error(errors: Any, model: Any = None) -> ApiError:
+    """What is wrong with a body, as the client may read it: the error of the deepest field.
+
+    `model` is the body's; a misspelt field is told the closest of its names.
+    """
     first = max(errors, key=lambda error: len(_place(error)))
     place = _place(first)
     if first["type"] == "json_invalid":
@@ -106,7 +125,8 @@ def validation_error(errors: Any) -> ApiError:
     if first["type"] == "extra_forbidden":
         return ApiError(
             400,
-            f"Unknown field {place!r:.200}; leave it out, or see /openapi.json.",
+            f"Unknown field {place!r:.200}; leave it out, or see /openapi.json."
+            + did_you_mean(str(first["loc"][-1]), _fields_at(model, first["loc"][:-1])),
             param=place[:200],
             code="unknown_field",
         )
@@ -122,6 +142,17 @@ def validation_error(errors: Any) -> ApiError:
         f"{place[:200] or 'The body'} is {given}; it {' or '.join(wanted)}.",
         param=place[:200] or None,
     )
+
+
+def _fields_at(kind: Any, path: Any) -> set[str]:
+    """Names of the fields that a type has at a path, in whichever branch of a union."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        names = {info.alias or name: info.annotation for name, info in kind.model_fields.items()}
+        inner = [part for part in path if part in names]
+        if not inner:
+            return set(names)
+        return _fields_at(names[inner[0]], path[path.index(inner[0]) + 1 :])
+    return {name for part in get_args(kind) for name in _fields_at(part, path)}
 
 
 def _wish(error: Any) -> str:
@@ -140,7 +171,8 @@ def _place(error: Any) -> str:
     return ".".join(kept)
 
 
-_BRANCHES = {"str", "int", "float", "bool", "ToolChoice", "nullable", "is-instance"}
+_BRANCHES = {"str", "int", "float", "bool", "nullable", "is-instance"}
+_BRANCHES |= {ToolChoice.__name__, FunctionChoice.__name__}
 
 
 def parsed(model: type[BaseModel], body: Any) -> Any:
@@ -152,23 +184,25 @@ def parsed(model: type[BaseModel], body: Any) -> Any:
     try:
         return model.model_validate(body)
     except ValidationError as error:
-        raise validation_error(error.errors()) from None
+        raise validation_error(error.errors(), model) from None
 
 
 # ---- how the server stands ----------------------------------------------------------------------
 
 
 def _add_status(app: FastAPI, service: Service) -> None:
-    @app.get("/health")
-    async def health() -> Response:
-        """Whether the process lives and has not lost its engines for good."""
-        is_well = not service.pool.failure.done()
-        return JSONResponse({"status": "ok" if is_well else "failed"}, 200 if is_well else 503)
+    @app.get("/live")
+    async def live() -> Response:
+        """Whether the process works: 503 only once its engines are lost for good."""
+        if service.pool.failure.done():
+            return JSONResponse({"status": "failed"}, 503)
+        return JSONResponse({"status": "ok"})
 
+    @app.get("/health")
     @app.get("/ready")
     @app.get("/ping")
     async def ready() -> Response:
-        """Whether requests are taken."""
+        """Whether requests are served: 503 while the model loads and while the server drains."""
         if service.is_ready:
             return JSONResponse({"status": "ready"})
         status = "draining" if service.is_draining else "loading"
@@ -251,6 +285,11 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         """Answer a conversation."""
         return await chat(service, body, caller_of(request, body))
 
+    @app.post("/v1/responses", **_POST)
+    async def responses(request: Request, body: ResponsesBody) -> Response:
+        """Answer a conversation in OpenAI's newer form; nothing is stored."""
+        return await respond(service, body, caller_of(request, body))
+
     @app.post("/invocations", **_POST)
     async def invocations(request: Request, body: dict[str, Any]) -> Response:
         """SageMaker's route: a chat where there are `messages`, a completion where there is a
@@ -276,14 +315,8 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             with as_api_error("prompt"):
                 ids = await prompts.encode(body.prompt, add_special_tokens=body.add_special_tokens)
         else:
-            with as_api_error("messages"):
-                ids, _ = await prompts.render(
-                    body.messages or [],
-                    tools=tool_dicts(body.tools),
-                    template_kwargs=body.chat_template_kwargs,
-                    add_generation_prompt=body.add_generation_prompt,
-                    continue_final_message=body.continue_final_message,
-                )
+            tools = tool_dicts(body.tools)
+            ids, _ = await service.render(body, tools, body.chat_template_kwargs)
         answer: dict[str, Any] = {
             "count": len(ids),
             "max_model_len": info.max_model_len,

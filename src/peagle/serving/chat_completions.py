@@ -41,6 +41,19 @@ async def chat(service: Service, body: ChatBody, caller: Caller) -> Response:
     Raises:
         ApiError: it cannot be served.
     """
+    generation, readers = await prepare(service, body, caller)
+    answer = _Chat(service, body, generation, readers)
+    return EventStream(answer.events()) if body.stream else WholeAnswer(answer.whole)
+
+
+async def prepare(
+    service: Service, body: ChatBody, caller: Caller
+) -> tuple[Generation, AnswerReaders]:
+    """A chat request ready to run, and what reads its outputs.
+
+    Raises:
+        ApiError: it cannot be served.
+    """
     prompts, info = service.loaded()
     service.check_model(body.model)
     tools = tool_dicts(body.tools)
@@ -54,31 +67,30 @@ async def chat(service: Service, body: ChatBody, caller: Caller) -> Response:
             "server with --chat-template FILE.",
             param="messages",
         )
-    with as_api_error("messages"):
-        ids, opened = await prompts.render(
-            body.messages,
-            tools=tools if tool_choice != "none" else None,
-            template_kwargs=_template_kwargs(body),
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-        )
+    kwargs = _template_kwargs(body, prompts.template_source)
+    ids, opened = await service.render(body, tools if tool_choice != "none" else [], kwargs)
     with as_api_error("tools"):
         forced = constraint(tools, tool_choice, body.parallel_tool_calls is not False)
     params = chat_params(body, info, len(ids), forced)
     generation = service.generation([ids], params, body, caller)
-    readers = _Readers(prompts, opened, service.tool_parser(), tools, tool_choice)
-    answer = _Chat(service.name, body, prompts, generation, readers)
-    return EventStream(answer.events()) if body.stream else WholeAnswer(answer.whole)
+    return generation, AnswerReaders(prompts, opened, service.tool_parser(), tools, tool_choice)
 
 
-def _template_kwargs(body: ChatBody) -> dict[str, Any]:
+def _template_kwargs(body: ChatBody, template_source: str) -> dict[str, Any]:
     given = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
+        if "reasoning_effort" not in template_source:
+            raise ApiError(
+                400,
+                f"reasoning_effort is {body.reasoning_effort!r}, and the chat template of this "
+                "model reads no effort, so it would have no effect. Leave reasoning_effort out.",
+                param="reasoning_effort",
+            )
         given.setdefault("reasoning_effort", body.reasoning_effort)
     return given
 
 
-class _Readers:
+class AnswerReaders:
     """Makes what tells reasoning, content and tool calls of an output apart."""
 
     def __init__(
@@ -94,13 +106,13 @@ class _Readers:
         self.tool_choice = tool_choice
         self._kind, self._tools = kind, tools
 
-    def make(self) -> _Reader:
+    def make(self) -> AnswerReader:
         """One for an output."""
         splitter = ThinkingSplitter(opened=self.opened) if self.thinks else None
-        return _Reader(splitter, parser_for(self._kind, self._tools, self.tool_choice))
+        return AnswerReader(splitter, parser_for(self._kind, self._tools, self.tool_choice))
 
 
-class _Reader:
+class AnswerReader:
     """Takes the text of an output as it comes."""
 
     def __init__(self, splitter: ThinkingSplitter | None, parser: ToolCallParser) -> None:
@@ -126,14 +138,13 @@ class _Chat:
 
     def __init__(
         self,
-        model: str,
+        service: Service,
         body: ChatBody,
-        prompts: Prompts,
         generation: Generation,
-        readers: _Readers,
+        readers: AnswerReaders,
     ) -> None:
         self._body = body
-        self._prompts = prompts
+        self._prompts, _ = service.loaded()
         self._generation = generation
         self._make_readers = readers
         self._readers = [readers.make() for _ in range(generation.job.params.n)]
@@ -143,7 +154,7 @@ class _Chat:
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "object": "chat.completion.chunk" if body.stream else "chat.completion",
             "created": int(time.time()),
-            "model": model,
+            "model": service.name,
         }
 
     async def whole(self) -> dict[str, Any]:
@@ -157,6 +168,7 @@ class _Chat:
         reasoning, deltas = reader.add(output.text, final=True)
         content, calls = message_from(deltas)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        message["reasoning"] = reasoning or None  # vLLM's name, always there
         if content is None and not calls:
             message["content"] = ""
         if reasoning:
@@ -171,7 +183,7 @@ class _Chat:
             "finish_reason": self._finish_reason(output, reader),
         }
 
-    def _finish_reason(self, output: RequestOutput, reader: _Reader) -> str:
+    def _finish_reason(self, output: RequestOutput, reader: AnswerReader) -> str:
         choice = self._make_readers.tool_choice
         return finish_reason(output.finish_reason, reader.has_called, choice)
 
@@ -197,7 +209,7 @@ class _Chat:
             self._begun.add(index)
             deltas.append({"role": "assistant", "content": ""})
         if reasoning:
-            deltas.append({"reasoning_content": reasoning})
+            deltas.append({"reasoning_content": reasoning, "reasoning": reasoning})
         deltas += [delta.body() for delta in new]
         if not deltas and (self._report or chunk.logprobs):
             deltas.append({"content": ""})

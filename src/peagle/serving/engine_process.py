@@ -36,6 +36,7 @@ from peagle.serving.messages import (
     Stepped,
     Stop,
 )
+from peagle.serving.telemetry import configure_logging
 
 _STATS_EVERY_S = 0.1
 _COMPILERS = 2
@@ -46,6 +47,7 @@ def run_engine(spec: EngineSpec, connection: Connection) -> None:
     # Whoever stops the server signals the whole group; the front end decides what becomes of it.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    configure_logging(spec.log_format)
     try:
         worker = EngineWorker(_load(spec), spec, connection)
         connection.send(Ready(worker.info()))

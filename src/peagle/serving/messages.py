@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine import EngineStats
@@ -22,6 +22,7 @@ class EngineSpec:
         threads: CPU threads of torch; None leaves them to it.
         device_index: of the GPU, where the device is "auto" or "cuda" and there are several.
         compile_timeout_s: how long a grammar may compile.
+        log_format: of what it writes to standard error.
     """
 
     target: str
@@ -30,6 +31,7 @@ class EngineSpec:
     threads: int | None = None
     device_index: int | None = None
     compile_timeout_s: float = 10.0
+    log_format: Literal["text", "json"] = "text"
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ _SAME_NAME = (
 
 
 _FIELDS = frozenset(SamplingFields.model_fields)
+_GUIDED = "guided_"
 
 
 @contextmanager
@@ -45,7 +46,8 @@ def as_api_error(param: str | None = None) -> Iterator[None]:
     except UserError as error:
         # Messages about a value begin with its name.
         word = str(error).partition(" ")[0]
-        raise ApiError(400, str(error), param=word if word in _FIELDS else param) from None
+        is_field = word.partition(".")[0] in _FIELDS
+        raise ApiError(400, str(error), param=word if is_field else param) from None
 
 
 def completion_params(body: CompletionBody, info: EngineInfo, prompt_len: int) -> SamplingParams:
@@ -95,11 +97,9 @@ def chat_params(
             param="top_logprobs",
         )
     if constraint is not None:
-        if body.response_format is not None and body.response_format.type != "text":
-            text = (
-                "response_format and a forced tool_choice were both given; leave one of them out."
-            )
-            raise ApiError(400, text, param="response_format")
+        for name in _structures(body):
+            text = f"{name} and a forced tool_choice were both given; leave one of them out."
+            raise ApiError(400, text, param=name)
         given["structured_output"] = constraint
     return _params(body, info, prompt_len, wanted, given)
 
@@ -124,8 +124,12 @@ def _params(
         values["min_tokens"] = body.min_tokens
     if body.logit_bias is not None:
         values["logit_bias"] = _bias(body.logit_bias)
-    if body.response_format is not None:
-        values["structured_output"] = _structure(body.response_format)
+    structures = _structures(body)
+    if len(structures) > 1:
+        first, second = list(structures)[:2]
+        text = f"{first} and {second} were both given; leave one of them out."
+        raise ApiError(400, text, param=second)
+    values["structured_output"] = next(iter(structures.values()), None)
     with as_api_error():
         return SamplingParams(**values | given)
 
@@ -159,6 +163,29 @@ def _bias(bias: Mapping[str, float]) -> list[tuple[int, float]]:
             )
         pairs.append((int(token), value))
     return pairs
+
+
+def _structures(body: SamplingFields) -> dict[str, StructuredOutput]:
+    """The shapes that a body asks for, in OpenAI's and in vLLM's names, by their field."""
+    found: dict[str, StructuredOutput] = {}
+    if body.response_format is not None:
+        structure = _structure(body.response_format)
+        found |= {} if structure is None else {"response_format": structure}
+    if body.structured_outputs is not None:
+        with as_api_error("structured_outputs"):
+            structure = StructuredOutput.from_vllm(body.structured_outputs, "structured_outputs.")
+        found["structured_outputs"] = structure
+    guided = {
+        name: value
+        for name in type(body).model_fields
+        if name.startswith(_GUIDED) and (value := getattr(body, name)) not in (None, False)
+    }
+    if guided:
+        first = next(iter(guided))
+        named = {name.removeprefix(_GUIDED): value for name, value in guided.items()}
+        with as_api_error(first):
+            found[first] = StructuredOutput.from_vllm(named, _GUIDED)
+    return found
 
 
 def _structure(wanted: ResponseFormat) -> StructuredOutput | None:

@@ -72,7 +72,7 @@ class Prompts:
         def call() -> tuple[list[int], bool]:
             ids = render_chat(
                 self.tokenizer,
-                [_with_read_arguments(message) for message in messages],
+                [_as_templates_read(message) for message in messages],
                 chat_template=self._template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -95,11 +95,15 @@ class Prompts:
         return text
 
 
-def _with_read_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message whose tool calls have their arguments as objects, which templates write as JSON.
+def _as_templates_read(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message in the form that chat templates read.
 
-    OpenAI's API has them as JSON text. What is no JSON object stays as it is.
+    OpenAI's API has the arguments of tool calls as JSON text; templates write objects as JSON. What
+    is no JSON object stays as it is. vLLM names reasoning `reasoning`, templates
+    `reasoning_content`.
     """
+    if isinstance(reasoning := message.get("reasoning"), str):
+        message = {"reasoning_content": reasoning, **message}
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message

@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    ValidationInfo,
+    field_validator,
+)
 
 Number = Annotated[float, Field(strict=False, allow_inf_nan=False)]
 MAX_PROMPTS = 256
@@ -58,11 +67,13 @@ class ResponseFormat(_Body):
     grammar: StrictStr | None = None
 
 
-class SamplingFields(_Body):
-    """How a completion is sampled; ranges are those of SamplingParams, which checks them."""
+class GenerationFields(_Body):
+    """What every route that generates takes; ranges are those of SamplingParams, which checks them.
+
+    Of vLLM's names for structured outputs, `StructuredOutput.from_vllm` checks the values.
+    """
 
     model: StrictStr | None = None
-    max_tokens: StrictInt | None = None
     min_tokens: StrictInt | None = None
     temperature: Number | None = None
     top_p: Number | None = None
@@ -75,15 +86,18 @@ class SamplingFields(_Body):
     logit_bias: dict[StrictStr, Number] | None = None
     bad_words: list[StrictStr] | None = None
     allowed_token_ids: list[StrictInt] | None = None
-    n: StrictInt | None = None
     seed: StrictInt | None = None
     stop: StrictStr | list[StrictStr] | None = None
     stop_token_ids: list[StrictInt] | None = None
     ignore_eos: StrictBool | None = None
-    prompt_logprobs: StrictInt | None = None
-    response_format: ResponseFormat | None = None
+    structured_outputs: dict[StrictStr, Any] | None = None
+    guided_json: dict[StrictStr, Any] | StrictStr | None = None
+    guided_regex: StrictStr | None = None
+    guided_choice: list[StrictStr] | None = None
+    guided_grammar: StrictStr | None = None
+    guided_json_object: StrictBool | None = None
+    guided_whitespace_pattern: StrictStr | None = None
     stream: StrictBool | None = None
-    stream_options: StreamOptions | None = None
     speculation: SpeculationOptions | None = None
     priority: StrictInt = 0
     cache_salt: StrictStr | None = None
@@ -94,6 +108,16 @@ class SamplingFields(_Body):
     service_tier: StrictStr | None = None
     safety_identifier: StrictStr | None = None
     prompt_cache_key: StrictStr | None = None
+
+
+class SamplingFields(GenerationFields):
+    """What completions and chat completions share beyond that."""
+
+    max_tokens: StrictInt | None = None
+    n: StrictInt | None = None
+    prompt_logprobs: StrictInt | None = None
+    response_format: ResponseFormat | None = None
+    stream_options: StreamOptions | None = None
 
 
 class CompletionBody(SamplingFields):
@@ -141,6 +165,12 @@ class ToolChoice(_Body):
     function: ToolChoiceFunction
 
 
+class FunctionChoice(ToolChoiceFunction):
+    """A function that must be called, as POST /v1/responses has it."""
+
+    type: Literal["function"]
+
+
 class ChatBody(SamplingFields):
     """POST /v1/chat/completions. Messages are checked against the chat template."""
 
@@ -156,6 +186,101 @@ class ChatBody(SamplingFields):
     add_generation_prompt: StrictBool | None = None
     continue_final_message: StrictBool = False
     modalities: list[Literal["text"]] | None = None
+
+
+_STATELESS = "peagle stores no responses"
+_NO_SUMMARY = "should be 'auto': peagle gives the reasoning itself, and no summary of it"
+# Fields of POST /v1/responses with the one value that they may have, if any, and the reason.
+_ONLY: dict[str, tuple[Any, str]] = {
+    "type": ("function", "should be 'function': peagle runs no tools itself"),
+    "verbosity": ("medium", "should be 'medium': ask for a length in the instructions"),
+    "summary": ("auto", _NO_SUMMARY),
+    "generate_summary": ("auto", _NO_SUMMARY),
+    # The reasoning is given as plain text, so that nobody needs an encrypted copy of it.
+    "include": (["reasoning.encrypted_content"], "should be ['reasoning.encrypted_content']"),
+    "top_logprobs": (0, "should be 0: only /v1/chat/completions gives log-probabilities"),
+    "truncation": ("disabled", "should be 'disabled': peagle shortens no input"),
+    "store": (False, f"should be false: {_STATELESS}"),
+    "background": (False, f"should be false: {_STATELESS}"),
+    "previous_response_id": (None, f"should be left out: {_STATELESS}; send the whole input"),
+    "conversation": (None, f"should be left out: {_STATELESS}; send the whole input"),
+    "prompt": (None, "should be left out: peagle stores no prompts; send the text as input"),
+}
+
+
+class _Limited(_Body):
+    @field_validator(*_ONLY, check_fields=False)
+    @classmethod
+    def _check_only(cls, value: Any, info: ValidationInfo) -> Any:
+        allowed, reason = _ONLY[info.field_name or ""]
+        if value not in (None, []) and (type(value), value) != (type(allowed), allowed):
+            raise ValueError(reason)
+        return value
+
+
+class FunctionTool(_Limited):
+    """A function that the model may call, as POST /v1/responses has it."""
+
+    type: StrictStr
+    name: StrictStr
+    description: StrictStr | None = None
+    parameters: dict[str, Any] | None = None
+    strict: StrictBool | None = None
+
+
+class TextFormat(_Body):
+    """What shape the text of a response must have."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: StrictStr = "schema"
+    description: StrictStr | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: StrictBool | None = None
+
+
+class TextOptions(_Limited):
+    """How the text of a response is written."""
+
+    format: TextFormat | None = None
+    verbosity: StrictStr | None = None
+
+
+class ReasoningOptions(_Limited):
+    """How a response is reasoned about."""
+
+    effort: StrictStr | None = None
+    summary: StrictStr | None = None
+    generate_summary: StrictStr | None = None
+
+
+class ResponseStreamOptions(_Body):
+    """What a streamed response tells beside its events."""
+
+    include_obfuscation: StrictBool | None = None
+
+
+class ResponsesBody(_Limited, GenerationFields):
+    """POST /v1/responses. The items of `input` are checked where they become messages."""
+
+    input: StrictStr | Annotated[list[dict[StrictStr, Any]], Field(min_length=1)]
+    instructions: StrictStr | None = None
+    max_output_tokens: StrictInt | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    parallel_tool_calls: StrictBool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    stream_options: ResponseStreamOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    max_tool_calls: StrictInt | None = None  # limits tools that the server runs: none here
+    include: list[StrictStr] | None = None
+    top_logprobs: StrictInt | None = None
+    truncation: StrictStr | None = None
+    store: StrictBool | None = None
+    background: StrictBool | None = None
+    previous_response_id: Any = None
+    conversation: Any = None
+    prompt: Any = None
 
 
 class TokenizeBody(_Body):

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from peagle.errors import UserError
+from peagle.serving.absent_routes import reason_for_absence
 from peagle.serving.errors import ApiError
 from peagle.serving.hosts import Host, allowed_host, allowed_origin, parse_host, parse_origin
 from peagle.serving.keys import ApiKeys, key_of
@@ -21,7 +22,7 @@ from peagle.serving.telemetry import request_id_from
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-_OPEN_PATHS = frozenset({"/health", "/ping"})
+_OPEN_PATHS = frozenset({"/live", "/health", "/ping"})
 _STATIC = "/static/"
 _SAFE_METHODS = frozenset({"GET", "HEAD"})
 _BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
@@ -55,7 +56,7 @@ class SecurityMiddleware:
 
     Args:
         app: what to guard.
-        keys: that open all routes but /health and /ping; none leave them all open.
+        keys: that open all routes but /live, /health and /ping; none leave them all open.
         allowed_hosts: names or addresses without port that the Host header may give, "*" for any;
             see `default_allowed_hosts`.
         max_body_bytes: of a request.
@@ -138,7 +139,8 @@ class SecurityMiddleware:
                 return _preflight_headers(headers)
         if self.keys and path not in _OPEN_PATHS:
             scope["state"]["cache_salt"] = self._check_key(headers)
-        if method in _BODY_METHODS:
+        # A file sent to a route that peagle lacks is told about the route, not about its type.
+        if method in _BODY_METHODS and reason_for_absence(path) is None:
             _check_content_type(headers)
         self._check_content_length(headers)
         return None

@@ -25,11 +25,11 @@ from peagle.serving.metrics import Metrics
 from peagle.serving.prompts import Prompts
 from peagle.serving.security import SecurityMiddleware
 from peagle.serving.service import Service
-from peagle.serving.telemetry import configure_logging, make_tracer
+from peagle.serving.telemetry import make_tracer
 
 logger = logging.getLogger("peagle.serving")
 
-_UNCOUNTED = ("/health", "/ready", "/ping", "/metrics")
+_UNCOUNTED = ("/live", "/health", "/ready", "/ping", "/metrics")
 # What clients still get after the last request, or after an engine died for good.
 _FLUSH_S = 2
 
@@ -106,7 +106,6 @@ def serve(
     Raises:
         UserError: a model or an option is not usable, or the address is taken.
     """
-    configure_logging(config.log_format)
     listening = listening or listen(config.host, config.port)
     return asyncio.run(_serve(config, spec, keys, name, listening))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from starlette.requests import Request
 
 from peagle.config import SamplingParams
+from peagle.errors import UserError
 from peagle.serving.config import ServerConfig
 from peagle.serving.engine_pool import EnginePool
 from peagle.serving.errors import ApiError
@@ -20,7 +21,7 @@ from peagle.serving.messages import EngineInfo
 from peagle.serving.metrics import Metrics
 from peagle.serving.params import as_api_error
 from peagle.serving.prompts import Prompts
-from peagle.serving.protocol import SamplingFields, Tool
+from peagle.serving.protocol import ChatBody, GenerationFields, TokenizeBody, Tool
 from peagle.serving.telemetry import Tracer
 from peagle.serving.tool_parsers import detect_parser
 
@@ -82,7 +83,7 @@ class Service:
                 code="model_not_found",
             )
 
-    def drafting_of(self, body: SamplingFields, info: EngineInfo) -> tuple[str, int | None]:
+    def drafting_of(self, body: GenerationFields, info: EngineInfo) -> tuple[str, int | None]:
         """The proposer of a request and its K, None for the proposer's own; 0 is "plain".
 
         Raises:
@@ -119,7 +120,11 @@ class Service:
         return detect_parser(source) if source else "none"
 
     def generation(
-        self, prompts: list[list[int]], params: SamplingParams, body: SamplingFields, caller: Caller
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        body: GenerationFields,
+        caller: Caller,
     ) -> Generation:
         """A request ready to run."""
         proposer, k = self.drafting_of(body, self.loaded()[1])
@@ -133,6 +138,31 @@ class Service:
             caller,
             log_prompts=self.config.log_prompts,
         )
+
+    async def render(
+        self,
+        body: ChatBody | TokenizeBody,
+        tools: list[dict[str, Any]],
+        template_kwargs: Mapping[str, Any] | None,
+    ) -> tuple[list[int], bool]:
+        """Token ids of a body's messages, and whether the answer begins inside its reasoning.
+
+        Raises:
+            ApiError: as `Prompts.render`, with the field that is wrong as `param`.
+        """
+        prompts, _ = self.loaded()
+        try:
+            return await prompts.render(
+                body.messages or [],
+                tools=tools,
+                template_kwargs=template_kwargs,
+                add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message,
+            )
+        except UserError as error:
+            text = str(error).replace(" template_kwargs", " chat_template_kwargs")
+            param = "chat_template_kwargs" if text != str(error) else "messages"
+            raise ApiError(400, text, param=param) from None
 
     async def encode(self, prompt: Any, *, add_special_tokens: bool = True) -> list[list[int]]:
         """The prompts of a completion as token ids: text, ids, or a list of either."""
@@ -164,7 +194,7 @@ def _is_one(prompt: Any) -> bool:
     return isinstance(prompt, str) or isinstance(prompt[0], int)
 
 
-def caller_of(request: Request, body: SamplingFields) -> Caller:
+def caller_of(request: Request, body: GenerationFields) -> Caller:
     """Who asks; a request's own salt counts within those of its key."""
     state: dict[str, Any] = request.scope.get("state", {})
     salt: bytes = state.get("cache_salt", b"")

@@ -6,16 +6,19 @@ record as the extra field `log_prompts`.
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
 import os
 import re
+import sys
 import threading
 import uuid
+import warnings
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TextIO
 from urllib.parse import urlsplit
 
 from peagle import __version__
@@ -44,7 +47,9 @@ _WITHHELD = "[not logged]"
 def configure_logging(format: Literal["text", "json"] = "text", level: str = "info") -> None:
     """Send the records of this server and of its libraries to stderr, one line each.
 
-    Start uvicorn with `log_config=None`, or it puts its own handlers back. May be called again.
+    Warnings become records. With "json" all else that is written to `sys.stderr` becomes a record
+    a line too. Start uvicorn with `log_config=None`, or it puts its own handlers back. May be
+    called again.
 
     Args:
         format: "json": objects with time (ISO 8601, UTC), level, logger, message, the extra
@@ -60,13 +65,60 @@ def configure_logging(format: Literal["text", "json"] = "text", level: str = "in
         raise UserError(f"The log format is {format!r}; expected text or json.")
     if level.lower() not in LEVELS:
         raise UserError(f"The log level is {level!r}; expected one of {', '.join(LEVELS)}.")
-    handler = logging.StreamHandler()
+    stderr = sys.stderr.stream if isinstance(sys.stderr, JsonLines) else sys.stderr
+    handler = logging.StreamHandler(stderr)
     handler.setFormatter(formatters[format]())
     for name in (LOGGER, *_LIBRARIES, *_OF_UVICORN):
         logger = logging.getLogger(name)
         logger.setLevel(level.upper())
         logger.propagate = name in _OF_UVICORN
         logger.handlers = [] if name in _OF_UVICORN else [handler]
+    warnings.showwarning = _log_warning
+    sys.stderr = JsonLines(stderr) if format == "json" else stderr
+    # Libraries that are imported already keep the stream that they found.
+    for other in logging.Logger.manager.loggerDict.values():
+        for kept in getattr(other, "handlers", ()):
+            is_other = isinstance(kept, logging.StreamHandler) and kept is not handler
+            if is_other and kept.stream is stderr:
+                kept.setStream(sys.stderr)
+
+
+def _log_warning(message: Warning | str, *_: object, **__: object) -> None:
+    logging.getLogger(LOGGER).warning("%s", message)
+
+
+class JsonLines(io.TextIOBase):
+    """Turns each line written to it into a record in JSON; blank lines are dropped.
+
+    Attributes:
+        stream: takes the records.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self._formatter = JsonFormatter()
+        self._lock = threading.Lock()
+        self._rest = ""
+
+    def write(self, text: str) -> int:
+        """Write a record for each line that `text` ends."""
+        with self._lock:
+            *lines, self._rest = re.split(r"[\r\n]", self._rest + text)
+            for line in filter(str.strip, lines):
+                is_error = line.startswith("peagle: error: ")
+                level = logging.ERROR if is_error else logging.WARNING
+                line = line.removeprefix("peagle: error: ")
+                record = logging.LogRecord("stderr", level, "", 0, "%s", (line,), None)
+                self.stream.write(self._formatter.format(record) + "\n")
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream; a line that has not ended is kept."""
+        self.stream.flush()
+
+    def fileno(self) -> int:
+        """The stream's."""
+        return self.stream.fileno()
 
 
 class JsonFormatter(logging.Formatter):
