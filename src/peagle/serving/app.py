@@ -126,7 +126,7 @@ def validation_error(errors: Any, model: Any = None) -> ApiError:
         return ApiError(
             400,
             f"Unknown field {place!r:.200}; leave it out, or see /openapi.json."
-            + did_you_mean(str(first["loc"][-1]), _fields_at(model, first["loc"][:-1])),
+            + _meant(str(first["loc"][-1]), _fields_at(model, first["loc"][:-1])),
             param=place[:200],
             code="unknown_field",
         )
@@ -142,6 +142,20 @@ def validation_error(errors: Any, model: Any = None) -> ApiError:
         f"{place[:200] or 'The body'} is {given}; it {' or '.join(wanted)}.",
         param=place[:200] or None,
     )
+
+
+# What one route calls so, another one calls otherwise.
+_SYNONYMS = (
+    {"max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens"},
+    {"messages", "input", "prompt"},
+    {"response_format", "text"},
+)
+
+
+def _meant(name: str, known: set[str]) -> str:
+    """Which field an unknown one may be meant to be, as a sentence, or ""."""
+    others = [other for group in _SYNONYMS if name in group for other in sorted(group & known)]
+    return f" Did you mean {others[0]!r}?" if others else did_you_mean(name, sorted(known))
 
 
 def _fields_at(kind: Any, path: Any) -> set[str]:

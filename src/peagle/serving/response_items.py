@@ -108,6 +108,6 @@ class OutputItems:
         is_message = self.items[-1]["type"] == "message"
         return {"content_index": 0, **({"logprobs": []} if is_message else {})}
 
-    def _event(self, name: str, **fields: Any) -> Event:
+    def _event(self, name: str, /, **fields: Any) -> Event:
         place = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
         return {"type": f"response.{name}", **place, **fields}
