@@ -64,6 +64,7 @@ class Server:
             pairs = [("host", "localhost:8000")] * ("host" not in (headers or {})) + pairs
         raw = [(name.encode(), value.encode("latin-1")) for name, value in pairs]
         self.scope = {"type": "http", "method": method, "path": path, "headers": raw}
+        self.scope["query_string"] = b""
         parts: list[bytes | float] = list(body) if isinstance(body, list) else [body]
         self.unread = parts
         answer = Answer()

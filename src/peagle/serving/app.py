@@ -117,7 +117,8 @@ def validation_error(errors: Any, model: Any = None) -> ApiError:
 
     `model` is the body's; a misspelt field is told the closest of its names.
     """
-    first = max(errors, key=lambda error: len(_place(error)))
+    # A field that is missing may have been misspelt.
+    first = max(errors, key=lambda e: (len(_place(e)), e["type"] == "extra_forbidden"))
     place = _place(first)
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "it cannot be parsed")

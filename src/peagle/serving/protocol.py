@@ -17,6 +17,7 @@ from pydantic import (
     StrictStr,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 
 Number = Annotated[float, Field(strict=False, allow_inf_nan=False)]
@@ -65,6 +66,13 @@ class ResponseFormat(_Body):
     json_schema: JsonSchema | None = None
     pattern: StrictStr | None = None
     grammar: StrictStr | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_tags(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("type") == "structural_tag":
+            raise ValueError("should be a JSON schema, a regex or a grammar of the whole output")
+        return given
 
 
 class GenerationFields(_Body):
