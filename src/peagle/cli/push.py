@@ -22,7 +22,7 @@ What would be uploaded, and the card; nothing leaves the machine:
   peagle push ./head my-name/qwen3-8b-p-eagle --target Qwen/Qwen3-8B --license apache-2.0
 
 Upload it, into a private repository; the token is that of `hf auth login`, or HF_TOKEN:
-  peagle push ./head my-name/qwen3-8b-p-eagle --target Qwen/Qwen3-8B --license apache-2.0
+  peagle push ./head my-name/qwen3-8b-p-eagle --target Qwen/Qwen3-8B --license apache-2.0 \\
       --private --yes
 
 A better head in its place; a trial on a branch of its own; for a program:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 EXAMPLES = """
 The bundled code model with its P-EAGLE head, and a page to try it at http://127.0.0.1:8000:
   peagle serve
-  curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json'
+  curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
       -d '{"prompt": "def fibonacci(n):", "max_tokens": 64, "temperature": 0}'
 
 A model of your own, in a folder or on the hub; a second head to compare with on the page:
@@ -33,7 +33,7 @@ A model of your own, in a folder or on the hub; a second head to compare with on
   peagle serve ./Qwen3-8B --draft ./peagle-head --compare-draft ./eagle3-head
 
 With vLLM's form of the speculative configuration; two engines behind one port:
-  peagle serve ./model --data-parallel-size 2 --speculative-config
+  peagle serve ./model --data-parallel-size 2 --speculative-config \\
       '{"method": "eagle3", "model": "./head", "num_speculative_tokens": 5}'
 
 For other machines, with a key; in a SageMaker container, whose environment says the rest:
@@ -41,7 +41,7 @@ For other machines, with a key; in a SageMaker container, whose environment says
   peagle serve --sagemaker
 
 On vLLM, over several GPUs; what follows -- are flags of vLLM's own; docs/vllm.md has the rest:
-  peagle serve openai/gpt-oss-120b --draft amazon/gpt-oss-120b-p-eagle --engine vllm
+  peagle serve openai/gpt-oss-120b --draft amazon/gpt-oss-120b-p-eagle --engine vllm \\
       --tensor-parallel-size 4 -k 5 -- --kv-cache-dtype fp8
   peagle serve ./model --draft ./peagle-head --engine vllm --print-command
 """
