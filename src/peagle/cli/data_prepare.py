@@ -146,10 +146,11 @@ def load_tokenizer_of(target: str) -> tuple[Path, PreTrainedTokenizerBase]:
     Raises:
         UserError: there is no such model, or no tokenizer in it.
     """
+    from peagle.bundled import expand_bundled
     from peagle.models.loading import resolve_model
     from peagle.models.target import load_tokenizer
 
-    folder = Path(target).expanduser()
+    folder = Path(expand_bundled(target, "target")).expanduser()
     if not folder.is_dir():
         folder = resolve_model(target)
     return folder, load_tokenizer(folder)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from peagle.bundled import expand_bundled
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class Plan:
 
 
 def push(
-    folder: Annotated[Path, typer.Argument(help="Folder of the head.", metavar="HEAD_DIR")],
+    folder: Annotated[str, typer.Argument(help="Folder of the head.", metavar="HEAD_DIR")],
     repo: Annotated[str, typer.Argument(help="Repository on the hub.", metavar="OWNER/NAME")],
     target: Annotated[
         str | None,
@@ -111,7 +112,7 @@ def push(
     Without --yes nothing is sent: the head is checked, and what would be uploaded is shown.
     """
     plan = make_plan(
-        folder,
+        Path(expand_bundled(folder, "draft")),
         repo,
         target=target,
         license=license,

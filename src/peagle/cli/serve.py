@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET
+from peagle.bundled import BUNDLED, BUNDLED_PEAGLE, BUNDLED_TARGET, expand_bundled
 from peagle.cli import groups
 from peagle.cli.flags import Given, takes
-from peagle.cli.options import bundled
 from peagle.cli.plan import Plan
 from peagle.cli.settings import Layer, Setting
 from peagle.config import SpeculativeConfig
@@ -195,7 +194,7 @@ def _spec(plan: Plan, config: ServerConfig, compare: str | None) -> tuple[Engine
     if compare is not None:
         if speculative is None:
             raise UserError(f"--compare-draft is {compare!r}; expected a --draft to compare with.")
-        other = with_local_head(SpeculativeConfig(model=compare))
+        other = with_local_head(SpeculativeConfig(model=expand_bundled(compare, "eagle3")))
         name = _proposer_name(other)
         proposers[name if name not in proposers else f"{name}-2"] = other
     spec = EngineSpec(
@@ -211,7 +210,7 @@ def _spec(plan: Plan, config: ServerConfig, compare: str | None) -> tuple[Engine
 
 def _other_bundled(speculative: SpeculativeConfig) -> str | None:
     """The bundled EAGLE-3 head, where the bundled P-EAGLE head drafts."""
-    return bundled(BUNDLED_EAGLE3) if speculative.model == str(BUNDLED_PEAGLE) else None
+    return BUNDLED if speculative.model == str(BUNDLED_PEAGLE) else None
 
 
 def _model_name(target: str) -> str:
