@@ -2,8 +2,9 @@
 
 bash reads each block. `peagle` is found on PATH: a small program that hands its arguments, folder,
 environment and open files to a process forked from one that has imported torch already
-(`tests.serving.warm`). `peagle serve` returns when the server answers, as a reader goes on in a second
-terminal; the next `peagle serve` ends the one before. The options of `LIMITS` keep the work small.
+(`tests.serving.warm`). `peagle serve` returns when the server answers, as a reader goes on in a
+second terminal; the next `peagle serve` ends the one before. The options of `LIMITS` keep the work
+small.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.error
@@ -106,20 +108,21 @@ class Shell:
         Raises:
             AssertionError: a command's exit status is not 0.
         """
-        result = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", text.replace("8000", str(self._port))],
-            cwd=self.folder,
-            env=self._environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=timeout,
-        )
-        assert result.returncode == 0, (
-            f"exit status {result.returncode} of\n{text}\n{result.stdout}"
-        )
-        return result.stdout
+        # A file: of a pipe the server, which goes on, would hold the other end.
+        with tempfile.TemporaryFile("w+") as written:
+            result = subprocess.run(
+                ["bash", "-euo", "pipefail", "-c", text.replace("8000", str(self._port))],
+                cwd=self.folder,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=written,
+                stderr=subprocess.STDOUT,
+                timeout=timeout,
+            )
+            written.seek(0)
+            output = written.read()
+        assert result.returncode == 0, f"exit status {result.returncode} of\n{text}\n{output}"
+        return output
 
     def close(self) -> None:
         """End the server, if one runs, and take no more commands."""
