@@ -30,7 +30,7 @@ from serving.warm import forks, take_over
 from tests.docs.pages import ROOT
 
 LIMITS = {
-    "bench": ["--limit", "2", "--max-new-tokens", "8", "--repeats", "1"],
+    "bench": [*"--limit 2 --max-new-tokens 4 --repeats 1 --concurrency 1,2".split()],
     "demo": ["--limit", "1", "--max-new-tokens", "8"],
     "doctor": ["--limit", "2", "--max-new-tokens", "8"],
     "eval": ["--limit", "2", "--max-new-tokens", "8"],
@@ -75,6 +75,8 @@ class Shell:
             one.mkdir()
         for name in _COPIED:
             shutil.copytree(ROOT / name, self.folder / name)
+        for example in (self.folder / "examples").glob("*.py"):
+            example.write_text(self._on_this_port(example.read_text()))
         for name, stand_in in _STAND_INS.items():
             (self.folder / name).symlink_to(stand_in)
         self._server: Any = None
@@ -111,7 +113,7 @@ class Shell:
         # A file: of a pipe the server, which goes on, would hold the other end.
         with tempfile.TemporaryFile("w+") as written:
             result = subprocess.run(
-                ["bash", "-euo", "pipefail", "-c", text.replace("8000", str(self._port))],
+                ["bash", "-euo", "pipefail", "-c", self._on_this_port(text)],
                 cwd=self.folder,
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
@@ -128,6 +130,9 @@ class Shell:
         """End the server, if one runs, and take no more commands."""
         self._end_server()
         self._listener.close()
+
+    def _on_this_port(self, text: str) -> str:
+        return text.replace("8000", str(self._port))
 
     def _serve_commands(self) -> None:
         while True:
