@@ -30,7 +30,7 @@ from serving.warm import forks, take_over
 from tests.docs.pages import ROOT
 
 LIMITS = {
-    "bench": [*"--limit 2 --max-new-tokens 4 --repeats 1 --concurrency 1,2".split()],
+    "bench": ["--limit", "2", "--max-new-tokens", "4", "--repeats", "1", "--concurrency", "1,2"],
     "demo": ["--limit", "1", "--max-new-tokens", "8"],
     "doctor": ["--limit", "2", "--max-new-tokens", "8"],
     "eval": ["--limit", "2", "--max-new-tokens", "8"],
