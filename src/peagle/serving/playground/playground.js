@@ -8,7 +8,7 @@ const GHOST_HOLD_MS = 150; // the least time before newer ones replace them
 const NUMBERS_MS = 120; // between two updates of numbers and charts
 const SLOW_STEP_MS = 700; // a step in slow motion
 const NONE = "–";
-// [name, prompt]: the small code model that ships with the server answers the first four well.
+// [name, prompt]: the code model that ships with the server completes these well.
 const EXAMPLES = [
   ["Decorator", `import functools
 import warnings
