@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peagle.bundled import BUNDLED_PEAGLE
+from peagle.bundled import BUNDLED, expand_bundled
 from peagle.cli import options
 from peagle.cli.flags import Given
 from peagle.cli.settings import (
@@ -75,7 +75,7 @@ class Plan:
         params, engine = settings.build("sampling"), settings.build("engine")
         off = "--no-speculation" if "no_speculation" in given else "default"
         speculative = None if "no_speculation" in given else _speculation(settings)
-        target = options.target_or_bundled(settings.value("target"))
+        target = expand_bundled(settings.value("target") or BUNDLED, "target")
         return cls(
             settings,
             target,
@@ -169,7 +169,7 @@ def _speculation(settings: Settings) -> SpeculativeConfig | None:
     """The speculative configuration that the settings amount to; None decodes plainly."""
     given: dict[str, Any] = settings.section("speculative")
     if given.get("method") != "ngram" and "model" not in given:
-        if (target := settings.value("target")) is not None:
+        if (target := options.own_target(settings.value("target"))) is not None:
             if not given:
                 return None
             source = settings.source(f"speculative.{next(iter(given))}")
@@ -177,6 +177,6 @@ def _speculation(settings: Settings) -> SpeculativeConfig | None:
                 f"{source} was given, but no draft head for {target!r}. Name one with --draft, or "
                 "look drafts up in the text with --method ngram."
             )
-        head = Setting(options.bundled(BUNDLED_PEAGLE), "default")
+        head = Setting(expand_bundled(BUNDLED, "draft"), "default")
         settings.put(Layer({"speculative.model": head}))
     return settings.build("speculative")

@@ -74,7 +74,7 @@ def run_doctor(order: Order, progress: Progress = lambda text: None) -> Report:
     device = resolve_device(order.engine.device)
     target_folder = resolve_model(order.target, order.revision)
     try:
-        folder = resolve_model(order.draft, order.draft_revision, what="The draft head")
+        folder = resolve_model(order.draft, order.draft_revision, role="draft")
     except CheckpointError as error:
         return _unreadable(error)
     tokenizer = load_tokenizer(target_folder)

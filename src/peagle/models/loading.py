@@ -11,10 +11,16 @@ from typing import Any
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
+from peagle.bundled import Role, expand_bundled
 from peagle.config import SpeculativeConfig, require_folder
 from peagle.errors import CheckpointError, UserError
 from peagle.models.hub import DEFAULT_REVISION, Repository
 
+_CALLED: dict[Role, str] = {
+    "target": "The target model",
+    "draft": "The draft head",
+    "eagle3": "The EAGLE-3 head",
+}
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -22,25 +28,28 @@ def resolve_model(
     name_or_path: str | os.PathLike[str],
     revision: str | None = None,
     *,
-    what: str = "The target model",
+    role: Role = "target",
 ) -> Path:
-    """The folder of a model, fetched from the hub where the name is not a path.
+    """Return the folder of a model, fetched from the hub where the name is not a path.
 
-    A name that starts with ".", "/" or "~", or that exists here, is a path; of the others,
-    "owner/name" and "owner/name@revision" are hub ids. Safetensors files are checked for
-    completeness wherever they come from.
+    "bundled" is the model that ships (see `peagle.bundled.expand_bundled`). A name that starts with
+    ".", "/" or "~", or that exists here, is a path; of the others, "owner/name" and
+    "owner/name@revision" are hub ids. Safetensors files are checked for completeness wherever they
+    come from.
 
     Args:
-        name_or_path: the folder or hub id.
+        name_or_path: the folder, the hub id or "bundled"; a Path is always a folder.
         revision: branch, tag or commit of a hub id; None takes "main".
-        what: the model's role, for messages.
+        role: what the model is for.
 
     Raises:
         UserError: no such folder or repository, no access, no network, no space, no such revision.
         CheckpointError: no safetensors, weights that are incomplete or damaged, code instead of a
             known architecture.
     """
-    text = os.fspath(name_or_path)
+    what, text = _CALLED[role], os.fspath(name_or_path)
+    if not isinstance(name_or_path, Path):
+        text = expand_bundled(text, role)
     path = Path(text).expanduser()
     if text and (isinstance(name_or_path, Path) or _looks_like_path(text) or path.exists()):
         folder = require_folder(path, what)
@@ -64,7 +73,7 @@ def with_local_head(config: SpeculativeConfig) -> SpeculativeConfig:
     """
     if config.model is None:
         return config
-    folder = resolve_model(config.model, config.revision, what="The draft head")
+    folder = resolve_model(config.model, config.revision, role="draft")
     return replace(config, model=str(folder), revision=None)
 
 
