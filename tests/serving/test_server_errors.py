@@ -18,7 +18,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 def said(response: httpx.Response) -> dict[str, Any]:
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
-    assert error["message"].endswith((".", ";")) and "Traceback" not in error["message"]
+    assert error["message"].endswith((".", ";", "?")) and "Traceback" not in error["message"]
     assert response.headers["X-Request-ID"]
     return error
 

@@ -118,7 +118,7 @@ def validation_error(errors: Any, model: Any = None) -> ApiError:
     `model` is the body's; a misspelt field is told the closest of its names.
     """
     # A field that is missing may have been misspelt.
-    first = max(errors, key=lambda e: (len(_place(e)), e["type"] == "extra_forbidden"))
+    first = max(errors, key=lambda e: (_place(e).count("."), e["type"] == "extra_forbidden"))
     place = _place(first)
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "it cannot be parsed")
