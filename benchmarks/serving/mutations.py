@@ -12,7 +12,10 @@ from typing import Any
 HEADERS = {"Content-Type": "application/json"}
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "def f():"}]
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object"}},
+}
 SAMPLING = {
     "max_tokens": 3,
     "temperature": 0.7,
@@ -61,6 +64,21 @@ VALID: tuple[tuple[str, dict[str, Any]], ...] = (
     (
         "/v1/completions",
         {"prompt": "x", "max_tokens": 4, "response_format": {"type": "regex", "pattern": "[ab]+"}},
+    ),
+    ("/v1/completions", {"prompt": "x", "structured_outputs": {"choice": ["a", "b"]}}),
+    ("/v1/responses", {"input": CHAT, "max_output_tokens": 3}),
+    (
+        "/v1/responses",
+        {
+            "input": [
+                CHAT[1],
+                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c", "output": "1"},
+            ],
+            "tools": [{"type": "function", **TOOL["function"]}],
+            "max_output_tokens": 3,
+            "stream": True,
+        },
     ),
     ("/invocations", {"messages": CHAT, "max_tokens": 2}),
     ("/invocations", {"prompt": "def f():", "max_tokens": 2, "stream": True}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -164,8 +165,12 @@ def _as_in_sagemaker(*, with_model: bool) -> None:
     """Start again with what the container's environment says; flags of the command line win."""
     from peagle.cli.main import run
     from peagle.serving.sagemaker import arguments_from
+    from peagle.serving.telemetry import configure_logging
 
     typed = [word for word in sys.argv[2:] if word != "--sagemaker"]
+    # What the environment gives cause to warn of is warned of before the options are read.
+    if "--log-format=json" in typed or ("--log-format", "json") in pairwise(typed):
+        configure_logging("json")
     arguments = arguments_from(os.environ, with_model=with_model)
     raise typer.Exit(run(["serve", *arguments, *typed]))
 
