@@ -50,7 +50,7 @@ def messages_of(
             name, call_id = _text(item, "name", place), _text(item, "call_id", place)
             names[call_id] = name
             if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": None})
+                messages.append({"role": "assistant", "content": ""})
             function = {"name": name, "arguments": _text(item, "arguments", place)}
             call = {"id": call_id, "type": "function", "function": function}
             messages[-1].setdefault("tool_calls", []).append(call)

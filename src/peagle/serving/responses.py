@@ -72,7 +72,7 @@ def _named_as_here() -> Iterator[None]:
         if param.startswith("tools["):
             param = param.replace(".function", "", 1)
         error.param = _NAMES.get(param, param) or None
-        for name in ("reasoning_effort", "response_format"):
+        for name in ("reasoning_effort", "response_format", "max_tokens"):
             error.message = error.message.replace(name, _NAMES[name])
         raise
 
