@@ -77,7 +77,6 @@ VALID: tuple[tuple[str, dict[str, Any]], ...] = (
             ],
             "tools": [{"type": "function", **TOOL["function"]}],
             "max_output_tokens": 3,
-            "stream": True,
         },
     ),
     ("/invocations", {"messages": CHAT, "max_tokens": 2}),
