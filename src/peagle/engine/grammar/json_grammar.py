@@ -19,6 +19,7 @@ from peagle.errors import UserError
 # Rules are written once for each level, because indents differ. From here on they are shared.
 MAX_LEVEL = 8
 _DEEPEST = 16  # levels whose indent fits where rules are shared
+_PLAIN = r"[ !#-\[\]-\uD7FF\uE000-\U0010FFFF]"
 _LONG_NAME = 64
 _BLANK = literal(" ")
 _HEX = "[0-9A-Fa-f]"
@@ -52,8 +53,13 @@ class _Writer:
         self._parts = parts
         self._compact = compact
         self._named: dict[tuple[str, int], str] = {}
-        escape = any_of(['"\\\\" ["\\\\/bfnrt]', _UNICODE_ESCAPE])
-        self._character = self.rules.add(f"[ !#-\\[\\]-\\uD7FF\\uE000-\\U0010FFFF] | {escape}")
+        escape = self.rules.add(any_of(['"\\\\" ["\\\\/bfnrt]', _UNICODE_ESCAPE]))
+        self._character = self.rules.add(f"{_PLAIN} | {escape}")
+        # Recursion is many times faster than `*` here: xgrammar sees whole tokens within one rule.
+        self._characters = self.rules.reserve()
+        self.rules.define(
+            self._characters, f'"" | {_PLAIN} {self._characters} | {escape} {self._characters}'
+        )
 
     def value(self, schema: Any, level: int) -> str:
         """A value that fits the schema."""
@@ -105,9 +111,11 @@ class _Writer:
             inside = schema["pattern"]
         elif "format" in schema:
             inside = self.rules.add(translate(FORMATS[schema["format"]], json_string=True))
-        else:
+        elif schema.keys() & {"minLength", "maxLength"}:
             counts = repeat_counts(schema.get("minLength", 0), schema.get("maxLength"))
             inside = f"{self._character}{counts}"
+        else:
+            inside = self._characters
         return self.rules.add(join_parts('"\\""', inside, '"\\""'))
 
     def constant(self, value: Any, level: int) -> str:
@@ -203,8 +211,9 @@ class _Writer:
     def _other_name(self, names: list[str]) -> str:
         """A quoted name other than these, spelled without \\u, so that none can be hidden."""
         if not names:
-            return self.rules.add(f'"\\"" {self._character}* "\\""')
-        anything = self.rules.add(json_character()) + "*"
+            return self.rules.add(f'"\\"" {self._characters} "\\""')
+        anything = self.rules.reserve()
+        self.rules.define(anything, f'"" | {json_character()} {anything}')
         # The rule of what follows each beginning of a name, from the longest to the shortest. What
         # begins as a very long name does is left out altogether.
         beginnings = sorted(
