@@ -20,6 +20,8 @@ from peagle.errors import UserError
 MAX_LEVEL = 8
 _DEEPEST = 16  # levels whose indent fits where rules are shared
 _PLAIN = r"[ !#-\[\]-\uD7FF\uE000-\U0010FFFF]"
+# Knowing what comes next, xgrammar decides about tokens that begin with blanks when it compiles.
+_AFTER_GAP = r'(=["\-0-9\[\]{}tfn])'
 _LONG_NAME = 64
 _BLANK = literal(" ")
 _HEX = "[0-9A-Fa-f]"
@@ -154,30 +156,30 @@ class _Writer:
         others = self._others(schema, level)
         least, most = schema.get("minProperties", 0), schema.get("maxProperties")
         # What may follow depends on how many properties there are, as far as it matters.
-        counted = max(1, min(len(named), max(least, most or 0)))
-        gap = self.gap(level + 1)
-        commas = [gap, *([join_parts('","', gap)] * counted)]
-        rests = [
-            self._rest(others, commas, max(0, least - n), None if most is None else most - n, n)
-            for n in range(counted + 1)
+        counts = range(max(1, min(len(named), max(least, most or 0))) + 1)
+        comma = join_parts('","', self.gap(level + 1))
+        ends = [n >= least for n in counts]
+        mores = [
+            self._more(others, comma, least - n, None if most is None else most - n) for n in counts
         ]
         for name, inner in reversed(named.items()):
-            pair = self._pair(_quoted(name), self.value(inner, level + 1))
-            following, rests = rests, []
-            for n in range(counted + 1):
-                options = []
-                then = following[min(n + 1, counted)]
-                if then is not None and (most is None or n < most):
-                    options.append(join_parts(commas[n], pair, then))
-                if name not in required and following[n] is not None:
-                    options.append(following[n])
-                rests.append(self.rules.add(any_of(options)) if options else None)
-        if rests[0] is None:
+            pair = self.rules.add(self._pair(_quoted(name), self.value(inner, level + 1)))
+            rests = [_rest(comma, more, end) for more, end in zip(mores, ends)]
+            skipped, mores = mores, []
+            for n in counts:
+                options = [skipped[n]] if name not in required else []
+                if (most is None or n < most) and (rest := rests[min(n + 1, counts[-1])]):
+                    options.append(join_parts(pair, rest))
+                options = [option for option in options if option is not None]
+                mores.append(self.rules.add(any_of(options)) if options else None)
+            ends = [end and name not in required for end in ends]
+        inside = _rest(self.gap(level + 1), mores[0], ends[0])
+        if inside is None:
             raise UserError(
                 f"minProperties at {schema['path']} cannot be enforced: properties that are not "
                 "named may repeat one name; name them, or leave it out."
             )
-        return join_parts('"{"', rests[0], self.gap(level), '"}"')
+        return join_parts('"{"', inside, self.gap(level), '"}"')
 
     def _others(self, schema: Mapping[str, Any], level: int) -> str | None:
         """A property that the schema does not name."""
@@ -194,19 +196,12 @@ class _Writer:
         key = self._other_name(list(schema.get("properties", ())))
         return self._pair(key, self.value(inner, level + 1))
 
-    def _rest(
-        self, others: str | None, commas: Sequence[str], least: int, most: int | None, n: int
-    ) -> str | None:
-        """So many other properties after n; None if that cannot be enforced."""
-        if others is None or most == 0:
-            return '""' if least == 0 else None
-        if least > 1 or (most is not None and most < least):
-            return None  # two may have the same name
-        first = join_parts(commas[n], others)
-        following = f"({join_parts(commas[1], others)})"
-        following += repeat_counts(0, None if most is None else most - 1)
-        entries = join_parts(first, following)
-        return self.rules.add(any_of([entries] if least else [entries, '""']))
+    def _more(self, others: str | None, comma: str, least: int, most: int | None) -> str | None:
+        """At least one other property; None if none is allowed, or their number is in doubt."""
+        if others is None or (most is not None and most < 1) or least > 1:  # names may be equal
+            return None
+        counts = repeat_counts(0, None if most is None else most - 1)
+        return self.rules.add(join_parts(others, f"({join_parts(comma, others)}){counts}"))
 
     def _other_name(self, names: list[str]) -> str:
         """A quoted name other than these, spelled without \\u, so that none can be hidden."""
@@ -245,7 +240,7 @@ class _Writer:
 
     def _pair(self, name: str, value: str) -> str:
         blank = "" if self._compact else f"({_BLANK})?"
-        return join_parts(name, blank, '":"', blank, value)
+        return join_parts(name, self.rules.add(join_parts(blank, '":"', blank, value)))
 
     def gap(self, level: int) -> str:
         """What may stand between two parts."""
@@ -253,7 +248,16 @@ class _Writer:
             return ""
         level = level if level <= MAX_LEVEL else _DEEPEST
         indent = f'({_BLANK}{{0,{4 * level}}} | "\\t"{{1,{level}}})' if level else ""
-        return self.rules.add(any_of(['""', _BLANK, join_parts('"\\n"', indent)]))
+        options = any_of(['""', _BLANK, join_parts('"\\n"', indent)])
+        return self.rules.add(f"{options} {_AFTER_GAP}")
+
+
+def _rest(separator: str, more: str | None, end: bool) -> str | None:
+    """More after a separator, nothing, or either; None if both are impossible."""
+    options = [] if more is None else [join_parts(separator, more)]
+    if end:
+        options.append('""')
+    return any_of(options) if options else None
 
 
 def _quoted(value: Any) -> str:
