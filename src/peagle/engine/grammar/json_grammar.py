@@ -17,8 +17,8 @@ from peagle.engine.grammar.regex import json_character, translate
 from peagle.errors import UserError
 
 # Rules are written once for each level, because indents differ. From here on they are shared.
-MAX_LEVEL = 8
-_DEEPEST = 16  # levels whose indent fits where rules are shared
+MAX_LEVEL = 4
+_DEEPEST = 10  # levels whose indent fits where rules are shared
 _PLAIN = r"[ !#-\[\]-\uD7FF\uE000-\U0010FFFF]"
 # Knowing what comes next, xgrammar decides about tokens that begin with blanks when it compiles.
 _AFTER_GAP = r'(=["\-0-9\[\]{}tfn])'
@@ -55,6 +55,7 @@ class _Writer:
         self._parts = parts
         self._compact = compact
         self._named: dict[tuple[str, int], str] = {}
+        self._numbers: dict[tuple[Any, ...], str] = {}
         escape = self.rules.add(any_of(['"\\\\" ["\\\\/bfnrt]', _UNICODE_ESCAPE]))
         self._character = self.rules.add(f"{_PLAIN} | {escape}")
         # Recursion is many times faster than `*` here: xgrammar sees whole tokens within one rule.
@@ -98,14 +99,20 @@ class _Writer:
             return '("true" | "false")'
         if name == "null":
             return '"null"'
-        low, high, multiple = schema.get(name, (None, None, 1))
-        if name == "number":
-            found = decimals(self.rules, low, high)
-        else:
-            found = integers(self.rules, low, high, multiple)
-        if found is None:
-            raise UserError(f"no number fits the bounds at {schema['path']}.")
-        return self.rules.add(found)
+        return self.number(name, schema.get(name, (None, None, 1)), schema)
+
+    def number(self, name: str, bounds: tuple[Any, Any, int], schema: Mapping[str, Any]) -> str:
+        """A number of type integer or number between bounds."""
+        if (name, *bounds) not in self._numbers:
+            low, high, multiple = bounds
+            if name == "number":
+                found = decimals(self.rules, low, high)
+            else:
+                found = integers(self.rules, low, high, multiple)
+            if found is None:
+                raise UserError(f"no number fits the bounds at {schema['path']}.")
+            self._numbers[name, *bounds] = self.rules.add(found)
+        return self._numbers[name, *bounds]
 
     def string(self, schema: Mapping[str, Any]) -> str:
         """A string."""
