@@ -22,6 +22,7 @@ _SHAPES = [(1, 20), *((n, 17 - n) for n in range(1, 17)), (17, 0), (18, 0), (19,
 _MANTISSA = '[1-9] ("." [0-9]{1,16})? [eE]'
 _ANY_EXPONENT = '([eE] [+\\-]? ([0-9]{1,2} | "1" [0-9]{2,2} | "2" [0-7] [0-9]))?'
 _LARGE_EXPONENT = '[+\\-]? ("2" [89] [0-9] | "30" [0-7])'
+_SMALLEST = Decimal("1e-307")
 _FROM_20_TO_307 = '[2-9] [0-9] | [12] [0-9] [0-9] | "30" [0-7]'
 
 
@@ -59,7 +60,7 @@ def decimals(rules: Rules, low: Decimal | None, high: Decimal | None) -> str | N
         if is_free:
             return any_of([f"{digits} {_ANY_EXPONENT}", f"{_MANTISSA} {_LARGE_EXPONENT}"])
         options = [digits]
-        if low <= 0 and (high is None or high >= Decimal("0.0001")):
+        if low <= _SMALLEST and (high is None or high >= Decimal("0.0001")):
             options.append(f'{_MANTISSA} "-" ("0"? [5-9] | "1" [0-9] | {_FROM_20_TO_307})')
         if low <= 10**16 and high is None:
             options.append(f'{_MANTISSA} "+"? ("1" [6-9] | {_FROM_20_TO_307})')
