@@ -79,7 +79,8 @@ def render_chat(
         chat_template: None takes the tokenizer's own; else a path to a .jinja file, a Jinja
             template, or the name of one of the tokenizer's named templates.
         thinking: None leaves the template's default; True and False set `enable_thinking` and
-            `thinking`, whichever the template reads.
+            `thinking`, whichever the template reads. A template that reads neither renders the
+            same for False, which asks for nothing more, and refuses True.
         add_generation_prompt: end with the opening of an assistant message; None does so unless
             `continue_final_message`.
         continue_final_message: leave the final message open, for the model to go on with.
@@ -97,6 +98,7 @@ def render_chat(
     conversation = _checked_messages(messages, source)
     _check_end(conversation, add_generation_prompt, continue_final_message)
     options = _template_options(variables, thinking, template_kwargs or {})
+    is_without = thinking is False or _names_no_thinking(template_kwargs or {})
     if tools and "tools" not in variables:
         raise UserError(
             f"{len(tools)} tools were given, and the chat template does not read tools; leave them "
@@ -122,6 +124,11 @@ def render_chat(
         raise UserError(
             f"The chat template renders these {len(conversation)} messages as an empty prompt; "
             "pass another chat_template."
+        )
+    if is_without and not _switches(variables) and opens_thinking(tokenizer, token_ids):
+        raise UserError(
+            "No thinking was asked for, and the chat template opens the model's reasoning in every "
+            f"prompt (it reads neither {' nor '.join(THINKING_VARIABLES)}); leave thinking out."
         )
     return list(token_ids)
 
@@ -221,6 +228,11 @@ def _template_options(
     """Variables for the template, each of which it reads."""
     options = dict(template_kwargs)
     known = variables - _RENDERER_NAMES - set(jinja2.sandbox.SandboxedEnvironment().globals)
+    switches = _switches(variables)
+    # "No thinking" needs no switch where there is no thinking; efforts are a thinking mode too.
+    is_met = not switches and "reasoning_effort" not in known
+    if is_met:
+        options = {n: v for n, v in options.items() if not _names_no_thinking({n: v})}
     for name in options:
         if name not in known:
             names = ", ".join(sorted(known)) or "none"
@@ -232,11 +244,13 @@ def _template_options(
         return options
     if not isinstance(thinking, bool):
         raise UserError(f"thinking is {thinking!r}; expected True, False or None.")
-    switches = [name for name in THINKING_VARIABLES if name in known]
+    if is_met and not thinking:
+        return options
     if not switches:
+        instead = "" if is_met else "; set reasoning_effort in template_kwargs"
         raise UserError(
             f"thinking is {thinking}, and the chat template has no thinking mode to set (it reads "
-            f"neither {' nor '.join(THINKING_VARIABLES)}); leave thinking out."
+            f"neither {' nor '.join(THINKING_VARIABLES)}); leave thinking out{instead}."
         )
     if twice := [name for name in switches if name in options]:
         raise UserError(
@@ -244,6 +258,15 @@ def _template_options(
             f"{options[twice[0]]!r}; give one of them."
         )
     return {**options, **dict.fromkeys(switches, thinking)}
+
+
+def _switches(variables: frozenset[str]) -> list[str]:
+    """Variables by which the template's thinking mode is turned on and off."""
+    return [name for name in THINKING_VARIABLES if name in variables]
+
+
+def _names_no_thinking(options: Mapping[str, Any]) -> bool:
+    return any(options.get(name) is False for name in THINKING_VARIABLES)
 
 
 # ---- messages -------------------------------------------------------------------------------

@@ -177,7 +177,7 @@ def _local(
 
     if chat is None:
         chat = chat_template is not None or bool(getattr(llm.tokenizer, "chat_template", None))
-    if not chat and (chat_template, thinking) != (None, None):
+    if not chat and (chat_template is not None or thinking):
         raise UserError("--raw uses no chat template; leave --chat-template and --thinking out.")
     answerer = LocalAnswerer(
         llm, plan.params, is_chat=chat, chat_template=chat_template, thinking=thinking

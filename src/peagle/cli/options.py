@@ -56,7 +56,7 @@ Thinking = Annotated[
     bool | None,
     typer.Option(
         "--thinking/--no-thinking",
-        help="Thinking mode of the chat template.",
+        help="Thinking mode of the chat template; --no-thinking is fine where it has none.",
         show_default="the template's",
     ),
 ]
@@ -88,6 +88,19 @@ Format = Annotated[OutputFormat, typer.Option("--format", help="How the result i
 def own_target(target: str | None) -> str | None:
     """Return the target that was named, None where it is the bundled one, by name or by default."""
     return None if target == BUNDLED else target
+
+
+def thinking_mode(thinking: bool | None, chat_template: bool | None) -> bool | None:
+    """Return the thinking mode to set; text without a template has none to turn off.
+
+    Raises:
+        UserError: thinking is asked for without a chat template.
+    """
+    if chat_template is not False:
+        return thinking
+    if thinking:
+        raise UserError("--no-chat-template was given, so there is no thinking mode to turn on.")
+    return None
 
 
 def set_threads(threads: int | None) -> None:
