@@ -9,9 +9,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import jinja2.ext
@@ -19,18 +19,16 @@ import jinja2.meta
 import jinja2.nodes
 import jinja2.sandbox
 from jinja2.parser import Parser
-from transformers import PreTrainedTokenizerBase
 
 from peagle.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 THINKING_VARIABLES = ("enable_thinking", "thinking")
 
 _FILE_SUFFIXES = (".jinja", ".jinja2", ".j2")
-# What the renderer itself gives to a template, and so no option of the template.
-_RENDERER_NAMES = {"messages", "raise_exception", "strftime_now"} | set(
-    inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
-) - {"documents"}
 _RENDER_ERRORS = (
     jinja2.TemplateError,
     TypeError,
@@ -227,7 +225,7 @@ def _template_options(
 ) -> dict[str, Any]:
     """Variables for the template, each of which it reads."""
     options = dict(template_kwargs)
-    known = variables - _RENDERER_NAMES - set(jinja2.sandbox.SandboxedEnvironment().globals)
+    known = variables - _renderer_names() - set(jinja2.sandbox.SandboxedEnvironment().globals)
     switches = _switches(variables)
     # "No thinking" needs no switch where there is no thinking; efforts are a thinking mode too.
     is_met = not switches and "reasoning_effort" not in known
@@ -258,6 +256,15 @@ def _template_options(
             f"{options[twice[0]]!r}; give one of them."
         )
     return {**options, **dict.fromkeys(switches, thinking)}
+
+
+@cache
+def _renderer_names() -> frozenset[str]:
+    """What the renderer itself gives to a template, and so no option of the template."""
+    from transformers import PreTrainedTokenizerBase
+
+    own = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
+    return frozenset({"messages", "raise_exception", "strftime_now"} | own - {"documents"})
 
 
 def _switches(variables: frozenset[str]) -> list[str]:
