@@ -7,6 +7,7 @@ read; only the sandboxed renderer of transformers runs them.
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -158,6 +159,29 @@ def resolve_chat_template(
     if isinstance(chat_template, Path) or chat_template.endswith(_FILE_SUFFIXES):
         return _read_template(Path(chat_template))
     raise UserError(f"Unknown chat template {chat_template!r}; expected {_choices(named)}.")
+
+
+def check_template_file(chat_template: str | Path | None) -> None:
+    """Refuse a template file that cannot be read; no tokenizer is needed.
+
+    Raises:
+        UserError: naming the file.
+    """
+    if isinstance(chat_template, Path) or (chat_template or "").endswith(_FILE_SUFFIXES):
+        _read_template(Path(str(chat_template)))
+
+
+def may_have_template(folder: Path) -> bool:
+    """Return whether the files of a model's folder hold a chat template, without a tokenizer."""
+    if any(folder.glob("chat_template*")) or (folder / "additional_chat_templates").is_dir():
+        return True
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError):
+        return True  # what is wrong with the file is for the tokenizer to say
+    return not isinstance(config, dict) or bool(config.get("chat_template"))
 
 
 def _default_template(own: Any, named: Mapping[str, str], with_tools: bool) -> str:

@@ -180,6 +180,7 @@ def bench(
     on_vllm = vllm_engine.is_vllm(given, flags or [])
     if on_vllm:
         _check_vllm(ks, endpoints)
+    options.check_paths(given.value("target"), given.value("speculative.model"), eagle3, method)
     settings = Settings(Layer(dict(given)))
     params = settings.build("sampling")
     prompts = _prompts(sets, limit, shuffle_seed)

@@ -113,6 +113,8 @@ def regenerate(
     plan = Plan.of(given, Layer({"sampling.max_tokens": Setting(_MAX_TOKENS, "default")}))
     if plan.params.n != 1:
         raise UserError(f"n is {plan.params.n}; a prompt has one response. Leave n out.")
+    if endpoint is None:
+        plan.check_paths(chat_template)
     from peagle.training.tables import is_folder, sha256_of_table, split_of
 
     prompts = split_of(prompts, split)

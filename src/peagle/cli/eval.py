@@ -21,6 +21,7 @@ from peagle.cli.options import (
     ShuffleSeed,
     Thinking,
     UseTemplate,
+    check_paths,
     thinking_mode,
 )
 from peagle.cli.settings import Layer, Settings
@@ -185,6 +186,8 @@ def eval(
     if model and not endpoint:
         raise UserError(f"--model is {model!r} without --endpoint; --target names a model here.")
     thinking = thinking_mode(thinking, chat_template)
+    if not endpoint:
+        check_paths(given.value("target"), given.value("speculative.model"), eagle3, method)
     settings = Settings(Layer(dict(given)))
     certificate = _certificate_options(given, sets, limit, temperature, samples) if certify else {}
     asked = Asked(

@@ -110,6 +110,7 @@ class Plan:
         """
         if self.speculative is None and self.off == "default":
             note("no --draft: decoding plainly (--method ngram needs no head)")
+        self.check_paths()
         self.prepare()
         from peagle.llm import LLM
 
@@ -122,6 +123,15 @@ class Plan:
         if self.show_memory or llm.target.device.type == "cuda":
             print(dim(str(llm.engine.memory_plan), sys.stderr), file=sys.stderr)
         return llm
+
+    def check_paths(self, chat_template: str | None = None) -> None:
+        """Refuse what `options.check_paths` refuses of the models and a template.
+
+        Raises:
+            UserError: naming the first that is not there.
+        """
+        head = self.speculative and self.speculative.model
+        options.check_paths(self.target, head, chat_template=chat_template)
 
     def prepare(self) -> None:
         """Set up the libraries, before anything is loaded."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from peagle.bundled import BUNDLED, BUNDLED_PEAGLE, BUNDLED_TARGET, expand_bundled
-from peagle.cli import groups
+from peagle.cli import groups, options
 from peagle.cli.flags import Given, takes
 from peagle.cli.plan import Plan
 from peagle.cli.settings import Layer, Setting
@@ -120,11 +120,13 @@ def serve(
     from peagle.serving.keys import load_keys
 
     keys = load_keys(os.environ, given.value("api_key_file"))
+    plan.check_paths(config.chat_template)
+    options.check_paths(None, eagle3=compare_draft)
+    _require_extra()  # before a model is fetched in vain
     # Connections are accepted from here on, while all else is imported and loaded.
     from peagle.serving.listening import listen
 
     listening = listen(config.host, config.port)
-    _require_extra()  # before a model is fetched in vain
     spec, name = _spec(plan, config, compare_draft)
     from peagle.serving.server import serve as run
 
@@ -182,9 +184,7 @@ def _require_extra() -> None:
 
 def _spec(plan: Plan, config: ServerConfig, compare: str | None) -> tuple[EngineSpec, str]:
     """What the engines load, and what the model is called."""
-    plan.prepare()
     from peagle.models.loading import resolve_model, with_local_head
-    from peagle.serving.messages import EngineSpec
 
     folder = resolve_model(plan.target, plan.settings.value("revision"))
     speculative = plan.speculative and with_local_head(plan.speculative)
@@ -197,6 +197,9 @@ def _spec(plan: Plan, config: ServerConfig, compare: str | None) -> tuple[Engine
         other = with_local_head(SpeculativeConfig(model=expand_bundled(compare, "eagle3")))
         name = _proposer_name(other)
         proposers[name if name not in proposers else f"{name}-2"] = other
+    plan.prepare()
+    from peagle.serving.messages import EngineSpec
+
     spec = EngineSpec(
         str(folder),
         proposers,

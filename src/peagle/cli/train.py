@@ -73,11 +73,13 @@ def train(
     """
     from peagle.cli.train_plan import check_options, show_plan
     from peagle.training.config import TrainConfig
-    from peagle.training.distributed import joined
 
     check_options(plan, gpu_memory_gib, gpus, tokens_per_s)
+    run = TrainConfig.read(config, overrides or [])
+    run.check_paths()
+    from peagle.training.distributed import joined
+
     with joined() as processes:
-        run = TrainConfig.read(config, overrides or [])
         if output is not None:
             run = run.model_copy(update={"output": output.absolute()})
         if not plan:
