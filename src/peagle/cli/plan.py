@@ -24,6 +24,7 @@ from peagle.cli.settings import (
 from peagle.cli.terminal import dim
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.errors import UserError
+from peagle.extras import require_package
 
 if TYPE_CHECKING:
     from peagle.llm import LLM
@@ -130,6 +131,8 @@ class Plan:
         Raises:
             UserError: naming the first that is not there.
         """
+        if self.params.structured_output is not None:
+            require_package("xgrammar", "grammar", "Structured output")
         head = self.speculative and self.speculative.model
         options.check_paths(self.target, head, chat_template=chat_template)
 

@@ -16,6 +16,7 @@ from peagle.cli.plan import Plan
 from peagle.cli.settings import Layer, Setting
 from peagle.config import SpeculativeConfig
 from peagle.errors import UserError
+from peagle.extras import require_package
 from peagle.serving.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -122,7 +123,8 @@ def serve(
     keys = load_keys(os.environ, given.value("api_key_file"))
     plan.check_paths(config.chat_template)
     options.check_paths(None, eagle3=compare_draft)
-    _require_extra()  # before a model is fetched in vain
+    for package in ("fastapi", "prometheus_client", "uvicorn"):
+        require_package(package, "serve", "peagle serve")
     # Connections are accepted from here on, while all else is imported and loaded.
     from peagle.serving.listening import listen
 
@@ -168,18 +170,6 @@ def _as_in_sagemaker(*, with_model: bool) -> None:
     typed = [word for word in sys.argv[2:] if word != "--sagemaker"]
     arguments = arguments_from(os.environ, with_model=with_model)
     raise typer.Exit(run(["serve", *arguments, *typed]))
-
-
-def _require_extra() -> None:
-    try:
-        import fastapi  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise UserError(
-            f"peagle serve needs the package {error.name}, which is not installed; run "
-            "pip install 'peagle[serve]'."
-        ) from None
 
 
 def _spec(plan: Plan, config: ServerConfig, compare: str | None) -> tuple[EngineSpec, str]:

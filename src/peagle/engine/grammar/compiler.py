@@ -21,6 +21,7 @@ from peagle.config.structured import StructuredOutput
 from peagle.engine.grammar.regex import translate
 from peagle.engine.grammar.schema import prepare_schema
 from peagle.errors import UserError
+from peagle.extras import install_extra
 
 if TYPE_CHECKING:
     import xgrammar
@@ -287,7 +288,7 @@ def _import_xgrammar() -> Any:
     except ImportError:
         raise UserError(
             "structured output needs the package xgrammar, which is not installed; run "
-            "pip install 'peagle[grammar]'."
+            f"{install_extra('grammar')}"
         ) from None
     return xgrammar
 
