@@ -91,7 +91,7 @@ _MODELS = group(
     ),
 )
 _THREADS = Flag(
-    "threads", int, "CPU threads.", default="1 with the bundled model, else torch's choice"
+    "threads", int, "CPU threads.", default="1 for a small model, else up to one a core"
 )
 
 
@@ -131,9 +131,7 @@ def demo(
     console = demo_view.make_console(no_color)
     view = demo_view.make_view(console, output_format)
     with view.loading():
-        # So small a model is as fast on one thread as on two, and far faster where others compute:
-        # two threads wait for each other at every operation.
-        options.set_threads(given.value("threads", None if "target" in given else 1))
+        options.set_threads(given.value("threads"))
         options.quiet_libraries()
         from peagle.cli import demo_report
         from peagle.evaluation.compare import build, load_target, warm_up

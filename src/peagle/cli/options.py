@@ -129,18 +129,16 @@ def check_paths(
 
 
 def set_threads(threads: int | None) -> None:
-    """Let torch use so many CPU threads.
+    """Let torch use so many CPU threads; None leaves the number to the model and the machine.
 
     Raises:
         UserError: fewer than one.
     """
     if threads is None:
         return
-    if threads < 1:
-        raise UserError(f"--threads is {threads}; expected at least 1.")
-    import torch
+    from peagle.engine import threads as library
 
-    torch.set_num_threads(threads)
+    library.set_threads(threads)
 
 
 def quiet_libraries() -> None:

@@ -40,7 +40,7 @@ class Plan:
         speculative: how drafts are made; None decodes plainly.
         engine: sizes of the engine.
         params: how to sample, as far as the settings say.
-        threads: CPU threads; None leaves them to torch.
+        threads: CPU threads; None leaves them to the model and the machine.
         off: what turned drafting off, where it is off.
         show_memory: whether the memory plan is printed on a CPU too.
     """
