@@ -38,7 +38,7 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["bench", "--eagle3", "./none"], "EAGLE-3 head 'none' is not there"),
     (["bench", "--set", "none.jsonl"], "'none.jsonl' is not"),
     (["tune", *OWN], "target model 'none' is not there"),
-    (["tune", "--acceptance", "none.json"], "'none.json' is not there"),
+    (["tune", "--acceptance", "none.json"], "'none.json' is not readable"),
     (["demo", *OWN], "target model 'none' is not there"),
     (["doctor", *OWN], "target model 'none' is not there"),
     (["doctor", "--prompts", "none.txt"], "'none.txt' is not readable"),

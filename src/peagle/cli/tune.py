@@ -159,9 +159,10 @@ def tune(
         raise UserError(f"--threshold is {threshold}; expected at least 0, like 0.03 for 3%.")
     if method is not None and acceptance is None:
         raise UserError(f"--method is {method!r}: it chooses from a file; add --acceptance.")
-    check_paths(given.value("target"), given.value("speculative.model"))
+    if draft := given.value("speculative.model"):  # a target without one is refused for that
+        check_paths(given.value("target"), draft)
     if acceptance is not None and not acceptance.exists():
-        raise UserError(f"--acceptance {str(acceptance)!r} is not there; check the path.")
+        raise UserError(f"--acceptance {str(acceptance)!r} is not readable: it is not there.")
     from peagle.cli.tune_run import run
 
     result = run(given, asked)
