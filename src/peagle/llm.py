@@ -23,6 +23,7 @@ from peagle.engine import EngineStats, LLMEngine
 from peagle.engine.outputs import RequestOutput, StreamChunk
 from peagle.engine.placement import resolve_device, resolve_dtype
 from peagle.engine.requests import Prompt, Requests
+from peagle.engine.threads import choose_threads
 from peagle.errors import CheckpointError, UserError
 from peagle.models.loading import resolve_model, with_local_head
 from peagle.models.target import TargetModel, load_tokenizer
@@ -133,6 +134,7 @@ class LLM:
                 f"A loaded model was given, and dtype {config.dtype!r}, device {config.device!r}; "
                 f"it is {model.dtype} on {model.device}. Leave them out, or load it so."
             )
+        choose_threads(model.model)
         self.target = model
         self.tokenizer = load_tokenizer(model.name)
         self.engine = LLMEngine(model, config, speculative)

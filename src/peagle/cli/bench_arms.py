@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peagle.cli import options
 from peagle.cli.flags import Given
 from peagle.cli.plan import note
 from peagle.cli.settings import Settings
@@ -159,8 +158,6 @@ def load_engines(
     from peagle.evaluation.sweep import Arm
 
     models = load_models(given, settings, eagle3, methods, ngram=False)
-    # So small a model is as fast on one thread as on two.
-    options.set_threads(given.value("threads", None if "target" in given else 1))
     head_options = settings.section("speculative")
     head_options.pop("model", None)
     plain = Method(PLAIN)

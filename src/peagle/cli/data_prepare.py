@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from peagle.cli.options import ChatTemplate, Format, OutputFormat, Split, quiet_libraries
+from peagle.cli.options import (
+    ChatTemplate,
+    Format,
+    OutputFormat,
+    Split,
+    check_paths,
+    quiet_libraries,
+)
 from peagle.cli.plan import note
 from peagle.errors import UserError
 
@@ -93,13 +100,17 @@ def prepare(
     prompt that serving would have made. What is left out is counted, with the reason.
     """
     _check_outputs(sources, output, validation, overwrite)
+    from peagle.training.tables import parts_of, sha256_of_table, split_of
+
+    sources = [split_of(path, split) for path in sources]
+    for source in sources:
+        parts_of(source)  # refuses what is not there before torch is imported
+    check_paths(target, chat_template=chat_template)
     quiet_libraries()
     from peagle.training import prepare as library
     from peagle.training.readers import tokenizer_sha256
     from peagle.training.samples import SampleMaker, stop_ids_of, vocab_size_of
-    from peagle.training.tables import sha256_of_table, split_of
 
-    sources = [split_of(path, split) for path in sources]
     folder, tokenizer = load_tokenizer_of(target)
     share = validation_share if validation is not None else 0.0
     if validation is not None and not share:

@@ -91,7 +91,7 @@ _MODELS = group(
     ),
 )
 _THREADS = Flag(
-    "threads", int, "CPU threads.", default="1 with the bundled model, else torch's choice"
+    "threads", int, "CPU threads.", default="1 for a small model, else up to one a core"
 )
 
 
@@ -119,6 +119,7 @@ def demo(
     settings = Settings(Layer(dict(given)))
     params, engine = settings.build("sampling"), settings.build("engine")
     target = given.value("target") or BUNDLED
+    options.check_paths(target, given.value("draft"), given.value("eagle3"))
     configurations = _heads(given)
     from peagle.models.loading import resolve_model, with_local_head
 
@@ -130,9 +131,7 @@ def demo(
     console = demo_view.make_console(no_color)
     view = demo_view.make_view(console, output_format)
     with view.loading():
-        # So small a model is as fast on one thread as on two, and far faster where others compute:
-        # two threads wait for each other at every operation.
-        options.set_threads(given.value("threads", None if "target" in given else 1))
+        options.set_threads(given.value("threads"))
         options.quiet_libraries()
         from peagle.cli import demo_report
         from peagle.evaluation.compare import build, load_target, warm_up

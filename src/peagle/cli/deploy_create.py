@@ -107,6 +107,10 @@ def create(
     Whatever fails, and a Ctrl-C, takes back what was made until then; what cannot be taken back is
     listed with the command that does it. Costs begin with the instances.
     """
+    if model.startswith((".", "/", "~")):
+        from peagle.deploy.models import source_of
+
+        source_of(model)  # refuses what is not there before AWS is asked
     from peagle.deploy.aws import Clients
     from peagle.deploy.endpoints import require_new
     from peagle.deploy.plan import create_calls

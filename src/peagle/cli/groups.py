@@ -227,7 +227,7 @@ ENGINE = group(
         "--no-prefix-caching",
         read=lambda _: False,
     ),
-    Flag("threads", int, "CPU threads.", default="torch's choice"),
+    Flag("threads", int, "CPU threads.", default="1 for a small model, else up to one a core"),
 )
 
 SERVER = group(

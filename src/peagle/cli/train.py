@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from peagle.cli.main import INTERRUPTED
+from peagle.extras import install_extra
 
 if TYPE_CHECKING:
     from peagle.training.config import TrainConfig
@@ -73,11 +74,13 @@ def train(
     """
     from peagle.cli.train_plan import check_options, show_plan
     from peagle.training.config import TrainConfig
-    from peagle.training.distributed import joined
 
     check_options(plan, gpu_memory_gib, gpus, tokens_per_s)
+    run = TrainConfig.read(config, overrides or [])
+    run.check_paths()
+    from peagle.training.distributed import joined
+
     with joined() as processes:
-        run = TrainConfig.read(config, overrides or [])
         if output is not None:
             run = run.model_copy(update={"output": output.absolute()})
         if not plan:
@@ -111,7 +114,7 @@ def _train(plan: TrainConfig, processes: Processes, *, resume: bool, as_json: bo
         if trainer.vocabulary is not None:
             print(trainer.vocabulary, file=sys.stderr)
         if not can_draw():
-            missing = "matplotlib is not installed: pip install 'peagle[report]'"
+            missing = f"matplotlib is not installed: {install_extra('report')}"
             print(f"curves.png is left out, {missing}", file=sys.stderr)
     _stop_on_interrupt(trainer)
     try:

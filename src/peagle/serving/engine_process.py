@@ -21,6 +21,7 @@ from typing import Any
 from peagle.engine import EngineStats, LLMEngine, SpeculationStats
 from peagle.engine.placement import resolve_device, resolve_dtype
 from peagle.engine.requests import Requests
+from peagle.engine.threads import set_threads
 from peagle.errors import UserError
 from peagle.llm import LLM
 from peagle.models.target import TargetModel
@@ -67,10 +68,8 @@ def _load(spec: EngineSpec) -> dict[str, LLM]:
     if spec.device_index is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(spec.device_index)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    import torch
-
     if spec.threads is not None:
-        torch.set_num_threads(spec.threads)
+        set_threads(spec.threads)
     device = resolve_device(spec.engine.device)
     dtype = resolve_dtype(spec.engine.dtype, device)
     target = TargetModel.load(Path(spec.target), dtype=dtype, device=device)

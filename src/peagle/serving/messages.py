@@ -19,7 +19,7 @@ class EngineSpec:
         proposers: how each proposer drafts, by name; the first one is the default. They share the
             target's weights and split the KV budget.
         engine: sizes.
-        threads: CPU threads of torch; None leaves them to it.
+        threads: CPU threads of torch; None leaves them to the model and the machine.
         device_index: of the GPU, where the device is "auto" or "cuda" and there are several.
         compile_timeout_s: how long a grammar may compile.
         log_format: of what it writes to standard error.

@@ -17,6 +17,7 @@ from pydantic import (
 )
 
 from peagle.bundled import Role, expand_bundled
+from peagle.config import require_folder
 from peagle.errors import UserError
 
 FORMAT_VERSION = 1
@@ -331,6 +332,19 @@ class TrainConfig(_Section):
         except ValidationError as error:
             raise UserError(f"{str(path)!r}: {_first_problem(error)}") from None
         return config._relative_to(file.parent)
+
+    def check_paths(self) -> None:
+        """Refuse a target, an init head or data files that are not there.
+
+        Raises:
+            UserError: naming the first.
+        """
+        require_folder(self.target, "The target model")
+        if self.head.init is not None:
+            require_folder(self.head.init, "head.init:")
+        for path in (self.data.train, self.data.validation):
+            if path is not None and not path.is_file():
+                raise UserError(f"The data file {str(path)!r} is not there.")
 
     def _relative_to(self, folder: Path) -> TrainConfig:
         names = ("train", "validation", "features", "validation_features")

@@ -1,0 +1,89 @@
+"""How many CPU threads torch gets, by the model, the machine and who has decided already."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from peagle.engine import threads
+from peagle.engine.threads import BYTES_PER_THREAD, choose_threads, fast_threads, usable_cores
+from peagle.errors import UserError
+from tests.cli.conftest import environment
+
+SMALL = nn.Linear(8, 8)
+
+
+@pytest.fixture(autouse=True)
+def _undecided(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Four cores, torch's default, and nobody has asked for a number."""
+    before = torch.get_num_threads()
+    for variable in threads.VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(threads, "_is_told", False)
+    monkeypatch.setattr(threads, "_chosen", None)
+    monkeypatch.setattr(threads, "_defaults", lambda: (8, 4))
+    monkeypatch.setattr(threads, "_CPU_MAX", Path("nowhere"))
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("weight_bytes", "expected"),
+    [(0, 1), (19 * 10**6, 1), (2 * BYTES_PER_THREAD, 2), (10**10, 4)],
+)
+def test_a_thread_needs_bytes_to_read(weight_bytes: int, expected: int) -> None:
+    assert fast_threads(weight_bytes, 4) == expected
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("max 100000", 4), ("250000 100000", 2), ("9 99", 1)])
+def test_cores_are_those_that_may_be_used(
+    quota: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpu.max").write_text(quota)
+    monkeypatch.setattr(threads, "_CPU_MAX", tmp_path / "cpu.max")
+    assert usable_cores() == cores
+
+
+def test_a_small_model_gets_one_thread_and_a_large_one_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    choose_threads(SMALL)
+    assert torch.get_num_threads() == 1
+    monkeypatch.setattr(threads, "BYTES_PER_THREAD", 8)
+    choose_threads(SMALL)
+    assert torch.get_num_threads() == 4
+
+
+@pytest.mark.parametrize("variable", threads.VARIABLES)
+def test_the_environment_wins(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "4")
+    choose_threads(SMALL)
+    assert torch.get_num_threads() == 4
+
+
+def test_an_option_and_a_program_win() -> None:
+    torch.set_num_threads(3)  # neither torch's default nor a number from here
+    choose_threads(SMALL)
+    assert torch.get_num_threads() == 3
+    threads.set_threads(4)
+    choose_threads(SMALL)
+    assert torch.get_num_threads() == 4
+    with pytest.raises(UserError, match="--threads is 0; expected at least 1"):
+        threads.set_threads(0)
+
+
+def test_torch_starts_with_one_of_the_numbers_that_count_as_its_own() -> None:
+    code = (
+        "import torch; from peagle.engine import threads\n"
+        "assert torch.get_num_threads() in threads._defaults(), threads._defaults()\n"
+        "from peagle import LLM\n"
+        "LLM('bundled'); assert torch.get_num_threads() == 1"
+    )
+    subprocess.run([sys.executable, "-c", code], env=environment(), check=True)
