@@ -17,6 +17,7 @@ from pydantic import (
 )
 
 from peagle.bundled import Role, expand_bundled
+from peagle.config import require_folder
 from peagle.errors import UserError
 
 FORMAT_VERSION = 1
@@ -331,6 +332,28 @@ class TrainConfig(_Section):
         except ValidationError as error:
             raise UserError(f"{str(path)!r}: {_first_problem(error)}") from None
         return config._relative_to(file.parent)
+
+    def check_files(self) -> None:
+        """Refuse a run whose files are not there, without reading them.
+
+        Raises:
+            UserError: naming the key and what to do.
+        """
+        require_folder(self.target, "The target model")
+        data = self.data
+        if not data.train.is_file():
+            raise UserError(
+                f"data.train is {str(data.train)!r}, which is not there. `peagle data prepare` "
+                f"writes it: peagle data prepare RESPONSES --target {self.target} --output "
+                f"{data.train}"
+            )
+        if data.validation is not None and not data.validation.is_file():
+            raise UserError(
+                f"data.validation is {str(data.validation)!r}, which is not there. `peagle data "
+                "prepare` writes it with --validation FILE, or as NAME.validation.safetensors "
+                "with --validation-share alone. Or leave data.validation out: the newest head is "
+                "then kept in place of the best one."
+            )
 
     def _relative_to(self, folder: Path) -> TrainConfig:
         names = ("train", "validation", "features", "validation_features")
