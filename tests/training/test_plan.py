@@ -20,6 +20,7 @@ from peagle.training.config import TrainConfig
 from peagle.training.data import ResponseDataset
 from peagle.training.feature_format import Index, StoreFacts, plan_shards
 from peagle.training.methods import Method
+from peagle.training import plan as plans
 from peagle.training.plan import GPU_TFLOPS, TrainingPlan, Where, make_plan
 from peagle.training.plan_text import plan_text
 from peagle.training.step_shape import BatchShape
@@ -243,6 +244,12 @@ def test_stored_features_spare_the_target(config: TrainConfig, tmp_path: Path) -
     assert wide.disk.store == 2 * stored.disk.store
 
 
+@pytest.fixture
+def _any_step_tells_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "LEAST_STEP_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("_any_step_tells_the_pace")
 def test_hours_from_arithmetic_or_from_a_measurement(config: TrainConfig) -> None:
     assert plan_of(config, Where()).pace is None
     run = {"device": "auto", "memory_gib": None}
@@ -256,6 +263,7 @@ def test_hours_from_arithmetic_or_from_a_measurement(config: TrainConfig) -> Non
     assert measured.pace.hours * 3600 * 50 == pytest.approx(4 * measured.stream.tokens_per_step)
 
 
+@pytest.mark.usefixtures("_any_step_tells_the_pace")
 def test_several_gpus_share_rows_and_states(config: TrainConfig) -> None:
     run = {"device": "auto", "memory_gib": None}
     data = {"batch_tokens": 384}

@@ -51,7 +51,8 @@ class ProgressLine:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._bar.stop()
+        if self.is_live:
+            self._bar.stop()
 
     def begin(self, phase: str) -> None:
         """Name what begins now; how long it takes is not known."""
