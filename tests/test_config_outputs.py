@@ -28,9 +28,9 @@ def test_a_relative_output_is_in_the_current_folder(
 def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (file := tmp_path / "file").touch()
     for folder in (file, file / "below", Path("/proc/below"), tmp_path / ("x" * 300)):
-        with pytest.raises(UserError, match="^The output '.*' cannot be written: "):
+        with pytest.raises(UserError, match=r"^The output '.*' cannot be written: "):
             require_writable_folder(folder, "The output")
-    with pytest.raises(UserError, match="^The folder of the output '.*' cannot be written: "):
+    with pytest.raises(UserError, match=r"^The folder of the output '.*' cannot be written: "):
         require_writable_file(file / "a.jsonl", "The output")
     with pytest.raises(UserError, match="is a folder; expected the name of a file"):
         require_writable_file(tmp_path, "The output")

@@ -134,9 +134,7 @@ def test_a_share_gives_each_file_a_conversation(
     assert peagle(*command, "--overwrite").status == 0, "no share, no second file"
 
 
-def test_one_conversation_has_no_share_to_give(
-    peagle: Peagle, pair: Pair, tmp_path: Path
-) -> None:
+def test_one_conversation_has_no_share_to_give(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", {"prompt": "a", "response": "answer"})
     command = ["data", "prepare", source, "--target", pair.target, "-o", tmp_path / "b.jsonl"]
     result = peagle(*command, "--validation-share", 0.5)
@@ -184,7 +182,9 @@ def test_regeneration_says_what_it_is_doing(
     lines = result.err.splitlines()
     assert lines[0] == "peagle: loading the model"
     assert lines[1].startswith("peagle: 0 answers to 6 prompts")
-    assert lines[-1].startswith("peagle: 6 answers to 6 prompts") and lines[-1].endswith("0:00 left")
+    assert lines[-1].startswith("peagle: 6 answers to 6 prompts") and lines[-1].endswith(
+        "0:00 left"
+    )
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import re
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -31,7 +30,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds that the code under test reads."""
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
@@ -99,7 +98,7 @@ def test_training_is_on_the_line_and_validations_above_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     terminal = Terminal()
-    line, console = drawn(terminal)
+    line, _ = drawn(terminal)
     monkeypatch.setattr("sys.stdout", terminal)
     with line:
         view = TrainView(line, 100)
