@@ -62,6 +62,20 @@ def test_a_line_fits_the_terminal(width: int, clock: list[float]) -> None:
         assert "━" in last
 
 
+def test_a_phase_between_counts_shows_its_seconds() -> None:
+    terminal = Terminal()
+    line, _ = drawn(terminal)
+    with line:
+        line.update(3, 6, "loss 1.0")
+        line.begin("validating step 3")
+        line._bar.refresh()
+        line.update(4, 6, "loss 1.0")
+        line._bar.refresh()
+    phases = [text for text in terminal.lines() if text.startswith("validating step 3 ")]
+    assert phases and all(text.rstrip().endswith(" 0:00") for text in phases)
+    assert terminal.lines()[-1].startswith("step 4/6 ")
+
+
 def test_lines_that_stay_are_above_the_bar() -> None:
     terminal = Terminal()
     line, _ = drawn(terminal)

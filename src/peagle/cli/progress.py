@@ -6,7 +6,7 @@ import sys
 import time
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.table import Column
 from rich.text import Text
 
@@ -41,13 +41,11 @@ class ProgressLine:
             transient=True,
             redirect_stdout=sys.stdout.isatty(),
         )
-        self._task = self._bar.add_task("", total=None, figures="")
+        self._task: TaskID | None = None
         self._first: tuple[float, int] | None = None
         self._printed = time.monotonic()
 
     def __enter__(self) -> ProgressLine:
-        if self.is_live:
-            self._bar.start()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -57,7 +55,7 @@ class ProgressLine:
     def begin(self, phase: str) -> None:
         """Name what begins now; how long it takes is not known."""
         if self.is_live:
-            self._bar.reset(self._task, total=None, description=printable(phase), figures="")
+            self._show(printable(phase), None, 0, "")
         else:
             self.print(phase)
 
@@ -72,10 +70,7 @@ class ProgressLine:
         left = self._time_left(done, total)
         if self.is_live:
             figures = "  ".join(filter(None, (figures, left)))
-            name = f"{self._unit} {done}/{total}"
-            self._bar.update(
-                self._task, description=name, completed=done, total=total, figures=figures
-            )
+            self._show(f"{self._unit} {done}/{total}", total, done, figures)
         elif line and time.monotonic() - self._printed >= _LINE_SECONDS:
             self._printed = time.monotonic()
             self.print("; ".join(filter(None, (line, left))))
@@ -86,6 +81,16 @@ class ProgressLine:
             self._bar.console.print(text, markup=False, soft_wrap=True)
         elif not self._quiet:
             print(f"peagle: {text}", file=sys.stderr, flush=True)
+
+    def _show(self, text: str, total: int | None, done: int, figures: str) -> None:
+        """Draw the line; a total of None makes the bar move back and forth."""
+        if self._task is None or total is None:
+            # A task cannot lose its total, so that a phase is a new one.
+            if self._task is not None:
+                self._bar.remove_task(self._task)
+            self._task = self._bar.add_task(text, total=total, figures="")
+            self._bar.start()
+        self._bar.update(self._task, description=text, total=total, completed=done, figures=figures)
 
     def _time_left(self, done: int, total: int) -> str:
         now = time.monotonic()

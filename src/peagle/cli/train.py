@@ -102,10 +102,11 @@ def train(
         progress.begin("importing torch")
         from peagle.training.distributed import joined
 
+        result = None
         with joined() as processes:
             run = read()
             if not plan:
-                _train(run, processes, progress, resume=resume, as_json=format == "json")
+                result = _train(run, processes, progress, resume=resume, as_json=format == "json")
             elif processes.is_first:
                 show_plan(
                     run,
@@ -114,6 +115,8 @@ def train(
                     tokens_per_s=tokens_per_s,
                     as_json=format == "json",
                 )
+    if result is not None:
+        print(result)
 
 
 def _shows_progress(format: str) -> bool:
@@ -123,7 +126,8 @@ def _shows_progress(format: str) -> bool:
 
 def _train(
     plan: TrainConfig, processes: Processes, progress: ProgressLine, *, resume: bool, as_json: bool
-) -> None:
+) -> str | None:
+    """Train; returns what is printed at the end, in the first process."""
     from peagle.cli.train_view import TrainView, result_text
     from peagle.training.trainer import Trainer, TrainingStopped
 
@@ -141,12 +145,12 @@ def _train(
             raise SystemExit(INTERRUPTED) from None
         print(f"peagle: {stopped}", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
+    head = str(plan.output / "head")
     if not processes.is_first:
-        return
+        return None
     if as_json:
-        print(json.dumps({"kind": "result", "head": str(plan.output / "head"), **record}))
-    else:
-        print(result_text(record, str(plan.output / "head")))
+        return json.dumps({"kind": "result", "head": head, **record})
+    return result_text(record, head)
 
 
 def _facts(trainer: Trainer) -> Iterator[str]:
