@@ -30,10 +30,18 @@ from serving.warm import forks, take_over
 from tests.docs.pages import ROOT
 
 LIMITS = {
-    "bench": ["--limit", "2", "--max-new-tokens", "8", "--repeats", "1"],
+    "bench": ["--limit", "2", "--max-new-tokens", "4", "--repeats", "1", "--concurrency", "1,2"],
+    "data regenerate": ["--limit", "8", "--max-new-tokens", "16"],
     "demo": ["--limit", "1", "--max-new-tokens", "8"],
     "doctor": ["--limit", "2", "--max-new-tokens", "8"],
     "eval": ["--limit", "2", "--max-new-tokens", "8"],
+    "train": [
+        *("--set", "optimizer.steps=2"),
+        *("--set", "run.validate_every=1"),
+        *("--set", "data.batch_tokens=1024"),
+        *("--set", "data.max_length=512"),
+        *("--set", "data.length_multiple=64"),
+    ],
     "tune": ["--batch-sizes", "1,2", "--steps", "2", "--rounds", "1"],
 }
 _PAIR2 = ROOT / "tests" / "fixtures" / "pair2"  # it has a chat template with a thinking mode
@@ -75,6 +83,9 @@ class Shell:
             one.mkdir()
         for name in _COPIED:
             shutil.copytree(ROOT / name, self.folder / name)
+        (self.folder / "src").symlink_to(ROOT / "src")
+        for example in (self.folder / "examples").glob("*.py"):
+            example.write_text(self._on_this_port(example.read_text()))
         for name, stand_in in _STAND_INS.items():
             (self.folder / name).symlink_to(stand_in)
         self._server: Any = None
@@ -111,7 +122,7 @@ class Shell:
         # A file: of a pipe the server, which goes on, would hold the other end.
         with tempfile.TemporaryFile("w+") as written:
             result = subprocess.run(
-                ["bash", "-euo", "pipefail", "-c", text.replace("8000", str(self._port))],
+                ["bash", "-euo", "pipefail", "-c", self._on_this_port(text)],
                 cwd=self.folder,
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
@@ -128,6 +139,9 @@ class Shell:
         """End the server, if one runs, and take no more commands."""
         self._end_server()
         self._listener.close()
+
+    def _on_this_port(self, text: str) -> str:
+        return text.replace("8000", str(self._port))
 
     def _serve_commands(self) -> None:
         while True:
@@ -206,7 +220,8 @@ def _run_peagle(
 
 def _limited(arguments: list[str]) -> list[str]:
     """The arguments with the limits of their command, before those that are passed on."""
-    limits = LIMITS.get(arguments[0], []) if arguments else []
+    names = (name for name in LIMITS if arguments[: len(name.split())] == name.split())
+    limits = LIMITS[name] if (name := next(names, None)) else []
     end = arguments.index("--") if "--" in arguments else len(arguments)
     return [*arguments[:end], *limits, *arguments[end:]]
 
