@@ -145,12 +145,13 @@ def _train(
             raise SystemExit(INTERRUPTED) from None
         print(f"peagle: {stopped}", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
-    head = str(plan.output / "head")
+    head = plan.output / "head"
     if not processes.is_first:
         return None
     if as_json:
-        return json.dumps({"kind": "result", "head": head, **record})
-    return result_text(record, head)
+        return json.dumps({"kind": "result", "head": str(head), **record})
+    here, head = Path.cwd(), head.resolve()
+    return result_text(record, str(head.relative_to(here) if head.is_relative_to(here) else head))
 
 
 def _facts(trainer: Trainer) -> Iterator[str]:
