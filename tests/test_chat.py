@@ -151,10 +151,33 @@ def test_a_default_set_on_the_variable_itself_still_reads_it() -> None:
     assert text_of(template, thinking=False) == "Falseuser"
 
 
-@pytest.mark.parametrize("thinking", [True, False])
-def test_thinking_without_effect_is_refused(thinking: bool) -> None:
-    with pytest.raises(UserError, match=f"thinking is {thinking}.*neither enable_thinking nor"):
-        render_chat(tokenizer_with(CHATML), HELLO, thinking=thinking)
+def test_a_template_without_a_thinking_mode_cannot_think() -> None:
+    with pytest.raises(UserError, match=r"thinking is True.*neither enable_thinking nor"):
+        render_chat(tokenizer_with(CHATML), HELLO, thinking=True)
+    with pytest.raises(UserError, match="no option 'enable_thinking'"):
+        text_of(CHATML, template_kwargs={"enable_thinking": True})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"thinking": False},
+        {"template_kwargs": {"enable_thinking": False}},
+        {"thinking": False, "template_kwargs": {"thinking": False}},
+    ],
+)
+def test_no_thinking_is_what_a_template_without_a_thinking_mode_does(options: Any) -> None:
+    assert text_of(CHATML, **options) == text_of(CHATML)
+    with pytest.raises(UserError, match="opens the model's reasoning in every prompt"):
+        text_of(CHATML + "<think>\n", **options)
+
+
+def test_a_template_with_efforts_is_not_without_thinking() -> None:
+    template = CHATML + "{{ reasoning_effort }}"
+    with pytest.raises(UserError, match=r"thinking is False.*set reasoning_effort in template_kw"):
+        text_of(template, thinking=False)
+    with pytest.raises(UserError, match=r"no option 'enable_thinking'.*reads: reasoning_effort"):
+        text_of(template, template_kwargs={"enable_thinking": False})
 
 
 def test_thinking_that_is_no_truth_value_is_refused() -> None:

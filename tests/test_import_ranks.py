@@ -39,6 +39,7 @@ RANKS = {
     "environment": 0,
     "markers": 0,
     "thinking": 0,
+    "extras": -1,
     "errors": -1,
 }
 FACADE = "the facade peagle/__init__.py"

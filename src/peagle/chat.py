@@ -7,11 +7,12 @@ read; only the sandboxed renderer of transformers runs them.
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import jinja2.ext
@@ -19,18 +20,16 @@ import jinja2.meta
 import jinja2.nodes
 import jinja2.sandbox
 from jinja2.parser import Parser
-from transformers import PreTrainedTokenizerBase
 
 from peagle.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 THINKING_VARIABLES = ("enable_thinking", "thinking")
 
 _FILE_SUFFIXES = (".jinja", ".jinja2", ".j2")
-# What the renderer itself gives to a template, and so no option of the template.
-_RENDERER_NAMES = {"messages", "raise_exception", "strftime_now"} | set(
-    inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
-) - {"documents"}
 _RENDER_ERRORS = (
     jinja2.TemplateError,
     TypeError,
@@ -79,7 +78,8 @@ def render_chat(
         chat_template: None takes the tokenizer's own; else a path to a .jinja file, a Jinja
             template, or the name of one of the tokenizer's named templates.
         thinking: None leaves the template's default; True and False set `enable_thinking` and
-            `thinking`, whichever the template reads.
+            `thinking`, whichever the template reads. A template that reads neither renders the
+            same for False, which asks for nothing more, and refuses True.
         add_generation_prompt: end with the opening of an assistant message; None does so unless
             `continue_final_message`.
         continue_final_message: leave the final message open, for the model to go on with.
@@ -97,6 +97,7 @@ def render_chat(
     conversation = _checked_messages(messages, source)
     _check_end(conversation, add_generation_prompt, continue_final_message)
     options = _template_options(variables, thinking, template_kwargs or {})
+    is_without = thinking is False or _names_no_thinking(template_kwargs or {})
     if tools and "tools" not in variables:
         raise UserError(
             f"{len(tools)} tools were given, and the chat template does not read tools; leave them "
@@ -122,6 +123,11 @@ def render_chat(
         raise UserError(
             f"The chat template renders these {len(conversation)} messages as an empty prompt; "
             "pass another chat_template."
+        )
+    if is_without and not _switches(variables) and opens_thinking(tokenizer, token_ids):
+        raise UserError(
+            "No thinking was asked for, and the chat template opens the model's reasoning in every "
+            f"prompt (it reads neither {' nor '.join(THINKING_VARIABLES)}); leave thinking out."
         )
     return list(token_ids)
 
@@ -153,6 +159,29 @@ def resolve_chat_template(
     if isinstance(chat_template, Path) or chat_template.endswith(_FILE_SUFFIXES):
         return _read_template(Path(chat_template))
     raise UserError(f"Unknown chat template {chat_template!r}; expected {_choices(named)}.")
+
+
+def check_template_file(chat_template: str | Path | None) -> None:
+    """Refuse a template file that cannot be read; no tokenizer is needed.
+
+    Raises:
+        UserError: naming the file.
+    """
+    if isinstance(chat_template, Path) or (chat_template or "").endswith(_FILE_SUFFIXES):
+        _read_template(Path(str(chat_template)))
+
+
+def may_have_template(folder: Path) -> bool:
+    """Return whether the files of a model's folder hold a chat template, without a tokenizer."""
+    if any(folder.glob("chat_template*")) or (folder / "additional_chat_templates").is_dir():
+        return True
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError):
+        return True  # what is wrong with the file is for the tokenizer to say
+    return not isinstance(config, dict) or bool(config.get("chat_template"))
 
 
 def _default_template(own: Any, named: Mapping[str, str], with_tools: bool) -> str:
@@ -220,7 +249,12 @@ def _template_options(
 ) -> dict[str, Any]:
     """Variables for the template, each of which it reads."""
     options = dict(template_kwargs)
-    known = variables - _RENDERER_NAMES - set(jinja2.sandbox.SandboxedEnvironment().globals)
+    known = variables - _renderer_names() - set(jinja2.sandbox.SandboxedEnvironment().globals)
+    switches = _switches(variables)
+    # "No thinking" needs no switch where there is no thinking; efforts are a thinking mode too.
+    is_met = not switches and "reasoning_effort" not in known
+    if is_met:
+        options = {n: v for n, v in options.items() if not _names_no_thinking({n: v})}
     for name in options:
         if name not in known:
             names = ", ".join(sorted(known)) or "none"
@@ -232,11 +266,13 @@ def _template_options(
         return options
     if not isinstance(thinking, bool):
         raise UserError(f"thinking is {thinking!r}; expected True, False or None.")
-    switches = [name for name in THINKING_VARIABLES if name in known]
+    if is_met and not thinking:
+        return options
     if not switches:
+        instead = "" if is_met else "; set reasoning_effort in template_kwargs"
         raise UserError(
             f"thinking is {thinking}, and the chat template has no thinking mode to set (it reads "
-            f"neither {' nor '.join(THINKING_VARIABLES)}); leave thinking out."
+            f"neither {' nor '.join(THINKING_VARIABLES)}); leave thinking out{instead}."
         )
     if twice := [name for name in switches if name in options]:
         raise UserError(
@@ -244,6 +280,24 @@ def _template_options(
             f"{options[twice[0]]!r}; give one of them."
         )
     return {**options, **dict.fromkeys(switches, thinking)}
+
+
+@cache
+def _renderer_names() -> frozenset[str]:
+    """What the renderer itself gives to a template, and so no option of the template."""
+    from transformers import PreTrainedTokenizerBase
+
+    own = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
+    return frozenset({"messages", "raise_exception", "strftime_now"} | own - {"documents"})
+
+
+def _switches(variables: frozenset[str]) -> list[str]:
+    """Variables by which the template's thinking mode is turned on and off."""
+    return [name for name in THINKING_VARIABLES if name in variables]
+
+
+def _names_no_thinking(options: Mapping[str, Any]) -> bool:
+    return any(options.get(name) is False for name in THINKING_VARIABLES)
 
 
 # ---- messages -------------------------------------------------------------------------------

@@ -6,12 +6,12 @@ import os
 import platform
 import subprocess
 from pathlib import Path
-from typing import Any
-
-import torch
-import transformers
+from typing import TYPE_CHECKING, Any
 
 from peagle import __version__
+
+if TYPE_CHECKING:
+    import torch
 
 
 def environment(device: torch.device | None = None) -> dict[str, Any]:
@@ -20,6 +20,9 @@ def environment(device: torch.device | None = None) -> dict[str, Any]:
     Args:
         device: the one measured on; None is the CPU.
     """
+    import torch
+    import transformers
+
     on_gpu = device is not None and device.type == "cuda"
     return {
         "peagle": __version__,

@@ -149,7 +149,10 @@ NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system'
         (["--chat-template", "{% if %}"], "--chat-template: The chat template does not parse"),
         (["--chat-template", "{{ '' }}"], "--chat-template: The chat template renders"),
         (["--chat-template", "{{ 'x' }}", "--thinking"], "--thinking: thinking is True, and the"),
-        (["--chat-template", "{{ 'x' }}", "--no-thinking"], "--no-thinking: thinking is False"),
+        (
+            ["--chat-template", "{{ 'x' }}<think>", "--no-thinking"],
+            "--no-thinking: No thinking was asked for",
+        ),
         (["--chat-template", NO_SYSTEM, "--system", "s"], "--system: The chat template cannot"),
         (["--top-p", "2"], "--top-p: top_p is 2.0; expected"),
         (["--regex", "a", "--json-object"], "--json-object and --regex contradict each other"),

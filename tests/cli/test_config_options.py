@@ -15,6 +15,7 @@ import pytest
 from huggingface_hub import constants
 
 from peagle import LLM, EngineConfig, SamplingParams, SpeculativeConfig
+from peagle.bundled import BUNDLED, FOLDERS
 from tests.cli.conftest import Pair, Peagle, Result, environment
 from tests.fake_hub import FakeHub, read_folder, serve, used
 from tests.fake_hub import environment as hub_environment
@@ -171,8 +172,8 @@ def test_paths_in_a_file_are_relative_to_it(
 def test_the_bundled_pair_is_the_default(
     peagle: Peagle, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("peagle.cli.options.BUNDLED_TARGET", pair.target)
-    monkeypatch.setattr("peagle.cli.plan.BUNDLED_PEAGLE", pair.peagle)
+    monkeypatch.setitem(FOLDERS["target"], BUNDLED, pair.target)
+    monkeypatch.setitem(FOLDERS["draft"], BUNDLED, pair.peagle)
     data = json.loads(peagle("generate", "--show-config").out)
     assert data["target"] == {"value": str(pair.target), "source": "default"}
     assert data["speculative"]["model"] == {"value": str(pair.peagle), "source": "default"}

@@ -67,6 +67,20 @@ def test_from_prompts_to_what_train_reads(
     assert len(found["shown"]) == 1 and len(found["shown"][0]["response_token_ids"]) == 12
 
 
+def test_no_thinking_is_fine_for_a_target_without_a_template(
+    peagle: Peagle, pair: Pair, prompts: Path, tmp_path: Path
+) -> None:
+    responses, train = tmp_path / "responses.jsonl", tmp_path / "train.safetensors"
+    target = ["--target", pair.target, "--no-thinking"]
+    for command in (
+        ["regenerate", prompts, *target, "-o", responses, "--limit", 1, "--max-new-tokens", 4],
+        ["prepare", responses, *target, "-o", train],
+        ["inspect", train, *target],
+    ):
+        result = peagle("data", *command)
+        assert result.status == 0, result.err
+
+
 def test_samples_are_shown_with_their_mask(
     peagle: Peagle, pair: Pair, template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from peagle.bundled import BUNDLED, FOLDERS
 from peagle.cli import demo_view
 from peagle.cli.terminal import command_prefix
 from peagle.evaluation.prompts import Prompt
@@ -169,7 +170,7 @@ def test_bad_models(peagle: Peagle, pair: Pair) -> None:
 def test_missing_bundled_weights(
     peagle: Peagle, pair: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path
 ) -> None:
-    monkeypatch.setattr("peagle.cli.options.BUNDLED_TARGET", tmp_path / "target")
+    monkeypatch.setitem(FOLDERS["target"], BUNDLED, tmp_path / "target")
     for command in (["demo"], ["generate", "--prompt", "x", "--no-speculation"]):
         result = peagle(*command)
         assert result.status == 2

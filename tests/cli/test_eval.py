@@ -181,6 +181,8 @@ def test_thinking_needs_a_template(peagle: Peagle, pair: Pair) -> None:
     result = peagle("eval", *pair.options, *SMALL, "--thinking")
     assert result.status == 2
     assert "no thinking mode" in result.err
+    for options in (("--no-thinking",), ("--no-thinking", "--no-chat-template")):
+        assert peagle("eval", *pair.options, *SMALL, *options).status == 0
 
 
 # ---- kept and taken up ----------------------------------------------------------------------

@@ -227,9 +227,15 @@ def test_options_of_vllm_need_it(peagle: Peagle, given: list[object], message: s
 def test_vllm_is_absent(peagle: Peagle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("PEAGLE_VLLM_PYTHON")
     monkeypatch.chdir(tmp_path)
-    result = peagle(*VLLM)
-    assert result.status == 2 and "vLLM is not installed" in result.err
-    assert "pip install vllm" in result.err
+    printed = peagle(*VLLM)
+    assert printed.status == 0 and ".venv-vllm/bin/python" in printed.out
+    assert "The command has the flags of vLLM 0.32" in printed.err
+    started = peagle(*(word for word in VLLM if word != "--print-command"))
+    assert started.status == 2
+    for result in (printed, started):
+        assert "vLLM is not installed" in result.err and "pip install vllm" in result.err
+    missing = peagle(*VLLM, "--vllm-python", "./none")
+    assert missing.status == 2 and "none" in missing.err
 
 
 def test_status_of_vllm_is_passed_on(peagle: Peagle, monkeypatch: pytest.MonkeyPatch) -> None:

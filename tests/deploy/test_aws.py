@@ -104,9 +104,9 @@ def test_without_boto3(monkeypatch):
         return imported(name, *arguments, **options)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(UserError, match=r"pip install 'peagle\[sagemaker\]'"):
+    with pytest.raises(UserError, match=r"-m pip install .*\[sagemaker\]'"):
         Clients("us-east-1")
-    with pytest.raises(UserError, match=r"pip install 'peagle\[sagemaker\]'"):
+    with pytest.raises(UserError, match=r"-m pip install .*\[sagemaker\]'"):
         validate(Call("sagemaker", "DeleteModel", {"ModelName": "m"}))
 
 

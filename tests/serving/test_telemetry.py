@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from peagle.engine.outputs import RequestOutput
 from peagle.engine.stats import SpeculationStats
 from peagle.errors import UserError
+from peagle.extras import install_extra
 from peagle.serving.telemetry import (
     JsonFormatter,
     TextFormatter,
@@ -399,7 +400,7 @@ def test_a_missing_package_is_named(monkeypatch, missing):
     for name in [name for name in sys.modules if name.startswith(missing)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(UserError, match=re.escape("pip install 'peagle[otel]'")):
+    with pytest.raises(UserError, match=re.escape(install_extra("otel"))):
         make_tracer("http://127.0.0.1:4318")
 
 

@@ -130,7 +130,7 @@ def test_a_missing_package_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     place = touch(tmp_path, name) / Path(name).parts[0]
-    with pytest.raises(UserError, match=rf"needs {package}, .*pip install 'peagle\[train\]'"):
+    with pytest.raises(UserError, match=rf"needs {package}, .*-m pip install .*\[train\]'"):
         list(read_records(place))
 
 
@@ -144,7 +144,7 @@ def test_mistakes_exit_with_2(
         (["inspect", "none"], "it holds x"),
         (["inspect", "two"], "'two/test' or 'two/train', or add --split"),
         (["inspect", "two", "--split", "dev"], "it has test, train"),
-        (["inspect", "two/train"], "pip install 'peagle[train]'"),
+        (["inspect", "two/train"], "-m pip install "),
         (["prepare", "two", "--split", "dev", *prepare_to], "it has test, train"),
         (["regenerate", "two", "--split", "dev", "-o", "x.jsonl"], "it has test, train"),
         (["regenerate", "none", "-o", "x.jsonl"], "it holds x"),

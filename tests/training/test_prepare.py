@@ -401,7 +401,7 @@ def test_limits_are_checked(wrong: dict) -> None:
 def test_parquet_needs_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    with pytest.raises(UserError, match=r"pip install 'peagle\[train\]'"):
+    with pytest.raises(UserError, match=r"-m pip install .*\[train\]'"):
         run(tmp_path / "a.parquet")
 
 

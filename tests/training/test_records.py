@@ -173,7 +173,7 @@ def test_tensorboard_is_asked_for_before_any_work(
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard.writer", None)
     nowhere = tmp_path / "no target"
-    with pytest.raises(UserError, match=r"pip install 'peagle\[train\]'"):
+    with pytest.raises(UserError, match=r"-m pip install .*\[train\]'"):
         Trainer(make_config(nowhere, responses, tmp_path, run={"tensorboard": True}))
 
 

@@ -17,7 +17,7 @@ BUNDLED_PROMPTS = _ROOT / "prompts"
 BUNDLED = "bundled"
 Role = Literal["target", "draft", "eagle3"]
 _EAGLE3_NAMES = {"bundled-eagle3": BUNDLED_EAGLE3}
-_FOLDERS = {
+FOLDERS = {
     "target": {BUNDLED: BUNDLED_TARGET},
     "draft": {BUNDLED: BUNDLED_PEAGLE, **_EAGLE3_NAMES},
     "eagle3": {BUNDLED: BUNDLED_EAGLE3, **_EAGLE3_NAMES},
@@ -37,7 +37,7 @@ def expand_bundled(name: str, role: Role) -> str:
     Raises:
         UserError: this installation has no bundled weights.
     """
-    folder = _FOLDERS[role].get(name)
+    folder = FOLDERS[role].get(name)
     if folder is None:
         return name
     if not (folder / "config.json").is_file():

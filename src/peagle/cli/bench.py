@@ -174,13 +174,13 @@ def bench(
     for name, value, least in (("--repeats", repeats, 1), ("--warm-up", warm_up, 0)):
         if value < least:
             raise UserError(f"{name} is {value}; expected at least {least}.")
-    if thinking is not None and chat_template is False:
-        raise UserError("--no-chat-template was given, so there is no thinking mode to set.")
+    thinking = options.thinking_mode(thinking, chat_template)
     extra = json_object(extra_body, '{"top_k": 20}') if extra_body else {}
     endpoints = Endpoints.of(endpoint or [], model or [])
     on_vllm = vllm_engine.is_vllm(given, flags or [])
     if on_vllm:
         _check_vllm(ks, endpoints)
+    options.check_paths(given.value("target"), given.value("speculative.model"), eagle3, method)
     settings = Settings(Layer(dict(given)))
     params = settings.build("sampling")
     prompts = _prompts(sets, limit, shuffle_seed)

@@ -147,10 +147,14 @@ def chat(
 
 def _local(plan: Plan, system: str | None, template: dict[str, Any]) -> LocalModel:
     """The model of a plan, loaded."""
-    plan.prepare()
+    plan.check_paths()
+    from peagle.chat import may_have_template
     from peagle.models.loading import resolve_model
 
     folder = resolve_model(plan.target, plan.settings.value("revision"))
+    if template["chat_template"] is None and not may_have_template(folder):
+        raise _no_template(plan)
+    plan.prepare()
     _check_template(folder, plan, system, template)
     llm = plan.load(folder)
     from peagle.cli.local import LocalModel
@@ -290,13 +294,7 @@ def _check_template(folder: Path, plan: Plan, system: str | None, template: dict
     name = template["chat_template"]
     own: Any = getattr(tokenizer, "chat_template", None)
     if name is None and not own:
-        is_bundled = plan.target == str(BUNDLED_TARGET)
-        raise UserError(
-            f"{'The bundled code model' if is_bundled else repr(plan.target)} has no chat "
-            "template, so it is no chat model. Name one that has, like --target Qwen/Qwen3-0.6B, "
-            "give it a template with --chat-template FILE, or let it complete text with `peagle "
-            "generate`."
-        )
+        raise _no_template(plan)
     named = own if isinstance(own, dict) else {}
     if isinstance(name, str) and name not in named and not ("{{" in name or "{%" in name):
         there = f", nor one of the model's templates ({', '.join(sorted(named))})" if named else ""
@@ -309,6 +307,15 @@ def _check_template(folder: Path, plan: Plan, system: str | None, template: dict
     if system is not None:
         with _naming("--system"):
             render_chat(tokenizer, [{"role": "system", "content": system}, *messages], **template)
+
+
+def _no_template(plan: Plan) -> UserError:
+    is_bundled = plan.target == str(BUNDLED_TARGET)
+    return UserError(
+        f"{'The bundled code model' if is_bundled else repr(plan.target)} has no chat template, so "
+        "it is no chat model. Name one that has, like --target Qwen/Qwen3-0.6B, give it a template "
+        "with --chat-template FILE, or let it complete text with `peagle generate`."
+    )
 
 
 @contextmanager

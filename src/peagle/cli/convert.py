@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from peagle.bundled import expand_bundled
+from peagle.config import require_folder
 
 if TYPE_CHECKING:
     from peagle.models.checkpoint import Conversion
@@ -56,10 +57,11 @@ def convert(
 
     No weight changes, and the target is not needed. The style of SRC is read from its config.json.
     """
+    source = expand_bundled(source, "draft")
+    require_folder(source, "The draft head")
+    target = target and expand_bundled(target, "target")
     from peagle.models.checkpoint import convert_head
 
-    source = expand_bundled(source, "draft")
-    target = target and expand_bundled(target, "target")
     result = convert_head(source, destination, format, force=force, target=target)
     for note in result.notes:
         print(f"peagle: note: {note}", file=sys.stderr)

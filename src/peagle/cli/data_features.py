@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from peagle.cli.options import Format, OutputFormat, quiet_libraries
+from peagle.cli.options import Format, OutputFormat, check_paths, quiet_libraries
 from peagle.config import require_writable_folder
 from peagle.errors import UserError
 
@@ -95,6 +95,9 @@ def features(
         raise UserError(f"--shard-gib is {shard_gib}; expected a size above 0.")
     require_writable_folder(output, "--output")
     chosen = None if aux_layer_ids is None else _ids(aux_layer_ids)
+    check_paths(target)
+    if not file.is_file():
+        raise UserError(f"The data file {str(file)!r} is not there.")
     quiet_libraries()
     from peagle.engine.placement import resolve_device, resolve_dtype
     from peagle.models.loading import resolve_model

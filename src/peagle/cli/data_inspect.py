@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from peagle.cli.options import ChatTemplate, Format, OutputFormat, Split, quiet_libraries
+from peagle.cli.options import (
+    ChatTemplate,
+    Format,
+    OutputFormat,
+    Split,
+    check_paths,
+    quiet_libraries,
+)
 from peagle.cli.terminal import bright, dim, has_styles, printable
 
 if TYPE_CHECKING:
@@ -64,14 +71,17 @@ def inspect(
 
     Of the samples, the supervised part stands out: in colour on a terminal, else in [[ ]].
     """
+    from peagle.training.tables import parts_of, split_of
+
+    file = split_of(file, split)
+    parts_of(file)  # refuses what is not there before torch is imported
+    check_paths(target, chat_template=chat_template)
     quiet_libraries()
     from peagle.cli.data_prepare import load_tokenizer_of
     from peagle.training.inspect import inspect_data
     from peagle.training.readers import tokenizer_sha256
     from peagle.training.samples import SampleMaker, stop_ids_of
-    from peagle.training.tables import split_of
 
-    file = split_of(file, split)
     tokenizer, stop_ids, fingerprint = None, (), None
     if target is not None:
         folder, tokenizer = load_tokenizer_of(target)

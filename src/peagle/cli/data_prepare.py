@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from peagle.cli.options import ChatTemplate, Format, OutputFormat, Split, quiet_libraries
+from peagle.cli.options import (
+    ChatTemplate,
+    Format,
+    OutputFormat,
+    Split,
+    check_paths,
+    quiet_libraries,
+)
 from peagle.cli.plan import note
 from peagle.config import require_writable_file
 from peagle.errors import UserError
@@ -114,13 +121,17 @@ def prepare(
     if validation is None and share:
         validation = output.with_suffix(f".validation{output.suffix}")
     _check_outputs(sources, output, validation, overwrite)
+    from peagle.training.tables import parts_of, sha256_of_table, split_of
+
+    sources = [split_of(path, split) for path in sources]
+    for source in sources:
+        parts_of(source)  # refuses what is not there before torch is imported
+    check_paths(target, chat_template=chat_template)
     quiet_libraries()
     from peagle.training import prepare as library
     from peagle.training.readers import tokenizer_sha256
     from peagle.training.samples import SampleMaker, stop_ids_of, vocab_size_of
-    from peagle.training.tables import sha256_of_table, split_of
 
-    sources = [split_of(path, split) for path in sources]
     folder, tokenizer = load_tokenizer_of(target)
     vocab_size = vocab_size_of(folder, tokenizer)
     limits = library.Limits(vocab_size, max_length, long == "truncate", share)

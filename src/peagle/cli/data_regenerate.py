@@ -115,6 +115,8 @@ def regenerate(
     plan = Plan.of(given, Layer({"sampling.max_tokens": Setting(_MAX_TOKENS, "default")}))
     if plan.params.n != 1:
         raise UserError(f"n is {plan.params.n}; a prompt has one response. Leave n out.")
+    if endpoint is None:
+        plan.check_paths(chat_template)
     from peagle.training.tables import is_folder, sha256_of_table, split_of
 
     prompts = split_of(prompts, split)
@@ -183,7 +185,7 @@ def _local(
 
     if chat is None:
         chat = chat_template is not None or bool(getattr(llm.tokenizer, "chat_template", None))
-    if not chat and (chat_template, thinking) != (None, None):
+    if not chat and (chat_template is not None or thinking):
         raise UserError("--raw uses no chat template; leave --chat-template and --thinking out.")
     answerer = LocalAnswerer(
         llm, plan.params, is_chat=chat, chat_template=chat_template, thinking=thinking

@@ -119,6 +119,7 @@ def demo(
     settings = Settings(Layer(dict(given)))
     params, engine = settings.build("sampling"), settings.build("engine")
     target = given.value("target") or BUNDLED
+    options.check_paths(target, given.value("draft"), given.value("eagle3"))
     configurations = _heads(given)
     from peagle.models.loading import resolve_model, with_local_head
 

@@ -18,6 +18,7 @@ from peagle.cli.plan import Plan
 from peagle.cli.terminal import bright, has_styles
 from peagle.cli.vllm_engine import VllmFlags
 from peagle.errors import UserError
+from peagle.evaluation.prompts import read_prompts
 
 if TYPE_CHECKING:
     from peagle.doctor.findings import Report
@@ -106,6 +107,9 @@ def doctor(
     plan = Plan.of(given)
     if plan.speculative is None or plan.speculative.model is None:
         raise UserError(f"There is no head to examine for {plan.target!r}. Name one with --draft.")
+    plan.check_paths(chat_template)
+    if prompts is not None:
+        read_prompts(prompts)  # refuses a file that is not there before torch is imported
     plan.prepare()
     progress, variables = _progress(), None
     if thinking is not None:

@@ -21,6 +21,8 @@ from peagle.cli.options import (
     ShuffleSeed,
     Thinking,
     UseTemplate,
+    check_paths,
+    thinking_mode,
 )
 from peagle.cli.settings import Layer, Settings
 from peagle.cli.values import whole_numbers
@@ -183,8 +185,9 @@ def eval(
         raise UserError(f"--samples is {samples} without --certify; leave it out.")
     if model and not endpoint:
         raise UserError(f"--model is {model!r} without --endpoint; --target names a model here.")
-    if thinking is not None and chat_template is False:
-        raise UserError("--no-chat-template was given, so there is no thinking mode to set.")
+    thinking = thinking_mode(thinking, chat_template)
+    if not endpoint:
+        check_paths(given.value("target"), given.value("speculative.model"), eagle3, method)
     settings = Settings(Layer(dict(given)))
     certificate = _certificate_options(given, sets, limit, temperature, samples) if certify else {}
     asked = Asked(

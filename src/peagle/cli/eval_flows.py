@@ -90,7 +90,7 @@ def _plan_and_file(
 ) -> tuple[EvalPlan, AcceptanceFile]:
     """What is put to every method of these models, and where it is kept."""
     chat = models.has_template if asked.chat_template is None else asked.chat_template
-    if asked.thinking is not None and not chat:
+    if asked.thinking and not chat:
         raise UserError(f"{models.name} has no chat template, so there is no thinking mode to set.")
     plan = _plan(asked, asked.ks or (DEFAULT_K,), chat=chat)
     who = provenance(models.name, dtype, models.target.device)

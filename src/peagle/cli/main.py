@@ -66,6 +66,10 @@ class LazyCommand(TyperCommand):
         """The context of the real command, which is what then runs."""
         return self.load().make_context(*args, **keywords)
 
+    def get_short_help_str(self, limit: int = 0) -> str:
+        """The whole line of help, which the page wraps."""
+        return self.help or ""
+
     def load(self) -> Command | TyperGroup:
         """Import the command; what the module calls by its name may have commands of its own."""
         assert self.name is not None
@@ -100,8 +104,13 @@ def _show_version(asked: bool) -> None:
         raise typer.Exit
 
 
+# A page without rich, whose import takes longer than all else that this page needs.
 app = typer.Typer(
-    cls=LazyGroup, add_completion=False, invoke_without_command=True, context_settings=_CONTEXT
+    cls=LazyGroup,
+    add_completion=False,
+    invoke_without_command=True,
+    context_settings=_CONTEXT,
+    rich_markup_mode=None,
 )
 
 

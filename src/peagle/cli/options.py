@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from peagle.bundled import BUNDLED
+from peagle.bundled import BUNDLED, Role
 from peagle.errors import UserError
 
 
@@ -56,7 +56,7 @@ Thinking = Annotated[
     bool | None,
     typer.Option(
         "--thinking/--no-thinking",
-        help="Thinking mode of the chat template.",
+        help="Thinking mode of the chat template; --no-thinking is fine where it has none.",
         show_default="the template's",
     ),
 ]
@@ -88,6 +88,44 @@ Format = Annotated[OutputFormat, typer.Option("--format", help="How the result i
 def own_target(target: str | None) -> str | None:
     """Return the target that was named, None where it is the bundled one, by name or by default."""
     return None if target == BUNDLED else target
+
+
+def thinking_mode(thinking: bool | None, chat_template: bool | None) -> bool | None:
+    """Return the thinking mode to set; text without a template has none to turn off.
+
+    Raises:
+        UserError: thinking is asked for without a chat template.
+    """
+    if chat_template is not False:
+        return thinking
+    if thinking:
+        raise UserError("--no-chat-template was given, so there is no thinking mode to turn on.")
+    return None
+
+
+def check_paths(
+    target: str | None,
+    draft: str | None = None,
+    eagle3: str | None = None,
+    methods: Iterable[str] | None = None,
+    chat_template: str | None = None,
+) -> None:
+    """Refuse models that are neither folders here nor hub ids, and a template file that is not
+    there, before torch is imported.
+
+    Raises:
+        UserError: naming the first.
+    """
+    from peagle.chat import check_template_file
+    from peagle.evaluation.methods import Method
+    from peagle.models.loading import find_folder
+
+    named: list[tuple[str | None, Role]] = [(target, "target"), (draft, "draft")]
+    named += [(eagle3, "eagle3"), *((Method.parse(m).source, "draft") for m in methods or ())]
+    for name, role in named:
+        if name:
+            find_folder(name, role)
+    check_template_file(chat_template)
 
 
 def set_threads(threads: int | None) -> None:

@@ -24,6 +24,7 @@ from peagle.cli.settings import (
 from peagle.cli.terminal import dim
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.errors import UserError
+from peagle.extras import require_package
 
 if TYPE_CHECKING:
     from peagle.llm import LLM
@@ -110,6 +111,7 @@ class Plan:
         """
         if self.speculative is None and self.off == "default":
             note("no --draft: decoding plainly (--method ngram needs no head)")
+        self.check_paths()
         self.prepare()
         from peagle.llm import LLM
 
@@ -122,6 +124,17 @@ class Plan:
         if self.show_memory or llm.target.device.type == "cuda":
             print(dim(str(llm.engine.memory_plan), sys.stderr), file=sys.stderr)
         return llm
+
+    def check_paths(self, chat_template: str | None = None) -> None:
+        """Refuse what `options.check_paths` refuses of the models and a template.
+
+        Raises:
+            UserError: naming the first that is not there.
+        """
+        if self.params.structured_output is not None:
+            require_package("xgrammar", "grammar", "Structured output")
+        head = self.speculative and self.speculative.model
+        options.check_paths(self.target, head, chat_template=chat_template)
 
     def prepare(self) -> None:
         """Set up the libraries, before anything is loaded."""

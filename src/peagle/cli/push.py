@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from peagle.bundled import expand_bundled
+from peagle.config import require_folder
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
@@ -159,6 +160,7 @@ def make_plan(
     Raises:
         UserError: an argument is not usable, or the head may not be published.
     """
+    require_folder(folder, "The draft head")
     from peagle.models.hub_upload import UploadFile
     from peagle.training.model_card import model_card
     from peagle.training.published_head import CARD_NAME, read_head

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from peagle.bundled import BUNDLED, BUNDLED_PEAGLE, BUNDLED_TARGET, expand_bundled
-from peagle.cli import groups
+from peagle.cli import groups, options
 from peagle.cli.flags import Given, takes
 from peagle.cli.plan import Plan
 from peagle.cli.settings import Layer, Setting
 from peagle.config import SpeculativeConfig
 from peagle.errors import UserError
+from peagle.extras import require_package
 from peagle.serving.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -120,11 +121,14 @@ def serve(
     from peagle.serving.keys import load_keys
 
     keys = load_keys(os.environ, given.value("api_key_file"))
+    plan.check_paths(config.chat_template)
+    options.check_paths(None, eagle3=compare_draft)
+    for package in ("fastapi", "prometheus_client", "uvicorn"):
+        require_package(package, "serve", "peagle serve")
     # Connections are accepted from here on, while all else is imported and loaded.
     from peagle.serving.listening import listen
 
     listening = listen(config.host, config.port)
-    _require_extra()  # before a model is fetched in vain
     spec, name = _spec(plan, config, compare_draft)
     from peagle.serving.server import serve as run
 
@@ -168,23 +172,9 @@ def _as_in_sagemaker(*, with_model: bool) -> None:
     raise typer.Exit(run(["serve", *arguments, *typed]))
 
 
-def _require_extra() -> None:
-    try:
-        import fastapi  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise UserError(
-            f"peagle serve needs the package {error.name}, which is not installed; run "
-            "pip install 'peagle[serve]'."
-        ) from None
-
-
 def _spec(plan: Plan, config: ServerConfig, compare: str | None) -> tuple[EngineSpec, str]:
     """What the engines load, and what the model is called."""
-    plan.prepare()
     from peagle.models.loading import resolve_model, with_local_head
-    from peagle.serving.messages import EngineSpec
 
     folder = resolve_model(plan.target, plan.settings.value("revision"))
     speculative = plan.speculative and with_local_head(plan.speculative)
@@ -197,6 +187,9 @@ def _spec(plan: Plan, config: ServerConfig, compare: str | None) -> tuple[Engine
         other = with_local_head(SpeculativeConfig(model=expand_bundled(compare, "eagle3")))
         name = _proposer_name(other)
         proposers[name if name not in proposers else f"{name}-2"] = other
+    plan.prepare()
+    from peagle.serving.messages import EngineSpec
+
     spec = EngineSpec(
         str(folder),
         proposers,

@@ -57,17 +57,20 @@ def serve_vllm(given: Given, flags: Sequence[str], compare_draft: str | None) ->
         plan.show(sections=("engine", "server"))
         return
     launch = launch_of(plan, config, given, flags)
-    from peagle.backends.vllm.installation import find_vllm
+    from peagle.backends.vllm.installation import find_or_assume_vllm, find_vllm
     from peagle.backends.vllm.server import VllmServer
 
     if plan.speculative is None and plan.off == "default":
         note("no --draft: decoding plainly (--method ngram needs no head)")
-    server = VllmServer(launch, find_vllm(given.value("vllm_python")), progress=_say, log=_log)
+    python = given.value("vllm_python")
     if "print_command" in given:
-        for text in server.notes:
+        installation, missing = find_or_assume_vllm(python)
+        server = VllmServer(launch, installation)
+        for text in filter(None, [missing, *server.notes]):
             note(text)
         print(server.command)
         return
+    server = VllmServer(launch, find_vllm(python), progress=_say, log=_log)
     raise typer.Exit(server.run())
 
 

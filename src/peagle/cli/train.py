@@ -15,6 +15,7 @@ import typer
 
 from peagle.cli.main import INTERRUPTED
 from peagle.cli.progress import ProgressLine
+from peagle.extras import install_extra
 
 if TYPE_CHECKING:
     from peagle.training.config import TrainConfig
@@ -91,7 +92,7 @@ def train(
         run = TrainConfig.read(config, overrides or [])
         if output is not None:
             run = run.model_copy(update={"output": output.absolute()})
-        run.check_files()
+        run.check_paths()
         if not plan:
             require_writable_folder(run.output, "The output folder")
         return run
@@ -172,7 +173,8 @@ def _facts(trainer: Trainer) -> Iterator[str]:
     if trainer.vocabulary is not None:
         yield str(trainer.vocabulary)
     if not can_draw():
-        yield "curves.png is left out, matplotlib is not installed: pip install 'peagle[report]'"
+        missing = f"matplotlib is not installed: {install_extra('report')}"
+        yield f"curves.png is left out, {missing}"
 
 
 def _places(trainer: Trainer) -> str:

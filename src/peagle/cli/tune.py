@@ -12,7 +12,14 @@ import typer
 
 from peagle.cli import groups
 from peagle.cli.flags import Given, pick, takes
-from peagle.cli.options import DEFAULT_LIMIT, Format, OutputFormat, Results, UseTemplate
+from peagle.cli.options import (
+    DEFAULT_LIMIT,
+    Format,
+    OutputFormat,
+    Results,
+    UseTemplate,
+    check_paths,
+)
 from peagle.cli.settings import Layer, Settings
 from peagle.cli.values import whole_numbers
 from peagle.config import MAX_SPECULATIVE_TOKENS, SamplingParams
@@ -152,6 +159,9 @@ def tune(
         raise UserError(f"--threshold is {threshold}; expected at least 0, like 0.03 for 3%.")
     if method is not None and acceptance is None:
         raise UserError(f"--method is {method!r}: it chooses from a file; add --acceptance.")
+    check_paths(given.value("target"), given.value("speculative.model"))
+    if acceptance is not None and not acceptance.exists():
+        raise UserError(f"--acceptance {str(acceptance)!r} is not there; check the path.")
     from peagle.cli.tune_run import run
 
     result = run(given, asked)

@@ -15,6 +15,7 @@ from typing import Any
 from peagle.deploy.aws_errors import WHERE_CREDENTIALS, WHERE_REGION, explain
 from peagle.deploy.calls import Call
 from peagle.errors import UserError
+from peagle.extras import install_extra, pip_install
 
 # At most so many attempts of a call that was throttled or got no answer, with growing pauses of up
 # to 20 s: https://docs.aws.amazon.com/boto3/latest/guide/retries.html
@@ -129,7 +130,7 @@ def _session() -> Any:
         from botocore.exceptions import BotoCoreError
     except ImportError:
         raise UserError(
-            "boto3 is not installed, and AWS is reached through it: pip install 'peagle[sagemaker]'"
+            f"boto3 is not installed, and AWS is reached through it: {install_extra('sagemaker')}"
         ) from None
     try:
         return boto3.Session()
@@ -166,7 +167,7 @@ def validate(call: Call) -> None:
     if call.operation not in model.operation_names:
         raise UserError(
             f"The installed boto3 knows no operation {call.operation!r} of {call.service!r}: "
-            "pip install --upgrade boto3"
+            f"{pip_install('--upgrade boto3')}"
         )
     shape = model.operation_model(call.operation).input_shape
     report = ParamValidator().validate(dict(call.parameters), shape)

@@ -67,10 +67,10 @@ def usual_style(
     Raises:
         UserError: the options contradict each other.
     """
-    if plain and (chat_template is not None or thinking is not None):
+    if plain and (chat_template is not None or thinking):
         raise UserError("Plain prompts have neither a chat template nor a thinking mode.")
     has_template = bool(getattr(tokenizer, "chat_template", None)) or chat_template is not None
-    if thinking is not None and not has_template:
+    if thinking and not has_template:
         raise UserError("A thinking mode was given, but the tokenizer has no chat template.")
     return Style(has_template and not plain, chat_template, thinking)
 

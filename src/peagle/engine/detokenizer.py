@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import cast
 from weakref import WeakKeyDictionary
 
+import transformers
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 _REPLACEMENT = "\ufffd"
 _FALLBACK_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -34,7 +34,7 @@ class IncrementalDetokenizer:
         tokenizer: of the model; special tokens are left out of the text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._kinds = _token_kinds(tokenizer)
         self._decode, self._adds_up = _decoding(tokenizer)
@@ -102,16 +102,18 @@ class IncrementalDetokenizer:
             self._num_shown -= 1  # the last U+FFFD stays open
 
 
-def _decoding(tokenizer: PreTrainedTokenizerBase) -> tuple[Callable[[list[int]], str], bool]:
+def _decoding(
+    tokenizer: transformers.PreTrainedTokenizerBase,
+) -> tuple[Callable[[list[int]], str], bool]:
     """How tokens become text, special ones left out, and whether texts of parts add up.
 
     They do where tokens stand for bytes and no part ends within a character.
     """
     cls = type(tokenizer)
     is_plain = (
-        isinstance(tokenizer, PreTrainedTokenizerFast)
-        and cls.decode is PreTrainedTokenizerBase.decode
-        and cls._decode is PreTrainedTokenizerFast._decode
+        isinstance(tokenizer, transformers.PreTrainedTokenizerFast)
+        and cls.decode is transformers.PreTrainedTokenizerBase.decode
+        and cls._decode is transformers.PreTrainedTokenizerFast._decode
     )
     if is_plain:
         # What those two come to, at a third of the time.
@@ -130,10 +132,12 @@ def _decoding(tokenizer: PreTrainedTokenizerBase) -> tuple[Callable[[list[int]],
 
 # What a token is to a detokeniser, by id: learned as tokens come, shared by all of a tokenizer.
 _SILENT, _TEXT, _BYTE = range(3)
-_KINDS: WeakKeyDictionary[PreTrainedTokenizerBase, dict[int, int]] = WeakKeyDictionary()
+_KINDS: WeakKeyDictionary[transformers.PreTrainedTokenizerBase, dict[int, int]] = (
+    WeakKeyDictionary()
+)
 
 
-def _token_kinds(tokenizer: PreTrainedTokenizerBase) -> dict[int, int]:
+def _token_kinds(tokenizer: transformers.PreTrainedTokenizerBase) -> dict[int, int]:
     """The kinds known so far, at least those of special tokens."""
     kinds = _KINDS.get(tokenizer)
     if kinds is None:
@@ -141,14 +145,14 @@ def _token_kinds(tokenizer: PreTrainedTokenizerBase) -> dict[int, int]:
     return kinds
 
 
-def _kind(tokenizer: PreTrainedTokenizerBase, token_id: int) -> int:
+def _kind(tokenizer: transformers.PreTrainedTokenizerBase, token_id: int) -> int:
     token = tokenizer.convert_ids_to_tokens(token_id)
     if token is None:  # a padding row of the embedding, without an entry in the vocabulary
         return _SILENT
     return _BYTE if _FALLBACK_BYTE.fullmatch(str(token)) else _TEXT
 
 
-def _special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def _special_ids(tokenizer: transformers.PreTrainedTokenizerBase) -> frozenset[int]:
     """Tokens that decoding leaves out: the backend goes by its own flag, not by the named ones."""
     if not tokenizer.is_fast:
         return frozenset(tokenizer.all_special_ids)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from transformers import PreTrainedTokenizerBase
+import transformers
 
 from peagle.engine.detokenizer import IncrementalDetokenizer
 from peagle.markers import open_tail
@@ -39,7 +39,9 @@ class OutputText:
         stop: stop strings.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: transformers.PreTrainedTokenizerBase, stop: Sequence[str] = ()
+    ) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer)
         self._stop = stop
         self._held = ""

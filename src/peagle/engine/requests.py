@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from transformers import PreTrainedTokenizerBase
+import transformers
 
 from peagle.config import SamplingParams
 from peagle.config.checks import is_int, require
@@ -46,7 +46,7 @@ class Requests:
         tokenizer: of the engine's target.
     """
 
-    def __init__(self, engine: LLMEngine, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, engine: LLMEngine, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self._running: dict[int, _Running] = {}

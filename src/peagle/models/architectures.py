@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from peagle.errors import CheckpointError
 
@@ -102,6 +101,8 @@ def fix_longrope(decoder: nn.Module, max_model_len: int) -> None:
     for module in decoder.modules():
         rotary: Any = module
         if getattr(module, "rope_type", None) in ("longrope", _FIXED_LONGROPE):
+            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
             compute = ROPE_INIT_FUNCTIONS["longrope"]
             inv_freq, scaling = compute(rotary.config, rotary.inv_freq.device, max_model_len)
             with torch.no_grad():

@@ -19,10 +19,8 @@ from functools import partial
 from typing import Any, Literal, cast
 
 import torch
+import transformers
 from torch import Tensor, nn
-from torch._dynamo import config as dynamo_config
-from torch._dynamo.exc import TorchRuntimeError, Unsupported
-from transformers import PreTrainedModel
 
 from peagle.models.compile_modes import (
     Mode,
@@ -265,6 +263,8 @@ class _CompiledLayer:
             call = partial(self._in_mode(mode), *swapped_args, **swapped_kwargs)
             return time_call(call, next(self.attention.layer.parameters()).device)
 
+        from torch._dynamo.exc import TorchRuntimeError, Unsupported
+
         try:
             call = self._of_any_size()
             if is_bucket:
@@ -299,7 +299,7 @@ class _CompiledLayer:
 
 
 def compile_layers(
-    model: PreTrainedModel | Drafter,
+    model: transformers.PreTrainedModel | Drafter,
     *,
     mode: Mode | Literal["auto"] | Callable[[int], Mode] = "default",
     buckets: Collection[int] | None = None,
@@ -325,6 +325,8 @@ def compile_layers(
     """
     if backend == "inductor":
         keep_compiled_code()
+    from torch._dynamo import config as dynamo_config
+
     for name in ("recompile_limit", "accumulated_recompile_limit"):
         setattr(dynamo_config, name, max(getattr(dynamo_config, name), _RECOMPILE_LIMIT))
     if isinstance(model, Drafter):

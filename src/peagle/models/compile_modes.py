@@ -20,7 +20,6 @@ from statistics import median
 from typing import Any, Literal, cast, get_args
 
 import torch
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 Mode = Literal["default", "max-autotune-no-cudagraphs"]
 AUTOTUNED: Mode = "max-autotune-no-cudagraphs"
@@ -47,6 +46,8 @@ def keep_compiled_code() -> None:
     first. A variable that the user has set stays as it is. A folder that cannot be written is no
     error: the libraries' own places are used.
     """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
     folder = cache_folder()
     try:
         for name in _KEPT.values():

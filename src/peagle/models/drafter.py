@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from peagle.models.drafter_config import DrafterConfig
 
@@ -244,6 +243,8 @@ class Drafter(nn.Module):
         return cos[index].unsqueeze(-2), sin[index].unsqueeze(-2)
 
     def _make_rope(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
         rotary = LlamaRotaryEmbedding(self.config.rotary_config()).to(device)
         positions = torch.arange(self._num_positions, device=device).unsqueeze(0)
         cos, sin = rotary(torch.empty(0, dtype=dtype, device=device), positions)

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import transformers
 from huggingface_hub.errors import StrictDataclassError
-from transformers import LlamaConfig
 
 from peagle.errors import CheckpointError
 from peagle.models.target import SUPPORTED_ROPE_TYPES
@@ -153,9 +153,9 @@ class DrafterConfig:
         except (KeyError, TypeError, ValueError, StrictDataclassError) as error:
             raise CheckpointError(f"rope_parameters is {rope}: {error}.") from None
 
-    def rotary_config(self) -> LlamaConfig:
+    def rotary_config(self) -> transformers.LlamaConfig:
         """What transformers makes the angles of RoPE from."""
-        return LlamaConfig(
+        return transformers.LlamaConfig(
             hidden_size=self.num_attention_heads * self.head_dim,
             num_attention_heads=self.num_attention_heads,
             num_key_value_heads=self.num_kv_heads,

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from peagle.attention.torch_backend import DenseCausalAttention
 from peagle.models.target_attention import decoder_layers
@@ -191,7 +191,7 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 @torch.no_grad()
-def fuse(model: PreTrainedModel) -> FusionReport:
+def fuse(model: transformers.PreTrainedModel) -> FusionReport:
     """Fuse q/k/v and gate/up of every decoder layer where that leaves the results as they are.
 
     The weights move into the fused ones one group at a time: beyond the model, memory for the
@@ -310,7 +310,9 @@ def _groups(layers: Sequence[nn.Module]) -> Iterator[_Group]:
                     yield _Group(index, name, module, fused_name, projections)
 
 
-def _record(model: PreTrainedModel, modules: Sequence[nn.Module]) -> dict[int, list[_Recording]]:
+def _record(
+    model: transformers.PreTrainedModel, modules: Sequence[nn.Module]
+) -> dict[int, list[_Recording]]:
     """The calls of the modules in one pass over a few random tokens, by the id of the module."""
     found: dict[int, list[_Recording]] = {id(module): [] for module in modules}
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig
+import transformers
 
 _LENGTHS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 
 
-def generation_defaults(config: GenerationConfig) -> dict[str, Any]:
+def generation_defaults(config: transformers.GenerationConfig) -> dict[str, Any]:
     """What a generation config asks for, under the names of `SamplingParams`.
 
     How to sample only where it asks to be sampled at all.
@@ -29,7 +29,7 @@ def generation_defaults(config: GenerationConfig) -> dict[str, Any]:
 def read_generation_defaults(folder: Path) -> dict[str, Any]:
     """The same of a model's folder; {} if it has no generation config."""
     try:
-        config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
     except OSError:
         return {}
     return generation_defaults(config)

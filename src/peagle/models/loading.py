@@ -8,13 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
-
 from peagle.bundled import Role, expand_bundled
 from peagle.config import SpeculativeConfig, require_folder
 from peagle.errors import CheckpointError, UserError
-from peagle.models.hub import DEFAULT_REVISION, Repository
 
 _CALLED: dict[Role, str] = {
     "target": "The target model",
@@ -48,21 +44,44 @@ def resolve_model(
             known architecture.
     """
     what, text = _CALLED[role], os.fspath(name_or_path)
-    if not isinstance(name_or_path, Path):
-        text = expand_bundled(text, role)
-    path = Path(text).expanduser()
-    if text and (isinstance(name_or_path, Path) or _looks_like_path(text) or path.exists()):
-        folder = require_folder(path, what)
+    folder = find_folder(name_or_path, role)
+    if folder is not None:
         if revision is not None:
             raise UserError(
                 f"revision is {revision!r}, but {what[0].lower()}{what[1:]} {text!r} is a folder, "
                 "and only hub ids have revisions. Leave the revision out, or name a hub id."
             )
     else:
+        from peagle.models.hub import Repository
+
         folder = Repository(*_hub_id(text, revision, what), what).fetch()
     check_weights(folder)
     _refuse_code(folder, f"{what} {text!r}")
     return folder
+
+
+def find_folder(name_or_path: str | os.PathLike[str], role: Role = "target") -> Path | None:
+    """Return the folder of a model, None where the name may be a hub id.
+
+    Neither torch nor the hub's library is imported, so that a wrong path is refused at once.
+
+    Args:
+        name_or_path: as in `resolve_model`.
+        role: what the model is for.
+
+    Raises:
+        UserError: the name is a path that is no folder, or neither a path nor a hub id.
+    """
+    text = os.fspath(name_or_path)
+    if isinstance(name_or_path, str):
+        text = expand_bundled(text, role)
+    path = Path(text).expanduser()
+    if text and (isinstance(name_or_path, Path) or _looks_like_path(text) or path.exists()):
+        return require_folder(path, _CALLED[role])
+    # A bare name is not asked for: hubs have few, and a mistyped folder is nobody's business.
+    if "/" not in text.partition("@")[0]:
+        raise _not_there(text, _CALLED[role])
+    return None
 
 
 def with_local_head(config: SpeculativeConfig) -> SpeculativeConfig:
@@ -83,23 +102,31 @@ def _looks_like_path(text: str) -> bool:
 
 def _hub_id(text: str, revision: str | None, what: str) -> tuple[str, str]:
     """Repository and revision of "owner/name" or "owner/name@revision"."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    from peagle.models.hub import DEFAULT_REVISION
+
     repo, at, pinned = text.partition("@")
     try:
         validate_repo_id(repo)
     except HFValidationError:
         repo = ""
-    # A bare name is not asked for: hubs have few, and a mistyped folder is nobody's business.
-    if "/" not in repo or (at and not pinned):
-        raise UserError(
-            f"{what} {text!r} is not there; expected a folder with config.json, or a hub id of the "
-            "form owner/name or owner/name@revision."
-        )
+    if not repo or (at and not pinned):
+        raise _not_there(text, what)
     if pinned and revision not in (None, pinned):
         raise UserError(
             f"The revision of {repo!r} is given twice, as {pinned!r} and as {revision!r}; "
             "leave one of them out."
         )
     return repo, pinned or revision or DEFAULT_REVISION
+
+
+def _not_there(text: str, what: str) -> UserError:
+    return UserError(
+        f"{what} {text!r} is not there; expected a folder with config.json, or a hub id of the "
+        "form owner/name or owner/name@revision."
+    )
 
 
 def check_weights(folder: Path) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from peagle.kernels.skinny_config import max_skinny_rows
 from peagle.kernels.skinny_linear import skinny_linear, skinny_swiglu
@@ -91,6 +90,8 @@ def use_skinny(model: nn.Module, *, max_rows: int | None = None) -> int:
 
 def _is_few(x: Tensor, limit: int) -> bool:
     """Whether x, [..., K], has up to `limit` rows; where a compiler does not know how many: no."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
     leading: Any = x.shape[:-1]
     return statically_known_true(leading.numel() <= limit)
 

@@ -12,18 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
 from transformers.utils import logging as transformers_logging
-from transformers.utils.quantization_config import Mxfp4Config
 
 from peagle.attention import LayerKVCache, Prepared
 from peagle.config import require_folder
@@ -32,12 +24,12 @@ from peagle.models.architectures import SUPPORTED_ROPE_TYPES as SUPPORTED_ROPE_T
 from peagle.models.architectures import capped, check_architecture, final_softcap, fix_longrope
 from peagle.models.generation import generation_defaults
 from peagle.models.target_attention import (
-    ATTENTION_NAME,
     AttentionLayer,
     DryRun,
     attention_layers,
     decoder_layers,
     dry_run,
+    register_attention,
 )
 from peagle.models.target_facts import end_of_text_ids
 
@@ -59,11 +51,15 @@ class TargetModel:
     compiled: CompiledLayers | None = None
 
     def __init__(
-        self, model: PreTrainedModel, *, aux_layer_ids: Sequence[int] = (), name: str = ""
+        self,
+        model: transformers.PreTrainedModel,
+        *,
+        aux_layer_ids: Sequence[int] = (),
+        name: str = "",
     ) -> None:
         check_architecture(model.config)
         config = model.config.get_text_config()
-        model.set_attn_implementation(ATTENTION_NAME)
+        model.set_attn_implementation(register_attention())
         if model.dtype == torch.float64 and "grouped_mm" in _experts(model):
             model.set_experts_implementation("eager")  # the default knows no float64
         self.model = model.eval().requires_grad_(False)
@@ -214,7 +210,7 @@ class TargetModel:
         return lambda hidden_NH: capped(F.linear(hidden_NH, weight_nH, bias_n), cap)
 
     @property
-    def text_config(self) -> PretrainedConfig:
+    def text_config(self) -> transformers.PretrainedConfig:
         """The configuration of its decoder."""
         return self.model.config.get_text_config()
 
@@ -239,14 +235,16 @@ class TargetModel:
         return generation_defaults(self.model.generation_config)
 
 
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str | Path) -> transformers.PreTrainedTokenizerBase:
     """The tokenizer of a model folder.
 
     Raises:
         CheckpointError: there is none that loads.
     """
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        return transformers.AutoTokenizer.from_pretrained(
+            path, trust_remote_code=False, local_files_only=True
+        )
     except (OSError, ValueError, KeyError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise CheckpointError(
@@ -293,7 +291,9 @@ def load_config(folder: Path) -> Any:
             "Face format (config.json, *.safetensors, tokenizer files)."
         )
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        return transformers.AutoConfig.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise CheckpointError(
@@ -305,14 +305,14 @@ def _load_weights(folder: Path, config: Any, dtype: torch.dtype | None) -> Any:
     transformers_logging.disable_progress_bar()
     unpacking = _unpacking(config)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
             dtype=dtype or "auto",
             use_safetensors=True,
             trust_remote_code=False,
             local_files_only=True,
-            attn_implementation=ATTENTION_NAME,
+            attn_implementation=register_attention(),
             output_loading_info=True,
             **unpacking,
         )
@@ -340,11 +340,14 @@ def _unpacking(config: Any) -> dict[str, Any]:
     transformers would else look for kernels to run them as they are, and fetch code from the hub.
     """
     quantization = getattr(config, "quantization_config", None) or {}
-    is_mxfp4 = quantization.get("quant_method") == "mxfp4"
-    return {"quantization_config": Mxfp4Config(dequantize=True)} if is_mxfp4 else {}
+    if quantization.get("quant_method") != "mxfp4":
+        return {}
+    from transformers.utils.quantization_config import Mxfp4Config
+
+    return {"quantization_config": Mxfp4Config(dequantize=True)}
 
 
-def _experts(model: PreTrainedModel) -> set[str | None]:
+def _experts(model: transformers.PreTrainedModel) -> set[str | None]:
     return set(model.get_experts_implementation().values())
 
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
 
 from peagle.attention import Prepared
 from peagle.attention.torch_backend import DenseCausalAttention
 from peagle.errors import CheckpointError
 
-ATTENTION_NAME = "peagle"
+_NAME = "peagle"
 # Keywords that models pass along and that do not change the result of attention.
 _BENIGN_KEYWORDS = frozenset({"position_ids", "use_cache", "output_router_logits", "is_causal"})
 
@@ -102,10 +102,13 @@ def attention(
     return out_THd.unsqueeze(0), None
 
 
-AttentionInterface.register(ATTENTION_NAME, attention)
+def register_attention() -> str:
+    """Make `attention` known to transformers, and return the name under which models take it."""
+    transformers.AttentionInterface.register(_NAME, attention)
+    return _NAME
 
 
-def dry_run(model: PreTrainedModel) -> DryRun:
+def dry_run(model: transformers.PreTrainedModel) -> DryRun:
     """Run one token.
 
     Raises:
@@ -136,7 +139,7 @@ def dry_run(model: PreTrainedModel) -> DryRun:
     return DryRun(calls, hidden[0].squeeze(0), output.logits.squeeze(0))
 
 
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+def decoder_layers(model: transformers.PreTrainedModel) -> list[nn.Module]:
     """The model's decoder layers.
 
     Raises:
@@ -151,7 +154,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def attention_layers(
-    model: PreTrainedModel, calls: Sequence[AttentionCall]
+    model: transformers.PreTrainedModel, calls: Sequence[AttentionCall]
 ) -> list[AttentionLayer]:
     """Which module attends in each decoder layer, and which KV cache it needs.
 
@@ -183,6 +186,6 @@ def attention_layers(
     return found
 
 
-def _refusal(model: PreTrainedModel, reason: str) -> CheckpointError:
+def _refusal(model: transformers.PreTrainedModel, reason: str) -> CheckpointError:
     first_line = reason.strip().splitlines()[0].rstrip(".")
     return CheckpointError(f"{type(model).__name__} cannot be a target: {first_line}.")

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from peagle.config import require_folder
 from peagle.errors import CheckpointError
@@ -47,7 +47,7 @@ class TargetEnds:
         embedding: Tensor | _Stored,
     ) -> None:
         self.name = name
-        self.text_config: PretrainedConfig = config.get_text_config()
+        self.text_config: transformers.PretrainedConfig = config.get_text_config()
         self.hidden_size: int = self.text_config.hidden_size
         self.vocab_size: int = self.text_config.vocab_size
         self.num_layers: int = self.text_config.num_hidden_layers
@@ -124,7 +124,7 @@ class TargetEnds:
 
 
 def _read_ends(
-    skeleton: PreTrainedModel, files: _Checkpoint
+    skeleton: transformers.PreTrainedModel, files: _Checkpoint
 ) -> tuple[Tensor, Tensor | None, Tensor | _Stored]:
     """Weight and bias of lm_head, and the embedding: lm_head's weight where tied, or its place.
 
@@ -153,9 +153,9 @@ def _read_ends(
     return weight, bias, weight if torch.equal(weight, stored.read()) else stored
 
 
-def _generation(folder: Path, skeleton: PreTrainedModel) -> Any:
+def _generation(folder: Path, skeleton: transformers.PreTrainedModel) -> Any:
     try:
-        return GenerationConfig.from_pretrained(folder, local_files_only=True)
+        return transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
     except OSError:  # it has none
         return skeleton.generation_config
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import PretrainedConfig
 
 
 class TargetSizes(Protocol):
@@ -31,7 +31,7 @@ class TargetSizes(Protocol):
     def num_layers(self) -> int: ...
 
     @property
-    def text_config(self) -> PretrainedConfig:
+    def text_config(self) -> transformers.PretrainedConfig:
         """The configuration of its decoder."""
         ...
 
@@ -66,7 +66,7 @@ class TargetFacts(TargetSizes, Protocol):
         ...
 
 
-def end_of_text_ids(generation: Any, text_config: PretrainedConfig) -> tuple[int, ...]:
+def end_of_text_ids(generation: Any, text_config: transformers.PretrainedConfig) -> tuple[int, ...]:
     """End-of-text ids of a generation config, else of the model's own.
 
     Args:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+import transformers
 
 from peagle.config import require_folder
 from peagle.errors import CheckpointError
@@ -29,7 +29,7 @@ class TargetShape:
     """
 
     name: str
-    text_config: PretrainedConfig
+    text_config: transformers.PretrainedConfig
     num_parameters: int
     num_active: int
     num_lm_head: int
@@ -78,7 +78,7 @@ class TargetShape:
         return self.text_config.num_hidden_layers
 
 
-def model_skeleton(folder: Path, config: Any) -> PreTrainedModel:
+def model_skeleton(folder: Path, config: Any) -> transformers.PreTrainedModel:
     """The model without values: it knows the names, shapes and ties of its tensors.
 
     Raises:
@@ -86,7 +86,7 @@ def model_skeleton(folder: Path, config: Any) -> PreTrainedModel:
     """
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
+            return transformers.AutoModelForCausalLM.from_config(config)
     except (ValueError, TypeError, KeyError, RuntimeError, ImportError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise CheckpointError(

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 from peagle import __version__
 from peagle.errors import UserError
+from peagle.extras import install_extra
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -217,7 +218,7 @@ def make_tracer(endpoint: str | None, *, exporter: SpanExporter | None = None) -
     except ImportError:
         raise UserError(
             f"Tracing to {endpoint!r} needs OpenTelemetry, which is not installed; run "
-            "pip install 'peagle[otel]'."
+            f"{install_extra('otel')}"
         ) from None
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peagle.errors import UserError
+from peagle.extras import install_extra
 from peagle.training.reporting import Report
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class Board:
         except ImportError as error:
             raise UserError(
                 f"run.tensorboard needs the package tensorboard, which cannot be imported "
-                f"({error}): pip install 'peagle[train]', or leave it out; metrics.jsonl and "
+                f"({error}): {install_extra('train')}, or leave it out; metrics.jsonl and "
                 "curves.png have the same figures."
             ) from None
         self._make: type[SummaryWriter] = SummaryWriter

@@ -333,13 +333,15 @@ class TrainConfig(_Section):
             raise UserError(f"{str(path)!r}: {_first_problem(error)}") from None
         return config._relative_to(file.parent)
 
-    def check_files(self) -> None:
-        """Refuse a run whose files are not there, without reading them.
+    def check_paths(self) -> None:
+        """Refuse a target, an init head or data files that are not there.
 
         Raises:
             UserError: naming the key and what to do.
         """
         require_folder(self.target, "The target model")
+        if self.head.init is not None:
+            require_folder(self.head.init, "head.init:")
         data = self.data
         if not data.train.is_file():
             raise UserError(

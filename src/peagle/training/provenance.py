@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from peagle.environment import environment
 
 if TYPE_CHECKING:
+    import torch
+
     from peagle.training.data import ResponseDataset
 
 

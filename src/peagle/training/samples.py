@@ -84,10 +84,12 @@ class SampleMaker:
         self._options: dict[str, Any] = {"chat_template": chat_template, "thinking": thinking}
         self._stop_ids = frozenset(stop_ids)
         self._chat = chat
+        has_template = bool(getattr(tokenizer, "chat_template", None)) or chat_template is not None
         if chat is None:
-            own = getattr(tokenizer, "chat_template", None)
-            self._chat = bool(own) or chat_template is not None
-        if tokenizer is not None and (thinking is not None or chat_template is not None):
+            self._chat = has_template
+        is_chosen = thinking is not None or chat_template is not None
+        # Text without a template has no thinking mode to turn off.
+        if tokenizer is not None and is_chosen and (has_template or thinking):
             render_chat(tokenizer, _PROBE, **self._options)
 
     @property

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peagle.errors import UserError
+from peagle.extras import install_extra
 from peagle.training.provenance import sha256_of
 
 if TYPE_CHECKING:
@@ -211,7 +212,7 @@ def _saved_rows(folder: Path) -> Iterator[Row]:
 def _missing(path: Path, package: str, error: ImportError) -> str:
     return (
         f"Reading {str(path)!r} needs {package}, which cannot be imported ({_brief(error)}): "
-        "pip install 'peagle[train]'"
+        f"{install_extra('train')}"
     )
 
 

@@ -13,6 +13,7 @@ from conftest import VOCAB_SIZE, byte_tokenizer
 from peagle.config.structured import StructuredOutput
 from peagle.engine.grammar.compiler import GrammarCompiler, full_bitmask
 from peagle.errors import UserError
+from peagle.extras import install_extra
 
 pytest.importorskip("xgrammar")
 
@@ -43,7 +44,7 @@ def test_compiled_grammars_are_kept_up_to_a_bound():
 
 def test_without_xgrammar_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "xgrammar", None)
-    with pytest.raises(UserError, match=re.escape("pip install 'peagle[grammar]'")):
+    with pytest.raises(UserError, match=re.escape(install_extra("grammar"))):
         byte_compiler()
 
 

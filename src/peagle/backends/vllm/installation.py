@@ -53,6 +53,10 @@ INSTALL = (
 )
 
 
+class VllmNotInstalled(UserError):
+    """vLLM is in none of the places where it is looked for."""
+
+
 @dataclass(frozen=True, slots=True)
 class VllmInstallation:
     """A vLLM that can be started.
@@ -110,7 +114,7 @@ def find_vllm(
         found = next(filter(None, (_probe(one, str(one)) for one in here)), None)
         if found is None:
             looked = " and ".join(map(str, here))
-            raise UserError(f"vLLM is not installed; looked at {looked}. {INSTALL}")
+            raise VllmNotInstalled(f"vLLM is not installed; looked at {looked}. {INSTALL}")
     if found.release is not None and found.release < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise UserError(
@@ -118,6 +122,24 @@ def find_vllm(
             "Upgrade it."
         )
     return found
+
+
+def find_or_assume_vllm(
+    python: str | Path | None = None,
+) -> tuple[VllmInstallation, str]:
+    """Return vLLM and "", or where there is none, the one that `INSTALL` makes, and a note of it.
+
+    A command can be printed for the second, but not started.
+
+    Raises:
+        UserError: as `find_vllm`, of an interpreter that was named.
+    """
+    try:
+        return find_vllm(python), ""
+    except VllmNotInstalled as error:
+        version = ".".join(map(str, TESTED[-1]))
+        assumed = VllmInstallation(LOCAL_PYTHON, f"{version}.0")
+        return assumed, f"{error} The command has the flags of vLLM {version}, for {LOCAL_PYTHON}."
 
 
 def version_note(installation: VllmInstallation) -> str:

@@ -22,6 +22,7 @@ from peagle.engine.grammar.json_grammar import json_grammar
 from peagle.engine.grammar.regex import translate
 from peagle.engine.grammar.schema import prepare_schema
 from peagle.errors import UserError
+from peagle.extras import install_extra
 
 if TYPE_CHECKING:
     import xgrammar
@@ -277,7 +278,7 @@ def _import_xgrammar() -> Any:
     except ImportError:
         raise UserError(
             "structured output needs the package xgrammar, which is not installed; run "
-            "pip install 'peagle[grammar]'."
+            f"{install_extra('grammar')}"
         ) from None
     return xgrammar
 

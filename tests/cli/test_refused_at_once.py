@@ -1,0 +1,120 @@
+"""What can be refused by looking at files, ports and packages is refused before torch is loaded.
+
+One process runs all commands, one after another; it has nothing else to import torch for.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from peagle.extras import install_extra
+from tests.cli.conftest import environment
+
+OWN = ["--target", "./none", "--draft", "bundled"]
+COMMANDS: list[tuple[list[str], str]] = [
+    (["generate", "--prompt", "x", "--target", "./none"], "target model 'none' is not there"),
+    (["generate", "--prompt", "x", "--target", "none"], "target model 'none' is not there"),
+    (["generate", "--prompt", "x", "--draft", "./none"], "draft head 'none' is not there"),
+    (["generate", "--prompts", "none.txt"], "'none.txt' is not readable"),
+    (["generate", "--prompt", "x", "--json-schema", "none.json"], "'none.json' is not readable"),
+    (["generate", "--prompt", "x", "--json-object"], install_extra("grammar")),
+    (["chat", "--target", "./none"], "target model 'none' is not there"),
+    (["chat"], "The bundled code model has no chat template"),
+    (["chat", "--target", "./model"], "'./model' has no chat template"),
+    (["serve", "--port", "PORT"], install_extra("serve")),
+    (["serve", "--target", "./none"], "target model 'none' is not there"),
+    (["serve", "--compare-draft", "./none"], "EAGLE-3 head 'none' is not there"),
+    (["serve", "--chat-template", "none.jinja"], "'none.jinja' cannot be read"),
+    (["eval", *OWN], "target model 'none' is not there"),
+    (["eval", "--method", "x=./none"], "draft head 'none' is not there"),
+    (["eval", "--set", "none.jsonl"], "'none.jsonl' is not"),
+    (["bench", *OWN], "target model 'none' is not there"),
+    (["bench", "--eagle3", "./none"], "EAGLE-3 head 'none' is not there"),
+    (["bench", "--set", "none.jsonl"], "'none.jsonl' is not"),
+    (["tune", *OWN], "target model 'none' is not there"),
+    (["tune", "--acceptance", "none.json"], "'none.json' is not there"),
+    (["demo", *OWN], "target model 'none' is not there"),
+    (["doctor", *OWN], "target model 'none' is not there"),
+    (["doctor", "--prompts", "none.txt"], "'none.txt' is not readable"),
+    (["train", "none.toml"], "'none.toml' is not there"),
+    (["train", "run.toml"], "none.safetensors' is not there"),
+    (["train", "run.toml", "--set", "target=none"], "none' is not there"),
+    (["data", "prepare", "none.jsonl", "--target", "bundled", "-o", "o.jsonl"], "is not there"),
+    (["data", "prepare", "d.jsonl", "--target", "./none", "-o", "o.jsonl"], "is not there"),
+    (["data", "inspect", "none.jsonl"], "'none.jsonl' is not there"),
+    (["data", "inspect", "d.jsonl", "--target", "./none"], "is not there"),
+    (["data", "features", "none.jsonl", "--target", "bundled", "-o", "o"], "is not there"),
+    (["data", "features", "d.jsonl", "--target", "./none", "-o", "o"], "is not there"),
+    (["data", "regenerate", "none.jsonl", "-o", "o.jsonl"], "is not there"),
+    (["data", "regenerate", "d.jsonl", "--target", "./none", "-o", "o.jsonl"], "is not there"),
+    (["convert", "./none", "out", "--format", "vllm"], "'./none' is not there"),
+    (["push", "./none", "owner/name"], "'none' is not there"),
+    (
+        ["deploy", "sagemaker", "create", "./none", "--region", "us-east-1"],
+        "'./none' is not a folder",
+    ),
+]
+_CODE = """
+import contextlib, io, json, sys
+from peagle.cli.main import run
+slow = "torch", "transformers", "huggingface_hub"
+sys.modules["xgrammar"] = sys.modules["fastapi"] = None
+told = []
+for command in json.load(sys.stdin):
+    with contextlib.redirect_stderr(io.StringIO()) as text:
+        status = run(command)
+    told.append([status, text.getvalue(), [name for name in slow if name in sys.modules]])
+print(json.dumps(told))
+"""
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str, list[str]]]:
+    """Exit status, message and slow imports of each command."""
+    folder: Path = tmp_path_factory.mktemp("refused")
+    (folder / "d.jsonl").write_text('{"prompt_token_ids": [1], "response_token_ids": [2]}\n')
+    (folder / "run.toml").write_text(
+        'target = "bundled"\noutput = "o"\n[data]\ntrain = "none.safetensors"\n'
+        "[optimizer]\nsteps = 1\n"
+    )
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
+    commands = [[word.replace("PORT", "8000") for word in command] for command, _ in COMMANDS]
+    result = subprocess.run(
+        [sys.executable, "-c", _CODE],
+        input=json.dumps(commands),
+        env=environment(),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("number", range(len(COMMANDS)), ids=lambda n: " ".join(COMMANDS[n][0]))
+def test_it_is_refused_before_torch_is_imported(
+    told: list[tuple[int, str, list[str]]], number: int
+) -> None:
+    status, message, imported = told[number]
+    assert status == 2 and COMMANDS[number][1] in message, message
+    assert imported == []
+
+
+def test_a_taken_port_is_refused_before_torch_is_imported() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        code = (
+            "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
+            f"from peagle.cli.main import run; sys.exit(run(['serve', '--port', '{port}']))"
+        )
+        process = [sys.executable, "-c", code]
+        result = subprocess.run(process, env=environment(), capture_output=True, text=True)
+    assert result.returncode == 2 and f"port {port}" in result.stderr, result.stderr
