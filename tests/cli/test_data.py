@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from peagle.cli import data_inspect
+from peagle.cli import data_inspect, progress
 from peagle.training.data import ResponseDataset
 from tests.cli.conftest import Pair, Peagle, environment
 from tests.conftest import VOCAB_SIZE, byte_tokenizer
@@ -128,6 +128,77 @@ def test_the_validation_split_is_written(peagle: Peagle, pair: Pair, tmp_path: P
     told = json.loads(result.out)
     assert told["samples"] + told["validation_samples"] == 60
     assert 5 <= told["validation_samples"] == len(held.read_text().splitlines()) <= 35
+
+
+@pytest.mark.parametrize("share", [0.0001, 0.9999])
+def test_a_share_gives_each_file_a_conversation(
+    peagle: Peagle, pair: Pair, tmp_path: Path, share: float
+) -> None:
+    """Without --validation the second file is named after the first."""
+    source = write(tmp_path / "a.jsonl", *({"prompt": p, "response": "answer"} for p in "abc"))
+    output, held = tmp_path / "b.safetensors", tmp_path / "b.validation.safetensors"
+    command = ["data", "prepare", source, "--target", pair.target, "-o", output]
+    result = peagle(*command, "--validation-share", share)
+    assert result.status == 0 and f"{held}: {1 if share < 0.5 else 2} samples" in result.out
+    files = [ResponseDataset.load(f, byte_tokenizer(), VOCAB_SIZE, 64) for f in (output, held)]
+    prompts = [[int(d.tokens[begin]) for begin in d.start_loc[:-1]] for d in files]
+    assert sorted(map(len, prompts)) == [1, 2] and len({*prompts[0], *prompts[1]}) == 3
+    result = peagle(*command, "--validation-share", share)
+    assert result.status == 2 and "--overwrite" in result.err
+    assert peagle(*command, "--overwrite").status == 0, "no share, no second file"
+
+
+def test_one_conversation_has_no_share_to_give(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
+    source = write(tmp_path / "a.jsonl", {"prompt": "a", "response": "answer"})
+    command = ["data", "prepare", source, "--target", pair.target, "-o", tmp_path / "b.jsonl"]
+    result = peagle(*command, "--validation-share", 0.5)
+    assert result.status == 2
+    assert "The validation share is 0.5, and all 1 samples are of one conversation" in result.err
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["regenerate", "P", "-o", "P/x.jsonl"],
+        ["regenerate", "P", "-o", "folder.jsonl"],
+        ["prepare", "P", "-o", "P/x.jsonl"],
+        ["prepare", "P", "-o", "folder.jsonl", "--overwrite"],
+        ["prepare", "P", "-o", "x.jsonl", "--validation", "/proc/x/y.jsonl"],
+        ["features", "P", "-o", "P"],
+        ["features", "P", "-o", "/proc/x"],
+    ],
+)
+def test_outputs_that_cannot_be_written_are_refused_first(
+    peagle: Peagle,
+    prompts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+) -> None:
+    """Before the target is looked for, which is not there."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.jsonl").mkdir()
+    given = [argument.replace("P", str(prompts)) for argument in arguments]
+    result = peagle("data", *given, "--target", "./none")
+    assert (result.status, result.out) == (2, "")
+    assert "cannot be written" in result.err or "is a folder" in result.err
+    assert result.err.count("\n") == 1
+
+
+def test_regeneration_says_what_it_is_doing(
+    peagle: Peagle, pair: Pair, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "_LINE_SECONDS", 0.0)
+    command = ["data", "regenerate", prompts, *pair.options, "--output", tmp_path / "a.jsonl"]
+    result = peagle(*command, "--max-new-tokens", 4, "--max-num-seqs", 2)
+    assert result.status == 0
+    lines = result.err.splitlines()
+    assert lines[0] == "peagle: loading the model"
+    assert lines[1].startswith("peagle: 0 answers to 6 prompts")
+    assert lines[-1].startswith("peagle: 6 answers to 6 prompts") and lines[-1].endswith(
+        "0:00 left"
+    )
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,12 @@ def test_json_progress_and_the_head(peagle: Peagle, config: Path) -> None:
     assert len(reports[0]["accuracy"]) == len(reports[3]["acceptance_lengths"]) == 3
     assert (Path(reports[-1]["head"]) / "model.safetensors").is_file()
     assert (config.parent / "run" / "train.json").is_file()
+    assert done.err == ""
+    # As any file: 0666 less the umask.
+    (other := config.parent / "other").touch()
+    for file in (config.parent / "run").rglob("*.*"):
+        if file.is_file():
+            assert file.stat().st_mode == other.stat().st_mode, file
 
 
 def test_text_progress_names_everything(
@@ -74,13 +80,22 @@ def test_text_progress_names_everything(
 ) -> None:
     # The run above draws; a picture takes longer than these steps.
     monkeypatch.setattr(history, "draw_curves", lambda *_: True)
+    monkeypatch.chdir(config.parent)
     pruned = ["--set", "head.draft_vocab_size=100"]
-    done = peagle("train", config, "--output", config.parent / "other", *pruned)
+    done = peagle("train", config, "--output", "run/../other", *pruned)
     assert done.status == 0, done.err
     assert "draft vocabulary: 100 of 320 tokens cover" in done.err
+    phases = ("loading the target", "making the head", "step 1 of 6", "validating", "saving")
+    places = [done.err.index(f"peagle: {phase}") for phase in phases]
+    assert places == sorted(places)
     for expected in ("loss", "AL", "(K=3)", "accuracy by depth", "tokens/s", "left", "validation"):
         assert expected in done.out
-    for expected in ("conditional, greedy", "conditional, T=1", "head of step 6 (acceptance"):
+    for expected in (
+        "conditional, greedy",
+        "conditional, T=1",
+        "head of step 6 (acceptance",
+        " to other/head ",
+    ):
         assert expected in done.out
     assert (config.parent / "other" / "head" / "config.json").is_file()
 
@@ -92,6 +107,9 @@ def test_text_progress_names_everything(
         (["CONFIG", "--set", "optimizer.steps=-1"], "optimizer.steps is -1"),
         (["CONFIG", "--set", "data.train=none.jsonl"], "none.jsonl"),
         (["CONFIG", "--set", "target=none"], "is not there"),
+        (["CONFIG", "--set", "data.validation=none.jsonl"], "--validation-share alone"),
+        (["CONFIG", "--output", "CONFIG"], "cannot be written: Not a directory"),
+        (["CONFIG", "--output", "/proc/none"], "cannot be written: "),
         (["CONFIG", "--resume"], "no checkpoint to resume from"),
         (["CONFIG", "--set", "run.device=tpu9"], "tpu9"),
         ([], "Missing argument"),
@@ -104,6 +122,17 @@ def test_mistakes_exit_with_2(
     assert (done.status, done.out) == (2, "")
     told = done.err.splitlines()[-1 if arguments else 0]
     assert told.startswith("peagle: error: ") and message in told
+
+
+@pytest.mark.parametrize("wrong", ["data.validation=none.jsonl", "target=none"])
+def test_a_wrong_path_is_refused_before_torch_is_imported(config: Path, wrong: str) -> None:
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
+        "from peagle.cli.main import run; sys.exit(run(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, "train", str(config), "--set", wrong]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2 and "is not there" in result.stderr, result.stderr
 
 
 def test_interrupt_saves_and_resumes(config: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from peagle.training import plan as plans
 from tests.cli.conftest import Peagle
 from tests.conftest import VOCAB_SIZE, make_target_folder
 
@@ -66,7 +67,10 @@ def test_a_plan_for_programs(peagle: Peagle, config: Path) -> None:
     assert plan["steps"] == 20 and plan["epochs"] == 20 / plan["data"]["steps_per_epoch"]
 
 
-def test_for_a_gpu_that_is_not_here(peagle: Peagle, config: Path) -> None:
+def test_for_a_gpu_that_is_not_here(
+    peagle: Peagle, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plans, "LEAST_STEP_SECONDS", 0.0)
     call = ("train", config, "--plan", "--format", "json", "--gpu-memory-gib", 80)
     plan = json.loads(peagle(*call).out)
     assert plan["device"] == "cuda" and plan["head"]["dtype"] == "bfloat16"
@@ -74,6 +78,16 @@ def test_for_a_gpu_that_is_not_here(peagle: Peagle, config: Path) -> None:
     assert plan["pace"]["hours"] > 0 and "H100" in plan["pace"]["basis"]
     plan = json.loads(peagle(*call, "--gpus", 2).out)
     assert plan["processes"] == 2
+
+
+def test_no_hours_are_told_where_arithmetic_does_not_decide(peagle: Peagle, config: Path) -> None:
+    """20,000 steps of a tiny head would be "0.1 minutes" by their arithmetic."""
+    many = ("train", config, "--plan", "--set", "optimizer.steps=20000")
+    for where in (("--gpu-memory-gib", 80), CPU):
+        assert json.loads(peagle(*many, *where, "--format", "json").out)["pace"] is None
+        told = peagle(*many, *where).out
+        assert "give --tokens-per-s" in told and "minutes" not in told
+    assert "all steps  " in peagle(*many, *CPU, "--tokens-per-s", 100).out
 
 
 def test_what_does_not_fit_exits_with_2(peagle: Peagle, config: Path) -> None:

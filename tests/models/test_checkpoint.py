@@ -156,7 +156,7 @@ def test_an_interrupted_write_leaves_the_old_file(
         Path(path).write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("peagle.models.checkpoint.weights.save_file", full_disk)
+    monkeypatch.setattr("peagle.models.checkpoint.files.save_file", full_disk)
     with pytest.raises(UserError, match=r"could not be written: .*No space left"):
         save_drafter(head, make_drafter(target, num_layers=1))
     assert {p.name: p.read_bytes() for p in head.iterdir()} == before

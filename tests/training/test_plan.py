@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from peagle.errors import UserError
 from peagle.models.elements import attention_mask
 from peagle.models.target import TargetModel
+from peagle.training import plan as plans
 from peagle.training.batches import BatchStream
 from peagle.training.config import TrainConfig
 from peagle.training.data import ResponseDataset
@@ -243,6 +244,12 @@ def test_stored_features_spare_the_target(config: TrainConfig, tmp_path: Path) -
     assert wide.disk.store == 2 * stored.disk.store
 
 
+@pytest.fixture
+def _any_step_tells_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "LEAST_STEP_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("_any_step_tells_the_pace")
 def test_hours_from_arithmetic_or_from_a_measurement(config: TrainConfig) -> None:
     assert plan_of(config, Where()).pace is None
     run = {"device": "auto", "memory_gib": None}
@@ -256,6 +263,7 @@ def test_hours_from_arithmetic_or_from_a_measurement(config: TrainConfig) -> Non
     assert measured.pace.hours * 3600 * 50 == pytest.approx(4 * measured.stream.tokens_per_step)
 
 
+@pytest.mark.usefixtures("_any_step_tells_the_pace")
 def test_several_gpus_share_rows_and_states(config: TrainConfig) -> None:
     run = {"device": "auto", "memory_gib": None}
     data = {"batch_tokens": 384}

@@ -163,11 +163,54 @@ def test_resume_refuses_another_configuration(
     other = make_config(
         target_folder, responses, tmp_path, run={"seed": 9}, optimizer={"steps": 10}
     )
-    with pytest.raises(UserError, match="seed 0"):
+    with pytest.raises(UserError, match=r"made with run.seed 0 \(now 9\)\. To go on") as caught:
+        Trainer(other).run(resume=True)
+    assert "{" not in str(caught.value)
+    slower = {"steps": 20, "learning_rate": 1e-4}
+    other = make_config(target_folder, responses, tmp_path, optimizer=slower, method={"depth": 3})
+    changed = r"method.depth 4 \(now 3\), optimizer.learning_rate 0.003 \(now 0.0001\)\. To"
+    with pytest.raises(UserError, match=changed):
         Trainer(other).run(resume=True)
     nowhere = make_config(target_folder, responses, tmp_path / "new")
     with pytest.raises(UserError, match="no checkpoint"):
         Trainer(nowhere).run(resume=True)
+
+
+def test_a_resumed_run_may_have_more_steps_or_fewer(
+    target_folder: Path, responses: Path, tmp_path: Path
+) -> None:
+    def run(steps: int, *, resume: bool) -> list[Report]:
+        reports: list[Report] = []
+        changes = {"optimizer": {"steps": steps}, "run": {"log_every": 1, "save_every": 4}}
+        config = make_config(target_folder, responses, tmp_path, **changes)
+        Trainer(config, reports.append).run(resume=resume)
+        return [report for report in reports if report.kind == "train"]
+
+    run(8, resume=False)
+    with pytest.raises(UserError, match=r"steps is 7, but the checkpoint .* is of step 8"):
+        run(7, resume=True)
+    further = run(16, resume=True)
+    assert [report.step for report in further] == list(range(9, 17))
+    # Linear decay to zero at step 16, as if there had been 16 steps from the start.
+    expected = [3e-3 * (16 - min(step, 15)) / 15 for step in range(9, 17)]
+    assert [report.learning_rate for report in further] == pytest.approx(expected)
+    record = json.loads((tmp_path / "head" / "train.json").read_text())
+    assert (record["steps"], record["planned_steps"], record["stop_reason"]) == (16, 16, "steps")
+    assert record == json.loads((tmp_path / "train.json").read_text())
+    assert run(16, resume=True) == []
+
+
+def test_a_head_that_is_not_finished_says_so(
+    target_folder: Path, responses: Path, tmp_path: Path
+) -> None:
+    config = make_config(target_folder, responses, tmp_path)
+    trainer = Trainer(config, lambda r: setattr(trainer, "stop_requested", r.step == 20))
+    with pytest.raises(TrainingStopped):
+        trainer.run()
+    record = json.loads((tmp_path / "head" / "train.json").read_text())
+    assert (record["steps"], record["planned_steps"], record["stop_reason"]) == (20, 40, None)
+    assert record["best"]["step"] == 20 and record["tokens"] > 0
+    assert not (tmp_path / "train.json").exists()
 
 
 def test_draft_vocabulary_is_the_most_frequent_response_tokens(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from peagle.cli.options import Format, OutputFormat, check_paths, quiet_libraries
+from peagle.config import require_writable_folder
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ def features(
         raise UserError(f"--max-disk-gib is {max_disk_gib}; expected a size of 0 or more.")
     if not shard_gib > 0:
         raise UserError(f"--shard-gib is {shard_gib}; expected a size above 0.")
+    require_writable_folder(output, "--output")
     chosen = None if aux_layer_ids is None else _ids(aux_layer_ids)
     check_paths(target)
     if not file.is_file():

@@ -19,6 +19,7 @@ from peagle.cli.options import (
     quiet_libraries,
 )
 from peagle.cli.plan import note
+from peagle.config import require_writable_file
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,9 +31,10 @@ EXAMPLES = """
 Responses of the target, as `peagle data regenerate` wrote them:
   peagle data prepare responses.jsonl --target ./Qwen3-0.6B --output train.safetensors
 
-Conversations as text, answered with thinking turned off; one in fifty for validation:
+Conversations as text, answered with thinking turned off; one in fifty for validation, in
+train.validation.safetensors:
   peagle data prepare chats.jsonl more.parquet --target ./Qwen3-0.6B --no-thinking \\
-      --output train.safetensors --validation validation.safetensors --validation-share 0.02
+      --output train.safetensors --validation-share 0.02
 
 A split of a dataset that Hugging Face datasets saved:
   peagle data prepare ./saved --split train_sft --target ./Qwen3-0.6B --no-thinking \\
@@ -42,6 +44,7 @@ Prompts and responses as plain text, for a base model; drop what is too long:
   peagle data prepare pairs.jsonl --target ./base --raw --max-length 2048 --long drop \\
       --output train.jsonl
 """
+_SHARE = 0.02
 
 
 def prepare(
@@ -63,11 +66,19 @@ def prepare(
     ],
     split: Split = None,
     validation: Annotated[
-        Path | None, typer.Option(help="A second output, for validation.")
+        Path | None,
+        typer.Option(
+            help="Second output, for validation.",
+            show_default="NAME.validation.SUFFIX beside the output, if there is a share",
+        ),
     ] = None,
     validation_share: Annotated[
-        float, typer.Option(help="Share of the conversations that goes there, by hash.")
-    ] = 0.02,
+        float | None,
+        typer.Option(
+            help="Share of the conversations that goes there, by hash, at least one.",
+            show_default=f"{_SHARE} with --validation, else 0",
+        ),
+    ] = None,
     max_length: Annotated[int, typer.Option(help="Most tokens of a sample.")] = 8192,
     long: Annotated[
         Literal["truncate", "drop"], typer.Option(help="What happens to longer samples.")
@@ -99,6 +110,16 @@ def prepare(
     Only what the target writes is supervised: answers with their end-of-turn token, each behind the
     prompt that serving would have made. What is left out is counted, with the reason.
     """
+    share = validation_share
+    if share is None:
+        share = 0.0 if validation is None else _SHARE
+    if validation is not None and not share:
+        raise UserError(
+            "--validation-share is 0, and --validation would be empty. Give a share above 0, or "
+            "leave --validation out."
+        )
+    if validation is None and share:
+        validation = output.with_suffix(f".validation{output.suffix}")
     _check_outputs(sources, output, validation, overwrite)
     from peagle.training.tables import parts_of, sha256_of_table, split_of
 
@@ -112,9 +133,6 @@ def prepare(
     from peagle.training.samples import SampleMaker, stop_ids_of, vocab_size_of
 
     folder, tokenizer = load_tokenizer_of(target)
-    share = validation_share if validation is not None else 0.0
-    if validation is not None and not share:
-        raise UserError("--validation-share is 0, and --validation would be empty.")
     vocab_size = vocab_size_of(folder, tokenizer)
     limits = library.Limits(vocab_size, max_length, long == "truncate", share)
     maker = SampleMaker(
@@ -128,11 +146,6 @@ def prepare(
     train, held_out, report = library.prepare(
         sources, maker, limits, fingerprint, needs_thinking=maker.lacks_thinking
     )
-    if validation is not None and not report.validation_samples:
-        raise UserError(
-            f"--validation-share is {share:g}, and none of {report.samples} samples went to "
-            "--validation; raise it."
-        )
     facts = {
         "kind": "prepare",
         "target": target,
@@ -172,6 +185,7 @@ def _check_outputs(
 ) -> None:
     outputs = [path for path in (output, validation) if path is not None]
     for path in outputs:
+        require_writable_file(path, "The output")
         if path.suffix not in (".safetensors", ".jsonl"):
             raise UserError(f"The output {str(path)!r} must end in .safetensors or .jsonl.")
         if path.resolve() in [source.resolve() for source in sources]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +17,9 @@ from peagle.cli import groups
 from peagle.cli.flags import Given, pick, takes
 from peagle.cli.options import ChatTemplate, Format, OutputFormat, Split
 from peagle.cli.plan import Plan, note
+from peagle.cli.progress import ProgressLine
 from peagle.cli.settings import Layer, Setting
+from peagle.config import require_writable_file
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
@@ -38,7 +40,6 @@ By any server with OpenAI's interface; the variable PEAGLE_API_KEY holds its key
 
 Interrupted? The same command again goes on where it was.
 """
-_PROGRESS_S = 5.0
 _MAX_TOKENS = 2048
 
 
@@ -110,6 +111,7 @@ def regenerate(
     """
     if output.suffix != ".jsonl":
         raise UserError(f"--output is {str(output)!r}; expected a name that ends in .jsonl.")
+    require_writable_file(output, "--output")
     plan = Plan.of(given, Layer({"sampling.max_tokens": Setting(_MAX_TOKENS, "default")}))
     if plan.params.n != 1:
         raise UserError(f"n is {plan.params.n}; a prompt has one response. Leave n out.")
@@ -120,37 +122,41 @@ def regenerate(
     prompts = split_of(prompts, split)
     dialogues = list(islice(_dialogues(prompts), limit))
     shape = {"thinking": thinking, "chat_template": _template_id(chat_template)}
-    if endpoint is None:
-        answerer, facts = _local(plan, chat, chat_template, thinking)
-    else:
-        _check_remote(given, chat_template)
-        connection = {"concurrency": concurrency, "retries": retries, "timeout": timeout}
-        answerer, facts = _remote(plan, endpoint, chat, thinking, connection)
-    if not answerer.is_chat and (further := sum(len(d.turns) > 1 for d in dialogues)):
-        note(f"{further} of {len(dialogues)} prompts have further turns: only the first is used")
-    from peagle.environment import environment
-    from peagle.training import regenerate as library
+    with ProgressLine("answer") as progress:
+        if endpoint is None:
+            progress.begin("loading the model")
+            answerer, facts = _local(plan, chat, chat_template, thinking)
+        else:
+            _check_remote(given, chat_template)
+            connection = {"concurrency": concurrency, "retries": retries, "timeout": timeout}
+            answerer, facts = _remote(plan, endpoint, chat, thinking, connection)
+        if not answerer.is_chat and (further := sum(len(d.turns) > 1 for d in dialogues)):
+            note(
+                f"{further} of {len(dialogues)} prompts have further turns: only the first is used"
+            )
+        from peagle.environment import environment
+        from peagle.training import regenerate as library
 
-    seed = plan.params.seed or 0
-    options = {
-        "model": facts.pop("model"),
-        "chat": answerer.is_chat,
-        **shape,
-        "sampling": _sampling(plan),
-        "seed": seed,
-    }
-    # A setting of a file or a variable may be no JSON.
-    options = json.loads(json.dumps(options, default=str))
-    is_stored = prompts.is_file() or is_folder(prompts)  # not standard input or a pipe
-    facts |= {
-        "prompts_sha256": sha256_of_table(prompts) if is_stored else None,
-        "command": " ".join(sys.argv[1:]),
-    }
-    facts |= environment(facts.pop("device", None))
-    progress = library.regenerate(
-        dialogues, answerer, output, options, facts, seed=seed, watch=_Ticker()
-    )
-    _finish(progress, output, output_format)
+        seed = plan.params.seed or 0
+        options = {
+            "model": facts.pop("model"),
+            "chat": answerer.is_chat,
+            **shape,
+            "sampling": _sampling(plan),
+            "seed": seed,
+        }
+        # A setting of a file or a variable may be no JSON.
+        options = json.loads(json.dumps(options, default=str))
+        is_stored = prompts.is_file() or is_folder(prompts)  # not standard input or a pipe
+        facts |= {
+            "prompts_sha256": sha256_of_table(prompts) if is_stored else None,
+            "command": " ".join(sys.argv[1:]),
+        }
+        facts |= environment(facts.pop("device", None))
+        done = library.regenerate(
+            dialogues, answerer, output, options, facts, seed=seed, watch=partial(_show, progress)
+        )
+    _finish(done, output, output_format)
 
 
 def _dialogues(file: Path) -> Iterator[Dialogue]:
@@ -247,27 +253,24 @@ def _template_id(chat_template: str | None) -> str | None:
     return sha256_of(Path(chat_template))
 
 
-class _Ticker:
-    """Prints now and then how far a run is."""
+def _show(line: ProgressLine, progress: Progress) -> None:
+    there = progress.resumed + progress.answers
+    speed = f"{_speed(progress):,.0f} tokens/s" if progress.tokens else ""
+    line.update(there, there + progress.waited_for, speed, line=_told(progress))
 
-    def __init__(self) -> None:
-        self._next = time.monotonic() + _PROGRESS_S
 
-    def __call__(self, progress: Progress) -> None:
-        if time.monotonic() >= self._next:
-            self._next = time.monotonic() + _PROGRESS_S
-            print(f"peagle: {_told(progress)}", file=sys.stderr)
+def _speed(progress: Progress) -> float:
+    return progress.tokens / progress.seconds if progress.seconds else 0.0
 
 
 def _told(progress: Progress) -> str:
-    speed = progress.tokens / progress.seconds if progress.seconds else 0.0
     parts = [f"{progress.answers} answers to {progress.prompts} prompts"]
     parts += [f"{progress.resumed} were there"] if progress.resumed else []
     parts += [f"{progress.duplicates} duplicates"] if progress.duplicates else []
     parts += [f"{progress.cut} cut off"] if progress.cut else []
     parts += [f"{len(progress.failures)} failed"] if progress.failures else []
     return ", ".join(parts) + (
-        f"; {progress.tokens} tokens in {progress.seconds:.1f} s ({speed:.1f} tokens/s)"
+        f"; {progress.tokens} tokens in {progress.seconds:.1f} s ({_speed(progress):.1f} tokens/s)"
     )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from peagle.cli.main import INTERRUPTED
+from peagle.cli.progress import ProgressLine
 from peagle.extras import install_extra
 
 if TYPE_CHECKING:
@@ -21,11 +24,14 @@ if TYPE_CHECKING:
     from peagle.training.trainer import Trainer
 
 EXAMPLES = """
-# A P-EAGLE head for the bundled code model (paths in the file are relative to it)
-peagle train recipes/bundled_pair/peagle.toml
+# A head for the bundled code model; the file's first lines say how its data are made
+peagle train recipes/quickstart.toml
 
 # Go on after an interruption: the same steps an uninterrupted run would have taken
-peagle train recipes/bundled_pair/peagle.toml --resume
+peagle train head.toml --resume
+
+# Go on for longer; the learning rate is then that of a run of 4,000 steps
+peagle train head.toml --resume --set optimizer.steps=4000
 
 # On both GPUs of a machine: each takes half of the rows of every batch
 torchrun --nproc-per-node 2 -m peagle train head.toml
@@ -41,7 +47,11 @@ peagle train head.toml --output /tmp/trial --set optimizer.steps=50 --format jso
 def train(
     config: Annotated[Path, typer.Argument(help="TOML file with the whole run.", metavar="CONFIG")],
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the checkpoint in the output folder.")
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on from the checkpoint in the output folder; only optimizer.steps may change.",
+        ),
     ] = False,
     output: Annotated[
         Path | None, typer.Option(help="Output folder, in place of the file's.")
@@ -73,50 +83,62 @@ def train(
     checkpoint/ (to resume from), metrics.jsonl, curves.png and train.json.
     """
     from peagle.cli.train_plan import check_options, show_plan
+    from peagle.config import require_writable_folder
     from peagle.training.config import TrainConfig
 
     check_options(plan, gpu_memory_gib, gpus, tokens_per_s)
-    run = TrainConfig.read(config, overrides or [])
-    run.check_paths()
-    from peagle.training.distributed import joined
 
-    with joined() as processes:
+    def read() -> TrainConfig:
+        run = TrainConfig.read(config, overrides or [])
         if output is not None:
             run = run.model_copy(update={"output": output.absolute()})
+        run.check_paths()
         if not plan:
-            _train(run, processes, resume=resume, as_json=format == "json")
-        elif processes.is_first:
-            show_plan(
-                run,
-                gpu_memory_gib=gpu_memory_gib,
-                gpus=max(gpus, processes.world_size),
-                tokens_per_s=tokens_per_s,
-                as_json=format == "json",
-            )
+            require_writable_folder(run.output, "The output folder")
+        return run
+
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        read()  # A mistake is refused before torch is imported, which takes seconds.
+    with ProgressLine("step", quiet=plan or not _shows_progress(format)) as progress:
+        progress.begin("importing torch")
+        from peagle.training.distributed import joined
+
+        result = None
+        with joined() as processes:
+            run = read()
+            if not plan:
+                result = _train(run, processes, progress, resume=resume, as_json=format == "json")
+            elif processes.is_first:
+                show_plan(
+                    run,
+                    gpu_memory_gib=gpu_memory_gib,
+                    gpus=max(gpus, processes.world_size),
+                    tokens_per_s=tokens_per_s,
+                    as_json=format == "json",
+                )
+    if result is not None:
+        print(result)
 
 
-def _train(plan: TrainConfig, processes: Processes, *, resume: bool, as_json: bool) -> None:
-    from peagle.cli.train_view import result_text
-    from peagle.training.curves import can_draw
+def _shows_progress(format: str) -> bool:
+    """Whether this process shows progress as text; of several processes the first one does."""
+    return format == "text" and os.environ.get("RANK", "0") == "0"
+
+
+def _train(
+    plan: TrainConfig, processes: Processes, progress: ProgressLine, *, resume: bool, as_json: bool
+) -> str | None:
+    """Train; returns what is printed at the end, in the first process."""
+    from peagle.cli.train_view import TrainView, result_text
     from peagle.training.trainer import Trainer, TrainingStopped
 
-    trainer = Trainer(plan, _print_json if as_json else _print_text, processes)
+    view = TrainView(progress, plan.optimizer.steps)
+    report = _print_json if as_json else view.report
+    trainer = Trainer(plan, report, processes, begin=progress.begin, stepped=view.stepped)
     if not as_json and processes.is_first:
-        parameters = sum(p.numel() for p in trainer.drafter.parameters())
-        print(
-            f"{plan.method.name}: {parameters / 1e6:.2f}M parameters, "
-            f"{len(trainer.dataset)} sequences, {trainer.stream.steps_per_epoch} steps an epoch, "
-            f"{plan.optimizer.steps} steps on {_places(trainer)}",
-            file=sys.stderr,
-        )
-        if plan.method.name == "peagle":
-            print(trainer.memory, file=sys.stderr)
-        if trainer.vocabulary is not None:
-            print(trainer.vocabulary, file=sys.stderr)
-        if not can_draw():
-            missing = f"matplotlib is not installed: {install_extra('report')}"
-            print(f"curves.png is left out, {missing}", file=sys.stderr)
-    _stop_on_interrupt(trainer)
+        for line in _facts(trainer):
+            progress.print(line)
+    _stop_on_interrupt(trainer, progress)
     try:
         record = trainer.run(resume=resume)
     except TrainingStopped as stopped:
@@ -124,12 +146,35 @@ def _train(plan: TrainConfig, processes: Processes, *, resume: bool, as_json: bo
             raise SystemExit(INTERRUPTED) from None
         print(f"peagle: {stopped}", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
+    head = plan.output / "head"
     if not processes.is_first:
-        return
+        return None
     if as_json:
-        print(json.dumps({"kind": "result", "head": str(plan.output / "head"), **record}))
-    else:
-        print(result_text(record, str(plan.output / "head")))
+        return json.dumps({"kind": "result", "head": str(head), **record})
+    here, head = Path.cwd(), head.resolve()
+    return result_text(record, str(head.relative_to(here) if head.is_relative_to(here) else head))
+
+
+def _facts(trainer: Trainer) -> Iterator[str]:
+    """What a run consists of, a line each."""
+    from peagle.training.curves import can_draw
+
+    plan = trainer.config
+    parameters = sum(p.numel() for p in trainer.drafter.parameters())
+    yield (
+        f"{plan.method.name} head: {parameters / 1e6:.2f}M parameters, "
+        f"{len(trainer.dataset)} sequences, {trainer.stream.steps_per_epoch} steps an epoch, "
+        f"{plan.optimizer.steps} steps on {_places(trainer)}"
+    )
+    if trainer.warm_start is not None:
+        yield str(trainer.warm_start)
+    if plan.method.name == "peagle":
+        yield str(trainer.memory)
+    if trainer.vocabulary is not None:
+        yield str(trainer.vocabulary)
+    if not can_draw():
+        missing = f"matplotlib is not installed: {install_extra('report')}"
+        yield f"curves.png is left out, {missing}"
 
 
 def _places(trainer: Trainer) -> str:
@@ -137,7 +182,7 @@ def _places(trainer: Trainer) -> str:
     return str(trainer.device) if count == 1 else f"{count} times {trainer.device.type}"
 
 
-def _stop_on_interrupt(trainer: Trainer) -> None:
+def _stop_on_interrupt(trainer: Trainer, progress: ProgressLine) -> None:
     """The first Ctrl-C finishes and saves the step at hand; the second stops at once."""
 
     def stop(number: int, frame: object) -> None:
@@ -152,9 +197,3 @@ def _stop_on_interrupt(trainer: Trainer) -> None:
 
 def _print_json(report: Report) -> None:
     print(json.dumps(asdict(report)), flush=True)
-
-
-def _print_text(report: Report) -> None:
-    from peagle.cli.train_view import progress_text
-
-    print(progress_text(report), flush=True)

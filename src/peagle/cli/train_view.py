@@ -2,16 +2,49 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from peagle.cli.progress import ProgressLine, time_text
 from peagle.training.curves import shown_numbers
 
 if TYPE_CHECKING:
     from peagle.training.reporting import Report
 
-_MOST_COLUMNS = 12
+_MOST_COLUMNS = 8  # A validation then fits into 80 columns.
 _LABEL = 27
+
+
+class TrainView:
+    """What a run says, on its progress line and as text on standard output.
+
+    Where the line is live and standard output is the same terminal, reports of training are on the
+    line only, and validations are text above it.
+
+    Args:
+        progress: the line.
+        steps: of the run.
+    """
+
+    def __init__(self, progress: ProgressLine, steps: int) -> None:
+        self._progress, self._steps = progress, steps
+        self._figures = ""
+
+    def stepped(self, step: int) -> None:
+        """Move the line."""
+        self._progress.update(step, self._steps, self._figures)
+
+    def report(self, report: Report) -> None:
+        """Show the figures of a report."""
+        if report.kind == "train":
+            self._figures = (
+                f"loss {report.loss:.4f}  AL {report.acceptance_lengths[-1]:.2f}  "
+                f"{report.tokens_per_s:,.0f} tokens/s"
+            )
+            self.stepped(report.step)
+        if report.kind == "validation" or not (self._progress.is_live and sys.stdout.isatty()):
+            print(progress_text(report), flush=True)
 
 
 def progress_text(report: Report) -> str:
@@ -22,10 +55,9 @@ def progress_text(report: Report) -> str:
         return "\n".join([head + note, *_acceptance_rows(report)])
     lengths = report.acceptance_lengths
     accuracy = " ".join(_share(value) for value in report.accuracy)
-    minutes, seconds = divmod(round(report.seconds_left), 60)
     return (
         f"{head}  AL {lengths[-1]:.2f} (K={len(lengths)})  accuracy by depth {accuracy}  "
-        f"{report.tokens_per_s:,.0f} tokens/s  {minutes}:{seconds:02d} left"
+        f"{report.tokens_per_s:,.0f} tokens/s  {time_text(report.seconds_left)} left"
     )
 
 

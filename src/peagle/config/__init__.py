@@ -1,6 +1,11 @@
 """Configuration: frozen dataclasses, each default written once, each value checked when made."""
 
-from peagle.config.checks import require_folder, token_ids
+from peagle.config.checks import (
+    require_folder,
+    require_writable_file,
+    require_writable_folder,
+    token_ids,
+)
 from peagle.config.engine import DType, EngineConfig
 from peagle.config.sampling import (
     MAX_LOGPROBS,
@@ -34,6 +39,8 @@ __all__ = [
     "SpeculativeConfig",
     "StructuredOutput",
     "require_folder",
+    "require_writable_file",
+    "require_writable_folder",
     "speculative_keys",
     "token_ids",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -54,6 +55,39 @@ def require_folder(path: str | Path, what: str) -> Path:
         return folder
     found = "a file, not a folder" if folder.exists() else "not there"
     raise UserError(f"{what} {str(path)!r} is {found}; expected a folder with config.json.")
+
+
+def require_writable_folder(path: str | Path, what: str) -> Path:
+    """Return `path` as a folder that is there and may be written to, or that can be made.
+
+    Nothing is made: the nearest folder above that exists is tried with a file that has no name.
+
+    Raises:
+        UserError: it is a file, or below one, or nothing can be written there.
+    """
+    folder = Path(path)
+    try:
+        found = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+        with tempfile.TemporaryFile(dir=found):
+            return folder
+    except OSError as error:
+        raise UserError(
+            f"{what} {str(path)!r} cannot be written: {error.strerror or error}. Name a folder "
+            "that you may write to."
+        ) from None
+
+
+def require_writable_file(path: str | Path, what: str) -> Path:
+    """Return `path` as a file that can be written.
+
+    Raises:
+        UserError: it is a folder, or its folder cannot be made or written to.
+    """
+    file = Path(path)
+    require_writable_folder(file.absolute().parent, f"The folder of {what[0].lower()}{what[1:]}")
+    if file.is_dir():
+        raise UserError(f"{what} {str(path)!r} is a folder; expected the name of a file.")
+    return file
 
 
 def token_ids(values: Sequence[int], vocab_size: int, what: str) -> list[int]:

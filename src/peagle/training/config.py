@@ -337,14 +337,25 @@ class TrainConfig(_Section):
         """Refuse a target, an init head or data files that are not there.
 
         Raises:
-            UserError: naming the first.
+            UserError: naming the key and what to do.
         """
         require_folder(self.target, "The target model")
         if self.head.init is not None:
             require_folder(self.head.init, "head.init:")
-        for path in (self.data.train, self.data.validation):
-            if path is not None and not path.is_file():
-                raise UserError(f"The data file {str(path)!r} is not there.")
+        data = self.data
+        if not data.train.is_file():
+            raise UserError(
+                f"data.train is {str(data.train)!r}, which is not there. `peagle data prepare` "
+                f"writes it: peagle data prepare RESPONSES --target {self.target} --output "
+                f"{data.train}"
+            )
+        if data.validation is not None and not data.validation.is_file():
+            raise UserError(
+                f"data.validation is {str(data.validation)!r}, which is not there. `peagle data "
+                "prepare` writes it with --validation FILE, or as NAME.validation.safetensors "
+                "with --validation-share alone. Or leave data.validation out: the newest head is "
+                "then kept in place of the best one."
+            )
 
     def _relative_to(self, folder: Path) -> TrainConfig:
         names = ("train", "validation", "features", "validation_features")

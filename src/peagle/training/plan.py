@@ -31,6 +31,8 @@ from peagle.training.work import MeanRow, StepWork, step_work
 
 # Of an H100-class GPU over a whole step, in bfloat16 (its peak is 989).
 GPU_TFLOPS = 450.0
+# Of a shorter step the arithmetic says little: launching kernels and reading data decide.
+LEAST_STEP_SECONDS = 0.05
 SHOWN_SEGMENTS = (1, 2, 4, 8)
 
 
@@ -97,7 +99,8 @@ class TrainingPlan:
         memory: the way to run it, or the one that takes least where none fits.
         by_segments: peaks at some numbers of segments, layers recomputed as chosen.
         work: of a step of one process.
-        disk, pace: the latter None where nothing says how fast the machine is.
+        disk, pace: the latter None where nothing says how fast the machine is: on a CPU, and where
+            a GPU's arithmetic takes less than LEAST_STEP_SECONDS a step.
         problem: why it cannot run; "" if it can.
     """
 
@@ -264,7 +267,10 @@ def _pace(
     if where.tokens_per_s is not None:
         speed, basis = where.tokens_per_s, "as given"
     elif shape.device.type == "cuda":
-        speed = stream.tokens_per_step * GPU_TFLOPS * 1e12 / work.total
+        seconds = work.total / (GPU_TFLOPS * 1e12)
+        if seconds < LEAST_STEP_SECONDS:
+            return None
+        speed = stream.tokens_per_step / seconds
         basis = f"if an H100-class GPU sustains {GPU_TFLOPS:g} TFLOP/s"
     else:
         return None

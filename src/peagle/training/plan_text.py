@@ -108,8 +108,8 @@ def _time(plan: TrainingPlan) -> list[Row]:
     size = f"{total / 1e12:,.0f} TFLOP" if total >= 1e13 else f"{total / 1e9:,.1f} GFLOP"
     rows = [("a step", f"{size} ({shares})")]
     if pace is None:
-        unknown = "unknown: give --tokens-per-s as a few steps of training print it"
-        return [*rows, ("all steps", unknown)]
+        why = "the step is too small to tell" if plan.shape.device.type == "cuda" else "not known"
+        return [*rows, ("all steps", f"{why}; measure a few steps and give --tokens-per-s")]
     return [
         *rows,
         ("speed", f"{pace.tokens_per_s:,.0f} tokens/s, {pace.basis}"),

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from peagle.errors import UserError
+from peagle.models.checkpoint.files import save_tensors
 from peagle.training.data import check_tokenizer, read_store
 from peagle.training.readers import (
     STORE_KEY,
@@ -37,7 +37,8 @@ class Limits:
         vocab_size: of the target; ids end before it.
         max_length: most tokens of a sample.
         truncate: cut longer samples there; otherwise they are dropped.
-        validation_share: share of the conversations that goes to the validation file.
+        validation_share: share of the conversations that goes to the validation file; above 0, each
+            of the two files gets at least one conversation.
     """
 
     vocab_size: int
@@ -90,17 +91,50 @@ class Report:
 
 
 class Collected:
-    """Samples as flat tokens."""
+    """Samples as flat tokens, each with a hash of its conversation (64 bits)."""
 
     def __init__(self) -> None:
         self.tokens, self.lens, self.prompt_lens = array("i"), array("q"), array("q")
+        self.hashes = array("Q")
 
     def add(self, sample: Sample) -> None:
         """Put a sample behind the others."""
-        self.tokens.extend(sample.prompt)
-        self.tokens.extend(sample.response)
-        self.lens.append(len(sample.prompt) + len(sample.response))
-        self.prompt_lens.append(len(sample.prompt))
+        digest = hashlib.sha256(sample.group.encode()).digest()
+        self._add([*sample.prompt, *sample.response], len(sample.prompt), _number(digest))
+
+    def _add(self, ids: Sequence[int], prompt_len: int, hash: int) -> None:
+        self.tokens.extend(ids)
+        self.lens.append(len(ids))
+        self.prompt_lens.append(prompt_len)
+        self.hashes.append(hash)
+
+    def split(self, share: float) -> tuple[Collected, Collected]:
+        """Samples for training and for validation, the latter a share of the conversations.
+
+        The hash of a conversation decides, so that no conversation is on both sides, today or
+        tomorrow. Where the share would leave one side empty, the conversation with the next hash
+        goes there.
+
+        Raises:
+            UserError: there is a share, and no second conversation to give.
+        """
+        if not share or not self.hashes:
+            return self, Collected()
+        least, most = min(self.hashes), max(self.hashes)
+        if least == most:
+            raise UserError(
+                f"The validation share is {share:g}, and all {len(self.lens)} samples are of one "
+                "conversation; expected two or more, one for validation. Add conversations, or "
+                "leave --validation and --validation-share out. Nothing was written."
+            )
+        limit = min(max(round(share * 2**64), least + 1), most)
+        train, validation = Collected(), Collected()
+        begin = 0
+        for length, prompt_len, hash in zip(self.lens, self.prompt_lens, self.hashes, strict=True):
+            side = validation if hash < limit else train
+            side._add(self.tokens[begin : begin + length], prompt_len, hash)
+            begin += length
+        return train, validation
 
     def write(self, path: Path, metadata: dict[str, Any]) -> None:
         """Write a file that `ResponseDataset.load` reads; it appears whole or not at all."""
@@ -113,7 +147,7 @@ class Collected:
                     "sequence_start_loc": start_loc,
                     "prompt_lens": torch.tensor(self.prompt_lens, dtype=torch.int32),
                 }
-                save_file(tensors, partial, metadata={STORE_KEY: json.dumps(metadata)})
+                save_tensors(partial, tensors, {STORE_KEY: json.dumps(metadata)})
             else:
                 with partial.open("w", encoding="utf-8") as lines:
                     lines.writelines(json.dumps(row) + "\n" for row in self._rows())
@@ -153,9 +187,9 @@ def prepare(
 
     Raises:
         UserError: a file is not usable or was made with another tokenizer, a token is outside the
-            vocabulary, or no sample is left.
+            vocabulary, no sample is left, or there is no second conversation for validation.
     """
-    train, validation, report = Collected(), Collected(), Report()
+    collected, report = Collected(), Report()
     seen: set[bytes] = set()
     for source in sources:
         for sample, where in _samples_of(source, maker, report, fingerprint, needs_thinking):
@@ -168,10 +202,8 @@ def prepare(
                 continue
             seen.add(digest)
             report.truncated += len(kept.response) < len(sample.response)
-            if _is_validation(kept, limits.validation_share):
-                validation.add(kept)
-            else:
-                train.add(kept)
+            collected.add(kept)
+    train, validation = collected.split(limits.validation_share)
     report.samples, report.validation_samples = len(train.lens), len(validation.lens)
     report.tokens = len(train.tokens)
     report.supervised = report.tokens - sum(train.prompt_lens)
@@ -179,9 +211,7 @@ def prepare(
         reasons = ", ".join(f"{count} × {reason}" for reason, count in report.dropped.items())
         raise UserError(
             f"None of {report.records} records became a sample for training: "
-            f"{reasons or 'the files are empty'}"
-            f"{f', {report.validation_samples} went to validation' if len(validation.lens) else ''}"
-            ". Nothing was written."
+            f"{reasons or 'the files are empty'}. Nothing was written."
         )
     return train, validation, report
 
@@ -258,7 +288,5 @@ def _digest(sample: Sample) -> bytes:
     return hashlib.sha256(ids.tobytes()).digest()[:16]
 
 
-def _is_validation(sample: Sample, share: float) -> bool:
-    """By hash of the conversation, so that no conversation is on both sides, today or tomorrow."""
-    digest = hashlib.sha256(sample.group.encode()).digest()
-    return int.from_bytes(digest[:8]) < share * 2**64
+def _number(digest: bytes) -> int:
+    return int.from_bytes(digest[:8])

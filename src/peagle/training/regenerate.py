@@ -95,6 +95,7 @@ class Progress:
         cut: answers of this run that ended at the length limit.
         failures: dialogues with a failed question, and why.
         seconds: of this run.
+        waited_for: answers that are still to come, at most: some dialogues end early.
     """
 
     prompts: int = 0
@@ -105,6 +106,7 @@ class Progress:
     cut: int = 0
     failures: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
+    waited_for: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,7 @@ def regenerate(
         options: what the answers depend on; a file of other options is refused.
         facts: further provenance, for the file beside the output.
         seed: of all; each question's is made of it and of the conversation.
-        watch: called after every answer.
+        watch: called before the first answer and after every one.
 
     Raises:
         UserError: the output belongs to another run (its options or its prompts differ), is
@@ -153,10 +155,13 @@ def regenerate(
         done = _read_done(file, output)
         _check_options(output, options, is_new=not done)
         waiting = deque(_open_questions(kept, done, progress, seed, answerer.is_chat))
+        progress.waited_for = sum(_answers_from(ask, answerer.is_chat) for ask in waiting)
+        watch(progress)
         provenance = {**facts, "kind": "regenerate", "options": dict(options)}
         _write_side(output, provenance)
         start = time.perf_counter()
         for ask, answer in answerer.answers(lambda: waiting.popleft() if waiting else None):
+            further = None
             if isinstance(answer, Failure):
                 progress.failures[ask.dialogue.id] = answer.reason
             else:
@@ -166,6 +171,7 @@ def regenerate(
                 _count(progress, answer)
                 if (further := _next(ask, answer, line, seed)) is not None:
                     waiting.appendleft(further)
+            progress.waited_for -= 1 if further else _answers_from(ask, answerer.is_chat)
             progress.seconds = time.perf_counter() - start
             watch(progress)
         file.seek(0)
@@ -232,6 +238,11 @@ def _open_questions(
 def _ask(dialogue: Dialogue, turn: int, before: Iterable[Mapping[str, Any]], seed: int) -> Ask:
     messages = (*before, {"role": "user", "content": dialogue.turns[turn]})
     return Ask(dialogue, turn, messages, seed_of(seed, messages))
+
+
+def _answers_from(ask: Ask, is_chat: bool) -> int:
+    """How many answers a dialogue has from this question on, if it goes to its end."""
+    return len(ask.dialogue.turns) - ask.turn if is_chat else 1
 
 
 def _next(ask: Ask, answer: Answer, line: Mapping[str, Any], seed: int) -> Ask | None:

@@ -35,6 +35,15 @@ _WEIGHTS = "weights."
 _OPTIMIZER = "optimizer."
 # A file is put together in memory before it is written.
 _FILE_BYTES = 2 << 30
+# The only fact in which a resumed run may differ from the one that it goes on.
+_MAY_CHANGE = "optimizer.steps"
+# Facts by the keys of the configuration, where those are other ones.
+_KEYS = {
+    "seed": "run.seed",
+    "batch_tokens": "data.batch_tokens",
+    "sequences": "number of sequences in data.train",
+    "warm_start": "weights of head.init",
+}
 
 
 def save_state(
@@ -97,7 +106,7 @@ def load_state(
     """Put a checkpoint into model and optimizer; returns the step to go on from, and the progress.
 
     Raises:
-        UserError: there is none, it is broken, or `facts` (what must not change) differ.
+        UserError: there is none, it is broken, or `facts` differ in more than `optimizer.steps`.
     """
     processes.first(lambda: _recover(folder))
     if not (folder / "state.json").is_file():
@@ -159,12 +168,30 @@ def _room_for_optimizers(
 
 
 def _require_same(folder: Path, record: dict, facts: dict) -> None:
-    for name, value in facts.items():
-        if record.get(name) != value:
-            raise UserError(
-                f"The checkpoint {str(folder)!r} was made with {name} {record.get(name)!r}, the "
-                f"configuration says {value!r}. Restore it, or start anew in another output folder."
-            )
+    before = {name: record.get(name) for name in facts}
+    changes = [
+        f"{_KEYS.get(key.partition('.')[0], key)} {old!r} (now {new!r})"
+        for key, old, new in _differences(before, facts)
+        if key != _MAY_CHANGE
+    ]
+    if changes:
+        raise UserError(
+            f"The checkpoint {str(folder)!r} was made with {', '.join(changes)}. To go on, restore "
+            f"what it was made with; only {_MAY_CHANGE} may change. Or start anew in another "
+            "output folder."
+        )
+
+
+def _differences(
+    before: object, now: object, key: str = ""
+) -> Iterator[tuple[str, object, object]]:
+    """Keys ("optimizer.steps") whose values differ, with the values; None where there is none."""
+    if not (isinstance(before, dict) and isinstance(now, dict)):
+        if before != now:
+            yield key, before, now
+        return
+    for name in sorted(before.keys() | now.keys()):
+        yield from _differences(before.get(name), now.get(name), f"{key}.{name}".lstrip("."))
 
 
 def _replace(folder: Path, partial: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from peagle.config import require_writable_folder
 from peagle.engine.placement import resolve_dtype
 from peagle.errors import UserError
 from peagle.models.checkpoint import LENGTH_KEY, save_drafter, write_json
@@ -40,6 +41,7 @@ from peagle.training.step_shape import BatchShape, StepShape, kernels_of
 from peagle.training.vocabulary import vocabulary_report
 
 _COD_SEED = 7_919
+_RECORD_NAME = "train.json"
 
 
 class TrainingStopped(Exception):
@@ -60,6 +62,8 @@ class Trainer:
         report: receives progress, in the first process.
         processes: those that share the rows of every batch; all of them make a trainer and call
             the same methods of it.
+        begin: is told by name what the trainer begins to do, before and between steps.
+        stepped: is told of each step that is done.
 
     Raises:
         UserError: target, data or configuration are not usable.
@@ -70,9 +74,12 @@ class Trainer:
         config: TrainConfig,
         report: Callable[[Report], None] = lambda _: None,
         processes: Processes = ALONE,
+        *,
+        begin: Callable[[str], None] = lambda _: None,
+        stepped: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.config = config
-        self.report = report
+        self.report, self._begin, self._stepped = report, begin, stepped
         self.processes = processes
         run = config.run
         self.history = History(config.output, tensorboard=run.tensorboard, write=processes.is_first)
@@ -81,6 +88,7 @@ class Trainer:
             # The frozen target in float32: TF32 products are twice as exact as bfloat16 ones.
             torch.set_float32_matmul_precision("high")
         budget = Budget.of(run, self.device).shared(processes)
+        begin("loading the target, reading the data")
         self.inputs = Inputs.load(config, self.device)
         self.target, data = self.inputs.target, config.data
         self.dataset, self.validation = self.inputs.dataset, self.inputs.validation
@@ -92,6 +100,7 @@ class Trainer:
             rank=processes.rank,
             world_size=processes.world_size,
         )
+        begin("making the head")
         built = self.inputs.build_head()
         self.drafter, self.warm_start = built.drafter, built.warm_start
         self.vocabulary = vocabulary_report(self.drafter, self.dataset, self.validation)
@@ -106,11 +115,15 @@ class Trainer:
         self.num_tokens = 0
         self.seconds = self._before = 0.0
         self._start_step, self._started = 0, time.perf_counter()
+        self._origin: dict[str, Any] = {}
         self.stop_requested = False
         self.selection = Selection(run, config.method.depth)
 
     def run(self, *, resume: bool = False) -> dict[str, Any]:
         """Train to the end and write head, checkpoint and records; returns the record.
+
+        A resumed run may have another number of steps. Its learning rate is, from the step of the
+        checkpoint on, that of a run which had this number from the start.
 
         The head that is kept is the best one by `selection`, or without validation data the newest;
         the end comes early where no better one is to be expected (`run.patience`). Once
@@ -121,17 +134,23 @@ class Trainer:
             resume: go on from the checkpoint in the output folder.
 
         Raises:
-            UserError: no checkpoint to resume from, one that would be overwritten, no space, or a
-                loss that is not finite.
+            UserError: no checkpoint to resume from, or one beyond the last step; one that would be
+                overwritten; an output that cannot be written; no space; a loss that is not finite.
             TrainingStopped: a stop was requested before the last step.
         """
         config, output = self.config, self.config.output
         checkpoint = output / "checkpoint"
-        output.mkdir(parents=True, exist_ok=True)
+        require_writable_folder(output, "The output folder").mkdir(parents=True, exist_ok=True)
         if resume:
+            self._begin("reading the checkpoint")
             self.step, progress = load_state(
                 checkpoint, self.masters, self.optimizers, self._facts(), self.processes
             )
+            if self.step > config.optimizer.steps:
+                raise UserError(
+                    f"optimizer.steps is {config.optimizer.steps}, but the checkpoint "
+                    f"{str(checkpoint)!r} is of step {self.step}; expected at least that many."
+                )
             self._restore(progress)
         elif checkpoint.exists():
             raise UserError(
@@ -139,17 +158,21 @@ class Trainer:
                 "output."
             )
         steps, run = config.optimizer.steps, config.run
-        origin = self._origin()
+        self._begin("hashing the data")
+        self._origin = self._provenance()
         self.history.begin(self.step)
         self._start_step, self._started = self.step, time.perf_counter()
         self._before = self.seconds
         window = Window(config.method.depth, self.device)
+        _, compiled = kernels_of(config, self.device)
+        self._begin(f"step {self.step + 1} of {steps}" + (", compiling" if compiled else ""))
         stop = self.step if self.selection.exhausted else steps
         source = self.inputs.source(self._batch_at)
         for batch, states in source.range(self.step, stop):
             outcome, norm = self._train_step(batch, states)
             window.add(outcome, batch, norm)
             self.step += 1
+            self._stepped(self.step)
             if self._due(run.log_every):
                 self._publish(self._reported("train", window))
                 window = Window(config.method.depth, self.device)
@@ -164,7 +187,7 @@ class Trainer:
                 break
             if stopping and self.step < steps:
                 raise TrainingStopped(self.step, steps)
-        return self._finish(origin)
+        return self._finish()
 
     def validate(self) -> Report | None:
         """Loss and simulated acceptance on the validation data, every element of it.
@@ -199,6 +222,8 @@ class Trainer:
 
     def _select(self) -> None:
         """Validate, keep the head if it is the best so far, and draw the curves."""
+        if self.validation is not None:
+            self._begin(f"validating step {self.step}")
         if (report := self.validate()) is not None:
             if self.selection.consider(report):
                 report = replace(report, is_best=True)
@@ -221,6 +246,7 @@ class Trainer:
         return outcome, norm
 
     def _save(self, checkpoint: Path) -> None:
+        self._begin(f"saving step {self.step}")
         self.seconds = self._before + time.perf_counter() - self._started
         progress = {
             "seconds": self.seconds,
@@ -248,7 +274,13 @@ class Trainer:
     def _save_head(self) -> None:
         folder, dtype = self.config.output / "head", self.config.run.save_dtype
         longest = self.dataset.longest
-        self.processes.first(lambda: save_head(self.drafter, self.target, folder, dtype, longest))
+        record = self._record()
+
+        def save() -> None:
+            save_head(self.drafter, self.target, folder, dtype, longest)
+            write_json(folder / _RECORD_NAME, record)
+
+        self.processes.first(save)
 
     def _batch_at(self, step: int) -> Batch:
         """A batch of training, its elements drawn."""
@@ -300,7 +332,7 @@ class Trainer:
             "warm_start": self.warm_start.sha256 if self.warm_start else None,
         }
 
-    def _origin(self) -> dict[str, Any]:
+    def _provenance(self) -> dict[str, Any]:
         """Where the run comes from, taken before it: commit and files may change meanwhile."""
         config, data = self.config, self.config.data
         sets = {"train": data_facts(data.train, self.dataset), "validation": None}
@@ -316,13 +348,15 @@ class Trainer:
             "data_sha256": sets["train"]["sha256"],
         }
 
-    def _finish(self, origin: dict[str, Any]) -> dict[str, Any]:
-        config = self.config
+    def _record(self) -> dict[str, Any]:
+        """What train.json holds: where the run comes from, how far it is, how good the head is."""
+        planned = self.config.optimizer.steps
         self.seconds = self._before + time.perf_counter() - self._started
-        record = {
-            **origin,
+        return {
+            **self._origin,
             "parameters": sum(p.numel() for p in self.drafter.parameters()),
             "steps": self.step,
+            "planned_steps": planned,
             "epochs": self.step / self.stream.steps_per_epoch,
             "sequences": len(self.dataset),
             "draft_vocabulary": self.vocabulary.to_json() if self.vocabulary else None,
@@ -332,13 +366,25 @@ class Trainer:
             "planned_memory_bytes": self.memory.total,
             "tokens": self.num_tokens,
             "seconds": self.seconds,
-            "stop_reason": "steps" if self.step == config.optimizer.steps else "patience",
+            "stop_reason": self._stop_reason(),
             "final": self.history.last(),
             "validation": self.history.last("validation"),
             "best": self.selection.best,
         }
+
+    def _stop_reason(self) -> str | None:
+        """Why no step follows the last one; None while others are to follow."""
+        if self.step == self.config.optimizer.steps:
+            return "steps"
+        return "patience" if self.selection.exhausted else None
+
+    def _finish(self) -> dict[str, Any]:
+        """Write the record of the run, beside the head and with it."""
+        record = self._record()
         if self.processes.is_first:
-            write_json(config.output / "train.json", record)
+            for folder in (self.config.output, self.config.output / "head"):
+                if folder.is_dir():
+                    write_json(folder / _RECORD_NAME, record)
         self.history.draw(self.selection.best)
         self.history.close()
         return record

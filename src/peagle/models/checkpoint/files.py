@@ -1,4 +1,4 @@
-"""JSON files, written whole or not at all."""
+"""The files of a checkpoint: JSON, written whole or not at all, and tensors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
 
 from peagle.errors import CheckpointError
 
@@ -21,6 +24,17 @@ def replace_file(path: Path, data: bytes) -> None:
     temporary = path.with_name(path.name + ".part")
     temporary.write_bytes(data)
     os.replace(temporary, path)
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file with the mode that any new file gets here (0666 less the umask).
+
+    safetensors by itself lets nobody but the owner read the file (0600).
+    """
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(dict(tensors), path, metadata=dict(metadata))
+    path.chmod(mode)
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from peagle.errors import CheckpointError
-from peagle.models.checkpoint.files import object_at, read_object
+from peagle.models.checkpoint.files import object_at, read_object, save_tensors
 from peagle.models.drafter import Drafter, DrafterConfig
 
 WEIGHTS_NAME = "model.safetensors"
@@ -246,7 +245,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> Path:
     """
     temporary = folder / (WEIGHTS_NAME + ".part")
     try:
-        save_file(dict(tensors), temporary, metadata={"format": "pt"})
+        save_tensors(temporary, tensors, {"format": "pt"})
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

@@ -1,0 +1,123 @@
+"""One line on standard error that says what a long command is doing, and how far it is."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.table import Column
+from rich.text import Text
+
+from peagle.cli.terminal import printable
+
+_LINE_SECONDS = 5.0
+
+
+class ProgressLine:
+    """Progress of a command, to be used in a `with` statement.
+
+    On a terminal one line is redrawn in place and cut at the terminal's width: the name of a phase
+    with a moving bar and its seconds, or a count with a bar, figures and the time left. Elsewhere
+    each phase is a line of text, and counts are lines now and then.
+
+    Args:
+        unit: what is counted, like "step".
+        quiet: show nothing at all.
+        console: where to show it; None is standard error.
+    """
+
+    def __init__(self, unit: str, *, quiet: bool = False, console: Console | None = None) -> None:
+        self._unit, self._quiet = unit, quiet
+        console = console or Console(stderr=True, highlight=False)
+        self.is_live = not quiet and console.is_terminal and not console.is_dumb_terminal
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False, table_column=_one_line()),
+            BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=4)),
+            _Figures(table_column=_one_line()),
+            console=console,
+            expand=True,
+            transient=True,
+            redirect_stdout=sys.stdout.isatty(),
+        )
+        self._task: TaskID | None = None
+        self._first: tuple[float, int] | None = None
+        self._printed = time.monotonic()
+
+    def __enter__(self) -> ProgressLine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.is_live:
+            self._bar.stop()
+
+    def begin(self, phase: str) -> None:
+        """Name what begins now; how long it takes is not known."""
+        if self.is_live:
+            self._show(printable(phase), None, 0, "")
+        else:
+            self.print(phase)
+
+    def update(self, done: int, total: int, figures: str, *, line: str | None = None) -> None:
+        """Show a count with figures, and the time left at the pace since the first call.
+
+        Args:
+            done: how many there are; total: how many there will be.
+            figures: what a terminal shows beside the bar.
+            line: what is printed now and then where there is no terminal; None prints nothing.
+        """
+        left = self._time_left(done, total)
+        if self.is_live:
+            figures = "  ".join(filter(None, (figures, left)))
+            self._show(f"{self._unit} {done}/{total}", total, done, figures)
+        elif line and time.monotonic() - self._printed >= _LINE_SECONDS:
+            self._printed = time.monotonic()
+            self.print("; ".join(filter(None, (line, left))))
+
+    def print(self, text: str) -> None:
+        """Print lines that stay, above the one that moves."""
+        if self.is_live:
+            self._bar.console.print(text, markup=False, soft_wrap=True)
+        elif not self._quiet:
+            print(f"peagle: {text}", file=sys.stderr, flush=True)
+
+    def _show(self, text: str, total: int | None, done: int, figures: str) -> None:
+        """Draw the line; a total of None makes the bar move back and forth."""
+        if self._task is None or total is None:
+            # A task cannot lose its total, so that a phase is a new one.
+            if self._task is not None:
+                self._bar.remove_task(self._task)
+            self._task = self._bar.add_task(text, total=total, figures="")
+            self._bar.start()
+        self._bar.update(self._task, description=text, total=total, completed=done, figures=figures)
+
+    def _time_left(self, done: int, total: int) -> str:
+        now = time.monotonic()
+        if self._first is None:
+            self._first = now, done
+        since, first = self._first
+        if done <= first:
+            return ""
+        return f"{time_text((now - since) / (done - first) * (total - done))} left"
+
+
+class _Figures(ProgressColumn):
+    """The figures of a count, the seconds of a phase."""
+
+    max_refresh = None
+
+    def render(self, task: Task) -> Text:
+        """The text of the column."""
+        return Text(task.fields["figures"] if task.total else time_text(task.elapsed or 0))
+
+
+def time_text(seconds: float) -> str:
+    """A duration in minutes and seconds, from an hour on with hours: 2:05, 1:02:05."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _one_line() -> Column:
+    return Column(no_wrap=True, overflow="ellipsis")

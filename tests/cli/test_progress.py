@@ -1,0 +1,139 @@
+"""The line that says how far a command is: on terminals of several widths, and in a log."""
+
+from __future__ import annotations
+
+import io
+import re
+import time
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from peagle.cli import progress as module
+from peagle.cli.progress import ProgressLine, time_text
+from peagle.cli.train_view import TrainView
+from tests.cli.test_train_view import TRAIN, VALIDATION
+
+_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+class Terminal(io.StringIO):
+    """What a terminal is sent."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def lines(self) -> list[str]:
+        """Every line that was drawn, without colours."""
+        return [line for line in re.split(r"[\r\n]+", _ESCAPE.sub("", self.getvalue())) if line]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that the code under test reads."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def drawn(terminal: Terminal, width: int = 80) -> tuple[ProgressLine, Console]:
+    console = Console(file=terminal, force_terminal=True, width=width, highlight=False)
+    return ProgressLine("step", console=console), console
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_a_line_fits_the_terminal(width: int, clock: list[float]) -> None:
+    terminal = Terminal()
+    line, _ = drawn(terminal, width)
+    with line:
+        line.begin("loading the target, reading the data")
+        line._bar.refresh()
+        line.update(0, 20_000, "")
+        clock[0] += 60
+        line.update(400, 20_000, "loss 1.2346  AL 3.41  123,456 tokens/s")
+        line._bar.refresh()
+    lines = terminal.lines()
+    assert all(len(text) <= width for text in lines), lines
+    if width >= 80:
+        assert any(text.startswith("loading the target, reading the data ") for text in lines)
+        last = next(text for text in reversed(lines) if text.startswith("step 400/20000 "))
+        assert last.rstrip().endswith("loss 1.2346  AL 3.41  123,456 tokens/s  49:00 left")
+        assert "━" in last
+
+
+def test_a_phase_between_counts_shows_its_seconds() -> None:
+    terminal = Terminal()
+    line, _ = drawn(terminal)
+    with line:
+        line.update(3, 6, "loss 1.0")
+        line.begin("validating step 3")
+        line._bar.refresh()
+        line.update(4, 6, "loss 1.0")
+        line._bar.refresh()
+    phases = [text for text in terminal.lines() if text.startswith("validating step 3 ")]
+    assert phases and all(text.rstrip().endswith(" 0:00") for text in phases)
+    assert terminal.lines()[-1].startswith("step 4/6 ")
+
+
+def test_lines_that_stay_are_above_the_bar() -> None:
+    terminal = Terminal()
+    line, _ = drawn(terminal)
+    with line:
+        line.begin("loading")
+        line.print("[bold]peagle[/bold] head")
+    assert any("[bold]peagle[/bold] head" in text for text in terminal.lines())
+
+
+def test_a_log_has_plain_lines(capsys: pytest.CaptureFixture[str], clock: list[float]) -> None:
+    with ProgressLine("answer") as line:
+        line.begin("loading the model")
+        line.update(0, 10, "", line="0 answers")
+        clock[0] += module._LINE_SECONDS
+        line.update(4, 10, "9 tokens/s", line="4 answers")
+        line.update(5, 10, "9 tokens/s", line="5 answers")
+        clock[0] += 60
+        line.update(6, 10, "9 tokens/s")
+    assert capsys.readouterr().err.splitlines() == [
+        "peagle: loading the model",
+        "peagle: 4 answers; 0:08 left",
+    ]
+
+
+def test_a_quiet_line_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with ProgressLine("step", quiet=True) as line:
+        line.begin("loading")
+        line.print("a head")
+        line.update(1, 2, "", line="one")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_training_is_on_the_line_and_validations_above_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    terminal = Terminal()
+    line, _ = drawn(terminal)
+    monkeypatch.setattr("sys.stdout", terminal)
+    with line:
+        view = TrainView(line, 100)
+        view.stepped(19)
+        view.report(TRAIN)
+        line._bar.refresh()
+        view.report(VALIDATION)
+    text = "\n".join(terminal.lines())
+    assert "step 20/100 " in text and "loss 1.2346  AL 1.80  12,346 tokens/s" in text
+    assert "accuracy by depth" not in text and "acceptance length, greedy" in text
+
+
+def test_a_log_has_a_line_for_each_report(capsys: pytest.CaptureFixture[str]) -> None:
+    with ProgressLine("step") as line:
+        view = TrainView(line, 100)
+        for step in (20, 40):
+            view.stepped(step)
+            view.report(replace(TRAIN, step=step))
+    out, err = capsys.readouterr()
+    assert [text.split()[1] for text in out.splitlines()] == ["20/100", "40/100"] and err == ""
+
+
+def test_durations() -> None:
+    assert [time_text(s) for s in (0.4, 59.6, 125, 3725)] == ["0:00", "1:00", "2:05", "1:02:05"]
