@@ -17,7 +17,7 @@ from peagle.evaluation.compare import load_target
 from peagle.evaluation.eval_run import LocalMethod, check_heads
 from peagle.evaluation.methods import NGRAM, Method
 from peagle.models.checkpoint import read_head_config, trained_length
-from peagle.models.loading import resolve_model
+from peagle.models.loading import resolve_head, resolve_model
 from peagle.models.target import TargetModel, load_tokenizer
 from peagle.models.target_ends import TargetEnds
 from peagle.models.target_facts import TargetSizes
@@ -120,7 +120,7 @@ def _found(
     options.set_threads(given.value("threads"))
     options.quiet_libraries()
     folder = resolve_model(own or options.bundled(BUNDLED_TARGET), given.value("revision"))
-    found = [(name, source, resolve_model(source, what="The head")) for name, source in heads]
+    found = [(name, source, resolve_head(source)) for name, source in heads]
     target = load(folder, engine)
     local = [_local(name, source, head, target) for name, source, head in found]
     local += [LocalMethod(Method(NGRAM))] if with_ngram else []

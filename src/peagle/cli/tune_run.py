@@ -31,7 +31,7 @@ from peagle.evaluation.tuning.tune import Tuned, measure_costs
 from peagle.models.checkpoint import read_head_config
 from peagle.models.checkpoint.files import write_json
 from peagle.models.drafter_config import DrafterConfig
-from peagle.models.loading import resolve_model
+from peagle.models.loading import resolve_head, resolve_model
 from peagle.models.target import TargetModel, load_tokenizer
 
 
@@ -146,7 +146,7 @@ def _load(given: Given, draft: str) -> Models:
     options.quiet_libraries()
     own = given.value("target")
     folder = resolve_model(options.target_or_bundled(own), given.value("revision"))
-    head = resolve_model(draft, what="The head")
+    head = resolve_head(draft)
     target = load_target(folder, dtype=engine.dtype, device=engine.device)
     check_heads(target, [LocalMethod(Method("--draft", draft), str(head))])
     config, _ = read_head_config(head, num_target_layers=target.num_layers)

@@ -10,6 +10,7 @@ from peagle.config.sampling import (
     SamplingParams,
 )
 from peagle.config.speculative import (
+    DEFAULT_DEPTH,
     MAX_SPECULATIVE_TOKENS,
     RUNTIME_KEYS,
     DraftSampling,
@@ -20,6 +21,7 @@ from peagle.config.speculative import (
 from peagle.config.structured import StructuredOutput
 
 __all__ = [
+    "DEFAULT_DEPTH",
     "MAX_LOGPROBS",
     "MAX_OUTPUTS",
     "MAX_SEED",

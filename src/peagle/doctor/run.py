@@ -15,11 +15,14 @@ from peagle.doctor.served import EndpointServing, EngineServing, Serving
 from peagle.engine.placement import resolve_device, resolve_dtype
 from peagle.errors import CheckpointError, UserError
 from peagle.models.checkpoint import read_head_config
+from peagle.models.checkpoint.head import read_head_json
 from peagle.models.drafter import DrafterConfig
 from peagle.models.loading import resolve_model
 from peagle.models.target import TargetModel, load_tokenizer
+from peagle.models.trained_depth import default_depth
+from peagle.models.whole_model import refuse_whole_model
 
-_USUAL_DRAFTS, _MOST_DRAFTS = 5, 16
+_MOST_DRAFTS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,7 @@ def run_doctor(order: Order, progress: Progress = lambda text: None) -> Report:
         folder = resolve_model(order.draft, order.draft_revision, what="The draft head")
     except CheckpointError as error:
         return _unreadable(error)
+    refuse_whole_model(read_head_json(folder), str(folder))
     tokenizer = load_tokenizer(target_folder)
     style = usual_style(
         tokenizer, plain=order.plain, chat_template=order.chat_template, thinking=order.thinking
@@ -119,7 +123,7 @@ def _num_drafts(
     """K: as asked, else the server's, else the head's."""
     served = endpoint.num_drafts() if endpoint is not None else None
     trained = config.trained_depth if config is not None else None
-    return min(asked or served or min(trained or _USUAL_DRAFTS, 7), _MOST_DRAFTS)
+    return min(asked or served or default_depth(trained), _MOST_DRAFTS)
 
 
 def _unreadable(error: CheckpointError) -> Report:

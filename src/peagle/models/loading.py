@@ -14,6 +14,8 @@ from huggingface_hub.utils import validate_repo_id
 from peagle.config import SpeculativeConfig, require_folder
 from peagle.errors import CheckpointError, UserError
 from peagle.models.hub import DEFAULT_REVISION, Repository
+from peagle.models.trained_depth import with_depth
+from peagle.models.whole_model import refuse_whole_model
 
 _LFS_POINTER = b"version https://git-lfs"
 
@@ -56,16 +58,32 @@ def resolve_model(
     return folder
 
 
-def with_local_head(config: SpeculativeConfig) -> SpeculativeConfig:
-    """The configuration with its head in a folder, fetched from the hub where it is not in one.
+def resolve_head(name_or_path: str | os.PathLike[str], revision: str | None = None) -> Path:
+    """The folder of a draft head, as `resolve_model` finds it.
 
     Raises:
         UserError: as `resolve_model`.
+        CheckpointError: as `resolve_model`; or it is a whole model.
+    """
+    folder = resolve_model(name_or_path, revision, what="The draft head")
+    config = folder / "config.json"
+    if config.is_file() and isinstance(data := _read_json(config), dict):
+        refuse_whole_model(data, str(folder))
+    return folder
+
+
+def with_local_head(config: SpeculativeConfig) -> SpeculativeConfig:
+    """The configuration with its head in a folder, fetched from the hub where it is not in one.
+
+    K is that of the head where none is given (`with_depth`).
+
+    Raises:
+        UserError: as `resolve_head`.
     """
     if config.model is None:
         return config
-    folder = resolve_model(config.model, config.revision, what="The draft head")
-    return replace(config, model=str(folder), revision=None)
+    folder = resolve_head(config.model, config.revision)
+    return with_depth(replace(config, model=str(folder), revision=None), folder)
 
 
 def _looks_like_path(text: str) -> bool:
