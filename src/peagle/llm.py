@@ -9,7 +9,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from peagle.bundled import BUNDLED_TARGET
+from peagle.bundled import BUNDLED
 from peagle.chat import (
     ChatMessage,
     Message,
@@ -68,8 +68,8 @@ class LLM:
     """A target, with or without a draft head, ready to generate.
 
     Args:
-        target: model folder or hub id, as "owner/name" or "owner/name@revision"; None takes the
-            bundled code model.
+        target: model folder or hub id, as "owner/name" or "owner/name@revision"; "bundled" or None
+            takes the bundled code model.
         revision: branch, tag or commit of the target's hub id.
         speculative_config: how to draft: a SpeculativeConfig, a mapping or JSON text in vLLM's
             form; None decodes plainly.
@@ -120,7 +120,7 @@ class LLM:
             speculative = with_local_head(SpeculativeConfig.parse(speculative_config))
         if model is None:
             device = resolve_device(config.device)
-            folder = resolve_model(target or BUNDLED_TARGET, revision)
+            folder = resolve_model(target or BUNDLED, revision)
             dtype = resolve_dtype(config.dtype, device)
             model = TargetModel.load(folder, dtype=dtype, device=device)
         elif target is not None or revision is not None:

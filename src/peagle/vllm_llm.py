@@ -14,7 +14,7 @@ from peagle.backends.vllm.evidence import DraftCounts
 from peagle.backends.vllm.flags import check_flags
 from peagle.backends.vllm.installation import find_vllm
 from peagle.backends.vllm.offline import VllmChunk, VllmOffline
-from peagle.bundled import BUNDLED_TARGET
+from peagle.bundled import BUNDLED
 from peagle.config import RUNTIME_KEYS, EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine import EngineStats, SpeculationStats
 from peagle.engine.outputs import RequestOutput, StreamChunk
@@ -70,7 +70,7 @@ class VllmLLM(LLM):
         ]
         for note in check_flags(flags):
             warnings.warn(note, stacklevel=2)
-        folder = resolve_model(named_target(target, model) or BUNDLED_TARGET, revision)
+        folder = resolve_model(named_target(target, model) or BUNDLED, revision)
         speculative, runtime = None, dict[str, Any]()
         if speculative_config is not None:
             speculative = SpeculativeConfig.parse(speculative_config)

@@ -52,7 +52,7 @@ class WarmProcess:
         self.args = words
         self._log = log
         log.touch()
-        self._process = _forks().Process(
+        self._process = forks().Process(
             target=_run, args=(words, dict(environment), log, script, folder or Path.cwd())
         )
         self._process.start()
@@ -87,7 +87,7 @@ class WarmProcess:
 
 
 @functools.cache
-def _forks() -> Any:
+def forks() -> Any:
     """The context whose processes are forks of one that has imported everything."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -101,23 +101,36 @@ def _forks() -> Any:
 def _run(
     words: list[str], environment: dict[str, str], log: Path, script: Path | None, folder: Path
 ) -> None:
-    """In the forked process: what exec and the interpreter's start do otherwise."""
-    os.setsid()
-    threading.Thread(target=_end_with_starter, daemon=True).start()
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(folder)
     written = os.open(log, os.O_WRONLY | os.O_APPEND)
-    for number in (1, 2):
-        os.dup2(written, number)
-    sys.argv[:] = words
-    _fork_engines()
+    take_over(words, environment, folder, [0, written, written])
     if script is not None:
         runpy.run_path(str(script), run_name="__main__")
         return
     from peagle.cli.main import main
 
     main()
+
+
+def take_over(
+    words: list[str], environment: dict[str, str], folder: Path, files: list[int]
+) -> None:
+    """In a forked process: do what exec and the interpreter's start do otherwise.
+
+    Args:
+        words: the command line, the program's name included.
+        environment: all of it.
+        folder: where the program runs.
+        files: what becomes standard input, output and error.
+    """
+    os.setsid()
+    threading.Thread(target=_end_with_starter, daemon=True).start()
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+    sys.argv[:] = words
+    _fork_engines()
 
 
 def _end_with_starter() -> None:

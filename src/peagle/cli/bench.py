@@ -52,7 +52,7 @@ The bundled pair: plain decoding, EAGLE-3 and P-EAGLE; a few minutes on a laptop
   peagle bench
 
 Models of your own, three K by four concurrencies, a report in out/; run again, it goes on there:
-  peagle bench --target ./Qwen3-0.6B --draft ./head --eagle3 ./eagle3-head -k 3,5,7
+  peagle bench --target ./Qwen3-0.6B --draft ./head --eagle3 ./eagle3-head -k 3,5,7 \\
       --concurrency 1,4,16,64 --set humaneval,mt_bench --output out
 
 Requests per second that keep a latency; fixed lengths; prompt lookup and another head beside:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from peagle.bundled import BUNDLED_TARGET
 from peagle.cli import groups
 from peagle.cli.flags import Flag, Given, takes
 from peagle.cli.options import Format, OutputFormat
@@ -289,7 +290,7 @@ def _check_template(folder: Path, plan: Plan, system: str | None, template: dict
     name = template["chat_template"]
     own: Any = getattr(tokenizer, "chat_template", None)
     if name is None and not own:
-        is_bundled = plan.settings.value("target") is None
+        is_bundled = plan.target == str(BUNDLED_TARGET)
         raise UserError(
             f"{'The bundled code model' if is_bundled else repr(plan.target)} has no chat "
             "template, so it is no chat model. Name one that has, like --target Qwen/Qwen3-0.6B, "

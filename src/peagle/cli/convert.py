@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from peagle.bundled import expand_bundled
+
 if TYPE_CHECKING:
     from peagle.models.checkpoint import Conversion
 
@@ -26,7 +28,10 @@ With the target's name, by which `vllm serve ./head-speculators` finds it; for a
 
 def convert(
     source: Annotated[
-        Path, typer.Argument(help="Folder of the head, in either style.", metavar="SRC")
+        str,
+        typer.Argument(
+            help="Folder of the head, in either style; bundled is the bundled one.", metavar="SRC"
+        ),
     ],
     destination: Annotated[Path, typer.Argument(help="Folder that receives it.", metavar="DST")],
     format: Annotated[
@@ -53,6 +58,8 @@ def convert(
     """
     from peagle.models.checkpoint import convert_head
 
+    source = expand_bundled(source, "draft")
+    target = target and expand_bundled(target, "target")
     result = convert_head(source, destination, format, force=force, target=target)
     for note in result.notes:
         print(f"peagle: note: {note}", file=sys.stderr)

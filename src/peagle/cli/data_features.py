@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 EXAMPLES = """
 Once for all epochs, at most 500 GiB of it; train then needs no more of the target than its ends:
-  peagle data features train.safetensors --target ./Qwen3-8B --max-length 8192
+  peagle data features train.safetensors --target ./Qwen3-8B --max-length 8192 \\
       --output features --max-disk-gib 500
 
 In about 0.6 of the space, for a head that reads other layers:
-  peagle data features train.safetensors --target ./Qwen3-8B --output features
+  peagle data features train.safetensors --target ./Qwen3-8B --output features \\
       --dtype fp8 --aux-layer-ids 2,12,33
 
 Is every byte of a copied store as it was written?

@@ -24,15 +24,15 @@ Responses of the target, as `peagle data regenerate` wrote them:
   peagle data prepare responses.jsonl --target ./Qwen3-0.6B --output train.safetensors
 
 Conversations as text, answered with thinking turned off; one in fifty for validation:
-  peagle data prepare chats.jsonl more.parquet --target ./Qwen3-0.6B --no-thinking
+  peagle data prepare chats.jsonl more.parquet --target ./Qwen3-0.6B --no-thinking \\
       --output train.safetensors --validation validation.safetensors --validation-share 0.02
 
 A split of a dataset that Hugging Face datasets saved:
-  peagle data prepare ./saved --split train_sft --target ./Qwen3-0.6B --no-thinking
+  peagle data prepare ./saved --split train_sft --target ./Qwen3-0.6B --no-thinking \\
       --output train.safetensors
 
 Prompts and responses as plain text, for a base model; drop what is too long:
-  peagle data prepare pairs.jsonl --target ./base --raw --max-length 2048 --long drop
+  peagle data prepare pairs.jsonl --target ./base --raw --max-length 2048 --long drop \\
       --output train.jsonl
 """
 
@@ -146,10 +146,11 @@ def load_tokenizer_of(target: str) -> tuple[Path, PreTrainedTokenizerBase]:
     Raises:
         UserError: there is no such model, or no tokenizer in it.
     """
+    from peagle.bundled import expand_bundled
     from peagle.models.loading import resolve_model
     from peagle.models.target import load_tokenizer
 
-    folder = Path(target).expanduser()
+    folder = Path(expand_bundled(target, "target")).expanduser()
     if not folder.is_dir():
         folder = resolve_model(target)
     return folder, load_tokenizer(folder)

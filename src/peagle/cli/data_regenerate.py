@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 EXAMPLES = """
 By the target in this process, with a head that makes it faster:
   peagle data regenerate prompts.jsonl --target ./Qwen3-0.6B --output responses.jsonl
-  peagle data regenerate prompts.parquet --target ./Qwen3-0.6B --draft ./head --temperature 0.7
+  peagle data regenerate prompts.parquet --target ./Qwen3-0.6B --draft ./head --temperature 0.7 \\
       --no-thinking --max-new-tokens 4096 --output responses.jsonl
 
 By any server with OpenAI's interface; the variable PEAGLE_API_KEY holds its key:
-  peagle data regenerate prompts.jsonl --endpoint http://127.0.0.1:8000 --concurrency 64
+  peagle data regenerate prompts.jsonl --endpoint http://127.0.0.1:8000 --concurrency 64 \\
       --output responses.jsonl
 
 Interrupted? The same command again goes on where it was.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE
+from peagle.bundled import BUNDLED, expand_bundled
 from peagle.cli import groups, options
 from peagle.cli.flags import Flag, Given, group, pick, takes
 from peagle.cli.options import Format, OutputFormat
@@ -118,7 +118,7 @@ def demo(
     prompts = load_prompt_set("humaneval", limit)
     settings = Settings(Layer(dict(given)))
     params, engine = settings.build("sampling"), settings.build("engine")
-    target = options.target_or_bundled(given.value("target"))
+    target = given.value("target") or BUNDLED
     configurations = _heads(given)
     from peagle.models.loading import resolve_model, with_local_head
 
@@ -168,15 +168,15 @@ def _complete(
 def _heads(given: Given) -> dict[str, SpeculativeConfig]:
     """How each method drafts, in the order in which they run."""
     target, draft, eagle3 = (given.value(key) for key in ("target", "draft", "eagle3"))
-    if target is None:
-        eagle3 = eagle3 or options.bundled(BUNDLED_EAGLE3)
-        draft = draft or options.bundled(BUNDLED_PEAGLE)
+    if (target := options.own_target(target)) is None:
+        draft, eagle3 = draft or BUNDLED, eagle3 or BUNDLED
     elif draft is None:
         raise UserError(f"--target {target!r} was given without --draft: name its P-EAGLE head.")
     shared = {} if (k := given.value(_K)) is None else {"num_speculative_tokens": k}
     heads = {PEAGLE: SpeculativeConfig(model=draft, revision=given.value(_REVISION), **shared)}
     if eagle3:
-        heads = {EAGLE3: SpeculativeConfig(model=eagle3, **shared), **heads}
+        named = expand_bundled(eagle3, "eagle3")
+        heads = {EAGLE3: SpeculativeConfig(model=named, **shared), **heads}
     return heads
 
 

@@ -32,12 +32,12 @@ A model of the catalog (`peagle catalog`) with its P-EAGLE head; about 12 minute
   peagle deploy sagemaker create gpt-oss-20b --role arn:aws:iam::123456789012:role/sagemaker
 
 Any model, with a head of your own from a folder here (uploaded), K = 5, options of vLLM behind --:
-  peagle deploy sagemaker create Qwen/Qwen3-8B --draft ./peagle-head -k 5
+  peagle deploy sagemaker create Qwen/Qwen3-8B --draft ./peagle-head -k 5 \\
       --instance-type ml.g6e.2xlarge --name qwen3 -- --max-model-len 16384
 
 Our own container, of an image that you built and pushed; a model in S3; a VPC:
-  peagle deploy sagemaker create s3://models/qwen3-8b/ --draft s3://models/head/ --source native
-      --image 123456789012.dkr.ecr.us-east-1.amazonaws.com/peagle:cuda
+  peagle deploy sagemaker create s3://models/qwen3-8b/ --draft s3://models/head/ --source native \\
+      --image 123456789012.dkr.ecr.us-east-1.amazonaws.com/peagle:cuda \\
       --instance-type ml.g6e.2xlarge --subnet subnet-1 --security-group sg-1
 
 Scaled by what was measured (`peagle tune --output tuned`):
@@ -54,7 +54,7 @@ Without drafts; on larger instances; with another option of vLLM:
 """
 PLAN_EXAMPLES = """
 Every call of create, as JSON; no network, no credentials:
-  peagle deploy sagemaker plan gpt-oss-20b --region us-east-1
+  peagle deploy sagemaker plan gpt-oss-20b --region us-east-1 \\
       --role arn:aws:iam::123456789012:role/sagemaker
 
 Those of update and delete, whose present names are not known without asking:

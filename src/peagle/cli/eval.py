@@ -36,7 +36,7 @@ The bundled pair on a few prompts, with EAGLE-3 and prompt lookup beside it:
   peagle eval
 
 A head of your own on three sets, at three K and two temperatures; a report of it in out/:
-  peagle eval --target ./Qwen3-0.6B --draft ./head --set humaneval,mt_bench,gsm8k
+  peagle eval --target ./Qwen3-0.6B --draft ./head --set humaneval,mt_bench,gsm8k \\
       -k 3,5,7 --temperature 0,0.7 --output out
 
 Two heads side by side; prompts of your own; long outputs:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET
+from peagle.bundled import BUNDLED, BUNDLED_TARGET, expand_bundled
 from peagle.cli import options
 from peagle.cli.flags import Given
 from peagle.cli.settings import Settings
@@ -17,7 +17,7 @@ from peagle.evaluation.compare import load_target
 from peagle.evaluation.eval_run import LocalMethod, check_heads
 from peagle.evaluation.methods import NGRAM, Method
 from peagle.models.checkpoint import read_head_config, trained_length
-from peagle.models.loading import resolve_head, resolve_model
+from peagle.models.loading import resolve_model
 from peagle.models.target import TargetModel, load_tokenizer
 from peagle.models.target_ends import TargetEnds
 from peagle.models.target_facts import TargetSizes
@@ -107,20 +107,23 @@ def _found(
     if any(one.is_plain for one in named):
         raise UserError("Plain decoding drafts nothing to accept; `peagle bench` measures it.")
     engine = settings.build("engine")
-    own, draft = given.value("target"), given.value("speculative.model")
+    own, draft = options.own_target(given.value("target")), given.value("speculative.model")
     if own is None:
-        draft = draft or options.bundled(BUNDLED_PEAGLE)
-        eagle3 = eagle3 or options.bundled(BUNDLED_EAGLE3)
+        draft, eagle3 = draft or BUNDLED, eagle3 or BUNDLED
     heads = [("", draft)] if draft else []
     heads += [(_EAGLE3, eagle3)] if eagle3 else []
     heads += [(one.name, one.source) for one in named if one.source]
+    heads = [
+        (name, expand_bundled(source, "eagle3" if name == _EAGLE3 else "draft"))
+        for name, source in heads
+    ]
     with_ngram = ngram or NGRAM in [one.name for one in named]
     if not heads and not with_ngram:
         raise UserError(f"There is no head to measure on {own!r}; name one with --draft.")
     options.set_threads(given.value("threads"))
     options.quiet_libraries()
-    folder = resolve_model(own or options.bundled(BUNDLED_TARGET), given.value("revision"))
-    found = [(name, source, resolve_head(source)) for name, source in heads]
+    folder = resolve_model(own or BUNDLED, given.value("revision"))
+    found = [(name, source, resolve_model(source, role="draft")) for name, source in heads]
     target = load(folder, engine)
     local = [_local(name, source, head, target) for name, source, head in found]
     local += [LocalMethod(Method(NGRAM))] if with_ngram else []

@@ -42,7 +42,7 @@ JSON that fits a schema; several outputs of a prompt:
 
 From a pipe; and a configuration as vLLM writes it:
   echo 'import numpy as' | peagle generate --prompts -
-  peagle generate --prompt 'class Stack:' --speculative-config
+  peagle generate --prompt 'class Stack:' --speculative-config \\
       '{"method": "eagle3", "model": "./head", "num_speculative_tokens": 5}'
 
 Settings in a file, and what they amount to together with variables and flags:

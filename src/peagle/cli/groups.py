@@ -12,7 +12,7 @@ MODEL = group(
     Flag(
         "target",
         str,
-        "The target: a folder in Hugging Face format, or a hub id.",
+        "The target: a folder in Hugging Face format, a hub id, or bundled.",
         metavar="MODEL",
         default="the bundled code model, with its P-EAGLE head",
     ),
@@ -25,7 +25,7 @@ MODEL = group(
     Flag(
         "speculative.model",
         str,
-        "The draft head, P-EAGLE or EAGLE-3: a folder or a hub id.",
+        "The draft head, P-EAGLE or EAGLE-3: a folder, a hub id, bundled or bundled-eagle3.",
         "--draft",
         metavar="MODEL",
         default="none with a target of your own",

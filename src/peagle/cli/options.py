@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from peagle.bundled import BUNDLED_TARGET
+from peagle.bundled import BUNDLED
 from peagle.errors import UserError
 
 
@@ -85,23 +85,9 @@ Results = Annotated[
 Format = Annotated[OutputFormat, typer.Option("--format", help="How the result is printed.")]
 
 
-def bundled(folder: Path) -> str:
-    """A folder of the bundled pair.
-
-    Raises:
-        UserError: this installation has no bundled weights.
-    """
-    if not (folder / "config.json").is_file():
-        raise UserError(
-            f"This installation has no bundled {folder.name} ({str(folder)!r} is not there). "
-            "Install a released wheel, or name models of your own with --target and --draft."
-        )
-    return str(folder)
-
-
-def target_or_bundled(target: str | None) -> str:
-    """The model named, else the folder of the bundled target."""
-    return target or bundled(BUNDLED_TARGET)
+def own_target(target: str | None) -> str | None:
+    """Return the target that was named, None where it is the bundled one, by name or by default."""
+    return None if target == BUNDLED else target
 
 
 def set_threads(threads: int | None) -> None:

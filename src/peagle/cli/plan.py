@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peagle.bundled import BUNDLED_PEAGLE
+from peagle.bundled import BUNDLED, expand_bundled
 from peagle.cli import options
 from peagle.cli.flags import Given
 from peagle.cli.settings import (
@@ -27,6 +27,8 @@ from peagle.errors import UserError
 
 if TYPE_CHECKING:
     from peagle.llm import LLM
+
+_K = "speculative.num_speculative_tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class Plan:
         params, engine = settings.build("sampling"), settings.build("engine")
         off = "--no-speculation" if "no_speculation" in given else "default"
         speculative = None if "no_speculation" in given else _speculation(settings)
-        target = options.target_or_bundled(settings.value("target"))
+        target = expand_bundled(settings.value("target") or BUNDLED, "target")
         return cls(
             settings,
             target,
@@ -106,11 +108,11 @@ class Plan:
             return self.speculative
         from peagle.models.trained_depth import with_depth
 
-        folder, key = Path(self.speculative.model).expanduser(), "num_speculative_tokens"
+        folder = Path(expand_bundled(self.speculative.model, "draft")).expanduser()
         if not folder.is_dir() or self.speculative.num_speculative_tokens is not None:
             return self.speculative
         found = with_depth(self.speculative, folder)
-        self.settings.put(Layer({f"speculative.{key}": Setting(found.num_drafts, "the head")}))
+        self.settings.put(Layer({_K: Setting(found.num_drafts, "default, of the head")}))
         return found
 
     def load(self, folder: Path | None = None) -> LLM:
@@ -183,7 +185,7 @@ def _speculation(settings: Settings) -> SpeculativeConfig | None:
     """The speculative configuration that the settings amount to; None decodes plainly."""
     given: dict[str, Any] = settings.section("speculative")
     if given.get("method") != "ngram" and "model" not in given:
-        if (target := settings.value("target")) is not None:
+        if (target := options.own_target(settings.value("target"))) is not None:
             if not given:
                 return None
             source = settings.source(f"speculative.{next(iter(given))}")
@@ -191,6 +193,6 @@ def _speculation(settings: Settings) -> SpeculativeConfig | None:
                 f"{source} was given, but no draft head for {target!r}. Name one with --draft, or "
                 "look drafts up in the text with --method ngram."
             )
-        head = Setting(options.bundled(BUNDLED_PEAGLE), "default")
+        head = Setting(expand_bundled(BUNDLED, "draft"), "default")
         settings.put(Layer({"speculative.model": head}))
     return settings.build("speculative")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from peagle.bundled import expand_bundled
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ What would be uploaded, and the card; nothing leaves the machine:
   peagle push ./head my-name/qwen3-8b-p-eagle --target Qwen/Qwen3-8B --license apache-2.0
 
 Upload it, into a private repository; the token is that of `hf auth login`, or HF_TOKEN:
-  peagle push ./head my-name/qwen3-8b-p-eagle --target Qwen/Qwen3-8B --license apache-2.0
+  peagle push ./head my-name/qwen3-8b-p-eagle --target Qwen/Qwen3-8B --license apache-2.0 \\
       --private --yes
 
 A better head in its place; a trial on a branch of its own; for a program:
@@ -62,7 +63,7 @@ class Plan:
 
 
 def push(
-    folder: Annotated[Path, typer.Argument(help="Folder of the head.", metavar="HEAD_DIR")],
+    folder: Annotated[str, typer.Argument(help="Folder of the head.", metavar="HEAD_DIR")],
     repo: Annotated[str, typer.Argument(help="Repository on the hub.", metavar="OWNER/NAME")],
     target: Annotated[
         str | None,
@@ -111,7 +112,7 @@ def push(
     Without --yes nothing is sent: the head is checked, and what would be uploaded is shown.
     """
     plan = make_plan(
-        folder,
+        Path(expand_bundled(folder, "draft")),
         repo,
         target=target,
         license=license,

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET
+from peagle.bundled import BUNDLED, BUNDLED_PEAGLE, BUNDLED_TARGET, expand_bundled
 from peagle.cli import groups
 from peagle.cli.flags import Given, takes
-from peagle.cli.options import bundled
 from peagle.cli.plan import Plan
 from peagle.cli.settings import Layer, Setting
 from peagle.config import SpeculativeConfig
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 EXAMPLES = """
 The bundled code model with its P-EAGLE head, and a page to try it at http://127.0.0.1:8000:
   peagle serve
-  curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json'
+  curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
       -d '{"prompt": "def fibonacci(n):", "max_tokens": 64, "temperature": 0}'
 
 A model of your own, in a folder or on the hub; a second head to compare with on the page:
@@ -33,7 +32,7 @@ A model of your own, in a folder or on the hub; a second head to compare with on
   peagle serve ./Qwen3-8B --draft ./peagle-head --compare-draft ./eagle3-head
 
 With vLLM's form of the speculative configuration; two engines behind one port:
-  peagle serve ./model --data-parallel-size 2 --speculative-config
+  peagle serve ./model --data-parallel-size 2 --speculative-config \\
       '{"method": "eagle3", "model": "./head", "num_speculative_tokens": 5}'
 
 For other machines, with a key; in a SageMaker container, whose environment says the rest:
@@ -41,7 +40,7 @@ For other machines, with a key; in a SageMaker container, whose environment says
   peagle serve --sagemaker
 
 On vLLM, over several GPUs; what follows -- are flags of vLLM's own; docs/vllm.md has the rest:
-  peagle serve openai/gpt-oss-120b --draft amazon/gpt-oss-120b-p-eagle --engine vllm
+  peagle serve openai/gpt-oss-120b --draft amazon/gpt-oss-120b-p-eagle --engine vllm \\
       --tensor-parallel-size 4 -k 5 -- --kv-cache-dtype fp8
   peagle serve ./model --draft ./peagle-head --engine vllm --print-command
 """
@@ -195,7 +194,7 @@ def _spec(plan: Plan, config: ServerConfig, compare: str | None) -> tuple[Engine
     if compare is not None:
         if speculative is None:
             raise UserError(f"--compare-draft is {compare!r}; expected a --draft to compare with.")
-        other = with_local_head(SpeculativeConfig(model=compare))
+        other = with_local_head(SpeculativeConfig(model=expand_bundled(compare, "eagle3")))
         name = _proposer_name(other)
         proposers[name if name not in proposers else f"{name}-2"] = other
     spec = EngineSpec(
@@ -211,7 +210,7 @@ def _spec(plan: Plan, config: ServerConfig, compare: str | None) -> tuple[Engine
 
 def _other_bundled(speculative: SpeculativeConfig) -> str | None:
     """The bundled EAGLE-3 head, where the bundled P-EAGLE head drafts."""
-    return bundled(BUNDLED_EAGLE3) if speculative.model == str(BUNDLED_PEAGLE) else None
+    return BUNDLED if speculative.model == str(BUNDLED_PEAGLE) else None
 
 
 def _model_name(target: str) -> str:

@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from peagle.bundled import Role, expand_bundled
 from peagle.cli import values
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig, speculative_keys
 from peagle.errors import UserError
@@ -27,6 +28,7 @@ SECTIONS: dict[str, Any] = {
     "server": ServerConfig,
 }
 _NAMES = ("target", "revision")
+_ROLES: dict[str, Role] = {"target": "target", "speculative.model": "draft"}
 _OTHER_VARIABLES = ("PEAGLE_API_KEY", "PEAGLE_CACHE", "PEAGLE_VLLM_PYTHON")  # read elsewhere
 
 
@@ -204,7 +206,8 @@ def _number(text: str) -> Any:
 def file_layer(path: Path) -> Layer:
     """A TOML file: format_version, target, revision, and a table for each of SECTIONS.
 
-    A name that starts with "." or is found beside the file is a path relative to it.
+    A name that starts with "." or is found beside the file is a path relative to it; "bundled" is
+    the bundled model.
 
     Raises:
         UserError: not readable, not TOML, of a newer format, or with a key that is not known.
@@ -223,13 +226,15 @@ def file_layer(path: Path) -> Layer:
             continue
         for name, one in _table(path, key, value).items():
             settings[f"{key}.{name}"] = Setting(one, f"{path} [{key}]")
-    for key in settings.keys() & {"target", "revision", "speculative.model"}:
+    for key in settings.keys() & {*_ROLES, "revision"}:
         value, source = settings[key].value, settings[key].source
         if not isinstance(value, str) or not value:
             raise UserError(f"{source}: {key} is {value!r}; expected text.")
+        if key == "revision" or expand_bundled(value, _ROLES[key]) != value:
+            continue
         # Not a Path, which would make a hub id of "./owner/name".
         beside = os.path.join(path.parent, value)
-        if key != "revision" and (value.startswith(".") or os.path.exists(beside)):
+        if value.startswith(".") or os.path.exists(beside):
             settings[key] = Setting(beside, source)
     return Layer(settings)
 

@@ -27,7 +27,7 @@ A head of your own, with the acceptance that peagle eval measured; a report in o
   peagle tune --target ./Qwen3-0.6B --draft ./head -k 1-7 --acceptance out --output out
 
 Larger batches and longer contexts, K from a list:
-  peagle tune --target ./Qwen3-0.6B --draft ./head -k 1,3,5,7 --batch-sizes 1,4,16,32,64
+  peagle tune --target ./Qwen3-0.6B --draft ./head -k 1,3,5,7 --batch-sizes 1,4,16,32,64 \\
       --context 2048
 
 Interrupted? The same command with the same --output goes on where it was.

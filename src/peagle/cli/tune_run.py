@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
+from peagle.bundled import BUNDLED, BUNDLED_TARGET, expand_bundled
 from peagle.cli import options
 from peagle.cli.eval_models import shown
 from peagle.cli.flags import Given
@@ -31,7 +31,7 @@ from peagle.evaluation.tuning.tune import Tuned, measure_costs
 from peagle.models.checkpoint import read_head_config
 from peagle.models.checkpoint.files import write_json
 from peagle.models.drafter_config import DrafterConfig
-from peagle.models.loading import resolve_head, resolve_model
+from peagle.models.loading import resolve_model
 from peagle.models.target import TargetModel, load_tokenizer
 
 
@@ -144,9 +144,9 @@ def _load(given: Given, draft: str) -> Models:
     engine = Settings(Layer(dict(given))).build("engine")
     options.set_threads(given.value("threads"))
     options.quiet_libraries()
-    own = given.value("target")
-    folder = resolve_model(options.target_or_bundled(own), given.value("revision"))
-    head = resolve_head(draft)
+    own = options.own_target(given.value("target"))
+    folder = resolve_model(own or BUNDLED, given.value("revision"))
+    head = resolve_model(draft, role="draft")
     target = load_target(folder, dtype=engine.dtype, device=engine.device)
     check_heads(target, [LocalMethod(Method("--draft", draft), str(head))])
     config, _ = read_head_config(head, num_target_layers=target.num_layers)
@@ -184,10 +184,10 @@ def _acceptance(
 
 
 def _draft(given: Given) -> str:
-    draft, own = given.value("speculative.model"), given.value("target")
+    draft, own = given.value("speculative.model"), options.own_target(given.value("target"))
     if draft is None and own is not None:
         raise UserError(f"--target {own!r} was given without --draft: name its draft head.")
-    return draft or options.bundled(BUNDLED_PEAGLE)
+    return expand_bundled(draft or BUNDLED, "draft")
 
 
 def _grid(asked: Asked, acceptance: AcceptanceByK | None, trained_depth: int | None) -> Grid:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from peagle.bundled import Role, expand_bundled
 from peagle.errors import UserError
 
 Kind = Literal["hub", "s3", "local"]
@@ -39,19 +40,21 @@ class ModelSource:
         return self.name.rstrip("/").rpartition("/")[2]
 
 
-def source_of(text: str, what: str = "The model") -> ModelSource:
+def source_of(text: str, role: Role = "target") -> ModelSource:
     """Where the model that a user names is.
 
-    s3:// is a prefix in S3; what begins with ".", "/" or "~", or is there, is a folder;
-    "owner/name" and "owner/name@revision" are hub ids.
+    "bundled" is the model that ships; s3:// is a prefix in S3; what begins with ".", "/" or "~", or
+    is there, is a folder; "owner/name" and "owner/name@revision" are hub ids.
 
     Args:
         text: as it was typed.
-        what: the model's role, for messages.
+        role: what the model is for.
 
     Raises:
         UserError: none of these, an archive, or a folder without config.json or weights.
     """
+    what = "The model" if role == "target" else "The draft head"
+    text = expand_bundled(text, role)
     if text.startswith("s3://"):
         return ModelSource("s3", s3_prefix(text, what))
     path = Path(text).expanduser()

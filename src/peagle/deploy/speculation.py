@@ -135,13 +135,13 @@ def _draft(asked: Asked, config: dict[str, Any]) -> ModelSource | None:
     """The head that was named, taken out of the configuration."""
     model, revision = config.pop("model", None), config.pop("revision", None)
     if model is None:
-        return None if asked.draft is None else source_of(asked.draft, "The draft head")
+        return None if asked.draft is None else source_of(asked.draft, "draft")
     if asked.draft is not None:
         raise UserError(
             f"--draft is {asked.draft!r} and --speculative-config names the model {model!r}; leave "
             "one of them out."
         )
-    found = source_of(str(model), "The draft head")
+    found = source_of(str(model), "draft")
     return found if revision is None else ModelSource(found.kind, found.name, str(revision))
 
 

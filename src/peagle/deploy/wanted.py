@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from peagle.bundled import expand_bundled
 from peagle.deploy import catalog, jumpstart
 from peagle.deploy.catalog import CatalogEntry
 from peagle.deploy.container import (
@@ -210,7 +211,7 @@ def _check_stages(d: Deployment) -> None:
 
 
 def _target(request: Request, entry: CatalogEntry | None, lookups: Lookups) -> ModelSource:
-    text = request.model
+    text = expand_bundled(request.model, "target")
     if entry is not None:
         return source_of(entry.target)
     if request.source == "jumpstart":
@@ -234,7 +235,7 @@ def _defaults(entry: CatalogEntry | None, hub_environment: Mapping[str, str]) ->
         return Defaults()
     k = entry.num_speculative_tokens
     config = {} if k is None else {"num_speculative_tokens": k}
-    return Defaults(source_of(entry.draft), config, entry.max_speculative_tokens)
+    return Defaults(source_of(entry.draft, "draft"), config, entry.max_speculative_tokens)
 
 
 def _speculation(

@@ -15,12 +15,10 @@ from peagle.doctor.served import EndpointServing, EngineServing, Serving
 from peagle.engine.placement import resolve_device, resolve_dtype
 from peagle.errors import CheckpointError, UserError
 from peagle.models.checkpoint import read_head_config
-from peagle.models.checkpoint.head import read_head_json
 from peagle.models.drafter import DrafterConfig
 from peagle.models.loading import resolve_model
 from peagle.models.target import TargetModel, load_tokenizer
 from peagle.models.trained_depth import default_depth
-from peagle.models.whole_model import refuse_whole_model
 
 _MOST_DRAFTS = 16
 
@@ -77,10 +75,9 @@ def run_doctor(order: Order, progress: Progress = lambda text: None) -> Report:
     device = resolve_device(order.engine.device)
     target_folder = resolve_model(order.target, order.revision)
     try:
-        folder = resolve_model(order.draft, order.draft_revision, what="The draft head")
+        folder = resolve_model(order.draft, order.draft_revision, role="draft")
     except CheckpointError as error:
         return _unreadable(error)
-    refuse_whole_model(read_head_json(folder), str(folder))
     tokenizer = load_tokenizer(target_folder)
     style = usual_style(
         tokenizer, plain=order.plain, chat_template=order.chat_template, thinking=order.thinking

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,18 @@ from typing import Any
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
+from peagle.bundled import Role, expand_bundled
 from peagle.config import SpeculativeConfig, require_folder
 from peagle.errors import CheckpointError, UserError
 from peagle.models.hub import DEFAULT_REVISION, Repository
 from peagle.models.trained_depth import with_depth
 from peagle.models.whole_model import refuse_whole_model
 
+_CALLED: dict[Role, str] = {
+    "target": "The target model",
+    "draft": "The draft head",
+    "eagle3": "The EAGLE-3 head",
+}
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -24,25 +31,29 @@ def resolve_model(
     name_or_path: str | os.PathLike[str],
     revision: str | None = None,
     *,
-    what: str = "The target model",
+    role: Role = "target",
 ) -> Path:
-    """The folder of a model, fetched from the hub where the name is not a path.
+    """Return the folder of a model, fetched from the hub where the name is not a path.
 
-    A name that starts with ".", "/" or "~", or that exists here, is a path; of the others,
-    "owner/name" and "owner/name@revision" are hub ids. Safetensors files are checked for
-    completeness wherever they come from.
+    "bundled" is the model that ships (see `peagle.bundled.expand_bundled`). A name that starts with
+    ".", "/" or "~", or that exists here, is a path; of the others, "owner/name" and
+    "owner/name@revision" are hub ids. Safetensors files are checked for completeness wherever they
+    come from.
 
     Args:
-        name_or_path: the folder or hub id.
+        name_or_path: the folder, the hub id or "bundled"; a Path is always a folder.
         revision: branch, tag or commit of a hub id; None takes "main".
-        what: the model's role, for messages.
+        role: what the model is for.
 
     Raises:
-        UserError: no such folder or repository, no access, no network, no space, no such revision.
+        UserError: no such folder or repository, no access, no network, no space, no such revision;
+            or a whole model where a head is wanted.
         CheckpointError: no safetensors, weights that are incomplete or damaged, code instead of a
             known architecture.
     """
-    text = os.fspath(name_or_path)
+    what, text = _CALLED[role], os.fspath(name_or_path)
+    if not isinstance(name_or_path, Path):
+        text = expand_bundled(text, role)
     path = Path(text).expanduser()
     if text and (isinstance(name_or_path, Path) or _looks_like_path(text) or path.exists()):
         folder = require_folder(path, what)
@@ -54,21 +65,12 @@ def resolve_model(
     else:
         folder = Repository(*_hub_id(text, revision, what), what).fetch()
     check_weights(folder)
-    _refuse_code(folder, f"{what} {text!r}")
-    return folder
-
-
-def resolve_head(name_or_path: str | os.PathLike[str], revision: str | None = None) -> Path:
-    """The folder of a draft head, as `resolve_model` finds it.
-
-    Raises:
-        UserError: as `resolve_model`.
-        CheckpointError: as `resolve_model`; or it is a whole model.
-    """
-    folder = resolve_model(name_or_path, revision, what="The draft head")
     config = folder / "config.json"
-    if config.is_file() and isinstance(data := _read_json(config), dict):
-        refuse_whole_model(data, str(folder))
+    data = _read_json(config) if config.is_file() else None
+    if isinstance(data, dict):
+        _refuse_code(data, f"{what} {text!r}")
+        if role != "target":
+            refuse_whole_model(data, str(folder))
     return folder
 
 
@@ -78,11 +80,11 @@ def with_local_head(config: SpeculativeConfig) -> SpeculativeConfig:
     K is that of the head where none is given (`with_depth`).
 
     Raises:
-        UserError: as `resolve_head`.
+        UserError: as `resolve_model`.
     """
     if config.model is None:
         return config
-    folder = resolve_head(config.model, config.revision)
+    folder = resolve_model(config.model, config.revision, role="draft")
     return with_depth(replace(config, model=str(folder), revision=None), folder)
 
 
@@ -165,12 +167,10 @@ def _header_problem(file: Path) -> str:
     return "" if found == promised else f"its tensors take {found} bytes, expected {promised}"
 
 
-def _refuse_code(folder: Path, name: str) -> None:
+def _refuse_code(data: Mapping[str, Any], name: str) -> None:
     """Refuse a model type that only code of the model's own could build."""
-    config = folder / "config.json"
-    data = _read_json(config) if config.is_file() else None
     # Heads of the speculators package name its classes, but are read without them.
-    if not isinstance(data, dict) or not data.get("auto_map") or "speculators_model_type" in data:
+    if not data.get("auto_map") or "speculators_model_type" in data:
         return
     from transformers import CONFIG_MAPPING
 

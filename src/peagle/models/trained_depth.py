@@ -50,7 +50,10 @@ def with_depth(config: SpeculativeConfig, folder: str | Path) -> SpeculativeConf
     A schedule of K, or synthetic rates, give K themselves. A file that cannot be read changes
     nothing: whatever loads the head says what is wrong with it.
     """
-    schedule, rates = config.num_speculative_tokens_per_batch_size, config.synthetic_acceptance_rates
+    schedule, rates = (
+        config.num_speculative_tokens_per_batch_size,
+        config.synthetic_acceptance_rates,
+    )
     if config.model is None or (config.num_speculative_tokens, schedule, rates) != (None,) * 3:
         return config
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from peagle.errors import CheckpointError
+from peagle.errors import UserError
 
 # Keys that only heads have, in the style of vLLM or of speculators.
 _HEAD_KEYS = (
@@ -25,7 +25,7 @@ def refuse_whole_model(data: Mapping[str, Any], source: str) -> None:
         source: the file, or its folder, for the message.
 
     Raises:
-        CheckpointError: it names the architecture of a whole model, and has no key of a head.
+        UserError: it names the architecture of a whole model, and has no key of a head.
     """
     named = data.get("architectures")
     first = named[0] if isinstance(named, list) and named else None
@@ -34,7 +34,7 @@ def refuse_whole_model(data: Mapping[str, Any], source: str) -> None:
     if "eagle" in first.lower() or any(data.get(key) is not None for key in _HEAD_KEYS):
         return
     name = source.removesuffix("/config.json")
-    raise CheckpointError(
+    raise UserError(
         f"{name!r} is a whole model ({first}), not a draft head. A draft head is a small network "
         "that was trained to guess the next tokens of one target from its hidden states. Name a "
         "head of your target instead (peagle train makes one), or draft without a head (--method "

@@ -16,11 +16,19 @@ from pydantic import (
     model_validator,
 )
 
+from peagle.bundled import Role, expand_bundled
 from peagle.errors import UserError
 
 FORMAT_VERSION = 1
 
 LossKind = Literal["kl", "ce", "tv", "kl_tv"]
+
+
+def _model(role: Role) -> BeforeValidator:
+    """A validator that reads the names of bundled models, before "./bundled" loses its dot."""
+    return BeforeValidator(
+        lambda name: expand_bundled(name, role) if isinstance(name, str) else name
+    )
 
 
 class _Section(BaseModel):
@@ -42,10 +50,10 @@ class HeadSection(_Section):
         norm_before_residual, norm_before_fc, fc_norm, norm_output: conventions of the head.
         qk_norm: Qwen3-style layers, with a norm on every query and key head.
         freeze_embeddings: keep the embeddings as they start (costs about 5% acceptance length).
-        init: folder of a head to start from in place of random weights, P-EAGLE or EAGLE-3. What
-            is left out above is then that head's, what is given must agree with it; num_layers
-            may be larger (`training.warm_start`). Not part of a dump: the record of the warm start
-            tells it.
+        init: folder of a head to start from in place of random weights, P-EAGLE or EAGLE-3;
+            "bundled" and "bundled-eagle3" are the bundled heads. What is left out above is then
+            that head's, what is given must agree with it; num_layers may be larger
+            (`training.warm_start`). Not part of a dump: the record of the warm start tells it.
     """
 
     num_layers: int = Field(4, ge=1)
@@ -64,7 +72,7 @@ class HeadSection(_Section):
     norm_output: bool = False
     qk_norm: bool = False
     freeze_embeddings: bool = False
-    init: Path | None = Field(None, exclude=True)
+    init: Annotated[Path | None, _model("draft")] = Field(None, exclude=True)
 
 
 class DataSection(_Section):
@@ -250,12 +258,12 @@ class TrainConfig(_Section):
     """A whole training run.
 
     Attributes:
-        target: folder of the target model.
+        target: folder of the target model; "bundled" is the bundled code model.
         output: folder that receives the head, the checkpoint to resume from and the records.
     """
 
     format_version: int = FORMAT_VERSION
-    target: Path
+    target: Annotated[Path, _model("target")]
     output: Path
     head: HeadSection = HeadSection()  # type: ignore[call-arg]
     data: DataSection

@@ -165,7 +165,7 @@ def read_head(folder: str | Path) -> PublishedHead:
     """
     folder = require_folder(folder, "The draft head")
     _check_entries(folder)
-    resolve_model(folder, what="The draft head")
+    resolve_model(folder, role="draft")
     config, facts = read_head_config(folder)
     tensors, source = read_tensors(folder)
     check_tensors(tensors, config, source)

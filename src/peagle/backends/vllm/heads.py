@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peagle.backends.vllm.command import VllmLaunch
+from peagle.bundled import expand_bundled
 from peagle.config import SpeculativeConfig
 from peagle.errors import CheckpointError, UserError
 
@@ -37,10 +38,11 @@ def with_head(launch: VllmLaunch) -> VllmLaunch:
     assert folder is not None
     head, _ = read_head(folder)
     _check_kind(config, head, folder)
+    model = expand_bundled(config.model, "draft")
     config = replace(
         config,
         num_speculative_tokens=local.num_speculative_tokens,
-        **_hub_id(config.model, config.revision, "model"),
+        **_hub_id(model, config.revision, "model"),
     )
     return replace(launch, speculative=config, is_parallel=head.is_parallel, head_folder=folder)
 

@@ -68,8 +68,8 @@ def config_from_json(
         num_target_layers: layers of the target, which give the default of the aux layers.
 
     Raises:
-        CheckpointError: a whole model; or a key is missing, of the wrong type, or asks for what
-            peagle lacks.
+        UserError: it is the file of a whole model.
+        CheckpointError: a key is missing, of the wrong type, or asks for what peagle lacks.
     """
     refuse_whole_model(data, source)
     style = speculators_style if format_of(data) == "speculators" else vllm_style

@@ -1,0 +1,209 @@
+"""A shell in which the commands of a page run as they are printed, in a fresh folder.
+
+bash reads each block. `peagle` is found on PATH: a small program that hands its arguments, folder,
+environment and open files to a process forked from one that has imported torch already
+(`tests.serving.warm`). `peagle serve` returns when the server answers, as a reader goes on in a second
+terminal; the next `peagle serve` ends the one before. The options of `LIMITS` keep the work small.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from multiprocessing.reduction import DupFd
+from pathlib import Path
+from typing import Any
+
+from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
+from tests.docs.pages import ROOT
+from serving.warm import forks, take_over
+
+LIMITS = {
+    "bench": ["--limit", "2", "--max-new-tokens", "8", "--repeats", "1"],
+    "demo": ["--limit", "1", "--max-new-tokens", "8"],
+    "eval": ["--limit", "2", "--max-new-tokens", "8"],
+}
+# Where pages name models and heads of the reader's own, the bundled pair stands.
+_STAND_INS = {
+    "MODEL": BUNDLED_TARGET,
+    "HEAD": BUNDLED_PEAGLE,
+}
+_COPIED = ("examples", "recipes")
+_READY_SECONDS = 120.0
+_CLIENT = """#!{python} -SE
+import json, os, socket, sys
+with socket.socket(socket.AF_UNIX) as connection:
+    connection.connect({address!r})
+    said = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
+    socket.send_fds(connection, [len(said).to_bytes(8, "big")], [0, 1, 2])
+    connection.sendall(said)
+    sys.exit(int(connection.makefile().read()))
+"""
+
+
+class Shell:
+    """A fresh folder with a shell.
+
+    Args:
+        folder: an empty folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "clone"
+        self._port = _free_port()
+        programs = folder / "bin"
+        for one in (self.folder, programs):
+            one.mkdir()
+        for name in _COPIED:
+            shutil.copytree(ROOT / name, self.folder / name)
+        for name, stand_in in _STAND_INS.items():
+            (self.folder / name).symlink_to(stand_in)
+        self._server: Any = None
+        self._listener = socket.socket(socket.AF_UNIX)
+        address = str(folder / "socket")
+        self._listener.bind(address)
+        self._listener.listen()
+        _write_program(
+            programs / "peagle", _CLIENT.format(python=sys.executable, address=address)
+        )
+        _write_program(programs / "python", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        activate = self.folder / ".venv" / "bin" / "activate"
+        activate.parent.mkdir(parents=True)
+        activate.write_text(f'PATH="{programs}:$PATH"\n')
+        self._environment = {
+            **os.environ,
+            "PATH": f"{programs}:{os.environ['PATH']}",
+            "HOME": str(folder),
+            "NO_COLOR": "1",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT / "src"),
+            "PEAGLE_SERVER": json.dumps({"port": self._port}),
+        }
+        threading.Thread(target=self._serve_commands, daemon=True).start()
+
+    def run(self, text: str, timeout: float = 300.0) -> str:
+        """Run a block and return what it printed, both streams together.
+
+        Args:
+            text: the block.
+            timeout: seconds.
+
+        Raises:
+            AssertionError: a command's exit status is not 0.
+        """
+        result = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", text.replace("8000", str(self._port))],
+            cwd=self.folder,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout,
+        )
+        assert result.returncode == 0, f"exit status {result.returncode} of\n{text}\n{result.stdout}"
+        return result.stdout
+
+    def close(self) -> None:
+        """End the server, if one runs, and take no more commands."""
+        self._end_server()
+        self._listener.close()
+
+    def _serve_commands(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        with connection:
+            head, files, _, _ = socket.recv_fds(connection, 8, 3)
+            said = bytearray()
+            while len(said) < int.from_bytes(head, "big"):
+                said += connection.recv(1 << 16)
+            arguments, folder, environment = json.loads(said)
+            serves = arguments[:1] == ["serve"] and not {"--help", "--print-command"} & set(arguments)
+            if serves:
+                self._end_server()
+            process = forks().Process(
+                target=_run_peagle, args=(_limited(arguments), folder, environment, _Files(files))
+            )
+            process.start()
+            for file in files:
+                os.close(file)
+            if serves:
+                self._server = process
+                status = self._wait_until_ready(process)
+            else:
+                process.join()
+                status = process.exitcode
+            connection.sendall(str(status).encode())
+
+    def _wait_until_ready(self, process: Any) -> int:
+        end = time.monotonic() + _READY_SECONDS
+        while time.monotonic() < end and process.is_alive():
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{self._port}/ready", timeout=5).close()
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.1)
+                continue
+            return 0
+        return process.exitcode or 1
+
+    def _end_server(self) -> None:
+        if self._server is not None and self._server.is_alive():
+            os.kill(self._server.pid, signal.SIGTERM)
+            self._server.join()
+        self._server = None
+
+
+class _Files:
+    """Open files that go along to a forked process."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self._numbers = numbers
+
+    def __reduce__(self) -> Any:
+        return _detach, tuple(DupFd(number) for number in self._numbers)
+
+
+def _detach(*files: Any) -> list[int]:
+    return [file.detach() for file in files]
+
+
+def _run_peagle(
+    arguments: list[str], folder: str, environment: dict[str, str], files: list[int]
+) -> None:
+    take_over(["peagle", *arguments], environment, Path(folder), files)
+    from peagle.cli.main import main
+
+    main()
+
+
+def _limited(arguments: list[str]) -> list[str]:
+    """The arguments with the limits of their command, before those that are passed on."""
+    limits = LIMITS.get(arguments[0], []) if arguments else []
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    return [*arguments[:end], *limits, *arguments[end:]]
+
+
+def _write_program(file: Path, text: str) -> None:
+    file.write_text(text)
+    file.chmod(0o755)
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]

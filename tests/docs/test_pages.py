@@ -1,0 +1,141 @@
+"""Every command that a page shows: run as printed, or at least understood."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import typer
+
+from peagle.cli.main import COMMANDS
+from tests.docs.command_line import NotUnderstoodError, check, check_peagle, check_span
+from tests.docs.pages import NEEDS, PAGES, ROOT, Block, blocks, commands, spans
+from tests.docs.shell import Shell
+
+if not (ROOT / "README.md").is_file():
+    pytest.skip("a source archive has no pages", allow_module_level=True)
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+SHELL = [block for block in BLOCKS if block.language == "sh"]
+RUN = {page: [b for b in SHELL if b.page == page and not b.needs] for page in PAGES}
+LANGUAGES = {"sh", "python", "toml", "json", "text", "Dockerfile"}
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    opened = Shell(tmp_path)
+    yield opened
+    opened.close()
+
+
+def page_id(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if RUN[page]], ids=page_id)
+def test_commands_of_a_page_run_in_order(page: Path, shell: Shell) -> None:
+    """A TOML block that begins with the name of a file is that file from there on."""
+    for block in blocks(page):
+        if block.language == "toml" and (name := block.text.split()[1:2]):
+            if name[0].endswith(".toml;"):
+                (shell.folder / name[0].rstrip(";")).write_text(block.text)
+        elif block.language == "sh" and not block.needs:
+            shell.run(block.text)
+
+
+@pytest.mark.parametrize("block", SHELL, ids=str)
+def test_commands_are_understood(block: Block) -> None:
+    assert not block.needs or block.needs in NEEDS, f"{block}: {block.needs!r} is not in NEEDS"
+    for words in commands(block.text):
+        check(words)
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "python"], ids=str)
+def test_python_of_a_page_runs(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = compile(block.text, str(block), "exec")
+    if not block.needs:
+        exec(code, {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_commands_in_sentences_exist(page: Path) -> None:
+    for span in spans(page):
+        check_span(span)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_examples_of_help_are_understood(name: str) -> None:
+    for text in examples(name):
+        lines = [line for line in text.splitlines() if line.startswith("  ")]
+        for words in commands("\n".join(lines)):
+            if "peagle" in words:
+                check(words[words.index("peagle") :])
+
+
+def examples(name: str) -> list[str]:
+    """The examples of a command's help page and of the commands below it."""
+    module = import_module(f"peagle.cli.{name}")
+    found = [module.EXAMPLES] if hasattr(module, "EXAMPLES") else []
+
+    def visit(command: object) -> None:
+        found.append(getattr(command, "examples", ""))
+        for below in getattr(command, "commands", {}).values():
+            visit(below)
+
+    if isinstance(group := getattr(module, name), typer.Typer):
+        visit(typer.main.get_command(group))
+    return [text for text in found if text]
+
+
+def test_every_block_names_its_language() -> None:
+    """A block without one would be seen by no test here."""
+    assert [str(block) for block in BLOCKS if block.language not in LANGUAGES] == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["peagle", "evaluate"],
+        ["peagle", "eval", "--no-such-option"],
+        ["peagle", "deploy", "sagemaker", "destroy", "NAME"],
+        ["peagle", "train"],
+        ["python", "benchmarks/no_such_script.py"],
+        ["python", "benchmarks/throughput.py", "--no-such-option"],
+        ["make", "no-such-target"],
+        ["pip", "install", "peagle[no-such-extra]"],
+        ["no-such-program"],
+    ],
+    ids=" ".join,
+)
+def test_what_does_not_exist_is_found(words: list[str]) -> None:
+    with pytest.raises(NotUnderstoodError):
+        check(words)
+
+
+@pytest.mark.parametrize("span", ["peagle evaluate", "peagle eval --no-such-option 3"])
+def test_what_does_not_exist_is_found_in_sentences(span: str) -> None:
+    with pytest.raises(NotUnderstoodError):
+        check_span(span)
+
+
+def test_a_command_that_fails_is_found(shell: Shell) -> None:
+    with pytest.raises(AssertionError, match="is not there"):
+        shell.run("peagle generate --target ./missing --prompt x")
+
+
+def test_the_shell_runs_commands_as_printed(shell: Shell) -> None:
+    """Pipes, files, comments, folders and exit statuses are the shell's own."""
+    written = shell.run(
+        "source .venv/bin/activate   # once\n"
+        "peagle catalog --format json > models.json && cd examples\n"
+        "python -c 'import json; print(len(json.load(open(\"../models.json\"))) > 0)'\n"
+        "! peagle generate --target ./missing --prompt x || echo wrong\n"
+    )
+    assert "True" in written
+    assert "wrong" not in written
+
+
+def test_parsing_runs_nothing() -> None:
+    assert check_peagle(["deploy", "sagemaker", "create", "gpt-oss-20b"]).info_name == "create"
