@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from peagle.evaluation.endpoint import EndpointBackend
     from peagle.evaluation.sweep import Arm
 
+DEFAULT_KS = (3, 5, 7)
 _ENDPOINT = re.compile(r"(?P<name>[\w.+-]+)=(?P<url>\S+)")
 
 
@@ -167,7 +168,7 @@ def load_engines(
     arms: dict[str, tuple[Method, int]] = {PLAIN: (plain, 0)}
     configurations = {PLAIN: plain.config(0)}
     for one in models.methods:
-        for k in ks:
+        for k in ks or sorted({min(k, models.default_k) for k in DEFAULT_KS}):
             name = f"{one.method.name} K={k}"
             arms[name] = one.method, k
             own = head_options if one.folder else {}

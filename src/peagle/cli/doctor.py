@@ -198,4 +198,5 @@ def report_text(report: Report) -> str:
             f"  shown by  {cause.evidence}",
             f"  remedy    {cause.remedy}",
         ]
+    lines += ["", f"Advice: {report.advice}"]
     return clear + "\n".join(lines)

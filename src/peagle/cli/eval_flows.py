@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peagle.cli.eval import DEFAULT_K, Asked
+from peagle.cli.eval import Asked
 from peagle.cli.eval_models import Models
 from peagle.cli.eval_view import EvalView, entry_text
 from peagle.cli.plan import note
@@ -69,7 +69,7 @@ def on_vllm(
     """
     from peagle.backends.vllm.command import dtype_for
 
-    first = launched(models.methods[0].folder, DEFAULT_K)
+    first = launched(models.methods[0].folder, models.default_k)
     dtype = dtype_for(first, installation)
     dtype = models.dtype if dtype == "auto" else dtype
     plan, file = _plan_and_file(models, asked, dtype)
@@ -92,7 +92,7 @@ def _plan_and_file(
     chat = models.has_template if asked.chat_template is None else asked.chat_template
     if asked.thinking is not None and not chat:
         raise UserError(f"{models.name} has no chat template, so there is no thinking mode to set.")
-    plan = _plan(asked, asked.ks or (DEFAULT_K,), chat=chat)
+    plan = _plan(asked, asked.ks or (models.default_k,), chat=chat)
     who = provenance(models.name, dtype, models.target.device)
     return plan, AcceptanceFile(asked.output, who, plan.settings(target_digest(models.target)))
 
@@ -138,7 +138,7 @@ def certified(models: Models[TargetModel], asked: Asked, options: Mapping[str, A
         models.target,
         models.folder,
         [one.loadable for one in models.methods],
-        max(asked.ks or (DEFAULT_K,)),
+        max(asked.ks or (models.default_k,)),
         options=certify.Options(**options),
         watch=lambda line: print(f"peagle: {printable(line)}", file=sys.stderr, flush=True),
     )

@@ -86,11 +86,13 @@ class LocalMethod:
         folder: of the head, "" without one.
         trained_length: tokens of the longest sequence that the head was trained on, None if it
             does not tell.
+        trained_depth: K that the head was trained for, None if it does not tell.
     """
 
     method: Method
     folder: str = ""
     trained_length: int | None = None
+    trained_depth: int | None = None
 
     @property
     def loadable(self) -> Method:
