@@ -6,8 +6,9 @@
 On the bundled pair (whose P-EAGLE head is also taken with a draft vocabulary) and on the second
 pair of the tests: healthy heads in many settings; every fault of a head's files alone; two at once;
 prompts, target, tokenizer and type; every fault of a serving side, whether it tells draft tokens or
-counters; heads early in their training. A fault that costs less than 2% of the acceptance length is harmless and may go unnamed.
-The last line is the summary. Exit status 1 if a fault was missed or anything named wrongly.
+counters; heads early in their training. A fault that costs less than 2% of the acceptance length is
+harmless and may go unnamed. The last line is the summary. Exit status 1 if a fault was missed or
+anything named wrongly.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ def bench(
     All configurations take turns, so that a machine that slows down favours none; medians and
     spreads over repeats, speed-up over plain decoding and over EAGLE-3, the best K by load.
     """
-    ks = () if k is None else whole_numbers("-k", k, MAX_SPECULATIVE_TOKENS)
+    ks: Sequence[int] = () if k is None else whole_numbers("-k", k, MAX_SPECULATIVE_TOKENS)
     loads = whole_numbers("--concurrency", concurrency, 4096)
     for name, value, least in (("--repeats", repeats, 1), ("--warm-up", warm_up, 0)):
         if value < least:
@@ -191,6 +191,8 @@ def bench(
     prompts = _prompts(sets, limit, shuffle_seed)
     options.quiet_libraries()
     from peagle.evaluation.eval_run import provenance
+    from peagle.evaluation.report.advice import throughput_advice
+    from peagle.evaluation.report.schema import ThroughputFile
     from peagle.evaluation.sweep import Sweep
     from peagle.evaluation.throughput import FORMAT_VERSION, summarize
     from peagle.evaluation.timing import Objective
@@ -225,6 +227,8 @@ def bench(
         }
         identity = engines.identity if engines else {}
         result |= summarize(_measure(sweep, result, identity, output), bounds)
+        result["training"] = engines.training if engines else {}
+        result["advice"] = throughput_advice(ThroughputFile.model_validate(result))
     for server in servers.values():
         for text in server.notes:
             note(text)

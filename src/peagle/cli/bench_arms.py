@@ -125,6 +125,7 @@ class Engines:
         folder: of the target.
         head: folder of the first head, "" if there is none.
         identity: what must be the same for measurements to be of the same thing.
+        training: how long each method's head was trained, where a record tells.
     """
 
     arms: list[Arm]
@@ -135,6 +136,7 @@ class Engines:
     folder: Path
     head: str
     identity: dict[str, Any]
+    training: dict[str, Any]
 
 
 def load_engines(
@@ -158,6 +160,7 @@ def load_engines(
     from peagle.evaluation.local import EngineBackend
     from peagle.evaluation.methods import PLAIN, Method
     from peagle.evaluation.sweep import Arm
+    from peagle.evaluation.training_record import TrainingRecord
 
     models = load_models(given, settings, eagle3, methods, ngram=False)
     # So small a model is as fast on one thread as on two.
@@ -192,6 +195,11 @@ def load_engines(
             "target_sha256": target_digest(models.target),
             "heads_sha256": {one.method.name: weights_digest(one.folder) for one in models.methods},
             "engine": {**sizes, **head_options},
+        },
+        {
+            one.method.name: record.to_json()
+            for one in models.methods
+            if one.folder and (record := TrainingRecord.beside(one.folder)) is not None
         },
     )
 

@@ -19,6 +19,7 @@ from peagle.cli.vllm_engine import say
 from peagle.config import SamplingParams
 from peagle.errors import UserError
 from peagle.evaluation.acceptance_file import FORMAT_VERSION, AcceptanceFile, make_folder
+from peagle.evaluation.comparisons import compare_entries
 from peagle.evaluation.decoding import Request
 from peagle.evaluation.endpoint import EndpointBackend
 from peagle.evaluation.eval_run import (
@@ -30,6 +31,8 @@ from peagle.evaluation.eval_run import (
     provenance,
     target_digest,
 )
+from peagle.evaluation.report.advice import acceptance_advice
+from peagle.evaluation.report.schema import AcceptanceFile as AcceptanceResults
 from peagle.evaluation.vllm_server import ENGINE, vllm_backend
 from peagle.models.checkpoint.files import write_json
 from peagle.models.target import TargetModel
@@ -203,8 +206,10 @@ def _measured(
             kept = len(file.entries)
             note(f"finished entries in {asked.output}: {kept}; the same command goes on there")
         raise
-    if asked.as_json:
-        print(json.dumps(file.data, indent=2))
+    file.conclude(comparisons=compare_entries(file.entries, seed=asked.params.seed or 0))
+    advice = acceptance_advice(AcceptanceResults.model_validate(file.data))
+    file.conclude(advice=advice)
+    print(json.dumps(file.data, indent=2) if asked.as_json else f"\nAdvice: {printable(advice)}")
     if asked.output is not None:
         _report(asked.output)
 
