@@ -72,9 +72,7 @@ class Shell:
         address = str(folder / "socket")
         self._listener.bind(address)
         self._listener.listen()
-        _write_program(
-            programs / "peagle", _CLIENT.format(python=sys.executable, address=address)
-        )
+        _write_program(programs / "peagle", _CLIENT.format(python=sys.executable, address=address))
         _write_program(programs / "python", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
         activate = self.folder / ".venv" / "bin" / "activate"
         activate.parent.mkdir(parents=True)
@@ -110,7 +108,9 @@ class Shell:
             text=True,
             timeout=timeout,
         )
-        assert result.returncode == 0, f"exit status {result.returncode} of\n{text}\n{result.stdout}"
+        assert result.returncode == 0, (
+            f"exit status {result.returncode} of\n{text}\n{result.stdout}"
+        )
         return result.stdout
 
     def close(self) -> None:
@@ -133,7 +133,9 @@ class Shell:
             while len(said) < int.from_bytes(head, "big"):
                 said += connection.recv(1 << 16)
             arguments, folder, environment = json.loads(said)
-            serves = arguments[:1] == ["serve"] and not {"--help", "--print-command"} & set(arguments)
+            serves = arguments[:1] == ["serve"] and not {"--help", "--print-command"} & set(
+                arguments
+            )
             if serves:
                 self._end_server()
             process = forks().Process(

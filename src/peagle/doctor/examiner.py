@@ -254,7 +254,7 @@ class Examiner:
         if depth is not None and not report.blames("mask_hidden", "training"):
             shares = ", ".join(f"{value:.0%}" for value in now.match_share)
             shown = f"drafts match by depth {shares}"
-            if _is_early(now, report):
+            if _is_early(repaired, report):
                 shown += ": mask slots are learned last, and this head is not that far"
                 report.blame(_too_little_training(shown, report))
                 return

@@ -137,4 +137,5 @@ def _other_ks(chosen: Cell, cells: Iterable[Cell]) -> list[str]:
 
 def _words(cell: Cell, cast: Cast) -> str:
     name = cast.name_of(cell)
+    name = name[0].lower() + name[1:] if cell.method in (PLAIN, NGRAM) else name
     return f"{name} with {depth(cell.k)}" if cell.k else name
