@@ -90,7 +90,7 @@ distclean: clean ## Also remove .venv and .venv-vllm
 	rm -rf $(VENV) $(VLLM_VENV)
 
 $(RUN_STAMP): $(SETUP_INPUTS)
-	@$(SETUP) $(VENV) -e .
+	@$(SETUP) $(VENV) -e '.[serve,grammar,report]'
 	@touch $@
 
 $(DEV_STAMP): $(SETUP_INPUTS)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from peagle.cli import demo_view
+from peagle.cli.terminal import command_prefix
 from peagle.evaluation.prompts import Prompt
 from peagle.llm import StreamChunk
 from tests.cli.conftest import Pair, Peagle, environment
@@ -63,6 +66,23 @@ def test_a_target_without_an_eagle3_head(peagle: Peagle, pair: Pair) -> None:
     call = ("demo", *pair.options, "--limit", 1, "--max-new-tokens", 4, "--format", "json")
     report = json.loads(peagle(*call).out)
     assert [method["name"] for method in report["methods"]] == ["plain", "P-EAGLE"]
+
+
+def test_commands_are_printed_as_this_folder_can_call_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = tmp_path / "a venv" / "bin"
+    programs.mkdir(parents=True)
+    monkeypatch.setattr(sys, "executable", str(programs / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert shlex.split(command_prefix()) == [str(programs / "python"), "-m", "peagle"]
+    (programs / "peagle").write_text("#!/bin/sh\n")
+    (programs / "peagle").chmod(0o755)
+    assert shlex.split(command_prefix()) == [str(programs / "peagle")]
+    monkeypatch.chdir(tmp_path)
+    assert command_prefix() == "'a venv/bin/peagle'"
+    monkeypatch.setenv("PATH", str(programs))
+    assert command_prefix() == "peagle"
 
 
 def terminal(*, no_color: bool) -> Console:

@@ -122,7 +122,11 @@ def _check_python(arguments: list[str]) -> None:
 
 
 def _parse_script(script: Path, arguments: list[str]) -> None:
-    """Run a script up to where argparse has read its arguments."""
+    """Run a script up to where argparse has read its arguments, if it uses argparse."""
+    text = script.read_text()
+    if "argparse" not in text and "parse_args" not in text:
+        compile(text, str(script), "exec")
+        return
     parse = argparse.ArgumentParser.parse_args
 
     def parse_and_stop(parser: argparse.ArgumentParser, args: Any = None, space: Any = None) -> Any:

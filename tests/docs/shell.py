@@ -2,8 +2,9 @@
 
 bash reads each block. `peagle` is found on PATH: a small program that hands its arguments, folder,
 environment and open files to a process forked from one that has imported torch already
-(`tests.serving.warm`). `peagle serve` returns when the server answers, as a reader goes on in a second
-terminal; the next `peagle serve` ends the one before. The options of `LIMITS` keep the work small.
+(`tests.serving.warm`). `peagle serve` returns when the server answers, as a reader goes on in a
+second terminal; the next `peagle serve` ends the one before. The options of `LIMITS` keep the work
+small.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.error
@@ -23,19 +25,35 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any
 
-from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
-from tests.docs.pages import ROOT
+from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET
 from serving.warm import forks, take_over
+from tests.docs.pages import ROOT
 
 LIMITS = {
-    "bench": ["--limit", "2", "--max-new-tokens", "8", "--repeats", "1"],
+    "bench": ["--limit", "2", "--max-new-tokens", "4", "--repeats", "1", "--concurrency", "1,2"],
+    "data regenerate": ["--limit", "8", "--max-new-tokens", "16"],
     "demo": ["--limit", "1", "--max-new-tokens", "8"],
+    "doctor": ["--limit", "2", "--max-new-tokens", "8"],
     "eval": ["--limit", "2", "--max-new-tokens", "8"],
+    "train": [
+        *("--set", "optimizer.steps=2"),
+        *("--set", "run.validate_every=1"),
+        *("--set", "data.batch_tokens=1024"),
+        *("--set", "data.max_length=512"),
+        *("--set", "data.length_multiple=64"),
+    ],
+    "tune": ["--batch-sizes", "1,2", "--steps", "2", "--rounds", "1"],
 }
-# Where pages name models and heads of the reader's own, the bundled pair stands.
+_PAIR2 = ROOT / "tests" / "fixtures" / "pair2"  # it has a chat template with a thinking mode
+# What stands where pages name models, heads and prompts of the reader's own.
 _STAND_INS = {
-    "MODEL": BUNDLED_TARGET,
-    "HEAD": BUNDLED_PEAGLE,
+    "MODEL": _PAIR2 / "target",
+    "HEAD": _PAIR2 / "peagle",
+    "Qwen3-0.6B": BUNDLED_TARGET,
+    "head": BUNDLED_PEAGLE,
+    "head-v1": BUNDLED_PEAGLE,
+    "eagle3-head": BUNDLED_EAGLE3,
+    "prompts.jsonl": _PAIR2 / "prompts.jsonl",
 }
 _COPIED = ("examples", "recipes")
 _READY_SECONDS = 120.0
@@ -65,6 +83,9 @@ class Shell:
             one.mkdir()
         for name in _COPIED:
             shutil.copytree(ROOT / name, self.folder / name)
+        (self.folder / "src").symlink_to(ROOT / "src")
+        for example in (self.folder / "examples").glob("*.py"):
+            example.write_text(self._on_this_port(example.read_text()))
         for name, stand_in in _STAND_INS.items():
             (self.folder / name).symlink_to(stand_in)
         self._server: Any = None
@@ -98,25 +119,29 @@ class Shell:
         Raises:
             AssertionError: a command's exit status is not 0.
         """
-        result = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", text.replace("8000", str(self._port))],
-            cwd=self.folder,
-            env=self._environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=timeout,
-        )
-        assert result.returncode == 0, (
-            f"exit status {result.returncode} of\n{text}\n{result.stdout}"
-        )
-        return result.stdout
+        # A file: of a pipe the server, which goes on, would hold the other end.
+        with tempfile.TemporaryFile("w+") as written:
+            result = subprocess.run(
+                ["bash", "-euo", "pipefail", "-c", self._on_this_port(text)],
+                cwd=self.folder,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=written,
+                stderr=subprocess.STDOUT,
+                timeout=timeout,
+            )
+            written.seek(0)
+            output = written.read()
+        assert result.returncode == 0, f"exit status {result.returncode} of\n{text}\n{output}"
+        return output
 
     def close(self) -> None:
         """End the server, if one runs, and take no more commands."""
         self._end_server()
         self._listener.close()
+
+    def _on_this_port(self, text: str) -> str:
+        return text.replace("8000", str(self._port))
 
     def _serve_commands(self) -> None:
         while True:
@@ -195,7 +220,8 @@ def _run_peagle(
 
 def _limited(arguments: list[str]) -> list[str]:
     """The arguments with the limits of their command, before those that are passed on."""
-    limits = LIMITS.get(arguments[0], []) if arguments else []
+    names = (name for name in LIMITS if arguments[: len(name.split())] == name.split())
+    limits = LIMITS[name] if (name := next(names, None)) else []
     end = arguments.index("--") if "--" in arguments else len(arguments)
     return [*arguments[:end], *limits, *arguments[end:]]
 

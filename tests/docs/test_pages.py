@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib import import_module
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import typer
+from rich.console import Console
 
+from peagle.cli.demo_view import print_next_steps
 from peagle.cli.main import COMMANDS
 from tests.docs.command_line import NotUnderstoodError, check, check_peagle, check_span
 from tests.docs.pages import NEEDS, PAGES, ROOT, Block, blocks, commands, spans
@@ -87,6 +90,16 @@ def examples(name: str) -> list[str]:
     if isinstance(group := getattr(module, name), typer.Typer):
         visit(typer.main.get_command(group))
     return [text for text in found if text]
+
+
+def test_next_steps_of_the_demo_are_understood() -> None:
+    screen = StringIO()
+    print_next_steps(Console(file=screen, width=40))
+    _, *lines = screen.getvalue().strip().splitlines()
+    assert len(lines) > 2
+    for words in commands("\n".join(lines)):
+        assert Path(words[0]).name == "peagle" or words[1:3] == ["-m", "peagle"]
+        check_peagle(words[words.index("peagle") + 1 if "-m" in words else 1 :])
 
 
 def test_every_block_names_its_language() -> None:

@@ -41,6 +41,7 @@ TOKENS = re.findall(
     return a
 """,
 )
+NUM_REASONING = 10  # tokens of "[think]"; with P-EAGLE a step has both reasoning and answer
 HOSTILE = ["<img src=x", " onerror=alert(1)>", "<script>", "alert(2)</script>", "</span>", "&amp;"]
 WIDE = ["é", "漢字", " 🦅", "🇫🇷", " a", "\u202e", "b"]
 
@@ -102,20 +103,32 @@ def event(chunk: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(chunk, ensure_ascii=False).encode() + b"\n\n"
 
 
-def chunk_of(step: Step, is_chat: bool, finish_reason: str | None) -> dict[str, Any]:
+def chunks_of(
+    step: Step, is_chat: bool, finish_reason: str | None, num_reasoning: int = 0
+) -> list[dict[str, Any]]:
+    """The events of a step whose first `num_reasoning` tokens are reasoning.
+
+    The report comes with the first event only, as from the real server.
+    """
     drafted = [[text, i < step.num_accepted] for i, text in enumerate(step.tokens)]
-    text = "".join(step.tokens)
-    content = {"delta": {"content": text}} if is_chat else {"text": text}
-    return {
-        "id": "x",
-        "choices": [{"index": 0, "finish_reason": finish_reason, **content}],
-        "speculation": {
-            "num_drafted": step.num_drafted,
-            "num_accepted": step.num_accepted,
-            "tokens": drafted,
-            "rejected": step.rejected,
-        },
+    reasoning = "".join(step.tokens[:num_reasoning])
+    text = "".join(step.tokens[num_reasoning:])
+    contents: list[dict[str, Any]] = [{"text": text}]
+    if is_chat:
+        deltas = {"reasoning_content": reasoning, "content": text}
+        contents = [{"delta": {name: part}} for name, part in deltas.items() if part]
+    chunks: list[dict[str, Any]] = [
+        {"id": "x", "choices": [{"index": 0, "finish_reason": None, **content}]}
+        for content in contents
+    ]
+    chunks[-1]["choices"][0]["finish_reason"] = finish_reason
+    chunks[0]["speculation"] = {
+        "num_drafted": step.num_drafted,
+        "num_accepted": step.num_accepted,
+        "tokens": drafted,
+        "rejected": step.rejected,
     }
+    return chunks
 
 
 async def answer(body: dict[str, Any], prompt: str, is_chat: bool) -> AsyncIterator[bytes]:
@@ -125,6 +138,9 @@ async def answer(body: dict[str, Any], prompt: str, is_chat: bool) -> AsyncItera
     tokens = HOSTILE if "[hostile]" in prompt else WIDE if "[wide]" in prompt else TOKENS
     if "[slow]" in prompt or "[fast]" in prompt:
         tokens = [f" w{i}" for i in range(2000)]
+    if "[differs]" in prompt and wanted["proposer"] == "eagle3":
+        tokens = [*tokens[:6], "other", *tokens[7:]]
+    num_reasoning = NUM_REASONING if "[think]" in prompt else 0
     delay = {"[slow]": 0.2, "[fast]": 0.002 * 3, "[wide]": 0.002}
     pause = next((s for word, s in delay.items() if word in prompt), 0.02)
     steps = script(wanted["proposer"], tokens, depth)
@@ -137,7 +153,9 @@ async def answer(body: dict[str, Any], prompt: str, is_chat: bool) -> AsyncItera
         if number == 5 and "[cut]" in prompt:
             raise ConnectionAbortedError("as the test wants it")
         reason = "stop" if step is steps[-1] else None
-        data = event(chunk_of(step, is_chat, reason))
+        chunks = chunks_of(step, is_chat, reason, max(num_reasoning, 0))
+        data = b"".join(map(event, chunks))
+        num_reasoning -= len(step.tokens)
         if "[wide]" in prompt:
             for byte in data:
                 yield bytes([byte])
@@ -178,7 +196,7 @@ def make_app(state: State) -> FastAPI:
     async def reply(request: Request, is_chat: bool) -> Response:
         body = await request.json()
         state.requests.append(body)
-        prompt = body["messages"][0]["content"] if is_chat else body["prompt"]
+        prompt = body["messages"][-1]["content"] if is_chat else body["prompt"]
         if "[full]" in prompt:
             message = "The queue is full: 64 requests wait."
             return JSONResponse({"error": {"message": message}}, 429, {"Retry-After": "7"})

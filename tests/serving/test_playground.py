@@ -7,18 +7,31 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from serving.fake_server import CSP, HOSTILE, TOKENS, WIDE, State, make_app, running, script
-from serving.live import LiveServer
+from serving import live
+from serving.fake_server import (
+    CSP,
+    HOSTILE,
+    NUM_REASONING,
+    TOKENS,
+    WIDE,
+    State,
+    make_app,
+    running,
+    script,
+)
+from serving.live import HTTP, LiveServer
 from tests.browsing import Pages, grave
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 expect = sync_api.expect
 
 PROPOSERS = ["plain", "eagle3", "peagle"]
+PAIR2 = Path(__file__).parents[1] / "fixtures" / "pair2"
 MARKS = """column => [...column.querySelectorAll('.output .token')]
     .map(token => [token.textContent, token.classList.contains('draft')])"""
 # Counts the refused drafts that were shown and the batches in which tokens came.
@@ -30,7 +43,7 @@ WATCH_OUTPUT = """() => {
         seen.batches += added.some(name => name.includes?.('token'));
     };
     for (const output of document.querySelectorAll('.output'))
-        new MutationObserver(count).observe(output, {childList: true});
+        new MutationObserver(count).observe(output, {childList: true, subtree: true});
 }"""
 
 
@@ -70,7 +83,8 @@ def site(request: pytest.FixtureRequest) -> Site:
 
 @pytest.fixture
 def visit(pages: Pages) -> Iterator[Callable[..., Any]]:
-    """visit(site, **context options): the loaded page. It keeps nothing of the test before.
+    """visit(site, chat=False, **context options): the loaded page; it keeps nothing of the test
+    before. Chat is switched on or off, or with None stays as the page has it.
 
     At the end of the test no page may have written an error or broken the policy; `page.problems`
     can be emptied by a test that expects some.
@@ -84,12 +98,14 @@ def visit(pages: Pages) -> Iterator[Callable[..., Any]]:
             lambda line: line.type in ("error", "warning") and page.problems.append(line.text),
         )
 
-    def open_page(site: Site, **options: Any) -> Any:
+    def open_page(site: Site, *, chat: bool | None = False, **options: Any) -> Any:
         page = pages.open(watch, options)
         used.append(page)
         page.goto(site.url)
         wait_until(page, "document.querySelector('#run:enabled')")
         wait_until(page, "document.querySelector('.column')?.checkVisibility()")
+        if chat is not None and chat != page.locator("#chat").is_checked():
+            page.locator("#chat").evaluate("box => box.click()")  # without moving the focus
         return page
 
     yield open_page
@@ -139,6 +155,10 @@ def answer(column: Any) -> str:
     return column.locator(".output").text_content()
 
 
+def counts(column: Any) -> str:
+    return column.locator(".counts").inner_text()
+
+
 def stat(column: Any, name: str) -> str:
     return column.locator(f"[data-stat={name}]").inner_text()
 
@@ -171,16 +191,18 @@ def test_tokens_arrive_one_after_another(site: Site, visit):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing_serious(site: Site, visit, scheme):
-    page = visit(site, color_scheme=scheme)
+    page = visit(site, chat=True, color_scheme=scheme)
     # What is just fading out cannot keep its contrast; it is hidden from screen readers.
     violations = partial(grave, page, [".ghosts.fading"])
 
     assert violations() == []
     page.locator("#max-tokens").fill("20")
-    start(page, "def add(a, b):")
+    start(page, "[think] [differs]")
     page.locator(".output .token").first.wait_for(state="attached")
     assert violations() == []
     finish(page)
+    assert violations() == []
+    page.locator("#step").fill("3")
     assert violations() == []
     # It would find something.
     page.evaluate("document.querySelector('label[for=prompt]').remove()")
@@ -188,7 +210,7 @@ def test_axe_finds_nothing_serious(site: Site, visit, scheme):
 
 
 def test_a_phone_scrolls_in_one_direction(site: Site, visit):
-    page = visit(site, viewport={"width": 320, "height": 640}, has_touch=True)
+    page = visit(site, chat=True, viewport={"width": 320, "height": 640}, has_touch=True)
 
     def overhang() -> list[str]:
         assert page.evaluate("document.documentElement.scrollWidth") <= 320
@@ -200,8 +222,11 @@ def test_a_phone_scrolls_in_one_direction(site: Site, visit):
 
     assert overhang() == []
     page.locator("#max-tokens").fill("20")
-    start(page, "x" * 300)
+    page.locator("#runs").fill("2")
+    start(page, "[differs]" + "x" * 300)
     finish(page)
+    assert overhang() == []
+    page.locator("#step").fill("3")
     assert overhang() == []
 
 
@@ -252,6 +277,130 @@ def test_the_policy_is_in_force(site: Site, visit):
     page.problems.clear()
 
 
+def test_the_page_stays_where_the_reader_has_scrolled(site: Site, visit):
+    page = visit(site)
+    page.locator("#max-tokens").fill("30")
+    page.locator("#run").focus()
+    page.keyboard.press("Enter")
+    expect(page.locator("#stop")).to_be_focused()
+    page.evaluate("scrollTo(0, document.body.scrollHeight)")
+    finish(page)
+    assert page.evaluate("document.activeElement.id") == "run"
+    assert page.evaluate("document.querySelector('#run').getBoundingClientRect().bottom") < 0
+
+
+def test_on_a_phone_the_answers_come_into_view(site: Site, visit):
+    page = visit(site, viewport={"width": 375, "height": 667}, reduced_motion="reduce")
+    page.locator("#max-tokens").fill("20")
+    assert page.evaluate("scrollY") == 0
+    top = "document.querySelector('[data-proposer=%s]').getBoundingClientRect().top"
+    start(page, "def add(a, b):")
+    wait_until(page, f"0 <= {top % 'plain'} && {top % 'plain'} < 100")
+    assert page.locator("#stop").evaluate("box => box.getBoundingClientRect().bottom") <= 667
+    finish(page)
+    assert 0 <= page.evaluate(top % "peagle") < 250
+    # Who scrolls away is left alone.
+    page.locator("#run").click()
+    wait_until(page, f"{top % 'plain'} < 100")
+    page.mouse.wheel(0, -5000)
+    wait_until(page, "scrollY === 0")
+    finish(page)
+    assert page.evaluate("scrollY") == 0
+
+
+def test_slow_motion_shows_each_refused_draft(site: Site, visit):
+    page = visit(site, reduced_motion="reduce")
+    page.locator("#max-tokens").fill("24")
+    chosen = only(page, "peagle")
+    assert not page.locator("#replay").is_visible()
+    start(page, "def fibonacci(n):")
+    finish(page)
+    whole = answer(chosen)
+    accepted, drafted = map(int, re.findall(r"(\d+) of (\d+) draft", counts(chosen))[0])
+    tally = []
+    for number in range(1, int(page.locator("#step").get_attribute("max")) + 1):
+        page.locator("#step").fill(str(number))
+        state = chosen.locator(".state").inner_text()
+        refused = chosen.locator(".output .refused").count()
+        told = re.findall(r": (\d+) of (\d+) accepted", state) or [(0, 0)]
+        tally.append((*map(int, told[0]), refused))
+        assert page.locator("#step-label").inner_text().startswith(f"step {number} of ")
+    assert [sum(numbers) for numbers in zip(*tally)] == [accepted, drafted, drafted - accepted]
+    # The text of the last step without its refused drafts is the answer.
+    page.evaluate("document.querySelectorAll('.output .refused').forEach(node => node.remove())")
+    assert chosen.locator(".output").text_content() == whole
+
+
+# ---- the real server ------------------------------------------------------------------------
+
+
+def test_the_examples_have_good_answers(real_site: Site, visit):
+    page = visit(real_site)
+    answered, prompts = {}, []
+    first = page.locator("#prompt").input_value()
+    for chip in page.locator("#examples button").all():
+        chip.click()
+        prompts.append(prompt := page.locator("#prompt").input_value())
+        body = {"model": "peagle-code", "prompt": prompt, "temperature": 0, "max_tokens": 128}
+        response = HTTP.post(f"{real_site.url}/v1/completions", json=body).json()
+        answered[chip.inner_text()] = prompt + response["choices"][0]["text"]
+    assert first == prompts[0]
+    made = {name: run_python(text) for name, text in answered.items() if name != "Class"}
+    with pytest.warns(DeprecationWarning, match="use new"):
+        assert made["Decorator"]["deprecated"]("use new")(lambda a, b: a - b)(5, b=2) == 3
+    calls: list[int] = []
+    remembered = made["Cache"]["memoize"](lambda n: calls.append(n) or n)
+    assert [remembered(4), remembered(4), remembered(5)] == [4, 4, 5] and calls == [4, 5]
+    assert [*made["Generator"]["chunks"]([1, 2, 3, 4, 5], 2)] == [[1, 2], [3, 4], [5]]
+    # The class is cut at its last method.
+    proxy = run_python(answered["Class"].rpartition("    def ")[0])["Proxy"]
+    assert [*proxy("ab")] == ["a", "b"] and proxy("ab") == proxy("ab") and "b" in proxy("ab")
+    assert repr(proxy("ab")) == "Proxy('ab')"
+
+
+def run_python(text: str) -> dict[str, Any]:
+    """The names that a text defines."""
+    names: dict[str, Any] = {}
+    exec(text, names)
+    return names
+
+
+def test_the_first_run_is_identical(real_site: Site, visit):
+    page = visit(real_site)
+    page.locator("#run").click()
+    finish(page)
+    answers = {answer(column(page, name)) for name in PROPOSERS}
+    assert len(answers) == 1 and answers.pop().endswith("return decorator\n")
+    for name in ("eagle3", "peagle"):
+        assert column(page, name).locator(".badge").inner_text() == "Identical to plain"
+        assert column(page, name).locator(".state").inner_text() == "finished"
+    assert page.locator("#summary").inner_text().count("Identical to plain.") == 2
+
+
+def test_a_chat_model_chats_by_default(visit):
+    options = ("--target", PAIR2 / "target", "--draft", PAIR2 / "peagle")
+    with live.running(*options, warm=True) as server:
+        page = visit(Site(server.url), chat=None)
+        sent = []
+        page.on("request", lambda r: r.method == "POST" and sent.append((r.url, r.post_data_json)))
+        expect(page.locator("#chat")).to_be_checked()
+        page.locator("#max-tokens").fill("120")
+        start(page, "What is a package?")
+        finish(page)
+        first = column(page, "plain").locator(".output .answer").text_content()
+        assert first and column(page, "plain").locator(".output .reasoning").text_content()
+        start(page, "And then?")
+        finish(page)
+    assert [url.removeprefix(server.url) for url, _ in sent] == ["/v1/chat/completions"] * 4
+    turns = [
+        {"role": "user", "content": "What is a package?"},
+        {"role": "assistant", "content": first},
+        {"role": "user", "content": "And then?"},
+    ]
+    assert [body["messages"] for _, body in sent] == [turns[:1]] * 2 + [turns] * 2
+    assert column(page, "peagle").locator(".badge").inner_text() == "Identical to plain"
+
+
 # ---- the script of the fake server ----------------------------------------------------------
 
 
@@ -293,6 +442,175 @@ def test_reduced_motion_shows_no_refused_drafts(fake: Site, visit):
     finish(page)
     assert page.evaluate("seen") == {"ghosts": 0, "batches": page.evaluate("seen.batches")}
     assert page.evaluate("seen.batches") > 3
+
+
+def test_slow_motion_of_a_known_stream(fake: Site, visit):
+    page = visit(fake)
+    chosen = only(page, "peagle")
+    start(page, "def fibonacci(n):")
+    finish(page)
+    page.locator("#step").fill("2")
+    # The first step is the prompt's; each later one goes on with what was accepted, refused, own.
+    steps = script("peagle", TOKENS, 4)
+    nodes = """column => [...column.querySelectorAll('.output .current, .output .refused')]
+        .map(node => [node.textContent, node.className])"""
+    for number, step in enumerate(steps[1:6], start=2):
+        *drafts, own = step.tokens
+        shown = [[text, "token draft current"] for text in drafts]
+        shown += [[text, "refused"] for text in step.rejected] + [[own, "token current"]]
+        assert chosen.evaluate(nodes) == shown
+        told = f"{step.num_accepted} of 4 accepted"
+        state = f"step {number}: {told}"
+        assert chosen.locator(".state").inner_text() == state
+        page.keyboard.press("ArrowRight")
+    before = int(page.locator("#step").input_value())
+    page.locator("#play").click()
+    wait_until(page, f"document.querySelector('#step').value > {before + 1}")
+    page.keyboard.press("Escape")
+    place = page.locator("#step").input_value()
+    assert page.locator("#play").inner_text() == "Slow motion"
+    page.wait_for_timeout(800)
+    assert page.locator("#step").input_value() == place
+    page.locator("#run").click()
+    expect(page.locator("#replay")).to_be_hidden()
+    finish(page)
+    assert answer(chosen) == "def fibonacci(n):" + "".join(TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "temperature", "badges"),
+    [
+        ("x", "0", ["Identical to plain", "Identical to plain"]),
+        (
+            "[differs]",
+            "0",
+            [
+                f"Differs from plain at token 7: “other”, plain has “{TOKENS[6]}”",
+                "Identical to plain",
+            ],
+        ),
+        (
+            "[differs]",
+            "0.5",
+            [
+                f"Sampled. Differs from plain at token 7: “other”, plain has “{TOKENS[6]}”",
+                "Sampled. Identical to plain",
+            ],
+        ),
+    ],
+)
+def test_answers_are_compared_with_plain(fake: Site, visit, prompt, temperature, badges):
+    page = visit(fake)
+    page.locator("#temperature").fill(temperature)
+    start(page, prompt)
+    finish(page)
+    shown = [column(page, name).locator(".badge") for name in ("eagle3", "peagle")]
+    assert [badge.inner_text() for badge in shown] == badges
+    column(page, "plain").locator(".on").uncheck()
+    page.locator("#run").click()
+    finish(page)
+    assert [badge.inner_text() for badge in shown] == ["Not compared: plain has no answer"] * 2
+
+
+def test_where_answers_differ(fake: Site, visit):
+    page = visit(fake)
+    differ = "async args => (await import('/static/playground.js')).differenceFrom(...args)"
+    cases = [
+        (["a", "b"], "ab", ["a", "b"], "ab", None),
+        (["a", "\n"], "a\n", ["a", " "], "a ", "token 2: “ ”, plain has “⏎”"),
+        (["a"], "a", ["a", "b"], "ab", "token 2: “b”, plain has the end"),
+        (["a", "b"], "ab", ["a"], "a", "token 2: the end, plain has “b”"),
+        (["\ufffd", "\ufffd"], "é", ["\ufffd", "\ufffd"], "è", "character 1"),
+    ]
+    for plain_tokens, plain_text, tokens, text, words in cases:
+        plain, ours = {"tokens": plain_tokens, "text": plain_text}, {"tokens": tokens, "text": text}
+        assert page.evaluate(differ, [plain, ours]) == words
+
+
+def test_repeated_runs_show_their_noise(fake: Site, visit):
+    page = visit(fake)
+    page.locator("#runs").fill("3")
+    start(page, "[differs]")
+    finish(page)
+    assert fake.state is not None
+    asked = [request["speculation"]["proposer"] for request in fake.state.requests]
+    assert asked == PROPOSERS * 3
+    token = "token 7: “other”, plain has"
+    badge = column(page, "eagle3").locator(".badge").inner_text()
+    assert badge.startswith(f"Differs from plain in 3 of 3 runs, at {token}")
+    assert (
+        column(page, "peagle").locator(".badge").inner_text() == "Identical to plain in 3 of 3 runs"
+    )
+    # The marks follow from the ranges that the table shows.
+    texts = page.locator("#results td:nth-child(2) small").all_inner_texts()
+    ranges = [[*map(float, text.split("–"))] for text in texts]
+    medians = [float(stat(column(page, name), "rate")) for name in PROPOSERS]
+    assert all(low <= middle <= high for (low, high), middle in zip(ranges, medians))
+    labels = ["Plain", "EAGLE-3", "P-EAGLE"]
+    overlapping = [
+        f"{labels[i]} and {labels[j]}"
+        for i, j in ((0, 1), (0, 2), (1, 2))
+        if ranges[i][0] <= ranges[j][1] and ranges[j][0] <= ranges[i][1]
+    ]
+    noise = page.locator("#spread").inner_text()
+    assert re.findall(r"\S+ and \S+(?=[;.])", noise.partition("noise between ")[2]) == overlapping
+    for name, label in zip(PROPOSERS[1:], labels[1:]):
+        is_noise = f"Plain and {label}" in overlapping
+        assert stat(column(page, name), "speedup").endswith("× noise" if is_noise else "×")
+
+
+def test_what_counts_as_noise(fake: Site, visit):
+    page = visit(fake)
+    module = "async args => (await import('/static/playground.js'))"
+    overlap = f"{module}.overlap(...args)"
+    pairs = [([1, 2], [3, 4]), ([3, 4], [1, 2]), ([1, 3], [2, 4]), ([1, 9], [2, 3]), (None, [1, 2])]
+    assert [page.evaluate(overlap, [*pair]) for pair in pairs] == [False, False, True, True, False]
+    assert page.evaluate(f"{module}.median(args)", [5, 1, 30]) == 5
+    assert page.evaluate(f"{module}.median(args)", [5, 1, 30, 6]) == 5.5
+
+
+def test_a_conversation_goes_on(fake: Site, visit):
+    page = visit(fake, chat=True)
+    column(page, "eagle3").locator(".on").uncheck()
+    start(page, "[think] one")
+    finish(page)
+    chosen = column(page, "peagle")
+    assert answer(chosen) == "".join(TOKENS)
+    # Reasoning stands apart, also where one step has both; drafts are marked in either.
+    assert chosen.locator(".reasoning").text_content() == "".join(TOKENS[:NUM_REASONING])
+    said = "".join(TOKENS[NUM_REASONING:])
+    assert chosen.locator(".output .answer").text_content() == said
+    steps = script("peagle", TOKENS, 4)
+    marks = [[t, i < step.num_accepted] for step in steps for i, t in enumerate(step.tokens)]
+    assert chosen.evaluate(MARKS) == marks
+    dim, bright = chosen.evaluate(
+        "box => ['.reasoning', '.answer'].map(n => getComputedStyle(box.querySelector(n)).color)"
+    )
+    assert dim != bright
+    assert page.locator("#prompt").input_value() == ""
+    start(page, "two")
+    finish(page)
+    assert fake.state is not None
+    turns = [
+        {"role": "user", "content": "[think] one"},
+        {"role": "assistant", "content": said},
+        {"role": "user", "content": "two"},
+    ]
+    messages = [request["messages"] for request in fake.state.requests]
+    assert messages == [turns[:1]] * 2 + [turns] * 2
+    assert page.locator("#turns li span").all_text_contents()[:3] == [t["content"] for t in turns]
+    # A stopped answer is no turn, and its message can be sent again.
+    start(page, "[slow]")
+    page.locator(".output .token").first.wait_for(state="attached")
+    page.keyboard.press("Escape")
+    finish(page)
+    assert page.locator("#prompt").input_value() == "[slow]"
+    assert page.locator("#turns li").count() == 4
+    page.locator("#new-conversation").click()
+    expect(page.locator("#conversation")).to_be_hidden()
+    start(page, "three")
+    finish(page)
+    assert fake.state.requests[-1]["messages"] == [{"role": "user", "content": "three"}]
 
 
 def test_numbers_of_a_known_stream(fake: Site, visit):
@@ -476,7 +794,9 @@ def test_models_differ_in_what_they_can(fake: Site, visit):
     expect(page.locator(".column .name")).to_have_text(["Plain", "<b>"])
     expect(page.locator("#depth")).to_have_value("20")
     expect(page.locator("#chat")).to_be_visible()
+    expect(page.locator("#chat")).to_be_checked()
     page.locator("#model").select_option("old")
+    expect(page.locator("#chat")).not_to_be_checked()
     start(page, "x")
     finish(page)
     assert fake.state is not None

@@ -148,6 +148,8 @@ def demo(
         print(json.dumps(report, indent=2))
     else:
         demo_view.print_report(console, results, report)
+        if "target" not in given:
+            demo_view.print_next_steps(console)
 
 
 def _complete(

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from peagle.cli.demo import PEAGLE, PLAIN, View
 from peagle.cli.options import OutputFormat
-from peagle.cli.terminal import printable
+from peagle.cli.terminal import command_prefix, printable
 from peagle.evaluation.prompts import Prompt
 
 if TYPE_CHECKING:
@@ -193,11 +193,26 @@ def results_table(results: dict[str, Measurement]) -> Table:
 
 
 def print_report(console: Console, results: dict[str, Measurement], report: dict[str, Any]) -> None:
-    """The table, whether the outputs are the same, and what the figures mean."""
+    """Print the table, whether the outputs are the same, and what the figures mean."""
     console.print(results_table(results))
     console.print(_identity(results, report))
     for line in _facts(report):
         console.print(line, style="dim")
+
+
+def print_next_steps(console: Console) -> None:
+    """Print commands that the user can type next, as they work in this folder."""
+    peagle = command_prefix()
+    console.print("\nNext:")
+    for arguments, meaning in (
+        ("generate --prompt 'def fibonacci(n):'", "complete a prompt of yours"),
+        ("serve", "serve OpenAI's API, with a page at http://127.0.0.1:8000"),
+        ("eval --limit 8", "measure how many draft tokens are accepted"),
+        ("--help", "see every command"),
+    ):
+        # Text, not markup: a folder's name may hold brackets.
+        line = Text(f"  {peagle} {arguments}").append(f"  # {meaning}", style="dim")
+        console.print(line, soft_wrap=True)
 
 
 def _facts(report: dict[str, Any]) -> list[str]:

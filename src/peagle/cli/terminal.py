@@ -3,10 +3,31 @@
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TextIO
+
+
+def command_prefix() -> str:
+    """Return what a user types in this folder to start this peagle.
+
+    That is `peagle` where PATH leads to this environment, else the path of its script, else this
+    Python with `-m peagle`.
+    """
+    script = Path(sys.executable).with_name("peagle")
+    found = shutil.which("peagle")
+    if found is not None and Path(found).absolute() == script:
+        return "peagle"
+    if not script.is_file():
+        return f"{shlex.quote(sys.executable)} -m peagle"
+    here = Path.cwd()
+    shown = script.relative_to(here) if script.is_relative_to(here) else script
+    return shlex.quote(str(shown))
 
 
 def printable(text: str) -> str:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from peagle.config.structured import StructuredOutput
+from peagle.engine.grammar.json_grammar import json_grammar
 from peagle.engine.grammar.regex import translate
 from peagle.engine.grammar.schema import prepare_schema
 from peagle.errors import UserError
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
 # Compilation slows with the square of some sources and cannot be interrupted.
 MAX_SOURCE = 64 * 1024
-# Enough to indent; without a bound a weak model writes blanks for ever.
-MAX_WHITESPACE = 20
 _SHOWN = 80
 _PROBE = '{"a": [1, -2.5, "b cd"]}'
 
@@ -80,7 +79,6 @@ class GrammarCompiler:
         xgrammar = _import_xgrammar()
         self.vocab_size = vocab_size
         self._stop_token_ids = frozenset(stop)
-        self._xgrammar = xgrammar
         info = _tokenizer_info(xgrammar, tokenizer, vocab_size, stop)
         self._textless_ids = frozenset(info.special_token_ids) | self._stop_token_ids
         self._compiler = xgrammar.GrammarCompiler(
@@ -134,21 +132,13 @@ class GrammarCompiler:
         if len(source) > MAX_SOURCE:
             raise UserError(f"it has {len(source)} characters; expected {MAX_SOURCE} at most.")
         if structure.kind == "regex":
-            return self._compiler.compile_regex(translate(source))
-        if structure.kind == "ebnf":
+            source = f"root ::= {translate(source)}"
+        elif structure.kind == "ebnf":
             _check_ebnf(source)
-            return self._compiler.compile_grammar(source)
-        schema = '{"type": "object"}' if structure.kind == "json" else prepare_schema(source)
-        # By way of a grammar: compile_json_schema takes another route for patterns, which lets
-        # quotes through and needs exponential time for some.
-        return self._compiler.compile_grammar(
-            self._xgrammar.Grammar.from_json_schema(
-                schema,
-                any_whitespace=not structure.compact,
-                max_whitespace_cnt=None if structure.compact else MAX_WHITESPACE,
-                separators=(",", ":") if structure.compact else None,
-            )
-        )
+        else:
+            prepared, parts = prepare_schema(source or '{"type": "object"}')
+            source = json_grammar(prepared, parts, compact=structure.compact)
+        return self._compiler.compile_grammar(source)
 
 
 class GrammarState:

@@ -1,9 +1,9 @@
-"""Regular expressions for the grammar compiler: checked, and rewritten to what it really enforces.
+"""Regular expressions as grammars in xgrammar's EBNF notation.
 
-Read as Python's `re` reads them, with ASCII meanings of \\d, \\w and \\s. xgrammar ignores an
-anchor or an escape that it does not know, and matches patterns of a JSON schema against the JSON
-text rather than against the string that it denotes; both would let wrong outputs through. So every
-expression is parsed here and written anew with plain character classes, groups and repeats.
+Python's `re` parses an expression, and \\d, \\w and \\s have their ASCII meanings. xgrammar has a
+parser of its own, which ignores an anchor or an escape that it does not know, and which matches the
+patterns of a JSON schema against the JSON text rather than against the string that the text
+denotes. Both would let wrong outputs through.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from re import _constants as op  # type: ignore[attr-defined]
 from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any
 
+from peagle.engine.grammar.ebnf import any_of, escaped, join_parts, literal, repeat_counts
 from peagle.errors import UserError
 
 Ranges = list[tuple[int, int]]  # inclusive code points, ascending, apart
@@ -34,7 +35,7 @@ _JSON_PLAIN = [(0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, _LAST)]
 
 
 def translate(pattern: str, *, json_string: bool = False) -> str:
-    """The expression in xgrammar's dialect; it has to match the whole text.
+    """Return an EBNF expression for the texts that a regular expression matches as a whole.
 
     Args:
         pattern: as Python's `re` reads it. Lazy repeats count as greedy ones, since they match the
@@ -61,9 +62,14 @@ def translate(pattern: str, *, json_string: bool = False) -> str:
         raise UserError("it is nested too deeply.") from None
 
 
-def any_characters(least: int, most: int | None) -> str:
-    """So many characters of a JSON string, in xgrammar's dialect."""
-    return _Writer(True).characters([(0, _LAST)]) + _counts(least, most)
+def json_character(*, but: Iterable[str] = ()) -> str:
+    """Return an EBNF expression for one character inside a JSON string, in its shortest spelling.
+
+    Args:
+        but: characters that do not match.
+    """
+    excluded = _merge([(ord(character), ord(character)) for character in but])
+    return _Writer(True).characters(_complement(excluded))
 
 
 class _Writer:
@@ -75,7 +81,7 @@ class _Writer:
         """Parsed items in a row; `first` and `last`: nothing comes before, or after, them."""
         items = list(items)
         _check_row(items)
-        return "".join(
+        parts = [
             self.item(
                 kind,
                 value,
@@ -83,7 +89,8 @@ class _Writer:
                 last=last and all(k is op.AT for k, _ in items[i + 1 :]),
             )
             for i, (kind, value) in enumerate(items)
-        )
+        ]
+        return join_parts(*parts)
 
     def item(self, kind: Any, value: Any, *, first: bool, last: bool) -> str:
         if kind is op.LITERAL:
@@ -96,18 +103,18 @@ class _Writer:
             return self.characters(_ranges(value))
         if kind is op.BRANCH:
             parts = (self.sequence(part, first=first, last=last) for part in value[1])
-            return f"(?:{'|'.join(parts)})"
+            return any_of(parts)
         if kind is op.SUBPATTERN:
             _, added, removed, inner = value
             if added or removed:
                 raise UserError("flags such as (?i:...) are not supported.")
-            return f"(?:{self.sequence(inner, first=first, last=last)})"
+            return f"({self.sequence(inner, first=first, last=last)})"
         if kind in (op.MAX_REPEAT, op.MIN_REPEAT):
             least, most, inner = value
             most = None if most is op.MAXREPEAT else most
             _check_counts(least, most, inner.getwidth()[0])
             body = self.repeated(inner, most if most != least else None)
-            return f"(?:{body}){_counts(least, most)}"
+            return f"({body}){repeat_counts(least, most)}"
         at_start = value in (op.AT_BEGINNING, op.AT_BEGINNING_STRING)
         at_end = value in (op.AT_END, op.AT_END_STRING)
         if kind is op.AT and ((at_start and first) or (at_end and last)):
@@ -133,14 +140,14 @@ class _Writer:
             return _character_class(_without_surrogates(ranges))
         plain = _character_class(_intersect(ranges, _JSON_PLAIN))
         escapes = [
-            f"\\\\{_escaped(ord(letter))}"
+            literal(f"\\{letter}")
             for point, letter in _JSON_ESCAPES.items()
             if any(low <= point <= high for low, high in ranges)
         ]
         if not plain and not escapes:
             raise UserError("it asks for a control character, which JSON writes as \\u....")
         options = [*([plain] if plain else []), *escapes]
-        return options[0] if len(options) == 1 else f"(?:{'|'.join(options)})"
+        return any_of(options)
 
 
 # The matcher follows each way of sharing a text among repeats, so these are limits of time.
@@ -162,12 +169,6 @@ def _check_counts(least: int, most: int | None, width: int) -> None:
             f"it repeats up to {most or least} times what may be empty; let the repeated part have "
             "at least one character, or use *."
         )
-
-
-def _counts(least: int, most: int | None) -> str:
-    # xgrammar is faster with the short forms.
-    short = {(0, None): "*", (1, None): "+", (0, 1): "?"}
-    return short.get((least, most), f"{{{least},{'' if most is None else most}}}")
 
 
 def _refusal(kind: Any, value: Any) -> str:
@@ -244,16 +245,6 @@ def _without_surrogates(ranges: Ranges) -> Ranges:
 
 def _character_class(ranges: Ranges) -> str:
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
-        return _escaped(ranges[0][0])
-    pairs = (
-        _escaped(low) if low == high else f"{_escaped(low)}-{_escaped(high)}"
-        for low, high in ranges
-    )
+        return literal(chr(ranges[0][0]))
+    pairs = (f"{escaped(low)}-{escaped(high)}" for low, high in ranges)
     return f"[{''.join(pairs)}]" if ranges else ""
-
-
-def _escaped(point: int) -> str:
-    character = chr(point)
-    if character in r"\^$.|?*+()[]{}-/":
-        return "\\" + character
-    return character if character.isprintable() else f"\\u{{{point:x}}}"

@@ -1,25 +1,35 @@
-"""JSON schemas for the grammar compiler: checked, and rewritten to what it really enforces.
+"""JSON schemas for the grammar compiler: checked, and reduced to what the grammar needs.
 
-xgrammar ignores keywords that it cannot express, and some combinations of those it can. An output
-that breaks the schema would be worse than a refusal, so each such place is refused by its path
-(`#/properties/age`). What stays open: `format` is enforced for the common formats and ignored for
-unknown ones, as the standard has it; an object may repeat a key that the schema does not name.
-Three rules are stricter than the standard: properties come in the order of the schema, only named
-ones unless `additionalProperties` says otherwise, and `pattern` matches the whole string.
+An output that breaks the schema would be worse than a refusal, so each keyword of JSON Schema draft
+2020-12 that restricts values is enforced or refused by its path (`#/properties/age`). Annotations
+and keywords that the draft does not know are ignored, as it says.
+
+Some rules are stricter than the draft: properties come in the order of the schema, only named ones
+unless `additionalProperties` says otherwise; `pattern` matches the whole string; a schema without
+`type` admits the types that its keywords are about; integers have 64 bits, or
+9 digits beside `multipleOf`. An object may repeat a
+key that the schema does not name.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
+from decimal import Decimal
 from itertools import combinations
 from typing import Any
 
-from peagle.engine.grammar.regex import any_characters, translate
+from peagle.engine.grammar.formats import FORMATS
+from peagle.engine.grammar.numbers import INT64
+from peagle.engine.grammar.regex import translate
 from peagle.errors import UserError
 
 MAX_DEPTH = 64
 MAX_PROPERTIES = 1000
+# The grammar has a rule for each remainder and each number of digits.
+MAX_MULTIPLE = 1024
+MAX_OF_MULTIPLES = 10**9 - 1
 
 _NUMBER = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _OF_TYPE = {
@@ -41,18 +51,18 @@ _REFUSED = (
     *("dependentRequired", "dependentSchemas", "dependencies", "additionalItems"),
     *("$dynamicRef", "$recursiveRef", "extends", "disallow"),
 )
+_WITHOUT_RULES = ("password",)  # formats that say how to show a string, not what it may be
 _COUNTS = ("minProperties", "maxProperties", "minItems", "maxItems", "minLength", "maxLength")
-# Their grammars let a bare quote into the string.
-_BROKEN_FORMATS = ("json-pointer", "relative-json-pointer")
 
 
-def prepare_schema(source: str) -> str:
-    """The schema as JSON text that xgrammar enforces in full.
+def prepare_schema(source: str) -> tuple[Any, dict[str, Any]]:
+    """Return the schema with nothing but what restricts values, and its parts by path.
 
     Raises:
         UserError: a keyword, or a combination, cannot be enforced or is not valid; the message has
             its path.
     """
+    source.encode()  # a ValueError tells of surrogates
     schema = json.loads(source, parse_constant=_refuse_constant)
     preparation = _Preparation()
     prepared = preparation.schema(schema, "#")
@@ -69,7 +79,7 @@ def prepare_schema(source: str) -> str:
                 f"oneOf at {place}: the alternatives may overlap, and that no more than one fits "
                 "cannot be enforced; use anyOf."
             )
-    return json.dumps(prepared, ensure_ascii=False)
+    return prepared, preparation.prepared
 
 
 def _refuse_constant(name: str) -> None:
@@ -77,15 +87,21 @@ def _refuse_constant(name: str) -> None:
 
 
 class _Preparation:
-    """Attributes: the schemas seen, by path; references and `oneOf`s with where they stand."""
+    """Attributes: schemas by path, given and prepared; references and `oneOf`s with their paths."""
 
     def __init__(self) -> None:
         self.seen: dict[str, Any] = {}
+        self.prepared: dict[str, Any] = {}
         self.references: list[tuple[str, str]] = []
         self.one_of: list[tuple[str, list[Any]]] = []
 
     def schema(self, schema: Any, path: str, depth: int = 0) -> Any:
         """One schema, prepared."""
+        prepared = self.prepared[path] = self.checked(schema, path, depth)
+        return prepared
+
+    def checked(self, schema: Any, path: str, depth: int) -> Any:
+        """One schema, prepared but not kept."""
         if depth > MAX_DEPTH:
             raise UserError(f"{path[:60]}... is more than {MAX_DEPTH} levels deep; flatten it.")
         self.seen[path] = schema
@@ -98,15 +114,13 @@ class _Preparation:
         for keyword in _REFUSED:
             if keyword in schema and (keyword != "uniqueItems" or schema[keyword]):
                 raise UserError(f"{keyword} at {path} cannot be enforced; leave it out.")
-        definitions = {
-            key: self.schemas(schema[key], f"{path}/{key}", depth)
-            for key in ("$defs", "definitions")
-            if key in schema
-        }
+        for key in ("$defs", "definitions"):
+            if key in schema:
+                self.schemas(schema[key], f"{path}/{key}", depth)
         whole = [key for key in _WHOLE if key in schema]
         if whole:
-            return definitions | self.whole(schema, whole, path, depth)
-        return definitions | self.typed(schema, path, depth)
+            return self.whole(schema, whole, path, depth)
+        return self.typed(schema, path, depth)
 
     def schemas(self, values: Any, path: str, depth: int) -> dict[str, Any]:
         """A mapping of names to schemas."""
@@ -140,35 +154,40 @@ class _Preparation:
             self.references.append((path, value))
             return {"$ref": value}
         if keyword in ("const", "enum"):
-            return {keyword: _values(schema, keyword, path)}
+            return {"enum": _values(schema, keyword, path)}
         parts = self.list_of(value, f"{path}/{keyword}", depth)
         if keyword == "allOf" and len(parts) > 1:
             raise UserError(f"allOf at {path} has {len(parts)} parts; merge them into one schema.")
         if keyword == "oneOf":
             self.one_of.append((path, value))
-        return {"anyOf": parts} if keyword != "allOf" else {"allOf": parts}
+        return {"anyOf": parts}
 
     def typed(self, schema: Mapping[str, Any], path: str, depth: int) -> Any:
         """A schema by type; without one, the types that its keywords are about."""
         types = schema.get("type", [t for t in _OF_TYPE if set(_OF_TYPE[t]) & set(schema)])
-        if types == ["number", "integer"]:
-            types = "number"
         if types == [] and "type" not in schema:
-            return {}
+            return True
         types = [types] if isinstance(types, str) else types
         if not isinstance(types, list) or not types or not all(map(_is_type, types)):
             raise UserError(f"type at {path} is {types!r}; expected {', '.join(_OF_TYPE)}.")
-        result: dict[str, Any] = {"type": types[0] if len(types) == 1 else types}
+        if "number" in types:
+            types = [name for name in types if name != "integer"]
+        result: dict[str, Any] = {"type": types, "path": path}
         result |= {k: schema[k] for t in types for k in _OF_TYPE[t] if k in schema}
         for key in set(_COUNTS) & set(result):
             if type(result[key]) is not int or result[key] < 0:
                 raise UserError(f"{key} at {path} is {result[key]!r}; expected a whole number.")
-        if "multipleOf" in result and types != ["integer"]:
-            raise UserError(f"multipleOf at {path} can be enforced with type integer only.")
-        if "multipleOf" in result and len(set(_NUMBER) & set(result)) > 1:
-            raise UserError(f"multipleOf at {path} cannot be enforced beside a range.")
+        for least, most in zip(_COUNTS[::2], _COUNTS[1::2]):
+            if result.get(least, 0) > result.get(most, result.get(least, 0)):
+                raise UserError(
+                    f"{most} at {path} is {result[most]}; expected at least {least}, "
+                    f"{result[least]}."
+                )
+        for kind in ("number", "integer"):
+            if kind in types:
+                result[kind] = _bounds(result, kind, path)
         if "string" in types:
-            _prepare_string(result, path)
+            _check_string(result, path)
         if "array" in types:
             self.prepare_array(result, path, depth)
         if "object" in types:
@@ -181,20 +200,23 @@ class _Preparation:
             result["prefixItems"] = self.list_of(
                 result["prefixItems"], f"{path}/prefixItems", depth
             )
-        elif "items" not in result and "unevaluatedItems" not in result:
-            result["items"] = True  # xgrammar would allow the empty array only
         for key in ("items", "unevaluatedItems"):
             if result.get(key, False) is not False:
                 result[key] = self.schema(result[key], f"{path}/{key}", depth + 1)
+        others = result.get("unevaluatedItems", "prefixItems" not in result)
+        result.setdefault("items", others)
 
     def prepare_object(self, result: dict[str, Any], path: str, depth: int) -> None:
         """Prepare the schemas within, in place."""
+        given = dict(result)
         properties = result.get("properties", {})
         if "properties" in result:
             result["properties"] = self.schemas(properties, f"{path}/properties", depth)
         for key in ("additionalProperties", "unevaluatedProperties"):
             if result.get(key, False) is not False:
                 result[key] = self.schema(result[key], f"{path}/{key}", depth + 1)
+        others = result.get("unevaluatedProperties", "properties" not in result)
+        result.setdefault("additionalProperties", others)
         required = result.get("required", [])
         if not isinstance(required, list) or not all(isinstance(n, str) for n in required):
             raise UserError(f"required at {path} is {required!r}; expected a list of names.")
@@ -202,8 +224,11 @@ class _Preparation:
         if missing:
             raise UserError(f"required at {path} names {missing[0]!r}; add it to the properties.")
         for key in ("patternProperties", "propertyNames"):
-            others = ("properties", "patternProperties", "propertyNames", "additionalProperties")
-            if key in result and any(result.get(k, False) for k in others if k != key):
+            others = [
+                *("properties", "patternProperties", "propertyNames"),
+                *("additionalProperties", "unevaluatedProperties"),
+            ]
+            if key in result and any(given.get(k, False) for k in others if k != key):
                 raise UserError(f"{key} at {path} cannot be enforced beside other properties.")
         if "patternProperties" in result:
             place = f"{path}/patternProperties"
@@ -213,31 +238,79 @@ class _Preparation:
             result["patternProperties"] = {_pattern(p, place): s for p, s in patterns.items()}
         if "propertyNames" in result:
             names = self.schema(result["propertyNames"], f"{path}/propertyNames", depth + 1)
-            if not isinstance(names, dict) or not (
-                "enum" in names or names.get("type") == "string"
-            ):
+            if not _is_of_strings(names):
                 raise UserError(f"propertyNames at {path}: expected a schema of strings.")
             result["propertyNames"] = names
 
 
-def _prepare_string(result: dict[str, Any], path: str) -> None:
-    """Lengths become a pattern: xgrammar's own let control characters through."""
-    if "pattern" in result:
-        result["pattern"] = _pattern(result["pattern"], path)
-    least, most = result.pop("minLength", 0), result.pop("maxLength", None)
-    if (least, most) != (0, None):
-        if "pattern" in result or "format" in result:
-            raise UserError(
-                f"minLength and maxLength at {path} cannot be enforced beside pattern or format; "
-                "count within the pattern."
-            )
-        if most is not None and most < least:
-            raise UserError(f"maxLength at {path} is {most}; expected at least minLength, {least}.")
-        result["pattern"] = any_characters(least, most)
-    elif "pattern" in result and "format" in result:
+def _is_of_strings(schema: Any) -> bool:
+    if not isinstance(schema, Mapping):
+        return False
+    return schema.get("type") == ["string"] or all(
+        isinstance(value, str) for value in schema.get("enum", [None])
+    )
+
+
+def _bounds(schema: Mapping[str, Any], kind: str, path: str) -> tuple[Any, Any, int]:
+    """The least and the greatest number, None without, and what all are multiples of."""
+    for key in _NUMBER:
+        value = schema.get(key, 1)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise UserError(f"{key} at {path} must be a number; it is {value!r}.")
+        if kind == "integer" and value != int(value):
+            raise UserError(f"{key} at {path} is {value!r}; expected a whole number.")
+        if kind == "integer" and not INT64[0] <= value <= INT64[1]:
+            raise UserError(f"{key} at {path} is {value!r}, which exceeds 64 bits.")
+    multiple = schema.get("multipleOf", 1)
+    if kind == "number" and "multipleOf" in schema:
+        raise UserError(f"multipleOf at {path} can be enforced with type integer only.")
+    if not 1 <= multiple <= MAX_MULTIPLE:
+        raise UserError(
+            f"multipleOf at {path} is {multiple!r}; a whole number from 1 to {MAX_MULTIPLE} can be "
+            "enforced."
+        )
+    lows = [_bound(schema[k], kind, k[0] == "e") for k in _NUMBER[:3:2] if k in schema]
+    highs = [_bound(schema[k], kind, -(k[0] == "e")) for k in _NUMBER[1:4:2] if k in schema]
+    if kind == "integer":
+        lows.append(INT64[0] if multiple == 1 else -MAX_OF_MULTIPLES)
+        highs.append(INT64[1] if multiple == 1 else MAX_OF_MULTIPLES)
+    low, high = max(lows, default=None), min(highs, default=None)
+    if low is not None and high is not None and low > high:
+        raise UserError(
+            f"the bounds at {path} have a minimum greater than maximum: {low} and {high}."
+        )
+    return low, high, int(multiple)
+
+
+def _bound(value: float, kind: str, beyond: int) -> Any:
+    """The bound itself, or the next number above (1) or below (-1) that differs from it."""
+    if kind == "integer":
+        return int(value) + beyond
+    if beyond:
+        value = math.nextafter(value, math.inf * beyond)
+    # Readers take the nearest double for a text, and doubles of this size are whole.
+    return Decimal(value) if abs(value) >= 2**53 else Decimal(repr(value))
+
+
+def _check_string(schema: dict[str, Any], path: str) -> None:
+    """Check what a string must be, and prepare its pattern in place."""
+    given = [k for k in ("pattern", "format") if k in schema]
+    if given and (schema.get("minLength", 0) or "maxLength" in schema):
+        raise UserError(
+            f"minLength and maxLength at {path} cannot be enforced beside pattern or format; "
+            "count within the pattern."
+        )
+    if len(given) > 1:
         raise UserError(f"format beside pattern at {path} cannot be enforced; leave one out.")
-    if result.get("format") in _BROKEN_FORMATS:
-        del result["format"]
+    if "pattern" in schema:
+        schema["pattern"] = _pattern(schema["pattern"], path)
+    if schema.get("format") in _WITHOUT_RULES:
+        del schema["format"]
+    if "format" in schema and schema["format"] not in FORMATS:
+        raise UserError(
+            f"format at {path} is {schema['format']!r}, which cannot be enforced; expected "
+            f"{', '.join(FORMATS)}, or none."
+        )
 
 
 def _pattern(pattern: Any, path: str) -> str:
@@ -258,7 +331,7 @@ def _values(schema: Mapping[str, Any], keyword: str, path: str) -> Any:
     for value in values:
         if not _types_of(value) & set([types] if isinstance(types, str) else types):
             raise UserError(f"{keyword} at {path} has {value!r}; expected a value of type {types}.")
-    return schema[keyword]
+    return values
 
 
 def _types_of(value: Any) -> set[str]:

@@ -6,10 +6,63 @@ const ONLY_PLAIN = { default: "plain", proposers: [{ name: "plain", num_speculat
 const GHOST_MS = 900; // how long refused drafts stay
 const GHOST_HOLD_MS = 150; // the least time before newer ones replace them
 const NUMBERS_MS = 120; // between two updates of numbers and charts
+const SLOW_STEP_MS = 700; // a step in slow motion
 const NONE = "–";
+// [name, prompt]: the code model that ships with the server completes these well.
+const EXAMPLES = [
+  ["Decorator", `import functools
+import warnings
+
+
+def deprecated(message):
+    """Warn at each call of a function."""
+
+    def decorator(func):
+        @functools.wraps(func)
+        def wrapper(*args, **kwargs):
+            warnings.warn(message, DeprecationWarning)
+`],
+  ["Class", `class Proxy:
+    """Pass everything on to another object."""
+
+    def __init__(self, target):
+        self._target = target
+
+    def __getattr__(self, name):
+        return getattr(self._target, name)
+
+    def __len__(self):
+        return len(self._target)
+
+    def __iter__(self):
+`],
+  ["Cache", `import functools
+
+
+def memoize(func):
+    """Remember the results of a function."""
+    cache = {}
+
+    @functools.wraps(func)
+    def wrapper(*args):
+        if args not in cache:
+            cache[args] = func(*args)
+`],
+  ["Generator", `def chunks(items, size):
+    """Yield parts of the list."""
+    for i in range(0, len(items), size):
+`],
+];
+const CHAT_EXAMPLES = [
+  ["Explain", "Explain in three sentences how a hash table works."],
+  ["Write code", "Write a Python function that returns the n-th Fibonacci number."],
+  ["Compare", "When is a list better than a tuple in Python, and when is it worse?"],
+  ["Count", "Write the numbers from 1 to 20 as words, separated by commas."],
+];
 
 const $ = (id) => document.getElementById(id);
 const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");
+const narrow = matchMedia("(max-width: 40rem)"); // one column, as in the style sheet
 
 /** An error whose message is meant for the reader of the page. */
 class Problem extends Error {}
@@ -43,17 +96,19 @@ export async function* readEvents(stream) {
 }
 
 /** [text, is a draft] of each token of a chunk. The chunk's text rules: a stop string, say, can
- * hold back or drop the text of tokens. */
+ * hold back or drop the text of tokens. Removes from `tokens` those up to the last one found. */
 export function alignTokens(text, tokens) {
   const parts = [];
-  let end = 0;
-  for (const [piece, drafted] of tokens) {
+  let [end, used] = [0, 0];
+  for (const [i, [piece, drafted]] of tokens.entries()) {
     const start = piece ? text.indexOf(piece, end) : -1;
     if (start < 0) continue;
     if (start > end) parts.push([text.slice(end, start), false]);
     parts.push([piece, drafted]);
     end = start + piece.length;
+    used = i + 1;
   }
+  tokens.splice(0, used);
   if (end < text.length) parts.push([text.slice(end), false]);
   return parts;
 }
@@ -165,6 +220,30 @@ export class Meter {
   }
 }
 
+export function median(values) {
+  const sorted = [...values].sort((a, b) => a - b);
+  const middle = sorted.length >> 1;
+  return sorted.length % 2 ? sorted[middle] : (sorted[middle - 1] + sorted[middle]) / 2;
+}
+
+/** Whether the spreads [smallest, largest] of two methods overlap: their difference is then noise. */
+export const overlap = (a, b) => Boolean(a && b) && a[0] <= b[1] && b[0] <= a[1];
+
+/** Where an answer parts from plain's, in words; null where all tokens and the text are the same.
+ * An answer is {tokens, text}. */
+export function differenceFrom(plain, answer) {
+  const quote = (token) => (token === undefined ? "the end" : `“${token.replaceAll("\n", "⏎")}”`);
+  for (let i = 0; i < Math.max(plain.tokens.length, answer.tokens.length); i++) {
+    const [theirs, ours] = [plain.tokens[i], answer.tokens[i]];
+    if (theirs !== ours) return `token ${i + 1}: ${quote(ours)}, plain has ${quote(theirs)}`;
+  }
+  if (plain.text === answer.text) return null;
+  // Parts of a character look alike as tokens.
+  let i = 0;
+  while (plain.text[i] === answer.text[i]) i++;
+  return `character ${i + 1}`;
+}
+
 // ---- drawing --------------------------------------------------------------------------------
 
 function element(name, className, text = "") {
@@ -251,10 +330,11 @@ function drawSpeeds(svg, columns) {
   }
 }
 
-function drawSpeedups(svg, columns) {
+function drawSpeedups(svg, columns, baseline) {
   svg.style.height = `${columns.length * 60 + 32}px`;
   const [width, height] = canvas(svg);
-  const largest = Math.max(1, ...columns.map((column) => column.speedup ?? 0));
+  const fastest = (column) => (baseline && column.spread ? column.spread[1] / baseline : (column.speedup ?? 0));
+  const largest = Math.max(1, ...columns.map(fastest));
   const scale = (width - 56) / largest;
   const row = 60;
   columns.forEach((column, i) => {
@@ -268,6 +348,10 @@ function drawSpeedups(svg, columns) {
     );
     const label = { x: width, y: bar.y + bar.height / 2 + 4, "text-anchor": "end", class: "strong" };
     svg.append(shape("text", label, fixed(column.speedup, 2, "×")));
+    if (!column.spread || !baseline) return;
+    const [from, to] = column.spread.map((rate) => (rate / baseline) * scale);
+    const middle = bar.y + bar.height / 2;
+    svg.append(shape("path", { class: "spread", d: `M${from} ${middle}H${to}M${from} ${middle - 5}v10M${to} ${middle - 5}v10` }));
   });
   if (!columns.some((column) => column.proposer.name === "plain")) {
     svg.append(shape("text", { x: 0, y: height - 3 }, "Run plain decoding too: it is the measure."));
@@ -275,6 +359,8 @@ function drawSpeedups(svg, columns) {
   const line = { x1: scale, x2: scale, y1: 10, y2: 10 + row * columns.length, class: "reference" };
   if (columns.some((column) => column.speedup !== null)) svg.append(shape("line", line));
 }
+
+const refusedDrafts = (texts) => texts.map((text) => element("s", "refused", text.replaceAll("\n", "⏎")));
 
 // ---- a column -------------------------------------------------------------------------------
 
@@ -304,20 +390,44 @@ class Column {
     return this.node.querySelector(selector);
   }
 
+  get isPlain() {
+    return this.proposer.name === "plain";
+  }
+
   get isOn() {
     return this.find(".on").checked;
   }
 
-  clear(depth) {
-    this.meter = new Meter(depth);
-    this.pending = []; // parts that are not drawn yet
-    this.refused = null; // drafts of the last step that are not drawn yet
-    this.finishReason = null;
-    this.output.replaceChildren();
-    this.ghosts = null;
-    this.find(".problem").hidden = true;
+  /** Forget the last run; `prompt` is what the answers go on with. */
+  clear(depth, prompt = "") {
+    this.prompt = prompt;
+    this.rates = []; // tokens/s of each finished run
+    this.comparisons = []; // with plain, of each finished run: null where identical
+    this.find(".problem").hidden = this.find(".badge").hidden = true;
     this.find(".positions").hidden = depth === 0;
     this.setState("");
+    this.begin(depth);
+  }
+
+  /** Make ready for a run. */
+  begin(depth) {
+    this.meter = new Meter(depth);
+    this.steps = []; // the server's report of each, with `parts`: [text, is a draft, is reasoning]
+    this.hasReports = false;
+    this.unplaced = []; // tokens of the last step whose text has not come yet
+    this.reasoning = this.answer = "";
+    this.finishReason = null;
+    this.empty();
+  }
+
+  /** Show the prompt alone. */
+  empty() {
+    this.pending = []; // parts that are not drawn yet
+    this.refused = null; // drafts of the last step that are not drawn yet
+    this.ghosts = this.container = null;
+    this.output.replaceChildren();
+    if (this.prompt) this.output.append(element("span", "prompt", this.prompt));
+    this.output.scrollTop = this.output.scrollHeight;
   }
 
   setState(text, isRunning = false) {
@@ -327,6 +437,7 @@ class Column {
 
   /** Ask and read to the end; never throws. Returns "done", "stopped" or "failed". */
   async run(settings, signal) {
+    this.begin(settings.depth(this));
     this.startedAt = performance.now();
     this.setState("running", true);
     let [hasBegun, isComplete] = [false, false];
@@ -340,6 +451,7 @@ class Column {
       }
       if (!isComplete && !this.finishReason) throw new TypeError("the stream ended early");
       this.setState(this.finishReason === "length" ? "reached max tokens" : "finished");
+      if (this.meter.rate !== null) this.rates.push(this.meter.rate);
       return "done";
     } catch (error) {
       const isStopped = signal.aborted;
@@ -356,16 +468,57 @@ class Column {
   take(chunk) {
     if (chunk.error) throw new Problem(chunk.error.message ?? "The server failed while it answered.");
     const choice = chunk.choices?.[0];
-    const text = choice?.text ?? (choice?.delta?.reasoning_content ?? "") + (choice?.delta?.content ?? "");
-    const { speculation } = chunk;
-    const tokens = speculation?.tokens ?? (text ? [[text, false]] : []);
-    const seconds = (performance.now() - this.startedAt) / 1000;
-    if (tokens.length) this.meter.step(seconds, tokens.length, speculation);
-    this.pending.push(...alignTokens(text, tokens));
-    if (speculation) this.refused = speculation.rejected ?? [];
+    const reasoning = choice?.delta?.reasoning_content ?? "";
+    const answer = choice?.text ?? choice?.delta?.content ?? "";
+    // The report comes with the first text of a step; the rest of its text follows without one.
+    this.hasReports ||= Boolean(chunk.speculation);
+    const isStep = chunk.speculation || (reasoning + answer && !this.hasReports);
+    if (isStep) this.addStep(chunk.speculation ?? { tokens: [[reasoning + answer, false]], rejected: [] });
+    this.addText(reasoning, true);
+    this.addText(answer, false);
+    this.reasoning += reasoning;
+    this.answer += answer;
     if (choice?.finish_reason) this.finishReason = choice.finish_reason;
     if (chunk.usage) this.meter.finish(chunk.usage);
     drawSoon();
+  }
+
+  addStep(report) {
+    if (!report.tokens.length) return;
+    this.meter.step((performance.now() - this.startedAt) / 1000, report.tokens.length, report);
+    this.steps.push({ ...report, parts: [] });
+    this.unplaced = [...report.tokens];
+    this.refused = report.rejected;
+  }
+
+  addText(text, isReasoning) {
+    const parts = alignTokens(text, this.unplaced).map((part) => [...part, isReasoning]);
+    this.steps.at(-1)?.parts.push(...parts);
+    this.pending.push(...parts);
+  }
+
+  /** Compare the last run with plain's, token by token, and tell all comparisons so far. */
+  compare(plain, isGreedy) {
+    const told = ({ steps, reasoning, answer }) => {
+      const tokens = steps.flatMap((step) => step.tokens.map(([text]) => text));
+      return { tokens, text: reasoning + answer };
+    };
+    this.comparisons.push(differenceFrom(told(plain), told(this)));
+    const differences = this.comparisons.filter((difference) => difference !== null);
+    const count = this.comparisons.length;
+    const [which, often] = differences.length ? ["Differs from", differences.length] : ["Identical to", count];
+    const inRuns = count > 1 ? ` in ${often} of ${count} runs` : "";
+    const place = differences.length ? `${inRuns && ","} at ${differences[0]}` : "";
+    const text = `${which} plain${inRuns}${place}`;
+    if (isGreedy) this.setBadge(text, differences.length ? "differs" : "identical");
+    else this.setBadge(`Sampled. ${text}`, "neutral");
+  }
+
+  setBadge(text, kind) {
+    const badge = this.find(".badge");
+    badge.className = `badge ${kind}`;
+    badge.textContent = text;
+    badge.hidden = false;
   }
 
   drawTokens(now) {
@@ -373,12 +526,44 @@ class Column {
     if (!this.pending.length && !isGhostDue) return;
     const { output } = this;
     const isFollowing = output.scrollHeight - output.scrollTop - output.clientHeight < 40;
-    const tokens = this.pending.map(([text, drafted]) => element("span", drafted ? "token draft" : "token", text));
+    this.append(this.pending);
     this.pending = [];
-    if (this.ghosts?.isConnected) this.ghosts.before(...tokens);
-    else output.append(...tokens);
     if (isGhostDue) this.drawGhosts(now);
     if (isFollowing) output.scrollTop = output.scrollHeight;
+  }
+
+  /** Put tokens at the end of the text, before refused drafts; reasoning stands apart. */
+  append(parts, mark = "") {
+    for (const [text, drafted, isReasoning] of parts) {
+      const name = isReasoning ? "reasoning" : "answer";
+      if (this.container?.className !== name) {
+        this.container = element("span", name);
+        this.output.append(this.container);
+      }
+      const token = element("span", `token${drafted ? " draft" : ""}${mark}`, text);
+      this.container.insertBefore(token, this.ghosts?.parentNode === this.container ? this.ghosts : null);
+    }
+  }
+
+  /** Show the first `number` steps, the last of them with the drafts that it refused. */
+  showStep(number) {
+    const { steps, output } = this;
+    if (!steps.length) return;
+    this.empty();
+    this.append(steps.slice(0, number - 1).flatMap((step) => step.parts));
+    const step = steps[number - 1];
+    if (step) {
+      // The target's own token took the place of the first draft that it refused.
+      const own = step.parts.findLastIndex(([, drafted]) => drafted) + 1;
+      this.append(step.parts.slice(0, own), " current");
+      (this.container ?? output).append(...refusedDrafts(step.rejected));
+      this.append(step.parts.slice(own), " current");
+      const accepted = (step.num_drafted ?? 0) - step.rejected.length;
+      const cut = accepted > step.num_accepted ? `, ${accepted - step.num_accepted} past the end` : "";
+      const drafts = step.num_drafted ? `${accepted} of ${step.num_drafted} accepted${cut}` : "no drafts";
+      this.setState(`step ${number}: ${drafts}`);
+    } else this.setState(`ended after ${steps.length} steps`);
+    output.scrollTop = output.scrollHeight;
   }
 
   /** The refused drafts stand at the end of the text, fade and go. */
@@ -389,17 +574,29 @@ class Column {
     if (!refused.length || reducedMotion.matches) return;
     const ghosts = element("span", "ghosts");
     ghosts.setAttribute("aria-hidden", "true");
-    ghosts.append(...refused.map((text) => element("s", "refused", text.replaceAll("\n", "⏎"))));
-    this.output.append(ghosts);
+    ghosts.append(...refusedDrafts(refused));
+    (this.container ?? this.output).append(ghosts);
     [this.ghosts, this.ghostsAt] = [ghosts, now];
     setTimeout(() => ghosts.classList.add("fading"), GHOST_MS - 400);
     setTimeout(() => ghosts.remove(), GHOST_MS);
   }
 
+  /** Tokens/s: the median of the finished runs, or of the first one so far. */
+  get rate() {
+    return this.rates.length ? median(this.rates) : this.meter.rate;
+  }
+
+  /** [smallest, largest] rate of several runs. */
+  get spread() {
+    return this.rates.length > 1 ? [Math.min(...this.rates), Math.max(...this.rates)] : null;
+  }
+
   drawNumbers(baseline) {
     const { meter } = this;
-    this.speedup = baseline && meter.rate ? meter.rate / baseline : null;
-    const stats = { rate: speed(meter.rate), speedup: fixed(this.speedup, 2, "×") };
+    this.speedup = baseline?.rate && this.rate ? this.rate / baseline.rate : null;
+    this.isNoise = baseline !== this && overlap(this.spread, baseline?.spread);
+    const stats = { rate: speed(this.rate), speedup: fixed(this.speedup, 2, "×") };
+    if (this.isNoise) stats.speedup += " noise";
     stats.acceptance = fixed(meter.acceptanceLength, 2);
     stats.first = meter.firstToken === null ? NONE : `${Math.round(meter.firstToken * 1000)} ms`;
     for (const [name, text] of Object.entries(stats)) this.find(`[data-stat=${name}]`).textContent = text;
@@ -422,6 +619,9 @@ class Column {
 let model = null;
 let columns = [];
 let running = null; // the AbortController of the run
+let hasScrolled = false; // the reader has scrolled since the run began
+let turns = []; // {user, assistant} of the conversation so far
+let replay = null; // the timer of slow motion
 let frame = 0;
 let numbersAt = -Infinity;
 
@@ -441,10 +641,11 @@ function draw(now) {
 function drawNumbers(now) {
   numbersAt = now;
   const shown = columns.filter((column) => column.isOn);
-  const baseline = shown.find((column) => column.proposer.name === "plain")?.meter.rate;
+  const baseline = shown.find((column) => column.isPlain);
   for (const column of columns) column.drawNumbers(baseline);
   drawSpeeds($("speed-chart"), shown);
-  drawSpeedups($("speedup-chart"), shown);
+  drawSpeedups($("speedup-chart"), shown, baseline?.rate);
+  $("spread").textContent = describeSpread(shown);
   $("results").tBodies[0].replaceChildren(...shown.map(resultRow));
 }
 
@@ -455,10 +656,22 @@ function resultRow(column) {
   const head = element("th");
   head.scope = "row";
   head.append(swatch, column.label);
-  const { meter } = column;
-  const cells = [speed(meter.rate), fixed(column.speedup, 2, "×"), fixed(meter.acceptanceLength, 2)];
+  const cells = [speed(column.rate), fixed(column.speedup, 2, "×"), fixed(column.meter.acceptanceLength, 2)];
   row.append(head, ...cells.map((text) => element("td", "", text)));
+  if (column.spread) row.cells[1].append(element("small", "", column.spread.map(speed).join("–")));
+  if (column.isNoise) row.cells[2].append(element("small", "", "noise"));
   return row;
+}
+
+/** What several runs say about the differences between the methods. */
+function describeSpread(columns) {
+  const repeated = columns.filter((column) => column.spread);
+  if (!repeated.length) return "One run of each method does not show how much its speed varies: set Runs to 3 or more.";
+  const pairs = repeated.flatMap((one, i) => repeated.slice(i + 1).map((other) => [one, other]));
+  const names = pairs.filter(([one, other]) => overlap(one.spread, other.spread))
+    .map(([one, other]) => `${one.label} and ${other.label}`);
+  const noise = names.length ? `The difference is noise between ${names.join("; ")}.` : "All differences are larger than the noise.";
+  return `Medians of ${repeated[0].rates.length} runs, with the smallest and the largest. Where these ranges overlap, a difference is noise. ${noise}`;
 }
 
 /** The form's values as what to send where. */
@@ -469,14 +682,22 @@ function readSettings() {
   common.temperature = $("temperature").valueAsNumber;
   common.max_tokens = $("max-tokens").valueAsNumber;
   if ($("seed").value !== "") common.seed = $("seed").valueAsNumber;
-  const input = isChat ? { messages: [{ role: "user", content: prompt }] } : { prompt };
+  const messages = turns.flatMap(({ user, assistant }) => [
+    { role: "user", content: user },
+    { role: "assistant", content: assistant },
+  ]);
+  const input = isChat ? { messages: [...messages, { role: "user", content: prompt }] } : { prompt };
   const depth = (column) => Math.min(column.depth, $("depth").valueAsNumber);
   const speculation = (column) => {
     return { proposer: column.proposer.name, num_speculative_tokens: depth(column), report: true };
   };
   return {
     path: isChat ? "/v1/chat/completions" : "/v1/completions",
-    shownPrompt: isChat ? "" : prompt,
+    isChat,
+    prompt,
+    isGreedy: common.temperature === 0,
+    runs: $("runs").valueAsNumber,
+    isTogether: $("form").elements.order.value === "together",
     depth,
     body: (column) => ({ ...common, ...input, speculation: speculation(column) }),
   };
@@ -487,55 +708,182 @@ async function run() {
   const chosen = columns.filter((column) => column.isOn);
   if (!chosen.length) return void ($("summary").textContent = "Switch on at least one method below.");
   const settings = readSettings();
-  const controller = new AbortController();
-  setRunning(controller);
-  for (const column of columns) {
-    column.clear(settings.depth(column));
-    if (!column.isOn) continue;
-    column.setState("waiting");
-    if (settings.shownPrompt) column.output.append(element("span", "prompt", settings.shownPrompt));
-  }
+  const { signal } = setRunning(new AbortController());
+  for (const column of columns) column.clear(settings.depth(column), settings.isChat ? "" : settings.prompt);
+  for (const column of chosen) column.setState("waiting");
   drawSoon(true);
-  const ask = (column) => column.run(settings, controller.signal);
-  const outcomes = [];
-  if ($("form").elements.order.value === "together") {
-    $("summary").textContent = "Running together: the methods share the machine.";
-    outcomes.push(...(await Promise.all(chosen.map(ask))));
-  } else {
-    for (const [i, column] of chosen.entries()) {
-      if (controller.signal.aborted || !column.isOn) {
-        column.setState("stopped");
-        outcomes.push("stopped");
-        continue;
-      }
-      $("summary").textContent = `Running ${column.label} (${i + 1} of ${chosen.length}).`;
-      outcomes.push(await ask(column));
-    }
+  const outcomes = new Map(chosen.map((column) => [column, "done"]));
+  for (let number = 1; number <= settings.runs && !signal.aborted; number++) {
+    const asked = chosen.filter((column) => outcomes.get(column) === "done");
+    await runEach(asked, outcomes, settings, number, signal);
+    compareAll(asked.filter((column) => outcomes.get(column) === "done"), settings.isGreedy);
   }
   setRunning(null);
+  if (settings.isChat) keepTurn(settings.prompt, chosen.find((column) => outcomes.get(column) === "done"));
+  prepareReplay();
   drawNumbers(performance.now());
   $("summary").textContent = summarize(chosen, outcomes);
 }
 
+/** One run of each method; `number` counts them. */
+async function runEach(asked, outcomes, settings, number, signal) {
+  const ask = async (column) => outcomes.set(column, await column.run(settings, signal));
+  const ofRuns = settings.runs > 1 ? `, run ${number} of ${settings.runs}` : "";
+  if (settings.isTogether) {
+    $("summary").textContent = `Running together${ofRuns}: the methods share the machine.`;
+    comeIntoView($("answers"));
+    await Promise.all(asked.map(ask));
+    return;
+  }
+  for (const [i, column] of asked.entries()) {
+    if (signal.aborted || !column.isOn) {
+      column.setState("stopped");
+      outcomes.set(column, "stopped");
+      continue;
+    }
+    $("summary").textContent = `Running ${column.label} (${i + 1} of ${asked.length}${ofRuns}).`;
+    comeIntoView(column.node);
+    await ask(column);
+  }
+}
+
+/** Compare the last answers of methods that finished. */
+function compareAll(finished, isGreedy) {
+  const plain = finished.find((column) => column.isPlain);
+  plain?.setBadge("Reference", "neutral");
+  for (const column of finished) {
+    if (column === plain) continue;
+    if (plain) column.compare(plain, isGreedy);
+    else column.setBadge("Not compared: plain has no answer", "neutral");
+  }
+}
+
 function summarize(chosen, outcomes) {
-  const sentences = chosen.map((column, i) => {
-    if (outcomes[i] !== "done") return `${column.label} ${outcomes[i]}.`;
-    const isCompared = column.speedup && column.proposer.name !== "plain";
-    const times = isCompared ? `, ${column.speedup.toFixed(2)} times plain` : "";
-    return `${column.label}: ${speed(column.meter.rate)} tokens/s${times}.`;
+  const sentences = chosen.map((column) => {
+    if (outcomes.get(column) !== "done") return `${column.label} ${outcomes.get(column)}.`;
+    const isCompared = column.speedup && !column.isPlain;
+    const noise = column.isNoise ? " (noise)" : "";
+    const times = isCompared ? `, ${column.speedup.toFixed(2)} times plain${noise}` : "";
+    const badge = column.isPlain ? "" : ` ${column.find(".badge").textContent}.`;
+    return `${column.label}: ${speed(column.rate)} tokens/s${times}.${badge}`;
   });
   return sentences.join(" ");
 }
 
+/** Switch between running and not; returns the controller. */
 function setRunning(controller) {
   const [from, to] = controller ? [$("run"), $("stop")] : [$("stop"), $("run")];
   const hadFocus = document.activeElement === from;
   running = controller;
+  hasScrolled = false;
   to.disabled = false;
-  if (hadFocus) to.focus();
+  if (hadFocus) to.focus({ preventScroll: true });
   from.disabled = true;
-  $("model").disabled = Boolean(controller);
+  $("model").disabled = $("chat").disabled = $("new-conversation").disabled = Boolean(controller);
+  document.body.classList.toggle("is-running", Boolean(controller));
+  stopReplay();
+  if (controller) $("replay").hidden = true;
+  return controller;
 }
+
+/** On a phone, scroll to an answer as it begins, unless the reader has scrolled since the start. */
+function comeIntoView(node) {
+  if (!narrow.matches || hasScrolled) return;
+  node.scrollIntoView({ behavior: reducedMotion.matches ? "auto" : "smooth" });
+}
+
+// ---- the conversation -----------------------------------------------------------------------
+
+/** The next message follows this answer, which all methods then share. */
+function keepTurn(user, column) {
+  if (!column) return;
+  turns.push({ user, assistant: column.answer });
+  $("speaker").textContent = `The conversation goes on with the answer of ${column.label}.`;
+  $("prompt").value = "";
+  showTurns();
+}
+
+function showTurns() {
+  const message = (role, name, text) => {
+    const item = element("li", role);
+    item.append(element("b", "", name), element("span", "", text));
+    return item;
+  };
+  const items = turns.flatMap(({ user, assistant }) => [
+    message("user", "You", user),
+    message("assistant", "Model", assistant || "(no answer, reasoning only)"),
+  ]);
+  $("turns").replaceChildren(...items);
+  $("turns").scrollTop = $("turns").scrollHeight;
+  $("conversation").hidden = !turns.length || !$("chat").checked;
+}
+
+function beginConversation() {
+  turns = [];
+  showTurns();
+  showExamples();
+}
+
+/** Offer the examples that fit; the first of them unless something else was typed. */
+function showExamples() {
+  const isChat = $("chat").checked;
+  const fitting = isChat ? CHAT_EXAMPLES : EXAMPLES;
+  $("prompt-label").textContent = isChat ? "Message" : "Prompt";
+  $("prompt").rows = isChat ? 3 : 5;
+  const buttons = fitting.map(([name, prompt]) => {
+    const button = element("button", "small", name);
+    button.type = "button";
+    button.addEventListener("click", () => setPrompt(prompt));
+    const item = element("li");
+    item.append(button);
+    return item;
+  });
+  $("examples").replaceChildren(...buttons);
+  const isTyped = $("prompt").value && ![...EXAMPLES, ...CHAT_EXAMPLES].some(([, prompt]) => prompt === $("prompt").value);
+  if (!isTyped) setPrompt(fitting[0][1]);
+}
+
+/** The end is in sight: there the model goes on. */
+function setPrompt(text) {
+  $("prompt").value = text;
+  $("prompt").scrollTop = $("prompt").scrollHeight;
+}
+
+// ---- slow motion ----------------------------------------------------------------------------
+
+/** All methods advance together, one step of the target each. */
+function prepareReplay() {
+  const longest = Math.max(...columns.map((column) => column.steps.length));
+  $("replay").hidden = longest === 0;
+  $("step").max = longest;
+  $("step").value = longest;
+  $("step-label").textContent = `${longest} steps`;
+}
+
+function showStep(number) {
+  for (const column of columns) if (column.isOn) column.showStep(number);
+  $("step").value = number;
+  $("step-label").textContent = `step ${number} of ${$("step").max}`;
+}
+
+function play() {
+  if (replay) return stopReplay();
+  const isAtEnd = $("step").value === $("step").max;
+  showStep(isAtEnd ? 1 : $("step").valueAsNumber + 1);
+  $("play").textContent = "Pause";
+  replay = setInterval(() => {
+    if ($("step").value === $("step").max) stopReplay();
+    else showStep($("step").valueAsNumber + 1);
+  }, SLOW_STEP_MS);
+}
+
+function stopReplay() {
+  clearInterval(replay);
+  replay = null;
+  $("play").textContent = "Slow motion";
+}
+
+// ---- the model ------------------------------------------------------------------------------
 
 function showModel(chosen) {
   model = chosen;
@@ -552,9 +900,11 @@ function showModel(chosen) {
   $("depth").max = $("depth").value = Math.max(deepest, 1);
   $("depth-field").hidden = deepest === 0;
   if (model.max_model_len) $("max-tokens").max = model.max_model_len;
-  $("max-tokens").value = Math.min(128, model.max_model_len ?? 128);
+  const longest = model.chat ? 512 : 128; // reasoning takes its share
+  $("max-tokens").value = Math.min(longest, Math.ceil((model.max_model_len ?? Infinity) / 2));
   $("chat-field").hidden = !model.chat;
-  $("chat").checked = false;
+  $("chat").checked = model.chat;
+  beginConversation();
   drawSoon(true);
 }
 
@@ -588,7 +938,24 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
     event.preventDefault();
     run();
-  } else if (event.key === "Escape") running?.abort();
+  } else if (event.key === "Escape") {
+    running?.abort();
+    stopReplay();
+  }
+});
+for (const name of ["wheel", "touchmove"]) document.addEventListener(name, () => (hasScrolled = true), { passive: true });
+$("chat").addEventListener("change", () => {
+  showTurns();
+  showExamples();
+});
+$("new-conversation").addEventListener("click", () => {
+  beginConversation();
+  $("prompt").focus();
+});
+$("play").addEventListener("click", play);
+$("step").addEventListener("input", () => {
+  stopReplay();
+  showStep($("step").valueAsNumber);
 });
 new ResizeObserver(() => drawSoon(true)).observe($("columns"));
 load();
