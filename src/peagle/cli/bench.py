@@ -174,7 +174,7 @@ def bench(
     All configurations take turns, so that a machine that slows down favours none; medians and
     spreads over repeats, speed-up over plain decoding and over EAGLE-3, the best K by load.
     """
-    ks: Sequence[int] = () if k is None else whole_numbers("-k", k, MAX_SPECULATIVE_TOKENS)
+    ks = [] if k is None else [*whole_numbers("-k", k, MAX_SPECULATIVE_TOKENS)]
     loads = whole_numbers("--concurrency", concurrency, 4096)
     for name, value, least in (("--repeats", repeats, 1), ("--warm-up", warm_up, 0)):
         if value < least:

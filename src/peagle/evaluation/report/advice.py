@@ -32,10 +32,9 @@ def advice_of(results: Results) -> list[str]:
 
 def acceptance_advice(file: AcceptanceFile) -> str:
     """What `peagle eval` advises: on the first head, at the lowest temperature and largest K."""
-    entries = [entry for entry in file.entries if entry.pooled.num_drafts]
-    heads = [entry for entry in entries if entry.method != NGRAM]
+    heads = [one for one in file.entries if one.pooled.num_drafts and one.method != NGRAM]
     if not heads:
-        return "No head was measured that drafts: name one with --draft." if not entries else ""
+        return "No head drafted anything here, so that none is judged."
     own = [entry for entry in heads if entry.method == heads[0].method]
     coldest = min(entry.temperature for entry in own)
     entry = max((e for e in own if e.temperature == coldest), key=lambda e: e.depth)
