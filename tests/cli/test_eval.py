@@ -82,8 +82,10 @@ def test_the_bundled_pair_by_default(peagle: Peagle, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("peagle.cli.eval.DEFAULT_LIMIT", 6)
     result = peagle("eval", "--max-new-tokens", 12, "--no-ngram")
     assert result.status == 0, result.err
-    tables = result.out.split("\n\n")
+    *tables, advice = result.out.split("\n\n")
     assert [table.split()[0] for table in tables] == ["peagle", "eagle3"]
+    assert advice.startswith("Advice: ")
+    assert "EAGLE-3" in advice
     for table in tables:
         assert "K=7  temperature 0  float32  plain prompts  bundled/" in table
         rows = {line[2:20].strip(): line[20:].split() for line in table.splitlines()[1:]}
