@@ -107,12 +107,12 @@ def test_better_worse_and_no_difference() -> None:
 def test_prompt_lookup_is_compared_by_tokens_a_step() -> None:
     """It drafts at few steps, and is accepted more often where it does."""
     seldom = entry("ngram", {f"set/{i}": [2, 8, 10] for i in range(8)})
-    assert "P-EAGLE is better than Prompt lookup (+1.29 tokens a step" in advice(
+    assert "P-EAGLE is better than prompt lookup (+1.29 tokens a step" in advice(
         entry("peagle", counts(20)), seldom
     )
     often = entry("ngram", {f"set/{i}": [10, 38, 10] for i in range(8)})
     told = advice(entry("peagle", counts(20)), often)
-    assert "worse than Prompt lookup" in told
+    assert "worse than prompt lookup" in told
     assert "--method ngram" in told
 
 

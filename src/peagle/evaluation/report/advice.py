@@ -63,7 +63,8 @@ def _little(training: dict[str, TrainingRecord | None]) -> list[str]:
 
 def _compared(one: Comparison) -> str:
     """Whether a head is better or worse than another method, or no difference is shown."""
-    name, other = method_name(one.method), method_name(one.over)
+    lookup = one.over == NGRAM
+    name, other = method_name(one.method), "prompt lookup" if lookup else method_name(one.over)
     what = "tokens a step" if one.measure == "tokens_per_step" else "acceptance length"
     if one.ci is None:
         return f"{name} and {other} were compared on too few requests for an interval."
@@ -71,7 +72,6 @@ def _compared(one: Comparison) -> str:
         f"({one.difference:+.2f} {what}, 95% interval {interval(one.ci)}, paired over "
         f"{one.num_requests} requests)"
     )
-    lookup = one.over == NGRAM
     if one.ci[0] > 0:
         return f"{name} is better than {other} {shown}."
     if one.ci[1] < 0:
