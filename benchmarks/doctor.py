@@ -6,8 +6,9 @@
 On the bundled pair (whose P-EAGLE head is also taken with a draft vocabulary) and on the second
 pair of the tests: healthy heads in many settings; every fault of a head's files alone; two at once;
 prompts, target, tokenizer and type; every fault of a serving side, whether it tells draft tokens or
-counters. A fault that costs less than 2% of the acceptance length is harmless and may go unnamed.
-The last line is the summary. Exit status 1 if a fault was missed or anything named wrongly.
+counters; heads early in their training. A fault that costs less than 2% of the acceptance length is
+harmless and may go unnamed. The last line is the summary. Exit status 1 if a fault was missed or
+anything named wrongly.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from tests.doctor.planting import (
     serve_changed,
     serve_shifted,
     serve_windowed,
+    train_shortly,
     turn_target,
     without_fingerprint,
 )
@@ -57,7 +59,7 @@ from peagle.doctor.serving_side import examine_serving
 from peagle.models.checkpoint import convert_head, read_head_config
 from peagle.models.target import TargetModel, load_tokenizer
 
-PARTS = ("healthy", "files", "pairs", "surroundings", "served")
+PARTS = ("healthy", "files", "pairs", "surroundings", "served", "undertrained")
 PAIR2 = Path(__file__).resolve().parents[1] / "tests" / "fixtures" / "pair2"
 HARMLESS = 0.02
 TWO_FAULTS = (
@@ -298,6 +300,25 @@ def served(pair: Pair) -> Iterator[Case]:
             yield Case(pair.name, "served", words, expected, report, seconds, best)
 
 
+def undertrained(pair: Pair) -> Iterator[Case]:
+    """New heads early in their training, with the record of it and without."""
+    for steps in (10, 60):
+        start, folder = time.monotonic(), pair.folder / f"undertrained{steps}"
+        folder.mkdir()
+        head = train_shortly(pair.usual, folder, steps=steps)
+        report = pair.usual.examine(head)
+        # Answers that are easy are learned soon: then there is nothing wrong.
+        causes: set[str] = {"training"} if report.causes else set()
+        seconds = time.monotonic() - start
+        yield Case(pair.name, "undertrained", f"{steps} steps", causes, report, seconds)
+        start = time.monotonic()
+        report = pair.usual.examine(copy_head(head, folder / "unrecorded"))
+        # Nothing tells a head that has learned next to nothing from one of another target.
+        causes = {cause.id for cause in report.causes} & {"training", "wrong_target"}
+        seconds = time.monotonic() - start
+        yield Case(pair.name, "undertrained", f"{steps}, no record", causes, report, seconds)
+
+
 def main() -> None:
     """Run it."""
     options = argparse.ArgumentParser(
@@ -306,7 +327,9 @@ def main() -> None:
     options.add_argument("--pair", choices=("pair2", "bundled"), action="append")
     options.add_argument("--parts", default=",".join(PARTS), help="of the examinations")
     args = options.parse_args()
-    makers = dict(zip(PARTS, (healthy, files, pairs, surroundings, served), strict=True))
+    makers = dict(
+        zip(PARTS, (healthy, files, pairs, surroundings, served, undertrained), strict=True)
+    )
     counts: Counter[tuple[str, str, str]] = Counter()
     with tempfile.TemporaryDirectory() as folder:
         for name in args.pair or ("pair2", "bundled"):

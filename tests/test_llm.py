@@ -322,7 +322,7 @@ def test_a_target_given_as_a_head(target_folder: Path) -> None:
     config = {"model": str(target_folder)}
     message = message_of(lambda: LLM(target_folder, speculative_config=config))
     assert str(target_folder) in message
-    assert "eagle_aux_hidden_state_layer_ids is missing" in message
+    assert "is a whole model (LlamaForCausalLM), not a draft head" in message
 
 
 @pytest.mark.parametrize("parallel", [True, False], ids=["peagle", "eagle3"])

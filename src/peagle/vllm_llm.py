@@ -134,7 +134,7 @@ class VllmLLM(LLM):
         if config is None or config.method != "eagle3":
             return 0
         fixed = config.num_speculative_tokens_per_batch_size is None
-        return config.num_speculative_tokens if fixed else 0
+        return config.num_drafts if fixed else 0
 
     def default_params(self) -> SamplingParams:
         """How the model asks to be sampled, as `LLM.default_params`."""

@@ -82,8 +82,10 @@ def test_the_bundled_pair_by_default(peagle: Peagle, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("peagle.cli.eval.DEFAULT_LIMIT", 6)
     result = peagle("eval", "--max-new-tokens", 12, "--no-ngram")
     assert result.status == 0, result.err
-    tables = result.out.split("\n\n")
+    *tables, advice = result.out.split("\n\n")
     assert [table.split()[0] for table in tables] == ["peagle", "eagle3"]
+    assert advice.startswith("Advice: ")
+    assert "EAGLE-3" in advice
     for table in tables:
         assert "K=7  temperature 0  float32  plain prompts  bundled/" in table
         rows = {line[2:20].strip(): line[20:].split() for line in table.splitlines()[1:]}
@@ -324,3 +326,25 @@ def test_a_head_of_another_target_is_named_before_anything_runs(
     assert "The head of stranger" in result.err
     assert "was trained for target 'other'" in result.err
     assert measured == []
+
+
+def test_the_first_head_is_compared_with_the_others(
+    peagle: Peagle, pair: Pair, tmp_path: Path
+) -> None:
+    options = ["eval", *pair.options, "--method", f"same={pair.peagle}", *SMALL, "-k", "2"]
+    result = peagle(*options, "--output", tmp_path / "out")
+    data = json.loads((tmp_path / "out" / "acceptance.json").read_text())
+    found = {one["over"]: one for one in data["comparisons"]}
+    assert set(found) == {"same", "ngram"}
+    assert (found["same"]["difference"], found["same"]["ci"]) == (0.0, [0.0, 0.0])
+    first = data["entries"][0]
+    assert (
+        sum(drafts for drafts, *_ in first["by_conversation"].values())
+        == (first["pooled"]["num_drafts"])
+    )
+    assert "No difference between P-EAGLE and same is shown" in data["advice"]
+    assert result.out.rstrip().endswith(f"Advice: {data['advice']}")
+    assert data["advice"] in (tmp_path / "out" / "report.html").read_text()
+    # What is there already says the same again.
+    again = peagle(*options, "--output", tmp_path / "out", "--format", "json")
+    assert json.loads(again.out)["advice"] == data["advice"]

@@ -206,7 +206,7 @@ def test_bad_models(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     assert "is a pickle" in message("--target", tmp_path, "--no-speculation")
     head = "--draft", pair.target
-    assert "expected the target layers" in message("--target", pair.target, *head)
+    assert "is a whole model" in message("--target", pair.target, *head)
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,13 @@ from torch import Tensor
 
 import peagle.engine.build as engine_build
 import peagle.speculation.proposers as proposers
+from peagle.doctor.examiner import Examiner
 from peagle.doctor.served import EngineServing, Question, Served
 from peagle.models.checkpoint import load_drafter
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
+from peagle.training.config import TrainConfig
+from peagle.training.trainer import Trainer
 from tests.models.editing import edit_config, edit_tensors
 
 AUX = "eagle_aux_hidden_state_layer_ids"
@@ -40,6 +43,27 @@ def copy_head(source: Path, folder: Path, *faults: Fault) -> Path:
     for fault in faults:
         fault.plant(folder)
     return folder
+
+
+def train_shortly(examiner: Examiner, folder: Path, *, steps: int) -> Path:
+    """A new head after some steps on the answers in an examiner's probe."""
+    probe, data = examiner.probe, folder / "answers.jsonl"
+    with data.open("w") as file:
+        spans = zip(probe.prompt_lens, probe.lengths, strict=True)
+        for ids, (start, end) in zip(probe.tokens_PN.tolist(), spans, strict=True):
+            row = {"prompt_token_ids": ids[:start], "response_token_ids": ids[start:end]}
+            file.write(json.dumps(row) + "\n")
+    config = {
+        "target": examiner.target.name,
+        "output": folder / "out",
+        "head": {"num_layers": 1},
+        "data": {"train": data, "batch_tokens": 1024, "length_multiple": 32},
+        "method": {"name": "peagle", "depth": 6},
+        "optimizer": {"name": "muon", "steps": steps, "learning_rate": 1e-2},
+        "run": {"device": "cpu", "target_dtype": "float32"},
+    }
+    Trainer(TrainConfig.model_validate(config)).run()
+    return folder / "out" / "head"
 
 
 def config_of(folder: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from tests.doctor.planting import (
     config_of,
     copy_head,
     scramble_tokenizer,
+    train_shortly,
     turn_target,
     without_fingerprint,
 )
@@ -133,3 +135,44 @@ def test_a_head_that_cannot_be_read(pair2: Examiner, tmp_path: Path) -> None:
     report = pair2.examine(copy_head(HEADS["bundled"], tmp_path / "other"))
     assert ids(report) == {"wrong_target"}
     assert {check.name for check in report.checks if check.status == "differs"} == {"target"}
+
+
+def record(head: Path, steps: int) -> None:
+    told = {"steps": steps, "tokens": 512 * steps, "config": {"optimizer": {"steps": steps}}}
+    (head / "train.json").write_text(json.dumps(told))
+
+
+@pytest.fixture(scope="module")
+def undertrained(pair2_small: Examiner, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new head of the second pair after a dozen steps on answers of its target."""
+    return train_shortly(pair2_small, tmp_path_factory.mktemp("undertrained"), steps=12)
+
+
+@pytest.mark.parametrize("has_record", [True, False])
+def test_a_head_that_was_trained_too_little(
+    pair2_small: Examiner, undertrained: Path, tmp_path: Path, has_record: bool
+) -> None:
+    head = undertrained
+    if not has_record:
+        head = copy_head(undertrained, tmp_path / "copy")
+    report = pair2_small.examine(head)
+    if has_record:
+        assert ids(report) == {"training"}
+        assert "trained for 12 steps" in report.causes[0].evidence
+        assert report.training is not None and report.training.is_little
+    else:  # a head that has learned nothing may as well be of another target
+        assert ids(report) <= {"training", "wrong_target"}
+        assert report.causes
+    assert "Train" in report.advice or "train" in report.advice
+
+
+@pytest.mark.parametrize(("steps", "cause"), [(40, "training"), (12_000, "mask_hidden"), (0, "")])
+def test_the_record_tells_little_training_from_a_lost_mask_hidden(
+    bundled: Examiner, tmp_path: Path, steps: int, cause: str
+) -> None:
+    head = copy_head(BUNDLED_PEAGLE, tmp_path / "head", FAULTS["mask_hidden untrained"])
+    if steps:
+        record(head, steps)
+    report = bundled.examine(head)
+    assert ids(report) == {cause or "mask_hidden"}
+    assert report.advice.startswith(report.causes[0].remedy)

@@ -154,7 +154,7 @@ def test_everything_is_json_and_has_the_promised_keys(result: dict[str, Any]) ->
     assert json.loads(json.dumps(result, allow_nan=False)) == json.loads(json.dumps(result))
     assert list(result) == [
         *("pooled", "by_set", "by_category", "by_context", "by_output_position"),
-        *("histogram", "loop_share", "hardest", "samples"),
+        *("histogram", "loop_share", "by_conversation", "hardest", "samples"),
     ]
     assert set(result["by_category"]) == {"humaneval/code", "heldout_code/heldout-code"}
     low, high = result["pooled"]["acceptance_length_ci"]

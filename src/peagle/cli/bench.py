@@ -13,6 +13,7 @@ import typer
 
 from peagle.cli import groups, options, vllm_engine
 from peagle.cli.bench_arms import (
+    DEFAULT_KS,
     Endpoints,
     Engines,
     connect,
@@ -126,11 +127,15 @@ def bench(
         ),
     ] = None,
     k: Annotated[
-        str,
+        str | None,
         typer.Option(
-            "-k", "--num-speculative-tokens", metavar="K,...", help="Draft tokens per step."
+            "-k",
+            "--num-speculative-tokens",
+            metavar="K,...",
+            help="Draft tokens per step.",
+            show_default="3,5,7, none above what every head was trained for",
         ),
-    ] = "3,5,7",
+    ] = None,
     concurrency: Annotated[
         str, typer.Option(metavar="C,...", help="Requests in flight.")
     ] = "1,4,16",
@@ -169,7 +174,7 @@ def bench(
     All configurations take turns, so that a machine that slows down favours none; medians and
     spreads over repeats, speed-up over plain decoding and over EAGLE-3, the best K by load.
     """
-    ks = whole_numbers("-k", k, MAX_SPECULATIVE_TOKENS)
+    ks = [] if k is None else [*whole_numbers("-k", k, MAX_SPECULATIVE_TOKENS)]
     loads = whole_numbers("--concurrency", concurrency, 4096)
     for name, value, least in (("--repeats", repeats, 1), ("--warm-up", warm_up, 0)):
         if value < least:
@@ -186,6 +191,8 @@ def bench(
     prompts = _prompts(sets, limit, shuffle_seed)
     options.quiet_libraries()
     from peagle.evaluation.eval_run import provenance
+    from peagle.evaluation.report.advice import throughput_advice
+    from peagle.evaluation.report.schema import ThroughputFile
     from peagle.evaluation.sweep import Sweep
     from peagle.evaluation.throughput import FORMAT_VERSION, summarize
     from peagle.evaluation.timing import Objective
@@ -220,6 +227,8 @@ def bench(
         }
         identity = engines.identity if engines else {}
         result |= summarize(_measure(sweep, result, identity, output), bounds)
+        result["training"] = engines.training if engines else {}
+        result["advice"] = throughput_advice(ThroughputFile.model_validate(result))
     for server in servers.values():
         for text in server.notes:
             note(text)
@@ -227,8 +236,11 @@ def bench(
 
 
 def _check_vllm(ks: Sequence[int], endpoints: Endpoints) -> None:
-    if len(ks) > 1:
-        raise UserError(f"--engine vllm serves one K, and -k has {len(ks)}; give one, like -k 5.")
+    if len(ks) != 1:
+        raise UserError(
+            f"--engine vllm serves one K, and -k has {len(ks) or len(DEFAULT_KS)}; give one, like "
+            "-k 5."
+        )
     if "vllm" in endpoints.urls:
         raise UserError(
             "--engine vllm and --endpoint vllm=... have one name; give the endpoint another."

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from peagle.evaluation.endpoint import EndpointBackend
     from peagle.evaluation.sweep import Arm
 
+DEFAULT_KS = (3, 5, 7)
 _ENDPOINT = re.compile(r"(?P<name>[\w.+-]+)=(?P<url>\S+)")
 
 
@@ -123,6 +124,7 @@ class Engines:
         folder: of the target.
         head: folder of the first head, "" if there is none.
         identity: what must be the same for measurements to be of the same thing.
+        training: how long each method's head was trained, where a record tells.
     """
 
     arms: list[Arm]
@@ -133,6 +135,7 @@ class Engines:
     folder: Path
     head: str
     identity: dict[str, Any]
+    training: dict[str, Any]
 
 
 def load_engines(
@@ -156,6 +159,7 @@ def load_engines(
     from peagle.evaluation.local import EngineBackend
     from peagle.evaluation.methods import PLAIN, Method
     from peagle.evaluation.sweep import Arm
+    from peagle.evaluation.training_record import TrainingRecord
 
     models = load_models(given, settings, eagle3, methods, ngram=False)
     head_options = settings.section("speculative")
@@ -164,7 +168,7 @@ def load_engines(
     arms: dict[str, tuple[Method, int]] = {PLAIN: (plain, 0)}
     configurations = {PLAIN: plain.config(0)}
     for one in models.methods:
-        for k in ks:
+        for k in ks or sorted({min(k, models.default_k) for k in DEFAULT_KS}):
             name = f"{one.method.name} K={k}"
             arms[name] = one.method, k
             own = head_options if one.folder else {}
@@ -188,6 +192,11 @@ def load_engines(
             "target_sha256": target_digest(models.target),
             "heads_sha256": {one.method.name: weights_digest(one.folder) for one in models.methods},
             "engine": {**sizes, **head_options},
+        },
+        {
+            one.method.name: record.to_json()
+            for one in models.methods
+            if one.folder and (record := TrainingRecord.beside(one.folder)) is not None
         },
     )
 

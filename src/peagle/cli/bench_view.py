@@ -67,6 +67,7 @@ def result_text(result: Mapping[str, Any]) -> str:
         blocks.append(f"{name}, {result['settings']['sets'][name]} prompts, {of}")
         blocks.append(_table(_HEADER, [_row(cell) for cell in own]))
     blocks += _verdicts(result)
+    blocks.append(f"Advice: {printable(result['advice'])}")
     return "\n".join(blocks)
 
 
@@ -107,7 +108,7 @@ def _verdicts(result: Mapping[str, Any]) -> list[str]:
         tried = {one["k"] for one in result["cells"] if one["method"] == method}
         if len(tried) < 2:
             continue
-        best = ", ".join(f"{one['k']} at {one['concurrency']}" for one in own)
+        best = ", ".join(f"{one['k']} at {one['concurrency']}{_ties(one)}" for one in own)
         lines.append(f"best K of {method} on {name}, by concurrency: {best}")
     if result["settings"]["objective"] is not None:
         kept = sorted(result["goodput"], key=lambda one: -one["requests_per_s"])
@@ -120,6 +121,12 @@ def _verdicts(result: Mapping[str, Any]) -> list[str]:
         if not kept:
             lines.append("no method keeps the objective at any concurrency")
     return lines
+
+
+def _ties(best: Mapping[str, Any]) -> str:
+    """The larger K that are not faster than the best one, beyond the spread of the repeats."""
+    others = [str(k) for k in best["tied_k"] if k != best["k"]]
+    return f" (tied: {', '.join(others)})" if others else ""
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -141,7 +141,7 @@ def demo(
         llms = build(model, {PLAIN: None, **configurations}, max_num_seqs=1)
         warm_up(llms, [prompts[0].text])
     results = _complete(llms, prompts, params, view)
-    k = configurations[PEAGLE].num_speculative_tokens
+    k = configurations[PEAGLE].num_drafts
     report = demo_report.report(model, prompts, params, k, results)
     if output_format is OutputFormat.JSON:
         print(json.dumps(report, indent=2))

@@ -119,7 +119,6 @@ def doctor(
         vllm = _in_vllm(given, flags or [], chat_template, variables, progress)
     from peagle.doctor.run import Order, run_doctor
 
-    k = plan.speculative.num_speculative_tokens
     order = Order(
         target=plan.target,
         draft=plan.speculative.model,
@@ -128,7 +127,7 @@ def doctor(
         endpoint=endpoint,
         endpoint_model=endpoint_model,
         vllm=vllm,
-        num_speculative_tokens=k if "speculative.num_speculative_tokens" in given else None,
+        num_speculative_tokens=plan.speculative.num_speculative_tokens,
         prompts=prompts,
         plain=plain,
         chat_template=chat_template,
@@ -203,4 +202,5 @@ def report_text(report: Report) -> str:
             f"  shown by  {cause.evidence}",
             f"  remedy    {cause.remedy}",
         ]
+    lines += ["", f"Advice: {report.advice}"]
     return clear + "\n".join(lines)

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peagle.cli.eval import DEFAULT_K, Asked
+from peagle.cli.eval import Asked
 from peagle.cli.eval_models import Models
 from peagle.cli.eval_view import EvalView, entry_text
 from peagle.cli.plan import note
@@ -19,6 +19,7 @@ from peagle.cli.vllm_engine import say
 from peagle.config import SamplingParams
 from peagle.errors import UserError
 from peagle.evaluation.acceptance_file import FORMAT_VERSION, AcceptanceFile, make_folder
+from peagle.evaluation.comparisons import compare_entries
 from peagle.evaluation.decoding import Request
 from peagle.evaluation.endpoint import EndpointBackend
 from peagle.evaluation.eval_run import (
@@ -30,6 +31,8 @@ from peagle.evaluation.eval_run import (
     provenance,
     target_digest,
 )
+from peagle.evaluation.report.advice import acceptance_advice
+from peagle.evaluation.report.schema import AcceptanceFile as AcceptanceResults
 from peagle.evaluation.vllm_server import ENGINE, vllm_backend
 from peagle.models.checkpoint.files import write_json
 from peagle.models.target import TargetModel
@@ -69,7 +72,7 @@ def on_vllm(
     """
     from peagle.backends.vllm.command import dtype_for
 
-    first = launched(models.methods[0].folder, DEFAULT_K)
+    first = launched(models.methods[0].folder, models.default_k)
     dtype = dtype_for(first, installation)
     dtype = models.dtype if dtype == "auto" else dtype
     plan, file = _plan_and_file(models, asked, dtype)
@@ -92,7 +95,7 @@ def _plan_and_file(
     chat = models.has_template if asked.chat_template is None else asked.chat_template
     if asked.thinking and not chat:
         raise UserError(f"{models.name} has no chat template, so there is no thinking mode to set.")
-    plan = _plan(asked, asked.ks or (DEFAULT_K,), chat=chat)
+    plan = _plan(asked, asked.ks or (models.default_k,), chat=chat)
     who = provenance(models.name, dtype, models.target.device)
     return plan, AcceptanceFile(asked.output, who, plan.settings(target_digest(models.target)))
 
@@ -138,7 +141,7 @@ def certified(models: Models[TargetModel], asked: Asked, options: Mapping[str, A
         models.target,
         models.folder,
         [one.loadable for one in models.methods],
-        max(asked.ks or (DEFAULT_K,)),
+        max(asked.ks or (models.default_k,)),
         options=certify.Options(**options),
         watch=lambda line: print(f"peagle: {printable(line)}", file=sys.stderr, flush=True),
     )
@@ -203,8 +206,10 @@ def _measured(
             kept = len(file.entries)
             note(f"finished entries in {asked.output}: {kept}; the same command goes on there")
         raise
-    if asked.as_json:
-        print(json.dumps(file.data, indent=2))
+    file.conclude(comparisons=compare_entries(file.entries, seed=asked.params.seed or 0))
+    advice = acceptance_advice(AcceptanceResults.model_validate(file.data))
+    file.conclude(advice=advice)
+    print(json.dumps(file.data, indent=2) if asked.as_json else f"\nAdvice: {printable(advice)}")
     if asked.output is not None:
         _report(asked.output)
 

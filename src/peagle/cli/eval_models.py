@@ -21,6 +21,7 @@ from peagle.models.loading import resolve_model
 from peagle.models.target import TargetModel, load_tokenizer
 from peagle.models.target_ends import TargetEnds
 from peagle.models.target_facts import TargetSizes
+from peagle.models.trained_depth import default_depth
 
 _EAGLE3 = "eagle3"
 
@@ -47,6 +48,11 @@ class Models(Generic[Target]):
     methods: list[LocalMethod]
     engine_options: dict[str, Any]
     has_template: bool
+
+    @property
+    def default_k(self) -> int:
+        """K where none is given: one that every head was trained for, at most 7."""
+        return min(default_depth(one.trained_depth) for one in self.methods)
 
     @property
     def dtype(self) -> str:
@@ -154,7 +160,12 @@ def _local(name: str, source: str, folder: Path, target: TargetSizes) -> LocalMe
         raise UserError(
             f"--eagle3 is {source!r}, a P-EAGLE head; name it with --draft, or with --method."
         )
-    return LocalMethod(Method(name or kind, shown(source)), str(folder), trained_length(facts))
+    return LocalMethod(
+        Method(name or kind, shown(source)),
+        str(folder),
+        trained_length(facts),
+        config.trained_depth,
+    )
 
 
 def shown(source: str) -> str:

@@ -41,7 +41,13 @@ MODEL = group(
 
 SPECULATION = group(
     "Speculation",
-    Flag("speculative.num_speculative_tokens", int, "K: draft tokens per step.", short="-k"),
+    Flag(
+        "speculative.num_speculative_tokens",
+        int,
+        "K: draft tokens per step.",
+        short="-k",
+        default="what the head was trained for, at most 7; 7 if it does not tell",
+    ),
     Flag("no_speculation", bool, "Decode plainly, with no draft."),
     Flag(
         "speculative.method",

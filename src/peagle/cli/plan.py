@@ -29,6 +29,8 @@ from peagle.extras import require_package
 if TYPE_CHECKING:
     from peagle.llm import LLM
 
+_K = "speculative.num_speculative_tokens"
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -97,8 +99,22 @@ class Plan:
             unset: the source of the sampling parameters that no layer has.
             sections: those that the command uses.
         """
-        shown = self.settings.shown(self.target, self.speculative, self.off, unset, sections)
+        speculative = self._with_shown_depth()
+        shown = self.settings.shown(self.target, speculative, self.off, unset, sections)
         print(json.dumps(shown, indent=2))
+
+    def _with_shown_depth(self) -> SpeculativeConfig | None:
+        """How drafts are made, with the K of a head that lies in a folder, and its source."""
+        if self.speculative is None or self.speculative.model is None:
+            return self.speculative
+        from peagle.models.trained_depth import with_depth
+
+        folder = Path(expand_bundled(self.speculative.model, "draft")).expanduser()
+        if not folder.is_dir() or self.speculative.num_speculative_tokens is not None:
+            return self.speculative
+        found = with_depth(self.speculative, folder)
+        self.settings.put(Layer({_K: Setting(found.num_drafts, "default, of the head")}))
+        return found
 
     def load(self, folder: Path | None = None) -> LLM:
         """Load the models; say where the memory goes, on a CPU only if asked.

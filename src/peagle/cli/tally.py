@@ -61,4 +61,4 @@ class Tally:
 def drafts_of(llm: LLM) -> int:
     """K, the draft tokens of a step; 0 where nothing is drafted."""
     speculative = llm.engine.speculative
-    return 0 if speculative is None else speculative.num_speculative_tokens
+    return 0 if speculative is None else speculative.num_drafts

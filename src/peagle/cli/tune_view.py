@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from peagle.cli.terminal import bright, has_styles, printable
+from peagle.evaluation.tuning.schedule import k_at
 
 if TYPE_CHECKING:
     from peagle.evaluation.tuning.machine import Cell
@@ -104,9 +105,9 @@ def _speeds(result: Mapping[str, Any]) -> list[str]:
     rows = {}
     for batch in batches:
         measured = {k: at[batch, k]["measured_tokens_per_s"] for k in ks}
-        best = max(measured, key=lambda k: measured[k])
-        rows[str(batch)] = [f"{measured[k]:,.0f}{'*' if k == best else ' '}" for k in ks]
-    heading = "Tokens/s by batch size and K, from measured steps (* the best)"
+        chosen = k_at(result["schedule"], batch)
+        rows[str(batch)] = [f"{measured[k]:,.0f}{'*' if k == chosen else ' '}" for k in ks]
+    heading = "Tokens/s by batch size and K, from measured steps (* K of the schedule below)"
     return [heading, *_table("batch", rows, [f"{k} " for k in ks])]
 
 

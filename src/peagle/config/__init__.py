@@ -15,6 +15,7 @@ from peagle.config.sampling import (
     SamplingParams,
 )
 from peagle.config.speculative import (
+    DEFAULT_DEPTH,
     MAX_SPECULATIVE_TOKENS,
     RUNTIME_KEYS,
     DraftSampling,
@@ -25,6 +26,7 @@ from peagle.config.speculative import (
 from peagle.config.structured import StructuredOutput
 
 __all__ = [
+    "DEFAULT_DEPTH",
     "MAX_LOGPROBS",
     "MAX_OUTPUTS",
     "MAX_SEED",

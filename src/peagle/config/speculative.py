@@ -16,6 +16,7 @@ Method = Literal["eagle3", "ngram"]
 DraftSampling = Literal["argmax", "probabilistic"]
 
 MAX_SPECULATIVE_TOKENS = 64
+DEFAULT_DEPTH = 7  # K where neither the user nor the head tells
 
 # Keys of vLLM that concern how it runs, not what it drafts: accepted with the values for which this
 # engine does the same.
@@ -39,7 +40,8 @@ class SpeculativeConfig:
             the tokens so far (prompt lookup).
         model: folder or hub id of the draft head; none for "ngram".
         revision: branch, tag or commit of a hub id.
-        num_speculative_tokens: K, the draft tokens per step.
+        num_speculative_tokens: K, the draft tokens per step. None takes what the head was trained
+            for, at most 7, once the head is found (`models.trained_depth`); else 7.
         num_speculative_tokens_per_batch_size: (first, last, K) for numbers of sequences that run
             together, ascending, like ((1, 16, 7), (17, 64, 0)): a busy card pays for every token
             that it verifies. K = 0 stops drafting (`engine.depth` says when it begins again).
@@ -68,7 +70,7 @@ class SpeculativeConfig:
     method: Method = "eagle3"
     model: str | None = None
     revision: str | None = None
-    num_speculative_tokens: int = 7
+    num_speculative_tokens: int | None = None
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None = None
     parallel_drafting: bool | None = None
     draft_sampling: DraftSampling = "argmax"
@@ -82,7 +84,7 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         k = self.num_speculative_tokens
         require(
-            is_int(k) and 1 <= k <= MAX_SPECULATIVE_TOKENS,
+            k is None or (is_int(k) and 1 <= k <= MAX_SPECULATIVE_TOKENS),
             "num_speculative_tokens",
             k,
             f"a whole number from 1 to {MAX_SPECULATIVE_TOKENS}",
@@ -150,16 +152,21 @@ class SpeculativeConfig:
         require(ok, name, schedule, "ascending ranges that do not overlap")
         object.__setattr__(self, name, tuple(map(tuple, ranges)))
 
+    @property
+    def num_drafts(self) -> int:
+        """K in use."""
+        return self.num_speculative_tokens or DEFAULT_DEPTH
+
     def tokens_for(self, batch_size: int) -> int:
         """K where so many sequences run together."""
-        k = most = self.num_speculative_tokens
+        k = most = self.num_drafts
         for first, _, scheduled in self.num_speculative_tokens_per_batch_size or ():
             if first <= batch_size:
                 k = min(scheduled, most)
         return k
 
     def _check_rates(self, rates: Sequence[float]) -> None:
-        name, k = "synthetic_acceptance_rates", self.num_speculative_tokens
+        name, k = "synthetic_acceptance_rates", self.num_drafts
         remedy = "Rate i is the probability that at least the first i drafts are accepted."
         expected = f"a list of {k} numbers, one for each of num_speculative_tokens"
         ok = isinstance(rates, list | tuple) and len(rates) == k

@@ -15,9 +15,9 @@ from peagle.deploy.deployment import Source
 from peagle.deploy.heads import HeadFacts
 from peagle.deploy.models import ModelSource, source_of
 from peagle.errors import UserError
+from peagle.models.trained_depth import default_depth
 
 _DEFAULT_METHOD = "eagle3"
-_DEFAULT_TOKENS = SpeculativeConfig("ngram").num_speculative_tokens
 _TREES = "parallel_drafting_spec"
 _SCHEDULE = "num_speculative_tokens_per_batch_size"
 # Fields of ours that vLLM does not have.
@@ -94,11 +94,15 @@ def decide(
     if asked.num_speculative_tokens is not None:
         merged["num_speculative_tokens"] = asked.num_speculative_tokens
     merged.setdefault("method", _DEFAULT_METHOD)
-    merged.setdefault("num_speculative_tokens", _DEFAULT_TOKENS)
-    _check_tokens(merged["num_speculative_tokens"])
+    if "num_speculative_tokens" in merged:
+        _check_tokens(merged["num_speculative_tokens"])
+    facts = read_head(draft) if draft is not None else None
+    depth = facts.trained_depth if facts else None
+    if depth is None and draft == defaults.draft:
+        depth = defaults.max_tokens
+    merged.setdefault("num_speculative_tokens", default_depth(depth))
     if draft is not None:
-        is_new = draft != defaults.draft
-        _settle_kind(merged, draft, read_head(draft), None if is_new else defaults.max_tokens)
+        _settle_kind(merged, draft, facts, depth)
     _check_container(merged, source, draft)
     return draft, merged
 
@@ -153,7 +157,7 @@ def _settle_kind(
     config: dict[str, Any],
     draft: ModelSource,
     facts: HeadFacts | None,
-    max_tokens: int | None,
+    depth: int | None,
 ) -> None:
     """`parallel_drafting` by the head's kind, which no container finds out by itself."""
     asked = config.get("parallel_drafting")
@@ -165,7 +169,6 @@ def _settle_kind(
             f"{remedy}, or leave it out."
         )
     config["parallel_drafting"] = facts.is_parallel if facts else True if asked is None else asked
-    depth = facts.trained_depth if facts and facts.trained_depth else max_tokens
     k = config["num_speculative_tokens"]
     if depth is not None and k > depth:
         warnings.warn(

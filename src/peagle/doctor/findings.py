@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from peagle.evaluation.training_record import TrainingRecord
+
 Status = Literal["agrees", "differs", "not checked"]
 
 # What may be wrong, as the verdict names it.
@@ -28,6 +30,7 @@ CAUSES = {
     "tokenizer": "tokenizer",
     "wrong_target": "wrong target",
     "weights": "weights",
+    "training": "trained too little",
     "serving": "serving side",
 }
 
@@ -77,16 +80,30 @@ class Report:
         checks: all that was looked at, in order.
         causes: what is wrong; none in a healthy head.
         figures: acceptance on the training side and served, by position.
+        training: how long the head was trained, None where no record tells.
     """
 
     checks: list[Check] = field(default_factory=list)
     causes: list[Cause] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
+    training: TrainingRecord | None = None
 
     @property
     def is_healthy(self) -> bool:
         """Nothing wrong was found."""
         return not self.causes
+
+    @property
+    def advice(self) -> str:
+        """What to do, in a sentence or two."""
+        if self.is_healthy:
+            advice = "Keep the head as it is: the training side and the serving side agree."
+            if self.training is not None and self.training.is_little:
+                advice += f" It was trained for only {self.training}: more training may raise the "
+                advice += "acceptance length."
+            return advice
+        first, *others = self.causes
+        return f"{first.remedy}{' Then run the doctor again: other causes may go.' * bool(others)}"
 
     def check(self, name: str, status: Status, text: str) -> None:
         """Note a check."""
@@ -109,7 +126,9 @@ class Report:
         """As a JSON object."""
         return {
             "healthy": self.is_healthy,
+            "advice": self.advice,
             "causes": [{**asdict(cause), "title": cause.title} for cause in self.causes],
+            "training": None if self.training is None else self.training.to_json(),
             "checks": [asdict(check) for check in self.checks],
             **self.figures,
         }

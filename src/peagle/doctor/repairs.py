@@ -22,6 +22,7 @@ from peagle.models.target import TargetModel, default_aux_layer_ids
 
 _THETAS = (1e4, 1e5, 5e5, 1e6, 5e6)
 _MOST_MASK_IDS = 8
+MEAN_FEATURE = "the mean feature in place of mask_hidden"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +168,7 @@ def _mask_hidden_repairs(head: Head, known: Known) -> Iterator[Repair]:
     mean = features.flatten(0, 1).mean(0).float().cpu()
     yield Repair(
         "mask_hidden",
-        "the mean feature in place of mask_hidden",
+        MEAN_FEATURE,
         "Export mask_hidden again, or train it: mask slots do better without the stored one.",
         head.filled(mask_hidden=mean.view(1, 1, -1)),
     )

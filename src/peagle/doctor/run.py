@@ -18,8 +18,9 @@ from peagle.models.checkpoint import read_head_config
 from peagle.models.drafter import DrafterConfig
 from peagle.models.loading import resolve_model
 from peagle.models.target import TargetModel, load_tokenizer
+from peagle.models.trained_depth import default_depth
 
-_USUAL_DRAFTS, _MOST_DRAFTS = 5, 16
+_MOST_DRAFTS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,7 @@ def _num_drafts(
     """K: as asked, else the server's, else the head's."""
     served = endpoint.num_drafts() if endpoint is not None else None
     trained = config.trained_depth if config is not None else None
-    return min(asked or served or min(trained or _USUAL_DRAFTS, 7), _MOST_DRAFTS)
+    return min(asked or served or default_depth(trained), _MOST_DRAFTS)
 
 
 def _unreadable(error: CheckpointError) -> Report:

@@ -75,9 +75,9 @@ def load_head(target: TargetModel, speculative: SpeculativeConfig | None) -> Dra
             f"Set it to {head.is_parallel} or leave it out."
         )
     depth = head.trained_depth
-    if depth is not None and speculative.num_speculative_tokens > depth:
+    if depth is not None and speculative.num_drafts > depth:
         warnings.warn(
-            f"num_speculative_tokens is {speculative.num_speculative_tokens}, but the head "
+            f"num_speculative_tokens is {speculative.num_drafts}, but the head "
             f"{speculative.model!r} was trained for {depth}; deeper drafts seldom pass.",
             stacklevel=4,
         )
@@ -198,7 +198,7 @@ def make_graph_runner(
     table_width = -(-max_model_len // config.block_size)
     sizes = StepSizes(
         num_seqs=config.max_num_seqs,
-        num_drafts=speculative.num_speculative_tokens if speculative else 0,
+        num_drafts=speculative.num_drafts if speculative else 0,
         table_width=table_width,
         num_stop_ids=MAX_STOP_IDS,
         block_size=config.block_size,

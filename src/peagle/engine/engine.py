@@ -70,7 +70,7 @@ class LLMEngine:
         self.config = config or EngineConfig()
         self.speculative = speculative
         self.max_model_len = resolve_max_model_len(target, self.config)
-        self.num_speculative_tokens = speculative.num_speculative_tokens if speculative else 0
+        self.num_speculative_tokens = speculative.num_drafts if speculative else 0
         self._depth = depth_of(speculative)
         self._features = FeatureStore()
         drafter = load_head(target, speculative)

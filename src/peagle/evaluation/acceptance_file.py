@@ -104,6 +104,12 @@ class AcceptanceFile:
         if self._path is not None:
             write_json(self._path, self.data)
 
+    def conclude(self, **conclusions: Any) -> None:
+        """Keep what follows from all entries, beside them."""
+        self.data |= conclusions
+        if self._path is not None:
+            write_json(self._path, self.data)
+
     def _kept(self, before: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The entries of an earlier run with the same settings."""
 

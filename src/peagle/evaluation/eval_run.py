@@ -22,6 +22,7 @@ from peagle.evaluation.dialogues import Outcome, PromptSets, ask, num_requests
 from peagle.evaluation.endpoint import EndpointBackend
 from peagle.evaluation.local import EngineBackend
 from peagle.evaluation.methods import Method
+from peagle.evaluation.training_record import TrainingRecord
 from peagle.evaluation.xray import beyond_training, xray, xray_of_counters
 from peagle.models.checkpoint import load_drafter
 from peagle.models.fingerprint import TargetFingerprint
@@ -86,11 +87,13 @@ class LocalMethod:
         folder: of the head, "" without one.
         trained_length: tokens of the longest sequence that the head was trained on, None if it
             does not tell.
+        trained_depth: K that the head was trained for, None if it does not tell.
     """
 
     method: Method
     folder: str = ""
     trained_length: int | None = None
+    trained_depth: int | None = None
 
     @property
     def loadable(self) -> Method:
@@ -188,7 +191,7 @@ def evaluate(
                         continue
                     if backend is None:
                         backend = stack.enter_context(opened(one, k))
-                    entry = _entry(backend, key, plan, view, digest, one.trained_length)
+                    entry = _entry(backend, key, plan, view, digest, one)
                     file.add(entry)
                     view.end(entry, was_there=False)
                     entries.append(entry)
@@ -280,7 +283,7 @@ def _entry(
     plan: EvalPlan,
     view: View,
     weights_sha256: str = "",
-    trained_length: int | None = None,
+    one: LocalMethod | None = None,
 ) -> dict[str, Any]:
     view.begin(key, num_requests(plan.sets))
     params = replace(plan.params, temperature=key.temperature)
@@ -291,14 +294,16 @@ def _entry(
     notes = _notes(outcome)
     if all(one.answer.stats is not None for one in outcome.observations):
         figures = xray(outcome.observations, key.k, tokenizer, seed=seed)
-        if trained_length is not None:
-            lost = beyond_training(outcome.observations, trained_length, key.k, seed=seed)
+        if one is not None and one.trained_length is not None:
+            lost = beyond_training(outcome.observations, one.trained_length, key.k, seed=seed)
             notes += [lost] if lost else []
     else:
         figures = xray_of_counters(outcome.groups, key.k)
+    training = TrainingRecord.beside(one.folder) if one is not None and one.folder else None
     return {
         **key.to_json(),
         **figures,
+        "training": None if training is None else training.to_json(),
         "seconds": outcome.seconds,
         "output_tokens_per_s": outcome.num_tokens / outcome.seconds if outcome.seconds else 0.0,
         "num_errors": outcome.num_errors,

@@ -80,6 +80,35 @@ def acceptance_intervals(
     )
 
 
+def paired_difference(
+    one_N2: Counts, other_N2: Counts, *, resamples: int = RESAMPLES, seed: int = 0
+) -> tuple[float, Interval | None]:
+    """Difference of two ratios on the same clusters, with the interval of the paired bootstrap.
+
+    sum(one[:, 0]) / sum(one[:, 1]) - sum(other[:, 0]) / sum(other[:, 1]). Each resample draws
+    clusters once for both, so that what makes a request hard for both cancels out. The interval is
+    None below 5 clusters.
+
+    Args:
+        one_N2: numerator and denominator of each of N clusters, accepted draft tokens and drafts
+            for one.
+        other_N2: of the same clusters in the same order.
+        resamples: how many.
+        seed: of the random numbers.
+    """
+    values_N4 = np.concatenate([one_N2, other_N2], axis=1)
+
+    def difference(sums: NDArray[np.int64]) -> NDArray[np.float64]:
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return sums[..., 0] / sums[..., 1] - sums[..., 2] / sums[..., 3]
+
+    found = float(difference(values_N4.sum(axis=0)))
+    if len(values_N4) < MIN_CLUSTERS:
+        return found, None
+    drawn_R = difference(_resampled_sums(values_N4, resamples, seed))
+    return found, _interval(drawn_R[np.isfinite(drawn_R)], len(values_N4), ())
+
+
 def _resampled_sums(values_NJ: Counts, resamples: int, seed: int) -> Counts:
     """Column sums of so many draws of N rows with replacement."""
     num_rows = len(values_NJ)
@@ -93,7 +122,7 @@ def _resampled_sums(values_NJ: Counts, resamples: int, seed: int) -> Counts:
 
 
 def _interval(
-    values_R: NDArray[np.float64], num_clusters: int, ends: tuple[float, float] = (0, 1)
+    values_R: NDArray[np.float64], num_clusters: int, ends: tuple[float, ...] = (0, 1)
 ) -> Interval | None:
     """Percentiles of a figure; None for few clusters, or where it is at one of its ends always."""
     if num_clusters < MIN_CLUSTERS or any((values_R == end).all() for end in ends):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from peagle.evaluation.best_k import Speed, best_k, tied_fastest
 from peagle.evaluation.methods import PLAIN
 from peagle.evaluation.sweep import Cell
 from peagle.evaluation.timing import Figures, Objective, median_of
@@ -22,18 +23,20 @@ def summarize(
     Of every cell, at equal set and concurrency:
     - median and spread (least and most) of its repeats;
     - speed_up_over_plain: its output tokens/s over those of the method named plain;
-    - speed_up_over_eagle3: over those of the method named eagle3 at the K that is best for it;
+    - speed_up_over_eagle3: over those of the method named eagle3 at its best K;
     - linearity: tokens/s at concurrency c over c / c0 times those at the least concurrency c0;
       1 where requests do not slow each other down;
     - meets_objective: whether the medians of its latencies keep the objective.
-    Goodput is the most requests/s of a method at one K among the concurrencies that keep it; where
-    none does, there is no entry.
+    The best K of a method is that of `best_k`; tied_k lists every K whose repeats overlap those of
+    the fastest. Goodput is the most requests/s of a method at one K among the concurrencies that
+    keep it; where none does, there is no entry.
 
     Args:
         measured: the repeats of every cell, at least one each.
         objective: to be kept; None if there is none.
     """
     medians = {cell: median_of(repeats) for cell, repeats in measured.items()}
+    best = _best_k(measured, medians)
     speeds = {cell: found["output_tokens_per_s"] for cell, found in medians.items()}
     cells = []
     for cell, repeats in measured.items():
@@ -45,21 +48,28 @@ def summarize(
                 "repeats": list(repeats),
                 "median": medians[cell],
                 "spread": {"output_tokens_per_s": [min(every), max(every)]},
-                "speed_up_over_plain": _over(PLAIN, cell, speeds),
-                "speed_up_over_eagle3": _over(EAGLE3, cell, speeds),
+                "speed_up_over_plain": _over(PLAIN, cell, speeds, best),
+                "speed_up_over_eagle3": _over(EAGLE3, cell, speeds, best),
                 "linearity": _linearity(cell, speeds),
                 "meets_objective": met,
             }
         )
-    return {"cells": cells, "best_k": _best_k(speeds), "goodput": _goodput(cells)}
+    return {"cells": cells, "best_k": best, "goodput": _goodput(cells)}
 
 
-def _over(method: str, cell: Cell, speeds: Mapping[Cell, float]) -> float | None:
-    """Speed over the best of a method at the same load; None without one."""
-    load = cell.set, cell.concurrency
-    every = [v for c, v in speeds.items() if c.method == method and (c.set, c.concurrency) == load]
-    best = max(every, default=0.0)
-    return speeds[cell] / best if best else None
+def _over(
+    method: str,
+    cell: Cell,
+    speeds: Mapping[Cell, float],
+    best: Sequence[Mapping[str, Any]],
+) -> float | None:
+    """Speed over that of a method at the same load, with its best K; None without one."""
+    ks = {(one["method"], one["set"], one["concurrency"]): one["k"] for one in best}
+    k = ks.get((method, cell.set, cell.concurrency), 0)
+    wanted = method, k, cell.set, cell.concurrency
+    every = [v for c, v in speeds.items() if (c.method, c.k, c.set, c.concurrency) == wanted]
+    other = max(every, default=0.0)
+    return speeds[cell] / other if other else None
 
 
 def _linearity(cell: Cell, speeds: Mapping[Cell, float]) -> float | None:
@@ -73,22 +83,26 @@ def _arm(cell: Cell) -> tuple[Any, ...]:
     return cell.method, cell.source, cell.engine, cell.k, cell.set
 
 
-def _best_k(speeds: Mapping[Cell, float]) -> list[dict[str, Any]]:
-    """The fastest K of each method that drafts, at each set and concurrency."""
-    best: dict[tuple[str, str, int], Cell] = {}
-    for cell, speed in speeds.items():
-        key = cell.method, cell.set, cell.concurrency
-        if cell.k and (key not in best or speed > speeds[best[key]]):
-            best[key] = cell
+def _best_k(
+    measured: Mapping[Cell, Sequence[Figures]], medians: Mapping[Cell, Figures]
+) -> list[dict[str, Any]]:
+    """The best K of each method that drafts, at each set and concurrency."""
+    loads: dict[tuple[str, str, int], dict[int, Speed]] = {}
+    for cell, repeats in measured.items():
+        if cell.k:
+            every = [one["output_tokens_per_s"] for one in repeats]
+            speed = Speed(medians[cell]["output_tokens_per_s"], min(every), max(every))
+            loads.setdefault((cell.method, cell.set, cell.concurrency), {})[cell.k] = speed
     return [
         {
-            "method": cell.method,
-            "set": cell.set,
-            "concurrency": cell.concurrency,
-            "k": cell.k,
-            "output_tokens_per_s": speeds[cell],
+            "method": method,
+            "set": name,
+            "concurrency": concurrency,
+            "k": (k := best_k(speeds)),
+            "output_tokens_per_s": speeds[k].median,
+            "tied_k": sorted(tied_fastest(speeds)),
         }
-        for cell in best.values()
+        for (method, name, concurrency), speeds in loads.items()
     ]
 
 

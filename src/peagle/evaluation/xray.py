@@ -128,9 +128,22 @@ def xray(
         "by_output_position": _by_length(stepped, lambda s: s.output, FIRST_OUTPUT, k, seed),
         "histogram": histogram(o.answer.stats for o in observations if o.answer.stats),
         "loop_share": pooled["loop_share"],
+        "by_conversation": _by_conversation(observations),
         "hardest": hardest_texts(stepped),
         "samples": coloured_samples(stepped, tokenizer) if tokenizer else [],
     }
+
+
+def _by_conversation(observations: Sequence[Observation]) -> dict[str, list[int]]:
+    """[drafts, accepted draft tokens, decode steps] of each conversation, for paired comparison."""
+    found: dict[str, list[int]] = {}
+    for one in observations:
+        counted = _counted(one)
+        sums = found.setdefault(one.conversation, [0, 0, 0])
+        sums[0] += counted.stats.num_drafts
+        sums[1] += counted.stats.num_accepted_tokens
+        sums[2] += counted.num_steps
+    return found
 
 
 def xray_of_counters(groups: Sequence[GroupCounters], k: int) -> dict[str, Any]:

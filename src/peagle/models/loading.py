@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 from peagle.bundled import Role, expand_bundled
 from peagle.config import SpeculativeConfig, require_folder
 from peagle.errors import CheckpointError, UserError
+from peagle.models.trained_depth import with_depth
+from peagle.models.whole_model import refuse_whole_model
 
 _CALLED: dict[Role, str] = {
     "target": "The target model",
@@ -39,7 +42,8 @@ def resolve_model(
         role: what the model is for.
 
     Raises:
-        UserError: no such folder or repository, no access, no network, no space, no such revision.
+        UserError: no such folder or repository, no access, no network, no space, no such revision;
+            or a whole model where a head is wanted.
         CheckpointError: no safetensors, weights that are incomplete or damaged, code instead of a
             known architecture.
     """
@@ -56,7 +60,12 @@ def resolve_model(
 
         folder = Repository(*_hub_id(text, revision, what), what).fetch()
     check_weights(folder)
-    _refuse_code(folder, f"{what} {text!r}")
+    config = folder / "config.json"
+    data = _read_json(config) if config.is_file() else None
+    if isinstance(data, dict):
+        _refuse_code(data, f"{what} {text!r}")
+        if role != "target":
+            refuse_whole_model(data, str(folder))
     return folder
 
 
@@ -87,13 +96,15 @@ def find_folder(name_or_path: str | os.PathLike[str], role: Role = "target") -> 
 def with_local_head(config: SpeculativeConfig) -> SpeculativeConfig:
     """The configuration with its head in a folder, fetched from the hub where it is not in one.
 
+    K is that of the head where none is given (`with_depth`).
+
     Raises:
         UserError: as `resolve_model`.
     """
     if config.model is None:
         return config
     folder = resolve_model(config.model, config.revision, role="draft")
-    return replace(config, model=str(folder), revision=None)
+    return with_depth(replace(config, model=str(folder), revision=None), folder)
 
 
 def _looks_like_path(text: str) -> bool:
@@ -183,12 +194,10 @@ def _header_problem(file: Path) -> str:
     return "" if found == promised else f"its tensors take {found} bytes, expected {promised}"
 
 
-def _refuse_code(folder: Path, name: str) -> None:
+def _refuse_code(data: Mapping[str, Any], name: str) -> None:
     """Refuse a model type that only code of the model's own could build."""
-    config = folder / "config.json"
-    data = _read_json(config) if config.is_file() else None
     # Heads of the speculators package name its classes, but are read without them.
-    if not isinstance(data, dict) or not data.get("auto_map") or "speculators_model_type" in data:
+    if not data.get("auto_map") or "speculators_model_type" in data:
         return
     from transformers import CONFIG_MAPPING
 

@@ -13,13 +13,11 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
-from peagle.config import SpeculativeConfig
 from peagle.models.hub import DEFAULT_REVISION
+from peagle.models.trained_depth import default_depth
 from peagle.training.published_head import PublishedHead, TrainRecord
 
 NOT_RECORDED = "not recorded"
-
-_DEFAULT_K = SpeculativeConfig(model="any").num_speculative_tokens
 
 
 def model_card(
@@ -97,7 +95,7 @@ def _shape_rows(head: PublishedHead, target: str) -> dict[str, str]:
 
 def _how_to_serve(head: PublishedHead, repo: str, target: str, revision: str) -> str:
     depth = head.config.trained_depth
-    k = min(_DEFAULT_K, depth or _DEFAULT_K)
+    k = default_depth(depth)
     pinned = repo if revision == DEFAULT_REVISION else f"{repo}@{revision}"
     settings: dict[str, Any] = {"method": "eagle3", "model": repo}
     if revision != DEFAULT_REVISION:

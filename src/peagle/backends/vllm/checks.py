@@ -149,7 +149,7 @@ def _check_head(launch: VllmLaunch, installation: VllmInstallation, folder: str)
     head, facts = read_head(folder)
     if installation.is_cpu:
         _check_cpu_attention(f"head {config.model!r}", head.head_dim, installation)
-    k, trained = config.num_speculative_tokens, head.trained_depth
+    k, trained = config.num_drafts, head.trained_depth
     if trained is not None and k > trained:
         yield f"K is {k}, and the head was trained for {trained}: later tokens will be refused"
     longest, served = trained_length(facts), launch.max_model_len

@@ -162,7 +162,7 @@ def speculative_json(launch: VllmLaunch) -> dict[str, Any] | None:
     if config.model is not None:
         data["model"] = config.model
         data |= {"revision": config.revision} if config.revision else {}
-    data["num_speculative_tokens"] = config.num_speculative_tokens
+    data["num_speculative_tokens"] = config.num_drafts
     if launch.is_parallel:
         data["parallel_drafting"] = True
     if config.method == "ngram":

@@ -33,12 +33,17 @@ def with_head(launch: VllmLaunch) -> VllmLaunch:
         return replace(launch, is_parallel=bool(launch.is_parallel))
     from peagle.models.loading import with_local_head
 
-    folder = with_local_head(config).model
+    local = with_local_head(config)
+    folder = local.model
     assert folder is not None
     head, _ = read_head(folder)
     _check_kind(config, head, folder)
     model = expand_bundled(config.model, "draft")
-    config = replace(config, **_hub_id(model, config.revision, "model"))
+    config = replace(
+        config,
+        num_speculative_tokens=local.num_speculative_tokens,
+        **_hub_id(model, config.revision, "model"),
+    )
     return replace(launch, speculative=config, is_parallel=head.is_parallel, head_folder=folder)
 
 

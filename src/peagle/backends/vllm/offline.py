@@ -196,7 +196,7 @@ class VllmOffline:
         counts = self._counts()
         expected = Expected(
             config.method,
-            config.num_speculative_tokens,
+            config.num_drafts,
             bool(self.launch.is_parallel),
             is_fixed=config.num_speculative_tokens_per_batch_size is None,
         )

@@ -167,7 +167,7 @@ class VllmServer:
         counts = self._settled(before)
         expected = Expected(
             speculative.method,
-            speculative.num_speculative_tokens,
+            speculative.num_drafts,
             bool(self.launch.is_parallel),
             is_fixed=speculative.num_speculative_tokens_per_batch_size is None,
         )
@@ -275,7 +275,7 @@ class VllmServer:
         if config is None:
             return ", without drafts"
         how = "in parallel" if self.launch.is_parallel else f"by {config.method}"
-        return f", K = {config.num_speculative_tokens} drafted {how}"
+        return f", K = {config.num_drafts} drafted {how}"
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._asked += 1

@@ -8,8 +8,9 @@ from typing import Any
 from peagle.evaluation.report.files import ACCEPTANCE, THROUGHPUT, TUNE, Results
 from peagle.evaluation.report.html import section
 from peagle.evaluation.report.schema import Document
-from peagle.evaluation.report.series import Cast, conditions
+from peagle.evaluation.report.series import Cast, best_cells, conditions, sets_of
 from peagle.evaluation.report.text import h, number, percent, set_name
+from peagle.evaluation.tuning.schedule import k_at
 
 _FEW_REQUESTS = 20
 _WIDE_SPREAD = 0.15
@@ -20,7 +21,7 @@ _SAME = ("commit", "device", "torch")
 def caveats_section(results: Results, cast: Cast, notes: list[str]) -> str:
     """What limits the numbers, found in them."""
     found = [*_of_acceptance(results, cast), *_of_throughput(results, cast)]
-    found += [*_of_documents(results), *notes]
+    found += [*_of_depths(results, cast), *_of_documents(results), *notes]
     if not found:
         return ""
     items = "".join(f"<li>{h(line)}</li>" for line in found)
@@ -72,6 +73,23 @@ def _of_throughput(results: Results, cast: Cast) -> list[str]:
     if cast.many_engines:
         found.append("Engines differ: compare methods on one engine, and engines on one method.")
     return found
+
+
+def _of_depths(results: Results, cast: Cast) -> list[str]:
+    """Loads at which the schedule of tune has another K than the best one that bench measured."""
+    if results.throughput is None or results.tune is None or not results.tune.schedule:
+        return []
+    schedule, cells = results.tune.schedule, results.throughput.cells
+    if cast.hero is None or not cells:
+        return []
+    best = best_cells(cells, cast.hero, sets_of(cells)[0])
+    return [
+        f"At {cell.concurrency} together the best K that was measured is {cell.k}, and the "
+        f"schedule, which is predicted, has {k}: take the measured one at that load."
+        for cell in best
+        if cell.k and cell.concurrency <= schedule[-1][1]
+        if (k := k_at(schedule, cell.concurrency)) != cell.k
+    ]
 
 
 def _of_documents(results: Results) -> list[str]:

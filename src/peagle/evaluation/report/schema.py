@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from peagle.evaluation.training_record import TrainingRecord
+
 FORMAT_VERSION = 1
 
 Interval = tuple[float, float]
@@ -136,6 +138,7 @@ class Entry(Part):
     by_output_position: list[RangeSlice] = []
     histogram: list[Bin] = []
     loop_share: float | None = None
+    training: TrainingRecord | None = None
     hardest: list[Hard] = []
     samples: list[Sample] = []
 
@@ -145,10 +148,25 @@ class Entry(Part):
         return self.k or len(self.pooled.num_accepted_tokens_per_pos)
 
 
+class Comparison(Part):
+    """Two methods on the same prompts: the paired difference of their figures."""
+
+    method: str
+    over: str
+    k: Count
+    temperature: float = 0.0
+    engine: str = "peagle"
+    measure: str
+    difference: float
+    ci: Interval | None = None
+    num_requests: Count = 0
+
+
 class AcceptanceFile(Document):
     """acceptance.json."""
 
     entries: list[Entry]
+    comparisons: list[Comparison] = []
 
 
 # ---- throughput.json ------------------------------------------------------------------------
@@ -217,6 +235,7 @@ class ThroughputFile(Document):
     """throughput.json."""
 
     cells: list[Cell]
+    training: dict[str, TrainingRecord] = {}
     goodput: list[Goodput] = []
 
 

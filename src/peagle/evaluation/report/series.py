@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol
 
+from peagle.evaluation.best_k import Speed, best_k
 from peagle.evaluation.report.files import Results
 from peagle.evaluation.report.schema import Cell, Entry
 from peagle.evaluation.report.text import joined, method_name
@@ -142,15 +143,21 @@ def sets_of(cells: Iterable[Cell]) -> list[str]:
 
 
 def best_cells(cells: Iterable[Cell], key: Key, name: str) -> list[Cell]:
-    """The fastest cell of a series on a prompt set at each concurrency, ascending."""
-    best: dict[int, Cell] = {}
+    """The cell of a series with the best K on a prompt set at each concurrency, ascending."""
+    loads: dict[int, dict[int, Cell]] = {}
     for cell in cells:
-        if (cell.method, cell.engine, cell.set) != (*key, name):
-            continue
-        held = best.get(cell.concurrency)
-        if held is None or cell.median.output_tokens_per_s > held.median.output_tokens_per_s:
-            best[cell.concurrency] = cell
-    return [best[concurrency] for concurrency in sorted(best)]
+        if (cell.method, cell.engine, cell.set) == (*key, name):
+            loads.setdefault(cell.concurrency, {})[cell.k or 0] = cell
+    return [
+        own[best_k({k: speed_of(c) for k, c in own.items()})] for _, own in sorted(loads.items())
+    ]
+
+
+def speed_of(cell: Cell) -> Speed:
+    """The speeds of a cell, for the choice of K."""
+    median = cell.median.output_tokens_per_s
+    least, most = cell.spread.output_tokens_per_s or (median, median)
+    return Speed(median, least, most)
 
 
 def depth_runs(best: Iterable[Cell]) -> list[tuple[int, list[int]]]:

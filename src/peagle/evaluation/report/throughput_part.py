@@ -26,7 +26,7 @@ _MANY = 12
 
 
 def throughput_section(file: ThroughputFile, cast: Cast) -> str:
-    """Tokens per second over concurrency, each method with its best K."""
+    """Tokens per second over concurrency, each method with its best K (`best_k`)."""
     if not file.cells:
         return section("throughput", "Throughput", say="Nothing was measured.")
     first, *others = sets_of(file.cells)
@@ -36,7 +36,8 @@ def throughput_section(file: ThroughputFile, cast: Cast) -> str:
     if file.goodput:
         parts.append(_goodput(file))
     say = (
-        f"On {h(set_name(first))}, every method with the K that is fastest at that load. "
+        f"On {h(set_name(first))}, every method with its best K at that load: the smallest K whose "
+        "runs overlap those of the fastest. "
         f"{_says(file.cells, cast, first)}"
     )
     return section("throughput", "Throughput over concurrency", *parts, say=say)
@@ -80,7 +81,7 @@ def _load_group(cells: Sequence[Cell], cast: Cast, name: str) -> str:
             )
         )
     rows = [_best_row(cell, cast) for key in keys for cell in best[key]]
-    caption = f"Fastest K by method and concurrency, {set_name(name)}"
+    caption = f"Best K by method and concurrency, {set_name(name)}"
     header = ["Method", "K", "Concurrency", "Tokens/s", "Least to most", "Over plain"]
     header += ["Over EAGLE-3", "Linearity"]
     data = table(caption, header, rows)
@@ -165,7 +166,7 @@ def _one_load(cells: Sequence[Cell], cast: Cast, keys: Sequence[Key], name: str)
     rows = [_best_row(c, cast) for key in keys for c in best_cells(cells, key, name)]
     header = ["Method", "K", "Concurrency", "Tokens/s", "Least to most", "Over plain"]
     header += ["Over EAGLE-3", "Linearity"]
-    return table(f"Fastest K by method, {set_name(name)}", header, rows)
+    return table(f"Best K by method, {set_name(name)}", header, rows)
 
 
 def _cells_table(cells: Sequence[Cell], cast: Cast) -> str:
@@ -241,7 +242,7 @@ def _falls(cells: Sequence[Cell], cast: Cast, name: str) -> str:
     if not said:
         return ""
     hero = name_html(cast.name(cast.hero))
-    return f"{hero} is fastest with K = {said} together."
+    return f"The best K of {hero} is {said} together."
 
 
 def _sweep_group(cells: Sequence[Cell], cast: Cast, name: str) -> str:

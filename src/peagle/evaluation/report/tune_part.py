@@ -13,6 +13,7 @@ from peagle.evaluation.report.plots import deviations, strip
 from peagle.evaluation.report.schema import Prediction, TuneFile
 from peagle.evaluation.report.svg import Axis, Line, Point, line_chart, log_axis, value_axis
 from peagle.evaluation.report.text import h, joined, number, percent, rate
+from peagle.evaluation.tuning.schedule import k_at
 
 _SIZE = (NARROW, 250.0)
 _NEED, _TARGET, _DRAFT, _FITTED, _UNFITTED = 2, 0, 1, 0, 1
@@ -166,10 +167,10 @@ def _predictions(file: TuneFile) -> str:
     rows = []
     for batch in batches:
         cells = [by_place.get((batch, k)) for k in ks]
-        best = max((c.predicted_tokens_per_s for c in cells if c), default=0.0)
-        rows.append([str(batch), *(_predicted(cell, best) for cell in cells)])
+        chosen = k_at(file.schedule, batch) if file.schedule else None
+        rows.append([str(batch), *(_predicted(cell, chosen) for cell in cells)])
     header = ["Batch", *(f"K = {k}" if k else "No drafts" for k in ks)]
-    caption = "Predicted tokens per second by batch size and K; a star marks the best of a row"
+    caption = "Predicted tokens per second by batch size and K; a star marks that of the schedule"
     measured = [
         [
             *(str(p.batch), str(p.k), rate(p.predicted_tokens_per_s)),
@@ -188,10 +189,10 @@ def _predictions(file: TuneFile) -> str:
     )
 
 
-def _predicted(cell: Prediction | None, best: float) -> str:
+def _predicted(cell: Prediction | None, chosen: int | None) -> str:
     if cell is None:
         return "–"
-    star = "★ " if cell.predicted_tokens_per_s == best else ""
+    star = "★ " if cell.k == chosen else ""
     return star + rate(cell.predicted_tokens_per_s)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from peagle.evaluation.report.advice import advice_of
 from peagle.evaluation.report.files import Results
 from peagle.evaluation.report.schema import Cell, Entry
 from peagle.evaluation.report.series import (
@@ -57,6 +58,9 @@ def head(results: Results, cast: Cast) -> str:
     )
     large = f'<dl class="figures">{large}</dl>' if large else ""
     made_up = any(d.provenance.synthetic or d.settings.get("synthetic") for d in results.documents)
+    advice = "".join(
+        f'<p class="advice"><strong>Advice:</strong> {h(one)}</p>' for one in advice_of(results)
+    )
     banner = (
         '<p class="banner"><strong>Synthetic.</strong> Acceptance in this report is set, not '
         "measured.</p>"
@@ -65,7 +69,7 @@ def head(results: Results, cast: Cast) -> str:
         '<header><p class="kicker">Speculative decoding report</p>'
         f'<h1>{h(short(document.provenance.target))}</h1><ul class="facts">{listed}</ul>'
         f"{banner if made_up else ''}"
-        f'<p class="verdict">{" ".join(sentences)}</p>'
+        f'<p class="verdict">{" ".join(sentences)}</p>{advice}'
         f"{large}</header>"
     )
 

@@ -14,14 +14,15 @@ from peagle.errors import CheckpointError
 from peagle.models.checkpoint import speculators_style, vllm_style
 from peagle.models.checkpoint.files import object_at
 from peagle.models.drafter import DrafterConfig
+from peagle.models.trained_depth import DEPTH_KEY, trained_depth
+from peagle.models.whole_model import refuse_whole_model
 
 HeadFormat = Literal["vllm", "speculators"]
 FORMATS: tuple[HeadFormat, ...] = get_args(HeadFormat)
 FORMAT_VERSION = 1
 
-_DEPTH_KEY = "num_speculative_tokens_trained"
 LENGTH_KEY = "max_sequence_length_trained"
-_WRITTEN_HERE = ("format_version", _DEPTH_KEY)
+_WRITTEN_HERE = ("format_version", DEPTH_KEY)
 _SPECULATORS_KEYS = ("speculators_model_type", "speculators_config", "transformer_layer_config")
 
 
@@ -47,7 +48,7 @@ def config_to_json(
         raise CheckpointError(f"format is {format!r}; expected one of {', '.join(FORMATS)}.")
     own: dict[str, Any] = {"format_version": FORMAT_VERSION}
     if config.trained_depth is not None:
-        own[_DEPTH_KEY] = config.trained_depth
+        own[DEPTH_KEY] = config.trained_depth
     own |= {name: value for name, value in (extra or {}).items() if name not in _WRITTEN_HERE}
     if format == "vllm":
         return {**vllm_style.write(config), "peagle": own}
@@ -67,12 +68,14 @@ def config_from_json(
         num_target_layers: layers of the target, which give the default of the aux layers.
 
     Raises:
+        UserError: it is the file of a whole model.
         CheckpointError: a key is missing, of the wrong type, or asks for what peagle lacks.
     """
+    refuse_whole_model(data, source)
     style = speculators_style if format_of(data) == "speculators" else vllm_style
     try:
-        own = _own_facts(data)
-        depth = own.get(_DEPTH_KEY) if own else style.trained_depth(data)
+        _own_facts(data)  # refuses an object that cannot be read
+        depth = trained_depth(data)
         return DrafterConfig(**style.read(data, num_target_layers), trained_depth=depth)
     except TypeError as error:
         raise CheckpointError(f"{source}: a value is of the wrong type: {error}.") from None

@@ -99,16 +99,6 @@ def read(data: Mapping[str, Any], num_target_layers: int | None) -> dict[str, An
     }
 
 
-def trained_depth(data: Mapping[str, Any]) -> int | None:
-    """Tokens that the file proposes to draft: as many as the package trained."""
-    methods = object_at(data, "speculators_config").get("proposal_methods") or [{}]
-    if not isinstance(methods, list) or not isinstance(methods[0], Mapping):
-        raise CheckpointError(
-            f"speculators_config.proposal_methods is {methods!r}; expected a list of objects."
-        )
-    return methods[0].get("speculative_tokens")
-
-
 def read_verifier(data: Mapping[str, Any]) -> dict[str, Any]:
     """The target that the file names: "name_or_path" and "architectures".
 

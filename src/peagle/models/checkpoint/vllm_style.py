@@ -85,8 +85,3 @@ def read(data: Mapping[str, Any], num_target_layers: int | None) -> dict[str, An
             eagle, "norm_before_fc", value_at(data, "norm_before_fc", False)
         ),
     }
-
-
-def trained_depth(data: Mapping[str, Any]) -> int | None:
-    """K that the file names; the style has no place of its own for it."""
-    return data.get("speculative_tokens")

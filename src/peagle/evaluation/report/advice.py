@@ -1,0 +1,140 @@
+"""What to do about the results, in sentences: the same in text output, in JSON and in the report.
+
+Nothing is recommended on a difference that the measurements do not show: where intervals or the
+ranges of repeats overlap, the sentence says so and names the simpler choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from peagle.evaluation.best_k import tied_fastest
+from peagle.evaluation.methods import NGRAM, PLAIN
+from peagle.evaluation.report.files import Results
+from peagle.evaluation.report.schema import AcceptanceFile, Cell, Comparison, ThroughputFile
+from peagle.evaluation.report.series import Cast, best_cells, sets_of, speed_of
+from peagle.evaluation.report.text import depth, interval, joined, method_name, number, set_name
+from peagle.evaluation.training_record import TrainingRecord
+
+_NO_HEAD = "prompt lookup, which needs no head (--method ngram)"
+
+
+def advice_of(results: Results) -> list[str]:
+    """The advice of eval and of bench, those that there are."""
+    found = [acceptance_advice(results.acceptance)] if results.acceptance else []
+    found += [throughput_advice(results.throughput)] if results.throughput else []
+    return [one for one in found if one]
+
+
+# ---- acceptance -----------------------------------------------------------------------------
+
+
+def acceptance_advice(file: AcceptanceFile) -> str:
+    """What `peagle eval` advises: on the first head, at the lowest temperature and largest K."""
+    heads = [one for one in file.entries if one.pooled.num_drafts and one.method != NGRAM]
+    if not heads:
+        return "No head drafted anything here, so that none is judged."
+    own = [entry for entry in heads if entry.method == heads[0].method]
+    coldest = min(entry.temperature for entry in own)
+    entry = max((e for e in own if e.temperature == coldest), key=lambda e: e.depth)
+    name = method_name(entry.method)
+    said = _little({name: entry.training})
+    key = entry.method, entry.k, entry.temperature, entry.engine
+    for one in file.comparisons:
+        if (one.method, one.k, one.temperature, one.engine) == key:
+            said.append(_compared(one))
+    if not said:
+        said.append(
+            f"{name} has an acceptance length of {number(entry.pooled.length)} ({depth(entry.k)}), "
+            "and was compared with nothing: peagle bench tells what it is worth in speed."
+        )
+    return " ".join(said)
+
+
+def _little(training: dict[str, TrainingRecord | None]) -> list[str]:
+    """A sentence on each head that cannot be judged yet."""
+    return [
+        f"{name} was trained too little to be judged, for {record}: train it further."
+        for name, record in training.items()
+        if record is not None and record.is_little
+    ]
+
+
+def _compared(one: Comparison) -> str:
+    """Whether a head is better or worse than another method, or no difference is shown."""
+    lookup = one.over == NGRAM
+    name, other = method_name(one.method), "prompt lookup" if lookup else method_name(one.over)
+    what = "tokens a step" if one.measure == "tokens_per_step" else "acceptance length"
+    if one.ci is None:
+        return f"{name} and {other} were compared on too few requests for an interval."
+    shown = (
+        f"({one.difference:+.2f} {what}, 95% interval {interval(one.ci)}, paired over "
+        f"{one.num_requests} requests)"
+    )
+    if one.ci[0] > 0:
+        return f"{name} is better than {other} {shown}."
+    if one.ci[1] < 0:
+        do = f"use {_NO_HEAD}, on such prompts" if lookup else f"keep {other}"
+        return f"{name} is worse than {other} {shown}: {do}."
+    do = f"take {_NO_HEAD}" if lookup else "take the one that is cheaper to run or already in use"
+    return f"No difference between {name} and {other} is shown {shown}: {do}."
+
+
+# ---- throughput -----------------------------------------------------------------------------
+
+
+def throughput_advice(file: ThroughputFile) -> str:
+    """What `peagle bench` advises: the simplest of the fastest methods at each load.
+
+    A method takes part with its best K. Those whose repeats overlap those of the fastest tie with
+    it, and the simplest of them is advised: plain decoding, then prompt lookup, then a head.
+    """
+    if not file.cells:
+        return ""
+    said = _little({method_name(name): record for name, record in file.training.items()})
+    cast = Cast.of(Results(None, file, None, {}))
+    name = sets_of(file.cells)[0]
+    by_key = {key: best_cells(file.cells, key, name) for key in cast.among(file.cells)}
+    loads = sorted({cell.concurrency for cells in by_key.values() for cell in cells})
+    choices = []
+    for load in loads:
+        here = [cell for cells in by_key.values() for cell in cells if cell.concurrency == load]
+        choices.append((load, *_choice(here, file.cells, cast)))
+    parts = []
+    for (chosen, tied), group in groupby(choices, key=lambda one: one[1:]):
+        at = [load for load, *_ in group]
+        where = f"{at[0]}" if len(at) == 1 else f"{at[0]} to {at[-1]}"
+        ties = f" ({joined(list(tied))} {'ties' if len(tied) == 1 else 'tie'})" if tied else ""
+        parts.append(f"{chosen} at {where} together{ties}")
+    said.append(f"On {set_name(name)} take {'; '.join(parts)}.")
+    if all(len(cell.repeats) < 2 for cell in file.cells):
+        said.append("Every cell was run once, so that ties cannot be told: raise --repeats.")
+    return " ".join(said)
+
+
+def _choice(here: Sequence[Cell], cells: Iterable[Cell], cast: Cast) -> tuple[str, tuple[str, ...]]:
+    """The method and K to take among the best cells at one load, and what ties with it."""
+    tied = tied_fastest({_words(cell, cast): speed_of(cell) for cell in here})
+    order = {PLAIN: 0, NGRAM: 1}
+    ranked = sorted(
+        (cell for cell in here if _words(cell, cast) in tied),
+        key=lambda c: (order.get(c.method, 2), (c.method, c.engine) != cast.hero),
+    )
+    chosen = ranked[0]
+    others = [_words(cell, cast) for cell in ranked[1:]]
+    return _words(chosen, cast), (*_other_ks(chosen, cells), *others)
+
+
+def _other_ks(chosen: Cell, cells: Iterable[Cell]) -> list[str]:
+    """Larger K of the chosen method that tie with its best."""
+    key = chosen.method, chosen.engine, chosen.set, chosen.concurrency
+    own = [c for c in cells if c.k and (c.method, c.engine, c.set, c.concurrency) == key]
+    tied = tied_fastest({c.k: speed_of(c) for c in own}) if own else []
+    return [depth(k) for k in sorted(k for k in tied if k and k != chosen.k)]
+
+
+def _words(cell: Cell, cast: Cast) -> str:
+    name = cast.name_of(cell)
+    name = name[0].lower() + name[1:] if cell.method in (PLAIN, NGRAM) else name
+    return f"{name} with {depth(cell.k)}" if cell.k else name

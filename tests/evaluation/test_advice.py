@@ -1,0 +1,181 @@
+"""Paired comparisons of methods, and the sentences that rest on them."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from peagle.evaluation.comparisons import compare_entries
+from peagle.evaluation.intervals import acceptance_intervals, paired_difference
+from peagle.evaluation.report import write_report
+from peagle.evaluation.report.advice import acceptance_advice, throughput_advice
+from peagle.evaluation.report.schema import AcceptanceFile, ThroughputFile
+from peagle.evaluation.training_record import TrainingRecord
+from tests.evaluation.report_samples import make_cell, make_slice, provenance, write
+
+Counts = np.ndarray
+
+
+def requests(rng: np.random.Generator, count: int, gain: float) -> tuple[Counts, Counts]:
+    """Two heads on the same requests, which differ far more than the heads do: [N, 2] each."""
+    chance_N = rng.beta(2, 2, size=count)
+    drafts_N = rng.integers(20, 60, size=count)
+    one, other = (
+        rng.binomial(4 * drafts_N, np.clip(chance_N + more, 0, 1)) for more in (gain, 0.0)
+    )
+    return np.stack([one, drafts_N], 1), np.stack([other, drafts_N], 1)
+
+
+def test_paired_intervals_cover_the_truth() -> None:
+    rng, runs, covered = np.random.default_rng(3), 200, 0
+    for run in range(runs):
+        one, other = requests(rng, 16, 0.0)
+        _, interval = paired_difference(one, other, resamples=400, seed=run)
+        assert interval is not None
+        covered += interval[0] <= 0 <= interval[1]
+    assert 0.89 <= covered / runs <= 0.99
+
+
+def test_pairing_shows_what_separate_intervals_do_not() -> None:
+    one, other = requests(np.random.default_rng(1), 24, 0.06)
+    difference, interval = paired_difference(one, other)
+    assert difference == pytest.approx(
+        one[:, 0].sum() / one[:, 1].sum() - other[:, 0].sum() / other[:, 1].sum()
+    )
+    assert interval is not None
+    assert 0 < interval[0] < difference < interval[1]
+    alone = [
+        acceptance_intervals(counts[:, 1], counts[:, :1]).acceptance_length
+        for counts in (one, other)
+    ]
+    assert alone[0] is not None
+    assert alone[1] is not None
+    assert alone[0][0] < alone[1][1]  # these overlap
+    assert paired_difference(other, one)[0] == pytest.approx(-difference)
+
+
+def test_few_requests_have_no_interval_and_equal_heads_no_difference() -> None:
+    one, other = requests(np.random.default_rng(2), 4, 0.3)
+    assert paired_difference(one, other)[1] is None
+    one, _ = requests(np.random.default_rng(2), 9, 0.3)
+    assert paired_difference(one, one) == (0.0, (0.0, 0.0))
+
+
+# ---- advice on acceptance -------------------------------------------------------------------
+
+
+def entry(method: str, counts: dict[str, list[int]], **more: Any) -> dict[str, Any]:
+    return {
+        **{"method": method, "source": "", "k": 4, "temperature": 0.0, "engine": "peagle"},
+        **{"draft_sampling": "argmax", "by_conversation": counts},
+        "pooled": make_slice("peagle", 4, 1.0, 400, 8),
+        **more,
+    }
+
+
+def counts(accepted: int, steps: int = 10) -> dict[str, list[int]]:
+    """Eight requests of ten drafts with about so many accepted tokens each."""
+    return {f"set/{i}": [10, accepted + i % 3, steps] for i in range(8)}
+
+
+def advice(*entries: dict[str, Any]) -> str:
+    data = {"provenance": provenance("peagle eval"), "entries": list(entries)}
+    data["comparisons"] = compare_entries(list(entries))
+    return acceptance_advice(AcceptanceFile.model_validate(json.loads(json.dumps(data))))
+
+
+def test_better_worse_and_no_difference() -> None:
+    old = entry("old", counts(20))
+    assert "P-EAGLE is better than old (+1.00 acceptance length" in advice(
+        entry("peagle", counts(30)), old
+    )
+    told = advice(entry("peagle", counts(10)), old)
+    assert "P-EAGLE is worse than old (-1.00" in told
+    assert told.endswith("keep old.")
+    shifted = {f"set/{i}": [10, 20 + (i + 1) % 3, 10] for i in range(8)}
+    assert "No difference between P-EAGLE and old is shown" in advice(entry("peagle", shifted), old)
+    assert "too few requests" in advice(
+        entry("peagle", {"set/0": [10, 20, 10]}), entry("old", {"set/0": [10, 30, 10]})
+    )
+
+
+def test_prompt_lookup_is_compared_by_tokens_a_step() -> None:
+    """It drafts at few steps, and is accepted more often where it does."""
+    seldom = entry("ngram", {f"set/{i}": [2, 8, 10] for i in range(8)})
+    assert "P-EAGLE is better than prompt lookup (+1.29 tokens a step" in advice(
+        entry("peagle", counts(20)), seldom
+    )
+    often = entry("ngram", {f"set/{i}": [10, 38, 10] for i in range(8)})
+    told = advice(entry("peagle", counts(20)), often)
+    assert "worse than prompt lookup" in told
+    assert "--method ngram" in told
+
+
+def test_a_head_that_was_trained_too_little_is_named() -> None:
+    little = TrainingRecord(60, 60, 122_880).to_json()
+    told = advice(entry("peagle", counts(20), training=little), entry("old", counts(20)))
+    assert told.startswith("P-EAGLE was trained too little to be judged, for 60 steps (122,880")
+    enough = TrainingRecord(12_000, 12_000).to_json()
+    assert "trained" not in advice(entry("peagle", counts(20), training=enough))
+
+
+def test_records_of_training(tmp_path: Path) -> None:
+    head = tmp_path / "head"
+    head.mkdir()
+    assert TrainingRecord.beside(head) is None
+    record = {"steps": 900, "tokens": 5, "config": {"optimizer": {"steps": 5000}}}
+    (tmp_path / "train.json").write_text(json.dumps(record))
+    found = TrainingRecord.beside(head)
+    assert found == TrainingRecord(900, 5000, 5)
+    assert str(found) == "900 of 5,000 steps (5 tokens)"
+    for steps, planned, early, is_little in (
+        *((999, 999, False, True), (1000, 1000, False, False)),
+        *((2000, 5000, False, True), (2000, 5000, True, False), (2500, 5000, False, False)),
+    ):
+        assert TrainingRecord(steps, planned, None, early).is_little == is_little
+    for broken in ("[]", "{", '{"steps": "many"}', '{"steps": 5, "config": 3}'):
+        (head / "train.json").write_text(broken)
+        assert TrainingRecord.beside(head) is None
+
+
+# ---- advice on speed ------------------------------------------------------------------------
+
+
+def cell(method: str, k: int, load: int, least: float, most: float) -> dict[str, Any]:
+    one = make_cell(method, k, load, "humaneval", random.Random(0))
+    one["median"] |= {"output_tokens_per_s": (least + most) / 2}
+    one["spread"] = {"output_tokens_per_s": [least, most]}
+    return one
+
+
+def test_ties_go_to_the_simpler_choice() -> None:
+    cells = [
+        *(cell("plain", 0, 1, 95, 105), cell("plain", 0, 16, 900, 1000)),
+        *(cell("ngram", 3, 1, 100, 120), cell("ngram", 3, 16, 950, 980)),
+        *(cell("peagle", 3, 1, 180, 200), cell("peagle", 5, 1, 190, 210)),
+        *(cell("peagle", 3, 16, 990, 1100), cell("peagle", 5, 16, 700, 800)),
+    ]
+    file = {"provenance": provenance("peagle bench"), "cells": cells}
+    told = throughput_advice(ThroughputFile.model_validate(file))
+    assert "take P-EAGLE with K = 3 at 1 together (K = 5 ties)" in told
+    assert "plain decoding at 16 together (P-EAGLE with K = 3 ties)" in told
+    file["training"] = {"peagle": TrainingRecord(10, 10, 100).to_json()}
+    assert "P-EAGLE was trained too little" in throughput_advice(
+        ThroughputFile.model_validate(file)
+    )
+    faster = [*cells, cell("ngram", 5, 1, 300, 310)]
+    told = throughput_advice(ThroughputFile.model_validate(file | {"cells": faster}))
+    assert "prompt lookup with K = 5 at 1 together" in told
+
+
+def test_the_report_says_the_same(tmp_path: Path) -> None:
+    entries = [entry("peagle", counts(30)), entry("old", counts(20))]
+    data = {"format_version": 1, "provenance": provenance("peagle eval"), "entries": entries}
+    data["comparisons"] = compare_entries(entries)
+    write(tmp_path, acceptance=data)
+    assert advice(*entries) in write_report(tmp_path).read_text()

@@ -1,0 +1,122 @@
+"""K where none is given, and whole models named as heads: the same in every command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from peagle import LLM, SpeculativeConfig
+from peagle.bundled import BUNDLED_TARGET
+from peagle.cli.main import run
+from peagle.errors import UserError
+from peagle.models.loading import resolve_model, with_local_head
+from peagle.models.trained_depth import default_depth, with_depth
+from tests.doctor.conftest import PAIR2
+
+TARGET, HEAD = str(PAIR2 / "target"), str(PAIR2 / "peagle")  # trained for K = 6
+
+
+def head_config(folder: Path, **keys: object) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(keys))
+    return folder
+
+
+def test_the_trained_depth_bounds_the_default() -> None:
+    assert [default_depth(k) for k in (None, 1, 3, 7, 8, 16)] == [7, 1, 3, 7, 7, 7]
+
+
+@pytest.mark.parametrize(
+    ("keys", "k"),
+    [
+        ({"peagle": {"num_speculative_tokens_trained": 3}}, 3),
+        ({"peagle": {"num_speculative_tokens_trained": 12}}, 7),
+        ({"speculators_config": {"proposal_methods": [{"speculative_tokens": 4}]}}, 4),
+        ({"speculative_tokens": 2}, 2),
+        ({}, 7),
+        ({"peagle": {"num_speculative_tokens_trained": "many"}}, 7),
+        ({"speculators_config": {"proposal_methods": "greedy"}}, 7),
+    ],
+)
+def test_it_is_read_in_every_style(tmp_path: Path, keys: dict[str, object], k: int) -> None:
+    folder = head_config(tmp_path / "head", **keys)
+    assert with_depth(SpeculativeConfig(model=str(folder)), folder).num_drafts == k
+
+
+def test_what_is_given_stays(tmp_path: Path) -> None:
+    folder = head_config(tmp_path, speculative_tokens=2)
+    for config in (
+        SpeculativeConfig(model="head", num_speculative_tokens=5),
+        SpeculativeConfig(model="head", num_speculative_tokens_per_batch_size=((1, 8, 7),)),
+        SpeculativeConfig(model="head", synthetic_acceptance_rates=(0.5,) * 7),
+        SpeculativeConfig(method="ngram"),
+    ):
+        assert with_depth(config, folder) == config
+    assert SpeculativeConfig(method="ngram").num_drafts == 7
+
+
+def test_every_engine_drafts_so_many() -> None:
+    assert with_local_head(SpeculativeConfig(model=HEAD)).num_drafts == 6
+    llm = LLM(TARGET, speculative_config={"model": HEAD}, device="cpu")
+    assert llm.engine.num_speculative_tokens == 6
+    assert len(llm.generate("the")[0].stats.num_accepted_tokens_per_pos) == 6
+
+
+def test_it_is_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    command = ["serve", TARGET, "--draft", HEAD, "--show-config"]
+    for more, expected in (
+        ([], {"value": 6, "source": "default, of the head"}),
+        (["-k", "3"], {"value": 3, "source": "--num-speculative-tokens"}),
+    ):
+        assert run([*command, *more]) == 0
+        shown = json.loads(capsys.readouterr().out)["speculative"]["num_speculative_tokens"]
+        assert shown == expected
+
+
+def test_vllm_is_told_the_same() -> None:
+    from peagle.backends.vllm.command import VllmLaunch, speculative_json
+    from peagle.backends.vllm.heads import with_head
+
+    launch = with_head(VllmLaunch(TARGET, SpeculativeConfig(model=HEAD)))
+    found = speculative_json(launch)
+    assert found is not None
+    assert found["num_speculative_tokens"] == 6
+
+
+WHOLE = ("is a whole model (Qwen3ForCausalLM), not a draft head", "peagle train", "--method ngram")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["generate", "--prompt", "hi", "--target", TARGET, "--draft", TARGET],
+        ["serve", TARGET, "--draft", TARGET, "--port", "0"],
+        ["chat", "--target", TARGET, "--draft", TARGET],
+        ["eval", "--target", TARGET, "--draft", TARGET],
+        ["eval", "--target", TARGET, "--draft", HEAD, "--method", f"other={TARGET}"],
+        ["bench", "--target", TARGET, "--draft", TARGET],
+        ["tune", "--target", TARGET, "--draft", TARGET],
+        ["demo", "--target", TARGET, "--draft", TARGET],
+        ["doctor", "--target", TARGET, "--draft", TARGET],
+        ["convert", TARGET, "out", "--format", "vllm"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_whole_model_is_no_head(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peagle.models.target.TargetModel.load", None)  # nothing is loaded before
+    assert run(command) == 2
+    told = capsys.readouterr().err
+    assert all(part in told for part in (TARGET, *WHOLE)), told
+
+
+def test_no_head_is_taken_for_a_whole_model(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="whole model"):
+        LLM(TARGET, speculative_config={"model": str(BUNDLED_TARGET)}, device="cpu")
+    assert resolve_model(TARGET).samefile(TARGET)
+    for folder in (PAIR2.parent / "heads").iterdir():
+        if (folder / "config.json").is_file():
+            assert resolve_model(folder, role="draft").samefile(folder)
