@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from types import MappingProxyType
 from typing import Any
 
@@ -262,3 +263,59 @@ def test_a_schema_that_holds_itself_is_refused() -> None:
         deep = {"items": deep}
     with pytest.raises(UserError, match="json_schema cannot be written as JSON"):
         StructuredOutput.json_schema(deep)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"json": {"type": "object"}}, StructuredOutput.json_schema({"type": "object"})),
+        ({"json": '{"type": "object"}'}, StructuredOutput.json_schema({"type": "object"})),
+        ({"json_object": True, "regex": None}, StructuredOutput.json_object()),
+        (
+            {"json": {}, "disable_any_whitespace": True, "disable_fallback": True},
+            StructuredOutput.json_schema({}, compact=True),
+        ),
+        ({"regex": "[ab]+", "json_object": False}, StructuredOutput.regex("[ab]+")),
+        ({"regex": "a", "disable_any_whitespace": True}, StructuredOutput.regex("a")),
+        ({"grammar": 'root ::= "x"'}, StructuredOutput.ebnf('root ::= "x"')),
+    ],
+)
+def test_constraints_in_the_names_of_vllm(given: Any, expected: StructuredOutput) -> None:
+    assert StructuredOutput.from_vllm(given) == expected
+
+
+def test_a_choice_is_a_regular_expression_that_matches_the_texts_alone() -> None:
+    texts = ["a+b", "yes", "yes (no)", "zwei\nZeilen", "日本"]
+    structure = StructuredOutput.from_vllm({"choice": texts})
+    assert structure.kind == "regex"
+    for text in texts:
+        assert re.fullmatch(structure.source, text)
+    for text in ("aab", "ye", "yes (no) ", "", "yesa+b"):
+        assert not re.fullmatch(structure.source, text)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "^Expected exactly one of guided_json, guided_regex.*; found none[.]"),
+        ({"json": None}, "; found none[.]"),
+        ({"json": {}, "regex": "a"}, "; found guided_json, guided_regex[.]"),
+        ({"choice": "yes"}, "guided_choice is 'yes'; expected a list of texts"),
+        ({"choice": []}, "guided_choice is .*; expected a list of texts"),
+        ({"choice": ["a", ""]}, "expected a list of texts, none of them empty"),
+        ({"choice": ["a", 1]}, "expected a list of texts"),
+        ({"regex": 1}, "guided_regex is 1; expected text"),
+        ({"grammar": ""}, "guided_grammar is ''; expected text"),
+        ({"json": 5}, "guided_json is 5; expected a JSON schema"),
+        ({"json": "{"}, "not JSON"),
+        ({"json_object": 1}, "guided_json_object is 1; expected true or false"),
+        ({"json": {}, "disable_any_whitespace": "yes"}, "is 'yes'; expected true or false"),
+        ({"regx": "a"}, "guided_regx is unknown.*Did you mean 'guided_regex'"),
+        ({"json": {}, "whitespace_pattern": " "}, "guided_whitespace_pattern is not supported"),
+        ({"json": {}, "disable_additional_properties": True}, "into the schema"),
+        ({"structural_tag": "{}"}, "guided_structural_tag is not supported"),
+    ],
+)
+def test_what_cannot_be_read_in_the_names_of_vllm(given: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        StructuredOutput.from_vllm(given, "guided_")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 from peagle.errors import UserError
@@ -19,6 +20,12 @@ def require(condition: bool, name: str, value: object, expected: str, remedy: st
         raise UserError(
             f"{name} is {value!r}; expected {expected}.{' ' + remedy if remedy else ''}"
         )
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return " Did you mean 'X'?" with the known name closest to `name`, or "" if none is close."""
+    near = get_close_matches(name, known, 1, 0.7)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def is_int(value: object) -> bool:

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from peagle.config.checks import require
+from peagle.config.checks import did_you_mean, require
 from peagle.errors import UserError
 
 StructureKind = Literal["json", "json_schema", "regex", "ebnf"]
 KINDS: tuple[StructureKind, ...] = ("json", "json_schema", "regex", "ebnf")
+
+VLLM_CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
+_VLLM_SWITCHES = ("disable_any_whitespace", "disable_fallback")
+_VLLM_REFUSED = {
+    "whitespace_pattern": "the blanks in JSON follow one fixed rule. Leave it out, or set "
+    "disable_any_whitespace for JSON without blanks.",
+    "disable_additional_properties": 'write "additionalProperties": false into the schema.',
+    "structural_tag": "write a grammar of the whole output.",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +82,55 @@ class StructuredOutput:
     def ebnf(cls, grammar: str) -> StructuredOutput:
         """Text that a grammar in GBNF notation derives from its rule `root`."""
         return cls("ebnf", grammar)
+
+    @classmethod
+    def from_vllm(cls, given: Mapping[str, Any], prefix: str = "") -> StructuredOutput:
+        """Read a constraint in the names of vLLM's `StructuredOutputsParams`.
+
+        Args:
+            given: exactly one of "json" (a schema), "regex", "choice" (the texts that the output
+                may be), "grammar" and "json_object", and vLLM's switches. A name whose value is
+                None or False counts as left out.
+            prefix: what messages put before a name, as "guided_" or "structured_outputs.".
+
+        Raises:
+            UserError: no constraint or several are given, a value has the wrong type, or a name
+                is unknown or not supported.
+        """
+        given = {k: v for k, v in given.items() if v is not None and v is not False}
+        known = [prefix + name for name in (*VLLM_CONSTRAINTS, *_VLLM_SWITCHES)]
+        for name in given:
+            if name in _VLLM_REFUSED:
+                raise UserError(f"{prefix}{name} is not supported: {_VLLM_REFUSED[name]}")
+            if prefix + name not in known:
+                raise UserError(
+                    f"{prefix}{name} is unknown; expected one of {', '.join(known)}."
+                    + did_you_mean(prefix + name, known)
+                )
+        kinds = [name for name in VLLM_CONSTRAINTS if name in given]
+        if len(kinds) != 1:
+            one_of, found = (
+                ", ".join(prefix + kind for kind in group) for group in (VLLM_CONSTRAINTS, kinds)
+            )
+            raise UserError(f"Expected exactly one of {one_of}; found {found or 'none'}.")
+        for name in ("json_object", *_VLLM_SWITCHES):
+            require(given.get(name, True) is True, prefix + name, given.get(name), "true or false")
+        (kind,) = kinds
+        source = given[kind]
+        compact = "disable_any_whitespace" in given
+        if kind == "json_object":
+            return cls.json_object(compact=compact)
+        if kind == "json":
+            ok = isinstance(source, str | Mapping)
+            require(ok, prefix + kind, source, "a JSON schema, as an object or as JSON text")
+            return cls.json_schema(source, compact=compact)
+        if kind == "choice":
+            ok = isinstance(source, list | tuple) and len(source) > 0
+            ok = ok and all(isinstance(text, str) and text for text in source)
+            require(ok, prefix + kind, source, "a list of texts, none of them empty")
+            return cls.regex("|".join(map(re.escape, source)))
+        require(isinstance(source, str) and source != "", prefix + kind, source, "text")
+        return cls.regex(source) if kind == "regex" else cls.ebnf(source)
 
 
 def _schema(schema: object) -> str:
