@@ -8,6 +8,7 @@ from peagle.config.sampling import (
     MAX_SEED,
     MAX_STOP_STRINGS,
     SamplingParams,
+    StructuredOutputsParams,
 )
 from peagle.config.speculative import (
     MAX_SPECULATIVE_TOKENS,
@@ -33,6 +34,7 @@ __all__ = [
     "SamplingParams",
     "SpeculativeConfig",
     "StructuredOutput",
+    "StructuredOutputsParams",
     "require_folder",
     "speculative_keys",
     "token_ids",

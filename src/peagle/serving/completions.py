@@ -93,7 +93,7 @@ class _Completion:
         if not self._body.echo or output.prompt_logprobs is None:
             return completion_logprobs(own, text_of, len(prompt))
         first = output.prompt_token_ids[0]
-        return completion_logprobs([None, *output.prompt_logprobs, *own], text_of, 0, first)
+        return completion_logprobs([*output.prompt_logprobs, *own], text_of, 0, first)
 
     async def _prompt_text(self, prompt_index: int) -> str:
         given = self._body.prompt
