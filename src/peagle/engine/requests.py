@@ -232,6 +232,7 @@ class Requests:
                 None if params.prompt_logprobs is None else [None, *running.leader.prompt_logprobs]
             ),
             stop_reason=last if running.stop is None and is_asked else running.stop,
+            error=sequence.error,
         )
 
     def _word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:

@@ -66,7 +66,8 @@ def token_logprobs(
 ) -> list[TokenLogprobs]:
     """log softmax(logits) at a token of each row, and the most likely tokens of the row.
 
-    Waits for the device. Takes about three times the memory of the rows in float32.
+    Waits for the device. Takes about three times the memory of the rows in float32. A row that
+    holds NaN gets NaN everywhere.
 
     Args:
         logits_NV: the rows, in any floating type; computed in at least float32.
@@ -97,6 +98,7 @@ def _most_likely(values_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     if count == 0:
         nothing_N0 = values_NV[:, :0]
         return nothing_N0.long(), nothing_N0
+    values_NV = values_NV.nan_to_num(-torch.inf, neginf=-torch.inf)  # NaN equals nothing
     last_N1 = values_NV.topk(count, dim=-1).values[:, -1:]
     above_NV, ties_NV = values_NV > last_N1, values_NV == last_N1
     room_N1 = count - above_NV.sum(-1, keepdim=True)
