@@ -316,6 +316,10 @@ class LLMEngine:
     def _take(self, sequence: Sequence, report: RowReport) -> None:
         """The same for a step that ran as a graph, drafts included."""
         sequence.num_computed_tokens += 1
+        if report.new_token_ids[-1] < 0:
+            self._fail(sequence)
+            self._settle(sequence)
+            return
         self._emit(sequence, report.new_token_ids, report.num_drafted, report.num_accepted, [])
         if sequence.may_speculate:
             sequence.drafts = report.drafts
