@@ -212,7 +212,7 @@ BAD_SAMPLING: list[tuple[str, Any, str]] = [
     ),
     *(("seed", v, "a whole number from 0 to 2**63 - 1, or none") for v in (-1, 2**63, 1.0, "1")),
     ("stop_token_ids", 5, "a list of token ids"),
-    ("stop_token_ids", None, "a list of token ids"),
+    ("stop_token_ids", 5, "a list of token ids"),
 ]
 
 
