@@ -211,7 +211,7 @@ BAD_SAMPLING: list[tuple[str, Any, str]] = [
         for v in (0, -0.5, 1.01, math.nan, "1", None)
     ),
     *(("seed", v, "a whole number from 0 to 2**63 - 1, or none") for v in (-1, 2**63, 1.0, "1")),
-    ("stop_token_ids", 5, "a list of token ids"),
+    ("top_k", -2, "a whole number of at least 0 (0 keeps every token)"),
     ("stop_token_ids", 5, "a list of token ids"),
 ]
 
