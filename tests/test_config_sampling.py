@@ -265,10 +265,16 @@ def test_what_vllm_would_do_otherwise_is_refused(values: dict[str, Any], message
 
 @pytest.mark.parametrize("name", ["structured_outputs", "guided_decoding"])
 def test_structures_in_the_names_of_vllm(name: str) -> None:
-    for given in ({"regex": "a|b"}, {"choice": ["a", "b"]}, {"json": {"type": "object"}}):
+    cases: list[dict[str, Any]] = [
+        {"regex": "a|b"},
+        {"choice": ["a"]},
+        {"json": {"type": "object"}},
+    ]
+    for given in cases:
         expected = StructuredOutput.from_vllm(given)
         for wanted in (given, StructuredOutputsParams(**given)):
-            params = SamplingParams(**{name: wanted})
+            asked: dict[str, Any] = {name: wanted}
+            params = SamplingParams(**asked)
             assert params.structured_output == expected
             assert replace(params, seed=3).structured_output == expected
     with pytest.raises(UserError, match="Expected exactly one of"):

@@ -82,11 +82,11 @@ def test_why_an_output_ended(llm: LLM) -> None:
     (free,) = llm.generate("hello", plain)
     token = free.token_ids[3]
     end = free.token_ids.index(token)
-    (by_id,) = llm.generate("hello", SamplingParams(max_tokens=8, stop_token_ids=[token]))
+    (by_id,) = llm.generate("hello", SamplingParams(max_tokens=8, stop_token_ids=(token,)))
     assert (by_id.finish_reason, by_id.stop_reason) == ("stop", token)
     assert by_id.token_ids == free.token_ids[: end + 1]
     text = next(character for character in free.text if character.isascii())
-    (by_text,) = llm.generate("hello", SamplingParams(max_tokens=8, stop=["\0never", text]))
+    (by_text,) = llm.generate("hello", SamplingParams(max_tokens=8, stop=("\0never", text)))
     assert (by_text.finish_reason, by_text.stop_reason) == ("stop", text)
     assert (free.finish_reason, free.stop_reason) == ("length", None)
 

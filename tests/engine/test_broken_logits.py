@@ -67,8 +67,9 @@ def test_a_request_fails_where_nan_begins(make: Callable[[], LLM]) -> None:
     healthy = make()
     (whole,) = healthy.generate([GOOD[2]], WAYS["greedy"])
     llm = make()
-    compute, size = llm.target.compute_logits, len(GOOD[2])
-    llm.target.compute_logits = lambda hidden: compute(hidden) * (math.nan if late() else 1.0)
+    target: Any = llm.target
+    compute, size = target.compute_logits, len(GOOD[2])
+    target.compute_logits = lambda hidden: compute(hidden) * (math.nan if late() else 1.0)
 
     def late() -> bool:
         return any(len(s) >= size + 5 for s in llm.engine.scheduler.running)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
@@ -48,7 +49,8 @@ def test_bytes_of_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
     ids = tokenizer.encode(TEXT.replace(" ", "▁") if is_fallback else TEXT)
     found = [token_bytes(tokenizer, token_id) for token_id in ids]
     assert b"".join(found) == TEXT.encode() and len(found) > len(TEXT)
-    assert token_bytes(tokenizer, tokenizer.eos_token_id or 0) == str(tokenizer.eos_token).encode()
+    end: Any = tokenizer.eos_token_id
+    assert token_bytes(tokenizer, end) == str(tokenizer.eos_token).encode()
     assert token_bytes(tokenizer, 10**6) == b""
 
     given = completion_logprobs(

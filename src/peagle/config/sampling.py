@@ -141,15 +141,15 @@ class SamplingParams:
     num_speculative_tokens: int | None = None
     structured_outputs: InitVar[StructuredOutputsParams | Mapping[str, Any] | None] = None
     guided_decoding: InitVar[StructuredOutputsParams | Mapping[str, Any] | None] = None
-    best_of: InitVar[None] = None
-    include_stop_str_in_output: InitVar[bool] = False
-    detokenize: InitVar[bool] = True
-    skip_special_tokens: InitVar[bool] = True
-    spaces_between_special_tokens: InitVar[bool] = True
-    truncate_prompt_tokens: InitVar[None] = None
-    logits_processors: InitVar[None] = None
-    extra_args: InitVar[None] = None
-    flat_logprobs: InitVar[bool] = False
+    best_of: InitVar[Any] = None
+    include_stop_str_in_output: InitVar[Any] = False
+    detokenize: InitVar[Any] = True
+    skip_special_tokens: InitVar[Any] = True
+    spaces_between_special_tokens: InitVar[Any] = True
+    truncate_prompt_tokens: InitVar[Any] = None
+    logits_processors: InitVar[Any] = None
+    extra_args: InitVar[Any] = None
+    flat_logprobs: InitVar[Any] = False
 
     def __post_init__(self, structured_outputs: Any, guided_decoding: Any, *neutral: Any) -> None:
         for (name, (value, reason)), given in zip(_NEUTRAL.items(), neutral, strict=True):

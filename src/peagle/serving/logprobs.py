@@ -108,8 +108,9 @@ def prompt_logprobs(
 ) -> list[dict[str, Any] | None]:
     """As vLLM has them: of each prompt token an object by token id, None for the first."""
     return [
-        one
-        and {
+        None
+        if one is None
+        else {
             str(token_id): {
                 "logprob": _number(found.logprob),
                 "rank": found.rank,
