@@ -204,14 +204,13 @@ BAD_SAMPLING: list[tuple[str, Any, str]] = [
     ),
     *(
         ("top_k", v, "a whole number of at least 0 (0 keeps every token)")
-        for v in (-1, 2.0, "5", None)
+        for v in (-2, 2.0, "5", None)
     ),
     *(
         ("top_p", v, "a number above 0 and at most 1 (1 keeps every token)")
         for v in (0, -0.5, 1.01, math.nan, "1", None)
     ),
     *(("seed", v, "a whole number from 0 to 2**63 - 1, or none") for v in (-1, 2**63, 1.0, "1")),
-    ("top_k", -2, "a whole number of at least 0 (0 keeps every token)"),
     ("stop_token_ids", 5, "a list of token ids"),
 ]
 
