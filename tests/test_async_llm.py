@@ -103,7 +103,11 @@ def facts(output: RequestOutput) -> tuple[Any, ...]:
         output.stats,
         # The shape of the batch moves the last digits.
         [(one.token_id, one.rank, round(one.logprob, 9)) for one in output.logprobs or []],
-        [(one.token_id, one.rank, round(one.logprob, 9)) for one in output.prompt_logprobs or []],
+        [
+            (one.token_id, one.rank, round(one.logprob, 9))
+            for one in (output.prompt_logprobs or [])[1:]
+            if one
+        ],
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +19,7 @@ from peagle.config import (
     MAX_STOP_STRINGS,
     SamplingParams,
     StructuredOutput,
+    StructuredOutputsParams,
 )
 from peagle.errors import UserError
 
@@ -53,7 +55,8 @@ def test_counts(name: str, least: int, most: int | None, optional: bool) -> None
         rest["max_tokens"] = 10**6
     for value in (least, least + 1, 10**5 if most is None else most):
         assert getattr(SamplingParams(**rest, **{name: value}), name) == value
-    wrong: list[Any] = [least - 1, 1.0, "1", True, math.nan, [1], *([] if optional else [None])]
+    below = -2 if name == "top_k" else least - 1  # a top_k of -1 keeps all tokens, as in vLLM
+    wrong: list[Any] = [below, 1.0, "1", True, math.nan, [1], *([] if optional else [None])]
     wrong += [] if most is None else [most + 1]
     for value in wrong:
         with pytest.raises(UserError) as caught:
@@ -91,7 +94,7 @@ def test_token_ids(name: str) -> None:
     for given in ([3, 1], (3, 1), range(3, 1, -1)):
         assert getattr(SamplingParams(**{name: given}), name) == tuple(given)
     assert set(getattr(SamplingParams(**{name: {3, 1}}), name)) == {1, 3}
-    for wrong in (5, "12", [1, -1], [1.0], [True], ["1"], [[1]], None if "stop" in name else 1.5):
+    for wrong in (5, "12", [1, -1], [1.0], [True], ["1"], [[1]], 1.5):
         with pytest.raises(UserError, match=f"^{name} is "):
             SamplingParams(**{name: wrong})
 
@@ -196,6 +199,95 @@ def test_what_goes_with_a_grammar() -> None:
     )
     assert params.structured_output is JSON
     assert SamplingParams(min_tokens=8, max_tokens=8).min_tokens == 8
+
+
+# --- vLLM's names --------------------------------------------------------------------------------
+
+VLLM_DEFAULTS: dict[str, Any] = {
+    "n": 1,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "seed": None,
+    "stop": None,
+    "stop_token_ids": None,
+    "bad_words": None,
+    "include_stop_str_in_output": False,
+    "ignore_eos": False,
+    "min_tokens": 0,
+    "logprobs": None,
+    "prompt_logprobs": None,
+    "flat_logprobs": False,
+    "detokenize": True,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "truncate_prompt_tokens": None,
+    "structured_outputs": None,
+    "guided_decoding": None,
+    "logit_bias": None,
+    "allowed_token_ids": None,
+    "extra_args": None,
+    "best_of": None,
+    "logits_processors": None,
+}
+
+
+def test_the_neutral_arguments_of_vllm_change_nothing() -> None:
+    assert SamplingParams(**VLLM_DEFAULTS) == SamplingParams()
+    assert replace(SamplingParams(**VLLM_DEFAULTS), max_tokens=3) == SamplingParams(max_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"detokenize": False}, "detokenize is False; expected True or nothing: every output"),
+        ({"detokenize": 1}, "detokenize is 1; expected True or nothing"),
+        ({"include_stop_str_in_output": True}, "the text ends before the stop string"),
+        ({"skip_special_tokens": False}, "token_ids has them"),
+        ({"best_of": 3}, "best_of is 3; expected None or nothing"),
+        ({"logits_processors": [print]}, "logits_processors is [<built-in"),
+        ({"structured_outputs": {"regx": "a"}}, "structured_outputs.regx is unknown"),
+        ({"structured_outputs": "a+"}, "structured_outputs is 'a+'; expected StructuredOutputs"),
+        (
+            {"guided_decoding": {"regex": "a"}, "structured_output": JSON},
+            "guided_decoding was given beside another constraint",
+        ),
+    ],
+)
+def test_what_vllm_would_do_otherwise_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        SamplingParams(**values)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["structured_outputs", "guided_decoding"])
+def test_structures_in_the_names_of_vllm(name: str) -> None:
+    cases: list[dict[str, Any]] = [
+        {"regex": "a|b"},
+        {"choice": ["a"]},
+        {"json": {"type": "object"}},
+    ]
+    for given in cases:
+        expected = StructuredOutput.from_vllm(given)
+        for wanted in (given, StructuredOutputsParams(**given)):
+            asked: dict[str, Any] = {name: wanted}
+            params = SamplingParams(**asked)
+            assert params.structured_output == expected
+            assert replace(params, seed=3).structured_output == expected
+    with pytest.raises(UserError, match="Expected exactly one of"):
+        StructuredOutputsParams(regex="a", choice=["b"])
+
+
+def test_an_assigned_value_is_checked_with_the_next_copy() -> None:
+    params = SamplingParams()
+    params.max_tokens, params.stop = 7, "x"  # type: ignore[assignment]
+    assert replace(params) == SamplingParams(max_tokens=7, stop=("x",))
+    params.top_p = 3.0
+    with pytest.raises(UserError, match=r"top_p is 3\.0"):
+        replace(params)
 
 
 # --- structured output ---------------------------------------------------------------------------

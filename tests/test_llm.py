@@ -204,7 +204,7 @@ BAD_SAMPLING: list[tuple[str, Any, str]] = [
     ),
     *(
         ("top_k", v, "a whole number of at least 0 (0 keeps every token)")
-        for v in (-1, 2.0, "5", None)
+        for v in (-2, 2.0, "5", None)
     ),
     *(
         ("top_p", v, "a number above 0 and at most 1 (1 keeps every token)")
@@ -212,7 +212,6 @@ BAD_SAMPLING: list[tuple[str, Any, str]] = [
     ),
     *(("seed", v, "a whole number from 0 to 2**63 - 1, or none") for v in (-1, 2**63, 1.0, "1")),
     ("stop_token_ids", 5, "a list of token ids"),
-    ("stop_token_ids", None, "a list of token ids"),
 ]
 
 

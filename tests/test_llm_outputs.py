@@ -49,8 +49,12 @@ def plain(target_folder: Path) -> LLM:
     return make_llm(target_folder)
 
 
+def every(outputs: list[RequestOutput]) -> list[RequestOutput]:
+    return [one for output in outputs for one in output.outputs]
+
+
 def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
-    return [output.token_ids for output in outputs]
+    return [output.token_ids for output in every(outputs)]
 
 
 # ---- n outputs ------------------------------------------------------------------------------
@@ -59,14 +63,17 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
 def test_n_outputs_of_a_prompt(llm: LLM) -> None:
     (single,) = llm.generate([PROMPT], SAMPLED)
     params = [replace(SAMPLED, n=4), SAMPLED, replace(SAMPLED, n=2)]
-    outputs = llm.generate([PROMPT, [3], PROMPT], params)
+    found = llm.generate([PROMPT, [3], PROMPT], params)
+    assert [len(output.outputs) for output in found] == [4, 1, 2]
+    assert [output.outputs[0] is output for output in found] == [True] * 3
+    outputs = every(found)
     assert [output.index for output in outputs] == [0, 1, 2, 3, 0, 0, 1]
     assert [len(output.prompt_token_ids) for output in outputs] == [40] * 4 + [1] + [40] * 2
-    found = tokens_of(outputs)
-    assert len(set(map(tuple, found[:4]))) == 4, "a seed of its own each"
-    assert found[0] == single.token_ids == found[5], "output 0 is that of n = 1"
-    assert found[1] == found[6], "output 1 does not depend on how many there are"
-    assert tokens_of(llm.generate([PROMPT], params[0])) == found[:4], "and again"
+    tokens = tokens_of(found)
+    assert len(set(map(tuple, tokens[:4]))) == 4, "a seed of its own each"
+    assert tokens[0] == single.token_ids == tokens[5], "output 0 is that of n = 1"
+    assert tokens[1] == tokens[6], "output 1 does not depend on how many there are"
+    assert tokens_of(llm.generate([PROMPT], params[0])) == tokens[:4], "and again"
     assert_idle(llm)
 
 
@@ -78,7 +85,7 @@ def test_n_outputs_without_seed_differ(llm: LLM) -> None:
 def test_the_prompt_of_n_outputs_is_computed_once(llm: LLM) -> None:
     outputs = llm.generate([PROMPT], replace(SAMPLED, n=4))
     # All but the tokens after the last full block.
-    assert [output.num_cached_tokens for output in outputs] == [0, 32, 32, 32]
+    assert [output.num_cached_tokens for output in every(outputs)] == [0, 32, 32, 32]
     stats = llm.stats
     assert (stats.num_prompt_tokens, stats.num_cached_tokens) == (160, 96)
 
@@ -88,9 +95,11 @@ def test_greedy_outputs_would_all_be_the_same() -> None:
         replace(GREEDY, n=2)
 
 
-def test_a_conversation_has_one_answer(plain: LLM) -> None:
-    with pytest.raises(UserError, match=r"n is 3; a conversation has one answer\. Leave n out"):
-        plain.chat([ChatMessage("user", "hi")], replace(SAMPLED, n=3), chat_template="{{ 1 }}")
+def test_n_answers_to_a_conversation(plain: LLM) -> None:
+    messages = [ChatMessage("user", "hi")]
+    (turn,) = plain.chat(messages, replace(SAMPLED, n=3), chat_template="{{ 'hi' }}")
+    assert [one.index for one in turn.outputs] == [0, 1, 2]
+    assert tokens_of([turn.output]) == tokens_of(plain.generate(["hi"], replace(SAMPLED, n=3)))
 
 
 def test_a_request_that_cannot_be_queued_whole_is_not_queued_at_all(
@@ -109,7 +118,7 @@ def test_a_request_that_cannot_be_queued_whole_is_not_queued_at_all(
     assert not llm.requests.has_unfinished
     assert_idle(llm)
     monkeypatch.undo()
-    assert len(llm.generate([PROMPT], replace(SAMPLED, n=4))) == 4
+    assert len(every(llm.generate([PROMPT], replace(SAMPLED, n=4)))) == 4
 
 
 def test_measuring_n_outputs(llm: LLM) -> None:
@@ -180,9 +189,11 @@ def test_logprobs_are_the_targets(llm: LLM, target_folder: Path) -> None:
     for output in (chunk.output for chunk in chunks if chunk.output is not None):
         assert output.logprobs is not None and output.prompt_logprobs is not None
         assert [one.token_id for one in output.logprobs] == output.token_ids
-        assert [one.token_id for one in output.prompt_logprobs] == PROMPT[1:]
+        first, *of_prompt = output.prompt_logprobs
+        given = [one for one in of_prompt if one is not None]
+        assert first is None and [one.token_id for one in given] == PROMPT[1:]
         expected_TV = reference_logprobs(target_folder, PROMPT + output.token_ids)
-        assert_logprobs(output.prompt_logprobs, expected_TV[: len(PROMPT) - 1], 2)
+        assert_logprobs(given, expected_TV[: len(PROMPT) - 1], 2)
         assert_logprobs(output.logprobs, expected_TV[len(PROMPT) - 1 :], 3)
         mine = [chunk for chunk in chunks if chunk.output_index == output.index]
         assert [one for chunk in mine for one in chunk.logprobs] == output.logprobs
@@ -312,7 +323,7 @@ def test_default_params_are_those_of_the_model(
     [
         ({"top_p": 1.5}, "top_p is 1.5; expected a number above 0 and at most 1"),
         ({"temperature": "hot"}, "temperature is 'hot'; expected a number of at least 0"),
-        ({"top_k": -1}, "top_k is -1; expected a whole number of at least 0"),
+        ({"top_k": -2}, "top_k is -2; expected a whole number of at least 0"),
     ],
 )
 def test_wrong_defaults_name_their_file(

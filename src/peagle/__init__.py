@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from peagle.async_llm import AsyncLLM
-    from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig, StructuredOutput
+    from peagle.config import (
+        EngineConfig,
+        SamplingParams,
+        SpeculativeConfig,
+        StructuredOutput,
+        StructuredOutputsParams,
+    )
     from peagle.llm import LLM
 
 __version__ = "0.1.0"
@@ -18,6 +24,7 @@ __all__ = [
     "SamplingParams",
     "SpeculativeConfig",
     "StructuredOutput",
+    "StructuredOutputsParams",
     "__version__",
 ]
 
@@ -32,7 +39,7 @@ def __getattr__(name: str) -> object:
         from peagle.async_llm import AsyncLLM
 
         return AsyncLLM
-    if name in ("EngineConfig", "SamplingParams", "SpeculativeConfig", "StructuredOutput"):
+    if name in __all__:
         from peagle import config
 
         return getattr(config, name)

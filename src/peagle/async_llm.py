@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -102,7 +102,7 @@ class AsyncLLM:
         cancels the request; where the iterator is kept in a variable, close it with `aclose`.
 
         Args:
-            prompt: text or token ids.
+            prompt: text, token ids, or a mapping of `prompt` or `prompt_token_ids`.
             params: how it is sampled; None takes `LLM.default_params`.
             priority: lower goes first.
 
@@ -113,6 +113,7 @@ class AsyncLLM:
         params = self.llm.default_params() if params is None else params
         if not isinstance(params, SamplingParams):
             raise UserError(f"The sampling params are {params!r}; expected SamplingParams.")
+        params = replace(params)  # checked as it stands now, and safe from what its owner assigns
         num_left = params.n
         client = _Client(asyncio.get_running_loop(), num_left)
         index = self._register(client)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from itertools import count
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from peagle.bundled import BUNDLED
 from peagle.chat import (
@@ -19,16 +20,42 @@ from peagle.chat import (
     with_answer,
 )
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
+from peagle.config.checks import did_you_mean, require, require_neutral
 from peagle.engine import EngineStats, LLMEngine
 from peagle.engine.outputs import RequestOutput, StreamChunk
 from peagle.engine.placement import resolve_device, resolve_dtype
 from peagle.engine.requests import Prompt, Requests
 from peagle.engine.threads import choose_threads
 from peagle.errors import CheckpointError, UserError
+from peagle.kernels.logprobs import TokenLogprobs
 from peagle.models.loading import resolve_model, with_local_head
 from peagle.models.target import TargetModel, load_tokenizer
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 ENGINES = ("peagle", "vllm")
+_ONE_PROCESS = "one process runs the whole model."
+# Arguments of vLLM's LLM that are taken with these values only, and why.
+_NEUTRAL_OPTIONS: dict[str, tuple[object, str]] = {
+    "tensor_parallel_size": (1, _ONE_PROCESS),
+    "pipeline_parallel_size": (1, _ONE_PROCESS),
+    "data_parallel_size": (1, _ONE_PROCESS),
+    "trust_remote_code": (False, "code of a model folder is never run."),
+    "tokenizer_mode": ("auto", "the tokenizer is that of the model's folder."),
+    "skip_tokenizer_init": (False, "the tokenizer is always loaded."),
+    "quantization": (None, "weights are used as they are stored."),
+    "load_format": ("auto", "weights are read from safetensors files."),
+    "config_format": ("auto", "the model's folder is in Hugging Face format."),
+    "kv_cache_dtype": ("auto", "the KV cache has the type of the weights."),
+    "cpu_offload_gb": (0, "all weights are on one device."),
+    "enable_chunked_prefill": (True, "long prompts always run in chunks."),
+    "enable_lora": (False, "there are no adapters."),
+    "hf_overrides": (None, "change config.json itself."),
+    "limit_mm_per_prompt": (None, "prompts are text."),
+}
+# Arguments of vLLM's LLM that change no output: how it logs, and how it exchanges between GPUs.
+_WITHOUT_EFFECT = {"disable_log_stats", "disable_custom_all_reduce", "swap_space"}
 
 
 def named_target(target: str | Path | None, model: str | Path | None) -> str | Path | None:
@@ -56,13 +83,18 @@ class ChatOutput:
         answer: what the model said, without its reasoning.
         reasoning: what stood between the thinking markers, "" if it did not think.
         messages: the conversation with the answer as its last message: the next turn goes on here.
-        output: the request as `generate` gives it.
+        output: the request as `generate` gives it; its attributes are attributes of the answer too.
     """
 
     answer: str
     reasoning: str
     messages: list[dict[str, Any]]
     output: RequestOutput
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # while it is copied it has no output yet
+            raise AttributeError(name)
+        return getattr(self.output, name)
 
 
 class LLM:
@@ -77,7 +109,8 @@ class LLM:
         model: a target already loaded, in place of `target`; or what `target` takes, under the name
             that other engines have for it.
         engine: "peagle", or "vllm", with the arguments of `peagle.vllm_llm.VllmLLM`.
-        **engine_options: fields of EngineConfig.
+        **engine_options: fields of EngineConfig, None for the default; and arguments of vLLM's LLM,
+            where they ask for what happens here anyway (`tensor_parallel_size=1`).
 
     Raises:
         UserError: a folder, a hub id, a head or an option is not usable.
@@ -103,12 +136,7 @@ class LLM:
         engine: str = "peagle",
         **engine_options: Any,
     ) -> None:
-        known = {field.name for field in fields(EngineConfig)}
-        if unknown := sorted(set(engine_options) - known):
-            raise UserError(
-                f"Unknown engine option {unknown[0]!r}; known options: {', '.join(sorted(known))}."
-            )
-        config = EngineConfig(**engine_options)
+        config = _engine_config(engine_options, model if target is None else target)
         if isinstance(model, (str, Path)):
             target, model = named_target(target, model), None
         elif not isinstance(model, (TargetModel, NoneType)):
@@ -139,33 +167,70 @@ class LLM:
         self.tokenizer = load_tokenizer(model.name)
         self.engine = LLMEngine(model, config, speculative)
         self.requests = Requests(self.engine, self.tokenizer)
+        self._request_ids = count()
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        priority: int | Sequence[int] = 0,
+        priority: int | Sequence[int] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = False,
+        lora_request: None = None,
     ) -> list[RequestOutput]:
         """Complete prompts, batched together.
 
         Args:
-            prompts: text, token ids, or a list of either.
+            prompts: text, token ids, a mapping of `prompt` or `prompt_token_ids`, or a list of
+                these.
             params: for all of them, or one each; None takes `default_params`.
             priority: for all of them, or one each; lower goes first.
+            sampling_params: `params` under vLLM's name.
+            use_tqdm: show a progress bar of the prompts; a function makes it, in place of tqdm.
+            lora_request: None.
 
         Returns:
-            the outputs in the order of the prompts, `params.n` of each.
+            an output a prompt, in order: the first of its `params.n`, which its `outputs` list.
 
         Raises:
             UserError: a prompt is empty or too long, or parameters ask for what is not there;
                 nothing is generated then.
         """
-        outputs: dict[tuple[int, int], RequestOutput] = {}
-        for chunk in self.stream(prompts, params, priority=priority):
-            if chunk.output is not None:
-                outputs[chunk.index, chunk.output_index] = chunk.output
-        return [outputs[key] for key in sorted(outputs)]
+        require_neutral("lora_request", lora_request, None, "there are no adapters.")
+        params = _given_once("params", params, "sampling_params", sampling_params)
+        listed = self._as_list(prompts)
+        found: list[list[RequestOutput]] = [[] for _ in listed]
+        with _progress(use_tqdm, len(listed)) as advance:
+            for chunk in self.stream(listed, params, priority=priority or 0):
+                if chunk.output is not None:
+                    found[chunk.index].append(chunk.output)
+                    advance(chunk.output_index == 0)
+        return [self._of_prompt(*both) for both in zip(listed, found, strict=True)]
+
+    def _of_prompt(self, prompt: Prompt, outputs: list[RequestOutput]) -> RequestOutput:
+        """The outputs of a prompt as one, with what only the caller's prompt tells."""
+        given = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        text, request_id = given if isinstance(given, str) else None, str(next(self._request_ids))
+        first, *others = (
+            replace(
+                output,
+                prompt=text,
+                request_id=request_id,
+                logprobs=self._with_texts(output.logprobs),
+                prompt_logprobs=self._with_texts(output.prompt_logprobs),
+            )
+            for output in sorted(outputs, key=lambda output: output.index)
+        )
+        return replace(first, others=tuple(others))
+
+    def _with_texts(self, given: Sequence[TokenLogprobs | None] | None) -> Any:
+        """Log-probabilities with the texts of their tokens."""
+        decode = self.tokenizer.decode
+        return given and [
+            one and replace(one, texts={token_id: decode([token_id]) for token_id in one})
+            for one in given
+        ]
 
     def stream(
         self,
@@ -181,7 +246,10 @@ class LLM:
         prompts = self._as_list(prompts)
         if params is None:
             params = self.default_params()
-        every = each(params, SamplingParams, "sampling params", len(prompts))
+        # A copy each: checked as they stand now, and safe from what their owner assigns.
+        every = [
+            replace(one) for one in each(params, SamplingParams, "sampling params", len(prompts))
+        ]
         priorities = each(priority, int, "priorities", len(prompts))
         requests = self.requests
         if requests.has_unfinished:
@@ -212,6 +280,14 @@ class LLM:
             path = Path(self.target.name, "generation_config.json")
             raise CheckpointError(f"{path}: {error} Mend the file, or give params.") from None
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """`default_params` under vLLM's name."""
+        return self.default_params()
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of the target."""
+        return self.tokenizer
+
     @property
     def stats(self) -> EngineStats:
         """How the engine stands, and what it did so far."""
@@ -219,8 +295,15 @@ class LLM:
 
     def chat(
         self,
-        conversations: Sequence[Message] | Sequence[Sequence[Message]],
+        conversations: Sequence[Message] | Sequence[Sequence[Message]] | None = None,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = False,
+        lora_request: None = None,
+        *,
+        messages: Sequence[Message] | Sequence[Sequence[Message]] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        chat_template_content_format: str = "auto",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_options: Any,
     ) -> list[ChatOutput]:
         """Answer conversations, batched together.
@@ -229,37 +312,50 @@ class LLM:
             conversations: one list of messages, or several; a message is a `ChatMessage` or a
                 mapping with role and content.
             params: for all of them, or one each.
+            use_tqdm, lora_request: as in `generate`.
+            messages, sampling_params: `conversations` and `params` under vLLM's names.
+            chat_template_content_format: "auto", "string" or "openai"; the text parts of a message
+                reach the template as one text with each of them.
+            chat_template_kwargs: `template_kwargs` under vLLM's name.
             **template_options: `chat_template`, `thinking`, `continue_final_message`,
                 `template_kwargs`, `tools`, ... as `peagle.chat.render_chat` has them.
 
         Returns:
-            one answer a conversation, in order.
+            one answer a conversation, in order: the first one where `params.n` is above 1.
 
         Raises:
             UserError: a conversation, the template or an option of it is not usable; nothing is
                 generated then.
         """
-        if conversations and isinstance(conversations[0], ChatMessage | Mapping):
-            conversations = [conversations]  # type: ignore[list-item]
-        chats: Sequence[Sequence[Message]] = conversations  # type: ignore[assignment]
-        every = [params] if isinstance(params, SamplingParams) else params or ()
-        if most := max((one.n for one in every if isinstance(one, SamplingParams)), default=1) - 1:
-            raise UserError(f"n is {most + 1}; a conversation has one answer. Leave n out.")
-        prompts = []
-        for index, messages in enumerate(chats):
+        chats: Any = _given_once("conversations", conversations, "messages", messages)
+        kwargs = template_options.get("template_kwargs")
+        kwargs = _given_once(
+            "template_kwargs", kwargs, "chat_template_kwargs", chat_template_kwargs
+        )
+        template_options["template_kwargs"] = kwargs
+        formats = ("auto", "string", "openai")
+        given, expected = chat_template_content_format, "one of " + ", ".join(formats)
+        require(given in formats, "chat_template_content_format", given, expected)
+        if chats is None:
+            raise UserError("No conversation was given; expected a list of messages.")
+        if chats and isinstance(chats[0], ChatMessage | Mapping):
+            chats = [chats]
+        prompts: list[Prompt] = []
+        for index, chat in enumerate(chats):
             with _at(f"Conversation {index + 1} of {len(chats)}"):
-                prompts.append(render_chat(self.tokenizer, messages, **template_options))
-        return [
-            self._chat_output(messages, prompt, output)
-            for messages, prompt, output in zip(
-                chats, prompts, self.generate(prompts, params), strict=True
-            )
-        ]
+                ids = render_chat(self.tokenizer, chat, **template_options)
+                prompts.append({"prompt_token_ids": ids, "prompt": self.tokenizer.decode(ids)})
+        outputs = self.generate(
+            prompts,
+            params,
+            sampling_params=sampling_params,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+        )
+        return [self._chat_output(*both) for both in zip(chats, outputs, strict=True)]
 
-    def _chat_output(
-        self, messages: Sequence[Message], prompt: list[int], output: RequestOutput
-    ) -> ChatOutput:
-        opened = opens_thinking(self.tokenizer, prompt)
+    def _chat_output(self, messages: Sequence[Message], output: RequestOutput) -> ChatOutput:
+        opened = opens_thinking(self.tokenizer, output.prompt_token_ids)
         reasoning, answer = split_thinking(output.text, opened=opened)
         return ChatOutput(
             answer, reasoning, with_answer(messages, output.text, opened=opened), output
@@ -267,12 +363,54 @@ class LLM:
 
     @staticmethod
     def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-        if isinstance(prompts, str):
+        if isinstance(prompts, str | Mapping):
             return [prompts]
         if not isinstance(prompts, Iterable):
             raise UserError(f"The prompts are {prompts!r}; expected text, token ids, or a list.")
         items: list[Any] = list(prompts)
         return [items] if items and isinstance(items[0], int) else items
+
+
+def _engine_config(options: Mapping[str, Any], model: object) -> EngineConfig:
+    """The engine's configuration, from its own options and those of vLLM's that are neutral."""
+    known = [field.name for field in fields(EngineConfig)]
+    own: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in known:
+            own |= {} if value is None else {name: value}
+        elif name == "tokenizer":
+            if value is not None and str(value) != str(model):
+                raise UserError(
+                    f"tokenizer is {value!r}; expected that of the model's folder. Leave it out."
+                )
+        elif name in _NEUTRAL_OPTIONS:
+            require_neutral(name, value, *_NEUTRAL_OPTIONS[name])
+        elif name not in _WITHOUT_EFFECT:
+            raise UserError(
+                f"Unknown engine option {name!r}; known options: {', '.join(sorted(known))}."
+                + did_you_mean(name, known)
+            )
+    return EngineConfig(**own)
+
+
+def _given_once(name: str, value: Any, other: str, other_value: Any) -> Any:
+    """An argument that has two names, under whichever of them it was given."""
+    if value is not None and other_value is not None:
+        raise UserError(f"{name} and {other} were both given; leave one of the two out.")
+    return other_value if value is None else value
+
+
+@contextmanager
+def _progress(use_tqdm: bool | Callable[..., Any], total: int) -> Iterator[Callable[[int], Any]]:
+    """A progress bar, where one is wanted; gives the function that moves it on."""
+    if not use_tqdm:
+        yield lambda _: None
+        return
+    from tqdm.auto import tqdm
+
+    make = use_tqdm if callable(use_tqdm) else tqdm
+    with make(total=total, desc="Processed prompts") as bar:
+        yield bar.update
 
 
 def each(values: Any, kind: type, what: str, count: int) -> list[Any]:

@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from peagle.bundled import BUNDLED
 from peagle.config import RUNTIME_KEYS, EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine import EngineStats, SpeculationStats
 from peagle.engine.outputs import RequestOutput, StreamChunk
-from peagle.engine.requests import Prompt
+from peagle.engine.requests import Prompt, encode_prompt
 from peagle.errors import CheckpointError, UserError
 from peagle.kernels.logprobs import TokenLogprobs
 from peagle.llm import LLM, each, named_target
@@ -88,6 +89,7 @@ class VllmLLM(LLM):
         self.vllm = VllmOffline(launch, find_vllm(vllm_python), arguments=vllm_options)
         self._counts = _Counts()
         self._is_running = False
+        self._request_ids = count()
 
     def stream(
         self,
@@ -107,7 +109,7 @@ class VllmLLM(LLM):
                 "This LLM is generating already; finish or close the other stream first, or make "
                 "another LLM."
             )
-        ids = [self._encode(prompt) for prompt in listed]
+        ids = [encode_prompt(self.tokenizer, prompt) for prompt in listed]
         growing: dict[tuple[int, int], _Growing] = {}
         start, self._is_running = time.perf_counter(), True
         try:
@@ -118,14 +120,6 @@ class VllmLLM(LLM):
                 yield growing[key].add(chunk, self._counts)
         finally:
             self._is_running = False
-
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
-        try:
-            return list(prompt)
-        except TypeError:
-            raise UserError(f"A prompt is {prompt!r}; expected text or token ids.") from None
 
     @property
     def _k(self) -> int:
@@ -252,7 +246,9 @@ class _Growing:
             time_to_first_token_s=self.first_token_s or 0.0,
             num_cached_tokens=chunk.num_cached_tokens,
             logprobs=None if self.params.logprobs is None else self.logprobs,
-            prompt_logprobs=(None if self.params.prompt_logprobs is None else self.prompt_logprobs),
+            prompt_logprobs=(
+                None if self.params.prompt_logprobs is None else [None, *self.prompt_logprobs]
+            ),
         )
 
 

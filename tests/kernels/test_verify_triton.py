@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from peagle.kernels.step_state import StepLimits, StepOutput, StepState
+from peagle.kernels.step_state import NO_TOKEN, Finish, StepLimits, StepOutput, StepState
 from tests.kernels.verify_cases import DEVICES, Case, check, expected, make_case, run, verify_triton
 
 # The interpreter computes as numpy does: integers of one element warn when they wrap around.
@@ -54,6 +54,28 @@ def test_probabilistic_drafts(vocab_size: int, draft_vocab: int, cuts: bool, dev
     for seed in range(2):
         case = make_case(6, 3, vocab_size, seed=seed, draft_vocab=draft_vocab, cuts=cuts, scale=2.0)
         assert check(case, device) == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_of_nan_ends_its_sequence_alone(greedy: bool, value: float, device: str) -> None:
+    case = make_case(6, 3, 997, seed=2, greedy=greedy, cuts=not greedy)
+    case.state.finish_B.zero_()
+    case.active_B.fill_(True)
+    clean, clean_state = run(case, device)
+    broken = 4
+    rows = slice(*case.batch.query_start_loc[broken : broken + 2].tolist())
+    case.logits_RV[rows] = value
+    out, state = run(case, device)
+    accepted = int(out.num_accepted_B[broken])
+    assert int(out.emitted_BJ[broken, accepted]) == NO_TOKEN
+    assert int(out.next_tokens_B[broken]) == int(state.last_tokens_B[broken]) == 0
+    assert int(state.finish_B[broken]) == Finish.LENGTH and not int(state.num_drafts_B[broken])
+    others = [b for b in range(6) if b != broken]
+    for found, wanted in ((out, clean), (state, clean_state)):
+        for one in fields(found):
+            assert torch.equal(getattr(found, one.name)[others], getattr(wanted, one.name)[others])
 
 
 @pytest.mark.parametrize("device", DEVICES)

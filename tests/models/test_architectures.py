@@ -7,6 +7,7 @@ eager attention, in float64 throughout. Controls show that the comparison would 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from transformers import AutoModelForCausalLM, Mxfp4Config
 from peagle import LLM, SamplingParams
 from peagle.attention import Prepared, TorchAttention
 from peagle.attention.torch_backend import DenseCausalAttention
+from peagle.errors import CheckpointError
 from peagle.models.architectures import SUPPORTED_MODEL_TYPES
 from peagle.models.checkpoint import save_drafter
 from peagle.models.fingerprint import TargetFingerprint
@@ -175,6 +177,21 @@ def test_every_supported_model_type_is_probed() -> None:
 
 
 @pytest.mark.usefixtures("exactly")
+def test_shared_keys_without_inputs_per_layer_are_refused() -> None:
+    """transformers itself fails on more than one token of such a model."""
+    options = {**GEMMA4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 0}
+    with pytest.raises(CheckpointError, match="num_kv_shared_layers 2 and hidden_size_per_layer"):
+        TargetModel(make_model("gemma4_text", **options))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_target_that_gives_nan_is_told_so(value: float) -> None:
+    model = make_model("mistral", **LOCAL)
+    model.get_output_embeddings().weight.data[5] = value  # type: ignore[union-attr]
+    with pytest.raises(CheckpointError, match="gives NaN or infinite logits for a single token"):
+        TargetModel(model)
+
+
 def test_prefill_and_verify_equal_transformers(probe: Probe) -> None:
     target = probe.target()
     assert tuple(target.kv_shapes()) == probe.architecture.kv_shapes

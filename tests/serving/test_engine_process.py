@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig, StructuredOutput
-from peagle.engine.outputs import RequestOutput
+from peagle.engine.outputs import RequestOutput, StreamChunk
 from peagle.llm import LLM
 from peagle.serving.engine_process import EngineWorker
+from peagle.serving.errors import ApiError
+from peagle.serving.generation import Caller, Generation, Job
 from peagle.serving.messages import Add, Cancel, EngineSpec, Refused, Stepped, Stop
+from peagle.serving.metrics import Metrics
 
 SPECULATIVE = SpeculativeConfig(model=str(BUNDLED_PEAGLE), num_speculative_tokens=3)
 JSON = SamplingParams(max_tokens=30, structured_output=StructuredOutput.json_object())
@@ -138,3 +144,39 @@ def test_grammars_are_compiled_aside(front: Front) -> None:
     front.add(1, JSON)
     front.until(lambda: 1 in front.outputs)
     assert front.outputs[1].text.lstrip().startswith("{")
+
+
+def test_a_request_with_nan_is_an_error_of_its_own(front: Front) -> None:
+    """Its client is told with status 500; the request beside it goes on."""
+    broken = 2000
+
+    def breaks(_: Any, args: Any, embedded: Any) -> Any:
+        return embedded.masked_fill((args[0] == broken).unsqueeze(-1), math.nan)
+
+    embedding: Any = front.llm.target.model.get_input_embeddings()
+    hook = embedding.register_forward_hook(breaks)
+    try:
+        params = SamplingParams(max_tokens=8, logprobs=1, prompt_logprobs=1, ignore_eos=True)
+        front.send(Add(1, [broken, 7, 8], params, "peagle"))
+        front.add(2, params)
+        front.until(lambda: {1, 2} <= set(front.outputs))
+    finally:
+        hook.remove()
+    assert front.outputs[1].finish_reason == "error"
+    assert front.outputs[2].finish_reason == "length" and front.outputs[2].error is None
+
+    class Pool:
+        def choose(self, _: int) -> Any:
+            return SimpleNamespace(number=0)
+
+        async def stream(self, *_: Any, **__: Any) -> Any:
+            yield StreamChunk(0, "", [], 0, 0, front.outputs[1])
+
+    job = Job([[broken]], params, "peagle")
+    pool: Any = Pool()
+    tracer: Any = SimpleNamespace(request=lambda *_: None)
+    caller = Caller("id", "/v1/completions")
+    generation = Generation(pool, Metrics("model"), tracer, "model", job, caller)
+    with pytest.raises(ApiError, match="logits are NaN or infinite after 3 tokens") as caught:
+        asyncio.run(generation.finish())
+    assert (caught.value.status, caught.value.code) == (500, "logits_not_finite")

@@ -46,7 +46,7 @@ def greedy(**options: Any) -> dict[str, Any]:
 
 def texts(offline: LLM, prompts: list[str], **params: Any) -> list[str]:
     outputs = offline.generate(prompts, SamplingParams(**{"max_tokens": 40, **params}))
-    return [output.text for output in outputs]
+    return [one.text for output in outputs for one in output.outputs]
 
 
 def test_models(client: openai.OpenAI) -> None:
@@ -174,6 +174,49 @@ def test_scoring_a_prompt_alone(client: openai.OpenAI) -> None:
     assert answer.choices[0].text == PROMPT and given and given.tokens
     assert "".join(given.tokens) == PROMPT
     assert answer.usage and answer.usage.completion_tokens == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_alone_ends_the_same_way_in_a_stream(client: openai.OpenAI, stream: bool) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True} if stream else None
+    answer: Any = client.completions.create(
+        prompt=PROMPT, echo=True, stream=stream, stream_options=options, **greedy(max_tokens=0)
+    )
+    events = list(answer) if stream else [answer]
+    choices = [choice for event in events for choice in event.choices]
+    assert "".join(choice.text for choice in choices) == PROMPT
+    assert choices[-1].finish_reason == "length"
+    assert {event.usage.completion_tokens for event in events} == {0}
+
+
+def test_prompt_logprobs(client: openai.OpenAI, offline: LLM) -> None:
+    """As vLLM has them: in each choice of a completion, beside the choices of a chat."""
+    extra = {"prompt_logprobs": 2}
+    answer: Any = client.completions.create(prompt=PROMPT, extra_body=extra, **greedy(max_tokens=2))
+    messages: Any = [{"role": "user", "content": "def f("}]
+    chat: Any = client.chat.completions.create(
+        messages=messages, extra_body=extra, **greedy(max_tokens=2)
+    )
+    prompts = [PROMPT, "# user: def f(\n# assistant:"]
+    outputs = offline.generate(prompts, SamplingParams(max_tokens=2, prompt_logprobs=2))
+    for found, output in zip(
+        (answer.choices[0].prompt_logprobs, chat.prompt_logprobs), outputs, strict=True
+    ):
+        assert output.prompt_logprobs is not None and len(found) == len(output.prompt_token_ids)
+        assert found[0] is None is output.prompt_logprobs[0]
+        for one, wanted in zip(found[1:], output.prompt_logprobs[1:], strict=True):
+            assert wanted is not None and [*map(int, one)] == [*wanted]
+            for token_id, value in wanted.items():
+                told = one[str(token_id)]
+                assert told["logprob"] == pytest.approx(value.logprob, abs=1e-4)
+                assert told["rank"] == value.rank
+    assert "prompt_logprobs" not in client.completions.create(prompt=PROMPT, **greedy()).model_extra
+    for create, prompt in (
+        (client.completions.create, {"prompt": PROMPT}),
+        (client.chat.completions.create, {"messages": messages}),
+    ):
+        with pytest.raises(openai.BadRequestError, match="prompt_logprobs does not stream"):
+            create(**prompt, stream=True, extra_body=extra, **greedy())  # type: ignore[operator]
 
 
 def test_chat(client: openai.OpenAI, offline: LLM) -> None:

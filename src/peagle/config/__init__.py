@@ -13,6 +13,7 @@ from peagle.config.sampling import (
     MAX_SEED,
     MAX_STOP_STRINGS,
     SamplingParams,
+    StructuredOutputsParams,
 )
 from peagle.config.speculative import (
     DEFAULT_DEPTH,
@@ -40,6 +41,7 @@ __all__ = [
     "SamplingParams",
     "SpeculativeConfig",
     "StructuredOutput",
+    "StructuredOutputsParams",
     "require_folder",
     "require_writable_file",
     "require_writable_folder",

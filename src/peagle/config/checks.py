@@ -23,6 +23,16 @@ def require(condition: bool, name: str, value: object, expected: str, remedy: st
         )
 
 
+def require_neutral(name: str, given: object, neutral: object, reason: str) -> None:
+    """Refuse an argument of vLLM's, unless it asks for what happens anyway.
+
+    Raises:
+        UserError: the value is neither None nor the neutral one.
+    """
+    if given is not None and (given != neutral or type(given) is not type(neutral)):
+        raise UserError(f"{name} is {given!r}; expected {neutral!r} or nothing: {reason}")
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return " Did you mean 'X'?" with the known name closest to `name`, or "" if none is close."""
     near = get_close_matches(name, known, 1)

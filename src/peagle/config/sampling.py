@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import InitVar, asdict, dataclass
 from typing import Any
 
-from peagle.config.checks import is_int, is_number, require
+from peagle.config.checks import is_int, is_number, require, require_neutral
 from peagle.config.speculative import MAX_SPECULATIVE_TOKENS
 from peagle.config.structured import StructuredOutput
 from peagle.errors import UserError
@@ -17,10 +17,62 @@ MAX_STOP_STRINGS = 64
 MAX_LOGPROBS = 20
 MAX_OUTPUTS = 64
 
+# Arguments of vLLM's SamplingParams that are taken with these values only, and why.
+_NEUTRAL: dict[str, tuple[object, str]] = {
+    "best_of": (None, "no output is left out. Set n, and choose among the outputs."),
+    "include_stop_str_in_output": (False, "the text ends before the stop string."),
+    "detokenize": (True, "every output has its text."),
+    "skip_special_tokens": (True, "special tokens have no text; token_ids has them."),
+    "spaces_between_special_tokens": (True, "special tokens have no text."),
+    "truncate_prompt_tokens": (None, "shorten the prompt itself."),
+    "logits_processors": (None, "write the rule as logit_bias, bad_words or structured_output."),
+    "extra_args": (None, "there are none."),
+    "flat_logprobs": (False, "log-probabilities have one form."),
+}
+
 
 @dataclass(frozen=True, slots=True)
+class StructuredOutputsParams:
+    """The shape that an output must have, in the names of vLLM's class of this name.
+
+    Attributes:
+        json: a JSON schema, as a mapping or as JSON text.
+        regex: an expression that matches the whole output.
+        choice: the texts that the output may be.
+        grammar: a grammar in GBNF notation.
+        json_object: any JSON object.
+        disable_any_whitespace: JSON without blanks between its parts.
+        disable_fallback: without an effect, as there is one implementation.
+        disable_additional_properties, whitespace_pattern, structural_tag: refused.
+
+    Raises:
+        UserError: as `StructuredOutput.from_vllm`.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    disable_fallback: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    structural_tag: str | None = None
+
+    def __post_init__(self) -> None:
+        self.structured_output()
+
+    def structured_output(self) -> StructuredOutput:
+        """The same constraint in the form that requests carry."""
+        return StructuredOutput.from_vllm(asdict(self))
+
+
+@dataclass(slots=True)
 class SamplingParams:
     """How one request is sampled, and what ends or constrains its output.
+
+    A value may be assigned later too; the next request that takes these parameters checks it.
 
     Order of effect: `logit_bias`, then what is forbidden (`structured_output`,
     `allowed_token_ids`, `bad_words`, `min_tokens`), penalties, `min_p`, `typical_p`, temperature,
@@ -30,7 +82,7 @@ class SamplingParams:
         max_tokens: most tokens to generate, at least 1.
         min_tokens: no stop id before so many tokens.
         temperature: 0 is greedy decoding; otherwise logits are divided by it.
-        top_k: keep the k most likely tokens; 0 keeps all.
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
         top_p: keep the smallest set of most likely tokens whose probabilities sum to top_p.
         min_p: keep tokens of at least min_p times the highest probability; 0 keeps all.
         typical_p: keep the tokens whose surprise is closest to the entropy, up to this mass
@@ -55,6 +107,11 @@ class SamplingParams:
         ignore_eos: generate on past the model's own end-of-text ids.
         num_speculative_tokens: K of this request, at most the engine's; 0 decodes it without
             drafts, None takes the engine's.
+
+    Further arguments are those of vLLM. `structured_outputs`, or by its older name
+    `guided_decoding`, takes StructuredOutputsParams or a mapping of its fields and becomes
+    `structured_output`. The others are accepted with the values that they have here by default.
+    None stands for the default of `stop`, `stop_token_ids`, `bad_words` and `logit_bias`.
 
     Raises:
         UserError: a value is out of range, or two contradict each other; the message names them.
@@ -82,16 +139,50 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     num_speculative_tokens: int | None = None
+    structured_outputs: InitVar[StructuredOutputsParams | Mapping[str, Any] | None] = None
+    guided_decoding: InitVar[StructuredOutputsParams | Mapping[str, Any] | None] = None
+    best_of: InitVar[Any] = None
+    include_stop_str_in_output: InitVar[Any] = False
+    detokenize: InitVar[Any] = True
+    skip_special_tokens: InitVar[Any] = True
+    spaces_between_special_tokens: InitVar[Any] = True
+    truncate_prompt_tokens: InitVar[Any] = None
+    logits_processors: InitVar[Any] = None
+    extra_args: InitVar[Any] = None
+    flat_logprobs: InitVar[Any] = False
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, structured_outputs: Any, guided_decoding: Any, *neutral: Any) -> None:
+        for (name, (value, reason)), given in zip(_NEUTRAL.items(), neutral, strict=True):
+            require_neutral(name, given, value, reason)
+        for name in ("stop", "stop_token_ids", "bad_words", "logit_bias"):
+            if getattr(self, name) is None:
+                setattr(self, name, ())
+        if is_int(self.top_k) and self.top_k == -1:
+            self.top_k = 0
+        self._read_structure("structured_outputs", structured_outputs)
+        self._read_structure("guided_decoding", guided_decoding)
         self._check_counts()
         self._check_numbers()
         self._check_tokens()
         self._check_stop()
         self._check_together()
 
-    def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
+    def _read_structure(self, name: str, given: Any) -> None:
+        """Set `structured_output` by an argument of vLLM's."""
+        if given is None:
+            return
+        if self.structured_output is not None:
+            raise UserError(
+                f"{name} was given beside another constraint on the output; leave one of the two "
+                "out."
+            )
+        ok = isinstance(given, StructuredOutputsParams | Mapping)
+        require(ok, name, given, "StructuredOutputsParams, or a mapping of its fields")
+        self.structured_output = (
+            given.structured_output()
+            if isinstance(given, StructuredOutputsParams)
+            else StructuredOutput.from_vllm(given, f"{name}.")
+        )
 
     def _check_counts(self) -> None:
         for name, least, most, optional, note in (
@@ -131,19 +222,19 @@ class SamplingParams:
             require(is_number(value) and -2 <= value <= 2, name, value, expected)
 
     def _check_tokens(self) -> None:
-        self._set("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+        self.stop_token_ids = _ids("stop_token_ids", self.stop_token_ids)
         if self.allowed_token_ids is not None:
             allowed = _ids("allowed_token_ids", self.allowed_token_ids)
             require(bool(allowed), "allowed_token_ids", allowed, "at least one token id, or none")
-            self._set("allowed_token_ids", allowed)
+            self.allowed_token_ids = allowed
         bias: Any = self.logit_bias
         pairs = bias.items() if isinstance(bias, Mapping) else bias
         require(isinstance(bias, Mapping | Sequence), "logit_bias", bias, "a mapping of token ids")
-        self._set("logit_bias", tuple(_bias(pair) for pair in pairs))
+        self.logit_bias = tuple(_bias(pair) for pair in pairs)
         words: Any = self.bad_words
         ok = isinstance(words, Sequence) and not isinstance(words, str)
         require(ok, "bad_words", words, "a list of texts or of lists of token ids")
-        self._set("bad_words", tuple(_word(word) for word in words))
+        self.bad_words = tuple(_word(word) for word in words)
 
     def _check_stop(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -158,7 +249,7 @@ class SamplingParams:
             f"at most {MAX_STOP_STRINGS}",
             "Look for others in the finished text.",
         )
-        self._set("stop", stop)
+        self.stop = stop
 
     def _check_together(self) -> None:
         if self.min_tokens > self.max_tokens:

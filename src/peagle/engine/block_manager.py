@@ -116,6 +116,13 @@ class BlockManager:
                 self._free[block] = None
         sequence.block_table = []
 
+    def withdraw(self, sequence: Sequence) -> list[int]:
+        """Publish nothing more of the blocks that a sequence alone owns; returns them."""
+        own = [block for block in sequence.block_table if self._num_owners[block] == 1]
+        for block in own:
+            self._unpublish(block)
+        return own
+
     def _unpublish(self, block: int) -> None:
         key = self._hash_of.pop(block, None)
         if key is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import transformers
@@ -16,6 +16,32 @@ _FALLBACK_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 # Invalid bytes may go on for ever; beyond so many tokens only the last few stay in the window. Four
 # characters of it are enough: a UTF-8 decoder that starts anywhere is in step after three bytes.
 _MAX_UNSETTLED, _KEPT_UNSETTLED, _IN_STEP = 32, 8, 4
+
+
+# How byte-level vocabularies write bytes: printable Latin-1 characters as they are, others from
+# U+0100 on.
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE}
+_BYTE_OF |= {chr(0x100 + i): b for i, b in enumerate(sorted({*range(0x100)} - {*_PRINTABLE}))}
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase, token_id: int) -> bytes:
+    """The UTF-8 bytes that a token stands for inside a text, which may be part of a character."""
+    token = tokenizer.convert_ids_to_tokens(token_id)
+    if not isinstance(token, str):  # a padding row of the embedding
+        return b""
+    if tokenizer.is_fast and token_id not in tokenizer.added_tokens_decoder:
+        decoder = repr(cast(Any, tokenizer).backend_tokenizer.decoder)
+        if "ByteLevel" in decoder and all(character in _BYTE_OF for character in token):
+            return bytes(_BYTE_OF[character] for character in token)
+        if "ByteFallback" in decoder and _FALLBACK_BYTE.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+    # Behind itself, because some tokenizers write a token without its space at the start of a text.
+    alone, twice = (
+        str(tokenizer.decode([token_id] * n, clean_up_tokenization_spaces=False)) for n in (1, 2)
+    )
+    text = twice[len(alone) :] if twice.startswith(alone) else alone
+    return text.encode("utf-8", "surrogatepass")
 
 
 class IncrementalDetokenizer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -300,18 +301,25 @@ class LLMEngine:
             chunk.sequence.num_computed_tokens += chunk.num_tokens
             if chunk.samples:
                 assert done.sampled is not None
-                self._emit(
-                    chunk.sequence,
-                    done.sampled.new_token_ids[row],
-                    chunk.num_drafts,
-                    done.sampled.num_accepted[row],
-                    done.sampled.logprobs[row] or [],
-                )
+                if done.sampled.is_broken[row] or _has_nan(chunk.sequence.prompt_logprobs):
+                    self._fail(chunk.sequence)
+                else:
+                    self._emit(
+                        chunk.sequence,
+                        done.sampled.new_token_ids[row],
+                        chunk.num_drafts,
+                        done.sampled.num_accepted[row],
+                        done.sampled.logprobs[row] or [],
+                    )
                 row += 1
 
     def _take(self, sequence: Sequence, report: RowReport) -> None:
         """The same for a step that ran as a graph, drafts included."""
         sequence.num_computed_tokens += 1
+        if report.new_token_ids[-1] < 0:
+            self._fail(sequence)
+            self._settle(sequence)
+            return
         self._emit(sequence, report.new_token_ids, report.num_drafted, report.num_accepted, [])
         if sequence.may_speculate:
             sequence.drafts = report.drafts
@@ -342,8 +350,26 @@ class LLMEngine:
         step = StepOutput(sequence, kept, accepted, num_drafted, logprobs, rejected)
         self._outputs.append(step)
 
+    def _fail(self, sequence: Sequence) -> None:
+        """End a sequence for which the target gave logits that are not numbers."""
+        sequence.status, sequence.finish_reason = SequenceStatus.FINISHED, "error"
+        sequence.error = (
+            f"The target's logits are NaN or infinite after {len(sequence)} tokens of this request "
+            f"({sequence.num_output_tokens} of them output), in {self.target.dtype}. Load the "
+            "model in a type of wider range, or check its weights."
+        )
+        # What is left in a block is read again behind the next owner's tokens, with weight 0; and
+        # 0 * NaN is NaN.
+        blocks = self.blocks.withdraw(sequence)
+        for cache in (*self._target_caches, *self._drafter_caches):
+            cache.keys[blocks] = 0
+            cache.values[blocks] = 0
+        self._outputs.append(StepOutput(sequence, [], 0, 0))
+
     def _publish(self, sequence: Sequence) -> None:
         """Share the blocks in which all slots are settled, the drafter's too."""
+        if sequence.error is not None:
+            return
         if sequence.drafter_start:
             return  # behind a hole the drafter's KV is not what others would compute
         settled = min(sequence.num_computed_tokens, len(sequence) - 1)
@@ -415,3 +441,7 @@ class LLMEngine:
     def _caches(self, shapes: list[tuple[int, int]], num_blocks: int) -> list[LayerKVCache]:
         target = self.target
         return make_caches(shapes, num_blocks, self.config.block_size, target.dtype, target.device)
+
+
+def _has_nan(logprobs: list[TokenLogprobs]) -> bool:
+    return any(math.isnan(one.logprob) for one in logprobs)

@@ -192,9 +192,13 @@ def _sampled_rows(chunks: SequenceOf[Chunk], lens: list[int]) -> list[int]:
 def block_tables(
     sequences: SequenceOf[Sequence], device: torch.device, width: int | None = None
 ) -> Tensor:
-    """KV blocks of the sequences, padded with block 0, int64 [B, M]; M is that of the longest."""
+    """KV blocks of the sequences, padded, int64 [B, M]; M is that of the longest.
+
+    Padding is a sequence's own first block: masked keys of weight 0 count too where they are NaN,
+    and those of another request must not reach it.
+    """
     width = width or max(len(s.block_table) for s in sequences)
-    tables = [s.block_table + [0] * (width - len(s.block_table)) for s in sequences]
+    tables = [(s.block_table + (s.block_table[:1] or [0]) * width)[:width] for s in sequences]
     return torch.tensor(tables, dtype=torch.int64, device=device)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import transformers
 
@@ -19,12 +20,12 @@ class TextStep:
         text: new text that no stop string can take back.
         num_tokens: how many of the tokens stand: all, or those up to the one that completes a
             stop string.
-        stopped: a stop string is complete; nothing comes after it.
+        stop: the stop string that is complete, after which nothing comes; None while none is.
     """
 
     text: str
     num_tokens: int
-    stopped: bool
+    stop: str | None = None
 
 
 class OutputText:
@@ -56,16 +57,17 @@ class OutputText:
         """Read new tokens; `final` releases what is held back."""
         if not self._stop:
             self._pieces.append(self._detokenizer.add(token_ids, final=final))
-            return TextStep(self._pieces[-1], len(token_ids), stopped=False)
+            return TextStep(self._pieces[-1], len(token_ids))
         start = len(self._pieces)
         for index, token in enumerate(token_ids):
             is_last = final and index == len(token_ids) - 1
             self._held += self._detokenizer.add([token], final=is_last)
-            begins = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
-            if begins:
-                self._pieces.append(self._held[: min(begins)])
-                return TextStep("".join(self._pieces[start:]), index + 1, stopped=True)
+            found = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+            if found:
+                begin, stop = min(found, key=itemgetter(0))
+                self._pieces.append(self._held[:begin])
+                return TextStep("".join(self._pieces[start:]), index + 1, stop)
             keep = 0 if is_last else open_tail(self._held, self._stop)
             self._pieces.append(self._held[: len(self._held) - keep])
             self._held = self._held[len(self._held) - keep :]
-        return TextStep("".join(self._pieces[start:]), len(token_ids), stopped=False)
+        return TextStep("".join(self._pieces[start:]), len(token_ids))

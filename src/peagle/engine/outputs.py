@@ -36,11 +36,14 @@ class StepOutput:
 class RequestOutput:
     """A finished output of a prompt.
 
+    It has the attributes of vLLM's RequestOutput too, and stands in its own `outputs`, where it has
+    those of vLLM's CompletionOutput. `prompt`, `request_id` and `others` are set by `LLM.generate`.
+
     Attributes:
         text: the output, without the end-of-text token or the stop string.
         token_ids: output tokens, the stop token or those of the stop string included.
         prompt_token_ids: the prompt as the model read it.
-        finish_reason: "stop" or "length".
+        finish_reason: "stop" or "length"; "error" where the target gave no usable logits.
         stats: drafts made and accepted.
         elapsed_s: seconds from the request to the last token.
         index: of this output among those of its prompt, 0 to n - 1.
@@ -49,7 +52,13 @@ class RequestOutput:
         num_cached_tokens: prompt tokens whose KV was there already.
         num_preemptions: times that it was computed again because others needed its blocks.
         logprobs: of the output tokens; None unless asked for.
-        prompt_logprobs: of the prompt tokens but the first; None unless asked for.
+        prompt_logprobs: of the prompt tokens, the first of which has None; None unless asked for.
+        stop_reason: the stop string, or the id out of `stop_token_ids`, that ended the output; None
+            where the model's own end of text, or a length, did.
+        error: what went wrong, where `finish_reason` is "error".
+        prompt: the text of the prompt; None where it was given as token ids.
+        request_id: number of the prompt among all that this LLM was given.
+        others: the further outputs of the same prompt, where `n` is above 1.
     """
 
     text: str
@@ -64,7 +73,32 @@ class RequestOutput:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    prompt: str | None = None
+    request_id: str = ""
+    others: tuple[RequestOutput, ...] = ()
+
+    @property
+    def outputs(self) -> list[RequestOutput]:
+        """The `n` outputs of the prompt: this one, then the others."""
+        return [self, *self.others]
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of the log-probabilities of the output tokens; None unless asked for."""
+        return None if self.logprobs is None else sum(one.logprob for one in self.logprobs)
+
+    @property
+    def finished(self) -> bool:
+        """True: no output is given before it has ended."""
+        return True
+
+    @property
+    def metrics(self) -> None:
+        """None, as in vLLM by default; `elapsed_s`, `stats` and others say what was measured."""
+        return None
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object, the fields of `peagle generate --format json` without the id.
@@ -89,7 +123,9 @@ class RequestOutput:
         }
         for name in ("logprobs", "prompt_logprobs"):
             if (values := getattr(self, name)) is not None:
-                fields[name] = [_logprobs_json(value) for value in values]
+                fields[name] = [_logprobs_json(value) for value in values if value is not None]
+        if self.error is not None:
+            fields["error"] = self.error
         return fields
 
 

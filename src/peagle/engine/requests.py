@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import transformers
 
@@ -19,7 +20,31 @@ from peagle.engine.sequence import Sequence as EngineSequence
 from peagle.errors import UserError
 from peagle.kernels.random import derive_seed
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Any) -> list[int]:
+    """Token ids of a prompt: a text, token ids, or one of the two as vLLM's prompt mapping.
+
+    A mapping has `prompt_token_ids` or `prompt`; the ids count where both are there.
+
+    Raises:
+        UserError: it is none of them.
+    """
+    if isinstance(prompt, Mapping):
+        given = {key: value for key, value in prompt.items() if value is not None}
+        if further := sorted(set(given) - {"prompt", "prompt_token_ids"}):
+            raise UserError(
+                f"A prompt has {further[0]!r}; expected prompt, a text, or prompt_token_ids. Leave "
+                "it out."
+            )
+        prompt = given.get("prompt_token_ids", given.get("prompt"))
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt)
+    try:
+        return list(prompt)
+    except TypeError:
+        raise UserError(f"A prompt is {prompt!r}; expected text or token ids.") from None
 
 
 @dataclass(slots=True)
@@ -34,6 +59,7 @@ class _Running:
     params: SamplingParams
     start: float
     first_token_s: float | None = None
+    stop: str | None = None
 
 
 class Requests:
@@ -59,17 +85,8 @@ class Requests:
         return bool(self._running)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt.
-
-        Raises:
-            UserError: it is neither text nor a list of token ids.
-        """
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
-        try:
-            return list(prompt)
-        except TypeError:
-            raise UserError(f"A prompt is {prompt!r}; expected text or token ids.") from None
+        """As `encode_prompt`."""
+        return encode_prompt(self.tokenizer, prompt)
 
     def add(
         self,
@@ -84,7 +101,7 @@ class Requests:
 
         Args:
             index: given back with every chunk.
-            prompt: text or token ids.
+            prompt: as in `encode_prompt`.
             params: how it is sampled.
             priority: lower goes first.
             cache_salt: only requests of the same salt share cached KV.
@@ -172,12 +189,13 @@ class Requests:
         if running.first_token_s is None:
             running.first_token_s = time.perf_counter() - running.start
         new = running.text.add(step.new_token_ids, final=sequence.is_finished)
-        if new.stopped:
+        if new.stop is not None:
+            running.stop = new.stop
             self.engine.stop(sequence, len(step.new_token_ids) - new.num_tokens)
         output = None
         if sequence.is_finished:
             del self._running[sequence.seq_id]
-            output = _output(running)
+            output = self._output(running)
         return StreamChunk(
             running.index,
             new.text,
@@ -188,6 +206,33 @@ class Requests:
             running.output_index,
             step.logprobs[: new.num_tokens],
             step.rejected_token_ids,
+        )
+
+    def _output(self, running: _Running) -> RequestOutput:
+        sequence, params = running.sequence, running.params
+        assert sequence.finish_reason is not None
+        last = sequence.token_ids[-1]
+        is_asked = last in params.stop_token_ids and (
+            params.ignore_eos or last not in self.engine.eos_token_ids
+        )
+        return RequestOutput(
+            text=running.text.text,
+            token_ids=sequence.output_token_ids,
+            prompt_token_ids=sequence.prompt_token_ids,
+            finish_reason=sequence.finish_reason,
+            stats=sequence.stats,
+            elapsed_s=time.perf_counter() - running.start,
+            index=running.output_index,
+            time_to_first_token_s=running.first_token_s or 0.0,
+            queue_time_s=(sequence.admitted_s or running.start) - running.start,
+            num_cached_tokens=sequence.num_cached_tokens or 0,
+            num_preemptions=sequence.num_preemptions,
+            logprobs=None if params.logprobs is None else list(sequence.logprobs),
+            prompt_logprobs=(
+                None if params.prompt_logprobs is None else [None, *running.leader.prompt_logprobs]
+            ),
+            stop_reason=last if running.stop is None and is_asked else running.stop,
+            error=sequence.error,
         )
 
     def _word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
@@ -214,25 +259,3 @@ def _nth(params: SamplingParams, output_index: int) -> SamplingParams:
         return params
     seed = None if params.seed is None else derive_seed(params.seed, output_index)
     return replace(params, seed=seed, prompt_logprobs=None)
-
-
-def _output(running: _Running) -> RequestOutput:
-    sequence, params = running.sequence, running.params
-    assert sequence.finish_reason is not None
-    return RequestOutput(
-        text=running.text.text,
-        token_ids=sequence.output_token_ids,
-        prompt_token_ids=sequence.prompt_token_ids,
-        finish_reason=sequence.finish_reason,
-        stats=sequence.stats,
-        elapsed_s=time.perf_counter() - running.start,
-        index=running.output_index,
-        time_to_first_token_s=running.first_token_s or 0.0,
-        queue_time_s=(sequence.admitted_s or running.start) - running.start,
-        num_cached_tokens=sequence.num_cached_tokens or 0,
-        num_preemptions=sequence.num_preemptions,
-        logprobs=None if params.logprobs is None else list(sequence.logprobs),
-        prompt_logprobs=(
-            None if params.prompt_logprobs is None else list(running.leader.prompt_logprobs)
-        ),
-    )

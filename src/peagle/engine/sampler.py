@@ -31,6 +31,8 @@ class SampledStep:
         new_token_ids: the emitted tokens: accepted drafts, then the target's own.
         sampling: with num_outputs counting the emitted tokens.
         logprobs: of the emitted tokens; None for sequences that did not ask.
+        is_broken: whether a row that a token was taken from holds NaN, +inf, or -inf alone: the
+            tokens of such a sequence mean nothing.
     """
 
     verified: Verified
@@ -38,6 +40,7 @@ class SampledStep:
     new_token_ids: list[list[int]]
     sampling: SamplingTensors
     logprobs: list[list[TokenLogprobs] | None]
+    is_broken: list[bool]
 
 
 @dataclass(slots=True)
@@ -117,8 +120,10 @@ class Sampler:
         if batch.rules is not None and batch.rules.has_penalties:
             self._count(batch.rules, rows, verified)
 
-        num_accepted = verified.num_accepted_B.tolist()
-        next_tokens = verified.next_tokens_B.tolist()
+        # One copy to the host for all three.
+        broken_B = _broken(logits_RV, rows, verified.num_accepted_B)
+        decided = torch.stack([verified.num_accepted_B, verified.next_tokens_B, broken_B])
+        num_accepted, next_tokens, is_broken = decided.tolist()
         new_token_ids = [
             [*s.drafts[:accepted], token]
             for s, accepted, token in zip(sequences, num_accepted, next_tokens, strict=True)
@@ -132,6 +137,7 @@ class Sampler:
             self._logprobs(logits_RV, sequences, num_drafted, new_token_ids)
             if batch.wants_logprobs
             else [None] * len(sequences),
+            [bool(broken) for broken in is_broken],
         )
 
     def release(self, sequence: Sequence) -> None:
@@ -287,6 +293,16 @@ class Sampler:
     def _floats(self, values: list[float]) -> Tensor:
         # In double precision, so that host and device agree on which temperature is 0.
         return torch.tensor(values, dtype=torch.float64, device=self.device)
+
+
+def _broken(logits_RV: Tensor, rows: VerificationRows, num_accepted_B: Tensor) -> Tensor:
+    """1 for each sequence that took a token from a row without a finite maximum, int64 [B].
+
+    A maximum is NaN where the row holds NaN. Rows behind a refused draft do not count.
+    """
+    broken_R = ~logits_RV.amax(-1).isfinite()
+    taken_BJ = rows.columns_J <= num_accepted_B.unsqueeze(1)
+    return (broken_R[rows.rows_BJ] & taken_BJ).any(-1).long()
 
 
 def _without_reached_minimum(

@@ -53,7 +53,8 @@ class Sequence:
         admitted_s: when it was first admitted, by `time.perf_counter`.
         logprobs: of the output tokens, if asked for.
         prompt_logprobs: of the prompt's tokens but the first, if asked for.
-        finish_reason: "stop", "length" or "cancelled" once finished.
+        finish_reason: "stop", "length", "cancelled" or "error" once finished.
+        error: why it ended with "error", None otherwise.
     """
 
     seq_id: int
@@ -84,6 +85,7 @@ class Sequence:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
+    error: str | None = None
     stats: SpeculationStats = field(default_factory=SpeculationStats)
 
     def __post_init__(self) -> None:

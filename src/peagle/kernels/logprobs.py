@@ -5,8 +5,8 @@ Shapes: N rows, V vocabulary, P most likely tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,8 +15,19 @@ from peagle.kernels.sampling import at_least_float32
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class Logprob:
+    """The log-probability of one token, its rank, and its text if it was decoded, as in vLLM."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs(Mapping[int, Logprob]):
     """What the target thought of one token, and which it thought most likely there.
+
+    As a mapping it has vLLM's form: the `Logprob` of the token, then those of `top`, by token id.
 
     Attributes:
         token_id: the token.
@@ -24,12 +35,30 @@ class TokenLogprobs:
         rank: 1 + the number of tokens with a greater logit; 1 is the most likely.
         top: (token id, logprob), most likely first, of equal ones the lower id first. The token
             itself is there only if it is among them.
+        texts: the text of each of these tokens by its id, where they have been decoded.
     """
 
     token_id: int
     logprob: float
     rank: int
     top: list[tuple[int, float]]
+    texts: Mapping[int, str] = field(default_factory=dict, compare=False, repr=False)
+
+    def __getitem__(self, token_id: int) -> Logprob:
+        text = self.texts.get(token_id)
+        if token_id == self.token_id:
+            return Logprob(self.logprob, self.rank, text)
+        for rank, (other, logprob) in enumerate(self.top, 1):
+            if other == token_id:
+                return Logprob(logprob, rank, text)
+        raise KeyError(token_id)
+
+    def __iter__(self) -> Iterator[int]:
+        yield self.token_id
+        yield from (token_id for token_id, _ in self.top if token_id != self.token_id)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def token_logprobs(
@@ -37,7 +66,8 @@ def token_logprobs(
 ) -> list[TokenLogprobs]:
     """log softmax(logits) at a token of each row, and the most likely tokens of the row.
 
-    Waits for the device. Takes about three times the memory of the rows in float32.
+    Waits for the device. Takes about three times the memory of the rows in float32. A row that
+    holds NaN gets NaN everywhere.
 
     Args:
         logits_NV: the rows, in any floating type; computed in at least float32.
@@ -68,6 +98,7 @@ def _most_likely(values_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     if count == 0:
         nothing_N0 = values_NV[:, :0]
         return nothing_N0.long(), nothing_N0
+    values_NV = values_NV.nan_to_num(-torch.inf, neginf=-torch.inf)  # NaN equals nothing
     last_N1 = values_NV.topk(count, dim=-1).values[:, -1:]
     above_NV, ties_NV = values_NV > last_N1, values_NV == last_N1
     room_N1 = count - above_NV.sum(-1, keepdim=True)

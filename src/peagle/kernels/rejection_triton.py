@@ -12,12 +12,14 @@ import triton.language as tl
 from peagle.kernels.random import Purpose
 from peagle.kernels.random_triton import uniform
 from peagle.kernels.search_triton import is_kept, temperature_rate, weights_of
+from peagle.kernels.step_state import NO_TOKEN
 from peagle.kernels.step_state_triton import advance
 
 _ACCEPT = tl.constexpr(int(Purpose.ACCEPT))
 _SAMPLE = tl.constexpr(int(Purpose.SAMPLE))
 _SYNTHETIC = tl.constexpr(int(Purpose.SYNTHETIC))
 _FAR = tl.constexpr(2147483647)
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 
 @triton.jit
@@ -335,6 +337,8 @@ def draw_kernel(
         through_v = tl.cumsum(weights.to(tl.float64), 0)
         token = tl.min(tl.where((through_v > target) & (weights > 0), v, _FAR))
         next_token = tl.minimum(token, tl.max(tl.where(weights > 0, v, 0)))
+    peak = tl.load(max_ptr + row, mask=is_active, other=0.0)
+    next_token = tl.where(tl.abs(peak) < float("inf"), next_token, _NO_TOKEN)
     advance(
         b,
         is_active,

@@ -126,6 +126,9 @@ def advance(
     or the sequence reaches its greatest length; what is emitted behind it is not kept. The state
     moves over all emitted tokens, kept or not: their KV is written. Inactive and finished
     sequences emit and keep nothing, and their state stays.
+
+    A next token of NO_TOKEN says that the logits were NaN or infinite: it is emitted as such and
+    ends the sequence; as the last token, which is embedded, 0 stands for it.
     """
     runs_B = active_B & (state.finish_B == Finish.RUNNING)
     num_accepted_B = torch.where(active_B, num_accepted_B, 0)
@@ -143,7 +146,8 @@ def advance(
     is_stop_BJ = (tokens_BJ.unsqueeze(2) == limits.stop_ids_BE.unsqueeze(1)).any(-1)
     is_stop_BJ = is_stop_BJ & (before_BJ >= limits.min_tokens_B.unsqueeze(1)) & is_emitted_BJ
     is_long_BJ = before_BJ + 1 >= limits.max_tokens_B.unsqueeze(1)
-    is_long_BJ = (is_long_BJ | (length_BJ >= limits.max_model_len)) & is_emitted_BJ
+    is_long_BJ = is_long_BJ | (length_BJ >= limits.max_model_len) | (tokens_BJ == NO_TOKEN)
+    is_long_BJ = is_long_BJ & is_emitted_BJ
     ends_BJ = is_stop_BJ | is_long_BJ
     last_B = torch.where(ends_BJ, column_J, len(column_J)).amin(1)
     num_kept_B = torch.minimum(num_emitted_B, last_B + 1)
@@ -152,6 +156,7 @@ def advance(
     reason_B = torch.where(stopped_B, int(Finish.STOP), int(Finish.LENGTH))
 
     state.finish_B.copy_(torch.where(ended_B, reason_B, state.finish_B))
+    next_tokens_B = next_tokens_B.clamp_min(0)
     state.last_tokens_B.copy_(torch.where(runs_B, next_tokens_B, state.last_tokens_B))
     state.first_positions_B.add_(num_emitted_B)
     state.num_outputs_B.add_(num_emitted_B)

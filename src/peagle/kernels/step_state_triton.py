@@ -9,10 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.step_state import Finish, StepLimits, StepOutput, StepState
+from peagle.kernels.step_state import NO_TOKEN, Finish, StepLimits, StepOutput, StepState
 
 _STOP = tl.constexpr(int(Finish.STOP))
 _LENGTH = tl.constexpr(int(Finish.LENGTH))
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 
 @triton.jit
@@ -50,7 +51,7 @@ def advance(
     next_token = tl.where(is_active, next_token, 0)
     num_emitted = tl.where(runs, num_accepted + 1, 0)
     tl.store(accepted_out_ptr + b, num_accepted)
-    tl.store(next_out_ptr + b, next_token)
+    tl.store(next_out_ptr + b, tl.maximum(next_token, 0))
 
     j = tl.arange(0, COLUMNS)
     is_emitted = j < num_emitted
@@ -68,7 +69,7 @@ def advance(
     is_stop = (tl.max(hits.to(tl.int32), 1) > 0) & (before >= tl.load(min_tokens_ptr + b))
     is_stop = is_stop & is_emitted
     is_long = (before + 1 >= tl.load(max_tokens_ptr + b)) | (first + j + 2 >= max_model_len)
-    is_long = is_long & is_emitted
+    is_long = (is_long | (tokens == _NO_TOKEN)) & is_emitted
     last = tl.min(tl.where(is_stop | is_long, j, COLUMNS))
     stopped = tl.max(tl.where(is_stop & (j == last), 1, 0)) > 0
     reason = tl.where(stopped, _STOP, _LENGTH).to(tl.int64)
@@ -80,7 +81,7 @@ def advance(
     drafts = tl.minimum(tl.load(num_speculative_ptr + b), room)
     drafts = tl.where(is_active & (finish == 0), drafts, 0)
     tl.store(finish_ptr + b, finish)
-    tl.store(last_tokens_ptr + b, next_token, mask=runs)
+    tl.store(last_tokens_ptr + b, tl.maximum(next_token, 0), mask=runs)
     tl.store(first_positions_ptr + b, first)
     tl.store(num_outputs_ptr + b, num_outputs + num_emitted)
     tl.store(num_drafts_ptr + b, drafts)

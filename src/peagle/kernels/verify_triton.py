@@ -21,10 +21,11 @@ from torch import Tensor
 from peagle.kernels.launch import launch
 from peagle.kernels.rejection_triton import draw_kernel, num_accepted_synthetically, weigh_kernel
 from peagle.kernels.sampling_triton import RowStats, chunk_size, chunk_stats, row_stats
-from peagle.kernels.step_state import StepLimits, StepOutput, StepState
+from peagle.kernels.step_state import NO_TOKEN, StepLimits, StepOutput, StepState
 from peagle.kernels.step_state_triton import advance, state_arguments, state_sizes
 
 _FAR = tl.constexpr(2147483647)
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +149,9 @@ def _greedy_kernel(
             b, num_accepted, num_drafts, rates_ptr, synthetic_seeds_ptr, num_outputs_ptr, COLUMNS
         )
     next_token = tl.sum(tl.where(j == num_accepted, argmax, 0))
+    # NaN compares as false; so does the maximum of a row of NaN alone, whichever it is.
+    peak = tl.sum(tl.where(j == num_accepted, best, 0.0))
+    next_token = tl.where(tl.abs(peak) < float("inf"), next_token, _NO_TOKEN)
     advance(
         b,
         is_active,
@@ -202,7 +206,8 @@ def verify_greedy(
 ) -> None:
     """Accept the longest prefix equal to the argmax, emit the argmax after it, advance the state.
 
-    Two launches.
+    A row of NaN, or whose maximum is infinite, emits NO_TOKEN, see `step_state.advance`. (A row
+    that holds NaN beside numbers may do so or not.) Two launches.
 
     Args:
         logits_RV: float32, bfloat16 or float16; row j of a sequence predicts its draft j.
@@ -256,7 +261,7 @@ def verify_sampled(
     `verify_greedy`, and:
 
     Args:
-        logits_RV: every row has a finite logit; none is +inf or NaN.
+        logits_RV: of the rows as in `verify_greedy`.
         sampling: parameters of each sequence; temperature 0 is greedy.
         draft_probs: q; None when the drafts are argmax tokens, whose q is one-hot.
     """

@@ -60,7 +60,8 @@ def check_architecture(config: Any) -> None:
     """Refuse a target that peagle would run wrongly.
 
     Raises:
-        CheckpointError: its model type or its kind of RoPE is not supported.
+        CheckpointError: its model type, its kind of RoPE or a combination of its settings is not
+            supported.
     """
     if config.model_type not in SUPPORTED_MODEL_TYPES:
         reason = REFUSED_MODEL_TYPES.get(config.model_type, "which nobody has probed")
@@ -68,7 +69,15 @@ def check_architecture(config: Any) -> None:
             f"The target is of model type {config.model_type!r}, {reason}; "
             f"supported: {', '.join(SUPPORTED_MODEL_TYPES)}."
         )
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    text = config.get_text_config()
+    shared = getattr(text, "num_kv_shared_layers", 0)
+    if shared and getattr(text, "hidden_size_per_layer_input", None) == 0:
+        raise CheckpointError(
+            f"The target has num_kv_shared_layers {shared} and hidden_size_per_layer_input 0; the "
+            f"{config.model_type} of transformers runs such a model over single tokens only. "
+            "Choose a model that has inputs per layer, or none of whose layers share keys."
+        )
+    rope = getattr(text, "rope_parameters", None) or {}
     by_layer_type = [value for value in rope.values() if isinstance(value, dict)]
     types = {r.get("rope_type", "default") for r in by_layer_type or [rope]}
     supported = set(TARGET_ROPE_TYPES) - ({"longrope"} if by_layer_type else set())

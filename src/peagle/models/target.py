@@ -140,6 +140,12 @@ class TargetModel:
         return layers
 
     def _check_logits(self, run: DryRun) -> None:
+        if not run.logits_TV.isfinite().all():
+            raise CheckpointError(
+                f"{type(self.model).__name__} {self.name!r} gives NaN or infinite logits for a "
+                f"single token, in {self.dtype}. Load it in a type of wider range, or check its "
+                "weights."
+            )
         difference = (self.compute_logits(run.hidden_TH) - run.logits_TV).abs().max()
         tolerance = max(1e-4, 2 * torch.finfo(self.dtype).eps)
         if not difference <= tolerance * run.logits_TV.abs().max():

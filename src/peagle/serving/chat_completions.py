@@ -14,7 +14,7 @@ from peagle.engine.outputs import RequestOutput, StreamChunk
 from peagle.serving.answers import EventStream, WholeAnswer
 from peagle.serving.errors import ApiError
 from peagle.serving.generation import Caller, Generation
-from peagle.serving.logprobs import chat_logprobs
+from peagle.serving.logprobs import chat_logprobs, prompt_logprobs
 from peagle.serving.params import as_api_error, chat_params
 from peagle.serving.prompts import Prompts
 from peagle.serving.protocol import ChatBody
@@ -72,6 +72,9 @@ async def prepare(
     with as_api_error("tools"):
         forced = constraint(tools, tool_choice, body.parallel_tool_calls is not False)
     params = chat_params(body, info, len(ids), forced)
+    if body.stream and params.prompt_logprobs is not None:
+        text = "prompt_logprobs does not stream; leave one of the two out."
+        raise ApiError(400, text, param="stream")
     generation = service.generation([ids], params, body, caller)
     return generation, AnswerReaders(prompts, opened, service.tool_parser(), tools, tool_choice)
 
@@ -161,7 +164,11 @@ class _Chat:
         """The answer as one object."""
         outputs = await self._generation.finish()
         choices = [self._choice(output) for output in outputs]
-        return {**self._head, "choices": choices, "usage": usage_of(outputs, report=self._report)}
+        answer = {**self._head, "choices": choices}
+        answer["usage"] = usage_of(outputs, report=self._report)
+        if (given := outputs[0].prompt_logprobs) is not None:
+            answer["prompt_logprobs"] = prompt_logprobs(given, self._prompts.token_bytes)
+        return answer
 
     def _choice(self, output: RequestOutput) -> dict[str, Any]:
         reader = self._readers[output.index]
@@ -179,7 +186,7 @@ class _Chat:
         return {
             "index": output.index,
             "message": message,
-            "logprobs": None if given is None else chat_logprobs(given, self._prompts.token_text),
+            "logprobs": None if given is None else chat_logprobs(given, self._prompts.token_bytes),
             "finish_reason": self._finish_reason(output, reader),
         }
 
@@ -218,7 +225,7 @@ class _Chat:
             reason = self._finish_reason(chunk.output, reader)
             events.append(self._event(index, {}, reason))
         if events and chunk.logprobs and self._body.logprobs:
-            given = chat_logprobs(chunk.logprobs, self._prompts.token_text)
+            given = chat_logprobs(chunk.logprobs, self._prompts.token_bytes)
             events[-1]["choices"][0]["logprobs"] = given
         if events and self._report:
             events[0]["speculation"] = report_of(chunk, self._prompts.token_text)

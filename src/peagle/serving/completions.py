@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from starlette.responses import Response
@@ -14,7 +15,7 @@ from peagle.engine.outputs import RequestOutput, StreamChunk
 from peagle.serving.answers import EventStream, WholeAnswer
 from peagle.serving.errors import ApiError
 from peagle.serving.generation import Caller, Generation
-from peagle.serving.logprobs import completion_logprobs
+from peagle.serving.logprobs import TextOffset, completion_logprobs, prompt_logprobs
 from peagle.serving.params import completion_params
 from peagle.serving.prompts import Prompts
 from peagle.serving.protocol import CompletionBody
@@ -32,9 +33,9 @@ async def complete(service: Service, body: CompletionBody, caller: Caller) -> Re
     service.check_model(body.model)
     encoded = await service.encode(body.prompt, add_special_tokens=body.add_special_tokens)
     params = completion_params(body, info, max(map(len, encoded)))
-    if body.stream and body.echo and params.prompt_logprobs is not None:
-        text = "echo with logprobs does not stream; leave one of the three out."
-        raise ApiError(400, text, param="stream")
+    if body.stream and params.prompt_logprobs is not None:
+        asked = "prompt_logprobs" if body.prompt_logprobs is not None else "echo with logprobs"
+        raise ApiError(400, f"{asked} does not stream; leave stream or it out.", param="stream")
     generation = service.generation(encoded, params, body, caller)
     answer = _Completion(service.name, body, prompts, encoded, generation)
     return EventStream(answer.events()) if body.stream else WholeAnswer(answer.whole)
@@ -64,7 +65,7 @@ class _Completion:
         self._report = body.speculation is not None and body.speculation.report
         self._n = generation.job.params.n
         self._only_prompt = body.max_tokens == 0
-        self._offsets: dict[int, int] = {}
+        self._offsets: dict[int, TextOffset] = {}
         self._running = RunningUsage(body.stream_options, [*map(len, encoded)])
 
     async def whole(self) -> dict[str, Any]:
@@ -81,19 +82,26 @@ class _Completion:
             "index": prompt_index * self._n + output.index,
             "text": text,
             "logprobs": self._logprobs(output, prompt),
-            "finish_reason": "length" if self._only_prompt else output.finish_reason,
+            "finish_reason": self._finish_reason(output),
         }
+        if self._body.prompt_logprobs is not None and output.prompt_logprobs is not None:
+            given = prompt_logprobs(output.prompt_logprobs, self._prompts.token_bytes)
+            choice["prompt_logprobs"] = given
         return choice
+
+    def _finish_reason(self, output: RequestOutput) -> str:
+        return "length" if self._only_prompt else output.finish_reason
 
     def _logprobs(self, output: RequestOutput, prompt: str) -> dict[str, Any] | None:
         if output.logprobs is None:
             return None
         own = [] if self._only_prompt else output.logprobs
-        text_of = self._prompts.token_text
+        bytes_of = self._prompts.token_bytes
         if not self._body.echo or output.prompt_logprobs is None:
-            return completion_logprobs(own, text_of, len(prompt))
+            return completion_logprobs(own, bytes_of, TextOffset(len(prompt)))
         first = output.prompt_token_ids[0]
-        return completion_logprobs([None, *output.prompt_logprobs, *own], text_of, 0, first)
+        given = [*output.prompt_logprobs, *own]
+        return completion_logprobs(given, bytes_of, TextOffset(), first)
 
     async def _prompt_text(self, prompt_index: int) -> str:
         given = self._body.prompt
@@ -114,6 +122,8 @@ class _Completion:
         body, echoed = self._body, set[int]()
         async with aclosing(self._generation.chunks()) as chunks:
             async for prompt_index, chunk in chunks:
+                if self._only_prompt:
+                    chunk = replace(chunk, text="", token_ids=[], logprobs=[])
                 index = prompt_index * self._n + chunk.output_index
                 prompt = ""
                 if body.echo and index not in echoed:
@@ -127,18 +137,16 @@ class _Completion:
             yield {**self._head, "choices": [], "usage": self._usage()}
 
     def _event(self, index: int, chunk: StreamChunk, prompt: str) -> dict[str, Any] | None:
-        reason = chunk.output.finish_reason if chunk.output else None
-        own = "" if self._only_prompt else chunk.text
-        text = prompt + own
+        reason = self._finish_reason(chunk.output) if chunk.output else None
+        text = prompt + chunk.text
         if not text and reason is None and not self._report and not chunk.logprobs:
             return None  # half a character: the next chunk brings it
         choice: dict[str, Any] = {"index": index, "text": text, "finish_reason": reason}
         choice["logprobs"] = None
         if self._body.logprobs is not None and not self._only_prompt:
-            offset = self._offsets.get(index, len(prompt))
-            given = completion_logprobs(chunk.logprobs, self._prompts.token_text, offset)
+            offset = self._offsets.setdefault(index, TextOffset(len(prompt)))
+            given = completion_logprobs(chunk.logprobs, self._prompts.token_bytes, offset)
             choice["logprobs"] = given
-            self._offsets[index] = offset + sum(map(len, given["tokens"]))
         event: dict[str, Any] = {**self._head, "choices": [choice]}
         if self._report:
             event["speculation"] = report_of(chunk, self._prompts.token_text)

@@ -81,6 +81,8 @@ class Generation:
             engine = self.pool.choose(len(self.job.prompts) * self.job.params.n)
             async with aclosing(self._merged(engine)) as merged:
                 async for index, chunk in merged:
+                    if chunk.output is not None and chunk.output.error is not None:
+                        raise ApiError(500, chunk.output.error, code="logits_not_finite")
                     self._watch(index, chunk, engine)
                     yield index, chunk
             failure, status = None, 200

@@ -1,26 +1,54 @@
-"""Log-probabilities in the two forms that OpenAI's API has."""
+"""Log-probabilities in the forms of OpenAI's API, and those of a prompt in vLLM's."""
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from peagle.kernels.logprobs import TokenLogprobs
 
 TokenText = Callable[[int], str]
+TokenBytes = Callable[[int], bytes]
 _LEAST = -9999.0  # JSON has no -inf
+
+
+class TextOffset:
+    """Counts the characters of a text whose bytes come token by token.
+
+    A token that holds part of a character has the offset at which that character begins.
+
+    Attributes:
+        value: complete characters so far.
+    """
+
+    def __init__(self, value: int = 0) -> None:
+        self.value = value
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, data: bytes) -> None:
+        """Count the characters that these bytes complete."""
+        self.value += len(self._decoder.decode(data))
 
 
 def _number(logprob: float) -> float:
     return max(logprob, _LEAST)
 
 
-def chat_logprobs(given: Sequence[TokenLogprobs], text_of: TokenText) -> dict[str, Any]:
+def _name(data: bytes) -> str:
+    """A token as text; as "bytes:\\xe2\\x82" where it holds part of a character."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def chat_logprobs(given: Sequence[TokenLogprobs], bytes_of: TokenBytes) -> dict[str, Any]:
     """As chat completions have them: one object a token, with its bytes."""
 
     def shown(token_id: int, logprob: float) -> dict[str, Any]:
-        text = text_of(token_id)
-        return {"token": text, "logprob": _number(logprob), "bytes": list(text.encode())}
+        data = bytes_of(token_id)
+        return {"token": _name(data), "logprob": _number(logprob), "bytes": list(data)}
 
     content = [
         {
@@ -34,16 +62,16 @@ def chat_logprobs(given: Sequence[TokenLogprobs], text_of: TokenText) -> dict[st
 
 def completion_logprobs(
     given: Sequence[TokenLogprobs | None],
-    text_of: TokenText,
-    offset: int = 0,
+    bytes_of: TokenBytes,
+    offset: TextOffset,
     first: int | None = None,
 ) -> dict[str, Any]:
     """As completions have them: lists side by side.
 
     Args:
         given: of the tokens; None for a prompt's first, which has none.
-        text_of: the text of a token.
-        offset: characters of the text before the first token.
+        bytes_of: the bytes of a token.
+        offset: of the first token; moved behind the last one.
         first: the id of a first token without log-probabilities.
     """
     tokens: list[str] = []
@@ -53,20 +81,42 @@ def completion_logprobs(
     for one in given:
         token_id = one.token_id if one is not None else first
         assert token_id is not None
-        text = text_of(token_id)
-        tokens.append(text)
-        offsets.append(offset)
-        offset += len(text)
+        data = bytes_of(token_id)
+        tokens.append(_name(data))
+        offsets.append(offset.value)
+        offset.add(data)
         if one is None:
             values.append(None)
             tops.append(None)
             continue
         values.append(_number(one.logprob))
-        top = {text_of(i): _number(logprob) for i, logprob in one.top}
-        tops.append({text: _number(one.logprob), **top} if one.top else {})
+        # Tokens may share their bytes: the token itself comes first, then the more likely ones.
+        top = {tokens[-1]: _number(one.logprob)} if one.top else {}
+        for other, logprob in one.top:
+            top.setdefault(_name(bytes_of(other)), _number(logprob))
+        tops.append(top)
     return {
         "tokens": tokens,
         "token_logprobs": values,
         "top_logprobs": tops if any(tops) else None,
         "text_offset": offsets,
     }
+
+
+def prompt_logprobs(
+    given: Sequence[TokenLogprobs | None], bytes_of: TokenBytes
+) -> list[dict[str, Any] | None]:
+    """As vLLM has them: of each prompt token an object by token id, None for the first."""
+    return [
+        None
+        if one is None
+        else {
+            str(token_id): {
+                "logprob": _number(found.logprob),
+                "rank": found.rank,
+                "decoded_token": _name(bytes_of(token_id)),
+            }
+            for token_id, found in one.items()
+        }
+        for one in given
+    ]

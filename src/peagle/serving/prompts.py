@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from peagle.chat import opens_thinking, render_chat, resolve_chat_template
+from peagle.engine.detokenizer import token_bytes
 from peagle.errors import UserError
 from peagle.models.target import load_tokenizer
 
@@ -88,6 +89,10 @@ class Prompts:
         ids = list(token_ids)
         text: Any = await self._run(lambda: self.tokenizer.decode(ids, skip_special_tokens=False))
         return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token, which may be part of a character."""
+        return token_bytes(self.tokenizer, token_id)
 
     def token_text(self, token_id: int) -> str:
         """The text of one token by itself; half a character shows as U+FFFD."""
