@@ -25,7 +25,7 @@ _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE}
 _BYTE_OF |= {chr(0x100 + i): b for i, b in enumerate(sorted({*range(0x100)} - {*_PRINTABLE}))}
 
 
-def token_bytes(tokenizer: PreTrainedTokenizerBase, token_id: int) -> bytes:
+def token_bytes(tokenizer: transformers.PreTrainedTokenizerBase, token_id: int) -> bytes:
     """The UTF-8 bytes that a token stands for inside a text, which may be part of a character."""
     token = tokenizer.convert_ids_to_tokens(token_id)
     if not isinstance(token, str):  # a padding row of the embedding

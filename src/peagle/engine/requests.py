@@ -23,7 +23,7 @@ from peagle.kernels.random import derive_seed
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Any) -> list[int]:
+def encode_prompt(tokenizer: transformers.PreTrainedTokenizerBase, prompt: Any) -> list[int]:
     """Token ids of a prompt: a text, token ids, or one of the two as vLLM's prompt mapping.
 
     A mapping has `prompt_token_ids` or `prompt`; the ids count where both are there.
