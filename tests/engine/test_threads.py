@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,8 +15,8 @@ from torch import nn
 from peagle.engine import threads
 from peagle.engine.threads import BYTES_PER_THREAD, choose_threads, fast_threads, usable_cores
 from peagle.errors import UserError
-from tests.cli.conftest import environment
 
+SOURCE = Path(__file__).resolve().parents[2] / "src"
 SMALL = nn.Linear(8, 8)
 
 
@@ -86,4 +87,6 @@ def test_torch_starts_with_one_of_the_numbers_that_count_as_its_own() -> None:
         "from peagle import LLM\n"
         "LLM('bundled'); assert torch.get_num_threads() == 1"
     )
-    subprocess.run([sys.executable, "-c", code], env=environment(), check=True)
+    subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(SOURCE)}, check=True
+    )

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from jsonschema import Draft202012Validator
 
 from conftest import VOCAB_SIZE, byte_tokenizer
 from peagle.config.structured import StructuredOutput
@@ -20,6 +19,7 @@ from peagle.engine.grammar.compiler import GrammarCompiler, full_bitmask, unpack
 from peagle.engine.grammar.formats import FORMATS
 
 pytest.importorskip("xgrammar")
+Draft202012Validator = pytest.importorskip("jsonschema").Draft202012Validator
 
 EOS = 0
 JSON_SCHEMA = StructuredOutput.json_schema
