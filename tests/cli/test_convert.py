@@ -129,7 +129,7 @@ def test_mistakes(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
     assert "Missing argument" in message(pair.peagle, *speculators)
     assert "'nowhere' is not there" in message("nowhere", out, *speculators)
     assert "has no config.json" in message(tmp_path, out, *speculators)
-    assert "expected the target layers" in message(pair.target, out, *speculators)
+    assert "is a whole model" in message(pair.target, out, *speculators)
     assert "is the source; expected another" in message(pair.peagle, pair.peagle, *speculators)
     forced = (pair.peagle, pair.peagle, *speculators, "--force")
     assert "is the source; expected another" in message(*forced)

@@ -347,7 +347,7 @@ def test_every_command_has_help_with_examples(run, command):
 
 def commands_of(text: str) -> list[list[str]]:
     """The peagle commands of code blocks and of code in sentences, as words."""
-    blocks = "".join(re.findall(r"```sh\n(.*?)```", text, re.DOTALL)).splitlines()
+    blocks = "".join(re.findall(r"```sh[^\n]*\n(.*?)```", text, re.DOTALL)).splitlines()
     spans = [" ".join(span.split()) for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", text)]
     # Within sentences the beginning is left out.
     spans = [

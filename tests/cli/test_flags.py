@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import fields
 from typing import Annotated, Any
 
 import pytest
@@ -84,6 +85,6 @@ def test_generate_has_a_flag_for_every_sampling_parameter() -> None:
     from peagle.cli import groups
 
     flags = groups.SAMPLING + groups.FINER_SAMPLING + groups.STRUCTURE + groups.RESULTS
-    fields = {f"sampling.{name}" for name in SECTIONS["sampling"].__dataclass_fields__}
+    keys = {f"sampling.{one.name}" for one in fields(SECTIONS["sampling"])}
     # K of one request among others means nothing where there is only one set of parameters.
-    assert {flag.key for flag in flags} == fields - {"sampling.num_speculative_tokens"}
+    assert {flag.key for flag in flags} == keys - {"sampling.num_speculative_tokens"}

@@ -147,7 +147,7 @@ def test_a_seed_repeats_a_sampled_output(peagle: Peagle, pair: Pair) -> None:
         (["--prompt", "x", "--max-new-tokens", "0"], "max_tokens is 0"),
         (["--prompt", "x", "--temperature", "-1"], "temperature is -1.0"),
         (["--prompt", "x", "--temperature", "nan"], "temperature is nan"),
-        (["--prompt", "x", "--top-k", "-1"], "top_k is -1"),
+        (["--prompt", "x", "--top-k", "-2"], "top_k is -2"),
         (["--prompt", "x", "--top-p", "0"], "top_p is 0.0"),
         (["--prompt", "x", "--top-p", "1.5"], "top_p is 1.5"),
         (["--prompt", "x", "--seed", "-1"], "seed is -1"),

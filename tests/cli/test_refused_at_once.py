@@ -43,7 +43,7 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["doctor", *OWN], "target model 'none' is not there"),
     (["doctor", "--prompts", "none.txt"], "'none.txt' is not readable"),
     (["train", "none.toml"], "'none.toml' is not there"),
-    (["train", "run.toml"], "none.safetensors' is not there"),
+    (["train", "run.toml"], "data.train is 'none.safetensors', which is not there"),
     (["train", "run.toml", "--set", "target=none"], "none' is not there"),
     (["data", "prepare", "none.jsonl", "--target", "bundled", "-o", "o.jsonl"], "is not there"),
     (["data", "prepare", "d.jsonl", "--target", "./none", "-o", "o.jsonl"], "is not there"),

@@ -11,7 +11,7 @@ import pytest
 
 from peagle.deploy.heads import HeadFacts, check_target, facts_of_files, head_facts
 from peagle.deploy.models import ModelSource
-from peagle.errors import CheckpointError
+from peagle.errors import CheckpointError, UserError
 from tests.conftest import make_target_folder
 from tests.fake_hub import FakeHub, serve, used
 
@@ -127,5 +127,5 @@ def test_what_cannot_be_looked_at_is_told(hub: FakeHub) -> None:
 
 
 def test_what_is_no_head() -> None:
-    with pytest.raises(CheckpointError, match="architectures"):
+    with pytest.raises(UserError, match="is a whole model"):
         facts_of_files({"architectures": ["GptOssForCausalLM"]}, set(), "x")

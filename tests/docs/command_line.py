@@ -191,6 +191,7 @@ def _exists(name: str) -> Path:
     return ROOT / name
 
 
+_OTHERS = ("cd", "curl", "guidellm", "head", "mkdir", "source", "tail")
 _CHECKS = {
     "peagle": check_peagle,
     "python": _check_python,
@@ -199,7 +200,5 @@ _CHECKS = {
     "pip": _check_pip,
     "docker": _check_docker,
     "aws": _check_aws,
-    "guidellm": lambda arguments: None,
-    "source": lambda arguments: None,
-    "cd": lambda arguments: None,
+    **dict.fromkeys(_OTHERS, lambda arguments: None),
 }

@@ -33,7 +33,6 @@ LIMITS = {
     "bench": ["--limit", "2", "--max-new-tokens", "4", "--repeats", "1", "--concurrency", "1,2"],
     "data regenerate": ["--limit", "8", "--max-new-tokens", "16"],
     "demo": ["--limit", "1", "--max-new-tokens", "8"],
-    "doctor": ["--limit", "2", "--max-new-tokens", "8"],
     "eval": ["--limit", "2", "--max-new-tokens", "8"],
     "train": [
         *("--set", "optimizer.steps=2"),

@@ -105,6 +105,7 @@ def _sampled(accepted: list[int], new: list[list[int]]) -> Any:
         new_token_ids=new,
         sampling=None,
         logprobs=[None] * len(new),
+        is_broken=[False] * len(new),
     )
 
 

@@ -105,7 +105,7 @@ class Reference:
 
     folder: Path
     _rows: dict[Output, list[float]] = field(default_factory=dict)
-    _probs: dict[tuple[SamplingParams, Output, Output], list[float]] = field(default_factory=dict)
+    _probs: dict[tuple[str, Output, Output], list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float64)
@@ -120,7 +120,7 @@ class Reference:
 
     def probs(self, params: SamplingParams, prompt: Output, output: Output) -> list[float]:
         """p(next token) under everything that the request asks for."""
-        key = (params, prompt, output)
+        key = (repr(params), prompt, output)
         if key not in self._probs:
             params = replace(params, bad_words=tuple(map(_spelt, params.bad_words)))
             permitted = _permitted(params.structured_output, output)

@@ -176,7 +176,6 @@ def test_every_supported_model_type_is_probed() -> None:
     assert probed | set(CONFIGS) == set(SUPPORTED_MODEL_TYPES)  # CONFIGS: see test_target.py
 
 
-@pytest.mark.usefixtures("exactly")
 def test_shared_keys_without_inputs_per_layer_are_refused() -> None:
     """transformers itself fails on more than one token of such a model."""
     options = {**GEMMA4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 0}
@@ -192,6 +191,7 @@ def test_a_target_that_gives_nan_is_told_so(value: float) -> None:
         TargetModel(model)
 
 
+@pytest.mark.usefixtures("exactly")
 def test_prefill_and_verify_equal_transformers(probe: Probe) -> None:
     target = probe.target()
     assert tuple(target.kv_shapes()) == probe.architecture.kv_shapes

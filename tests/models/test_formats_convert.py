@@ -239,7 +239,7 @@ def test_a_folder_that_cannot_be_written_is_a_users_mistake(
         raise OSError(28, "No space left on device")
 
     source = head_folders()
-    monkeypatch.setattr("peagle.models.checkpoint.weights.save_file", full_disk)
+    monkeypatch.setattr("peagle.models.checkpoint.files.save_file", full_disk)
     with pytest.raises(UserError, match=r"could not be written: .*No space left on device"):
         convert_head(source, tmp_path / "out", "vllm")
     assert list((tmp_path / "out").iterdir()) == []
@@ -365,7 +365,7 @@ def test_heads_that_are_none_are_refused(
 ) -> None:
     for source, message in (
         (tmp_path / "nothing", "is not there"),
-        (target_folder, "expected the target layers"),
+        (target_folder, "is a whole model"),
         (tmp_path, "has no config.json"),
     ):
         with pytest.raises(UserError, match=message):

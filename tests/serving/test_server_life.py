@@ -245,7 +245,7 @@ def test_a_mistake_in_a_json_log_is_json(tmp_path: Path) -> None:
         (("--log-format", "xml"), "xml"),
         (("--api-key-file", "/no/such/file"), "/no/such/file"),
         (("a", "--target", "b"), "leave one of them out"),
-        (("--no-speculation", "--compare-draft", "x"), "--compare-draft"),
+        (("--no-speculation", "--compare-draft", "bundled-eagle3"), "--compare-draft"),
     ],
 )
 def test_mistakes_end_with_status_2(
