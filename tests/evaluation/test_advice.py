@@ -138,6 +138,11 @@ def test_records_of_training(tmp_path: Path) -> None:
         *((2000, 5000, False, True), (2000, 5000, True, False), (2500, 5000, False, False)),
     ):
         assert TrainingRecord(steps, planned, None, early).is_little == is_little
+    for fresh, is_little in (([], False), (["mask_hidden"], True)):
+        start = {"steps": 40, "warm_start": {"fresh": fresh}}
+        (head / "train.json").write_text(json.dumps(start))
+        continued = TrainingRecord.beside(head)
+        assert continued is not None and continued.is_little == is_little
     for broken in ("[]", "{", '{"steps": "many"}', '{"steps": 5, "config": 3}'):
         (head / "train.json").write_text(broken)
         assert TrainingRecord.beside(head) is None

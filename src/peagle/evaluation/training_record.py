@@ -21,12 +21,15 @@ class TrainingRecord:
         planned: optimizer steps asked for; None where that is not recorded.
         tokens: tokens that went through the head; None where that is not recorded.
         stopped_early: the training ended before its plan because validation did not improve.
+        continues: the training began with a whole head of the same kind, so that the steps come on
+            top of that head's.
     """
 
     steps: int
     planned: int | None = None
     tokens: int | None = None
     stopped_early: bool = False
+    continues: bool = False
 
     @classmethod
     def beside(cls, head: str | Path) -> TrainingRecord | None:
@@ -47,13 +50,16 @@ class TrainingRecord:
         if steps is None:
             return None
         early = data.get("stop_reason") == "patience"
-        return cls(steps, _count(planned), _count(data.get("tokens")), early)
+        start = data.get("warm_start")
+        continues = isinstance(start, dict) and start.get("fresh") == []
+        return cls(steps, _count(planned), _count(data.get("tokens")), early, continues)
 
     @property
     def is_little(self) -> bool:
         """Whether the head cannot be judged yet: few steps, or less than half of the plan."""
         unfinished = self.planned is not None and 2 * self.steps < self.planned
-        return self.steps < FEW_STEPS or (unfinished and not self.stopped_early)
+        few = self.steps < FEW_STEPS and not self.continues
+        return few or (unfinished and not self.stopped_early)
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""
