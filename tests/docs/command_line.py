@@ -35,16 +35,12 @@ def check(words: list[str]) -> None:
         if not words:
             return
     program, *arguments = words
-    if program == "export":
-        return
     if program in _CHECKS:
         _CHECKS[program](arguments)
-    elif "/" in program and not program.startswith(".venv"):
+    elif "/" in program:
         _exists(program)
         if "peagle" in arguments:
             check_peagle(arguments[arguments.index("peagle") + 1 :])
-    elif program in (".venv-vllm/bin/pip", ".venv/bin/pip"):
-        _check_pip(arguments)
     else:
         raise NotUnderstoodError(f"no known program: {program!r} of {words}")
 
@@ -191,13 +187,14 @@ def _exists(name: str) -> Path:
     return ROOT / name
 
 
-_OTHERS = ("cd", "curl", "guidellm", "head", "mkdir", "source", "tail")
+_OTHERS = ("cd", "curl", "export", "guidellm", "head", "mkdir", "source", "tail")
 _CHECKS = {
     "peagle": check_peagle,
     "python": _check_python,
     "torchrun": _check_torchrun,
     "make": _check_make,
     "pip": _check_pip,
+    ".venv-vllm/bin/pip": _check_pip,
     "docker": _check_docker,
     "aws": _check_aws,
     **dict.fromkeys(_OTHERS, lambda arguments: None),
