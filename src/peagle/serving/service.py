@@ -22,6 +22,7 @@ from peagle.serving.metrics import Metrics
 from peagle.serving.params import as_api_error
 from peagle.serving.prompts import Prompts
 from peagle.serving.protocol import ChatBody, GenerationFields, TokenizeBody, Tool
+from peagle.serving.quotas import Lease
 from peagle.serving.telemetry import Tracer
 from peagle.serving.tool_parsers import detect_parser
 
@@ -208,6 +209,7 @@ def caller_of(request: Request, body: GenerationFields) -> Caller:
         request.url.path,
         salt,
         request.headers.get("traceparent"),
+        state.get("lease", Lease()),
     )
 
 
