@@ -117,9 +117,9 @@ class SecurityMiddleware:
             return await exchange.answer(204, preflight, b"")
         try:
             await self.app(scope, exchange.receive, exchange.send)
-        except Exception as error:
-            if isinstance(error, ApiError) and not exchange.has_started:
-                exchange.failure = exchange.failure or error  # a layer before the routes refuses
+        except ApiError as error:
+            exchange.failure = exchange.failure or error
+        except Exception:
             if exchange.failure is None:  # else it follows from the failure, which is answered
                 raise
         if exchange.failure is not None and not exchange.has_started:
