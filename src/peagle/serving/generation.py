@@ -29,15 +29,15 @@ class Caller:
         request_id: for logs and spans.
         route: that was asked.
         cache_salt: of the key and the request.
-        traceparent: of the caller's span, if any.
         lease: on what its key may use.
+        traceparent: of the caller's span, if any.
     """
 
     request_id: str
     route: str
     cache_salt: bytes = b""
-    traceparent: str | None = None
     lease: Lease = field(default_factory=Lease)
+    traceparent: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +109,9 @@ class Generation:
             failure, status = "error", 500
             raise
         finally:
-            self.caller.lease.settle(self.job.num_prompt_tokens + self._num_tokens)
             if failure is not None:
                 self.metrics.failed(failure)
+            self.caller.lease.settle(self.job.num_prompt_tokens + self._num_tokens)
             self._tell(status, failure)
 
     async def finish(self) -> list[RequestOutput]:

@@ -208,8 +208,8 @@ def caller_of(request: Request, body: GenerationFields) -> Caller:
         state.get("request_id", ""),
         request.url.path,
         salt,
-        request.headers.get("traceparent"),
         state.get("lease", Lease()),
+        request.headers.get("traceparent"),
     )
 
 
