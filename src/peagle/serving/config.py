@@ -70,10 +70,6 @@ class ServerConfig:
         for name in ("max_body_bytes", "data_parallel_size"):
             value = getattr(self, name)
             require(is_int(value) and value >= 1, name, value, "a whole number of at least 1")
-        for name in ("key_requests_per_minute", "key_tokens_per_minute", "key_concurrency"):
-            value = getattr(self, name)
-            ok = value is None or (is_int(value) and value >= 1)
-            require(ok, name, value, "a whole number of at least 1")
         ok = is_int(self.max_queue) and self.max_queue >= 0
         require(ok, "max_queue", self.max_queue, "a whole number of at least 0")
         for name in ("compile_timeout_s", "drain_timeout_s"):
@@ -89,3 +85,7 @@ class ServerConfig:
         ):
             value = getattr(self, name)
             require(value in allowed, name, value, "one of " + ", ".join(allowed))
+        for name in ("key_requests_per_minute", "key_tokens_per_minute", "key_concurrency"):
+            value = getattr(self, name)
+            ok = value is None or (is_int(value) and value >= 1)
+            require(ok, name, value, "a whole number of at least 1")
