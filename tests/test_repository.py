@@ -246,9 +246,41 @@ def test_documented_make_targets_exist():
     assert missing == {}
 
 
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
 def test_workflow_pins_its_actions():
-    for workflow in sorted((ROOT / ".github" / "workflows").glob("*.yml")):
+    for workflow in WORKFLOWS:
         uses = re.findall(r"uses: *(.+)", workflow.read_text())
         assert uses
         for action in uses:
             assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v[\d.]+", action), action
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
+def test_workflow_is_well_formed_and_may_only_read(workflow):
+    yaml = pytest.importorskip("yaml")
+    read = yaml.safe_load(workflow.read_text())
+    assert read["name"] == workflow.stem
+    # YAML takes the key `on` for a truth value.
+    assert set(read) == {"name", True, "permissions", "concurrency", "jobs"}
+    assert read["permissions"] == {"contents": "read"}
+    for job in read["jobs"].values():
+        assert job["timeout-minutes"] and "permissions" not in job
+        assert all(("uses" in step) != ("run" in step) for step in job["steps"])
+    # What a workflow installs has a version.
+    for package in re.findall(r"pip install (.+)|apt-get download (.+)", workflow.read_text()):
+        assert re.fullmatch(r"'?[\w-]+==?[\d.*]+'?", "".join(package)), package
+
+
+def test_dependencies_are_audited():
+    """pip-audit without a resolver takes exact versions only, and misses what is not named."""
+    yaml = pytest.importorskip("yaml")
+    audit = yaml.safe_load((ROOT / ".github" / "workflows" / "audit.yml").read_text())
+    assert {"constraints.txt", "pyproject.toml"} <= set(audit[True]["pull_request"]["paths"])
+    assert audit[True]["schedule"]
+    (command,) = [step["run"] for step in audit["jobs"]["pip-audit"]["steps"] if "run" in step]
+    assert "--strict" in command and "--requirement constraints.txt" in command
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    for line in lines:
+        assert not line or line.startswith("#") or re.fullmatch(r"[\w.-]+==[\w.+]+", line), line

@@ -60,9 +60,26 @@ def test_hadolint_is_clean():
 
 def test_base_image_is_pinned():
     (base,) = [i.text for i in STAGES[""].instructions if i.name == "ARG"]
-    assert re.fullmatch(r"PYTHON_IMAGE=python:3\.12\.\d+-slim-\w+", base)
+    assert re.fullmatch(r"PYTHON_IMAGE=python:3\.12\.\d+-slim-\w+@sha256:[0-9a-f]{64}", base)
+    # The comment asks for the digest of the very same tag.
+    assert f"imagetools inspect {base[len('PYTHON_IMAGE=') : base.index('@')]}\n" in (
+        DOCKERFILE.read_text()
+    )
+    # A frontend named here would be one more image, fetched by its tag.
+    assert "syntax=" not in DOCKERFILE.read_text()
     outside = {s.base for name, s in STAGES.items() if name and s.base not in STAGES}
     assert outside == {"${PYTHON_IMAGE}"}
+
+
+def test_images_in_the_documentation_are_pinned():
+    shown = [
+        line
+        for page in (ROOT / "docs").rglob("*.md")
+        for line in re.findall(r"^FROM .*", page.read_text(), re.MULTILINE)
+    ]
+    assert shown
+    for line in shown:
+        assert re.fullmatch(r"FROM [\w./-]+:v[\d.]+@sha256:[0-9a-f]{64}", line), line
 
 
 def test_python_fits_the_package():

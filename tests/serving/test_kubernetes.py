@@ -5,6 +5,7 @@ import re
 import shlex
 import tomllib
 from dataclasses import fields
+from ipaddress import ip_address, ip_network
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -61,7 +62,7 @@ def test_schema_finds_mistakes():
 def test_kinds():
     assert set(OBJECTS) == FOREIGN | {
         *("ServiceAccount", "Deployment", "Service"),
-        *("PodDisruptionBudget", "HorizontalPodAutoscaler"),
+        *("PodDisruptionBudget", "HorizontalPodAutoscaler", "NetworkPolicy"),
     }
     assert f"Kubernetes {OLDEST} or newer" in MANIFEST.read_text().splitlines()[0]
     assert all(obj["metadata"]["name"] == "peagle" for obj in OBJECTS.values())
@@ -78,6 +79,7 @@ def test_kinds():
         OBJECTS["Service"]["spec"]["selector"],
         OBJECTS["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"],
         OBJECTS["PodMonitor"]["spec"]["selector"]["matchLabels"],
+        OBJECTS["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"],
     ],
 )
 def test_selectors_find_the_pods(selector):
@@ -213,6 +215,47 @@ def test_pod_is_locked_down():
     }
     assert POD["automountServiceAccountToken"] is False
     assert not POD.keys() & {"hostNetwork", "hostPID", "hostIPC"}
+
+
+def check_traffic(policy: dict[str, Any], among: list[dict[str, Any]]) -> None:
+    """What a policy lets through: `among` is between the pods that it is about."""
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    assert policy["ingress"][: len(among)] == [{"from": [peer]} for peer in among]
+    clients, prometheus = policy["ingress"][len(among) :]
+    assert clients["ports"] == prometheus["ports"] == [{"port": "http", "protocol": "TCP"}]
+    # One peer with two selectors: a pod must match both of them.
+    assert clients["from"] == [
+        {"namespaceSelector": {}, "podSelector": {"matchLabels": {"peagle-client": "true"}}}
+    ]
+    namespace = {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}
+    assert prometheus["from"] == [{"namespaceSelector": namespace}]
+    assert policy["egress"][: len(among)] == [{"to": [peer]} for peer in among]
+    names, hub = policy["egress"][len(among) :]
+    assert names == {"ports": [{"port": 53, "protocol": p} for p in ("UDP", "TCP")]}
+    assert hub["ports"] == [{"port": 443, "protocol": "TCP"}]
+    blocks = [peer["ipBlock"] for peer in hub["to"]]
+    for address, reached in (
+        ("18.164.174.55", True),
+        ("2600:9000:20d3::1", True),
+        ("10.96.0.1", False),
+        ("172.20.0.1", False),
+        ("192.168.1.1", False),
+        ("169.254.169.254", False),
+        ("fd00:ec2::254", False),
+        ("fe80::1", False),
+    ):
+        assert any(is_in(address, block) for block in blocks) is reached, address
+
+
+def is_in(address: str, block: dict[str, Any]) -> bool:
+    found = ip_address(address)
+    return found in ip_network(block["cidr"]) and not any(
+        found in ip_network(left_out) for left_out in block["except"]
+    )
+
+
+def test_only_clients_and_prometheus_reach_the_server():
+    check_traffic(OBJECTS["NetworkPolicy"]["spec"], among=[])
 
 
 def test_what_is_written_has_a_place():

@@ -331,6 +331,25 @@ SAFETY = group(
         "--allowed-origin",
         default="none",
     ),
+    Flag(
+        "server.key_requests_per_minute",
+        int,
+        "Requests that each API key may send a minute; more are answered with status 429.",
+        default="no limit",
+    ),
+    Flag(
+        "server.key_tokens_per_minute",
+        int,
+        "Tokens of prompts and outputs that each API key may use a minute. max_tokens counts until "
+        "an answer ends, then its length.",
+        default="no limit",
+    ),
+    Flag(
+        "server.key_concurrency",
+        int,
+        "Requests of each API key that may be under way.",
+        default="no limit",
+    ),
     Flag("server.max_body_bytes", int, "Largest request."),
     Flag("server.compile_timeout_s", float, "Seconds that a schema may compile."),
 )

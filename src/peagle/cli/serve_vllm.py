@@ -27,6 +27,9 @@ _WITHOUT_EQUAL = {
     "server.on_engine_failure": ("vLLM ends with its engine; start it again from outside", "exit"),
     "server.cloudwatch_interval_s": ("vLLM writes no such lines", 0),
     "show_memory": ("vLLM prints its own account when it starts", None),
+    "server.key_requests_per_minute": ("vLLM has no limits for each key", None),
+    "server.key_tokens_per_minute": ("vLLM has no limits for each key", None),
+    "server.key_concurrency": ("vLLM has no limits for each key", None),
 }
 _ENGINE_KEYS = (
     *("dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size"),

@@ -23,6 +23,8 @@ class ServerConfig:
         allowed_origins: of web pages elsewhere that may call the server.
         max_body_bytes: of a request.
         max_queue: outputs that may wait beyond those that the engines decode; more get 429.
+        key_requests_per_minute, key_tokens_per_minute, key_concurrency: what each API key may
+            use: requests, tokens of prompts and outputs, requests under way; None sets no limit.
         compile_timeout_s: how long a grammar may compile.
         drain_timeout_s: how long running requests may take to finish after SIGTERM.
         on_engine_failure: "restart" the engine process, or "exit" with status 1.
@@ -46,6 +48,9 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = ()
     max_body_bytes: int = 4 << 20
     max_queue: int = 512
+    key_requests_per_minute: int | None = None
+    key_tokens_per_minute: int | None = None
+    key_concurrency: int | None = None
     compile_timeout_s: float = 10.0
     drain_timeout_s: float = 60.0
     on_engine_failure: OnFailure = "restart"
@@ -80,3 +85,7 @@ class ServerConfig:
         ):
             value = getattr(self, name)
             require(value in allowed, name, value, "one of " + ", ".join(allowed))
+        for name in ("key_requests_per_minute", "key_tokens_per_minute", "key_concurrency"):
+            value = getattr(self, name)
+            ok = value is None or (is_int(value) and value >= 1)
+            require(ok, name, value, "a whole number of at least 1")

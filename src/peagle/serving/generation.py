@@ -15,6 +15,7 @@ from peagle.engine.outputs import RequestOutput, StreamChunk
 from peagle.serving.engine_pool import EnginePool, EngineProcess
 from peagle.serving.errors import ApiError
 from peagle.serving.metrics import Failure, Metrics
+from peagle.serving.quotas import Lease
 from peagle.serving.telemetry import Tracer, span_attributes
 
 logger = logging.getLogger("peagle.serving.requests")
@@ -28,12 +29,14 @@ class Caller:
         request_id: for logs and spans.
         route: that was asked.
         cache_salt: of the key and the request.
+        lease: on what its key may use.
         traceparent: of the caller's span, if any.
     """
 
     request_id: str
     route: str
     cache_salt: bytes = b""
+    lease: Lease = field(default_factory=Lease)
     traceparent: str | None = None
 
 
@@ -45,6 +48,17 @@ class Job:
     params: SamplingParams
     proposer: str
     priority: int = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts, each counted once."""
+        return sum(map(len, self.prompts))
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the prompts and the most that the outputs can have."""
+        num_outputs = len(self.prompts) * self.params.n
+        return self.num_prompt_tokens + num_outputs * self.params.max_tokens
 
 
 @dataclass(slots=True)
@@ -79,6 +93,7 @@ class Generation:
         status = 499
         try:
             engine = self.pool.choose(len(self.job.prompts) * self.job.params.n)
+            self.caller.lease.reserve(self.job.most_tokens)
             async with aclosing(self._merged(engine)) as merged:
                 async for index, chunk in merged:
                     if chunk.output is not None and chunk.output.error is not None:
@@ -96,6 +111,7 @@ class Generation:
         finally:
             if failure is not None:
                 self.metrics.failed(failure)
+            self.caller.lease.settle(self.job.num_prompt_tokens + self._num_tokens)
             self._tell(status, failure)
 
     async def finish(self) -> list[RequestOutput]:
@@ -180,7 +196,7 @@ class Generation:
             "path": self.caller.route,
             "status": status,
             "seconds": round(seconds, 4),
-            "prompt_tokens": sum(map(len, self.job.prompts)),
+            "prompt_tokens": self.job.num_prompt_tokens,
             "completion_tokens": self._num_tokens,
             "acceptance_length": round(attributes["peagle.acceptance_length"], 3),
             "proposer": self.job.proposer,

@@ -117,6 +117,8 @@ class SecurityMiddleware:
             return await exchange.answer(204, preflight, b"")
         try:
             await self.app(scope, exchange.receive, exchange.send)
+        except ApiError as error:
+            exchange.failure = exchange.failure or error
         except Exception:
             if exchange.failure is None:  # else it follows from the failure, which is answered
                 raise

@@ -23,6 +23,7 @@ from peagle.serving.listening import listen
 from peagle.serving.messages import EngineSpec
 from peagle.serving.metrics import Metrics
 from peagle.serving.prompts import Prompts
+from peagle.serving.quotas import QuotaMiddleware, Quotas
 from peagle.serving.security import SecurityMiddleware
 from peagle.serving.service import Service
 from peagle.serving.telemetry import make_tracer
@@ -146,8 +147,11 @@ async def _serve(
 def _guarded(service: Service, keys: ApiKeys) -> ASGIApp:
     config = service.config
     hosts = config.allowed_hosts
+    app: ASGIApp = CountOpen(create_app(service), service)
+    if (quotas := Quotas.of(config, has_keys=bool(keys))) is not None:
+        app = QuotaMiddleware(app, quotas, service.metrics)
     return SecurityMiddleware(
-        CountOpen(create_app(service), service),
+        app,
         keys=keys,
         allowed_hosts=default_allowed_hosts(config.host) if hosts is None else hosts,
         allowed_origins=config.allowed_origins,

@@ -22,6 +22,7 @@ from peagle.serving.metrics import Metrics
 from peagle.serving.params import as_api_error
 from peagle.serving.prompts import Prompts
 from peagle.serving.protocol import ChatBody, GenerationFields, TokenizeBody, Tool
+from peagle.serving.quotas import Lease
 from peagle.serving.telemetry import Tracer
 from peagle.serving.tool_parsers import detect_parser
 
@@ -207,6 +208,7 @@ def caller_of(request: Request, body: GenerationFields) -> Caller:
         state.get("request_id", ""),
         request.url.path,
         salt,
+        state.get("lease", Lease()),
         request.headers.get("traceparent"),
     )
 
