@@ -12,6 +12,7 @@ from typing import Any
 
 from peagle.config import SamplingParams
 from peagle.engine.outputs import RequestOutput, StreamChunk
+from peagle.serving.deadline import Deadline
 from peagle.serving.engine_pool import EnginePool, EngineProcess
 from peagle.serving.errors import ApiError
 from peagle.serving.metrics import Failure, Metrics
@@ -29,12 +30,14 @@ class Caller:
         route: that was asked.
         cache_salt: of the key and the request.
         traceparent: of the caller's span, if any.
+        deadline: until when the request must be answered; None: for ever.
     """
 
     request_id: str
     route: str
     cache_salt: bytes = b""
     traceparent: str | None = None
+    deadline: Deadline | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,7 @@ class Generation:
         """
         failure: Failure | None = "cancelled"
         status = 499
+        self.metrics.begins_to_wait(self)
         try:
             engine = self.pool.choose(len(self.job.prompts) * self.job.params.n)
             async with aclosing(self._merged(engine)) as merged:
@@ -94,6 +98,7 @@ class Generation:
             failure, status = "error", 500
             raise
         finally:
+            self.metrics.waits_no_more(self)
             if failure is not None:
                 self.metrics.failed(failure)
             self._tell(status, failure)
@@ -119,6 +124,7 @@ class Generation:
             proposer=job.proposer,
             priority=job.priority,
             cache_salt=self.caller.cache_salt,
+            deadline=self.caller.deadline,
         )
 
     async def _merged(self, engine: EngineProcess) -> AsyncGenerator[tuple[int, StreamChunk], None]:
@@ -162,6 +168,7 @@ class Generation:
         if last is None:
             self.metrics.first_token(now - self._start, engine=engine.number)
             self._first_s = self._first_s or now - self._start
+            self.metrics.waits_no_more(self)
         else:
             self.metrics.chunk(now - last, len(chunk.token_ids), engine=engine.number)
         self._last[key] = now
@@ -210,6 +217,6 @@ def failure_of(status: int) -> Failure:
     """How metrics call an error of that status."""
     if status in (429, 503):
         return "refused"
-    if status == 408:
+    if status in (408, 504):
         return "timeout"
     return "invalid" if status < 500 else "error"
