@@ -37,6 +37,7 @@ class Served:
     Attributes:
         client: for it.
         process: the front end.
+        started_s: when it was started, by `time.perf_counter`.
     """
 
     def __init__(self, *options: str, threads: int = 1) -> None:
@@ -46,12 +47,14 @@ class Served:
         self._options = ["--port", str(port), "--threads", str(threads), *options]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by __aexit__)
         self.process: subprocess.Popen[bytes]
+        self.started_s = 0.0
 
     async def __aenter__(self) -> Served:
         paths = [str(SRC), *filter(None, [os.environ.get("PYTHONPATH")])]
         # Keys and settings of the user's own would make it another server.
         kept = {k: v for k, v in os.environ.items() if not k.startswith("PEAGLE_")}
         environment = {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+        self.started_s = time.perf_counter()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "peagle", "serve", *self._options],
             env=environment,

@@ -48,8 +48,9 @@ class Deadline:
         Raises:
             ApiError: 504, the time is over; the work is cancelled.
         """
+        timeout = asyncio.timeout(self.left_s)
         try:
-            async with asyncio.timeout(self.left_s) as timeout:
+            async with timeout:
                 return await work
         except TimeoutError:
             if not timeout.expired():

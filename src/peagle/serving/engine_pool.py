@@ -277,7 +277,6 @@ class EnginePool:
             while stream.num_outputs:
                 item = await stream.items.get()
                 if isinstance(item, Exception):
-                    stream.num_outputs = 0
                     raise item
                 stream.num_outputs -= item.output is not None
                 yield item

@@ -62,7 +62,6 @@ def run_engine(spec: EngineSpec, connection: Connection, heartbeat: Heartbeat) -
     configure_logging(spec.log_format)
     pulse = Pulse(heartbeat)
     try:
-        announce_compilation(pulse.compiling, pulse.compiled)
         worker = EngineWorker(_load(spec, pulse), spec, connection, pulse)
         worker.check()  # the first step makes what later ones find made
         start = time.monotonic()
@@ -111,6 +110,8 @@ def _load(spec: EngineSpec, pulse: Pulse) -> dict[str, LLM]:
         set_threads(spec.threads)
     pulse.loading()
     device = resolve_device(spec.engine.device)
+    if device.type == "cuda":  # nothing is compiled for a CPU, and the compilers load slowly
+        announce_compilation(pulse)
     dtype = resolve_dtype(spec.engine.dtype, device)
     target = TargetModel.load(Path(spec.target), dtype=dtype, device=device)
     sizes = replace(spec.engine, dtype="auto", device="auto")

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Literal, get_args
 
 Activity = Literal["working", "loading", "compiling"]
@@ -137,15 +137,14 @@ class Pulse:
             self.beat()
 
 
-def announce_compilation(started: Callable[..., None], ended: Callable[..., None]) -> None:
-    """Have functions called whenever torch.compile or Triton compiles something, in any step."""
+def announce_compilation(pulse: Pulse) -> None:
+    """Have a pulse told whenever torch.compile or Triton compiles something, in any step."""
     from torch._dynamo.callback import callback_handler
 
-    callback_handler.register_start_callback(started)
-    callback_handler.register_end_callback(ended)
-    try:
+    callback_handler.register_start_callback(pulse.compiling)
+    callback_handler.register_end_callback(pulse.compiled)
+    with suppress(ImportError):  # only where torch brings it
         from triton import knobs
-    except ImportError:
-        return  # no GPU, no Triton
-    knobs.runtime.jit_cache_hook = started
-    knobs.runtime.jit_post_compile_hook = ended
+
+        knobs.runtime.jit_cache_hook = pulse.compiling
+        knobs.runtime.jit_post_compile_hook = pulse.compiled
