@@ -50,7 +50,7 @@ async def _hang(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         found = await server.metrics()
         if found["engine_hangs_total"] != 1:
             missed.append(f"engine_hangs_total is {found['engine_hangs_total']}; expected 1")
-        allowed_s = float(re.findall(r"no sign of life for .*, of ([\d.]+) s", server.log())[0])
+        allowed_s = float(re.findall(r"no sign of life for .*, of ([\d.]+) s", server.log(0))[0])
         if not_ready_s - stopped_s > allowed_s + _LOOK_S:
             missed.append(f"not ready after {not_ready_s - stopped_s:.1f} s of {allowed_s} s")
         figures |= {

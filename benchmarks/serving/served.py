@@ -100,10 +100,10 @@ class Served:
             await asyncio.sleep(0.05)
         return status
 
-    def log(self) -> str:
-        """The end of what the server said."""
+    def log(self, most: int = 4000) -> str:
+        """The last characters of what the server said; 0 gives all of it."""
         self._log.seek(0)
-        return self._log.read().decode(errors="replace")[-4000:]
+        return self._log.read().decode(errors="replace")[-most:]
 
     # ---- processes --------------------------------------------------------------------------
 
