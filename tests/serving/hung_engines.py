@@ -10,6 +10,7 @@ import os
 import time
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -37,7 +38,7 @@ def hangs_in_a_step(*args: Any) -> None:
         while True:
             time.sleep(1000)
 
-    Requests.step = step
+    patch.object(Requests, "step", step).start()
     engine_process.run_engine(*args)
 
 
@@ -49,7 +50,7 @@ def is_slow_once(*args: Any) -> None:
         time.sleep({1: SLOW_S / 5, 2: SLOW_S}.get(next(numbers), 0))
         return REAL_STEP(requests)
 
-    Requests.step = step
+    patch.object(Requests, "step", step).start()
     engine_process.run_engine(*args)
 
 
@@ -73,8 +74,8 @@ def compiles_then_hangs(*args: Any) -> None:
             time.sleep(1000)
         return REAL_STEP(requests)
 
-    vars(engine_process)["_load"] = load
-    Requests.step = step
+    patch.object(engine_process, "_load", load).start()
+    patch.object(Requests, "step", step).start()
     engine_process.run_engine(*args)
 
 
@@ -82,7 +83,7 @@ def dies_in_a_step(*args: Any) -> None:
     def step(requests: Requests) -> Any:
         os._exit(1)
 
-    Requests.step = step
+    patch.object(Requests, "step", step).start()
     engine_process.run_engine(*args)
 
 
@@ -96,7 +97,7 @@ def loads_in_json_only(*args: Any) -> None:
 def be_front_end(connection: Connection) -> None:
     """In a process of its own: have an engine that hangs in a step, and tell its process id."""
     _fork_engines()
-    vars(engine_pool)["run_engine"] = hangs_in_a_step
+    patch.object(engine_pool, "run_engine", hangs_in_a_step).start()
     asyncio.run(_feed(connection))
 
 

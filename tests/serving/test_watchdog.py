@@ -21,8 +21,10 @@ import pytest
 
 from peagle.config import SamplingParams
 from peagle.engine.outputs import StreamChunk
+from peagle.errors import UserError
 from peagle.llm import LLM
 from peagle.serving import crash_budget, engine_pool, engine_process
+from peagle.serving.config import ServerConfig
 from peagle.serving.crash_budget import CrashBudget
 from peagle.serving.engine_pool import EngineFailed, EnginePool, EngineProcess
 from peagle.serving.errors import ApiError
@@ -37,6 +39,8 @@ COMPLETIONS = "/v1/completions"
 LONG = {"prompt": "def f(", "max_tokens": 1500, "ignore_eos": True}
 SHORT = {"prompt": "def f(", "max_tokens": 8, "temperature": 0}
 FEW = SamplingParams(max_tokens=8)
+# A busy machine makes a slow step, and 20 times that is the limit of a hang.
+PATIENCE_S = 180
 
 
 # ---- a server ---------------------------------------------------------------------------------
@@ -85,10 +89,10 @@ def test_a_hung_engine_is_ended_and_replaced() -> None:
         pid = server.engine_pids()[-1]
         os.kill(pid, signal.SIGSTOP)
         stopped_s = time.monotonic()
-        wait_for(lambda: status(server) == 503)
+        wait_for(lambda: status(server) == 503, timeout_s=PATIENCE_S)
         not_ready_s = time.monotonic()
         for client in clients:
-            client.join(30)
+            client.join(PATIENCE_S)
             assert client.told_s - not_ready_s < 5
             assert (
                 client.error["code"] == "engine_hung" and "send it again" in client.error["message"]
@@ -107,7 +111,7 @@ def test_a_hung_engine_is_ended_and_replaced() -> None:
 
         wait_for(lambda: server.metrics()['peagle:num_requests_running{engine="0"}'] == 0)
         os.kill(server.engine_pids()[-1], signal.SIGSTOP)
-        wait_for(lambda: status(server) == 503)
+        wait_for(lambda: status(server) == 503, timeout_s=PATIENCE_S)
         wait_until_ready(server)
         assert _ends(server) == (2, 2)
 
@@ -115,7 +119,7 @@ def test_a_hung_engine_is_ended_and_replaced() -> None:
         wait_for(lambda: server.metrics()['peagle:num_requests_running{engine="0"}'] == 1)
         assert server.metrics()['peagle:engine_last_beat_seconds{engine="0"}'] < 10
         os.kill(server.engine_pids()[-1], signal.SIGKILL)
-        client.join(30)
+        client.join(PATIENCE_S)
         assert client.error["code"] == "engine_died"
         assert "stopped 3 times" in client.error["message"]
         assert "send it again." not in client.error["message"]
@@ -132,7 +136,7 @@ def test_a_request_that_takes_too_long_is_ended() -> None:
     with running("--request-timeout", 0.4, "--no-playground", warm=True) as server:
         clients = [Client(server, stream=stream) for stream in (True, False)]
         for client in clients:
-            client.join(30)
+            client.join(PATIENCE_S)
             assert client.error["code"] == "request_timeout"
             assert "0.4 s" in client.error["message"]
             assert "--request-timeout" in client.error["message"]
@@ -288,6 +292,22 @@ def test_the_others_go_on_without_an_engine_that_does_not_start(
     asyncio.run(asyncio.wait_for(check(), 60))
 
 
+def test_a_process_that_cannot_be_made_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crash_budget, "_FIRST_DELAY_S", 0.01)
+
+    def fails(*_: Any) -> None:
+        raise OSError(24, "Too many open files")
+
+    async def check() -> None:
+        monkeypatch.setattr(engine_pool, "EngineProcess", fails)
+        async with pool_of(None) as pool:
+            failure = await asyncio.wait_for(pool.pool.failure, 10)
+            assert "could not be started: [Errno 24]" in str(failure)
+            assert "3 starts in a row failed" in str(failure)
+
+    asyncio.run(check())
+
+
 def test_a_pool_with_a_stopped_engine_closes_soon() -> None:
     async def check() -> None:
         async with pool_of(engine_process.run_engine, replace(SPEC, hang_timeout_s=0)) as pool:
@@ -337,6 +357,22 @@ def test_crashes_of_long_ago_are_forgiven(monkeypatch: pytest.MonkeyPatch) -> No
     assert budget.spent is None and budget.num_recent == 0
 
 
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (
+            {"hang_timeout_s": 0.5},
+            "hang_timeout_s is 0.5; expected a number of seconds of at least",
+        ),
+        ({"hang_timeout_s": True}, "hang_timeout_s is True"),
+        ({"request_timeout_s": -1}, "request_timeout_s is -1; expected a number of seconds, or 0"),
+    ],
+)
+def test_bounds_out_of_range_are_named(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=re.escape(words)):
+        ServerConfig(**values)
+
+
 def limit_of(heartbeat: Heartbeat) -> float:
     return heartbeat.due_s - heartbeat.last_s
 
@@ -345,6 +381,9 @@ def test_a_larger_pass_than_any_may_take_as_long_as_its_tokens() -> None:
     heartbeat = Heartbeat(multiprocessing, 10)
     pulse = Pulse(heartbeat)
     assert heartbeat.activity == "loading" and limit_of(heartbeat) > 600
+    with pulse.step():  # the check at the end of loading
+        pulse.planned(1)
+        assert limit_of(heartbeat) > 600
     pulse.loaded(token_s=0.1)
     assert heartbeat.activity == "working" and limit_of(heartbeat) == pytest.approx(10)
     for expected in (200, 10):  # a pass of that size is known then
@@ -373,6 +412,8 @@ def test_a_limit_is_a_multiple_of_the_slowest_step_that_compiled_nothing() -> No
         time.sleep(0.2)
     pulse.beat()
     assert limit_of(heartbeat) > 20 * 0.2
+    pulse.order()
+    assert limit_of(heartbeat) == pytest.approx(60)
 
 
 def test_a_machine_that_stood_still_is_forgiven_once() -> None:

@@ -224,8 +224,13 @@ class EnginePool:
         self._watching = asyncio.ensure_future(self._watch())
 
     def _start(self, number: int) -> None:
-        if not self._is_closing:
+        if self._is_closing or self.failure.done():
+            return
+        try:
             self._engines[number] = EngineProcess(number, self._specs[number], self._told)
+        except OSError as error:  # too many files or processes, too little memory
+            self._budgets[number].crashed(while_loading=True)
+            self._start_again(number, f"could not be started: {error}")
 
     @property
     def ready(self) -> list[EngineProcess]:
@@ -414,12 +419,18 @@ class EnginePool:
         if self._is_closing or self.failure.done() or number in self._given_up:
             return
         logger.error("engine %d is gone", number, extra={"engine": number})
+        self._start_again(number, engine.end)
+
+    def _start_again(self, number: int, end: str) -> None:
+        """Start another process in the place of one that ended so, within its budget."""
         budget = self._budgets[number]
-        if not self._restart or budget.spent is not None:
-            self._give_up(number, f"{engine.end}" + (f"; {budget.spent}" if budget.spent else ""))
-            return
-        self._on_restart(number)
-        asyncio.get_running_loop().call_later(budget.delay_s, self._start, number)
+        if not self._restart:
+            self._give_up(number, end)
+        elif budget.spent is not None:
+            self._give_up(number, f"{end}; {budget.spent}")
+        else:
+            self._on_restart(number)
+            asyncio.get_running_loop().call_later(budget.delay_s, self._start, number)
 
     def _give_up(self, number: int, reason: str) -> None:
         """Start an engine no more; the server ends with the last one."""

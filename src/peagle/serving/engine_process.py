@@ -186,7 +186,7 @@ class EngineWorker:
                 order = self._next_order()
                 if order is None:
                     return
-                self._pulse.beat()
+                self._pulse.order()
                 order()
             with self._pulse.step():
                 chunks = [chunk for r in requests if r.has_unfinished for chunk in r.step()]

@@ -19,6 +19,8 @@ Activity = Literal["working", "loading", "compiling"]
 _SLOWER = 20
 # Even what announces itself must end: loading may read a large model from a slow disk.
 _ANNOUNCED_S = {"loading": 3600.0, "compiling": 600.0}
+# To take a request needs no GPU, but may need a tokenizer for long lists of words.
+_ORDER_S = 60.0
 _ACTIVITIES: tuple[Activity, ...] = get_args(Activity)
 
 
@@ -87,28 +89,38 @@ class Pulse:
         self._planned_tokens = 0
 
     def loading(self) -> None:
-        """Begin a stage of loading."""
-        self._heartbeat.announce("loading")
+        """A stage of loading begins."""
+        self._write(0.0)
 
     def loaded(self, token_s: float) -> None:
-        """End loading.
+        """All is loaded.
 
         Args:
             token_s: seconds of a step of one token.
         """
-        self._token_s = token_s
+        self._token_s = self._slowest_s = token_s
         self._is_loading = False
         self.beat()
 
     def beat(self) -> None:
         """The loop goes round, or waits for requests."""
-        self._heartbeat.beat(_SLOWER * self._slowest_s)
+        self._write(_SLOWER * self._slowest_s)
+
+    def order(self) -> None:
+        """An order of the front end is carried out."""
+        self._write(max(_SLOWER * self._slowest_s, _ORDER_S))
 
     def planned(self, num_tokens: int) -> None:
         """A pass over so many tokens begins."""
         self._planned_tokens = max(self._planned_tokens, num_tokens)
         one_by_one_s = num_tokens * self._token_s if num_tokens > self._most_tokens else 0.0
-        self._heartbeat.beat(max(_SLOWER * self._slowest_s, one_by_one_s))
+        self._write(max(_SLOWER * self._slowest_s, one_by_one_s))
+
+    def _write(self, limit_s: float) -> None:
+        if self._is_loading:
+            self._heartbeat.announce("loading")
+        else:
+            self._heartbeat.beat(limit_s)
 
     @contextmanager
     def step(self) -> Iterator[None]:
