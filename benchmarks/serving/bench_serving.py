@@ -8,6 +8,7 @@ soak      200 clients, 2,000 requests: none lost, all as offline, no memory that
 overhead  tokens/s of the served engine against the offline engine at concurrency 16
 cancel    clients that leave at random moments: nothing of them stays behind
 kill      the engine process is killed: clients are told, the server restarts or exits
+hang      the engine process is stopped: it is seen and ended, clients are told, another one serves
 drain     SIGTERM under load: what runs finishes, what is new is refused, status 0
 slow      a client that reads slowly and 1,000 idle connections, beside 8 normal ones
 latency   time to the first token at idle and under Poisson arrivals, speculation on and off
@@ -26,7 +27,7 @@ import sys
 from peagle.environment import environment
 from peagle.errors import UserError
 
-EXPERIMENTS = ("soak", "overhead", "cancel", "kill", "drain", "slow", "latency", "fuzz")
+EXPERIMENTS = ("soak", "overhead", "cancel", "kill", "hang", "drain", "slow", "latency", "fuzz")
 
 
 def main() -> int:

@@ -59,7 +59,14 @@ async def _exit(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
 async def kill_under_load(server: Served) -> tuple[list[Answer], float]:
     """Kill the engine while clients stream and wait; their answers, and when it was."""
-    (engine,) = server.engine_pids()
+    requests, (engine,) = await load_up(server), server.engine_pids()
+    os.kill(engine, signal.SIGKILL)
+    killed_s = time.perf_counter()
+    return await asyncio.gather(*requests), killed_s
+
+
+async def load_up(server: Served) -> list[asyncio.Task[Answer]]:
+    """Clients that stream, wait for a whole answer, and wait for their turn."""
     requests = [
         asyncio.create_task(
             server.client.complete(text, max_tokens=LONG, ignore_eos=True, stream=i % 4 != 3)
@@ -69,9 +76,7 @@ async def kill_under_load(server: Served) -> tuple[list[Answer], float]:
     while (await server.load())["num_requests_running"] < CLIENTS // 2:
         await asyncio.sleep(0.1)
     await asyncio.sleep(1)
-    os.kill(engine, signal.SIGKILL)
-    killed_s = time.perf_counter()
-    return await asyncio.gather(*requests), killed_s
+    return requests
 
 
 def told(

@@ -37,6 +37,7 @@ class Served:
     Attributes:
         client: for it.
         process: the front end.
+        started_s: when it was started, by `time.perf_counter`.
     """
 
     def __init__(self, *options: str, threads: int = 1) -> None:
@@ -46,12 +47,14 @@ class Served:
         self._options = ["--port", str(port), "--threads", str(threads), *options]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by __aexit__)
         self.process: subprocess.Popen[bytes]
+        self.started_s = 0.0
 
     async def __aenter__(self) -> Served:
         paths = [str(SRC), *filter(None, [os.environ.get("PYTHONPATH")])]
         # Keys and settings of the user's own would make it another server.
         kept = {k: v for k, v in os.environ.items() if not k.startswith("PEAGLE_")}
         environment = {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+        self.started_s = time.perf_counter()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "peagle", "serve", *self._options],
             env=environment,
@@ -97,10 +100,10 @@ class Served:
             await asyncio.sleep(0.05)
         return status
 
-    def log(self) -> str:
-        """The end of what the server said."""
+    def log(self, most: int = 4000) -> str:
+        """The last characters of what the server said; 0 gives all of it."""
         self._log.seek(0)
-        return self._log.read().decode(errors="replace")[-4000:]
+        return self._log.read().decode(errors="replace")[-most:]
 
     # ---- processes --------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from peagle.llm import LLM
 from peagle.serving.engine_process import EngineWorker
 from peagle.serving.errors import ApiError
 from peagle.serving.generation import Caller, Generation, Job
+from peagle.serving.heartbeat import Heartbeat, Pulse
 from peagle.serving.messages import Add, Cancel, EngineSpec, Refused, Stepped, Stop
 from peagle.serving.metrics import Metrics
 
@@ -74,7 +76,8 @@ def front(llm: LLM) -> Iterator[Front]:
     spec = EngineSpec(
         str(BUNDLED_TARGET), {"peagle": SPECULATIVE}, EngineConfig(), compile_timeout_s=4
     )
-    worker = EngineWorker({"peagle": llm}, spec, theirs)
+    pulse = Pulse(Heartbeat(multiprocessing, spec.hang_timeout_s))
+    worker = EngineWorker({"peagle": llm}, spec, theirs, pulse)
     thread = threading.Thread(target=worker.serve)
     thread.start()
     front = Front(ours, llm)

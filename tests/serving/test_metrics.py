@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any, get_args
 
@@ -125,6 +126,26 @@ def test_accepted_tokens_are_counted_per_position():
     counts = [value(metrics, name, engine="0", position=str(i)) for i in range(3)]
     assert counts == [3, 2, 1]  # drafts accepted up to the first, second, third token
     assert sum(counts) == value(metrics, "spec_decode_num_accepted_tokens_total", engine="0")
+
+
+def test_hangs_signs_of_life_and_the_oldest_request_without_a_token():
+    metrics = Metrics("m")
+    metrics.engine_beat(1, 12.5)
+    metrics.engine_hung(1)
+    assert value(metrics, "engine_last_beat_seconds", engine="1") == 12.5
+    assert value(metrics, "engine_hangs_total", engine="1") == 1
+    assert value(metrics, "oldest_waiting_request_seconds") == 0
+    first, second = object(), object()
+    metrics.begins_to_wait(first)
+    time.sleep(0.05)
+    metrics.begins_to_wait(second)
+    both = value(metrics, "oldest_waiting_request_seconds")
+    metrics.waits_no_more(first)
+    alone = value(metrics, "oldest_waiting_request_seconds")
+    assert both >= 0.05 and 0 < alone < both
+    metrics.waits_no_more(second)
+    metrics.waits_no_more(second)
+    assert value(metrics, "oldest_waiting_request_seconds") == 0
 
 
 def test_engines_are_told_apart():

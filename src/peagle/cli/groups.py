@@ -257,6 +257,20 @@ SERVER = group(
         str,
         "restart an engine process that died, or exit with status 1.",
     ),
+    Flag(
+        "server.hang_timeout_s",
+        float,
+        "Seconds without a sign of life after which an engine process is killed; 20 times its "
+        "slowest step where that is longer; 0 never.",
+        "--hang-timeout",
+    ),
+    Flag(
+        "server.request_timeout_s",
+        float,
+        "Seconds that a request may take in all, before it is answered with status 504; 0: for "
+        "ever.",
+        "--request-timeout",
+    ),
     Flag("server.max_queue", int, "Outputs that may wait; more are answered with status 429."),
     Flag("server.drain_timeout_s", float, "Seconds to finish after SIGTERM.", "--drain-timeout"),
     Flag("server.chat_template", str, "Jinja template, or the name of one of the model's."),

@@ -203,6 +203,7 @@ def _spec(plan: Plan, config: ServerConfig, compare: str | None) -> tuple[Engine
         plan.engine,
         threads=plan.threads,
         compile_timeout_s=config.compile_timeout_s,
+        hang_timeout_s=config.hang_timeout_s,
         log_format=config.log_format,
     )
     is_bundled = plan.target == str(BUNDLED_TARGET)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
 
 from peagle.engine.sequence import Sequence
 
@@ -115,6 +118,17 @@ class BlockManager:
                 del self._num_owners[block]
                 self._free[block] = None
         sequence.block_table = []
+
+    @contextmanager
+    def borrowed(self, num_blocks: int) -> Iterator[None]:
+        """Whatever is taken and freed meanwhile, up to `num_blocks`, is taken first again.
+
+        So what is done again and again with nothing to keep costs the prefix cache once.
+        """
+        first = list(islice(self._free, num_blocks))
+        yield
+        for block in reversed(first):
+            self._free.move_to_end(block, last=False)
 
     def withdraw(self, sequence: Sequence) -> list[int]:
         """Publish nothing more of the blocks that a sequence alone owns; returns them."""

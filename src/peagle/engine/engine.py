@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from peagle.attention import LayerKVCache, make_backend
@@ -46,6 +46,7 @@ _COUNTERS = (
     "num_cached_tokens",
     "num_output_tokens",
 )
+_CHECK_SALT = b"peagle self-check"
 
 
 class LLMEngine:
@@ -55,6 +56,9 @@ class LLMEngine:
         target: the loaded target; engines may share one, as long as they step one at a time.
         config: sizes of the engine.
         speculative: how to draft; None decodes plainly.
+
+    Attributes:
+        on_pass: called with the number of tokens of each pass that no graph runs, before it begins.
 
     Raises:
         UserError: the sizes do not fit the model or the memory.
@@ -68,6 +72,7 @@ class LLMEngine:
         speculative: SpeculativeConfig | None = None,
     ) -> None:
         self.target = target
+        self.on_pass: Callable[[int], None] | None = None
         self.config = config or EngineConfig()
         self.speculative = speculative
         self.max_model_len = resolve_max_model_len(target, self.config)
@@ -234,6 +239,20 @@ class LLMEngine:
             cache.keys.zero_()
             cache.values.zero_()
 
+    def check(self) -> None:
+        """Compute one token and forget it: neither counters, seeds nor cached prefixes change.
+
+        There must be no unfinished sequence.
+        """
+        assert not self.has_unfinished
+        counts, drafts = dict(self._counts), self.speculation_stats.copy()
+        number, params = self._num_requests, SamplingParams(max_tokens=1, seed=0)
+        with self.blocks.borrowed(self.blocks.blocks_for(1 + self.scheduler.num_lookahead_slots)):
+            self.add_request([0], params, cache_salt=_CHECK_SALT)
+            while self.has_unfinished:
+                self.step()
+        self._counts, self.speculation_stats, self._num_requests = counts, drafts, number
+
     @property
     def blocks(self) -> BlockManager:
         """Who owns which KV block."""
@@ -280,6 +299,8 @@ class LLMEngine:
             self._run(plan.decode)
 
     def _run(self, chunks: list[Chunk]) -> None:
+        if self.on_pass is not None:
+            self.on_pass(sum(chunk.num_tokens + chunk.num_drafts for chunk in chunks))
         done = self.runner.run(chunks)
         self._append(done)
         if self.drafting is not None:

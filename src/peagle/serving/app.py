@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -20,8 +21,9 @@ from peagle.config.checks import did_you_mean
 from peagle.serving.absent_routes import reason_for_absence
 from peagle.serving.chat_completions import chat
 from peagle.serving.completions import complete
+from peagle.serving.deadline import Deadline
 from peagle.serving.errors import ApiError
-from peagle.serving.generation import failure_of
+from peagle.serving.generation import Caller, failure_of
 from peagle.serving.params import as_api_error
 from peagle.serving.protocol import (
     ChatBody,
@@ -48,7 +50,7 @@ def create_app(service: Service) -> FastAPI:
     """The application of a service, without what guards it."""
     errors: dict[int | str, dict[str, Any]] = {
         status: {"description": "An error object in OpenAI's form"}
-        for status in (400, 401, 403, 404, 408, 413, 415, 429, 500, 503)
+        for status in (400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504)
     }
     # The documentation pages of FastAPI load scripts from elsewhere.
     app = FastAPI(
@@ -286,24 +288,29 @@ async def valid_unicode(request: Request) -> None:
             raise ApiError(400, text, code="invalid_unicode") from None
 
 
+Answer = Callable[[Service, Any, Caller], Awaitable[Response]]
 _POST: dict[str, Any] = {"dependencies": [Depends(valid_unicode)]}
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
+    async def answer(make: Answer, request: Request, body: Any) -> Response:
+        deadline = Deadline(service.config.request_timeout_s)
+        return await deadline.hold(make(service, body, caller_of(request, body, deadline)))
+
     @app.post("/v1/completions", **_POST)
     async def completions(request: Request, body: CompletionBody) -> Response:
         """Complete prompts."""
-        return await complete(service, body, caller_of(request, body))
+        return await answer(complete, request, body)
 
     @app.post("/v1/chat/completions", **_POST)
     async def chat_completions(request: Request, body: ChatBody) -> Response:
         """Answer a conversation."""
-        return await chat(service, body, caller_of(request, body))
+        return await answer(chat, request, body)
 
     @app.post("/v1/responses", **_POST)
     async def responses(request: Request, body: ResponsesBody) -> Response:
         """Answer a conversation in OpenAI's newer form; nothing is stored."""
-        return await respond(service, body, caller_of(request, body))
+        return await answer(respond, request, body)
 
     @app.post("/invocations", **_POST)
     async def invocations(request: Request, body: dict[str, Any]) -> Response:
@@ -315,9 +322,9 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             raise ApiError(400, text)
         if "messages" in body:
             chat_body: ChatBody = parsed(ChatBody, body)
-            return await chat(service, chat_body, caller_of(request, chat_body))
+            return await answer(chat, request, chat_body)
         completion_body: CompletionBody = parsed(CompletionBody, body)
-        return await complete(service, completion_body, caller_of(request, completion_body))
+        return await answer(complete, request, completion_body)
 
     @app.post("/tokenize", **_POST)
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:

@@ -27,6 +27,9 @@ class ServerConfig:
             use: requests, tokens of prompts and outputs, requests under way; None sets no limit.
         compile_timeout_s: how long a grammar may compile.
         drain_timeout_s: how long running requests may take to finish after SIGTERM.
+        request_timeout_s: how long a request may take in all, before it gets 504; 0 is for ever.
+        hang_timeout_s: how long an engine may give no sign of life before it is killed; 20 times
+            its slowest step where that is longer, and 0 is for ever.
         on_engine_failure: "restart" the engine process, or "exit" with status 1.
         data_parallel_size: engine processes.
         chat_template: file or name of a template; None takes the model's.
@@ -53,6 +56,8 @@ class ServerConfig:
     key_concurrency: int | None = None
     compile_timeout_s: float = 10.0
     drain_timeout_s: float = 60.0
+    request_timeout_s: float = 1800.0
+    hang_timeout_s: float = 10.0
     on_engine_failure: OnFailure = "restart"
     data_parallel_size: int = 1
     chat_template: str | None = None
@@ -75,9 +80,13 @@ class ServerConfig:
         for name in ("compile_timeout_s", "drain_timeout_s"):
             value = getattr(self, name)
             require(is_number(value) and value > 0, name, value, "a number of seconds above 0")
-        value = self.cloudwatch_interval_s
-        ok = is_number(value) and value >= 0
-        require(ok, "cloudwatch_interval_s", value, "a number of seconds, or 0 for none")
+        for name in ("cloudwatch_interval_s", "request_timeout_s"):
+            value = getattr(self, name)
+            ok = is_number(value) and value >= 0
+            require(ok, name, value, "a number of seconds, or 0 for none")
+        value = self.hang_timeout_s
+        ok = is_number(value) and (value == 0 or value >= 1)
+        require(ok, "hang_timeout_s", value, "a number of seconds of at least 1, or 0 for none")
         for name, allowed in (
             ("on_engine_failure", ("restart", "exit")),
             ("log_format", ("text", "json")),

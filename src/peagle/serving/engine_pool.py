@@ -1,6 +1,7 @@
-"""The engine processes as the front end sees them: started, fed, listened to, restarted.
+"""The engine processes as the front end sees them: started, fed, listened to, watched, restarted.
 
-All of it runs in one event loop, except a thread for each process that waits for its messages.
+All of it runs in one event loop, except two threads for each process: one waits for its messages,
+one sends it orders. A process that reads nothing any more holds up that thread alone.
 """
 
 from __future__ import annotations
@@ -10,17 +11,23 @@ import itertools
 import logging
 import multiprocessing
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from multiprocessing.reduction import ForkingPickler
+from queue import SimpleQueue
 from typing import Any
 
 from peagle.config import SamplingParams
 from peagle.engine import EngineStats
 from peagle.engine.outputs import StreamChunk
 from peagle.errors import UserError
+from peagle.serving.crash_budget import WINDOW_S, CrashBudget
+from peagle.serving.deadline import Deadline
 from peagle.serving.engine_process import run_engine
 from peagle.serving.errors import ApiError
+from peagle.serving.heartbeat import Heartbeat
 from peagle.serving.messages import (
     Add,
     Cancel,
@@ -35,13 +42,14 @@ from peagle.serving.messages import (
 
 logger = logging.getLogger("peagle.serving")
 
-_MOST_FAILED_STARTS = 3
-_RESTART_AFTER_S = 0.5
-_JOIN_S = 5.0
+_WATCH_EVERY_S = 0.5
+_JOIN_S = 2.0
+# A killed process that is still there waits in the kernel, most likely for its GPU.
+_KILL_S = 30.0
 
 
 class EngineFailed(Exception):
-    """An engine process ended by a fault; the message is what it said, if anything."""
+    """Engine processes ended by a fault; the message is how, and how often."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +71,8 @@ class EngineProcess:
     Attributes:
         info: of the loaded engine, None before.
         streams: requests that run here.
+        heartbeat: its signs of life.
+        end: how it ended or hung, as a part of a sentence; "" while it lives.
     """
 
     def __init__(
@@ -72,21 +82,34 @@ class EngineProcess:
         self.spec = spec
         self.info: EngineInfo | None = None
         self.streams: dict[int, _Stream] = {}
+        self.end = ""
         self._told = told
+        self._orders: SimpleQueue[Any] = SimpleQueue()
         context = multiprocessing.get_context("spawn")
+        self.heartbeat = Heartbeat(context, spec.hang_timeout_s)
+        self._forgiven_s, self._forgiven_of = 0.0, 0.0
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
-            target=run_engine, args=(spec, theirs), name=f"peagle-engine-{number}", daemon=True
+            target=run_engine,
+            args=(spec, theirs, self.heartbeat),
+            name=f"peagle-engine-{number}",
+            daemon=True,
         )
         self._process.start()
         theirs.close()
         self._loop = asyncio.get_running_loop()
-        threading.Thread(target=self._listen, name=f"peagle-engine-{number}", daemon=True).start()
+        for work in (self._listen, self._send):
+            threading.Thread(target=work, name=f"peagle-engine-{number}", daemon=True).start()
 
     @property
     def pid(self) -> int | None:
         """Of the process."""
         return self._process.pid
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it takes requests."""
+        return self.info is not None and not self.end
 
     @property
     def load(self) -> int:
@@ -95,8 +118,13 @@ class EngineProcess:
 
     def send(self, message: Add | Cancel | Stop) -> None:
         """Give an order; to a process that is gone it is lost, which `told` hears of."""
+        self._orders.put(ForkingPickler.dumps(message))
+
+    def _send(self) -> None:
+        """Hand orders to the process, in a thread of its own."""
         with suppress(OSError):
-            self._connection.send(message)
+            while (order := self._orders.get()) is not None:
+                self._connection.send_bytes(order)
 
     def _listen(self) -> None:
         """Hand messages to the event loop, in a thread of its own."""
@@ -106,22 +134,45 @@ class EngineProcess:
                 message = self._connection.recv()
             except (EOFError, OSError):
                 message = None
+                self._orders.put(None)
             try:
                 self._loop.call_soon_threadsafe(self._told, self, message)
             except RuntimeError:
                 return  # the loop is closed
 
+    def is_overdue(self, now: float, late_s: float) -> bool:
+        """Whether a sign of life should have come by `now`.
+
+        Args:
+            now: by `time.monotonic`.
+            late_s: how much later than it should this is asked. The machine may have stood still,
+                the engine with it: so much is forgiven, until the engine gives its next sign.
+        """
+        last_s, due_s = self.heartbeat.last_s, self.heartbeat.due_s
+        if last_s != self._forgiven_of:
+            self._forgiven_s, self._forgiven_of = 0.0, last_s
+        self._forgiven_s += late_s
+        return now > due_s + self._forgiven_s
+
+    def kill(self) -> None:
+        """End the process by force, also if it is stopped."""
+        self._process.kill()
+
     def stop(self) -> None:
-        """End the process, by force if it does not listen."""
-        self.send(Stop())
-        self._process.join(_JOIN_S)
+        """End the process, by force if it hangs or does not listen."""
+        if not self.end:
+            self.send(Stop())
+            self._process.join(_JOIN_S)
         if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
+            self.kill()
+            self._process.join(_KILL_S)
 
 
 class EnginePool:
     """Engine processes behind one door: the least loaded gets the next request.
+
+    An engine that gives no sign of life in time is killed. An engine that ended is started again
+    as long as its `CrashBudget` lasts; the others go on without it then.
 
     Args:
         specs: one each.
@@ -129,6 +180,13 @@ class EnginePool:
         restart: whether a process that died is started again.
         on_stats: called with the number of an engine and its counters, now and then.
         on_restart: called with the number of an engine that is started again.
+        on_hang: called with the number of an engine that hangs.
+        on_beat: called with the number of an engine and the seconds since its last sign of life,
+            0 while it does what takes long; about twice a second.
+
+    Attributes:
+        failure: why the server cannot go on, once that is so.
+        became_ready: set when one of the engines has loaded.
     """
 
     def __init__(
@@ -139,16 +197,23 @@ class EnginePool:
         restart: bool,
         on_stats: Callable[[int, EngineStats], None],
         on_restart: Callable[[int], None],
+        on_hang: Callable[[int], None],
+        on_beat: Callable[[int, float], None],
     ) -> None:
         self._specs = specs
         self._max_queue = max_queue
         self._restart = restart
         self._on_stats = on_stats
         self._on_restart = on_restart
+        self._on_hang = on_hang
+        self._on_beat = on_beat
         self._engines: list[EngineProcess | None] = [None] * len(specs)
-        self._failed_starts = [0] * len(specs)
+        self._budgets = [CrashBudget() for _ in specs]
+        self._beats = [time.monotonic()] * len(specs)
+        self._given_up: set[int] = set()
         self._numbers = itertools.count()
         self._is_closing = False
+        self._watching: asyncio.Task[None] | None = None
         self.failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self.became_ready = asyncio.Event()
 
@@ -156,15 +221,21 @@ class EnginePool:
         """Start all processes; `became_ready` is set when one of them has loaded."""
         for number in range(len(self._specs)):
             self._start(number)
+        self._watching = asyncio.ensure_future(self._watch())
 
     def _start(self, number: int) -> None:
-        if not self._is_closing:
+        if self._is_closing or self.failure.done():
+            return
+        try:
             self._engines[number] = EngineProcess(number, self._specs[number], self._told)
+        except OSError as error:  # too many files or processes, too little memory
+            self._budgets[number].crashed(while_loading=True)
+            self._start_again(number, f"could not be started: {error}")
 
     @property
     def ready(self) -> list[EngineProcess]:
         """Those that take requests."""
-        return [engine for engine in self._engines if engine is not None and engine.info]
+        return [engine for engine in self._engines if engine is not None and engine.is_ready]
 
     @property
     def info(self) -> EngineInfo | None:
@@ -187,6 +258,7 @@ class EnginePool:
         proposer: str,
         priority: int = 0,
         cache_salt: bytes = b"",
+        deadline: Deadline | None = None,
     ) -> AsyncGenerator[StreamChunk, None]:
         """Chunks of the outputs of a prompt; leaving the iterator cancels the request.
 
@@ -197,22 +269,25 @@ class EnginePool:
             proposer: one of the engine's.
             priority: lower goes first.
             cache_salt: only requests of the same salt share cached KV.
+            deadline: until when the outputs must have ended.
 
         Raises:
-            ApiError: the request is refused, or the engine died meanwhile.
+            ApiError: the request is refused, the engine died meanwhile, or the deadline is over.
         """
         index, stream = next(self._numbers), _Stream(params.n)
         engine.streams[index] = stream
-        engine.send(Add(index, prompt, params, proposer, priority, cache_salt))
+        timer = deadline.call(stream.items.put_nowait) if deadline is not None else None
         try:
+            engine.send(Add(index, prompt, params, proposer, priority, cache_salt))
             while stream.num_outputs:
                 item = await stream.items.get()
                 if isinstance(item, Exception):
-                    stream.num_outputs = 0
                     raise item
                 stream.num_outputs -= item.output is not None
                 yield item
         finally:
+            if timer is not None:
+                timer.cancel()
             if engine.streams.pop(index, None) is not None and stream.num_outputs:
                 engine.send(Cancel(index))
 
@@ -250,7 +325,7 @@ class EnginePool:
             self._refuse(engine, message)
         elif isinstance(message, Ready):
             engine.info = message.info
-            self._failed_starts[engine.number] = 0
+            self._budgets[engine.number].started()
             self.became_ready.set()
             logger.info(
                 "engine %d is ready",
@@ -260,7 +335,7 @@ class EnginePool:
         elif isinstance(message, Failed):
             self._said(engine, message)
         else:
-            self._died(engine)
+            self._gone(engine)
 
     def _refuse(self, engine: EngineProcess, message: Refused) -> None:
         if (stream := engine.streams.get(message.index)) is None:
@@ -279,28 +354,97 @@ class EnginePool:
         else:
             logger.error("engine %d failed: %s", engine.number, message.message)
 
-    def _died(self, engine: EngineProcess) -> None:
-        """Tell everybody who waits, and start another one if that is wanted."""
-        if self._engines[engine.number] is not engine:
-            return
-        self._engines[engine.number] = None
+    # ---- ends -----------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Look for engines that give no sign of life."""
+        before = time.monotonic()
+        while True:
+            await asyncio.sleep(_WATCH_EVERY_S)
+            now = time.monotonic()
+            late_s, before = now - before - _WATCH_EVERY_S, now
+            for number, engine in enumerate(self._engines):
+                is_busy = False
+                if engine is not None:
+                    self._beats[number] = engine.heartbeat.last_s
+                    is_busy = engine.heartbeat.activity != "working"
+                    if not engine.end and engine.is_overdue(now, late_s):
+                        self._end_hung(engine, now)
+                self._on_beat(number, 0.0 if is_busy else now - self._beats[number])
+
+    def _end_hung(self, engine: EngineProcess, now: float) -> None:
+        heartbeat = engine.heartbeat
+        silent_s, limit_s = now - heartbeat.last_s, heartbeat.due_s - heartbeat.last_s
+        number = engine.number
+        logger.error(
+            "engine %d hangs: it was %s and gave no sign of life for %.1f s, of %.1f s allowed; it "
+            "is killed",
+            *(number, heartbeat.activity, silent_s, limit_s),
+            extra={"engine": number, "pid": engine.pid},
+        )
+        self._on_hang(number)
+        self._lose(engine, f"hung for {silent_s:.1f} s", "engine_hung")
+        engine.kill()
+        asyncio.get_running_loop().call_later(_KILL_S, self._outlived, engine)
+
+    def _outlived(self, engine: EngineProcess) -> None:
+        """A process that was killed had time enough to end."""
+        if self._engines[engine.number] is engine and not self._is_closing:
+            text = f"was killed and is still there after {_KILL_S:g} s; its GPU may hang"
+            self._give_up(engine.number, text)
+
+    def _lose(self, engine: EngineProcess, end: str, code: str) -> None:
+        """Take an engine out of service and tell everybody who waits for it."""
+        engine.end = end
+        self._budgets[engine.number].crashed(while_loading=engine.info is None)
+        crashes = sum(budget.num_recent for budget in self._budgets)
         text = "The engine stopped while it served this request; send it again."
+        if crashes > 1:
+            text = (
+                f"The engine stopped while it served this request; engines stopped {crashes} times "
+                f"within {WINDOW_S / 60:g} minutes. The request may be the cause: do not send it "
+                "again as it is."
+            )
         for stream in engine.streams.values():
-            stream.items.put_nowait(ApiError(500, text, code="engine_died"))
-        if self._is_closing or self.failure.done():
+            stream.items.put_nowait(ApiError(500, text, code=code))
+
+    def _gone(self, engine: EngineProcess) -> None:
+        """A process has ended: start another one if that is wanted."""
+        number = engine.number
+        if self._engines[number] is not engine:
             return
-        logger.error("engine %d is gone", engine.number, extra={"engine": engine.number})
-        self._failed_starts[engine.number] += engine.info is None
-        if not self._restart or self._failed_starts[engine.number] >= _MOST_FAILED_STARTS:
-            self.failure.set_result(EngineFailed(f"engine {engine.number} ended by a fault"))
+        self._engines[number] = None
+        if not engine.end:
+            self._lose(engine, "ended by a fault", "engine_died")
+        if self._is_closing or self.failure.done() or number in self._given_up:
             return
-        self._on_restart(engine.number)
-        delay = _RESTART_AFTER_S * 2 ** self._failed_starts[engine.number]
-        asyncio.get_running_loop().call_later(delay, self._start, engine.number)
+        logger.error("engine %d is gone", number, extra={"engine": number})
+        self._start_again(number, engine.end)
+
+    def _start_again(self, number: int, end: str) -> None:
+        """Start another process in the place of one that ended so, within its budget."""
+        budget = self._budgets[number]
+        if not self._restart:
+            self._give_up(number, end)
+        elif budget.spent is not None:
+            self._give_up(number, f"{end}; {budget.spent}")
+        else:
+            self._on_restart(number)
+            asyncio.get_running_loop().call_later(budget.delay_s, self._start, number)
+
+    def _give_up(self, number: int, reason: str) -> None:
+        """Start an engine no more; the server ends with the last one."""
+        self._given_up.add(number)
+        if self._restart and len(self._given_up) < len(self._specs):
+            logger.error("engine %d %s. The others go on without it", number, reason)
+        elif not self.failure.done():
+            self.failure.set_result(EngineFailed(f"engine {number} {reason}"))
 
     async def close(self) -> None:
         """End all processes; whoever waits is told."""
         self._is_closing = True
+        if self._watching is not None:
+            self._watching.cancel()
         engines = [engine for engine in self._engines if engine is not None]
         await asyncio.gather(*(asyncio.to_thread(engine.stop) for engine in engines))
 

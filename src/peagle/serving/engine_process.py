@@ -5,8 +5,11 @@ Slow clients, HTTP and JSON are the front end's: nothing here waits for any of t
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -15,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from peagle.engine import EngineStats, LLMEngine, SpeculationStats
@@ -25,6 +28,7 @@ from peagle.engine.threads import set_threads
 from peagle.errors import UserError
 from peagle.llm import LLM
 from peagle.models.target import TargetModel
+from peagle.serving.heartbeat import Heartbeat, Pulse, announce_compilation
 from peagle.serving.kv_split import split_kv
 from peagle.serving.messages import (
     Add,
@@ -41,16 +45,28 @@ from peagle.serving.telemetry import configure_logging
 
 _STATS_EVERY_S = 0.1
 _COMPILERS = 2
+# Beats of an idle engine, and steps of one token that show that its device still answers.
+_BEAT_EVERY_S = 0.5
+_CHECK_EVERY_S = 10.0
+# What a step may take to end when the front end is gone.
+_LAST_STEP_S = 2.0
+_PR_SET_PDEATHSIG = 1
 
 
-def run_engine(spec: EngineSpec, connection: Connection) -> None:
+def run_engine(spec: EngineSpec, connection: Connection, heartbeat: Heartbeat) -> None:
     """Serve until the front end says stop or goes away; the entry point of the process."""
     # Whoever stops the server signals the whole group; the front end decides what becomes of it.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    _end_with_front_end()
     configure_logging(spec.log_format)
+    pulse = Pulse(heartbeat)
     try:
-        worker = EngineWorker(_load(spec), spec, connection)
+        worker = EngineWorker(_load(spec, pulse), spec, connection, pulse)
+        worker.check()  # the first step makes what later ones find made
+        start = time.monotonic()
+        worker.check()
+        pulse.loaded(time.monotonic() - start)
         connection.send(Ready(worker.info()))
         worker.serve()
     except (BrokenPipeError, EOFError, ConnectionResetError):
@@ -63,19 +79,45 @@ def run_engine(spec: EngineSpec, connection: Connection) -> None:
         os._exit(0)
 
 
-def _load(spec: EngineSpec) -> dict[str, LLM]:
+def _end_with_front_end() -> None:
+    """Make the process end when the front end does, even in the middle of a step.
+
+    A thread waits for the front end, which the system reports by the end of a pipe. No thread runs
+    in a process that is stopped, or while a step holds the interpreter: on Linux the kernel kills
+    it, when the thread that started it ends, which is the front end's main thread.
+    """
+    front_end = multiprocessing.parent_process()
+    assert front_end is not None
+
+    def end() -> None:
+        front_end.join()
+        time.sleep(_LAST_STEP_S)
+        os._exit(1)
+
+    threading.Thread(target=end, name="peagle-front-end", daemon=True).start()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if not front_end.is_alive():  # it ended before the kernel knew
+            os._exit(1)
+
+
+def _load(spec: EngineSpec, pulse: Pulse) -> dict[str, LLM]:
     """An LLM for each proposer, on one target."""
     if spec.device_index is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(spec.device_index)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if spec.threads is not None:
         set_threads(spec.threads)
+    pulse.loading()
     device = resolve_device(spec.engine.device)
+    if device.type == "cuda":  # nothing is compiled for a CPU, and the compilers load slowly
+        announce_compilation(pulse)
     dtype = resolve_dtype(spec.engine.dtype, device)
     target = TargetModel.load(Path(spec.target), dtype=dtype, device=device)
     sizes = replace(spec.engine, dtype="auto", device="auto")
     llms: dict[str, LLM] = {}
     for number, (name, speculative) in enumerate(spec.proposers.items()):
+        pulse.loading()
         share = asdict(split_kv(sizes, device, number, len(spec.proposers)))
         llms[name] = LLM(model=target, speculative_config=speculative, **share)
         llms[name].engine.touch_caches()
@@ -98,12 +140,20 @@ class EngineWorker:
         llms: by proposer, on one target.
         spec: what they were made of.
         connection: to the front end.
+        pulse: takes the signs of life.
     """
 
-    def __init__(self, llms: dict[str, LLM], spec: EngineSpec, connection: Connection) -> None:
+    def __init__(
+        self, llms: dict[str, LLM], spec: EngineSpec, connection: Connection, pulse: Pulse
+    ) -> None:
         self._llms = llms
         self._spec = spec
         self._connection = connection
+        self._pulse = pulse
+        self._beat_every_s = min(_BEAT_EVERY_S, spec.hang_timeout_s / 4 or _BEAT_EVERY_S)
+        self._worked_s = time.monotonic()
+        for llm in llms.values():
+            llm.engine.on_pass = pulse.planned
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._running: dict[int, _Request] = {}
         self._compiling: dict[int, Future[None]] = {}
@@ -133,11 +183,14 @@ class EngineWorker:
         requests = [llm.requests for llm in self._llms.values()]
         while True:
             while not self._orders.empty() or not any(r.has_unfinished for r in requests):
-                order = self._orders.get()
+                order = self._next_order()
                 if order is None:
                     return
+                self._pulse.order()
                 order()
-            chunks = [chunk for r in requests if r.has_unfinished for chunk in r.step()]
+            with self._pulse.step():
+                chunks = [chunk for r in requests if r.has_unfinished for chunk in r.step()]
+            self._worked_s = time.monotonic()
             for chunk in chunks:
                 if chunk.output is not None:
                     self._count_end(chunk.index)
@@ -145,6 +198,23 @@ class EngineWorker:
             stats = self._stats(always=idle)
             if chunks or stats:
                 self._connection.send(Stepped(chunks, stats))
+
+    def check(self) -> None:
+        """Compute one token with each engine; nothing may run."""
+        for llm in self._llms.values():
+            with self._pulse.step():
+                llm.engine.check()
+        self._worked_s = time.monotonic()
+
+    def _next_order(self) -> Callable[[], None] | None:
+        """Wait for an order, with beats and now and then a check of an engine that is idle."""
+        while True:
+            self._pulse.beat()
+            try:
+                return self._orders.get(timeout=self._beat_every_s)
+            except Empty:
+                if time.monotonic() - self._worked_s > _CHECK_EVERY_S:
+                    self.check()
 
     def _listen(self) -> None:
         """Turn messages into orders, in a thread of its own."""

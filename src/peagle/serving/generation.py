@@ -12,6 +12,7 @@ from typing import Any
 
 from peagle.config import SamplingParams
 from peagle.engine.outputs import RequestOutput, StreamChunk
+from peagle.serving.deadline import Deadline
 from peagle.serving.engine_pool import EnginePool, EngineProcess
 from peagle.serving.errors import ApiError
 from peagle.serving.metrics import Failure, Metrics
@@ -31,6 +32,7 @@ class Caller:
         cache_salt: of the key and the request.
         lease: on what its key may use.
         traceparent: of the caller's span, if any.
+        deadline: until when the request must be answered; None: for ever.
     """
 
     request_id: str
@@ -38,6 +40,7 @@ class Caller:
     cache_salt: bytes = b""
     lease: Lease = field(default_factory=Lease)
     traceparent: str | None = None
+    deadline: Deadline | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,7 @@ class Generation:
         """
         failure: Failure | None = "cancelled"
         status = 499
+        self.metrics.begins_to_wait(self)
         try:
             engine = self.pool.choose(len(self.job.prompts) * self.job.params.n)
             self.caller.lease.reserve(self.job.most_tokens)
@@ -109,6 +113,7 @@ class Generation:
             failure, status = "error", 500
             raise
         finally:
+            self.metrics.waits_no_more(self)
             if failure is not None:
                 self.metrics.failed(failure)
             self.caller.lease.settle(self.job.num_prompt_tokens + self._num_tokens)
@@ -135,6 +140,7 @@ class Generation:
             proposer=job.proposer,
             priority=job.priority,
             cache_salt=self.caller.cache_salt,
+            deadline=self.caller.deadline,
         )
 
     async def _merged(self, engine: EngineProcess) -> AsyncGenerator[tuple[int, StreamChunk], None]:
@@ -178,6 +184,7 @@ class Generation:
         if last is None:
             self.metrics.first_token(now - self._start, engine=engine.number)
             self._first_s = self._first_s or now - self._start
+            self.metrics.waits_no_more(self)
         else:
             self.metrics.chunk(now - last, len(chunk.token_ids), engine=engine.number)
         self._last[key] = now
@@ -226,6 +233,6 @@ def failure_of(status: int) -> Failure:
     """How metrics call an error of that status."""
     if status in (429, 503):
         return "refused"
-    if status == 408:
+    if status in (408, 504):
         return "timeout"
     return "invalid" if status < 500 else "error"

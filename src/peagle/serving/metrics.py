@@ -6,6 +6,7 @@ asks: a snapshot of an engine is only kept, an observation is one addition to on
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -111,6 +112,7 @@ class Metrics:
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
         self._engines: dict[int, _Engine] = {}
+        self._waiting: dict[int, float] = {}
         self._failures: dict[Failure, int] = dict.fromkeys(get_args(Failure), 0)
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -130,6 +132,22 @@ class Metrics:
         of its first snapshot. The engine's gauges are 0 until then.
         """
         self._at(engine).restart()
+
+    def engine_hung(self, engine: int) -> None:
+        """Say that an engine gave no sign of life and is killed."""
+        self._at(engine).num_hangs += 1
+
+    def engine_beat(self, engine: int, seconds: float) -> None:
+        """Say how long ago an engine gave its last sign of life."""
+        self._at(engine).silent_s = seconds
+
+    def begins_to_wait(self, request: object) -> None:
+        """A request begins to wait for its first token."""
+        self._waiting[id(request)] = time.monotonic()
+
+    def waits_no_more(self, request: object) -> None:
+        """A request has its first token, or has ended; it may be told several times."""
+        self._waiting.pop(id(request), None)
 
     def first_token(self, seconds: float, *, engine: int = 0) -> None:
         """An output has its first token, so long after the request came."""
@@ -167,8 +185,8 @@ class Metrics:
 
         Args:
             reason: "cancelled": the client went away; "refused": no room, loading or draining (429,
-                503); "timeout": it took too long; "invalid": the request was wrong (400, 404, 413);
-                "error": the server or an engine failed.
+                503); "timeout": it took too long (408, 504); "invalid": the request was wrong (400,
+                404, 413); "error": the server or an engine failed.
 
         Raises:
             KeyError: another reason.
@@ -209,6 +227,7 @@ class Metrics:
         build.add_metric([self._model_name], {"version": __version__})
         yield build
         yield from self._gauges(engines)
+        yield from self._signs_of_life(engines)
         yield from self._totals(engines)
         yield from self._endings(engines)
         yield from self._histograms(engines)
@@ -228,6 +247,23 @@ class Metrics:
             for at in engines:
                 family.add_metric([self._model_name, at.label], of(at.stats) if at.stats else 0)
             yield family
+
+    def _signs_of_life(self, engines: Sequence[_Engine]) -> Iterator[Metric]:
+        text = "Seconds since an engine's last sign of life; 0 while it loads or compiles."
+        labels = ["model_name", "engine"]
+        beat = GaugeMetricFamily(_PREFIX + "engine_last_beat_seconds", text, labels=labels)
+        text = "Times that an engine gave no sign of life and was killed."
+        hangs = self._counter("engine_hangs", text, "engine")
+        for at in engines:
+            beat.add_metric([self._model_name, at.label], at.silent_s)
+            hangs.add_metric([self._model_name, at.label], at.num_hangs)
+        text = "Age of the oldest request that has no token yet; 0 where none waits."
+        name = _PREFIX + "oldest_waiting_request_seconds"
+        oldest = GaugeMetricFamily(name, text, labels=["model_name"])
+        now = time.monotonic()
+        since = next(iter(self._waiting.values()), now)  # in the order in which they began
+        oldest.add_metric([self._model_name], now - since)
+        yield from (beat, hangs, oldest)
 
     def _totals(self, engines: Sequence[_Engine]) -> Iterator[Metric]:
         families = [self._counter(name, text, "engine") for name, (text, _) in _TOTALS.items()]
@@ -271,12 +307,15 @@ class _Engine:
     Attributes:
         stats: the last snapshot of the running process, None before its first.
         num_finished: outputs, by why they ended.
+        silent_s: seconds since its last sign of life.
     """
 
     def __init__(self, engine: int) -> None:
         self.label = str(engine)
         self.stats: EngineStats | None = None
         self.num_restarts = 0
+        self.num_hangs = 0
+        self.silent_s = 0.0
         self.num_finished = Counter(stop=0, length=0)
         self.histograms = {name: _Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self.first_token = self.histograms["time_to_first_token_seconds"]

@@ -122,6 +122,8 @@ async def _serve(
         restart=config.on_engine_failure == "restart",
         on_stats=metrics.record_engine,
         on_restart=metrics.engine_restarted,
+        on_hang=metrics.engine_hung,
+        on_beat=metrics.engine_beat,
     )
     tracer = make_tracer(config.otlp_endpoint)
     service = Service(config, name, tuple(spec.proposers), pool, metrics, tracer)

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from peagle.config import SamplingParams
 from peagle.errors import UserError
 from peagle.serving.config import ServerConfig
+from peagle.serving.deadline import Deadline
 from peagle.serving.engine_pool import EnginePool
 from peagle.serving.errors import ApiError
 from peagle.serving.generation import Caller, Generation, Job
@@ -195,7 +196,7 @@ def _is_one(prompt: Any) -> bool:
     return isinstance(prompt, str) or isinstance(prompt[0], int)
 
 
-def caller_of(request: Request, body: GenerationFields) -> Caller:
+def caller_of(request: Request, body: GenerationFields, deadline: Deadline) -> Caller:
     """Who asks; a request's own salt counts within those of its key."""
     state: dict[str, Any] = request.scope.get("state", {})
     salt: bytes = state.get("cache_salt", b"")
@@ -210,6 +211,7 @@ def caller_of(request: Request, body: GenerationFields) -> Caller:
         salt,
         state.get("lease", Lease()),
         request.headers.get("traceparent"),
+        deadline,
     )
 
 
