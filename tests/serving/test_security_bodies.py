@@ -19,7 +19,16 @@ from starlette.responses import StreamingResponse
 
 from peagle.serving import security
 from peagle.serving.errors import ApiError
+from serving import asgi
 from serving.asgi import JSON, LIMIT, guard, read
+
+
+@pytest.fixture(scope="module", params=sorted(asgi.APPLICATIONS), autouse=True)
+def _each_application(request: pytest.FixtureRequest) -> Iterator[None]:
+    """All of this holds before peagle's own routes, and before vLLM's."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(asgi, "guarding", request.param)
+        yield
 
 
 def test_a_length_over_the_limit_is_refused_at_once() -> None:
