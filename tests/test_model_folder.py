@@ -18,6 +18,7 @@ from peagle.model_folder import (
     MAX_DEPTH,
     MAX_HEADER_BYTES,
     MAX_JSON_BYTES,
+    check_json,
     parse_json,
     read_header,
     read_json,
@@ -67,6 +68,15 @@ def test_shards_lie_beside_their_index(tmp_path: Path, place: Any) -> None:
     index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": place}}))
     with pytest.raises(CheckpointError, match="expected the name of a file beside it"):
         read_weight_map(index)
+
+
+def test_what_nobody_reads_may_be_anything(tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text('{"line": 1}\n{"line": 2}\n')
+    (tmp_path / "generation_config.json").write_text('{"a": 1, "a": 2}')
+    check_json(tmp_path)
+    (tmp_path / "added_tokens.json").write_text("{")
+    with pytest.raises(CheckpointError, match="'.*added_tokens.json' is not JSON"):
+        check_json(tmp_path)
 
 
 # ---- headers ----------------------------------------------------------------------------------

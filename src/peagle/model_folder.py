@@ -17,7 +17,13 @@ from peagle.errors import CheckpointError
 MAX_JSON_BYTES = 100_000_000
 MAX_HEADER_BYTES = 100_000_000
 MAX_DEPTH = 64
-# Larger files are tokenizers' vocabularies, which are not parsed only to be looked at.
+# What transformers reads by itself. Of these, larger files are vocabularies of tokenizers, which are
+# not parsed only to be looked at.
+_READ_ELSEWHERE = (
+    *("config.json", "generation_config.json", "adapter_config.json", "chat_template.json"),
+    *("tokenizer_config.json", "tokenizer.json", "vocab.json", "added_tokens.json"),
+    *("special_tokens_map.json", "preprocessor_config.json", "processor_config.json"),
+)
 _LOOKED_AT_BYTES = 1 << 20
 _LFS_POINTER = b"version https://git-lfs"
 _VALUE_BITS = {
@@ -36,14 +42,18 @@ class Readable(Protocol):
         ...
 
 
-def parse_json(text: bytes) -> Any:
+def parse_json(text: bytes, *, unique: bool = True) -> Any:
     """Return the value of JSON in UTF-8.
+
+    Args:
+        text: the JSON.
+        unique: refuse an object that has a key twice; else the last one counts.
 
     Raises:
         ValueError: it is none, nested too deeply, or an object has a key twice.
     """
     try:
-        value = json.loads(text.decode(), object_pairs_hook=_unique)
+        value = json.loads(text.decode(), object_pairs_hook=_unique if unique else None)
     except RecursionError:
         value = None
         is_deep = True
@@ -54,8 +64,8 @@ def parse_json(text: bytes) -> Any:
     return value
 
 
-def read_json(path: Path) -> Any:
-    """Return the value of a JSON file.
+def read_json(path: Path, *, unique: bool = True) -> Any:
+    """Return the value of a JSON file; `unique` as in `parse_json`.
 
     Raises:
         CheckpointError: it is too large, or `parse_json` refuses it.
@@ -63,22 +73,20 @@ def read_json(path: Path) -> Any:
     """
     _check_size(path)
     try:
-        return parse_json(path.read_bytes())
+        return parse_json(path.read_bytes(), unique=unique)
     except ValueError as error:
         raise CheckpointError(f"{str(path)!r} is not JSON: {error}.") from None
 
 
 def check_json(folder: Path) -> None:
-    """Refuse JSON files of a folder that are too large or too deep for what reads them later.
-
-    transformers reads its configurations by itself.
+    """Refuse files that transformers will read, and that are too large, too deep or no JSON.
 
     Raises:
         CheckpointError: naming the file.
     """
-    for path in sorted(folder.glob("*.json")):
+    for path in (folder / name for name in _READ_ELSEWHERE):
         if path.is_file() and _check_size(path) <= _LOOKED_AT_BYTES:
-            read_json(path)
+            read_json(path, unique=False)
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
