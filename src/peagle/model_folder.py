@@ -17,8 +17,8 @@ from peagle.errors import CheckpointError
 MAX_JSON_BYTES = 100_000_000
 MAX_HEADER_BYTES = 100_000_000
 MAX_DEPTH = 64
-# What transformers reads by itself. Of these, larger files are vocabularies of tokenizers, which are
-# not parsed only to be looked at.
+# What transformers reads by itself. Of these, larger files are vocabularies of tokenizers, which
+# are not parsed only to be looked at.
 _READ_ELSEWHERE = (
     *("config.json", "generation_config.json", "adapter_config.json", "chat_template.json"),
     *("tokenizer_config.json", "tokenizer.json", "vocab.json", "added_tokens.json"),
