@@ -40,6 +40,7 @@ RANKS = {
     "markers": 0,
     "thinking": 0,
     "extras": -1,
+    "model_folder": -1,
     "errors": -1,
 }
 FACADE = "the facade peagle/__init__.py"

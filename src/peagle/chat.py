@@ -7,7 +7,6 @@ read; only the sandboxed renderer of transformers runs them.
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -22,6 +21,7 @@ import jinja2.sandbox
 from jinja2.parser import Parser
 
 from peagle.errors import UserError
+from peagle.model_folder import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -176,7 +176,7 @@ def may_have_template(folder: Path) -> bool:
     if any(folder.glob("chat_template*")) or (folder / "additional_chat_templates").is_dir():
         return True
     try:
-        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        config = read_json(folder / "tokenizer_config.json")
     except FileNotFoundError:
         return False
     except (OSError, ValueError):

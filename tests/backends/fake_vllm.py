@@ -101,11 +101,11 @@ class Handler(BaseHTTPRequestHandler):
             async def send(message):
                 sent.append(message)
             scope = {"type": "http", "method": self.command, "path": self.path, "app": app,
-                     "headers": [(n.encode(), v.encode()) for n, v in self.headers.items()]}
+                     "headers": [(n.lower().encode(), v.encode()) for n, v in self.headers.items()]}
             asyncio.run(guarded(scope, receive, send))
             self.send_response(sent[0]["status"])
             self.end_headers()
-            self.wfile.write(sent[1]["body"])
+            self.wfile.write(b"".join(one.get("body", b"") for one in sent[1:]))
     do_GET = do_POST = do_PUT = answer
     def log_message(self, *args):
         pass

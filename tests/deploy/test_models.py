@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -67,15 +68,57 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_uploaded(tmp_path: Path) -> None:
     """All files but hidden ones and pickles; links, as in the hub's cache, count as files."""
-    blob = tmp_path / "blob"
+    blob = tmp_path / "models--org--name" / "blobs" / "0123"
+    blob.parent.mkdir(parents=True)
     blob.write_bytes(b"weights")
-    folder = tmp_path / "model"
+    folder = tmp_path / "models--org--name" / "snapshots" / "abc"
     for name in (
         *("config.json", "sub/tokenizer.json", "x.safetensors.part", "pytorch_model.bin"),
         *(".git/config", ".hidden", "sub/.hidden", "optimizer.pt"),
     ):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("")
-    (folder / "model.safetensors").symlink_to(blob)
+    (folder / "model.safetensors").symlink_to("../../blobs/0123")
+    (folder / "same.json").symlink_to("config.json")
+    (folder / ".link").symlink_to("/etc/hostname")
     names = [file.relative_to(folder).as_posix() for file in folder_files(folder)]
-    assert names == ["config.json", "model.safetensors", "sub/tokenizer.json"]
+    assert names == ["config.json", "model.safetensors", "same.json", "sub/tokenizer.json"]
+
+
+def test_nothing_outside_the_folder_is_uploaded(tmp_path: Path) -> None:
+    secret, folder = tmp_path / "id_rsa", tmp_path / "model"
+    secret.write_text("secret")
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "0123").write_text("of another repository")
+    links = {
+        "a.json": secret,
+        "a.txt": Path("../id_rsa"),
+        "sub": tmp_path,
+        "b.json": Path("../blobs/0123"),
+        "gone.json": Path("nothing-here"),
+        "loop.json": Path("loop.json"),
+    }
+    for name, target in links.items():
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text("{}")
+        (folder / name).symlink_to(target)
+        with pytest.raises(UserError, match=name) as caught:
+            folder_files(folder)
+        said = str(caught.value)
+        assert "nowhere" in said if name in ("gone.json", "loop.json") else "outside" in said
+        assert target.name in said
+        (folder / name).unlink()
+    os.mkfifo(folder / "model.safetensors")
+    with pytest.raises(UserError, match="neither a file nor a folder"):
+        folder_files(folder)
+
+
+def test_a_snapshot_reaches_its_own_blobs_only(tmp_path: Path) -> None:
+    blob = tmp_path / "models--a--b" / "blobs" / "0123"
+    blob.parent.mkdir(parents=True)
+    blob.write_text("{}")
+    snapshot = tmp_path / "models--c--d" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").symlink_to(blob)
+    with pytest.raises(UserError, match="outside the model's folder"):
+        folder_files(snapshot)

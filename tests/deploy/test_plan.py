@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from peagle.deploy import aws
 from peagle.deploy.calls import Call
 from peagle.deploy.current import deployed
-from peagle.deploy.deployment import Autoscaling, Current, Deployment
+from peagle.deploy.deployment import Autoscaling, Current, Deployment, Secret
 from peagle.deploy.models import ModelSource
 from peagle.deploy.plan import (
     Step,
@@ -87,12 +87,23 @@ def test_botocore_takes_every_request_that_is_printed(folder: Path, data: st.Dat
 @given(data=st.data())
 def test_no_secret_is_printed(folder: Path, data: st.DataObject) -> None:
     deployment = data.draw(deployments(folder))
-    deployment = dataclasses.replace(deployment, environment={"HF_TOKEN": "hf_nobody"})
+    given = {"HF_TOKEN": "hf_nobody", "DATABASE_URL": Secret("db://nobody")}
+    deployment = dataclasses.replace(deployment, environment=given)
     steps = create_calls(deployment)
-    assert "hf_nobody" not in json.dumps([shown(step) for step in steps])
+    assert "nobody" not in json.dumps([shown(step) for step in steps])
     # Yet it is sent.
     sent = calls(steps)["CreateModel"].parameters["PrimaryContainer"]["Environment"]
     assert sent["HF_TOKEN"] == "hf_nobody"
+
+
+def test_what_was_given_with_env_stays_hidden_when_it_is_updated() -> None:
+    """SageMaker tells the values back; nothing says any more which were secrets."""
+    given = {"DATABASE_URL": Secret("db://nobody"), "MODE": "nobody-either"}
+    old = as_described(a_deployment(environment=given, vllm_flags={"max-model-len": "4096"}))
+    new = deployed(old, "1")
+    assert new.environment == given and "nobody" not in repr(new)
+    printed = json.dumps([shown(step) for step in update_calls(new, old)])
+    assert "nobody" not in printed and "4096" in printed
 
 
 @SOME

@@ -13,6 +13,7 @@ import httpx
 from peagle.serving.hosts import default_allowed_hosts
 from peagle.serving.keys import ApiKeys
 from peagle.serving.security import SecurityMiddleware
+from peagle.serving.vllm_guard import Guard
 
 LIMIT = 1000
 JSON = {"content-type": "application/json"}
@@ -114,6 +115,17 @@ async def echo(scope: dict, receive: Callable, send: Callable) -> None:
     await send({"type": "http.response.body", "body": b"got " + body})
 
 
+def before_vllm(app: Any, *, keys: ApiKeys, **rules: Any) -> Guard:
+    """The guard inside vLLM's process, by the rules that the variable PEAGLE_VLLM_GUARD has."""
+    digests = [digest.hex() for digest in keys.digests]
+    return Guard(app, {"greedy_only": False, "keys": digests, **rules})
+
+
+APPLICATIONS: dict[str, Callable[..., Any]] = {"peagle": SecurityMiddleware, "vllm": before_vllm}
+guarding = "peagle"  # the security tests try both
+
+
 def guard(app: Any = echo, **options: Any) -> Server:
     defaults = {"keys": ApiKeys(), "allowed_hosts": default_allowed_hosts("127.0.0.1")}
-    return Server(SecurityMiddleware(app, **{**defaults, "max_body_bytes": LIMIT, **options}))
+    made = APPLICATIONS[guarding](app, **{**defaults, "max_body_bytes": LIMIT, **options})
+    return Server(made)

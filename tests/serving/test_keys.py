@@ -119,7 +119,7 @@ def test_short_keys_and_open_files_are_warned_of(
 def test_keys_are_not_kept() -> None:
     keys = ApiKeys([FIRST])
     assert repr(keys) == "ApiKeys(<1>)"
-    assert FIRST not in repr(vars(keys)) and FIRST.encode() not in b"".join(keys._digests)
+    assert FIRST not in repr(vars(keys)) and FIRST.encode() not in b"".join(keys.digests)
 
 
 # ---- comparison and salts ---------------------------------------------------------------------

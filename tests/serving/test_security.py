@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -19,9 +19,19 @@ from peagle.errors import UserError
 from peagle.serving.hosts import parse_host
 from peagle.serving.keys import ApiKeys
 from peagle.serving.security import SecurityMiddleware
+from serving import asgi
 from serving.asgi import JSON, LIMIT, guard
 
 KEY, OTHER_KEY, WRONG = "a-key-0123456789abcd", "b-key-0123456789abcd", "wrong-key-9876543210"
+
+
+@pytest.fixture(scope="module", params=sorted(asgi.APPLICATIONS), autouse=True)
+def _each_application(request: pytest.FixtureRequest) -> Iterator[None]:
+    """All of this holds before peagle's own routes, and before vLLM's."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(asgi, "guarding", request.param)
+        yield
+
 
 # ---- every answer -----------------------------------------------------------------------------
 

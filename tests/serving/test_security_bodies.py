@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import sys
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -19,7 +21,16 @@ from starlette.responses import StreamingResponse
 
 from peagle.serving import security
 from peagle.serving.errors import ApiError
+from serving import asgi
 from serving.asgi import JSON, LIMIT, guard, read
+
+
+@pytest.fixture(scope="module", params=sorted(asgi.APPLICATIONS), autouse=True)
+def _each_application(request: pytest.FixtureRequest) -> Iterator[None]:
+    """All of this holds before peagle's own routes, and before vLLM's."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(asgi, "guarding", request.param)
+        yield
 
 
 def test_a_length_over_the_limit_is_refused_at_once() -> None:
@@ -108,7 +119,11 @@ def test_other_failures_of_the_application_are_its_own() -> None:
 
 
 @pytest.mark.parametrize("body", [[30.0, b"{}"], [b"{", 30.0, b"}"], [b"{", *[0.02, b" "] * 99]])
-def test_slow_bodies(body: list[bytes | float]) -> None:
+@pytest.mark.parametrize("version", [(3, 10), sys.version_info[:2]])
+def test_slow_bodies(
+    body: list[bytes | float], version: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(security, "sys", SimpleNamespace(version_info=version))
     server = guard(body_timeout_s=0.1)
     answer = server("POST", "/", JSON, body)
     assert answer.status == 408 and "0.1 seconds" in answer.error["message"]

@@ -25,12 +25,12 @@ from peagle.engine.outputs import RequestOutput
 from peagle.engine.stats import SpeculationStats
 from peagle.errors import UserError
 from peagle.extras import install_extra
+from peagle.serving.request_ids import request_id_from
 from peagle.serving.telemetry import (
     JsonFormatter,
     TextFormatter,
     configure_logging,
     make_tracer,
-    request_id_from,
     span_attributes,
 )
 

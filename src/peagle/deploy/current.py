@@ -79,8 +79,8 @@ def deployed(current: Current, stamp: str, bucket: str = "") -> Deployment:
         tags={k: v for k, v in current.tags.items() if not k.startswith(_OUR_TAGS)},
         kms_key=current.config.get("KmsKeyId", ""),
         vpc=Vpc(tuple(vpc["Subnets"]), tuple(vpc["SecurityGroupIds"])) if vpc else None,
-        environment={} if hub else _secret({k: v for k, v in variables.items() if not _ours(k)}),
-        vllm_flags={} if hub else _secret(_flags(variables)),
+        environment={} if hub else _hidden({k: v for k, v in variables.items() if not _ours(k)}),
+        vllm_flags={} if hub else _flags(variables),
         autoscaling=current.autoscaling,
         accept_eula=bool(hub and hub.gated),
         hub_model=hub,
@@ -144,7 +144,7 @@ def _hub_model(
     sources = [source for source in (data, *channels.values()) if source]
     return HubModel(
         name=current.endpoint_name,
-        environment=_secret(variables),
+        environment=_hidden(variables),
         data=_without_access(data) if data else None,
         additional=tuple(
             (name, _without_access(source))
@@ -166,11 +166,12 @@ def _ours(variable: str) -> bool:
 def _flags(variables: Mapping[str, str]) -> dict[str, str]:
     """Options of vLLM by name; those of the model itself are the target's."""
     return {
-        name.removeprefix(PREFIX).lower().replace("_", "-"): value
+        name.removeprefix(PREFIX).lower().replace("_", "-"): _hidden({name: value})[name]
         for name, value in variables.items()
         if _ours(name) and name not in (_MODEL, _REVISION)
     }
 
 
-def _secret(values: Mapping[str, str]) -> dict[str, str]:
-    return {k: Secret(v) if is_secret_name(k) else v for k, v in values.items()}
+def _hidden(variables: Mapping[str, str]) -> dict[str, str]:
+    """The variables, of which only options of vLLM without a secret's name are shown."""
+    return {k: v if _ours(k) and not is_secret_name(k) else Secret(v) for k, v in variables.items()}

@@ -119,7 +119,7 @@ class Deployment:
         tags: of all three resources, beside those that peagle adds.
         kms_key: encrypts the hosts' volumes and what is uploaded; "" leaves both to AWS.
         vpc: None for SageMaker's own network.
-        environment: further variables of the containers; secrets among them are `Secret`.
+        environment: further variables of the containers; those that the user gave are `Secret`.
         vllm_flags: options of vLLM by name without dashes, as text of SM_VLLM_*.
         autoscaling: None keeps the number of instances.
         accept_eula: the user accepts the licence of a gated model.

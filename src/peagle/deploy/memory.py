@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peagle.deploy.model_files import read_header
 from peagle.errors import CheckpointError
+from peagle.model_folder import read_header
 
 GIB = 2**30
 # Of a GPU, for activations, CUDA graphs and buffers of the steps: an estimate.
@@ -226,7 +226,7 @@ def _tensors(folder: Path) -> Iterator[tuple[str, str, int]]:
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with file.open("rb") as data:
-                header = read_header(data, most=file.stat().st_size)
+                header = read_header(data, file.stat().st_size)
             for name, entry in header.items():
                 begin, end = entry["data_offsets"]
                 yield name, entry["dtype"], end - begin

@@ -5,23 +5,21 @@ In a folder here, on the hub of models, or in S3; of weights only the headers ar
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 from peagle.deploy.calls import Call
 from peagle.deploy.models import ModelSource
 from peagle.errors import CheckpointError, UserError
+from peagle.model_folder import MAX_JSON_BYTES, Readable, parse_json, read_header
 
 CONFIG = "config.json"
 _WEIGHTS = ".safetensors"
-# Larger headers are no model's: a million tensors would fit.
-_MAX_HEADER = 100 << 20
 
 
 class ModelFiles(Protocol):
@@ -106,7 +104,7 @@ class LocalFiles:
         names: set[str] = set()
         for file in self.folder.glob(f"*{_WEIGHTS}"):
             with file.open("rb") as data:
-                names |= _names(data, str(file))
+                names |= _names(data, str(file), file.stat().st_size)
         return names
 
 
@@ -160,9 +158,10 @@ class S3Files:
     def config(self) -> dict[str, Any]:
         """config.json."""
         bucket, prefix = _place(self.source)
-        body = self.client.get_object(Bucket=bucket, Key=prefix + CONFIG)["Body"].read()
+        answer = self.client.get_object(Bucket=bucket, Key=prefix + CONFIG)
+        body = answer["Body"].read(MAX_JSON_BYTES)  # what is longer is cut, and then no JSON
         try:
-            data = json.loads(body)
+            data = parse_json(body)
         except ValueError:
             data = None
         if not isinstance(data, dict):
@@ -190,7 +189,7 @@ class _Object:
     key: str
     position: int = 0
 
-    def read(self, size: int) -> bytes:
+    def read(self, size: int, /) -> bytes:
         """The next bytes."""
         first, self.position = self.position, self.position + size
         span = f"bytes={first}-{self.position - 1}"
@@ -198,29 +197,9 @@ class _Object:
         return answer["Body"].read()
 
 
-def read_header(data: BinaryIO | _Object, most: int = _MAX_HEADER) -> dict[str, Any]:
-    """The tensors that a safetensors file names: 8 bytes (its length N), then N bytes of JSON.
-
-    Args:
-        data: the file, at its beginning.
-        most: bytes that the header may have.
-
-    Raises:
-        ValueError: it is none.
-    """
-    length = int.from_bytes(data.read(8), "little")
-    if not 0 < length <= most:
-        raise ValueError(f"a header of {length} bytes")
-    header = json.loads(data.read(length))
-    if not isinstance(header, dict):
-        raise ValueError(f"a header that is {type(header).__name__}")
-    header.pop("__metadata__", None)
-    return header
-
-
-def _names(data: BinaryIO | _Object, name: str) -> set[str]:
+def _names(data: Readable, name: str, size: int | None = None) -> set[str]:
     try:
-        return set(read_header(data))
+        return set(read_header(data, size))
     except ValueError:
         raise CheckpointError(
             f"{name} is not readable as safetensors: its header is broken."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,12 +102,41 @@ def _local(path: Path, text: str, what: str) -> ModelSource:
 def folder_files(folder: Path) -> list[Path]:
     """The files of a model's folder that are uploaded, sorted; those of its folders too.
 
-    Hidden ones and pickles stay here. Links to files count as files: the hub's cache has them.
+    Hidden ones and pickles stay here. Links to files count as files, if they stay in the folder or,
+    in a snapshot of the hub's cache, lead to the blobs of its repository.
+
+    Raises:
+        UserError: a link leads elsewhere or nowhere, or something is neither a file nor a folder.
     """
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return sorted(
+    found = sorted(
         path
-        for path in files
+        for path in folder.rglob("*")
         if path.suffix not in _NOT_UPLOADED
         and not any(part.startswith(".") for part in path.relative_to(folder).parts)
     )
+    root = folder.resolve()
+    inside = [root]
+    if root.parent.name == "snapshots":
+        inside.append(root.parent.parent / "blobs")
+    for path in found:
+        _check_uploaded(path, inside)
+    return [path for path in found if path.is_file()]
+
+
+def _check_uploaded(path: Path, inside: list[Path]) -> None:
+    try:
+        real = path.resolve(strict=True)
+    except (OSError, RuntimeError):  # a loop is the second, before Python 3.13
+        raise UserError(
+            f"{str(path)!r} is a link to {os.readlink(path)!r}, which leads nowhere; expected a "
+            "file. Remove it, or copy the model again."
+        ) from None
+    if not any(real.is_relative_to(one) for one in inside):
+        raise UserError(
+            f"{str(path)!r} is a link to {str(real)!r}, outside the model's folder; only files of "
+            "the folder are uploaded. Copy the file into the folder, or remove the link."
+        )
+    if not (real.is_file() or real.is_dir()):
+        raise UserError(
+            f"{str(path)!r} is neither a file nor a folder; expected a model's files. Remove it."
+        )

@@ -11,7 +11,6 @@ from typing import Any
 
 from peagle.deploy import scaling
 from peagle.deploy.catalog import CatalogEntry, ReadSize
-from peagle.deploy.container import is_secret_name
 from peagle.deploy.curve import Bounds, capacity, read_curves
 from peagle.deploy.deployment import Autoscaling, Secret, Source, Vpc, role_account
 from peagle.deploy.heads import HeadFacts
@@ -175,7 +174,9 @@ def tags_of(pairs: tuple[str, ...]) -> dict[str, str]:
 
 
 def environment_of(request: Request, lookups: Lookups) -> dict[str, str]:
-    """Further variables of the container; secrets among them hidden.
+    """Further variables of the container, whose values are never shown.
+
+    A secret may have any name, DATABASE_URL for one.
 
     Raises:
         UserError: a name alone that is not set here.
@@ -190,7 +191,7 @@ def environment_of(request: Request, lookups: Lookups) -> dict[str, str]:
                     "name of a variable that is."
                 )
             value = lookups.environ[name]
-        found[name] = Secret(value) if is_secret_name(name) else value
+        found[name] = Secret(value)
     if request.hf_token:
         found["HF_TOKEN"] = Secret(request.hf_token)
     return found

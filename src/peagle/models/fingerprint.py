@@ -108,4 +108,7 @@ class TargetFingerprint:
 def tokenizer_digest(folder: Path) -> str | None:
     """SHA-256 of a folder's tokenizer.json; None without one."""
     file = folder / "tokenizer.json"
-    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
+    if not file.is_file():
+        return None
+    with file.open("rb") as data:
+        return hashlib.file_digest(data, "sha256").hexdigest()

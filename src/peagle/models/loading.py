@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import Any
 from peagle.bundled import Role, expand_bundled
 from peagle.config import SpeculativeConfig, require_folder
 from peagle.errors import CheckpointError, UserError
+from peagle.model_folder import check_json, read_header, read_json, read_weight_map
 from peagle.models.trained_depth import with_depth
 from peagle.models.whole_model import refuse_whole_model
 
@@ -20,7 +20,6 @@ _CALLED: dict[Role, str] = {
     "draft": "The draft head",
     "eagle3": "The EAGLE-3 head",
 }
-_LFS_POINTER = b"version https://git-lfs"
 
 
 def resolve_model(
@@ -61,7 +60,7 @@ def resolve_model(
         folder = Repository(*_hub_id(text, revision, what), what).fetch()
     check_weights(folder)
     config = folder / "config.json"
-    data = _read_json(config) if config.is_file() else None
+    data = read_json(config) if config.is_file() else None
     if isinstance(data, dict):
         _refuse_code(data, f"{what} {text!r}")
         if role != "target":
@@ -141,20 +140,17 @@ def _not_there(text: str, what: str) -> UserError:
 
 
 def check_weights(folder: Path) -> None:
-    """Refuse safetensors files that are missing or cut; of each, only the header is read.
+    """Refuse safetensors files that are missing or cut, and JSON that is too large or too deep.
+
+    Of each safetensors file only the header is read.
 
     Raises:
         CheckpointError: naming the file.
     """
+    check_json(folder)
     for index in sorted(folder.glob("*.safetensors.index.json")):
-        try:
-            shards = set(_read_json(index)["weight_map"].values())
-            missing = sorted(name for name in shards if not (folder / name).is_file())
-        except (KeyError, TypeError, AttributeError):
-            raise CheckpointError(
-                f"{str(index)!r} is not an index of shards; expected an object with weight_map, "
-                "file names by tensor names. Copy or fetch it again."
-            ) from None
+        shards = set(read_weight_map(index).values())
+        missing = sorted(name for name in shards if not (folder / name).is_file())
         if missing:
             raise CheckpointError(
                 f"{str(folder / missing[0])!r} is missing; {index.name!r} names {len(shards)} "
@@ -169,29 +165,13 @@ def check_weights(folder: Path) -> None:
 
 
 def _header_problem(file: Path) -> str:
-    """What is wrong with the frame of a safetensors file, "" if nothing is.
-
-    It is 8 bytes (the header's length N), N bytes of JSON, then the tensors.
-    """
-    size = file.stat().st_size if file.exists() else 0
-    if size < 8:
-        return f"it has {size} bytes, too few for a header"
-    with file.open("rb") as data:
-        first = data.read(8)
-        length = int.from_bytes(first, "little")
-        header = data.read(length) if length <= size - 8 else b""
-    if _LFS_POINTER.startswith(first):
-        return "it is a pointer of Git LFS, not the weights; `git lfs pull` fetches them"
-    if not header:
-        return f"its header takes {length} bytes, the file has {size}"
+    """What is wrong with the frame of a safetensors file, "" if nothing is."""
     try:
-        tensors = json.loads(header)
-        tensors.pop("__metadata__", None)
-        promised = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-        return "its header is not that of a safetensors file"
-    found = size - 8 - length
-    return "" if found == promised else f"its tensors take {found} bytes, expected {promised}"
+        with file.open("rb") as data:
+            read_header(data, file.stat().st_size)
+    except (ValueError, OSError) as error:
+        return str(error)
+    return ""
 
 
 def _refuse_code(data: Mapping[str, Any], name: str) -> None:
@@ -207,10 +187,3 @@ def _refuse_code(data: Mapping[str, Any], name: str) -> None:
             "it brings code of its own (auto_map), and peagle runs no code out of a model. Use a "
             "model that transformers supports by itself, or a newer transformers."
         )
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{str(path)!r} is not JSON: {error}.") from None

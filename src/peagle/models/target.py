@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 from peagle.attention import LayerKVCache, Prepared
 from peagle.config import require_folder
 from peagle.errors import CheckpointError, UserError
+from peagle.model_folder import read_json
 from peagle.models.architectures import SUPPORTED_ROPE_TYPES as SUPPORTED_ROPE_TYPES
 from peagle.models.architectures import capped, check_architecture, final_softcap, fix_longrope
 from peagle.models.generation import generation_defaults
@@ -251,8 +252,8 @@ def load_tokenizer(path: str | Path) -> transformers.PreTrainedTokenizerBase:
         return transformers.AutoTokenizer.from_pretrained(
             path, trust_remote_code=False, local_files_only=True
         )
-    except (OSError, ValueError, KeyError) as error:
-        first_line = str(error).strip().splitlines()[0]
+    except Exception as error:  # of a broken file, transformers and tokenizers raise any
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
             f"The tokenizer of {str(path)!r} does not load: {first_line}"
         ) from None
@@ -296,12 +297,13 @@ def load_config(folder: Path) -> Any:
             f"The target model {str(folder)!r} has no config.json; expected a folder in Hugging "
             "Face format (config.json, *.safetensors, tokenizer files)."
         )
+    read_json(folder / "config.json")  # refuses what transformers would read without an end
     try:
         return transformers.AutoConfig.from_pretrained(
             folder, trust_remote_code=False, local_files_only=True
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        first_line = str(error).strip().splitlines()[0]
+    except Exception as error:  # of a broken file, transformers raises any
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
             f"{str(folder / 'config.json')!r} is not a model: {first_line}"
         ) from None

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from peagle.config import require_folder
 from peagle.errors import CheckpointError
+from peagle.model_folder import read_weight_map
 from peagle.models.architectures import capped, check_architecture, final_softcap
-from peagle.models.checkpoint.files import object_at, read_object
 from peagle.models.target import load_config, refuse_pickles
 from peagle.models.target_facts import end_of_text_ids
 from peagle.models.target_shape import model_skeleton
@@ -193,7 +193,7 @@ class _Checkpoint:
             with _opened(folder / _WEIGHTS) as reader:
                 self._files = dict.fromkeys(reader.keys(), _WEIGHTS)
         elif (folder / _INDEX).is_file():
-            self._files = object_at(read_object(folder / _INDEX), "weight_map")
+            self._files = read_weight_map(folder / _INDEX)
         else:
             raise CheckpointError(
                 f"The target model {str(folder)!r} has neither {_WEIGHTS} nor {_INDEX}."

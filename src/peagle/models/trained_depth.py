@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from peagle.config import DEFAULT_DEPTH, SpeculativeConfig
 from peagle.errors import CheckpointError
+from peagle.model_folder import read_json
 
 DEPTH_KEY = "num_speculative_tokens_trained"  # of the "peagle" object of config.json
 
@@ -57,7 +57,7 @@ def with_depth(config: SpeculativeConfig, folder: str | Path) -> SpeculativeConf
     if config.model is None or (config.num_speculative_tokens, schedule, rates) != (None,) * 3:
         return config
     try:
-        depth = trained_depth(json.loads((Path(folder) / "config.json").read_text("utf-8")))
+        depth = trained_depth(read_json(Path(folder) / "config.json"))
     except (OSError, ValueError, AttributeError, CheckpointError):
         depth = None
     is_depth = type(depth) is int and depth >= 1

@@ -28,17 +28,21 @@ class ApiKeys:
 
     Args:
         keys: as clients send them; repetitions count once.
+        digests: SHA-256 of further keys.
+
+    Attributes:
+        digests: SHA-256 of all keys.
     """
 
-    def __init__(self, keys: Iterable[str] = ()) -> None:
-        self._digests = tuple({sha256(key.encode()).digest(): None for key in keys})
+    def __init__(self, keys: Iterable[str] = (), *, digests: Iterable[bytes] = ()) -> None:
+        own = (sha256(key.encode()).digest() for key in keys)
+        self.digests = tuple(dict.fromkeys([*own, *digests]))
         self._salts = tuple(
-            blake2b(digest, key=_PROCESS_SECRET, digest_size=16).digest()
-            for digest in self._digests
+            blake2b(digest, key=_PROCESS_SECRET, digest_size=16).digest() for digest in self.digests
         )
 
     def __len__(self) -> int:
-        return len(self._digests)
+        return len(self.digests)
 
     def __repr__(self) -> str:
         return f"ApiKeys(<{len(self)}>)"
@@ -51,7 +55,7 @@ class ApiKeys:
         """
         digest = sha256(candidate).digest()
         found = None
-        for known, salt in zip(self._digests, self._salts):
+        for known, salt in zip(self.digests, self._salts):
             if compare_digest(digest, known):
                 found = salt
         return found

@@ -2,6 +2,9 @@
 
 A request passes, in this order: its Host (against DNS rebinding), its Origin (against other sites
 in the same browser), its key, its content type, and the limits of its body.
+
+It guards vLLM's server too, inside vLLM's process (`vllm_guard`): this file and what it imports use
+the standard library alone, as of Python 3.10.
 """
 
 from __future__ import annotations
@@ -9,15 +12,17 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Awaitable, Iterable
+from contextlib import suppress
+from typing import TYPE_CHECKING, TypeVar
 
 from peagle.errors import UserError
 from peagle.serving.absent_routes import reason_for_absence
 from peagle.serving.errors import ApiError
 from peagle.serving.hosts import Host, allowed_host, allowed_origin, parse_host, parse_origin
 from peagle.serving.keys import ApiKeys, key_of
-from peagle.serving.telemetry import request_id_from
+from peagle.serving.request_ids import request_id_from
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -44,6 +49,7 @@ _PREFLIGHT_AGE_S = 600
 _LINGER_S = 2.0
 
 _Headers = dict[bytes, list[bytes]]
+_T = TypeVar("_T")
 
 
 class SecurityMiddleware:
@@ -52,7 +58,8 @@ class SecurityMiddleware:
     For the application it sets `scope["state"]["request_id"]` (a string) and `["cache_salt"]`
     (bytes, per API key; empty without keys). A body that is refused while the application reads it
     reaches the application as an `ApiError` from `receive`; the client gets that error whatever
-    the application makes of it, unless an answer has begun. Web sockets are refused.
+    the application makes of it, unless an answer has begun. An `ApiError` that the application
+    raises becomes its answer. Web sockets are refused.
 
     Args:
         app: what to guard.
@@ -63,6 +70,8 @@ class SecurityMiddleware:
         allowed_origins: of web pages elsewhere that may use the server, such as
             "https://chat.example.com"; "*" for any.
         body_timeout_s: seconds from the first read of a body to its end.
+        has_every_route: the application may have any route; else a file that is sent to one that
+            peagle lacks is answered by the application, which tells about the route.
 
     Raises:
         UserError: a host, an origin or a limit that is none.
@@ -77,6 +86,7 @@ class SecurityMiddleware:
         max_body_bytes: int,
         allowed_origins: Iterable[str] = (),
         body_timeout_s: float = 30.0,
+        has_every_route: bool = False,
     ) -> None:
         if max_body_bytes < 1:
             raise UserError(f"max_body_bytes is {max_body_bytes}: expected at least 1.")
@@ -86,6 +96,7 @@ class SecurityMiddleware:
         self.keys = keys
         self.max_body_bytes = max_body_bytes
         self.body_timeout_s = body_timeout_s
+        self.has_every_route = has_every_route
         hosts, origins = set(allowed_hosts), set(allowed_origins)
         self._any_host = "*" in hosts
         self._hosts = {allowed_host(name) for name in hosts - {"*"}}
@@ -141,8 +152,8 @@ class SecurityMiddleware:
                 return _preflight_headers(headers)
         if self.keys and path not in _OPEN_PATHS:
             scope["state"]["cache_salt"] = self._check_key(headers)
-        # A file sent to a route that peagle lacks is told about the route, not about its type.
-        if method in _BODY_METHODS and reason_for_absence(path) is None:
+        lacks_route = not self.has_every_route and reason_for_absence(path) is not None
+        if method in _BODY_METHODS and not lacks_route:
             _check_content_type(headers)
         self._check_content_length(headers)
         return None
@@ -268,8 +279,7 @@ class _Exchange:
         if self._deadline is None:
             self._deadline = asyncio.get_running_loop().time() + self._timeout_s
         try:
-            async with asyncio.timeout_at(self._deadline):
-                message = await self._receive()
+            message = await _until(self._deadline, self._receive())
         except TimeoutError:
             self.failure = ApiError(
                 408,
@@ -320,13 +330,24 @@ class _Exchange:
 
     async def _discard_body(self) -> None:
         """Read on for a while: a connection closed while its client sends loses the answer."""
-        try:
-            async with asyncio.timeout(_LINGER_S):
-                while not self._body_has_ended:
-                    message = await self._receive()
-                    self._body_has_ended = not message.get("more_body", False)
-        except TimeoutError:
-            pass
+        with suppress(TimeoutError):
+            await _until(asyncio.get_running_loop().time() + _LINGER_S, self._read_on())
+
+    async def _read_on(self) -> None:
+        while not self._body_has_ended:
+            message = await self._receive()
+            self._body_has_ended = not message.get("more_body", False)
+
+
+async def _until(deadline: float, coming: Awaitable[_T]) -> _T:
+    """Await something until a time of the event loop's clock, at which it is a TimeoutError."""
+    if sys.version_info >= (3, 11):  # noqa: UP036 (vLLM may run Python 3.10)
+        async with asyncio.timeout_at(deadline):
+            return await coming
+    try:  # this makes a task of each wait, which costs 0.1 ms
+        return await asyncio.wait_for(coming, deadline - asyncio.get_running_loop().time())
+    except asyncio.TimeoutError:  # noqa: UP041 (in Python 3.10 not the built-in one)
+        raise TimeoutError from None
 
 
 def _wanted(headers: Iterable[tuple[bytes, bytes]]) -> _Headers:

@@ -1,4 +1,4 @@
-"""What the server tells about its requests: log records, request ids and, if asked for, spans.
+"""What the server tells about its requests: log records and, if asked for, spans.
 
 Nothing here writes what a user wrote or what a model answered, unless the caller passes it to a log
 record as the extra field `log_prompts`.
@@ -14,7 +14,6 @@ import os
 import re
 import sys
 import threading
-import uuid
 import warnings
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -196,21 +195,6 @@ def _printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-# ---- request ids ----------------------------------------------------------------------------
-
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
-
-
-def request_id_from(headers: Mapping[str, str]) -> str:
-    """The client's X-Request-ID if it is fit for logs and headers, else a new one of 32 hex digits.
-
-    Args:
-        headers: of the request; their names may be in any case.
-    """
-    given = next((value for name, value in headers.items() if name.lower() == "x-request-id"), "")
-    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
 
 # ---- spans ----------------------------------------------------------------------------------

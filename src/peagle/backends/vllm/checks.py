@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from peagle.backends.vllm.advisories import advisory_note
 from peagle.backends.vllm.command import VllmLaunch, dtype_for, greedy_only
 from peagle.backends.vllm.flags import check_flags, has_flag
 from peagle.backends.vllm.heads import read_head, with_head
@@ -43,7 +44,7 @@ def check_launch(launch: VllmLaunch, installation: VllmInstallation) -> tuple[st
         UserError: the start would fail, or would not do what was asked.
     """
     launch = with_head(launch)
-    notes = [version_note(installation), *check_flags(launch.extra)]
+    notes = [version_note(installation), advisory_note(installation), *check_flags(launch.extra)]
     notes += _check_build(launch, installation)
     _check_options(launch, installation)
     if launch.speculative is not None:

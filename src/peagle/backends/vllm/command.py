@@ -18,12 +18,12 @@ from peagle.config import SpeculativeConfig
 from peagle.config.network import LOOPBACK_NAMES, is_loopback
 from peagle.errors import UserError
 
-# What runs inside vLLM's processes; nothing else lies there, so nothing else can be shadowed.
+# What runs inside vLLM's processes, and the way to this peagle; nothing else lies there, so nothing
+# else can be shadowed.
 INSIDE = Path(__file__).parent / "inside"
 MODULE = "vllm.entrypoints.openai.api_server"
-MIDDLEWARE = "peagle_vllm_guard.Guard"
+MIDDLEWARE = "peagle.serving.vllm_guard.Guard"
 GUARD_VARIABLE = "PEAGLE_VLLM_GUARD"
-KEY_VARIABLE = "VLLM_API_KEY"
 # First release with --shutdown-timeout; before, SIGTERM cuts what runs.
 DRAINS_SINCE = (0, 18)
 _GIB = 1 << 30
@@ -141,8 +141,6 @@ class VllmCommand:
     def __str__(self) -> str:
         """For a shell, secrets left out."""
         shown = dict(self.environment)
-        if shown[KEY_VARIABLE]:
-            shown[KEY_VARIABLE] = "..."
         guard = json.loads(shown[GUARD_VARIABLE])
         shown[GUARD_VARIABLE] = json.dumps(guard | {"keys": ["..." for _ in guard["keys"]]})
         variables = [f"{name}={shlex.quote(value)}" for name, value in shown.items()]
@@ -236,7 +234,7 @@ def _server_arguments(launch: VllmLaunch, installation: VllmInstallation) -> dic
         "chat_template": launch.chat_template,
         "max_num_queued_reqs": launch.max_queue,
         "middleware": MIDDLEWARE,
-        "allowed_origins": list(launch.allowed_origins),
+        "allowed_origins": [],  # the guard answers pages of other sites
         "tool_call_parser": launch.tool_call_parser,
         "enable_auto_tool_choice": launch.tool_call_parser is not None or None,
         "enable_log_requests": launch.log_prompts or None,
@@ -284,11 +282,11 @@ def environment(launch: VllmLaunch, installation: VllmInstallation) -> dict[str,
     if launch.otlp_endpoint is not None:
         variables["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] = "http/protobuf"
     keys = launch.keys or ()
-    # vLLM compares one key; the guard knows all of them.
-    variables[KEY_VARIABLE] = keys[0] if len(keys) == 1 else ""
+    # The guard compares keys, by digests; no process of vLLM has one.
+    variables["VLLM_API_KEY"] = ""
     guard = {
-        "hosts": _hosts(launch),
-        "origins": list(launch.allowed_origins),
+        "allowed_hosts": _hosts(launch),
+        "allowed_origins": list(launch.allowed_origins),
         "max_body_bytes": launch.max_body_bytes,
         "keys": [sha256(key.encode()).hexdigest() for key in keys],
         "greedy_only": greedy_only(launch, installation),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peagle.errors import CheckpointError
+from peagle.model_folder import read_json
 
 if TYPE_CHECKING:
     from peagle.models.drafter_config import DrafterConfig
@@ -48,7 +48,7 @@ def read_target(name: str, revision: str | None) -> Target | None:
             return None
         folder = Path(found).parent
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = read_json(folder / "config.json")
         text = config.get("text_config") or config
         heads = text.get("num_key_value_heads") or text.get("num_attention_heads") or 0
         width = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from peagle.errors import CheckpointError
+from peagle.model_folder import read_json
 
 
 def write_json(path: Path, data: object) -> None:
@@ -43,10 +44,7 @@ def read_object(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it does not.
     """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{str(path)!r} is not JSON: {error}.") from None
+    data = read_json(path)
     if not isinstance(data, dict):
         raise CheckpointError(f"{str(path)!r} holds {type(data).__name__}; expected an object.")
     return data

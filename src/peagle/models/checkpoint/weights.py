@@ -11,7 +11,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from peagle.errors import CheckpointError
-from peagle.models.checkpoint.files import object_at, read_object, save_tensors
+from peagle.model_folder import read_weight_map
+from peagle.models.checkpoint.files import save_tensors
 from peagle.models.drafter import Drafter, DrafterConfig
 
 WEIGHTS_NAME = "model.safetensors"
@@ -180,7 +181,7 @@ def read_tensors(folder: Path) -> tuple[dict[str, Tensor], str]:
     if source.is_file():
         files = [source]
     elif (source := folder / INDEX_NAME).is_file():
-        listed = _read_index(source)
+        listed = read_weight_map(source)
         files = [folder / name for name in sorted(set(listed.values()))]
     else:
         source, files = folder, sorted(folder.glob("*.safetensors"))
@@ -199,22 +200,6 @@ def read_tensors(folder: Path) -> tuple[dict[str, Tensor], str]:
 
 def _canonical(name: str) -> str:
     return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    try:
-        listed = object_at(read_object(path), "weight_map")
-    except CheckpointError as error:
-        raise CheckpointError(str(error).replace("weight_map", f"{path}: weight_map", 1)) from None
-    if not listed:
-        raise CheckpointError(f"{str(path)!r} has no weight_map; expected one file per tensor.")
-    for name, file_name in listed.items():
-        if not isinstance(file_name, str) or Path(file_name).name != file_name:
-            raise CheckpointError(
-                f"{str(path)!r} puts tensor {name!r} into {file_name!r}; expected the name of a "
-                "file beside it."
-            )
-    return listed
 
 
 def _read_file(file: Path, source: Path) -> Iterator[tuple[str, Tensor]]:

@@ -1,7 +1,7 @@
 """vLLM's offline engine in a process of its own: orders come in by a pipe, outputs go out by one.
 
-Run as `python peagle_vllm_worker.py READ_FD WRITE_FD`. It imports vLLM and the standard library
-only: vLLM may live in an environment without peagle. A line is a JSON object.
+Run as `python peagle_vllm_worker.py READ_FD WRITE_FD`. Beside vLLM it imports what needs the
+standard library only: vLLM may live in an environment without peagle. A line is a JSON object.
 
 Orders: {"load": arguments of vllm.LLM}, {"generate": [{"prompt": token ids or text, "params": {}},
 ...]}, "stop" while it generates, "counters". Answers: {"loaded": facts}, {"outputs": [...]} a step,
@@ -70,8 +70,9 @@ class Worker:
 
     def load(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Make the engine; what its configuration came to, as the guard of a server tells it."""
-        from peagle_vllm_guard import facts_of
         from vllm import LLM
+
+        from peagle.backends.vllm.facts import facts_of
 
         self.llm = LLM(**arguments)
         config = self.llm.llm_engine.vllm_config

@@ -1,0 +1,19 @@
+"""What the configuration of a vLLM engine came to, read inside its process.
+
+Imports the standard library only: vLLM may live in an environment without peagle's packages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def facts_of(config: Any) -> dict[str, Any]:
+    """Return what a VllmConfig came to, null where this vLLM does not say."""
+    drafting = getattr(config, "speculative_config", None)
+    facts: dict[str, Any] = {"has_config": config is not None, "speculative": None}
+    if drafting is not None:
+        names = ("method", "num_speculative_tokens", "parallel_drafting")
+        facts["speculative"] = {name: getattr(drafting, name, None) for name in names}
+    facts["model_runner_v2"] = getattr(config, "use_v2_model_runner", None)
+    return facts
