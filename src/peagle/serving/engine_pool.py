@@ -111,12 +111,16 @@ class EngineProcess:
             except RuntimeError:
                 return  # the loop is closed
 
+    def kill(self) -> None:
+        """End the process by force, also if it is stopped."""
+        self._process.kill()
+
     def stop(self) -> None:
         """End the process, by force if it does not listen."""
         self.send(Stop())
         self._process.join(_JOIN_S)
         if self._process.is_alive():
-            self._process.kill()
+            self.kill()
             self._process.join()
 
 
@@ -297,6 +301,13 @@ class EnginePool:
         self._on_restart(engine.number)
         delay = _RESTART_AFTER_S * 2 ** self._failed_starts[engine.number]
         asyncio.get_running_loop().call_later(delay, self._start, engine.number)
+
+    def kill(self) -> None:
+        """End all processes at once."""
+        self._is_closing = True
+        for engine in self._engines:
+            if engine is not None:
+                engine.kill()
 
     async def close(self) -> None:
         """End all processes; whoever waits is told."""
