@@ -1,4 +1,4 @@
-"""A client that reads slowly, and many that say nothing, beside normal ones.
+"""A client that reads slowly, and many that rest between requests, beside normal ones.
 
 The slow client's request is work for the engine too. So the normal clients are compared with
 themselves beside the same request of a client that reads as fast as it comes; their speed without
@@ -38,9 +38,8 @@ def add_options(options: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Figures, and what missed its bound."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = args.idle + 256
+    wanted = args.idle + 512  # the server inherits it, and keeps some for other files
     if soft < wanted:
-        # The server inherits it.
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))
     return asyncio.run(_serve(args))
 
@@ -136,14 +135,16 @@ async def _slow_reader(server: Served) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def _idle(server: Served, count: int) -> AsyncIterator[list[socket.socket]]:
-    """Connections on which nothing is said."""
+    """Connections on which nothing is said after a first request: others are closed soon."""
     loop = asyncio.get_running_loop()
     with contextlib.ExitStack() as stack:
         connections = [stack.enter_context(socket.socket()) for _ in range(count)]
         for connection in connections:
             connection.setblocking(False)
             await loop.sock_connect(connection, (server.client.host, server.client.port))
-        await asyncio.sleep(0.3)  # for the server to accept them all
+            await loop.sock_sendall(connection, b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        for connection in connections:
+            assert (await loop.sock_recv(connection, 4096)).startswith(b"HTTP/1.1 200")
         yield connections
 
 

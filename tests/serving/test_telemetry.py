@@ -36,7 +36,7 @@ from peagle.serving.telemetry import (
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 NAMES = ("peagle.serving", "uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi")
-NAMES += ("opentelemetry",)
+NAMES += ("opentelemetry", "asyncio")
 SECRET = "my diagnosis is"
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z")
 

@@ -365,6 +365,18 @@ SAFETY = group(
         default="no limit",
     ),
     Flag("server.max_body_bytes", int, "Largest request."),
+    Flag(
+        "server.max_connections",
+        int,
+        "Most connections at once; one more closes the one that has waited longest for a request.",
+        default="what the limit of open files allows, at most 4096",
+    ),
+    Flag(
+        "server.head_timeout_s",
+        float,
+        "Seconds that a client may take for the head of a request.",
+        "--head-timeout",
+    ),
     Flag("server.compile_timeout_s", float, "Seconds that a schema may compile."),
 )
 

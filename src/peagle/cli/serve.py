@@ -135,9 +135,7 @@ def serve(
     spec, name = _spec(plan, config, compare_draft)
     from peagle.serving.server import serve as run
 
-    raise typer.Exit(
-        run(config, spec, keys, name=config.served_model_name or name, listening=listening)
-    )
+    run(config, spec, keys, name=config.served_model_name or name, listening=listening)
 
 
 def _apart(model: str | None, flags: list[str]) -> tuple[str | None, list[str]]:

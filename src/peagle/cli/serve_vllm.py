@@ -25,6 +25,8 @@ _WITHOUT_EQUAL = {
     "server.compile_timeout_s": ("vLLM sets no limit to the compilation of schemas", None),
     "server.hang_timeout_s": ("vLLM does not watch its engine for hangs", 0),
     "server.request_timeout_s": ("vLLM sets no limit to the time of a request", 0),
+    "server.max_connections": ("vLLM sets no limit to connections", None),
+    "server.head_timeout_s": ("vLLM sets no time for the head of a request", None),
     "server.playground": ("vLLM has no page at /", False),
     "server.on_engine_failure": ("vLLM ends with its engine; start it again from outside", "exit"),
     "server.cloudwatch_interval_s": ("vLLM writes no such lines", 0),

@@ -22,6 +22,8 @@ class ServerConfig:
         allowed_hosts: Host headers that are served; None derives them from `host`.
         allowed_origins: of web pages elsewhere that may call the server.
         max_body_bytes: of a request.
+        max_connections: at once; None derives it from the limit of open files.
+        head_timeout_s: how long a client may take for the head of a request.
         max_queue: outputs that may wait beyond those that the engines decode; more get 429.
         key_requests_per_minute, key_tokens_per_minute, key_concurrency: what each API key may
             use: requests, tokens of prompts and outputs, requests under way; None sets no limit.
@@ -50,6 +52,8 @@ class ServerConfig:
     allowed_hosts: tuple[str, ...] | None = None
     allowed_origins: tuple[str, ...] = ()
     max_body_bytes: int = 4 << 20
+    max_connections: int | None = None
+    head_timeout_s: float = 15.0
     max_queue: int = 512
     key_requests_per_minute: int | None = None
     key_tokens_per_minute: int | None = None
@@ -75,9 +79,12 @@ class ServerConfig:
         for name in ("max_body_bytes", "data_parallel_size"):
             value = getattr(self, name)
             require(is_int(value) and value >= 1, name, value, "a whole number of at least 1")
+        value = self.max_connections
+        ok = value is None or (is_int(value) and value >= 1)
+        require(ok, "max_connections", value, "a whole number of at least 1")
         ok = is_int(self.max_queue) and self.max_queue >= 0
         require(ok, "max_queue", self.max_queue, "a whole number of at least 0")
-        for name in ("compile_timeout_s", "drain_timeout_s"):
+        for name in ("compile_timeout_s", "drain_timeout_s", "head_timeout_s"):
             value = getattr(self, name)
             require(is_number(value) and value > 0, name, value, "a number of seconds above 0")
         for name in ("cloudwatch_interval_s", "request_timeout_s"):

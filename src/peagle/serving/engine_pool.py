@@ -440,6 +440,13 @@ class EnginePool:
         elif not self.failure.done():
             self.failure.set_result(EngineFailed(f"engine {number} {reason}"))
 
+    def kill(self) -> None:
+        """End all processes at once."""
+        self._is_closing = True
+        for engine in self._engines:
+            if engine is not None:
+                engine.kill()
+
     async def close(self) -> None:
         """End all processes; whoever waits is told."""
         self._is_closing = True

@@ -210,7 +210,7 @@ class Generation:
         }
         if self.log_prompts:
             facts["log_prompts"] = {"output": [output.text for output in outputs]}
-        logger.info("%s", failure or "done", extra=facts)
+        logger.info(failure or "done", extra=facts)
         # Outputs that were left in the middle count too.
         attributes["gen_ai.usage.input_tokens"] = facts["prompt_tokens"]
         attributes["gen_ai.usage.output_tokens"] = facts["completion_tokens"]

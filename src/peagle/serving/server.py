@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
+import sys
+import threading
 import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from peagle.serving.app import create_app
 from peagle.serving.config import ServerConfig
+from peagle.serving.connections import ACCEPTED_AT_ONCE, ConnectionLimits, Connections
 from peagle.serving.emf import publishing
 from peagle.serving.engine_pool import EngineFailed, EnginePool, specs_for
 from peagle.serving.hosts import bind_warning, default_allowed_hosts
 from peagle.serving.keys import ApiKeys
-from peagle.serving.listening import listen
+from peagle.serving.listening import BACKLOG, connection_limit, listen
+from peagle.serving.memory import return_memory
 from peagle.serving.messages import EngineSpec
 from peagle.serving.metrics import Metrics
 from peagle.serving.prompts import Prompts
@@ -33,6 +40,8 @@ logger = logging.getLogger("peagle.serving")
 _UNCOUNTED = ("/live", "/health", "/ready", "/ping", "/metrics")
 # What clients still get after the last request, or after an engine died for good.
 _FLUSH_S = 2
+# How long the last lines of the log may take, where nobody may read them.
+_LOG_S = 1.0
 
 
 class CountOpen:
@@ -58,20 +67,33 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self.service = service
+        self._is_ending = False
         self._drain: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called by a signal."""
-        self._loop.call_soon_threadsafe(self._on_signal, sig)
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Do nothing, in place of uvicorn: signals are handled from before to after it serves."""
+        yield
 
-    def _on_signal(self, number: int) -> None:
-        if self._drain is None:
-            name = signal.Signals(number).name
-            logger.info("%s: finishing %d requests", name, self.service.num_open)
-            self._drain = asyncio.ensure_future(self.drain())
-        else:
-            self.should_exit = self.force_exit = True
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to accept connections."""
+        await super().startup(sockets)
+        for listening in sockets or ():
+            listening.listen(BACKLOG)  # uvicorn's setting is also how many are accepted at once
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called by a signal, whatever the event loop and other threads do."""
+        if self._is_ending:
+            self.service.pool.kill()
+            end_process(0)
+        self._is_ending = True
+        self._loop.call_soon_threadsafe(self._start_drain, sig)
+
+    def _start_drain(self, number: int) -> None:
+        name = signal.Signals(number).name
+        logger.info("%s: finishing %d requests", name, self.service.num_open)
+        self._drain = asyncio.ensure_future(self.drain())
 
     async def drain(self) -> None:
         """Take no new requests, let the others finish, then end."""
@@ -91,8 +113,8 @@ def serve(
     *,
     name: str,
     listening: socket.socket | None = None,
-) -> int:
-    """Serve until a signal ends it.
+) -> NoReturn:
+    """Serve until a signal ends the process: with status 0, or 1 if the engines were lost.
 
     Args:
         config: how it is reached and guarded.
@@ -101,18 +123,46 @@ def serve(
         name: what clients call the model.
         listening: a socket that is bound already; None binds one.
 
-    Returns:
-        the exit status: 0 after a signal, 1 if the engines were lost.
-
     Raises:
         UserError: a model or an option is not usable, or the address is taken.
     """
     listening = listening or listen(config.host, config.port)
-    return asyncio.run(_serve(config, spec, keys, name, listening))
+    limits = ConnectionLimits(connection_limit(config.max_connections), config.head_timeout_s)
+    with asyncio.Runner() as runner:
+        end_process(runner.run(_serve(config, spec, keys, name, listening, limits)))
+
+
+def end_process(status: int) -> NoReturn:
+    """End now: at its own end the interpreter waits for threads, and one of them may never end."""
+
+    def flush() -> None:
+        logging.shutdown()
+        sys.stdout.flush()
+
+    flushing = threading.Thread(target=flush, daemon=True)
+    flushing.start()
+    flushing.join(_LOG_S)
+    os._exit(status)
+
+
+@contextmanager
+def _signals_to(handler: Callable[[int, FrameType | None], None]) -> Generator[None, None, None]:
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, kept in before.items():
+            signal.signal(number, kept)
 
 
 async def _serve(
-    config: ServerConfig, spec: EngineSpec, keys: ApiKeys, name: str, listening: socket.socket
+    config: ServerConfig,
+    spec: EngineSpec,
+    keys: ApiKeys,
+    name: str,
+    listening: socket.socket,
+    limits: ConnectionLimits,
 ) -> int:
     started = time.monotonic()
     metrics = Metrics(name)
@@ -127,23 +177,28 @@ async def _serve(
     )
     tracer = make_tracer(config.otlp_endpoint)
     service = Service(config, name, tuple(spec.proposers), pool, metrics, tracer)
-    guarded = _guarded(service, keys)
-    server = Server(_uvicorn_config(guarded), service)
+    connections = Connections(limits)
+    server = Server(_uvicorn_config(_guarded(service, keys), connections), service)
     host, port = listening.getsockname()[:2]
     where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     logger.info("listening on %s; loading %s", where, name)
+    logger.info("at most %d connections at once", limits.max_connections)
     if warning := bind_warning(config.host, keys):
         logger.warning("%s", warning)
-    pool.start()
-    async with publishing(metrics, name, config.cloudwatch_interval_s):
-        serving = asyncio.ensure_future(server.serve(sockets=[listening]))
-        loading = asyncio.ensure_future(_load(service, spec, where, started))
-        try:
-            return await _until_end(service, server, serving, loading)
-        finally:
-            loading.cancel()
-            await pool.close()
-            tracer.shutdown()
+    with _signals_to(server.handle_exit):
+        pool.start()
+        async with publishing(metrics, name, config.cloudwatch_interval_s):
+            serving = asyncio.ensure_future(server.serve(sockets=[listening]))
+            loading = asyncio.ensure_future(_load(service, spec, where, started))
+            watching = asyncio.ensure_future(connections.watch())
+            returning = asyncio.ensure_future(return_memory(loading))
+            try:
+                return await _until_end(service, server, serving, loading)
+            finally:
+                for task in (loading, watching, returning):
+                    task.cancel()
+                await pool.close()
+                tracer.shutdown()
 
 
 def _guarded(service: Service, keys: ApiKeys) -> ASGIApp:
@@ -161,9 +216,11 @@ def _guarded(service: Service, keys: ApiKeys) -> ASGIApp:
     )
 
 
-def _uvicorn_config(app: Any) -> uvicorn.Config:
+def _uvicorn_config(app: ASGIApp, connections: Connections) -> uvicorn.Config:
     return uvicorn.Config(
         app,
+        http=connections.protocol,
+        backlog=ACCEPTED_AT_ONCE,
         log_config=None,
         access_log=False,
         lifespan="off",

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 from peagle import __version__
 from peagle.errors import UserError
 from peagle.extras import install_extra
+from peagle.serving.log_rate import RateLimitedHandler
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 LOGGER = "peagle.serving"
 LEVELS = ("debug", "info", "warning", "error", "critical")
 # Those of libraries that run in the server; what they write must not break the log's form.
-_LIBRARIES = ("uvicorn", "opentelemetry")
+_LIBRARIES = ("uvicorn", "opentelemetry", "asyncio")
 _OF_UVICORN = ("uvicorn.error", "uvicorn.access", "uvicorn.asgi")
 _NOT_EXTRA = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName", "color_message"}
 _USER_TEXT = {
@@ -46,6 +47,8 @@ _WITHHELD = "[not logged]"
 
 def configure_logging(format: Literal["text", "json"] = "text", level: str = "info") -> None:
     """Send the records of this server and of its libraries to stderr, one line each.
+
+    A kind of record that comes very often is limited in rate, see `RateLimitedHandler`.
 
     Warnings become records. With "json" all else that is written to `sys.stderr` becomes a record
     a line too. Start uvicorn with `log_config=None`, or it puts its own handlers back. May be
@@ -66,7 +69,7 @@ def configure_logging(format: Literal["text", "json"] = "text", level: str = "in
     if level.lower() not in LEVELS:
         raise UserError(f"The log level is {level!r}; expected one of {', '.join(LEVELS)}.")
     stderr = sys.stderr.stream if isinstance(sys.stderr, JsonLines) else sys.stderr
-    handler = logging.StreamHandler(stderr)
+    handler = RateLimitedHandler(stderr)
     handler.setFormatter(formatters[format]())
     for name in (LOGGER, *_LIBRARIES, *_OF_UVICORN):
         logger = logging.getLogger(name)

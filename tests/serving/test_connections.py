@@ -1,0 +1,450 @@
+"""Clients that say nothing, too much, or read nothing; and ends that nothing can hold up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import uvicorn
+
+from peagle.errors import UserError
+from peagle.serving.connections import MAX_HEADERS, ConnectionLimits, Connections
+from peagle.serving.listening import connection_limit
+from serving.live import (
+    LiveServer,
+    environment,
+    running,
+    serve_command,
+    wait_for,
+    wait_until_ready,
+)
+from serving.warm import WarmProcess
+
+MAX_CONNECTIONS = 20
+HEAD_TIMEOUT_S = 3
+GET = b"GET /live HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[LiveServer]:
+    """A server with few connections and little patience."""
+    options = ("--max-connections", MAX_CONNECTIONS, "--head-timeout", HEAD_TIMEOUT_S)
+    with running("--no-playground", *options, warm=True) as server:
+        yield server
+
+
+@pytest.fixture
+def opened() -> Iterator[contextlib.ExitStack]:
+    """Closes the connections of a test."""
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+def connect(server: LiveServer, opened: contextlib.ExitStack, data: bytes = b"") -> socket.socket:
+    address = urlsplit(server.url)
+    connection = socket.create_connection((address.hostname, address.port), timeout=60)
+    opened.enter_context(connection)
+    connection.sendall(data)
+    return connection
+
+
+def answer_on(connection: socket.socket) -> tuple[int, Any, dict[str, str]]:
+    """The status, the JSON body and the headers of the next answer."""
+    head = b""
+    while not head.endswith(b"\r\n\r\n"):
+        head += (byte := connection.recv(1))
+        assert byte, f"the answer ended after {head!r}"
+    start, *lines = head.decode().splitlines()
+    headers = {name.lower(): value for name, value in (x.split(": ", 1) for x in lines if x)}
+    body = connection.recv(int(headers["content-length"]), socket.MSG_WAITALL)
+    return int(start.split()[1]), json.loads(body), headers
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the server has closed a connection on which nothing is to come."""
+    connection.setblocking(False)
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def is_healthy(server: LiveServer) -> bool:
+    with contextlib.ExitStack() as stack:
+        connection = connect(server, stack, GET.replace(b"/live", b"/health") + b"\r\n")
+        return answer_on(connection)[0] == 200
+
+
+def request_of(body: dict[str, Any], *, path: str = "/v1/completions") -> bytes:
+    data = json.dumps(body).encode()
+    head = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    return f"POST {path} HTTP/1.1\r\n{head}\r\n\r\n".encode() + data
+
+
+LONG = {"prompt": "def f(", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+
+
+# ---- connections of a real server ---------------------------------------------------------------
+
+
+def test_silent_connections_beyond_the_limit_leave_room(
+    small: LiveServer, opened: contextlib.ExitStack
+) -> None:
+    stream = connect(small, opened, request_of(LONG))
+    assert stream.recv(12) == b"HTTP/1.1 200"
+    silent = []
+    for _ in range(10):
+        silent += [connect(small, opened) for _ in range(MAX_CONNECTIONS)]
+        assert is_healthy(small)
+    # The oldest are closed; the stream and the newest are not.
+    wait_for(lambda: sum(map(is_closed, silent)) >= 9 * MAX_CONNECTIONS)
+    assert not is_closed(silent[-1])
+    assert stream.recv(1)
+    wait_for(lambda: f"at the limit of {MAX_CONNECTIONS} connections" in small.text)
+
+
+def test_unfinished_bodies_give_way_too(small: LiveServer, opened: contextlib.ExitStack) -> None:
+    unfinished = request_of({"prompt": "x" * 100})[:-50]
+    held = [connect(small, opened, unfinished) for _ in range(3 * MAX_CONNECTIONS)]
+    assert is_healthy(small)
+    wait_for(lambda: sum(map(is_closed, held)) >= 2 * MAX_CONNECTIONS)
+
+
+def test_where_all_have_requests_a_new_one_is_refused(
+    small: LiveServer, opened: contextlib.ExitStack
+) -> None:
+    streams = [connect(small, opened, request_of(LONG)) for _ in range(MAX_CONNECTIONS)]
+    for stream in streams:
+        assert stream.recv(12) == b"HTTP/1.1 200"
+    refused = connect(small, opened, GET + b"\r\n")
+    status, body, headers = answer_on(refused)
+    assert status == 503
+    assert body["error"]["code"] == "too_many_connections"
+    assert "--max-connections" in body["error"]["message"]
+    assert headers["connection"] == "close" and int(headers["retry-after"]) > 0
+    assert refused.recv(1) == b""
+    assert all(stream.recv(1) for stream in streams)
+    streams[0].close()
+    wait_for(lambda: answer_on(connect(small, opened, GET + b"\r\n"))[0] == 200)
+
+
+def test_a_connection_that_asks_nothing_is_closed(
+    small: LiveServer, opened: contextlib.ExitStack
+) -> None:
+    start = time.monotonic()
+    assert connect(small, opened).recv(1) == b""
+    assert time.monotonic() - start > HEAD_TIMEOUT_S - 1
+
+
+@pytest.mark.parametrize("before", [b"", GET + b"\r\n"], ids=["first", "later"])
+def test_a_head_that_trickles_is_refused(
+    small: LiveServer, opened: contextlib.ExitStack, before: bytes
+) -> None:
+    connection = connect(small, opened, before)
+    if before:
+        assert answer_on(connection)[0] == 200
+    connection.sendall(GET + b"X-Slow: ")
+    stop = threading.Event()
+
+    def trickle() -> None:
+        with contextlib.suppress(OSError):
+            while not stop.wait(0.2):
+                connection.send(b"a")
+
+    threading.Thread(target=trickle, daemon=True).start()
+    status, body, headers = answer_on(connection)
+    stop.set()
+    assert status == 408 and headers["connection"] == "close"
+    assert f"{HEAD_TIMEOUT_S} s" in body["error"]["message"]
+    assert "--head-timeout" in body["error"]["message"]
+    with contextlib.suppress(ConnectionResetError):
+        assert connection.recv(1) == b""
+
+
+def test_between_requests_a_connection_may_rest(
+    small: LiveServer, opened: contextlib.ExitStack
+) -> None:
+    connection = connect(small, opened, GET + b"\r\n")
+    assert answer_on(connection)[0] == 200
+    time.sleep(HEAD_TIMEOUT_S + 2.5)
+    connection.sendall(GET + b"\r\n")
+    assert answer_on(connection)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("head", "limit"),
+    [
+        (GET + b"X-A: 1\r\n" * MAX_HEADERS + b"\r\n", "100 headers"),
+        (GET + b"a:\r\n" * 3000, "100 headers"),
+        (GET + b"X-A: " + b"a" * 17000 + b"\r\n\r\n", "16384 bytes"),
+        (GET + b"X-A: " + b"a" * 17000, "16384 bytes"),
+        (b"GET /" + b"a" * 17000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", "16384 bytes"),
+    ],
+)
+@pytest.mark.parametrize("before", [b"", GET + b"\r\n"], ids=["first", "pipelined"])
+def test_a_large_head_is_refused(
+    small: LiveServer, opened: contextlib.ExitStack, head: bytes, limit: str, before: bytes
+) -> None:
+    connection = connect(small, opened, before + head)
+    if before:
+        assert answer_on(connection)[0] == 200
+    status, body, headers = answer_on(connection)
+    assert status == 431 and headers["connection"] == "close"
+    assert body["error"]["code"] == "head_too_large"
+    assert limit in body["error"]["message"]
+
+
+def test_a_head_at_the_limits_is_served(small: LiveServer, opened: contextlib.ExitStack) -> None:
+    head = GET + b"X-A: 1\r\n" * (MAX_HEADERS - 2)
+    padding = (16 << 10) - len(head) - len(b"X-B: \r\n\r\n")
+    head += b"X-B: " + b"b" * padding + b"\r\n\r\n"
+    connection = connect(small, opened, head[:9000])
+    time.sleep(0.2)
+    connection.sendall(head[9000:])
+    assert answer_on(connection)[0] == 200
+
+
+def test_endless_headers_are_cut(small: LiveServer, opened: contextlib.ExitStack) -> None:
+    connection = connect(small, opened, GET)
+    sent, line = 0, b"X-A: " + b"a" * 1000 + b"\r\n"
+    with pytest.raises(OSError):
+        while sent < 64 << 20:
+            connection.sendall(line * 100)
+            sent += 100 * len(line)
+    assert is_healthy(small)
+
+
+def test_what_is_no_http_gets_an_error(small: LiveServer, opened: contextlib.ExitStack) -> None:
+    status, body, _ = answer_on(connect(small, opened, b"\x16\x03\x01 hello\r\n\r\n"))
+    assert status == 400
+    assert body["error"]["code"] == "invalid_http"
+
+
+def test_pipelined_requests_are_answered_in_turn(
+    small: LiveServer, opened: contextlib.ExitStack
+) -> None:
+    connection = connect(small, opened, (GET + b"\r\n") * 5)
+    assert [answer_on(connection)[0] for _ in range(5)] == [200] * 5
+
+
+# ---- the limit of open files --------------------------------------------------------------------
+
+FEW_FILES = """
+import resource
+from peagle.cli.main import main
+
+if __name__ == "__main__":  # not in the engine's process
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    main()
+"""
+
+
+def test_silent_connections_do_not_use_up_the_files(
+    tmp_path: Path, opened: contextlib.ExitStack
+) -> None:
+    script = tmp_path / "few_files.py"
+    script.write_text(FEW_FILES)
+    log = tmp_path / "log"
+    words = ["peagle", "serve", "--port", "0", "--no-playground"]
+    process = WarmProcess(words, environment(), log, script=script)
+    try:
+        server = LiveServer("", process, log)
+        server.url = wait_until_ready(server)
+        assert "at most 128 connections" in server.text
+        size = log.stat().st_size
+        for _ in range(3):
+            for _ in range(150):
+                connect(server, opened)
+            assert is_healthy(server)
+        stream = connect(server, opened, request_of(LONG))
+        assert stream.recv(12) == b"HTTP/1.1 200"
+        assert "Too many open files" not in server.text
+        assert log.stat().st_size - size < 4096
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_more_connections_than_files_are_refused() -> None:
+    with pytest.raises(UserError, match="--max-connections is 100000000"):
+        connection_limit(100_000_000)
+    assert connection_limit(3) == 3
+
+
+# ---- clients that do not read -------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def serving(app: Any, limits: ConnectionLimits) -> AsyncIterator[tuple[int, Connections]]:
+    """An application on a free port, its connections limited."""
+    connections = Connections(limits)
+    config = uvicorn.Config(
+        app, http=connections.protocol, log_config=None, lifespan="off", ws="none"
+    )
+    server = uvicorn.Server(config)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        running = asyncio.ensure_future(server.serve(sockets=[listening]))
+        watching = asyncio.ensure_future(connections.watch())
+        try:
+            yield listening.getsockname()[1], connections
+        finally:
+            watching.cancel()
+            server.should_exit = server.force_exit = True
+            await running
+
+
+class Endless:
+    """Streams until its client goes; `ended` is set then."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def stream() -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            while True:
+                part = {"type": "http.response.body", "body": b"a" * 65536, "more_body": True}
+                await send(part)
+                await asyncio.sleep(0.001)
+
+        streaming = asyncio.ensure_future(stream())
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        streaming.cancel()
+        self.ended.set()
+
+
+async def _read_by(wait_s: float, num_bytes: int, for_s: float) -> bool:
+    """Whether an endless answer has ended, when its client read that many bytes so often."""
+    app, loop = Endless(), asyncio.get_running_loop()
+    limits = ConnectionLimits(10, stall_timeout_s=3)
+    async with serving(app, limits) as (port, connections):
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            await loop.sock_connect(client, ("127.0.0.1", port))
+            await loop.sock_sendall(client, GET + b"\r\n")
+            end = loop.time() + for_s
+            while loop.time() < end and not app.ended.is_set():
+                if num_bytes:
+                    await loop.sock_recv(client, num_bytes)
+                await asyncio.sleep(wait_s)
+            if app.ended.is_set():
+                assert len(connections) == 0
+            return app.ended.is_set()
+
+
+def test_a_client_that_reads_nothing_is_closed() -> None:
+    assert asyncio.run(_read_by(0.1, 0, for_s=60))
+
+
+def test_a_client_that_reads_slowly_is_served() -> None:
+    """4 kB in 100 ms is too little to empty the kernel's buffer of megabytes in this time."""
+    assert not asyncio.run(_read_by(0.1, 4096, for_s=8))
+
+
+# ---- the end ------------------------------------------------------------------------------------
+
+ENDLESS_TEMPLATE = """\
+{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}\
+{% endfor %}{% endfor %}{{ messages }}"""
+
+
+@pytest.fixture
+def hung(tmp_path: Path) -> Iterator[LiveServer]:
+    """A server whose tokenizer's thread is held up by a template that loops."""
+    template = tmp_path / "chat.jinja"
+    template.write_text(ENDLESS_TEMPLATE)
+    options = ("--no-playground", "--chat-template", template, "--drain-timeout", 1)
+    with running(*options, warm=True) as server, contextlib.ExitStack() as stack:
+        body = {"messages": [{"role": "user", "content": "hello"}]}
+        connect(server, stack, request_of(body, path="/v1/chat/completions"))
+        time.sleep(1)
+        yield server
+
+
+def test_one_signal_ends_it_though_a_template_loops(hung: LiveServer) -> None:
+    hung.terminate()
+    assert hung.process.wait(60) == 0
+    assert "SIGTERM" in hung.text
+
+
+def test_two_signals_end_it_though_a_template_loops(hung: LiveServer) -> None:
+    hung.terminate()
+    wait_for(lambda: "SIGTERM" in hung.text)
+    hung.terminate()
+    assert hung.process.wait(60) == 0
+
+
+@pytest.mark.parametrize(("number", "count"), [(signal.SIGTERM, 1), (signal.SIGINT, 2)])
+def test_it_can_be_ended_while_it_loads(tmp_path: Path, number: int, count: int) -> None:
+    log = tmp_path / "log"
+    with log.open("wb") as stream:  # a cold start, which takes a while
+        command = serve_command("--port", 0, "--no-playground")
+        process = subprocess.Popen(command, stdout=stream, stderr=stream, env=environment())
+    server = LiveServer("", process, log)
+    try:
+        wait_for(lambda: "at most" in server.text, timeout_s=120)
+        for _ in range(count):
+            process.send_signal(number)
+            wait_for(lambda: "finishing 0 requests" in server.text)
+        assert process.wait(60) == 0
+        assert "engine 0 is ready" not in server.text
+    finally:
+        process.kill()
+        process.wait()
+
+
+# ---- memory -------------------------------------------------------------------------------------
+
+STORM = """
+import asyncio
+from peagle.serving import memory
+
+async def main():
+    memory._EVERY_S = 0.2
+    loaded = asyncio.get_running_loop().create_future()
+    loaded.set_result(None)
+    returning = asyncio.ensure_future(memory.return_memory(loaded))
+    await asyncio.sleep(1)
+    rest = memory.resident_bytes()
+    storm = [bytes(3000) for _ in range(60000)]
+    peak = memory.resident_bytes()
+    kept = storm[::2000]  # so that the C library cannot shrink its heap by itself
+    del storm
+    for _ in range(100):
+        await asyncio.sleep(0.2)
+        if memory.resident_bytes() < 1.1 * rest:
+            break
+    print(rest, peak, memory.resident_bytes(), len(kept))
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems keep what was freed")
+def test_freed_memory_is_given_back() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STORM],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    rest, peak, after, _ = map(int, done.stdout.split())
+    assert peak > rest + 150e6
+    assert after < 1.1 * rest, done.stdout
