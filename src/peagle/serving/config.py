@@ -23,6 +23,7 @@ class ServerConfig:
         allowed_origins: of web pages elsewhere that may call the server.
         max_body_bytes: of a request.
         max_queue: outputs that may wait beyond those that the engines decode; more get 429.
+        ignore_priority: `priority` of a request has no effect.
         compile_timeout_s: how long a grammar may compile.
         drain_timeout_s: how long running requests may take to finish after SIGTERM.
         on_engine_failure: "restart" the engine process, or "exit" with status 1.
@@ -46,6 +47,7 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = ()
     max_body_bytes: int = 4 << 20
     max_queue: int = 512
+    ignore_priority: bool = False
     compile_timeout_s: float = 10.0
     drain_timeout_s: float = 60.0
     on_engine_failure: OnFailure = "restart"

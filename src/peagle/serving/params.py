@@ -10,6 +10,7 @@ from typing import Any
 from peagle.config import SamplingParams, StructuredOutput
 from peagle.errors import UserError
 from peagle.serving.errors import ApiError
+from peagle.serving.limits import most
 from peagle.serving.messages import EngineInfo
 from peagle.serving.protocol import ChatBody, CompletionBody, ResponseFormat, SamplingFields
 
@@ -124,6 +125,7 @@ def _params(
         values["min_tokens"] = body.min_tokens
     if body.logit_bias is not None:
         values["logit_bias"] = _bias(body.logit_bias)
+    _check_products(body)
     structures = _structures(body)
     if len(structures) > 1:
         first, second = list(structures)[:2]
@@ -132,6 +134,21 @@ def _params(
     values["structured_output"] = next(iter(structures.values()), None)
     with as_api_error():
         return SamplingParams(**values | given)
+
+
+def _check_products(body: SamplingFields) -> None:
+    """Bound what each step of the engine reads for all outputs of one prompt."""
+    for name in ("stop", "bad_words", "logit_bias", "allowed_token_ids"):
+        given = getattr(body, name)
+        count = 1 if isinstance(given, str) else len(given or ())
+        total, limit = (body.n or 1) * count, most(f"n_{name}")
+        if total > limit:
+            raise ApiError(
+                400,
+                f"n is {body.n} and {name} has {count} entries, {total} in all; expected at most "
+                f"{limit} (limit n_{name}). Lower n, or send fewer entries.",
+                param=name,
+            )
 
 
 def check_context(prompt_len: int, max_tokens: int, max_model_len: int) -> None:
