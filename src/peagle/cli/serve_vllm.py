@@ -23,6 +23,7 @@ from peagle.serving.config import ServerConfig
 _WITHOUT_EQUAL = {
     "engine.device": ("vLLM runs on what it was built for", "auto"),
     "server.compile_timeout_s": ("vLLM sets no limit to the compilation of schemas", None),
+    "server.ignore_priority": ("vLLM heeds priority with --scheduling-policy priority only", False),
     "server.playground": ("vLLM has no page at /", False),
     "server.on_engine_failure": ("vLLM ends with its engine; start it again from outside", "exit"),
     "server.cloudwatch_interval_s": ("vLLM writes no such lines", 0),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -87,11 +88,8 @@ def _too_much(what: str, name: str, limit: int) -> ApiError:
 
 def _too_many_digits(parts: list[bytes], at: int) -> ApiError:
     """The error for a number that begins `at` bytes into what is outside of strings."""
-    before = 0
-    for number, part in enumerate(parts[::2]):
-        if before + len(part) > at:
-            break
-        before += len(part)
+    ends = accumulate(map(len, parts[::2]))
+    number = next(number for number, end in enumerate(ends) if end > at)
     name = parts[2 * number - 1].decode(errors="replace")[:200] if number else ""
     place = f"{name!r:.80}" if name else "The body"
     text = f"{place} has a number of more than {most('json_digits')} digits; expected a shorter one"

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import FailFast, Field, StrictInt, StrictStr
+from pydantic import Field, StrictInt, StrictStr
 
 from peagle.config.sampling import MAX_LOGPROBS, MAX_OUTPUTS, MAX_STOP_STRINGS
 from peagle.engine.grammar.compiler import MAX_SOURCE
@@ -98,24 +98,29 @@ def table() -> str:
     return "\n".join(["| name | most | what is counted |", "|---|---|---|", *rows])
 
 
-# ---- types of fields ------------------------------------------------------------------------------
+# ---- types of fields ----------------------------------------------------------------------------
 
 
-def at_most(name: str, least: int = 0) -> Any:
-    """The constraint on a field that a limit says."""
-    return Field(min_length=least, max_length=most(name))
+def at_most(name: str) -> Any:
+    """The constraint on a text or an object that a limit says."""
+    return Field(max_length=most(name))
+
+
+def bounded_list(name: str, least: int = 0) -> Any:
+    """The same for a list, of which the first wrong element is told alone."""
+    return Field(min_length=least, max_length=most(name), fail_fast=True)
 
 
 Name = Annotated[StrictStr, at_most("name_characters")]
 Description = Annotated[StrictStr, at_most("description_characters")]
 Source = Annotated[StrictStr, at_most("source_characters")]
 StopString = Annotated[StrictStr, at_most("stop_characters")]
-StopStrings = Annotated[list[StopString], at_most("stop"), FailFast()]
-StopIds = Annotated[list[StrictInt], at_most("stop_token_ids"), FailFast()]
+StopStrings = Annotated[list[StopString], bounded_list("stop")]
+StopIds = Annotated[list[StrictInt], bounded_list("stop_token_ids")]
 BadWord = Annotated[StrictStr, at_most("bad_word_characters")]
-BadWords = Annotated[list[BadWord], at_most("bad_words"), FailFast()]
-AllowedIds = Annotated[list[StrictInt], at_most("allowed_token_ids"), FailFast()]
-Choices = Annotated[list[Source], at_most("choices"), FailFast()]
+BadWords = Annotated[list[BadWord], bounded_list("bad_words")]
+AllowedIds = Annotated[list[StrictInt], bounded_list("allowed_token_ids")]
+Choices = Annotated[list[Source], bounded_list("choices")]
 Options = Annotated[dict[str, Any], at_most("options")]
-Messages = Annotated[list[dict[str, Any]], at_most("messages", 1), FailFast()]
-TokenIds = Annotated[list[StrictInt], FailFast()]
+Messages = Annotated[list[dict[str, Any]], bounded_list("messages", 1)]
+TokenIds = Annotated[list[StrictInt], Field(fail_fast=True)]

@@ -12,7 +12,6 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Discriminator,
-    FailFast,
     Field,
     StrictBool,
     StrictInt,
@@ -37,6 +36,7 @@ from peagle.serving.limits import (
     StopStrings,
     TokenIds,
     at_most,
+    bounded_list,
     most,
 )
 
@@ -170,9 +170,9 @@ class CompletionBody(SamplingFields):
 
     prompt: Annotated[
         Annotated[StrictStr, Tag("text")]
-        | Annotated[list[StrictInt], Field(min_length=1), FailFast(), Tag("ids")]
-        | Annotated[list[StrictStr], at_most("prompts", 1), FailFast(), Tag("texts")]
-        | Annotated[list[TokenIds], at_most("prompts", 1), FailFast(), Tag("lists")],
+        | Annotated[list[StrictInt], Field(min_length=1, fail_fast=True), Tag("ids")]
+        | Annotated[list[StrictStr], bounded_list("prompts", 1), Tag("texts")]
+        | Annotated[list[TokenIds], bounded_list("prompts", 1), Tag("lists")],
         Discriminator(_kind_of_prompt),
     ]
     logprobs: StrictInt | None = None
@@ -224,14 +224,14 @@ class ChatBody(SamplingFields):
     max_completion_tokens: StrictInt | None = None
     logprobs: StrictBool | None = None
     top_logprobs: StrictInt | None = None
-    tools: Annotated[list[Tool], at_most("tools"), FailFast()] | None = None
+    tools: Annotated[list[Tool], bounded_list("tools")] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: StrictBool | None = None
     reasoning_effort: Name | None = None
     chat_template_kwargs: Options | None = None
     add_generation_prompt: StrictBool | None = None
     continue_final_message: StrictBool = False
-    modalities: Annotated[list[Literal["text"]], at_most("include"), FailFast()] | None = None
+    modalities: Annotated[list[Literal["text"]], bounded_list("include")] | None = None
 
 
 _STATELESS = "peagle stores no responses"
@@ -311,7 +311,7 @@ class ResponsesBody(_Limited, GenerationFields):
     input: StrictStr | Messages
     instructions: StrictStr | None = None
     max_output_tokens: StrictInt | None = None
-    tools: Annotated[list[FunctionTool], at_most("tools"), FailFast()] | None = None
+    tools: Annotated[list[FunctionTool], bounded_list("tools")] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: StrictBool | None = None
     text: TextOptions | None = None
@@ -319,7 +319,7 @@ class ResponsesBody(_Limited, GenerationFields):
     stream_options: ResponseStreamOptions | None = None
     chat_template_kwargs: Options | None = None
     max_tool_calls: StrictInt | None = None  # limits tools that the server runs: none here
-    include: Annotated[list[Name], at_most("include"), FailFast()] | None = None
+    include: Annotated[list[Name], bounded_list("include")] | None = None
     top_logprobs: StrictInt | None = None
     truncation: Name | None = None
     store: StrictBool | None = None
@@ -339,7 +339,7 @@ class TokenizeBody(_Body):
     add_generation_prompt: StrictBool | None = None
     continue_final_message: StrictBool = False
     chat_template_kwargs: Options | None = None
-    tools: Annotated[list[Tool], at_most("tools"), FailFast()] | None = None
+    tools: Annotated[list[Tool], bounded_list("tools")] | None = None
     return_token_strs: StrictBool = False
 
 
