@@ -140,6 +140,7 @@ def validation_error(errors: Any, model: Any = None) -> ApiError:
     value = first.get("input")
     given = repr(value[:100] if isinstance(value, str | list) else value)
     given = given if len(given) <= 80 else f"{given[:77]}..."
+    given += f" ({len(value)} characters)" if isinstance(value, str) and len(value) > 80 else ""
     # The branches of a union each say what they expected.
     wanted = dict.fromkeys(_wish(error) for error in errors if _place(error) == place)
     return ApiError(
@@ -190,7 +191,7 @@ def _place(error: Any) -> str:
     return ".".join(kept)
 
 
-_BRANCHES = {"str", "int", "float", "bool", "nullable", "is-instance"}
+_BRANCHES = {"str", "constrained-str", "int", "float", "bool", "nullable", "is-instance"}
 _BRANCHES |= {ToolChoice.__name__, FunctionChoice.__name__} | PROMPT_KINDS
 
 
