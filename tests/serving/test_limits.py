@@ -10,20 +10,26 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from peagle.bundled import BUNDLED_TARGET
+from peagle.config import SamplingParams
 from peagle.errors import UserError
 from peagle.models.target import load_tokenizer
 from peagle.serving import prompts as prompts_file
 from peagle.serving.app import parsed
+from peagle.serving.config import ServerConfig
 from peagle.serving.errors import ApiError
+from peagle.serving.generation import Caller
 from peagle.serving.json_body import parse_json
 from peagle.serving.limits import LIMITS, most, table
+from peagle.serving.metrics import Metrics
 from peagle.serving.prompts import Prompts, encode_text
 from peagle.serving.protocol import ChatBody, CompletionBody, ResponsesBody
+from peagle.serving.service import Service
 from serving.live import LiveServer, running
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -150,7 +156,7 @@ def test_500s_of_old(server: LiveServer) -> None:
     [
         ("bad_words", ["x"] * 257, "bad_words"),
         ("bad_words", ["x", "y" * 65], "bad_words.1"),
-        ("bad_words", [1] * 10_000, "bad_words"),
+        ("bad_words", [1] * 10_000, "bad_words.0"),
         ("stop", ["x"] * 65, "stop"),
         ("stop", "x" * 257, "stop"),
         ("stop", ["x" * 257], "stop.0"),
@@ -225,6 +231,34 @@ def test_limits_of_n_times_entries(server: LiveServer) -> None:
         assert client.post(COMPLETIONS, json=body).status_code == 200
 
 
+def test_a_schema_that_is_too_long_does_not_reach_the_engine(server: LiveServer) -> None:
+    names = [f"field_{i}" for i in range(8_000)]
+    schema = {"type": "object", "properties": {name: {} for name in names}}
+    wanted = {"type": "json_schema", "json_schema": {"schema": schema}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    with server.client() as client:
+        for body, param in (
+            ({"response_format": wanted}, "response_format"),
+            ({"guided_json": schema}, "guided_json"),
+            ({"structured_outputs": {"choice": names}}, "structured_outputs"),
+            ({"tools": [tool], "tool_choice": "required"}, None),
+        ):
+            answer = client.post(CHAT, json={"messages": MESSAGES, **body}).json()["error"]
+            assert "at most" in answer["message"] and param in (None, answer["param"])
+
+
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_priority_can_be_ignored(is_ignored: bool) -> None:
+    info: Any = SimpleNamespace(max_model_len=8, num_speculative_tokens={"plain": 0})
+    pool: Any = SimpleNamespace(info=info)
+    config = ServerConfig(ignore_priority=is_ignored)
+    service = Service(config, "m", ("plain",), pool, Metrics("m"), None)  # type: ignore[arg-type]
+    service.prompts = SimpleNamespace()  # type: ignore[assignment]
+    body = CompletionBody(prompt="x", priority=-5)
+    generation = service.generation([[1]], SamplingParams(), body, Caller("id", COMPLETIONS))
+    assert generation.job.priority == (0 if is_ignored else -5)
+
+
 # ---- texts --------------------------------------------------------------------------------------
 
 
@@ -272,7 +306,7 @@ def test_ids_are_those_of_the_tokenizer() -> None:
     ]
     texts = ["", *special, *tokenizer.get_vocab()]
     texts += [
-        "".join(draw.choices(special + ["word", "1"], k=draw.randrange(40))) for _ in range(300)
+        "".join(draw.choices([*special, "word", "1"], k=draw.randrange(40))) for _ in range(300)
     ]
     texts += ["".join(chr(draw.randrange(1, 0xD800)) for _ in range(60)) for _ in range(100)]
     for text in texts:
@@ -338,13 +372,16 @@ def test_a_template_that_loops_ends(monkeypatch: pytest.MonkeyPatch, looping: Pr
     asyncio.run(run())
 
 
-def test_a_deadline_ends_no_other_call() -> None:
+def test_a_deadline_ends_no_other_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts_file, "_WATCH_S", 0.0005)
+    endings: set[str] = set()
+
     async def run() -> None:
         loop = asyncio.get_running_loop()
         with ThreadPoolExecutor(1) as thread:
-            for _ in range(30):
+            for number in range(120):
                 deadline = prompts_file._Deadline(0)
-                end = time.monotonic() + 0.001
+                end = time.monotonic() + 0.002 * (number % 15)
 
                 def call(end: float = end) -> str:
                     while time.monotonic() < end:
@@ -355,12 +392,14 @@ def test_a_deadline_ends_no_other_call() -> None:
                 watching = asyncio.ensure_future(deadline.watch(running_call))
                 try:
                     assert await running_call == "done"
+                    endings.add("done")
                 except UserError:
-                    pass
+                    endings.add("late")
                 await watching
                 assert await loop.run_in_executor(thread, sum, range(10_000)) == 49_995_000
 
     asyncio.run(run())
+    assert endings == {"done", "late"}
 
 
 def test_a_request_with_such_a_template(tmp_path: Path) -> None:

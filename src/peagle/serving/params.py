@@ -133,7 +133,17 @@ def _params(
         raise ApiError(400, text, param=second)
     values["structured_output"] = next(iter(structures.values()), None)
     with as_api_error():
-        return SamplingParams(**values | given)
+        params = SamplingParams(**values | given)
+    if (structure := params.structured_output) is not None:
+        length, limit = len(structure.source), most("source_characters")
+        if length > limit:
+            raise ApiError(
+                400,
+                f"The {structure.kind} source has {length} characters; expected at most {limit} "
+                "(limit source_characters). Shorten it.",
+                param=next(iter(structures), "tools"),
+            )
+    return params
 
 
 def _check_products(body: SamplingFields) -> None:
