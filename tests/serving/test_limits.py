@@ -218,7 +218,7 @@ def test_the_first_wrong_element_is_told_alone() -> None:
 def test_limits_of_n_times_entries(server: LiveServer) -> None:
     many: dict[str, Any] = {
         "stop": [f"z{i}" for i in range(5)],
-        "bad_words": [f"z{i}" for i in range(9)],
+        "bad_words": [f"z{i}" for i in range(65)],
         "logit_bias": {str(i): 1 for i in range(65)},
         "allowed_token_ids": list(range(1_025)),
     }

@@ -54,7 +54,9 @@ LIMITS: dict[str, Limit] = {
     "logprobs": Limit(MAX_LOGPROBS, "log-probabilities at each position"),
     # What a step of the engine reads of one request.
     "n_stop": Limit(256, "`n` times the strings in `stop`"),
-    "n_bad_words": Limit(512, "`n` times the texts in `bad_words`"),
+    "n_bad_words": Limit(
+        8_192, "`n` times the texts in `bad_words` times the longest's characters"
+    ),
     "n_logit_bias": Limit(4_096, "`n` times the entries of `logit_bias`"),
     "n_allowed_token_ids": Limit(65_536, "`n` times the ids in `allowed_token_ids`"),
     # Lengths of texts.

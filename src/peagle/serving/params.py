@@ -10,7 +10,7 @@ from typing import Any
 from peagle.config import SamplingParams, StructuredOutput
 from peagle.errors import UserError
 from peagle.serving.errors import ApiError
-from peagle.serving.limits import most
+from peagle.serving.limits import LIMITS, most
 from peagle.serving.messages import EngineInfo
 from peagle.serving.protocol import ChatBody, CompletionBody, ResponseFormat, SamplingFields
 
@@ -149,16 +149,15 @@ def _params(
 def _check_products(body: SamplingFields) -> None:
     """Bound what each step of the engine reads for all outputs of one prompt."""
     for name in ("stop", "bad_words", "logit_bias", "allowed_token_ids"):
-        given = getattr(body, name)
-        count = 1 if isinstance(given, str) else len(given or ())
-        total, limit = (body.n or 1) * count, most(f"n_{name}")
-        if total > limit:
-            raise ApiError(
-                400,
-                f"n is {body.n} and {name} has {count} entries, {total} in all; expected at most "
-                f"{limit} (limit n_{name}). Lower n, or send fewer entries.",
-                param=name,
-            )
+        given = getattr(body, name) or ()
+        total = (body.n or 1) * (1 if isinstance(given, str) else len(given))
+        if name == "bad_words":  # all are as wide as the longest
+            total *= max(map(len, given), default=0)
+        if total > (limit := most(f"n_{name}")):
+            what = LIMITS[f"n_{name}"].counts
+            text = f"{name} and n are too much together: {what} is {total}; expected at most "
+            tip = "Lower n, or send fewer entries."
+            raise ApiError(400, f"{text}{limit} (limit n_{name}). {tip}", param=name)
 
 
 def check_context(prompt_len: int, max_tokens: int, max_model_len: int) -> None:
