@@ -7,7 +7,7 @@ read; only the sandboxed renderer of transformers runs them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -68,6 +68,7 @@ def render_chat(
     continue_final_message: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    encode: Callable[[str], list[int]] | None = None,
 ) -> list[int]:
     """Token ids of a conversation, ready for the model to answer.
 
@@ -85,6 +86,7 @@ def render_chat(
         continue_final_message: leave the final message open, for the model to go on with.
         template_kwargs: further variables of the template.
         tools: JSON schemas of functions, for templates that read `tools`.
+        encode: makes token ids of the rendered text; None takes the tokenizer's.
 
     Raises:
         UserError: the template is unknown, does not parse or refuses the messages; a message is
@@ -104,14 +106,13 @@ def render_chat(
             "out, or pass chat_template, one that does."
         )
     try:
-        token_ids: Any = tokenizer.apply_chat_template(
+        rendered: Any = tokenizer.apply_chat_template(
             conversation,
             tools=[dict(tool) for tool in tools] if tools else None,
             chat_template=source,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            tokenize=True,
-            return_dict=False,
+            tokenize=False,
             **options,
         )
     except _RENDER_ERRORS as error:
@@ -119,6 +120,10 @@ def render_chat(
             f"The chat template cannot render these {len(conversation)} messages: {error}. Change "
             "the messages accordingly, or pass another chat_template."
         ) from error
+    if encode is None:
+        token_ids = tokenizer.encode(rendered, add_special_tokens=False)
+    else:
+        token_ids = encode(rendered)
     if not token_ids:
         raise UserError(
             f"The chat template renders these {len(conversation)} messages as an empty prompt; "

@@ -272,6 +272,7 @@ SERVER = group(
         "--request-timeout",
     ),
     Flag("server.max_queue", int, "Outputs that may wait; more are answered with status 429."),
+    Flag("server.ignore_priority", bool, "Take priority of requests without an effect."),
     Flag("server.drain_timeout_s", float, "Seconds to finish after SIGTERM.", "--drain-timeout"),
     Flag("server.chat_template", str, "Jinja template, or the name of one of the model's."),
     Flag(

@@ -27,6 +27,7 @@ _WITHOUT_EQUAL = {
     "server.request_timeout_s": ("vLLM sets no limit to the time of a request", 0),
     "server.max_connections": ("vLLM sets no limit to connections", None),
     "server.head_timeout_s": ("vLLM sets no time for the head of a request", None),
+    "server.ignore_priority": ("vLLM heeds priority with --scheduling-policy priority only", False),
     "server.playground": ("vLLM has no page at /", False),
     "server.on_engine_failure": ("vLLM ends with its engine; start it again from outside", "exit"),
     "server.cloudwatch_interval_s": ("vLLM writes no such lines", 0),

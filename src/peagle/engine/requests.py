@@ -47,6 +47,30 @@ def encode_prompt(tokenizer: transformers.PreTrainedTokenizerBase, prompt: Any) 
         raise UserError(f"A prompt is {prompt!r}; expected text or token ids.") from None
 
 
+def word_ids(
+    tokenizer: transformers.PreTrainedTokenizerBase, words: Iterable[str | tuple[int, ...]]
+) -> tuple[tuple[int, ...], ...]:
+    """Bad words as token ids: as they are written at the start of a text, and after a space.
+
+    Raises:
+        UserError: a word is nothing to the tokenizer.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        if not isinstance(word, str):
+            found[word] = None
+            continue
+        for text in (word, " " + word.lstrip()):
+            ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+            if not ids:
+                raise UserError(
+                    f"bad_words has {word!r}, of which the tokenizer leaves nothing; expected "
+                    "text that it has tokens for. Leave it out, or give token ids."
+                )
+            found[ids] = None
+    return tuple(found)
+
+
 @dataclass(slots=True)
 class _Running:
     """One output of a request while it grows."""
@@ -116,7 +140,7 @@ class Requests:
         """
         require(is_int(priority), "priority", priority, "a whole number; lower goes first")
         ids = self.encode(prompt)
-        engine_params, words = params, self._word_ids(params)
+        engine_params, words = params, word_ids(self.tokenizer, params.bad_words)
         if (params.n, params.bad_words) != (1, words):  # checking every field anew takes its time
             engine_params = replace(params, n=1, bad_words=words)
         start = time.perf_counter()
@@ -234,23 +258,6 @@ class Requests:
             stop_reason=last if running.stop is None and is_asked else running.stop,
             error=sequence.error,
         )
-
-    def _word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Bad words as token ids: as they are written at the start of a text, and after a space."""
-        words: dict[tuple[int, ...], None] = {}
-        for word in params.bad_words:
-            if not isinstance(word, str):
-                words[word] = None
-                continue
-            for text in (word, " " + word.lstrip()):
-                ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
-                if not ids:
-                    raise UserError(
-                        f"bad_words has {word!r}, of which the tokenizer leaves nothing; expected "
-                        "text that it has tokens for. Leave it out, or give token ids."
-                    )
-                words[ids] = None
-        return tuple(words)
 
 
 def _nth(params: SamplingParams, output_index: int) -> SamplingParams:

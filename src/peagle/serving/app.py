@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, JSONResponse, Response
@@ -24,8 +23,11 @@ from peagle.serving.completions import complete
 from peagle.serving.deadline import Deadline
 from peagle.serving.errors import ApiError
 from peagle.serving.generation import Caller, failure_of
+from peagle.serving.json_body import read_json
+from peagle.serving.limits import limits_of_model
 from peagle.serving.params import as_api_error
 from peagle.serving.protocol import (
+    PROMPT_KINDS,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -136,8 +138,10 @@ def validation_error(errors: Any, model: Any = None) -> ApiError:
     if first["type"] == "missing":
         text = f"{place or 'The body'} is missing."
         return ApiError(400, text, param=place[:200] or None)
-    given = repr(first.get("input"))
+    value = first.get("input")
+    given = repr(value[:100] if isinstance(value, str | list) else value)
     given = given if len(given) <= 80 else f"{given[:77]}..."
+    given += f" ({len(value)} characters)" if isinstance(value, str) and len(value) > 80 else ""
     # The branches of a union each say what they expected.
     wanted = dict.fromkeys(_wish(error) for error in errors if _place(error) == place)
     return ApiError(
@@ -188,8 +192,8 @@ def _place(error: Any) -> str:
     return ".".join(kept)
 
 
-_BRANCHES = {"str", "int", "float", "bool", "nullable", "is-instance"}
-_BRANCHES |= {ToolChoice.__name__, FunctionChoice.__name__}
+_BRANCHES = {"str", "constrained-str", "int", "float", "bool", "nullable", "is-instance"}
+_BRANCHES |= {ToolChoice.__name__, FunctionChoice.__name__} | PROMPT_KINDS
 
 
 def parsed(model: type[BaseModel], body: Any) -> Any:
@@ -258,6 +262,7 @@ def _model(service: Service) -> dict[str, Any]:
         "created": service.created,
         "owned_by": "peagle",
         "max_model_len": info.max_model_len,
+        "limits": limits_of_model(info.max_model_len, prompts.characters_per_token),
         "chat": prompts.template_source is not None,
         "speculation": {
             "default": service.proposers[0],
@@ -270,49 +275,63 @@ def _model(service: Service) -> dict[str, Any]:
 
 # ---- generation ---------------------------------------------------------------------------------
 
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+class _JsonRequest(Request):
+    """A request whose body FastAPI takes as `json_body` read it."""
+
+    value: Any
+
+    async def json(self) -> Any:
+        return self.value
 
 
-async def valid_unicode(request: Request) -> None:
-    """Refuse half of a surrogate pair, which JSON can write and no tokenizer can read.
+def _route_class(service: Service) -> type[APIRoute]:
+    """Routes that measure a body before they parse it."""
 
-    Raises:
-        ApiError: the body has one.
-    """
-    body = await request.body()
-    if _SURROGATE.search(body):
-        try:
-            json.dumps(json.loads(body), ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            text = "The body has half of a surrogate pair (\\ud800 to \\udfff); expected Unicode."
-            raise ApiError(400, text, code="invalid_unicode") from None
+    class MeasuredRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handle = super().get_route_handler()
+            if self.body_field is None:
+                return handle
+
+            async def measure(request: Request) -> Response:
+                measured = _JsonRequest(request.scope, request.receive)
+                if body := await measured.body():
+                    info = service.pool.info
+                    measured.value = await read_json(body, info.max_model_len if info else 0)
+                return await handle(measured)
+
+            return measure
+
+    return MeasuredRoute
 
 
-Answer = Callable[[Service, Any, Caller], Awaitable[Response]]
-_POST: dict[str, Any] = {"dependencies": [Depends(valid_unicode)]}
+Responder = Callable[[Service, Any, Caller], Awaitable[Response]]
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
-    async def answer(make: Answer, request: Request, body: Any) -> Response:
-        deadline = Deadline(service.config.request_timeout_s)
-        return await deadline.hold(make(service, body, caller_of(request, body, deadline)))
+    app.router.route_class = _route_class(service)
 
-    @app.post("/v1/completions", **_POST)
+    async def answer(respond_to: Responder, request: Request, body: Any) -> Response:
+        deadline = Deadline(service.config.request_timeout_s)
+        return await deadline.hold(respond_to(service, body, caller_of(request, body, deadline)))
+
+    @app.post("/v1/completions")
     async def completions(request: Request, body: CompletionBody) -> Response:
         """Complete prompts."""
         return await answer(complete, request, body)
 
-    @app.post("/v1/chat/completions", **_POST)
+    @app.post("/v1/chat/completions")
     async def chat_completions(request: Request, body: ChatBody) -> Response:
         """Answer a conversation."""
         return await answer(chat, request, body)
 
-    @app.post("/v1/responses", **_POST)
+    @app.post("/v1/responses")
     async def responses(request: Request, body: ResponsesBody) -> Response:
         """Answer a conversation in OpenAI's newer form; nothing is stored."""
         return await answer(respond, request, body)
 
-    @app.post("/invocations", **_POST)
+    @app.post("/invocations")
     async def invocations(request: Request, body: dict[str, Any]) -> Response:
         """SageMaker's route: a chat where there are `messages`, a completion where there is a
         `prompt`.
@@ -326,7 +345,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         completion_body: CompletionBody = parsed(CompletionBody, body)
         return await answer(complete, request, completion_body)
 
-    @app.post("/tokenize", **_POST)
+    @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
         """Token ids of a prompt, or of a conversation under the chat template."""
         prompts, info = service.loaded()
@@ -335,7 +354,9 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             raise ApiError(400, 'Expected "prompt" or "messages", one of the two.', param="prompt")
         if body.prompt is not None:
             with as_api_error("prompt"):
-                ids = await prompts.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+                ids = await prompts.encode(
+                    body.prompt, info.max_model_len, add_special_tokens=body.add_special_tokens
+                )
         else:
             tools = tool_dicts(body.tools)
             ids, _ = await service.render(body, tools, body.chat_template_kwargs)
@@ -345,14 +366,17 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             "tokens": ids,
         }
         if body.return_token_strs:
-            answer["token_strs"] = [prompts.token_text(token) for token in ids]
+            answer["token_strs"] = await prompts.token_texts(ids)
         return answer
 
-    @app.post("/detokenize", **_POST)
+    @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> dict[str, str]:
         """The text of token ids."""
         prompts, info = service.loaded()
         service.check_model(body.model)
+        if (count := len(body.tokens)) > info.max_model_len:
+            text = f"tokens has {count} ids; expected at most {info.max_model_len}, the model's "
+            raise ApiError(400, f"{text}context. Send them in parts.", param="tokens")
         wrong = next((i for i in body.tokens if not 0 <= i < info.vocab_size), None)
         if wrong is not None:
             text = f"tokens has {wrong}; expected ids from 0 to {info.vocab_size - 1}."

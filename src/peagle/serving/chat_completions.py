@@ -71,7 +71,7 @@ async def prepare(
     ids, opened = await service.render(body, tools if tool_choice != "none" else [], kwargs)
     with as_api_error("tools"):
         forced = constraint(tools, tool_choice, body.parallel_tool_calls is not False)
-    params = chat_params(body, info, len(ids), forced)
+    params = await service.encode_words(chat_params(body, info, len(ids), forced))
     if body.stream and params.prompt_logprobs is not None:
         text = "prompt_logprobs does not stream; leave one of the two out."
         raise ApiError(400, text, param="stream")

@@ -33,6 +33,7 @@ async def complete(service: Service, body: CompletionBody, caller: Caller) -> Re
     service.check_model(body.model)
     encoded = await service.encode(body.prompt, add_special_tokens=body.add_special_tokens)
     params = completion_params(body, info, max(map(len, encoded)))
+    params = await service.encode_words(params)
     if body.stream and params.prompt_logprobs is not None:
         asked = "prompt_logprobs" if body.prompt_logprobs is not None else "echo with logprobs"
         raise ApiError(400, f"{asked} does not stream; leave stream or it out.", param="stream")

@@ -27,6 +27,7 @@ class ServerConfig:
         max_queue: outputs that may wait beyond those that the engines decode; more get 429.
         key_requests_per_minute, key_tokens_per_minute, key_concurrency: what each API key may
             use: requests, tokens of prompts and outputs, requests under way; None sets no limit.
+        ignore_priority: `priority` of a request has no effect.
         compile_timeout_s: how long a grammar may compile.
         drain_timeout_s: how long running requests may take to finish after SIGTERM.
         request_timeout_s: how long a request may take in all, before it gets 504; 0 is for ever.
@@ -58,6 +59,7 @@ class ServerConfig:
     key_requests_per_minute: int | None = None
     key_tokens_per_minute: int | None = None
     key_concurrency: int | None = None
+    ignore_priority: bool = False
     compile_timeout_s: float = 10.0
     drain_timeout_s: float = 60.0
     request_timeout_s: float = 1800.0

@@ -10,6 +10,7 @@ from typing import Any
 from peagle.config import SamplingParams, StructuredOutput
 from peagle.errors import UserError
 from peagle.serving.errors import ApiError
+from peagle.serving.limits import LIMITS, most
 from peagle.serving.messages import EngineInfo
 from peagle.serving.protocol import ChatBody, CompletionBody, ResponseFormat, SamplingFields
 
@@ -124,6 +125,7 @@ def _params(
         values["min_tokens"] = body.min_tokens
     if body.logit_bias is not None:
         values["logit_bias"] = _bias(body.logit_bias)
+    _check_products(body)
     structures = _structures(body)
     if len(structures) > 1:
         first, second = list(structures)[:2]
@@ -131,7 +133,31 @@ def _params(
         raise ApiError(400, text, param=second)
     values["structured_output"] = next(iter(structures.values()), None)
     with as_api_error():
-        return SamplingParams(**values | given)
+        params = SamplingParams(**values | given)
+    if (structure := params.structured_output) is not None:
+        length, limit = len(structure.source), most("source_characters")
+        if length > limit:
+            raise ApiError(
+                400,
+                f"The {structure.kind} source has {length} characters; expected at most {limit} "
+                "(limit source_characters). Shorten it.",
+                param=next(iter(structures), "tools"),
+            )
+    return params
+
+
+def _check_products(body: SamplingFields) -> None:
+    """Bound what each step of the engine reads for all outputs of one prompt."""
+    for name in ("stop", "bad_words", "logit_bias", "allowed_token_ids"):
+        given = getattr(body, name) or ()
+        total = (body.n or 1) * (1 if isinstance(given, str) else len(given))
+        if name == "bad_words":  # all are as wide as the longest
+            total *= max(map(len, given), default=0)
+        if total > (limit := most(f"n_{name}")):
+            what = LIMITS[f"n_{name}"].counts
+            text = f"{name} and n are too much together: {what} is {total}; expected at most "
+            tip = "Lower n, or send fewer entries."
+            raise ApiError(400, f"{text}{limit} (limit n_{name}). {tip}", param=name)
 
 
 def check_context(prompt_len: int, max_tokens: int, max_model_len: int) -> None:

@@ -11,21 +11,48 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
     StrictBool,
     StrictInt,
     StrictStr,
+    Tag,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 
+from peagle.serving.limits import (
+    AllowedIds,
+    BadWords,
+    Choices,
+    Description,
+    Messages,
+    Name,
+    Options,
+    Source,
+    StopIds,
+    StopString,
+    StopStrings,
+    TokenIds,
+    at_most,
+    bounded_list,
+    most,
+)
+
 Number = Annotated[float, Field(strict=False, allow_inf_nan=False)]
-MAX_PROMPTS = 256
 
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=(), strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bound_fields(cls, given: Any) -> Any:
+        # Each unknown field would become an error of its own.
+        if isinstance(given, dict) and len(given) > most("fields"):
+            raise ValueError(f"should have at most {most('fields')} fields, not {len(given)}")
+        return given
 
 
 class StreamOptions(_Body):
@@ -45,7 +72,7 @@ class SpeculationOptions(_Body):
         report: tell of drafts in every chunk and in `usage`.
     """
 
-    proposer: StrictStr | None = None
+    proposer: Name | None = None
     num_speculative_tokens: StrictInt | None = None
     report: StrictBool = False
 
@@ -53,8 +80,8 @@ class SpeculationOptions(_Body):
 class JsonSchema(_Body):
     """A named schema."""
 
-    name: StrictStr = "schema"
-    description: StrictStr | None = None
+    name: Name = "schema"
+    description: Description | None = None
     schema_: dict[str, Any] | StrictBool | None = Field(default=None, alias="schema")
     strict: StrictBool | None = None
 
@@ -64,8 +91,8 @@ class ResponseFormat(_Body):
 
     type: Literal["text", "json_object", "json_schema", "regex", "grammar"]
     json_schema: JsonSchema | None = None
-    pattern: StrictStr | None = None
-    grammar: StrictStr | None = None
+    pattern: Source | None = None
+    grammar: Source | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -81,7 +108,7 @@ class GenerationFields(_Body):
     Of vLLM's names for structured outputs, `StructuredOutput.from_vllm` checks the values.
     """
 
-    model: StrictStr | None = None
+    model: Name | None = None
     min_tokens: StrictInt | None = None
     temperature: Number | None = None
     top_p: Number | None = None
@@ -91,31 +118,31 @@ class GenerationFields(_Body):
     repetition_penalty: Number | None = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
-    logit_bias: dict[StrictStr, Number] | None = None
-    bad_words: list[StrictStr] | None = None
-    allowed_token_ids: list[StrictInt] | None = None
+    logit_bias: Annotated[dict[Name, Number], at_most("logit_bias")] | None = None
+    bad_words: BadWords | None = None
+    allowed_token_ids: AllowedIds | None = None
     seed: StrictInt | None = None
-    stop: StrictStr | list[StrictStr] | None = None
-    stop_token_ids: list[StrictInt] | None = None
+    stop: StopString | StopStrings | None = None
+    stop_token_ids: StopIds | None = None
     ignore_eos: StrictBool | None = None
-    structured_outputs: dict[StrictStr, Any] | None = None
-    guided_json: dict[StrictStr, Any] | StrictStr | None = None
-    guided_regex: StrictStr | None = None
-    guided_choice: list[StrictStr] | None = None
-    guided_grammar: StrictStr | None = None
+    structured_outputs: Options | None = None
+    guided_json: dict[StrictStr, Any] | Source | None = None
+    guided_regex: Source | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Source | None = None
     guided_json_object: StrictBool | None = None
-    guided_whitespace_pattern: StrictStr | None = None
+    guided_whitespace_pattern: Source | None = None
     stream: StrictBool | None = None
     speculation: SpeculationOptions | None = None
     priority: StrictInt = 0
-    cache_salt: StrictStr | None = None
+    cache_salt: Name | None = None
     # Of OpenAI's, without an effect on the output.
-    user: StrictStr | None = None
-    metadata: dict[str, Any] | None = None
+    user: Name | None = None
+    metadata: Options | None = None
     store: StrictBool | None = None
-    service_tier: StrictStr | None = None
-    safety_identifier: StrictStr | None = None
-    prompt_cache_key: StrictStr | None = None
+    service_tier: Name | None = None
+    safety_identifier: Name | None = None
+    prompt_cache_key: Name | None = None
 
 
 class SamplingFields(GenerationFields):
@@ -128,27 +155,38 @@ class SamplingFields(GenerationFields):
     stream_options: StreamOptions | None = None
 
 
+PROMPT_KINDS = {"text", "ids", "texts", "lists"}
+
+
+def _kind_of_prompt(prompt: Any) -> str:
+    """Which form a prompt has, by its first element: no other form is tried."""
+    if not isinstance(prompt, list) or not prompt:
+        return "ids" if isinstance(prompt, list) else "text"
+    return {str: "texts", list: "lists"}.get(type(prompt[0]), "ids")
+
+
 class CompletionBody(SamplingFields):
     """POST /v1/completions."""
 
-    prompt: (
-        StrictStr
-        | Annotated[list[StrictInt], Field(min_length=1)]
-        | Annotated[list[StrictStr], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[list[StrictInt]], Field(min_length=1, max_length=MAX_PROMPTS)]
-    )
+    prompt: Annotated[
+        Annotated[StrictStr, Tag("text")]
+        | Annotated[list[StrictInt], Field(min_length=1, fail_fast=True), Tag("ids")]
+        | Annotated[list[StrictStr], bounded_list("prompts", 1), Tag("texts")]
+        | Annotated[list[TokenIds], bounded_list("prompts", 1), Tag("lists")],
+        Discriminator(_kind_of_prompt),
+    ]
     logprobs: StrictInt | None = None
     echo: StrictBool = False
     best_of: StrictInt | None = None
-    suffix: StrictStr | None = None
+    suffix: Name | None = None
     add_special_tokens: StrictBool = True
 
 
 class FunctionSpec(_Body):
     """A function that the model may call."""
 
-    name: StrictStr
-    description: StrictStr | None = None
+    name: Name
+    description: Description | None = None
     parameters: dict[str, Any] | None = None
     strict: StrictBool | None = None
 
@@ -163,7 +201,7 @@ class Tool(_Body):
 class ToolChoiceFunction(_Body):
     """The name of a function."""
 
-    name: StrictStr
+    name: Name
 
 
 class ToolChoice(_Body):
@@ -182,18 +220,18 @@ class FunctionChoice(ToolChoiceFunction):
 class ChatBody(SamplingFields):
     """POST /v1/chat/completions. Messages are checked against the chat template."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    messages: Messages
     max_completion_tokens: StrictInt | None = None
     logprobs: StrictBool | None = None
     top_logprobs: StrictInt | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], bounded_list("tools")] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: StrictBool | None = None
-    reasoning_effort: StrictStr | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Name | None = None
+    chat_template_kwargs: Options | None = None
     add_generation_prompt: StrictBool | None = None
     continue_final_message: StrictBool = False
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], bounded_list("include")] | None = None
 
 
 _STATELESS = "peagle stores no responses"
@@ -229,9 +267,9 @@ class _Limited(_Body):
 class FunctionTool(_Limited):
     """A function that the model may call, as POST /v1/responses has it."""
 
-    type: StrictStr
-    name: StrictStr
-    description: StrictStr | None = None
+    type: Name
+    name: Name
+    description: Description | None = None
     parameters: dict[str, Any] | None = None
     strict: StrictBool | None = None
 
@@ -240,8 +278,8 @@ class TextFormat(_Body):
     """What shape the text of a response must have."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: StrictStr = "schema"
-    description: StrictStr | None = None
+    name: Name = "schema"
+    description: Description | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: StrictBool | None = None
 
@@ -250,15 +288,15 @@ class TextOptions(_Limited):
     """How the text of a response is written."""
 
     format: TextFormat | None = None
-    verbosity: StrictStr | None = None
+    verbosity: Name | None = None
 
 
 class ReasoningOptions(_Limited):
     """How a response is reasoned about."""
 
-    effort: StrictStr | None = None
-    summary: StrictStr | None = None
-    generate_summary: StrictStr | None = None
+    effort: Name | None = None
+    summary: Name | None = None
+    generate_summary: Name | None = None
 
 
 class ResponseStreamOptions(_Body):
@@ -270,20 +308,20 @@ class ResponseStreamOptions(_Body):
 class ResponsesBody(_Limited, GenerationFields):
     """POST /v1/responses. The items of `input` are checked where they become messages."""
 
-    input: StrictStr | Annotated[list[dict[StrictStr, Any]], Field(min_length=1)]
+    input: StrictStr | Messages
     instructions: StrictStr | None = None
     max_output_tokens: StrictInt | None = None
-    tools: list[FunctionTool] | None = None
+    tools: Annotated[list[FunctionTool], bounded_list("tools")] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: StrictBool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     stream_options: ResponseStreamOptions | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Options | None = None
     max_tool_calls: StrictInt | None = None  # limits tools that the server runs: none here
-    include: list[StrictStr] | None = None
+    include: Annotated[list[Name], bounded_list("include")] | None = None
     top_logprobs: StrictInt | None = None
-    truncation: StrictStr | None = None
+    truncation: Name | None = None
     store: StrictBool | None = None
     background: StrictBool | None = None
     previous_response_id: Any = None
@@ -294,19 +332,19 @@ class ResponsesBody(_Limited, GenerationFields):
 class TokenizeBody(_Body):
     """POST /tokenize: a prompt, or messages."""
 
-    model: StrictStr | None = None
+    model: Name | None = None
     prompt: StrictStr | None = None
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     add_special_tokens: StrictBool = True
     add_generation_prompt: StrictBool | None = None
     continue_final_message: StrictBool = False
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Tool] | None = None
+    chat_template_kwargs: Options | None = None
+    tools: Annotated[list[Tool], bounded_list("tools")] | None = None
     return_token_strs: StrictBool = False
 
 
 class DetokenizeBody(_Body):
     """POST /detokenize."""
 
-    model: StrictStr | None = None
-    tokens: list[StrictInt]
+    model: Name | None = None
+    tokens: TokenIds

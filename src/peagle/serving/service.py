@@ -20,7 +20,7 @@ from peagle.serving.errors import ApiError
 from peagle.serving.generation import Caller, Generation, Job
 from peagle.serving.messages import EngineInfo
 from peagle.serving.metrics import Metrics
-from peagle.serving.params import as_api_error
+from peagle.serving.params import as_api_error, check_context
 from peagle.serving.prompts import Prompts
 from peagle.serving.protocol import ChatBody, GenerationFields, TokenizeBody, Tool
 from peagle.serving.quotas import Lease
@@ -130,7 +130,8 @@ class Service:
     ) -> Generation:
         """A request ready to run."""
         proposer, k = self.drafting_of(body, self.loaded()[1])
-        job = Job(prompts, replace(params, num_speculative_tokens=k), proposer, body.priority)
+        priority = 0 if self.config.ignore_priority else body.priority
+        job = Job(prompts, replace(params, num_speculative_tokens=k), proposer, priority)
         return Generation(
             self.pool,
             self.metrics,
@@ -152,10 +153,11 @@ class Service:
         Raises:
             ApiError: as `Prompts.render`, with the field that is wrong as `param`.
         """
-        prompts, _ = self.loaded()
+        prompts, info = self.loaded()
         try:
             return await prompts.render(
                 body.messages or [],
+                info.max_model_len,
                 tools=tools,
                 template_kwargs=template_kwargs,
                 add_generation_prompt=body.add_generation_prompt,
@@ -167,12 +169,21 @@ class Service:
             raise ApiError(400, text, param=param) from None
 
     async def encode(self, prompt: Any, *, add_special_tokens: bool = True) -> list[list[int]]:
-        """The prompts of a completion as token ids: text, ids, or a list of either."""
+        """The prompts of a completion as token ids: text, ids, or a list of either.
+
+        Raises:
+            ApiError: one is empty, too long for the context, or has ids outside the vocabulary.
+        """
         prompts, info = self.loaded()
         items: Sequence[Any] = [prompt] if _is_one(prompt) else prompt
+        longest = max(len(item) for item in items)
+        if not isinstance(items[0], str):
+            check_context(longest, 1, info.max_model_len)
         with as_api_error("prompt"):
             encoded = [
-                await prompts.encode(item, add_special_tokens=add_special_tokens)
+                await prompts.encode(
+                    item, info.max_model_len, add_special_tokens=add_special_tokens
+                )
                 if isinstance(item, str)
                 else list(item)
                 for item in items
@@ -190,6 +201,19 @@ class Service:
                     param="prompt",
                 )
         return encoded
+
+    async def encode_words(self, params: SamplingParams) -> SamplingParams:
+        """The parameters with bad words as token ids, so that no engine has to encode them.
+
+        Raises:
+            ApiError: a word is nothing to the tokenizer.
+        """
+        texts = [word for word in params.bad_words if isinstance(word, str)]
+        if not texts:
+            return params
+        with as_api_error("bad_words"):
+            words = await self.loaded()[0].encode_words(texts)
+        return replace(params, bad_words=tuple(map(tuple, words)))
 
 
 def _is_one(prompt: Any) -> bool:
