@@ -141,6 +141,7 @@ class Observed:
             "tokens": len(self.inter_token_s),
             "streams": len(self.first_token_s),
             "probes": len(self.health_s),
+            "faults": self.faults[:10],
             "peak_mb": {part: round(value, 1) for part, value in self.peak_mb.items()},
         }
 
@@ -249,7 +250,14 @@ async def suffer(
     missed = judge(seen, rest, memory, report)
     if not is_well:
         missed.append("the server does not recover")
-    return {**seen.figures(), "memory_mb": memory, "attacker": report}, missed, is_well
+    figures = {
+        **seen.figures(),
+        "memory_mb": memory,
+        "attacker": report,
+        "missed": missed,
+        "recovers": is_well,
+    }
+    return figures, missed, is_well
 
 
 async def recovery(
