@@ -28,6 +28,7 @@ from load import Answer, Client, fault_in, is_openai_error
 
 SIZE = 4_000_000  # bytes of a large body: below the default of --max-body-bytes
 NICENESS = 10
+LEAD_S = 0.3  # for the streams to run when the attack begins
 SILENT = 1100
 SERIAL = b"31415926"  # in a body that must differ from request to request
 LETTER = b"27182818"  # in a body, where the token id of "a" belongs
@@ -554,8 +555,9 @@ async def _attack(attacker: Attacker, run: Run, seconds: float) -> None:
     body = {"prompt": "a", "add_special_tokens": False}
     answer = await attacker.client.send("POST", "/tokenize", body)
     attacker.letter = str(answer.json["tokens"][0]).encode()
-    attacker.end_s = time.perf_counter() + seconds
     print("begins", flush=True)
+    await asyncio.sleep(LEAD_S)
+    attacker.end_s = time.perf_counter() + seconds
     # What is still on its way then is given up, as by a client that leaves.
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(run(attacker), seconds)

@@ -48,7 +48,7 @@ def test_nobody_can_hang_the_server(scripts: dict[str, ModuleType]) -> None:
 
 
 def _problems(found: dict[str, Any], bound_ms: float) -> Iterator[str]:
-    for figure in ("longest_gap_ms", "health_ms_max"):
+    for figure in ("longest_gap_ms", "first_token_ms_max", "health_ms_max"):
         if found[figure] is None or found[figure] > bound_ms:
             yield f"{figure} is {found[figure]}; bound {bound_ms}"
     yield from found["faults"] + found["attacker"]["bad"]
@@ -191,6 +191,7 @@ def test_what_misses_its_bound_is_told(scripts: dict[str, ModuleType]) -> None:
     assert judged(inter_token_s=[0.01] * 98 + [0.051] * 2).startswith("p99 between tokens 51 ms")
     assert judged(inter_token_s=[0.01] * 99 + [0.051]) == ""
     assert judged(gaps_s=[1.1]) == "a stream stood still for 1.1 s; bound 1.0 s"
+    assert judged(first_token_s=[5.1]) == "a first token came after 5.1 s; bound 5.0 s"
     assert judged(health_s=[0.01, 1.1]) == "/health answered after 1.1 s; bound 1 s"
     assert judged(inter_token_s=[]) == "no stream got two tokens"
     assert judged(faults=["lost"]) == "1 faults beside it, like lost"
