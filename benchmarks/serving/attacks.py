@@ -450,13 +450,15 @@ def connections(number: int, talk: Talk, receive_buffer: int = 0) -> Run:
     async def run(attacker: Attacker) -> None:
         async def keep() -> None:
             while attacker.is_on:
+                ended = "open to the end"
                 try:
                     with await attacker.connect(receive_buffer) as sock:
                         ended = await talk(attacker, sock)
                 except OSError as error:
                     ended = type(error).__name__
                     await asyncio.sleep(0.1)
-                attacker.statuses["connections"][ended] += 1
+                finally:
+                    attacker.statuses["connections"][ended] += 1
 
         await asyncio.gather(*(keep() for _ in range(number)))
 
