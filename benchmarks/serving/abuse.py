@@ -37,6 +37,7 @@ OPEN_FILES = 1024
 KEY, ATTACKING_KEY = "the-key-of-the-others", "the-key-of-the-attacker"
 PROBE_S = 0.2
 RECOVER_S = 60.0
+STREAM_S = 60.0  # of a stream of the others, after which it is lost
 FLOOR_S = 0.05  # an inter-token latency that is no miss, however fast the server is at rest
 HEALTH_S = 1.0
 STALL_S = 1.0
@@ -94,7 +95,7 @@ async def _server(args: argparse.Namespace) -> AsyncIterator[Served]:
         template.write_text(f"{SPIN}{{%- endif -%}}\n{TEMPLATE}")
         options = ("--api-key-file", str(keys), "--chat-template", str(template))
         async with Served(*options, threads=args.threads, key=KEY, open_files=OPEN_FILES) as server:
-            server.client.timeout_s = 2 * RECOVER_S
+            server.client.timeout_s = STREAM_S
             yield server
 
 
@@ -268,18 +269,18 @@ async def recovery(
     """The memory once it is back or the time is over, and whether nothing runs any more."""
     start = time.perf_counter()
     is_well = False
+    server.client.timeout_s = limit_s
     with contextlib.suppress(ServerError):
-        server.client.timeout_s = limit_s
         is_well = not any((await server.wait_idle(limit_s)).values())
-    server.client.timeout_s = 2 * RECOVER_S
     while is_larger(after := server.resident_mb(), before) and _since(start) < limit_s:
         await asyncio.sleep(PROBE_S)
+    seconds = _since(start)
     if is_well:
-        answer = await server.client.complete("def f():", max_tokens=4)
-        is_well = answer.is_complete
+        is_well = (await server.client.complete("def f():", max_tokens=4)).is_complete
+    server.client.timeout_s = STREAM_S
     told = {"before": before, "after": after}
     rounded = {when: {k: round(v, 1) for k, v in mb.items()} for when, mb in told.items()}
-    return {**rounded, "back_s": round(_since(start), 1)}, is_well
+    return {**rounded, "back_s": round(seconds, 1)}, is_well
 
 
 def _since(start: float) -> float:
