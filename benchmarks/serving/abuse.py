@@ -4,9 +4,9 @@ Each attack of attacks.py runs in a process of its own for --seconds, beside a f
 stream one short request after the other. Their inter-token latency is counted as the server's
 metrics count it: a burst of n tokens counts n times, each with an n-th of the time since the chunk
 before. A stall of some seconds hardly moves the 99th percentile of many thousand tokens, so the
-longest time between two chunks and the longest time to a first token have bounds too. At rest the
-same clients stream without an attack. A server that does not recover is restarted for the next
-attack.
+longest time between two chunks and the longest time to a first token have bounds too. At rest, just
+before each attack, the same clients stream alone. A server that does not recover is restarted for
+the next attack.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ FIRST_S = 5.0
 TIMES = 3  # the latency at rest
 MEMORY = 1.1  # the memory before the attack
 SPIN = "{%- if spin -%}" + "{%- for a in range(9999) -%}" * 5 + "{%- endfor -%}" * 5
-WARM_UP_S = 10.0
 
 
 def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--seconds", type=float, default=60.0, help="of an attack (60)")
+    options.add_argument("--rest-s", type=float, default=15.0, help="at rest before each (15)")
     options.add_argument("--recover-s", type=float, default=RECOVER_S, help="until memory is back")
     options.add_argument("--only", action="append", choices=ATTACKS, help="an attack; repeatable")
     options.add_argument("--list", action="store_true", help="tell what attacks there are")
@@ -64,24 +64,19 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
 async def _run(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     waiting = list(args.only or ATTACKS)
-    figures: dict[str, Any] = {"seconds": args.seconds, "rests": [], "attacks": {}}
+    figures: dict[str, Any] = {"seconds": args.seconds, "attacks": {}}
     missed: list[str] = []
     while waiting:
         async with _server(args) as server:
-            await observe(server, min(WARM_UP_S, args.seconds))
-            rest = await observe(server, args.seconds)
-            figures["rests"].append(rest.figures())
-            missed += [f"at rest: {fault}" for fault in rest.faults[:3]]
+            await observe(server, args.rest_s)  # what a first request allocates is no damage
             is_well = True
             while waiting and is_well:
                 name = waiting.pop(0)
-                found, faults, is_well = await suffer(server, name, rest, args)
+                found, faults, is_well = await suffer(server, name, args)
                 figures["attacks"][name] = found
                 missed += [f"{name}: {fault}" for fault in faults]
                 told = "; ".join(faults) or "within all bounds"
                 print(f"{name}: {told}", file=sys.stderr, flush=True)
-            if is_well:
-                figures["rests"].append((await observe(server, args.seconds)).figures())
     return figures, missed
 
 
@@ -225,13 +220,16 @@ async def _weigh(server: Served, seen: Observed) -> None:
 
 
 async def suffer(
-    server: Served, name: str, rest: Observed, args: argparse.Namespace
+    server: Served, name: str, args: argparse.Namespace
 ) -> tuple[dict[str, Any], list[str], bool]:
-    """Attack a server.
+    """Attack a server, after a look at it at rest.
 
     Returns:
         figures, what missed its bound, and whether the server can be attacked further.
     """
+    rest = await observe(server, args.rest_s)
+    if rest.faults:
+        raise ServerError(f"not attacked yet, {rest.faults[0]}; the log ends:\n{server.log()}")
     before = server.resident_mb()
     attacker = await asyncio.create_subprocess_exec(
         *(sys.executable, str(ATTACKS_SCRIPT), name, "--key", ATTACKING_KEY),
@@ -255,6 +253,7 @@ async def suffer(
         missed.append("the server does not recover")
     figures = {
         **seen.figures(),
+        "rest": rest.figures(),
         "memory_mb": memory,
         "attacker": report,
         "missed": missed,

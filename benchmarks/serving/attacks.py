@@ -497,7 +497,7 @@ def trickling(start: bytes, part: bytes, pause_s: float) -> Talk:
 
 async def read_nothing(attacker: Attacker, sock: socket.socket) -> str:
     """Ask for a long stream and never read a byte of it."""
-    body = request("unread", max_tokens=1500, ignore_eos=True, stream=True, logprobs=5).body
+    body = request("unread", max_tokens=1500, ignore_eos=True, stream=True).body
     await asyncio.get_running_loop().sock_sendall(sock, attacker.head(len(body)) + body)
     while attacker.is_on:
         await asyncio.sleep(0.1)
@@ -538,7 +538,7 @@ ATTACKS = {
         lambda: connections(200, trickling(b"", b" ", 1.0)),
     ),
     "unread": Attack(
-        "8 long streams that are never read", lambda: connections(8, read_nothing, 2048)
+        "2 long streams that are never read", lambda: connections(2, read_nothing, 2048)
     ),
     "template": Attack("a chat template that never ends", template),
 }
