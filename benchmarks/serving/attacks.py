@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import resource
@@ -179,6 +180,7 @@ def filled(item: Any) -> list[Any]:
     return [item] * (SIZE // (len(json.dumps(item)) + 1) - 100)
 
 
+@functools.cache
 def words(size: int = SIZE - 1000) -> str:
     """Text of so many characters with words that differ."""
     return "".join(f"w{number} " for number in range(size // 4))[:size]
