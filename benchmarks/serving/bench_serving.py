@@ -13,7 +13,7 @@ drain     SIGTERM under load: what runs finishes, what is new is refused, status
 slow      a client that reads slowly and 1,000 idle connections, beside 8 normal ones
 latency   time to the first token at idle and under Poisson arrivals, speculation on and off
 fuzz      10,000 broken bodies: an answer each, never a 5xx
-abuse     one client attacks in twenty ways: others stream on, /health answers, memory returns
+abuse     one client attacks in 21 ways: others stream on, /health answers, memory returns
 
 Runs on the bundled pair. Prints one line, RESULT and a JSON object; status 1 if a bound is missed.
 """
