@@ -242,10 +242,10 @@ async def suffer(
             raise RuntimeError(f"the attack {name} did not begin")
         seen = await observe(server, args.seconds)
         report = json.loads(await attacker.stdout.read())
+    except BaseException:
+        attacker.kill()
+        raise
     finally:
-        if attacker.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                attacker.kill()
         await attacker.wait()
     memory, is_well = await recovery(server, before, args.recover_s)
     missed = judge(seen, rest, memory, report)
