@@ -108,6 +108,7 @@ class Observed:
         health_s: times of the answers of /health.
         faults: streams and probes that were not answered as they should have been.
         peak_mb: most memory of the front end, and of the engines.
+        is_over: the last stream has ended.
     """
 
     inter_token_s: list[float] = field(default_factory=list)
@@ -116,6 +117,7 @@ class Observed:
     health_s: list[float] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     peak_mb: dict[str, float] = field(default_factory=dict)
+    is_over: bool = False
 
     def add(self, answer: Answer) -> None:
         """Take the times of a stream."""
@@ -169,10 +171,13 @@ async def observe(server: Served, seconds: float) -> Observed:
     """Stream, probe and look at the memory for so long, and until the last stream has ended."""
     seen = Observed()
     end = time.perf_counter() + seconds
-    beside = [asyncio.create_task(work) for work in (_probe(server, seen), _weigh(server, seen))]
+    works = (_probe(server, seen), _weigh(server, seen))
+    beside = [asyncio.create_task(work) for work in works]
     try:
         await asyncio.gather(*(_stream(server, text, end, seen) for text in prompts(STREAMS)))
     finally:
+        # The flag too: until Python 3.12 a wait_for that is just done swallows a cancellation.
+        seen.is_over = True
         for task in beside:
             task.cancel()
         for result in await asyncio.gather(*beside, return_exceptions=True):
@@ -195,7 +200,7 @@ async def _stream(server: Served, prompt: str, end: float, seen: Observed) -> No
 async def _probe(server: Served, seen: Observed) -> None:
     """Ask /health on a new connection each time, as an orchestrator does."""
     client = Client(server.client.port, timeout_s=RECOVER_S)
-    while True:
+    while not seen.is_over:
         start = time.perf_counter()
         try:
             answer = await client.get("/health")
@@ -210,7 +215,7 @@ async def _probe(server: Served, seen: Observed) -> None:
 
 
 async def _weigh(server: Served, seen: Observed) -> None:
-    while True:
+    while not seen.is_over:
         for part, value in server.resident_mb().items():
             seen.peak_mb[part] = max(value, seen.peak_mb.get(part, 0.0))
         await asyncio.sleep(2 * PROBE_S)
