@@ -3,6 +3,7 @@
     python benchmarks/serving/bench_serving.py soak
     python benchmarks/serving/bench_serving.py overhead --repeats 7
     python benchmarks/serving/bench_serving.py cancel --minutes 5
+    python benchmarks/serving/bench_serving.py abuse --only prompts --only silent
 
 soak      200 clients, 2,000 requests: none lost, all as offline, no memory that grows
 overhead  tokens/s of the served engine against the offline engine at concurrency 16
@@ -13,6 +14,7 @@ drain     SIGTERM under load: what runs finishes, what is new is refused, status
 slow      a client that reads slowly and 1,000 idle connections, beside 8 normal ones
 latency   time to the first token at idle and under Poisson arrivals, speculation on and off
 fuzz      10,000 broken bodies: an answer each, never a 5xx
+abuse     one client attacks in 21 ways: others stream on, /health answers, memory returns
 
 Runs on the bundled pair. Prints one line, RESULT and a JSON object; status 1 if a bound is missed.
 """
@@ -27,7 +29,9 @@ import sys
 from peagle.environment import environment
 from peagle.errors import UserError
 
-EXPERIMENTS = ("soak", "overhead", "cancel", "kill", "hang", "drain", "slow", "latency", "fuzz")
+EXPERIMENTS = (
+    *("soak", "overhead", "cancel", "kill", "hang", "drain", "slow", "latency", "fuzz", "abuse"),
+)
 
 
 def main() -> int:
@@ -59,7 +63,12 @@ def main() -> int:
 def _check(args: argparse.Namespace) -> None:
     """Refuse numbers that measure nothing."""
     for name, value in vars(args).items():
-        if isinstance(value, int | float) and name != "seed" and not value > 0:
+        if (
+            isinstance(value, int | float)
+            and value is not False
+            and name != "seed"
+            and not value > 0
+        ):
             raise UserError(f"--{name.replace('_', '-')} is {value}; expected more than 0.")
 
 

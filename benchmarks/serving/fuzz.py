@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from load import Answer, Client, at_most
+from load import Answer, Client, at_most, fault_in
 from mutations import Case, make_case
 from served import Served
 
@@ -98,27 +97,4 @@ def problem_of(case: Case, answer: Answer) -> str:
     """What is wrong with an answer to a body that may be wrong; "" if nothing is."""
     if case.mutation == "untouched" and not answer.is_complete:
         return f"a valid body refused: {answer.status} {answer.body[:200]!r}"
-    if answer.problem:
-        return f"no whole answer: {answer.problem}, status {answer.status}"
-    if answer.status >= 500 or answer.status < 200:
-        return f"status {answer.status}: {answer.body[:200]!r}"
-    if answer.events and (error := answer.error):
-        if error.get("type") == "server_error":
-            return f"server error in a stream: {error}"
-    elif answer.status >= 400 and not is_openai_error(answer.body):
-        return f"another form of error: {answer.status} {answer.body[:200]!r}"
-    return ""
-
-
-def is_openai_error(body: bytes) -> bool:
-    """Whether this is {"error": {"message", "type", "param", "code"}}, and nothing beside."""
-    try:
-        value = json.loads(body)
-    except (ValueError, RecursionError):
-        return False
-    error = value.get("error") if isinstance(value, dict) else None
-    if not isinstance(error, dict) or set(value) != {"error"}:
-        return False
-    texts = isinstance(error.get("message"), str) and isinstance(error.get("type"), str)
-    rest = all(isinstance(error.get(key, 0), str | None) for key in ("param", "code"))
-    return texts and rest and bool(error["message"])
+    return fault_in(answer)

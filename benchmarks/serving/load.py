@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from peagle.evaluation.http_client import HttpClient, at_most
 from peagle.evaluation.http_client import Reply as Answer
 
-__all__ = ["Answer", "Client", "at_most", "percentile", "slope"]
+__all__ = ["Answer", "Client", "at_most", "fault_in", "is_openai_error", "percentile", "slope"]
 
 
 class Client(HttpClient):
@@ -19,10 +20,18 @@ class Client(HttpClient):
         port: where it listens.
         host: and on which address.
         timeout_s: of a request.
+        key: that opens the server, if it has keys.
     """
 
-    def __init__(self, port: int, host: str = "127.0.0.1", timeout_s: float = 300.0) -> None:
-        super().__init__(f"http://{host}:{port}", timeout_s=timeout_s, keep_alive=False)
+    def __init__(
+        self,
+        port: int,
+        host: str = "127.0.0.1",
+        timeout_s: float = 300.0,
+        key: str | None = None,
+    ) -> None:
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        super().__init__(f"http://{host}:{port}", headers, timeout_s=timeout_s, keep_alive=False)
 
     async def complete(
         self, prompt: str, *, drop_after_s: float | None = None, **fields: Any
@@ -31,6 +40,34 @@ class Client(HttpClient):
         usage = {"stream_options": {"include_usage": True}} if fields.get("stream", True) else {}
         body = {"prompt": prompt, "temperature": 0, "stream": True, **usage, **fields}
         return await self.send("POST", "/v1/completions", body, drop_after_s=drop_after_s)
+
+
+def fault_in(answer: Answer) -> str:
+    """What is wrong with an answer to a body that may be wrong; "" if nothing is."""
+    if answer.problem:
+        return f"no whole answer: {answer.problem}, status {answer.status}"
+    if answer.status >= 500 or answer.status < 200:
+        return f"status {answer.status}: {answer.body[:200]!r}"
+    if answer.events and (error := answer.error):
+        if error.get("type") == "server_error":
+            return f"server error in a stream: {error}"
+    elif answer.status >= 400 and not is_openai_error(answer.body):
+        return f"another form of error: {answer.status} {answer.body[:200]!r}"
+    return ""
+
+
+def is_openai_error(body: bytes) -> bool:
+    """Whether this is {"error": {"message", "type", "param", "code"}}, and nothing beside."""
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        return False
+    error = value.get("error") if isinstance(value, dict) else None
+    if not isinstance(error, dict) or set(value) != {"error"}:
+        return False
+    texts = isinstance(error.get("message"), str) and isinstance(error.get("type"), str)
+    rest = all(isinstance(error.get(key, 0), str | None) for key in ("param", "code"))
+    return texts and rest and bool(error["message"])
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -33,6 +33,8 @@ class Served:
     Args:
         options: of the command line.
         threads: CPU threads of the engine.
+        key: that opens it, if the options name keys.
+        open_files: at most in each of its processes; None leaves the limit of this process.
 
     Attributes:
         client: for it.
@@ -40,11 +42,18 @@ class Served:
         started_s: when it was started, by `time.perf_counter`.
     """
 
-    def __init__(self, *options: str, threads: int = 1) -> None:
+    def __init__(
+        self,
+        *options: str,
+        threads: int = 1,
+        key: str | None = None,
+        open_files: int | None = None,
+    ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        self.client = Client(port)
+        self.client = Client(port, key=key)
         self._options = ["--port", str(port), "--threads", str(threads), *options]
+        self._prefix = [] if open_files is None else ["prlimit", f"--nofile={open_files}"]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by __aexit__)
         self.process: subprocess.Popen[bytes]
         self.started_s = 0.0
@@ -56,7 +65,7 @@ class Served:
         environment = {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
         self.started_s = time.perf_counter()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "peagle", "serve", *self._options],
+            [*self._prefix, sys.executable, "-m", "peagle", "serve", *self._options],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=self._log,
