@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from peagle import LLM, SamplingParams, StructuredOutput
 from peagle.chat import ChatMessage
 from peagle.engine.outputs import RequestOutput
+from peagle.engine.requests import word_ids
 from peagle.engine.stats import SpeculationStats
 from peagle.errors import CheckpointError, UserError
 from peagle.evaluation.compare import measure
@@ -364,7 +365,7 @@ def test_bad_words_are_banned_with_and_without_a_space_before(llm: LLM) -> None:
     assert "xy" not in llm.generate("hi", replace(only, bad_words=("xy",)))[0].text
     spaced = llm.generate("hi", replace(only, bad_words=(" yx",)))[0].text
     assert " yx" not in spaced and "yx" in spaced
-    words = llm.requests._word_ids(SamplingParams(bad_words=("x", " y", (5, 6))))
+    words = word_ids(llm.tokenizer, ("x", " y", (5, 6)))
     assert words == ((x,), (space, x), (space, y), (5, 6))
 
 
