@@ -65,7 +65,7 @@ LIMITS: dict[str, Limit] = {
     "stop_characters": Limit(256, "characters of a string in `stop`"),
     "bad_word_characters": Limit(64, "characters of a text in `bad_words`"),
     "source_characters": Limit(MAX_SOURCE, "characters of a schema, a regex or a grammar"),
-    "template_seconds": Limit(10, "seconds that a chat template may render"),
+    "template_seconds": Limit(2, "seconds that a chat template may render"),
 }
 
 
