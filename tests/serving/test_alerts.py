@@ -34,9 +34,6 @@ def rendered() -> dict[str, set[str]]:
     for family in text_string_to_metric_families(busy_metrics().render()[0].decode()):
         for sample in family.samples:
             found.setdefault(sample.name, set()).update(sample.labels)
-    for name in ("engine_hangs_total", "engine_last_beat_seconds"):
-        found.setdefault(f"peagle:{name}", {"model_name", "engine"})
-    found.setdefault("peagle:oldest_waiting_request_seconds", {"model_name"})
     return found
 
 
