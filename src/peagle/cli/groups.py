@@ -379,6 +379,20 @@ SAFETY = group(
         "--head-timeout",
     ),
     Flag("server.compile_timeout_s", float, "Seconds that a schema may compile."),
+    Flag(
+        "server.grammar_budget_s",
+        float,
+        "Processor seconds that a request's grammar may take in one step; a request that takes "
+        "more ends with an error. 0 sets no limit.",
+        "--grammar-budget",
+    ),
+    Flag(
+        "server.user_grammars",
+        bool,
+        "Refuse regular expressions and grammars in requests; schemas, choices and tools stay.",
+        "--no-user-grammars",
+        read=lambda _: False,
+    ),
 )
 
 OBSERVATION = group(

@@ -201,6 +201,7 @@ def _spec(plan: Plan, config: ServerConfig, compare: str | None) -> tuple[Engine
         plan.engine,
         threads=plan.threads,
         compile_timeout_s=config.compile_timeout_s,
+        grammar_budget_s=config.grammar_budget_s,
         hang_timeout_s=config.hang_timeout_s,
         log_format=config.log_format,
     )

@@ -23,6 +23,8 @@ from peagle.serving.config import ServerConfig
 _WITHOUT_EQUAL = {
     "engine.device": ("vLLM runs on what it was built for", "auto"),
     "server.compile_timeout_s": ("vLLM sets no limit to the compilation of schemas", None),
+    "server.grammar_budget_s": ("vLLM sets no limit to what a grammar costs", 0),
+    "server.user_grammars": ("vLLM takes grammars from every request", True),
     "server.hang_timeout_s": ("vLLM does not watch its engine for hangs", 0),
     "server.request_timeout_s": ("vLLM sets no limit to the time of a request", 0),
     "server.max_connections": ("vLLM sets no limit to connections", None),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from peagle.config.speculative import MAX_SPECULATIVE_TOKENS
 from peagle.engine.features import FeatureStore
-from peagle.engine.grammar import DraftGrammar, walk
+from peagle.engine.grammar import DraftGrammar
 from peagle.engine.model_runner import TargetPass, block_tables
 from peagle.engine.sampler import Sampler
 from peagle.engine.scheduler import Chunk
@@ -59,8 +59,9 @@ class LookupDrafting:
             if chunk.samples and not sequence.is_finished:
                 k = num_drafts(sequence, self.most_drafts, self.max_model_len)
                 found = self.lookup.find(sequence.token_ids, k) if k else []
-                lens, _ = walk([sequence.grammar], [found], self.vocab_size)
-                sequence.drafts = found[: lens[0]]
+                if sequence.grammar is not None:
+                    found = found[: sequence.grammar.count_allowed(found)]
+                sequence.drafts = found
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from peagle.engine.build import (
     runs_as_graphs,
 )
 from peagle.engine.features import FeatureStore
-from peagle.engine.grammar import GrammarState
+from peagle.engine.grammar import GrammarState, prepare
 from peagle.engine.memory import drafter_kv_shapes, make_memory_plan
 from peagle.engine.model_runner import ModelRunner, TargetPass, make_caches
 from peagle.engine.outputs import StepOutput
@@ -47,6 +47,8 @@ _COUNTERS = (
     "num_output_tokens",
 )
 _CHECK_SALT = b"peagle self-check"
+# Between two looks at grammars that all sequences wait for.
+_GRAMMAR_WAIT_S = 0.002
 
 
 class LLMEngine:
@@ -281,7 +283,12 @@ class LLMEngine:
         return outputs
 
     def _schedule_and_run(self) -> None:
+        self._prepare_grammars()
+        if not self.scheduler.has_unfinished:
+            return
         plan = self.scheduler.schedule()
+        if not (plan.decode or plan.prefill):
+            time.sleep(_GRAMMAR_WAIT_S)  # all that is left waits for its grammar
         self._counts["num_preemptions"] += len(plan.preempted)
         for sequence in plan.preempted:
             self._release(sequence)
@@ -297,6 +304,20 @@ class LLMEngine:
             self._pipeline.start(decoding)
         elif decoding:
             self._run(plan.decode)
+
+    def _prepare_grammars(self) -> None:
+        """Work out what grammars allow next; end sequences whose grammar took too long."""
+        every = (*self.scheduler.running, *self.scheduler.waiting)
+        constrained = [sequence for sequence in every if sequence.grammar is not None]
+        if not constrained:
+            return
+        prepare([s.grammar for s in constrained], [s.drafts for s in constrained])
+        for sequence in constrained:
+            assert sequence.grammar is not None
+            sequence.grammar.budget.look()
+            if sequence.grammar.is_over_budget:
+                self._fail(sequence, "grammar_too_slow", sequence.grammar.slow_text)
+                self._settle(sequence)
 
     def _run(self, chunks: list[Chunk]) -> None:
         if self.on_pass is not None:
@@ -323,7 +344,7 @@ class LLMEngine:
             if chunk.samples:
                 assert done.sampled is not None
                 if done.sampled.is_broken[row] or _has_nan(chunk.sequence.prompt_logprobs):
-                    self._fail(chunk.sequence)
+                    self._fail_broken(chunk.sequence)
                 else:
                     self._emit(
                         chunk.sequence,
@@ -338,7 +359,7 @@ class LLMEngine:
         """The same for a step that ran as a graph, drafts included."""
         sequence.num_computed_tokens += 1
         if report.new_token_ids[-1] < 0:
-            self._fail(sequence)
+            self._fail_broken(sequence)
             self._settle(sequence)
             return
         self._emit(sequence, report.new_token_ids, report.num_drafted, report.num_accepted, [])
@@ -371,21 +392,26 @@ class LLMEngine:
         step = StepOutput(sequence, kept, accepted, num_drafted, logprobs, rejected)
         self._outputs.append(step)
 
-    def _fail(self, sequence: Sequence) -> None:
-        """End a sequence for which the target gave logits that are not numbers."""
+    def _fail(self, sequence: Sequence, code: str, error: str) -> None:
+        """End a sequence with an error; what it has output so far stands."""
         sequence.status, sequence.finish_reason = SequenceStatus.FINISHED, "error"
-        sequence.error = (
+        sequence.error_code, sequence.error = code, error
+        self._outputs.append(StepOutput(sequence, [], 0, 0))
+
+    def _fail_broken(self, sequence: Sequence) -> None:
+        """End a sequence for which the target gave logits that are not numbers."""
+        error = (
             f"The target's logits are NaN or infinite after {len(sequence)} tokens of this request "
             f"({sequence.num_output_tokens} of them output), in {self.target.dtype}. Load the "
             "model in a type of wider range, or check its weights."
         )
+        self._fail(sequence, "logits_not_finite", error)
         # What is left in a block is read again behind the next owner's tokens, with weight 0; and
         # 0 * NaN is NaN.
         blocks = self.blocks.withdraw(sequence)
         for cache in (*self._target_caches, *self._drafter_caches):
             cache.keys[blocks] = 0
             cache.values[blocks] = 0
-        self._outputs.append(StepOutput(sequence, [], 0, 0))
 
     def _publish(self, sequence: Sequence) -> None:
         """Share the blocks in which all slots are settled, the drafter's too."""

@@ -43,7 +43,7 @@ class RequestOutput:
         text: the output, without the end-of-text token or the stop string.
         token_ids: output tokens, the stop token or those of the stop string included.
         prompt_token_ids: the prompt as the model read it.
-        finish_reason: "stop" or "length"; "error" where the target gave no usable logits.
+        finish_reason: "stop" or "length"; "error" where `error` says why.
         stats: drafts made and accepted.
         elapsed_s: seconds from the request to the last token.
         index: of this output among those of its prompt, 0 to n - 1.
@@ -56,6 +56,7 @@ class RequestOutput:
         stop_reason: the stop string, or the id out of `stop_token_ids`, that ended the output; None
             where the model's own end of text, or a length, did.
         error: what went wrong, where `finish_reason` is "error".
+        error_code: "logits_not_finite" or "grammar_too_slow" then.
         prompt: the text of the prompt; None where it was given as token ids.
         request_id: number of the prompt among all that this LLM was given.
         others: the further outputs of the same prompt, where `n` is above 1.
@@ -76,6 +77,7 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    error_code: str | None = None
     prompt: str | None = None
     request_id: str = ""
     others: tuple[RequestOutput, ...] = ()
@@ -125,7 +127,7 @@ class RequestOutput:
             if (values := getattr(self, name)) is not None:
                 fields[name] = [_logprobs_json(value) for value in values if value is not None]
         if self.error is not None:
-            fields["error"] = self.error
+            fields |= {"error": self.error, "error_code": self.error_code}
         return fields
 
 

@@ -94,9 +94,17 @@ class Requests:
     Args:
         engine: where they run.
         tokenizer: of the engine's target.
+        grammar_budget_s: processor seconds that a request's grammar may take in one step before
+            that request ends with an error; None sets no limit.
     """
 
-    def __init__(self, engine: LLMEngine, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self,
+        engine: LLMEngine,
+        tokenizer: transformers.PreTrainedTokenizerBase,
+        grammar_budget_s: float | None = None,
+    ) -> None:
+        self._grammar_budget_s = grammar_budget_s
         self.engine = engine
         self.tokenizer = tokenizer
         self._running: dict[int, _Running] = {}
@@ -197,7 +205,10 @@ class Requests:
         with self._making_compiler:
             if self._compiler is None:
                 self._compiler = GrammarCompiler(
-                    self.tokenizer, self.engine.target.vocab_size, self.engine.eos_token_ids
+                    self.tokenizer,
+                    self.engine.target.vocab_size,
+                    self.engine.eos_token_ids,
+                    step_budget_s=self._grammar_budget_s,
                 )
             return self._compiler
 
@@ -219,6 +230,9 @@ class Requests:
         output = None
         if sequence.is_finished:
             del self._running[sequence.seq_id]
+            structure = running.params.structured_output
+            if structure is not None and sequence.error_code == "grammar_too_slow":
+                self._grammars().refuse(structure)
             output = self._output(running)
         return StreamChunk(
             running.index,
@@ -257,6 +271,7 @@ class Requests:
             ),
             stop_reason=last if running.stop is None and is_asked else running.stop,
             error=sequence.error,
+            error_code=sequence.error_code,
         )
 
 

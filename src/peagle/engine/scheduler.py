@@ -102,7 +102,9 @@ class Scheduler:
         self._decode(plan)
         budget = self._continue_prompts(plan)
         self._admit(plan, budget)
-        assert plan.decode or plan.prefill, "nothing runs and nothing fits: should be refused"
+        waits = any(s.waits_for_grammar for s in (*self.running, *self.waiting))
+        something = plan.decode or plan.prefill or waits
+        assert something, "nothing runs and nothing fits: should be refused"
         return plan
 
     def reserve(self, sequences: Iterable[Sequence]) -> bool:
@@ -112,6 +114,8 @@ class Scheduler:
     def _decode(self, plan: Schedule) -> None:
         for sequence in list(self.running):
             if sequence.status is not SequenceStatus.RUNNING or sequence.is_prefilling:
+                continue
+            if sequence.waits_for_grammar:
                 continue
             slots = self._slots(len(sequence))
             while not self.blocks.extend(sequence, slots):
@@ -125,7 +129,7 @@ class Scheduler:
         """Chunks of the prompts that are under way; returns what is left of the step's tokens."""
         budget = self.max_num_batched_tokens
         for sequence in self.running:
-            if sequence.is_prefilling and budget:
+            if sequence.is_prefilling and budget and not sequence.waits_for_grammar:
                 plan.prefill.append(_prompt_chunk(sequence, budget))
                 budget -= plan.prefill[-1].num_tokens
         return budget
@@ -135,7 +139,7 @@ class Scheduler:
             # Nobody passes one that has just been preempted.
             if not budget or any(s.order <= sequence.order for s in plan.preempted):
                 break
-            if sequence.waits_for_leader:
+            if sequence.waits_for_leader or sequence.waits_for_grammar:
                 continue
             matched = [] if sequence.needs_every_token else self.blocks.match(sequence)
             if not self._make_room(sequence, matched, plan):

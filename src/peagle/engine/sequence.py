@@ -55,6 +55,7 @@ class Sequence:
         prompt_logprobs: of the prompt's tokens but the first, if asked for.
         finish_reason: "stop", "length", "cancelled" or "error" once finished.
         error: why it ended with "error", None otherwise.
+        error_code: the same for programs.
     """
 
     seq_id: int
@@ -86,6 +87,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None
+    error_code: str | None = None
     stats: SpeculationStats = field(default_factory=SpeculationStats)
 
     def __post_init__(self) -> None:
@@ -119,6 +121,11 @@ class Sequence:
     @property
     def is_prefilling(self) -> bool:
         return self.num_computed_tokens < self.prefill_end
+
+    @property
+    def waits_for_grammar(self) -> bool:
+        """Whether its grammar still works out what may follow."""
+        return self.grammar is not None and not self.grammar.is_prepared_for(self.drafts)
 
     @property
     def needs_every_token(self) -> bool:

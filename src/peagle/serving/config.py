@@ -29,6 +29,9 @@ class ServerConfig:
             use: requests, tokens of prompts and outputs, requests under way; None sets no limit.
         ignore_priority: `priority` of a request has no effect.
         compile_timeout_s: how long a grammar may compile.
+        grammar_budget_s: processor seconds that a request's grammar may take in one step before
+            that request ends with an error; 0 sets no limit.
+        user_grammars: whether requests may bring regular expressions and grammars.
         drain_timeout_s: how long running requests may take to finish after SIGTERM.
         request_timeout_s: how long a request may take in all, before it gets 504; 0 is for ever.
         hang_timeout_s: how long an engine may give no sign of life before it is killed; 20 times
@@ -61,6 +64,8 @@ class ServerConfig:
     key_concurrency: int | None = None
     ignore_priority: bool = False
     compile_timeout_s: float = 10.0
+    grammar_budget_s: float = 0.05
+    user_grammars: bool = True
     drain_timeout_s: float = 60.0
     request_timeout_s: float = 1800.0
     hang_timeout_s: float = 10.0
@@ -89,7 +94,7 @@ class ServerConfig:
         for name in ("compile_timeout_s", "drain_timeout_s", "head_timeout_s"):
             value = getattr(self, name)
             require(is_number(value) and value > 0, name, value, "a number of seconds above 0")
-        for name in ("cloudwatch_interval_s", "request_timeout_s"):
+        for name in ("cloudwatch_interval_s", "request_timeout_s", "grammar_budget_s"):
             value = getattr(self, name)
             ok = is_number(value) and value >= 0
             require(ok, name, value, "a number of seconds, or 0 for none")

@@ -119,8 +119,9 @@ def _load(spec: EngineSpec, pulse: Pulse) -> dict[str, LLM]:
     for number, (name, speculative) in enumerate(spec.proposers.items()):
         pulse.loading()
         share = asdict(split_kv(sizes, device, number, len(spec.proposers)))
-        llms[name] = LLM(model=target, speculative_config=speculative, **share)
-        llms[name].engine.touch_caches()
+        llm = llms[name] = LLM(model=target, speculative_config=speculative, **share)
+        llm.requests = Requests(llm.engine, llm.tokenizer, spec.grammar_budget_s or None)
+        llm.engine.touch_caches()
     return llms
 
 

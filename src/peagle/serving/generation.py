@@ -101,7 +101,7 @@ class Generation:
             async with aclosing(self._merged(engine)) as merged:
                 async for index, chunk in merged:
                     if chunk.output is not None and chunk.output.error is not None:
-                        raise ApiError(500, chunk.output.error, code="logits_not_finite")
+                        raise _error_of(chunk.output)
                     self._watch(index, chunk, engine)
                     yield index, chunk
             failure, status = None, 200
@@ -227,6 +227,12 @@ class Generation:
             attributes,
             self.caller.traceparent,
         )
+
+
+def _error_of(output: RequestOutput) -> ApiError:
+    """What the client is told of an output that ended with an error."""
+    status = 400 if output.error_code == "grammar_too_slow" else 500
+    return ApiError(status, output.error or "", code=output.error_code)
 
 
 def failure_of(status: int) -> Failure:

@@ -22,6 +22,7 @@ class EngineSpec:
         threads: CPU threads of torch; None leaves them to the model and the machine.
         device_index: of the GPU, where the device is "auto" or "cuda" and there are several.
         compile_timeout_s: how long a grammar may compile.
+        grammar_budget_s: processor seconds that a grammar may take in one step; 0 sets no limit.
         hang_timeout_s: how long the process may give no sign of life; 0 is for ever.
         log_format: of what it writes to standard error.
     """
@@ -32,6 +33,7 @@ class EngineSpec:
     threads: int | None = None
     device_index: int | None = None
     compile_timeout_s: float = 10.0
+    grammar_budget_s: float = 0.05
     hang_timeout_s: float = 10.0
     log_format: Literal["text", "json"] = "text"
 

@@ -12,7 +12,13 @@ from peagle.errors import UserError
 from peagle.serving.errors import ApiError
 from peagle.serving.limits import LIMITS, most
 from peagle.serving.messages import EngineInfo
-from peagle.serving.protocol import ChatBody, CompletionBody, ResponseFormat, SamplingFields
+from peagle.serving.protocol import (
+    ChatBody,
+    CompletionBody,
+    GenerationFields,
+    ResponseFormat,
+    SamplingFields,
+)
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 _SAME_NAME = (
@@ -37,6 +43,7 @@ _SAME_NAME = (
 
 _FIELDS = frozenset(SamplingFields.model_fields)
 _GUIDED = "guided_"
+_GRAMMARS = ("regex", "grammar")
 
 
 @contextmanager
@@ -240,3 +247,27 @@ def _structure(wanted: ResponseFormat) -> StructuredOutput | None:
         if kind == "regex":
             return StructuredOutput.regex(wanted.pattern or "")
         return StructuredOutput.ebnf(wanted.grammar or "")
+
+
+def refuse_grammars(body: GenerationFields) -> None:
+    """Refuse a body that brings a regular expression or a grammar of its own.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
+    wanted: ResponseFormat | None = getattr(body, "response_format", None)
+    structures = body.structured_outputs or {}
+    for field, is_given in (
+        ("response_format", wanted is not None and wanted.type in ("regex", "grammar")),
+        *((f"structured_outputs.{name}", bool(structures.get(name))) for name in _GRAMMARS),
+        *((_GUIDED + name, bool(getattr(body, _GUIDED + name))) for name in _GRAMMARS),
+    ):
+        if is_given:
+            raise ApiError(
+                400,
+                f"{field} asks for a regular expression or a grammar, which this server takes from "
+                "nobody (--no-user-grammars). Ask for a JSON schema or for choices, or have the "
+                "operator leave that option out.",
+                param=field,
+                code="grammars_not_allowed",
+            )

@@ -20,7 +20,7 @@ from peagle.serving.errors import ApiError
 from peagle.serving.generation import Caller, Generation, Job
 from peagle.serving.messages import EngineInfo
 from peagle.serving.metrics import Metrics
-from peagle.serving.params import as_api_error, check_context
+from peagle.serving.params import as_api_error, check_context, refuse_grammars
 from peagle.serving.prompts import Prompts
 from peagle.serving.protocol import ChatBody, GenerationFields, TokenizeBody, Tool
 from peagle.serving.quotas import Lease
@@ -128,7 +128,13 @@ class Service:
         body: GenerationFields,
         caller: Caller,
     ) -> Generation:
-        """A request ready to run."""
+        """A request ready to run.
+
+        Raises:
+            ApiError: as `drafting_of`; or its grammar is refused.
+        """
+        if not self.config.user_grammars:
+            refuse_grammars(body)
         proposer, k = self.drafting_of(body, self.loaded()[1])
         priority = 0 if self.config.ignore_priority else body.priority
         job = Job(prompts, replace(params, num_speculative_tokens=k), proposer, priority)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from peagle.config.structured import StructuredOutput
 from peagle.engine.grammar.json_grammar import json_grammar
 from peagle.engine.grammar.regex import translate
 from peagle.engine.grammar.schema import prepare_schema
+from peagle.engine.grammar.step_budget import StepBudget
 from peagle.errors import UserError
 from peagle.extras import install_extra
 
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 # Compilation slows with the square of some sources and cannot be interrupted.
 MAX_SOURCE = 64 * 1024
 _SHOWN = 80
+# Structures that are remembered as too slow.
+_MOST_SLOW = 256
 _PROBE = '{"a": [1, -2.5, "b cd"]}'
 
 
@@ -49,6 +53,20 @@ class CompiledGrammar:
     textless_ids: frozenset[int]
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What verifies the drafts of a sequence.
+
+    Attributes:
+        drafts: for which this holds.
+        bitmask_RW: row j has the tokens allowed after the first j drafts; rows behind a draft that
+            is not allowed are left out. Rows after a stop id allow everything.
+    """
+
+    drafts: tuple[int, ...]
+    bitmask_RW: Tensor
+
+
 class GrammarCompiler:
     """Compiles structured outputs for one model, and keeps those used last.
 
@@ -57,6 +75,7 @@ class GrammarCompiler:
         vocab_size: V, rows of the model's output; ids that the tokenizer lacks are never allowed.
         stop_token_ids: the model's end-of-text ids.
         cache_size: compiled grammars kept.
+        step_budget_s: processor seconds that a grammar may take in one step; None sets no limit.
 
     Raises:
         UserError: xgrammar is not installed, there is no end-of-text id, or the tokenizer's tokens
@@ -70,6 +89,7 @@ class GrammarCompiler:
         stop_token_ids: Iterable[int],
         *,
         cache_size: int = 64,
+        step_budget_s: float | None = None,
     ) -> None:
         stop = sorted(i for i in set(stop_token_ids) if 0 <= i < vocab_size)
         if not stop:
@@ -87,6 +107,8 @@ class GrammarCompiler:
         )
         self._cache: OrderedDict[StructuredOutput, CompiledGrammar] = OrderedDict()
         self._cache_size = cache_size
+        self._budget = StepBudget(step_budget_s)
+        self._slow: OrderedDict[StructuredOutput, None] = OrderedDict()
         self._lock = threading.Lock()  # of the cache: compilations may run side by side
 
     def compile(self, structure: StructuredOutput) -> CompiledGrammar:
@@ -97,9 +119,12 @@ class GrammarCompiler:
                 source, shortened, and the reason.
         """
         with self._lock:
+            if structure in self._slow:
+                raise UserError(f"{_shown(structure)}: {self._budget.excess}")
             if structure in self._cache:
                 self._cache.move_to_end(structure)
                 return self._cache[structure]
+        self._budget.wait_for_room()
         try:
             compiled = CompiledGrammar(
                 self._compile(structure), self.vocab_size, self._textless_ids
@@ -109,8 +134,13 @@ class GrammarCompiler:
         except (RuntimeError, ValueError, TypeError) as error:
             raise UserError(f"{_shown(structure)} does not compile: {_reason(error)}") from None
         state = GrammarState(compiled, self._stop_token_ids)
+        start_s = time.thread_time()
         if state.is_stuck:
             raise UserError(f"{_shown(structure)}: no text of this vocabulary fits it.")
+        limit_s = self._budget.seconds
+        if limit_s is not None and time.thread_time() - start_s > limit_s:
+            self.refuse(structure)
+            raise UserError(f"{_shown(structure)}: {self._budget.excess}")
         with self._lock:
             self._cache[structure] = compiled
             if len(self._cache) > self._cache_size:
@@ -126,7 +156,15 @@ class GrammarCompiler:
             UserError: as `compile`, or the request has no stop id.
         """
         stop = self._stop_token_ids if stop_token_ids is None else frozenset(stop_token_ids)
-        return GrammarState(self.compile(structure), stop)
+        return GrammarState(self.compile(structure), stop, self._budget)
+
+    def refuse(self, structure: StructuredOutput) -> None:
+        """Compile a structure no more: its grammar went beyond the budget of a step."""
+        with self._lock:
+            self._cache.pop(structure, None)
+            self._slow[structure] = None
+            if len(self._slow) > _MOST_SLOW:
+                self._slow.popitem(last=False)
 
     def _compile(self, structure: StructuredOutput) -> xgrammar.CompiledGrammar:
         source = structure.source
@@ -151,12 +189,29 @@ class GrammarState:
     Args:
         compiled: the grammar.
         stop_token_ids: the only ids that end the output; none of them is ever text.
+        budget: of a step, shared by the states of an engine; None sets no limit.
+
+    Attributes:
+        budget: as given.
+        spent_s: processor seconds that the grammar has taken in this step.
+        is_busy: its work goes on beside the engine.
+        is_over_budget: it took too long: the sequence must end, and this state stands anywhere.
+        prepared: what `prepare` found for the next verification; None until then.
 
     Raises:
         UserError: there is no stop id.
     """
 
-    def __init__(self, compiled: CompiledGrammar, stop_token_ids: Iterable[int]) -> None:
+    def __init__(
+        self,
+        compiled: CompiledGrammar,
+        stop_token_ids: Iterable[int],
+        budget: StepBudget | None = None,
+    ) -> None:
+        self.budget = budget or StepBudget()
+        self.spent_s = 0.0
+        self.is_busy = self.is_over_budget = False
+        self.prepared: Prepared | None = None
         self._compiled = compiled
         self._stop = sorted(i for i in set(stop_token_ids) if 0 <= i < compiled.vocab_size)
         if not self._stop:
@@ -173,6 +228,11 @@ class GrammarState:
     def vocab_size(self) -> int:
         """V."""
         return self._compiled.vocab_size
+
+    @property
+    def slow_text(self) -> str:
+        """What a user is told of a grammar that went beyond its budget."""
+        return f"The output ended: {self.budget.excess}"
 
     @property
     def is_finished(self) -> bool:
@@ -223,10 +283,43 @@ class GrammarState:
             self._matcher.rollback(count)
 
     def accept(self, tokens: Iterable[int]) -> None:
-        """Move past tokens that were emitted under this state's masks."""
+        """Move past tokens that were emitted under this state's masks: a step is over."""
+        start_s = time.thread_time()
         for token in tokens:
             accepted = self.try_advance(token)
             assert accepted, f"token {token} is not allowed here"
+        self.spent_s, self.prepared = time.thread_time() - start_s, None
+
+    def prepare(self, drafts: Sequence[int]) -> None:
+        """Find which drafts may stand, and the masks of the rows that verify them.
+
+        The state ends where it was.
+        """
+        bitmask_RW = full_bitmask(len(drafts) + 1, self.vocab_size)
+        length = 0
+        self.mask_into(bitmask_RW, 0)
+        for token in drafts:
+            if not self.try_advance(token):
+                break
+            length += 1
+            self.mask_into(bitmask_RW, length)
+        self.rollback(length)
+        self.prepared = Prepared(tuple(drafts), bitmask_RW[: length + 1])
+
+    def is_prepared_for(self, drafts: Sequence[int]) -> bool:
+        """Whether the masks of these drafts are there, and the state is free."""
+        prepared = self.prepared
+        return not self.is_busy and prepared is not None and prepared.drafts == tuple(drafts)
+
+    def count_allowed(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens may follow, one after another; the state ends where it was."""
+        length = 0
+        for token in tokens:
+            if not self.try_advance(token):
+                break
+            length += 1
+        self.rollback(length)
+        return length
 
     def _fill(self, bitmask_RW: Tensor, row: int) -> None:
         self._matcher.fill_next_token_bitmask(bitmask_RW, row)

@@ -5,7 +5,7 @@ Shapes: B sequences, R packed rows (k_b + 1 of each sequence), V vocabulary, W p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,16 +13,33 @@ from torch import Tensor
 from peagle.engine.grammar.compiler import GrammarState, full_bitmask, pack, unpack
 
 
+def prepare(states: Sequence[GrammarState | None], drafts: Sequence[Sequence[int]]) -> None:
+    """Have the states find the masks that verify these drafts, unless they have them.
+
+    A state that takes long is busy when this returns, see `StepBudget`.
+
+    Args:
+        states: of each sequence, None where nothing constrains it.
+        drafts: of each sequence, wherever they come from.
+    """
+    wanted = [
+        None if state is None or state.is_prepared_for(tokens) else state
+        for state, tokens in zip(states, drafts, strict=True)
+    ]
+    known = next((state for state in wanted if state is not None), None)
+    if known is not None:
+        known.budget.each(wanted, lambda b, state: state.prepare(drafts[b]))
+
+
 def walk(
     states: Sequence[GrammarState | None], drafts: Sequence[Sequence[int]], vocab_size: int
 ) -> tuple[list[int], Tensor | None]:
     """Cut drafts at the first token not allowed, and mask the rows that verify the rest.
 
-    The states end where they were.
+    The states end where they were; those that are not prepared are made so.
 
     Args:
-        states: of each sequence, None where nothing constrains it.
-        drafts: of each sequence, wherever they come from.
+        states, drafts: as in `prepare`; none is busy.
         vocab_size: V.
 
     Returns:
@@ -32,27 +49,16 @@ def walk(
     """
     if not any(states):
         return [len(tokens) for tokens in drafts], None
-    bitmask_RW = full_bitmask(sum(len(tokens) + 1 for tokens in drafts), vocab_size)
-    lens: list[int] = []
-    row = 0
+    rows = []
     for state, tokens in zip(states, drafts, strict=True):
-        length = len(tokens) if state is None else _walk_one(state, tokens, bitmask_RW, row)
-        lens.append(length)
-        row += length + 1
-    return lens, bitmask_RW[:row]
-
-
-def _walk_one(state: GrammarState, tokens: Sequence[int], bitmask_RW: Tensor, row: int) -> int:
-    """Fill the rows of one sequence from `row` on; returns how many of its drafts stand."""
-    length = 0
-    state.mask_into(bitmask_RW, row)
-    for token in tokens:
-        if not state.try_advance(token):
-            break
-        length += 1
-        state.mask_into(bitmask_RW, row + length)
-    state.rollback(length)
-    return length
+        if state is None:
+            rows.append(full_bitmask(len(tokens) + 1, vocab_size))
+            continue
+        if not state.is_prepared_for(tokens):
+            state.prepare(tokens)
+        assert state.prepared is not None
+        rows.append(state.prepared.bitmask_RW)
+    return [len(bitmask_RW) - 1 for bitmask_RW in rows], torch.cat(rows)
 
 
 class DraftGrammar:
@@ -82,9 +88,9 @@ class DraftGrammar:
         self._states = states
         self._vocab_size = vocab_size
         self._draftable_W = None if draft_token_ids is None else pack(draft_token_ids, vocab_size)
-        self._is_over = [state is not None and state.is_finished for state in states]
-        self._bitmask_BW = full_bitmask(len(states), vocab_size)
-        self._fill_column()
+        self._is_over = [s is not None and (s.is_finished or not _is_free(s)) for s in states]
+        self._was_busy = [False] * len(states)
+        self._fill_column(lambda b, state: True)
 
     def mask(self, device: torch.device | str = "cpu") -> Tensor | None:
         """Tokens allowed as the next draft, bool [B, V]; None if nothing is constrained.
@@ -97,32 +103,60 @@ class DraftGrammar:
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Take the drafts just chosen, one a sequence."""
-        for b, (state, token) in enumerate(zip(self._states, tokens, strict=True)):
-            if self._is_over[b]:
-                continue
-            if state is not None and not state.try_advance(token):
-                self._is_over[b] = True
-                continue
-            self.lens[b] += 1
-            self._is_over[b] = state is not None and state.is_finished
-        self._fill_column()
+        for b, state in enumerate(self._states):
+            if state is None:
+                self.lens[b] += 1
+        self._fill_column(lambda b, state: self._take(b, state, tokens[b]))
+
+    def _take(self, b: int, state: GrammarState, token: int) -> bool:
+        """Move a state past its draft; whether drafting goes on."""
+        if not state.try_advance(token):
+            return False
+        self.lens[b] += 1
+        return not state.is_finished
 
     def finish(self) -> None:
-        """Put the states back to where they were."""
-        for state, length in zip(self._states, self.lens, strict=True):
-            if state is not None:
-                state.rollback(length)
-
-    def _fill_column(self) -> None:
-        """The masks after the drafts so far; ends drafting where no id to draft is allowed."""
-        self._bitmask_BW.fill_(-1)
+        """Put the states back to where they were; those that are busy do so when they are done."""
         for b, state in enumerate(self._states):
-            if state is None or self._is_over[b]:
+            if state is not None and _is_free(state) and not self._was_busy[b]:
+                state.rollback(self.lens[b])
+
+    def _fill_column(self, take: Callable[[int, GrammarState], bool]) -> None:
+        """Move the states on, and make the masks after the drafts so far.
+
+        Ends drafting where no id to draft is allowed, and where the grammar takes long.
+        """
+        # A new tensor: a state that is busy may still write into the last one.
+        bitmask_BW = full_bitmask(len(self._states), self._vocab_size)
+
+        def fill(b: int, state: GrammarState) -> None:
+            self._is_over[b] = not take(b, state)
+            if not self._is_over[b]:
+                state.mask_into(bitmask_BW, b)
+
+        wanted = [
+            None if self._is_over[b] or self._was_busy[b] else state
+            for b, state in enumerate(self._states)
+        ]
+        known = next((state for state in wanted if state is not None), None)
+        if known is not None:
+            known.budget.each(wanted, fill, lambda b, state: state.rollback(self.lens[b]))
+        for b, state in enumerate(wanted):
+            if state is None:
                 continue
-            state.mask_into(self._bitmask_BW, b)
-            if (
-                self._draftable_W is not None
-                and not (self._bitmask_BW[b] & self._draftable_W).any()
-            ):
-                self._is_over[b] = True
-                self._bitmask_BW[b] = -1
+            if not _is_free(state):
+                self._was_busy[b] = self._is_over[b] = True
+                bitmask_BW = bitmask_BW.clone()
+            elif self._is_over[b] or self._has_draft(bitmask_BW[b]):
+                continue
+            self._is_over[b] = True
+            bitmask_BW[b] = -1
+        self._bitmask_BW = bitmask_BW
+
+    def _has_draft(self, bitmask_W: Tensor) -> bool:
+        """Whether an id that may be drafted is allowed."""
+        return self._draftable_W is None or bool((bitmask_W & self._draftable_W).any())
+
+
+def _is_free(state: GrammarState) -> bool:
+    return not (state.is_busy or state.is_over_budget)
