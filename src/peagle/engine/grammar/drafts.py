@@ -139,12 +139,14 @@ class DraftGrammar:
             for b, state in enumerate(self._states)
         ]
         known = next((state for state in wanted if state is not None), None)
+        beside: set[int] = set()
         if known is not None:
-            known.budget.each(wanted, fill, lambda b, state: state.rollback(self.lens[b]))
+            budget = known.budget
+            beside = budget.each(wanted, fill, lambda b, state: state.rollback(self.lens[b]))
         for b, state in enumerate(wanted):
             if state is None:
                 continue
-            if not _is_free(state):
+            if b in beside:
                 self._was_busy[b] = self._is_over[b] = True
                 bitmask_BW = bitmask_BW.clone()
             elif self._is_over[b] or self._has_draft(bitmask_BW[b]):

@@ -58,15 +58,18 @@ class StepBudget:
 
     def each(
         self, spenders: Sequence[S | None], work: Work[S], afterwards: Work[S] | None = None
-    ) -> None:
+    ) -> set[int]:
         """Call `work(index, spender)` for each spender that is there and free.
 
-        A spender whose call takes long is busy when this returns, and the call goes on.
+        A spender whose call takes long is busy from then on until the call has ended.
 
         Args:
             spenders: None is passed over, and so are those that are busy or over the budget.
             work: what is called.
             afterwards: called in the same way behind a call that the engine did not wait for.
+
+        Returns:
+            the indices of the spenders that the engine did not wait for.
         """
         items = [
             (index, spender)
@@ -76,26 +79,30 @@ class StepBudget:
         if self.seconds is None:
             for index, spender in items:
                 work(index, spender)
-            return
+            return set()
+        beside: set[int] = set()
         while items:
-            items = self._carry_out(_Job(items, work, afterwards, self.seconds))
+            items, left = self._carry_out(_Job(items, work, afterwards, self.seconds))
+            beside |= left
+        return beside
 
-    def _carry_out(self, job: _Job[S]) -> list[tuple[int, S]]:
-        """Do the work; returns the items behind one that the engine does not wait for."""
+    def _carry_out(self, job: _Job[S]) -> tuple[list[tuple[int, S]], set[int]]:
+        """Do the work; returns items that are left to do, and those that are not waited for."""
         if self._worker is None:
             self._worker = _Worker()
             self._worker.start()
         self._worker.jobs.put(job)
         while not job.done.acquire(timeout=_LOOK_EVERY_S):
             may_pass = sum(not one.is_over for one in self._beside) < _MOST_BESIDE
-            rest = job.go_beside(self._worker, alone=may_pass)
-            if rest is not None:
+            found = job.go_beside(self._worker, alone=may_pass)
+            if found is not None:
                 self._worker = None
                 self._beside.append(job)
-                return rest
+                rest, beside = found
+                return rest, {index for index, _ in beside}
         if job.error is not None:
             raise job.error
-        return []
+        return [], set()
 
     def look(self) -> None:
         """Mark what has gone beyond the budget meanwhile."""
@@ -175,7 +182,9 @@ class _Job(Generic[S]):
         spender.is_over_budget |= spender.spent_s > self._seconds
         spender.is_busy = False
 
-    def go_beside(self, worker: _Worker, *, alone: bool) -> list[tuple[int, S]] | None:
+    def go_beside(
+        self, worker: _Worker, *, alone: bool
+    ) -> tuple[list[tuple[int, S]], list[tuple[int, S]]] | None:
         """In the engine: stop waiting for a call that takes long.
 
         Args:
@@ -183,7 +192,8 @@ class _Job(Generic[S]):
             alone: the items behind it are done elsewhere; otherwise they go with it.
 
         Returns:
-            the items that are left to do elsewhere, None where the engine goes on waiting.
+            the items that are left to do elsewhere, and those that go beside the engine; None
+            where the engine goes on waiting.
         """
         with self._lock:
             at = self._at
@@ -191,9 +201,10 @@ class _Job(Generic[S]):
                 return None
             self._worker = worker
             self._last = at + 1 if alone else len(self._items)
-            for _, spender in self._items[at : self._last]:
+            beside = self._items[at : self._last]
+            for _, spender in beside:
                 spender.is_busy = True
-            return self._items[self._last :]
+            return self._items[self._last :], beside
 
     def mark_excess(self) -> None:
         """In the engine: mark the spender whose call has gone beyond the budget."""
