@@ -64,7 +64,7 @@ class ServerConfig:
     key_concurrency: int | None = None
     ignore_priority: bool = False
     compile_timeout_s: float = 10.0
-    grammar_budget_s: float = 0.05
+    grammar_budget_s: float = 5.0
     user_grammars: bool = True
     drain_timeout_s: float = 60.0
     request_timeout_s: float = 1800.0

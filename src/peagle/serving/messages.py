@@ -33,7 +33,7 @@ class EngineSpec:
     threads: int | None = None
     device_index: int | None = None
     compile_timeout_s: float = 10.0
-    grammar_budget_s: float = 0.05
+    grammar_budget_s: float = 5.0
     hang_timeout_s: float = 10.0
     log_format: Literal["text", "json"] = "text"
 
