@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from peagle.config.structured import StructuredOutput
+from peagle.engine.grammar.ebnf_check import check_ebnf
 from peagle.engine.grammar.json_grammar import json_grammar
 from peagle.engine.grammar.regex import translate
 from peagle.engine.grammar.schema import prepare_schema
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 # Compilation slows with the square of some sources and cannot be interrupted.
 MAX_SOURCE = 64 * 1024
 _SHOWN = 80
+# To move past the tokens of a step takes longer in few grammars only.
+_LONG_ACCEPT_S = 0.001
 # Structures that are remembered as too slow.
 _MOST_SLOW = 256
 _PROBE = '{"a": [1, -2.5, "b cd"]}'
@@ -173,7 +176,7 @@ class GrammarCompiler:
         if structure.kind == "regex":
             source = f"root ::= {translate(source)}"
         elif structure.kind == "ebnf":
-            _check_ebnf(source)
+            check_ebnf(source)
         else:
             prepared, parts = prepare_schema(source or '{"type": "object"}')
             source = json_grammar(prepared, parts, compact=structure.compact)
@@ -212,6 +215,7 @@ class GrammarState:
         self.spent_s = 0.0
         self.is_busy = self.is_over_budget = False
         self.prepared: Prepared | None = None
+        self._accept_s = 0.0
         self._compiled = compiled
         self._stop = sorted(i for i in set(stop_token_ids) if 0 <= i < compiled.vocab_size)
         if not self._stop:
@@ -282,13 +286,25 @@ class GrammarState:
         if count:
             self._matcher.rollback(count)
 
-    def accept(self, tokens: Iterable[int]) -> None:
-        """Move past tokens that were emitted under this state's masks: a step is over."""
-        start_s = time.thread_time()
-        for token in tokens:
-            accepted = self.try_advance(token)
-            assert accepted, f"token {token} is not allowed here"
-        self.spent_s, self.prepared = time.thread_time() - start_s, None
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Move past tokens that were emitted under this state's masks: a step is over.
+
+        The state is busy afterwards where that takes long.
+        """
+        self.spent_s, self.prepared = 0.0, None
+
+        def move(_: int, state: GrammarState) -> None:
+            start_s = time.thread_time()
+            for token in tokens:
+                accepted = state.try_advance(token)
+                assert accepted, f"token {token} is not allowed here"
+            state._accept_s = time.thread_time() - start_s
+
+        # It grows slowly from token to token, so that the last one tells of this one.
+        if self._accept_s > _LONG_ACCEPT_S:
+            self.budget.each([self], move)
+        else:
+            move(0, self)
 
     def prepare(self, drafts: Sequence[int]) -> None:
         """Find which drafts may stand, and the masks of the rows that verify them.
@@ -413,13 +429,6 @@ def _check_bytes(tokenizer: PreTrainedTokenizerBase, token_bytes: Sequence[bytes
             f"{text!r} but hold {joined.decode(errors='replace')!r}. Expected a byte-level or "
             "byte-fallback vocabulary."
         )
-
-
-def _check_ebnf(source: str) -> None:
-    # Rules over token ids bypass the text, and xgrammar's tags match nothing or anything.
-    extension = re.search(r"\b(Token|ExcludeToken|TagDispatch|TokenTagDispatch)\s*\(", source)
-    if extension:
-        raise UserError(f"{extension[1]}(...) is not supported; write the text itself.")
 
 
 def _shown(structure: StructuredOutput) -> str:
