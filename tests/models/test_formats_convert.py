@@ -330,9 +330,9 @@ def edit_index(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Any]
         ),
         (lambda f: shutil.copy(f / SHARDS[0], f / SHARDS[1]), "a second time"),
         (lambda f: (f / INDEX).write_text("{"), f"{INDEX}' is not JSON"),
-        (lambda f: (f / INDEX).write_text("[]"), "holds list; expected an object"),
-        (lambda f: (f / INDEX).write_text("{}"), "has no weight_map"),
-        (edit_index(lambda d: d.update(weight_map=3)), f"{INDEX}: weight_map is 3; expected an"),
+        (lambda f: (f / INDEX).write_text("[]"), "is not an index of shards; expected an object"),
+        (lambda f: (f / INDEX).write_text("{}"), "expected an object with weight_map"),
+        (edit_index(lambda d: d.update(weight_map=3)), f"{INDEX}' is not an index of shards"),
         (
             edit_index(lambda d: d["weight_map"].update({"fc.weight": "../fc.safetensors"})),
             "puts tensor 'fc.weight' into '../fc.safetensors'",

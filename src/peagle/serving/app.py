@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
@@ -12,6 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.staticfiles import StaticFiles
 
@@ -23,7 +25,7 @@ from peagle.serving.completions import complete
 from peagle.serving.deadline import Deadline
 from peagle.serving.errors import ApiError
 from peagle.serving.generation import Caller, failure_of
-from peagle.serving.json_body import read_json
+from peagle.serving.json_body import LARGE, parse_json
 from peagle.serving.limits import limits_of_model
 from peagle.serving.params import as_api_error
 from peagle.serving.protocol import (
@@ -286,7 +288,18 @@ class _JsonRequest(Request):
 
 
 def _route_class(service: Service) -> type[APIRoute]:
-    """Routes that measure a body before they parse it."""
+    """Routes that measure a body before they parse it, large bodies one after another."""
+    large = asyncio.Lock()
+
+    async def value_of(request: Request, body: bytes) -> Any:
+        info = service.pool.info
+        max_model_len = info.max_model_len if info else 0
+        if len(body) < LARGE:
+            return parse_json(body, max_model_len)
+        async with large:
+            if await request.is_disconnected():  # nobody waits for it any more
+                raise ClientDisconnect
+            return await asyncio.to_thread(parse_json, body, max_model_len)
 
     class MeasuredRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -297,8 +310,10 @@ def _route_class(service: Service) -> type[APIRoute]:
             async def measure(request: Request) -> Response:
                 measured = _JsonRequest(request.scope, request.receive)
                 if body := await measured.body():
-                    info = service.pool.info
-                    measured.value = await read_json(body, info.max_model_len if info else 0)
+                    try:
+                        measured.value = await value_of(measured, body)
+                    except ClientDisconnect:
+                        return Response(status_code=499)
                 return await handle(measured)
 
             return measure

@@ -30,6 +30,7 @@ from peagle.llm import LLM
 from peagle.models.target import TargetModel
 from peagle.serving.heartbeat import Heartbeat, Pulse, announce_compilation
 from peagle.serving.kv_split import split_kv
+from peagle.serving.memory import trim
 from peagle.serving.messages import (
     Add,
     Cancel,
@@ -216,6 +217,8 @@ class EngineWorker:
             except Empty:
                 if time.monotonic() - self._worked_s > _CHECK_EVERY_S:
                     self.check()
+                    if trim is not None:
+                        trim(0)
 
     def _listen(self) -> None:
         """Turn messages into orders, in a thread of its own."""

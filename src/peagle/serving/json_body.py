@@ -7,8 +7,6 @@ Text within strings does not count: a long prompt may be full of commas.
 
 from __future__ import annotations
 
-import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from typing import Any
 
@@ -18,25 +16,11 @@ from pydantic_core import from_json
 from peagle.serving.errors import ApiError
 from peagle.serving.limits import most, most_values
 
-_LARGE = 64 * 1024  # bytes; a thread takes what is larger, as handing over costs more than parsing
+LARGE = 64 * 1024  # bytes; below that, handing a body to a thread costs more than parsing it
 _DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _STEPS = np.zeros(256, np.int8)
 _STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
-# One thread: large bodies wait for each other, and their memory does not add up.
-_thread = ThreadPoolExecutor(1, thread_name_prefix="peagle-bodies")
-
-
-async def read_json(body: bytes, max_model_len: int) -> Any:
-    """The value that a body says; a large body is read in a thread.
-
-    Raises:
-        ApiError: as `parse_json`.
-    """
-    if len(body) < _LARGE:
-        return parse_json(body, max_model_len)
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(_thread, parse_json, body, max_model_len)
 
 
 def parse_json(body: bytes, max_model_len: int) -> Any:

@@ -11,11 +11,16 @@ import ctypes
 import gc
 import os
 from pathlib import Path
+from typing import Any
 
 _EVERY_S = 15.0
 # Growth beyond this share of what there was at rest is worth a look.
 _GROWTH = 0.05
 _STATM = Path("/proc/self/statm")
+
+
+# Gives what was freed back to the system; None where the C library is not glibc.
+trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None) if _STATM.exists() else None
 
 
 async def return_memory(loading: asyncio.Future[None]) -> None:
@@ -26,7 +31,6 @@ async def return_memory(loading: asyncio.Future[None]) -> None:
     Args:
         loading: what is loaded by its end stays for as long as the process.
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if _STATM.exists() else None
     if trim is None:
         return
     await asyncio.wait([loading])

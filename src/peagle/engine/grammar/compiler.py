@@ -127,7 +127,6 @@ class GrammarCompiler:
             if structure in self._cache:
                 self._cache.move_to_end(structure)
                 return self._cache[structure]
-        self._budget.wait_for_room()
         try:
             compiled = CompiledGrammar(
                 self._compile(structure), self.vocab_size, self._textless_ids
@@ -180,6 +179,7 @@ class GrammarCompiler:
         else:
             prepared, parts = prepare_schema(source or '{"type": "object"}')
             source = json_grammar(prepared, parts, compact=structure.compact)
+        self._budget.wait_for_room()
         return self._compiler.compile_grammar(source)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from peagle.engine.grammar.regex import MAX_ROUNDS
+from peagle.engine.grammar.regex import MAX_OPEN_IN_A_ROW, MAX_ROUNDS
 from peagle.errors import UserError
 
 _MAX_DEPTH = 100
@@ -184,6 +184,7 @@ class _Grammar:
                     self._check_repeat(name, node)
         self._check_cycles()
         for name in self.rules:
+            self._check_row(name)
             self._check_sides(name)
             self._check_rounds(name)
 
@@ -234,25 +235,49 @@ class _Grammar:
             for name, body in self.rules.items()
         }
 
-    @cached_property
-    def _component(self) -> dict[str, int]:
-        """Rules that contain each other, at whatever distance, have the same number."""
-        return _components(self._uses)
-
     def _check_sides(self, name: str) -> None:
-        """Refuse a rule that is put together of itself twice, with nothing firm between."""
-
-        def is_self(item: _Node) -> bool:
-            component = self._component
-            return isinstance(item, _Ref) and component.get(item.name) == component[name]
-
+        """Refuse a rule that may begin and end with itself in one alternative."""
         for items in _sequences(self.rules[name]):
-            solid = [item for item in items if is_self(item) or not _may_be_empty(item, self.empty)]
-            if len(solid) > 1 and all(map(is_self, solid)):
+            left, right = (self._recursive_at(name, items, side) for side in (1, -1))
+            if left and right and min(left) < max(right):
                 raise UserError(
-                    f"rule {name!r} is put together of itself, so that a text can be read in very "
-                    "many ways; write a part of its own and repeat that, as in part+."
+                    f"rule {name!r} may begin and end with itself, so that a text can be read in "
+                    "very many ways; write a part of its own and repeat that, as in "
+                    'part ("+" part)*.'
                 )
+
+    def _check_row(self, name: str) -> None:
+        for items in _sequences(self.rules[name]):
+            row = 0
+            for item in items:
+                row = row + 1 if _may_be_empty(item, self.empty) else 0
+                if row > MAX_OPEN_IN_A_ROW:
+                    raise UserError(
+                        f"rule {name!r} has more than {MAX_OPEN_IN_A_ROW} parts in a row that may "
+                        "be empty; put something between them that may not."
+                    )
+
+    def _recursive_at(self, name: str, items: tuple[_Node, ...], side: int) -> list[int]:
+        """Where a sequence may begin (1) or end (-1) with what begins or ends with its rule."""
+        edges, component = self._corners[side]
+        return [
+            at
+            for at in _outer(items, side, self.empty)
+            for corner in _corner_names(items[at], side, self.empty)
+            if component.get(corner) == component[name] and corner in edges[name]
+        ]
+
+    @cached_property
+    def _corners(self) -> dict[int, tuple[dict[str, set[str]], dict[str, int]]]:
+        """For both sides the rules that each rule may begin or end with, and the cycles of that."""
+        found = {}
+        for side in (1, -1):
+            edges = {
+                name: set(_corner_names(body, side, self.empty))
+                for name, body in self.rules.items()
+            }
+            found[side] = edges, _components(edges)
+        return found
 
     def _check_rounds(self, name: str) -> None:
         counts = self._rounds_of(name, ())
@@ -313,6 +338,27 @@ def _may_be_empty(node: _Node, empty: Set[str]) -> bool:
             return least == 0 or _may_be_empty(item, empty)
         case _Choice(options):
             return any(all(_may_be_empty(item, empty) for item in items) for items in options)
+
+
+def _outer(items: tuple[_Node, ...], side: int, empty: Set[str]) -> Iterator[int]:
+    """Indices of the items that may come first (1) or last (-1)."""
+    for at in range(len(items))[::side]:
+        yield at
+        if not _may_be_empty(items[at], empty):
+            return
+
+
+def _corner_names(node: _Node, side: int, empty: Set[str]) -> Iterator[str]:
+    """The rules that a node may begin (1) or end (-1) with."""
+    match node:
+        case _Ref(name):
+            yield name
+        case _Repeat(item):
+            yield from _corner_names(item, side, empty)
+        case _Choice(options):
+            for items in options:
+                for at in _outer(items, side, empty):
+                    yield from _corner_names(items[at], side, empty)
 
 
 def _components(edges: dict[str, set[str]]) -> dict[str, int]:

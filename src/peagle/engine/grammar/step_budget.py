@@ -1,10 +1,10 @@
 """Patience for grammars: what takes long goes on beside the engine, and ends if it takes too long.
 
 A few grammars make the matcher take seconds for one mask, and a call of it cannot be interrupted.
-So a thread of its own makes these calls. The engine waits for a call for some milliseconds; a
-sequence whose call takes longer sits out steps until its call has ended, and beyond the budget of a
-step it ends with an error. The interpreter is free during the calls. Times are those of the
-processor: a busy machine ends no request.
+So a thread of its own makes these calls. The engine waits some milliseconds of a step for each
+grammar; a sequence whose grammar takes longer sits out steps until its call has ended, and beyond
+the budget of a step it ends with an error. The interpreter is free during the calls. Times are
+those of the processor: a busy machine ends no request.
 """
 
 from __future__ import annotations
@@ -197,7 +197,10 @@ class _Job(Generic[S]):
         """
         with self._lock:
             at = self._at
-            if at is None or worker.used_s() - self._start_s <= _PATIENCE_S:
+            if at is None:
+                return None
+            spent_s = self._items[at][1].spent_s + worker.used_s() - self._start_s
+            if spent_s <= _PATIENCE_S:
                 return None
             self._worker = worker
             self._last = at + 1 if alone else len(self._items)
