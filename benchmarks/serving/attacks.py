@@ -113,10 +113,18 @@ Run = Callable[[Attacker], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """An attack: what it is in a phrase, and what builds it."""
+    """An attack.
+
+    Attributes:
+        what: it is, in a phrase.
+        make: builds it.
+        fills_queue: it asks for work that is allowed, as much as the queue takes: the remedy is a
+            limit of each key, and the wait for a first token is told, not bounded.
+    """
 
     what: str
     make: Callable[[], Run]
+    fills_queue: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -519,7 +527,9 @@ ATTACKS = {
     "ambiguous": Attack("grammars with very many derivations of one text", ambiguous),
     "repeats": Attack("nested repeats in grammars, regexes and schemas", repeats),
     "schemas": Attack("schemas and grammars of the largest size", schemas),
-    "outputs": Attack("n = 64 with 64 stops, log-probabilities, 256 prompts", outputs),
+    "outputs": Attack(
+        "n = 64 with 64 stops, log-probabilities, 256 prompts", outputs, fills_queue=True
+    ),
     "leavers": Attack("requests that are given up as soon as they run", leavers),
     "malformed": Attack("4,300 digits, raw surrogates, deep brackets, eight at a time", malformed),
     "polling": Attack("the small routes as fast as they answer", polling),
