@@ -36,6 +36,8 @@ MAX_SOURCE = 64 * 1024
 _SHOWN = 80
 # To move past the tokens of a step takes longer in few grammars only.
 _LONG_ACCEPT_S = 0.001
+# Compiled grammars that are kept for the next request with the same structure.
+_MOST_CACHED_BYTES = 64 << 20
 # Structures that are remembered as too slow.
 _MOST_SLOW = 256
 _PROBE = '{"a": [1, -2.5, "b cd"]}'
@@ -145,9 +147,14 @@ class GrammarCompiler:
             raise UserError(f"{_shown(structure)}: {self._budget.excess}")
         with self._lock:
             self._cache[structure] = compiled
-            if len(self._cache) > self._cache_size:
+            while len(self._cache) > self._cache_size or self._cached_bytes > _MOST_CACHED_BYTES:
                 self._cache.popitem(last=False)
         return compiled
+
+    @property
+    def _cached_bytes(self) -> int:
+        """Of all compiled grammars that are kept but the newest, which is in use."""
+        return sum(one.grammar.memory_size_bytes for one in list(self._cache.values())[:-1])
 
     def start(
         self, structure: StructuredOutput, stop_token_ids: Iterable[int] | None = None
