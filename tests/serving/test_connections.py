@@ -124,6 +124,19 @@ def test_unfinished_bodies_give_way_too(small: LiveServer, opened: contextlib.Ex
     wait_for(lambda: sum(map(is_closed, held)) >= 2 * MAX_CONNECTIONS)
 
 
+def test_a_client_that_leaves_in_its_body_is_no_fault(small: LiveServer) -> None:
+    def failures(reason: str) -> float:
+        return small.metrics()[f'peagle:request_failure_total{{,reason="{reason}"}}']
+
+    cancelled, faults = failures("cancelled"), failures("error")
+    with contextlib.ExitStack() as stack:
+        for size in (100, 200_000):  # the larger one is read in parts
+            connect(small, stack, request_of({"prompt": "x" * size})[:-50])
+    wait_for(lambda: failures("cancelled") >= cancelled + 2)
+    assert failures("error") == faults
+    assert "Traceback" not in small.text
+
+
 def test_where_all_have_requests_a_new_one_is_refused(
     small: LiveServer, opened: contextlib.ExitStack
 ) -> None:

@@ -309,11 +309,12 @@ def _route_class(service: Service) -> type[APIRoute]:
 
             async def measure(request: Request) -> Response:
                 measured = _JsonRequest(request.scope, request.receive)
-                if body := await measured.body():
-                    try:
+                try:
+                    if body := await measured.body():
                         measured.value = await value_of(measured, body)
-                    except ClientDisconnect:
-                        return Response(status_code=499)
+                except ClientDisconnect:  # in the middle of its body, or while others were parsed
+                    service.metrics.failed("cancelled")
+                    return Response(status_code=499)
                 return await handle(measured)
 
             return measure
