@@ -73,7 +73,7 @@ def test_in_a_conversation(
 def test_settings_are_shown_without_it(peagle: Peagle) -> None:
     result = peagle("generate", "--target", "org/x", "--show-config", "--show-memory")
     assert (result.status, result.err) == (0, "")
-    assert json.loads(result.out)["engine"]["gpu_memory_utilization"]["value"] == 0.9
+    assert json.loads(result.out)["engine"]["gpu_memory_utilization"] == 0.9
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,6 @@ _DEFAULTS = Layer(
         "sampling.max_tokens": Setting(MAX_NEW_TOKENS, _OWN),
     }
 )
-_UNSET = "the model's generation_config.json, else default"
 # What a generation_config.json may say.
 _OF_MODEL = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 
@@ -137,7 +136,7 @@ def chat(
         raise UserError(f"--model {model!r} is for --server; name a model here with --target.")
     plan = Plan.of(given, _DEFAULTS)
     if "show_config" in given:
-        plan.show(_UNSET)
+        plan.show(of_model=_OF_MODEL)
         return
     template: dict[str, Any] = {"chat_template": chat_template, "thinking": thinking}
     if chat_template and Path(chat_template).is_file():
