@@ -210,7 +210,7 @@ def pack(work: Path, out: Path) -> list[Path]:
     packed = [Path(shutil.copy(report / n, out)) for n in names if (report / n).exists()]
     pictures = sorted(report.glob("*.png"))
     records = [work / name for name in ("target_train.json", "responses.json", "steps.json")]
-    records += [work / h / n for h in HEADS for n in ("train.json", "metrics.jsonl", "curves.png")]
+    records += [work / h / n for h in HEADS for n in ("train.json", "metrics.jsonl")]
     records += [*sorted((work / "logs").glob("*.log")), *sorted(report.glob("*.json"))]
     for name, files in (("pictures", pictures), ("records", records)):
         with tarfile.open(out / f"{name}.tar.xz", "w:xz") as archive:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from peagle.cli.progress import ProgressLine, time_text
-from peagle.training.curves import shown_numbers
 
 if TYPE_CHECKING:
     from peagle.training.reporting import Report
@@ -105,3 +104,11 @@ def _acceptance_rows(report: Report) -> list[str]:
 def _share(value: float | None) -> str:
     """Without the leading 0; - where nobody knows."""
     return "-" if value is None else f"{value:.2f}".removeprefix("0")
+
+
+def shown_numbers(count: int, most: int) -> list[int]:
+    """Indices 0 to count - 1, or with more than `most`: 0, 1, 3, 7, ... and the last."""
+    if count <= most:
+        return list(range(count))
+    powers = [2**i - 1 for i in range(count.bit_length()) if 2**i < count]
+    return [*powers, count - 1]

@@ -82,7 +82,7 @@ class Trainer:
         self.report, self._begin, self._stepped = report, begin, stepped
         self.processes = processes
         run = config.run
-        self.history = History(config.output, tensorboard=run.tensorboard, write=processes.is_first)
+        self.history = History(config.output, write=processes.is_first)
         self.device = processes.device(run.device)
         if self.device.type == "cuda":
             # The frozen target in float32: TF32 products are twice as exact as bfloat16 ones.
@@ -221,7 +221,7 @@ class Trainer:
         return self.step % every == 0 or self.step == self.config.optimizer.steps
 
     def _select(self) -> None:
-        """Validate, keep the head if it is the best so far, and draw the curves."""
+        """Validate, and keep the head if it is the best so far."""
         if self.validation is not None:
             self._begin(f"validating step {self.step}")
         if (report := self.validate()) is not None:
@@ -229,7 +229,6 @@ class Trainer:
                 report = replace(report, is_best=True)
                 self._save_head()
             self._publish(report)
-        self.history.draw(self.selection.best)
 
     def _train_step(self, batch: Batch, states: TargetStates) -> tuple[Outcome, Tensor]:
         """One optimizer step; returns the norm of its gradients too, before they are clipped."""
@@ -385,8 +384,6 @@ class Trainer:
             for folder in (self.config.output, self.config.output / "head"):
                 if folder.is_dir():
                     write_json(folder / _RECORD_NAME, record)
-        self.history.draw(self.selection.best)
-        self.history.close()
         return record
 
 
