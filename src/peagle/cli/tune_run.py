@@ -13,7 +13,7 @@ from peagle.cli.eval_models import shown
 from peagle.cli.flags import Given
 from peagle.cli.plan import note
 from peagle.cli.settings import Layer, Settings
-from peagle.cli.tune import Asked, default_ks
+from peagle.cli.tune_request import TuneRequest
 from peagle.cli.tune_view import TuneView
 from peagle.errors import UserError
 from peagle.evaluation.acceptance_file import weights_digest
@@ -33,6 +33,8 @@ from peagle.models.checkpoint.files import write_json
 from peagle.models.drafter_config import DrafterConfig
 from peagle.models.loading import resolve_model
 from peagle.models.target import TargetModel, load_tokenizer
+
+MOST_K = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,36 +63,37 @@ class Models:
         return str(self.target.dtype).removeprefix("torch.")
 
 
-def run(given: Given, asked: Asked) -> dict[str, Any]:
+def run(given: Given, request: TuneRequest) -> dict[str, Any]:
     """Measure, choose and write; returns what tune.json holds.
 
     Raises:
         UserError: a model, a file or an option is not usable.
     """
     draft = _draft(given)
-    known = _known_acceptance(asked, draft)
-    sets = {name: load(name, asked.limit) for name in asked.sets}
+    known = _known_acceptance(request, draft)
+    sets = {name: load(name, request.limit) for name in request.sets}
     models = _load(given, draft)
-    grid = _grid(asked, known, models.config.trained_depth)
-    chat = asked.chat
+    grid = _grid(request, known, models.config.trained_depth)
+    chat = request.chat
     if chat is None:
         chat = bool(getattr(load_tokenizer(models.target.name), "chat_template", None))
     told = provenance(models.name, models.dtype, models.target.device)
     settings = {
         "draft": shown(draft),
-        **shared_settings(sets, asked.params, chat=chat, known=known),
+        **shared_settings(sets, request.params, chat=chat, known=known),
         "k": grid.ks,
         "batch_sizes": grid.batches,
-        "context": asked.context,
-        "steps": asked.steps,
+        "context": request.context,
+        "steps": request.steps,
         "threads": given.value("threads"),
     }
     journal = Journal(
-        asked.output and asked.output / LOG_NAME, settings | _identity(models, told["environment"])
+        request.output and request.output / LOG_NAME,
+        settings | _identity(models, told["environment"]),
     )
-    view = TuneView(len(grid.cells) * asked.rounds)
+    view = TuneView(len(grid.cells) * request.rounds)
     try:
-        acceptance = known or _acceptance(models, grid, sets, asked, journal, view, chat=chat)
+        acceptance = known or _acceptance(models, grid, sets, request, journal, view, chat=chat)
         machine = make_machine(
             models.target,
             str(models.head),
@@ -98,14 +101,14 @@ def run(given: Given, asked: Asked) -> dict[str, Any]:
             sets,
             grid.ks,
             grid.batches[-1],
-            context=asked.context,
-            steps=asked.steps,
-            temperature=asked.params.temperature,
+            context=request.context,
+            steps=request.steps,
+            temperature=request.params.temperature,
             **models.limits,
         )
-        costs = measure_costs(machine, grid, asked.rounds, journal, view.visited)
+        costs = measure_costs(machine, grid, request.rounds, journal, view.visited)
     except BaseException:
-        if asked.output is not None and len(journal):
+        if request.output is not None and len(journal):
             view.close()
             note("what was measured is kept; the same command goes on from there")
         raise
@@ -115,28 +118,28 @@ def run(given: Given, asked: Asked) -> dict[str, Any]:
         grid,
         costs,
         acceptance,
-        threshold=asked.threshold,
+        threshold=request.threshold,
         is_parallel=models.config.is_parallel,
         batch_rows=machine.batch_rows,
         is_padded=models.target.device.type == "cuda",
     )
-    settings |= {"rounds": asked.rounds, "threshold": asked.threshold}
+    settings |= {"rounds": request.rounds, "threshold": request.threshold}
     settings |= {"fitted": [asdict(cell) for cell in sorted(grid.fitted)]}
     result = tuned.to_json(told, settings, draft)
-    if asked.output is not None:
-        write_json(asked.output / "tune.json", result)
-        note(f"report: {write_report(asked.output)}")
+    if request.output is not None:
+        write_json(request.output / "tune.json", result)
+        note(f"report: {write_report(request.output)}")
     return result
 
 
-def _known_acceptance(asked: Asked, draft: str) -> AcceptanceByK | None:
-    if asked.acceptance is None:
+def _known_acceptance(request: TuneRequest, draft: str) -> AcceptanceByK | None:
+    if request.acceptance is None:
         return None
     return acceptance_of_file(
-        asked.acceptance,
+        request.acceptance,
         draft=shown(draft),
-        method=asked.method,
-        temperature=asked.params.temperature,
+        method=request.method,
+        temperature=request.params.temperature,
     )
 
 
@@ -161,7 +164,7 @@ def _acceptance(
     models: Models,
     grid: Grid,
     sets: PromptSets,
-    asked: Asked,
+    request: TuneRequest,
     journal: Journal,
     view: TuneView,
     *,
@@ -175,7 +178,7 @@ def _acceptance(
         str(models.head),
         ks,
         sets,
-        asked.params,
+        request.params,
         journal,
         chat=chat,
         watch=lambda k: view.say(f"acceptance at K = {k} is there"),
@@ -190,12 +193,14 @@ def _draft(given: Given) -> str:
     return expand_bundled(draft or BUNDLED, "draft")
 
 
-def _grid(asked: Asked, acceptance: AcceptanceByK | None, trained_depth: int | None) -> Grid:
+def _grid(
+    request: TuneRequest, acceptance: AcceptanceByK | None, trained_depth: int | None
+) -> Grid:
     most = acceptance.most if acceptance is not None else trained_depth
-    ks = asked.ks or tuple(default_ks(most if most is not None else 8))
+    ks = request.ks or tuple(range(1, min(MOST_K if most is None else most, MOST_K) + 1))
     if acceptance is not None:
         acceptance.rates(ks[-1])  # refuses a K that is not known, before anything runs
-    return Grid(asked.batches, ks)
+    return Grid(request.batches, ks)
 
 
 def _identity(models: Models, machine: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from difflib import SequenceMatcher
 from functools import cached_property
 from pathlib import Path
@@ -21,11 +21,13 @@ from peagle.doctor.diagnosis import (
     repair,
     starved_depth,
 )
-from peagle.doctor.files import Files, examine_files
+from peagle.doctor.files import examine_files
 from peagle.doctor.findings import Cause, Report
 from peagle.doctor.forward import Drafted, drafted
 from peagle.doctor.head import Head
+from peagle.doctor.head_files import HeadFiles
 from peagle.doctor.probe import Probe, make_probe
+from peagle.doctor.probed_target import ProbedTarget
 from peagle.doctor.questions import Style, other_styles, questions_of
 from peagle.doctor.repairs import MEAN_FEATURE, Known, aux_choices
 from peagle.doctor.served import Question, Serving
@@ -52,26 +54,8 @@ _TRAINED_NORMS = 0.1
 _POOR_MATCH = 0.3
 
 
-@dataclass(frozen=True)
-class Examiner:
-    """Examines heads of one target on the same texts, which are made once.
-
-    Attributes:
-        target, tokenizer: the model.
-        style: how prompts reach it.
-        texts: the prompts.
-        questions: those of them that were answered at length, as they were asked.
-        probe: their answers, with the target's features.
-        progress: told what is going on.
-    """
-
-    target: TargetModel
-    tokenizer: PreTrainedTokenizerBase
-    style: Style
-    texts: tuple[str, ...]
-    questions: tuple[Question, ...]
-    probe: Probe
-    progress: Progress
+class Examiner(ProbedTarget):
+    """Examines heads of one target on the same texts, which are made once."""
 
     @classmethod
     def of(
@@ -269,7 +253,7 @@ class Examiner:
                 )
             )
 
-    def _check_dtype(self, repaired: Repaired, files: Files, report: Report) -> None:
+    def _check_dtype(self, repaired: Repaired, files: HeadFiles, report: Report) -> None:
         """That the head does in the types it is served in what it does in float32."""
         told = str(files.data.get("dtype") or files.data.get("torch_dtype") or "")
         types = {self.target.dtype}

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from peagle.doctor.files import Files, json_bool
+from peagle.doctor.files import json_bool
 from peagle.doctor.forward import Drafted
 from peagle.doctor.head import Head
+from peagle.doctor.head_files import HeadFiles
 from peagle.doctor.maps import by_drafts, by_rows
 from peagle.doctor.probe import Probe
 from peagle.models.checkpoint.layers import AUX_KEY
@@ -54,7 +55,7 @@ class Known:
         probe: texts with their features.
     """
 
-    files: Files
+    files: HeadFiles
     target: TargetModel
     tokenizer: PreTrainedTokenizerBase
     probe: Probe

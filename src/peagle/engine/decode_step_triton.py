@@ -13,7 +13,7 @@ from torch import Tensor
 
 from peagle.attention import AttentionMetadata, LayerKVCache
 from peagle.attention.triton_backend import TritonAttention
-from peagle.engine.features import NO_SLOT
+from peagle.engine.feature_ring import NO_SLOT
 from peagle.engine.step_buffers_triton import StepBuffers
 from peagle.kernels.draft_choice_triton import (
     ChainBuffers,

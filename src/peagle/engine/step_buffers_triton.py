@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peagle.engine.features import NO_SLOT
+from peagle.engine.feature_ring import NO_SLOT
 from peagle.engine.graph_runner import StepSizes
 from peagle.engine.sequence import Sequence
 from peagle.kernels.step_state import StepLimits, StepOutput, StepState

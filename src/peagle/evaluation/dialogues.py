@@ -12,8 +12,9 @@ from peagle.engine import SpeculationStats
 from peagle.errors import UserError
 from peagle.evaluation.decoding import Answer, Backend, Message, Request
 from peagle.evaluation.local import EngineBackend
+from peagle.evaluation.observation import Observation
 from peagle.evaluation.prompts import Prompt
-from peagle.evaluation.xray import GroupCounters, Observation
+from peagle.evaluation.xray import GroupCounters
 
 PromptSets = Mapping[str, Sequence[Prompt]]
 TURN_SEEDS = 1_000_003  # more than a set has prompts

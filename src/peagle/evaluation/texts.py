@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from peagle.engine.detokenizer import IncrementalDetokenizer
 from peagle.evaluation.acceptance import Step
-
-if TYPE_CHECKING:
-    from peagle.evaluation.xray import Observation
+from peagle.evaluation.observation import Observation
 
 WINDOW = 16  # drafts
 MOST_TEXTS, MOST_SAMPLES = 12, 8

@@ -12,42 +12,13 @@ from peagle.engine import SpeculationStats
 from peagle.evaluation.acceptance import before_loop
 from peagle.evaluation.decoding import Answer
 from peagle.evaluation.intervals import MIN_CLUSTERS
+from peagle.evaluation.observation import Observation
 from peagle.evaluation.slices import Counted, slice_of, slice_of_counters
 from peagle.evaluation.texts import coloured_samples, hardest_texts
 
 # Ranges of lengths begin at 0 and these powers of two.
 FIRST_CONTEXT, FIRST_OUTPUT = 64, 32
 _BIN = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """One request of an evaluation and its answer.
-
-    Attributes:
-        set, category: of prompts; a category may be "".
-        id: of the prompt.
-        turn: of the conversation, from 0.
-        prompt: what the user said, as text.
-        answer: what came of it.
-    """
-
-    set: str
-    category: str
-    id: str
-    turn: int
-    prompt: str
-    answer: Answer
-
-    @property
-    def conversation(self) -> str:
-        """What the turns of one prompt share."""
-        return f"{self.set}/{self.id}"
-
-    @property
-    def group(self) -> str:
-        """Set and category."""
-        return f"{self.set}/{self.category}" if self.category else self.set
 
 
 @dataclass(frozen=True, slots=True)

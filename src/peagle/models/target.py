@@ -20,7 +20,6 @@ from transformers.utils import logging as transformers_logging
 from peagle.attention import LayerKVCache, Prepared
 from peagle.config import require_folder
 from peagle.errors import CheckpointError, UserError
-from peagle.models.architectures import SUPPORTED_ROPE_TYPES as SUPPORTED_ROPE_TYPES
 from peagle.models.architectures import capped, check_architecture, final_softcap, fix_longrope
 from peagle.models.generation import generation_defaults
 from peagle.models.target_attention import (

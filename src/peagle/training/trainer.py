@@ -22,6 +22,7 @@ from peagle.models.target_shape import TargetShape
 from peagle.training.batches import Batch, BatchStream, ValidationStream
 from peagle.training.budget import Budget, choose_memory
 from peagle.training.config import TrainConfig
+from peagle.training.data import data_facts
 from peagle.training.distributed import ALONE, Processes
 from peagle.training.element_attention import dense_attention, flex_attention
 from peagle.training.features import TargetStates
@@ -31,7 +32,7 @@ from peagle.training.memory import StepMemory
 from peagle.training.methods import Method
 from peagle.training.objective import Objective
 from peagle.training.optimizers import build_optimizers
-from peagle.training.provenance import data_facts, provenance
+from peagle.training.provenance import provenance
 from peagle.training.reporting import Report, ValidationWindow, Window, require_finite
 from peagle.training.selection import Selection
 from peagle.training.sharded_masters import build_masters
