@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from peagle.errors import UserError
 from peagle.training.provenance import sha256_of
 from peagle.training.reporting import Window
-from peagle.training.step import Outcome
+from peagle.training.step import GradedElements
 from peagle.training.trainer import Trainer
 from tests.conftest import VOCAB_SIZE
 from tests.training.runs import make_config, write_rows
@@ -71,7 +71,7 @@ def test_a_gradient_without_a_value_is_found() -> None:
     """The loss is still finite; the weights no longer are."""
     batch = SimpleNamespace(tokens_BN=torch.zeros(1, 4), num_tokens=4)
     none = torch.zeros(0, dtype=torch.int64)
-    outcome = Outcome(none, none, none, none.bool(), torch.tensor(1.0))
+    outcome = GradedElements(none, none, none, none.bool(), torch.tensor(1.0))
     window = Window(2, torch.device("cpu"))
     for norm in (1.0, float("inf"), float("nan")):
         window.add(outcome, batch, torch.tensor(norm))  # type: ignore[arg-type]

@@ -181,14 +181,14 @@ def _remote(
     layers = [] if file is None else [file_layer(file)]
     settings = Settings(*layers, *environment_layers(os.environ), typed)
     from peagle.cli.remote import RemoteModel, sampling_fields
-    from peagle.cli.remote_server import API_KEY_VARIABLE, Server
+    from peagle.cli.remote_server import API_KEY_VARIABLE, RemoteServer
 
     fields = sampling_fields(settings.build("sampling"), settings.section("sampling"))
     if thinking is not None:
         fields["chat_template_kwargs"] = {"enable_thinking": thinking}
     k = 0 if "no_speculation" in given else given.value(_K)
     # A server takes several, separated by commas: any of them is one of a client.
-    remote = Server(url, os.environ.get(API_KEY_VARIABLE, "").partition(",")[0])
+    remote = RemoteServer(url, os.environ.get(API_KEY_VARIABLE, "").partition(",")[0])
     return RemoteModel(remote, name, fields, num_speculative_tokens=k)
 
 

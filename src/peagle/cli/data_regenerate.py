@@ -25,8 +25,8 @@ from peagle.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from peagle.training.readers import Dialogue
-    from peagle.training.regenerate import Answerer, Progress
+    from peagle.training.readers import AskedConversation
+    from peagle.training.regenerate import Answerer, RegenerateProgress
 
 EXAMPLES = """
 By the target in this process, with a head that makes it faster:
@@ -159,9 +159,9 @@ def regenerate(
     _finish(done, output, output_format)
 
 
-def _dialogues(file: Path) -> Iterator[Dialogue]:
+def _dialogues(file: Path) -> Iterator[AskedConversation]:
     from peagle.evaluation.prompts import read_prompts
-    from peagle.training.readers import Dialogue, dialogue_of, read_records
+    from peagle.training.readers import AskedConversation, dialogue_of, read_records
     from peagle.training.tables import is_folder
 
     if file.suffix in (".jsonl", ".parquet") or is_folder(file):
@@ -173,7 +173,7 @@ def _dialogues(file: Path) -> Iterator[Dialogue]:
             raise UserError(f"{str(file)!r} has no prompts: it is empty.")
         return
     for prompt in read_prompts(file):
-        yield Dialogue(prompt.id, prompt.turns)
+        yield AskedConversation(prompt.id, prompt.turns)
 
 
 def _local(
@@ -253,17 +253,17 @@ def _template_id(chat_template: str | None) -> str | None:
     return sha256_of(Path(chat_template))
 
 
-def _show(line: ProgressLine, progress: Progress) -> None:
+def _show(line: ProgressLine, progress: RegenerateProgress) -> None:
     there = progress.resumed + progress.answers
     speed = f"{_speed(progress):,.0f} tokens/s" if progress.tokens else ""
     line.update(there, there + progress.waited_for, speed, line=_told(progress))
 
 
-def _speed(progress: Progress) -> float:
+def _speed(progress: RegenerateProgress) -> float:
     return progress.tokens / progress.seconds if progress.seconds else 0.0
 
 
-def _told(progress: Progress) -> str:
+def _told(progress: RegenerateProgress) -> str:
     parts = [f"{progress.answers} answers to {progress.prompts} prompts"]
     parts += [f"{progress.resumed} were there"] if progress.resumed else []
     parts += [f"{progress.duplicates} duplicates"] if progress.duplicates else []
@@ -274,7 +274,7 @@ def _told(progress: Progress) -> str:
     )
 
 
-def _finish(progress: Progress, output: Path, output_format: OutputFormat) -> None:
+def _finish(progress: RegenerateProgress, output: Path, output_format: OutputFormat) -> None:
     """Tell what was done.
 
     Raises:

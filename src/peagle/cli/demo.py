@@ -9,7 +9,7 @@ import typer
 
 from peagle.bundled import BUNDLED, expand_bundled
 from peagle.cli import demo_view, groups, options
-from peagle.cli.demo_view import EAGLE3, PEAGLE, PLAIN, View
+from peagle.cli.demo_view import EAGLE3, PEAGLE, PLAIN, DemoView
 from peagle.cli.flags import Flag, Given, group, pick, takes
 from peagle.cli.options import Format, OutputFormat
 from peagle.cli.settings import Layer, Settings
@@ -125,7 +125,7 @@ def demo(
 
 
 def _complete(
-    llms: dict[str, LLM], prompts: list[Prompt], params: SamplingParams, view: View
+    llms: dict[str, LLM], prompts: list[Prompt], params: SamplingParams, view: DemoView
 ) -> dict[str, Measurement]:
     from peagle.evaluation.compare import Measurement, measure
 

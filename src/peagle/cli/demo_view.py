@@ -33,7 +33,7 @@ def make_console(no_color: bool) -> Console:
     return Console(no_color=True if no_color else None, highlight=False)
 
 
-def make_view(console: Console, output_format: OutputFormat) -> View:
+def make_view(console: Console, output_format: OutputFormat) -> DemoView:
     """What fits the output: nothing beside JSON, a live picture in a terminal, else lines."""
     if output_format is OutputFormat.JSON:
         return SilentView()
@@ -42,7 +42,7 @@ def make_view(console: Console, output_format: OutputFormat) -> View:
     return LineView(console)
 
 
-class View(Protocol):
+class DemoView(Protocol):
     """What the user sees while the demo runs."""
 
     def loading(self) -> AbstractContextManager[Any]:

@@ -21,7 +21,7 @@ from peagle.errors import UserError
 from peagle.evaluation.prompts import read_prompts
 
 if TYPE_CHECKING:
-    from peagle.doctor.findings import Report
+    from peagle.doctor.findings import Examination
     from peagle.doctor.served import Serving
 
 EXAMPLES = """
@@ -181,7 +181,7 @@ def _progress() -> Callable[[str], None]:
     return show
 
 
-def report_text(report: Report) -> str:
+def report_text(report: Examination) -> str:
     """The report as text: checks, then the verdict."""
     clear = "\r\x1b[2K" if has_styles(sys.stderr) and has_styles(sys.stdout) else ""
     width = max(len(check.name) for check in report.checks)

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peagle.cli.eval_models import Models
+from peagle.cli.eval_models import EvalModels
 from peagle.cli.eval_request import EvalRequest
 from peagle.cli.eval_view import EvalView, entry_text
 from peagle.cli.plan import note
@@ -32,7 +32,7 @@ from peagle.evaluation.eval_run import (
     target_digest,
 )
 from peagle.evaluation.report.advice import acceptance_advice
-from peagle.evaluation.report.schema import AcceptanceFile as AcceptanceResults
+from peagle.evaluation.report.schema import AcceptanceRecord as AcceptanceResults
 from peagle.evaluation.vllm_server import ENGINE, vllm_backend
 from peagle.models.checkpoint.files import write_json
 from peagle.models.target import TargetModel
@@ -48,7 +48,7 @@ _NAMED_URL = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<url>.+)")
 _PROBE = [{"role": "user", "content": "Hi"}]
 
 
-def on_engine(models: Models[TargetModel], request: EvalRequest) -> None:
+def on_engine(models: EvalModels[TargetModel], request: EvalRequest) -> None:
     """Measure every method on engines of our own."""
     plan, file = _plan_and_file(models, request, models.dtype)
     opened = on_engines(models.target, plan, **models.engine_options)
@@ -60,7 +60,7 @@ def on_engine(models: Models[TargetModel], request: EvalRequest) -> None:
 
 
 def on_vllm(
-    models: Models[TargetEnds],
+    models: EvalModels[TargetEnds],
     request: EvalRequest,
     installation: VllmInstallation,
     launched: Launched,
@@ -92,7 +92,7 @@ def on_vllm(
 
 
 def _plan_and_file(
-    models: Models[Any], request: EvalRequest, dtype: str
+    models: EvalModels[Any], request: EvalRequest, dtype: str
 ) -> tuple[EvalPlan, AcceptanceFile]:
     """What is put to every method of these models, and where it is kept."""
     chat = models.has_template if request.chat_template is None else request.chat_template
@@ -129,7 +129,7 @@ def on_endpoint(endpoint: str, model: str | None, request: EvalRequest) -> None:
 
 
 def certified(
-    models: Models[TargetModel], request: EvalRequest, options: Mapping[str, Any]
+    models: EvalModels[TargetModel], request: EvalRequest, options: Mapping[str, Any]
 ) -> bool:
     """Print the certificate of losslessness; whether there is no fault.
 

@@ -19,7 +19,7 @@ from peagle.cli.progress import ProgressLine
 if TYPE_CHECKING:
     from peagle.training.config import TrainConfig
     from peagle.training.distributed import Processes
-    from peagle.training.reporting import Report
+    from peagle.training.reporting import TrainingReport
     from peagle.training.trainer import Trainer
 
 EXAMPLES = """
@@ -189,5 +189,5 @@ def _stop_on_interrupt(trainer: Trainer, progress: ProgressLine) -> None:
         signal.signal(number, stop)
 
 
-def _print_json(report: Report) -> None:
+def _print_json(report: TrainingReport) -> None:
     print(json.dumps(asdict(report)), flush=True)

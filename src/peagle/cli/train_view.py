@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from peagle.cli.progress import ProgressLine, time_text
 
 if TYPE_CHECKING:
-    from peagle.training.reporting import Report
+    from peagle.training.reporting import TrainingReport
 
 _MOST_COLUMNS = 8  # A validation then fits into 80 columns.
 _LABEL = 27
@@ -34,7 +34,7 @@ class TrainView:
         """Move the line."""
         self._progress.update(step, self._steps, self._figures)
 
-    def report(self, report: Report) -> None:
+    def report(self, report: TrainingReport) -> None:
         """Show the figures of a report."""
         if report.kind == "train":
             self._figures = (
@@ -46,7 +46,7 @@ class TrainView:
             print(progress_text(report), flush=True)
 
 
-def progress_text(report: Report) -> str:
+def progress_text(report: TrainingReport) -> str:
     """A report: one line of training, or the block of a validation."""
     head = f"{report.kind:<10} {report.step}/{report.steps}  loss {report.loss:.4f}"
     if report.kind == "validation":
@@ -77,7 +77,7 @@ def result_text(record: dict[str, Any], folder: str) -> str:
     return "\n".join(lines)
 
 
-def _acceptance_rows(report: Report) -> list[str]:
+def _acceptance_rows(report: TrainingReport) -> list[str]:
     """Simulated acceptance by K and by position, with a heading."""
     depth = len(report.acceptance_lengths)
     if not report.num_drafts:

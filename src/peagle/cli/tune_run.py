@@ -21,7 +21,7 @@ from peagle.evaluation.compare import load_target
 from peagle.evaluation.dialogues import PromptSets
 from peagle.evaluation.eval_run import LocalMethod, check_heads, provenance, target_digest
 from peagle.evaluation.journal import Journal
-from peagle.evaluation.methods import Method
+from peagle.evaluation.methods import DecodingMethod
 from peagle.evaluation.prompt_sets import load
 from peagle.evaluation.report import write_report
 from peagle.evaluation.tuning.acceptance import AcceptanceByK, acceptance_of_file
@@ -38,7 +38,7 @@ MOST_K = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Models:
+class TuneModels:
     """A target and a head that fits it.
 
     Attributes:
@@ -143,7 +143,7 @@ def _known_acceptance(request: TuneRequest, draft: str) -> AcceptanceByK | None:
     )
 
 
-def _load(given: Given, draft: str) -> Models:
+def _load(given: Given, draft: str) -> TuneModels:
     engine = Settings(Layer(dict(given))).build("engine")
     options.set_threads(given.value("threads"))
     options.quiet_libraries()
@@ -151,17 +151,17 @@ def _load(given: Given, draft: str) -> Models:
     folder = resolve_model(own or BUNDLED, given.value("revision"))
     head = resolve_model(draft, role="draft")
     target = load_target(folder, dtype=engine.dtype, device=engine.device)
-    check_heads(target, [LocalMethod(Method("--draft", draft), str(head))])
+    check_heads(target, [LocalMethod(DecodingMethod("--draft", draft), str(head))])
     config, _ = read_head_config(head, num_target_layers=target.num_layers)
     limits = {
         "kv_cache_gib": engine.kv_cache_gib,
         "gpu_memory_utilization": engine.gpu_memory_utilization,
     }
-    return Models(target, shown(own or str(BUNDLED_TARGET)), head, draft, config, limits)
+    return TuneModels(target, shown(own or str(BUNDLED_TARGET)), head, draft, config, limits)
 
 
 def _acceptance(
-    models: Models,
+    models: TuneModels,
     grid: Grid,
     sets: PromptSets,
     request: TuneRequest,
@@ -203,7 +203,7 @@ def _grid(
     return Grid(request.batches, ks)
 
 
-def _identity(models: Models, machine: Mapping[str, Any]) -> dict[str, Any]:
+def _identity(models: TuneModels, machine: Mapping[str, Any]) -> dict[str, Any]:
     """What tells measurements of other models and machines apart."""
     return {
         "target_sha256": target_digest(models.target),

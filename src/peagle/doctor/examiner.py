@@ -22,8 +22,8 @@ from peagle.doctor.diagnosis import (
     starved_depth,
 )
 from peagle.doctor.files import examine_files
-from peagle.doctor.findings import Cause, Report
-from peagle.doctor.forward import Drafted, drafted
+from peagle.doctor.findings import Cause, Examination
+from peagle.doctor.forward import HeadDrafts, drafted
 from peagle.doctor.head import Head
 from peagle.doctor.head_files import HeadFiles
 from peagle.doctor.probe import Probe, make_probe
@@ -89,7 +89,7 @@ class Examiner(ProbedTarget):
         )
         return cls(target, tokenizer, style, tuple(texts), questions, probe, progress)
 
-    def examine(self, folder: Path, serving: Serving | None = None) -> Report:
+    def examine(self, folder: Path, serving: Serving | None = None) -> Examination:
         """Examine one head.
 
         Args:
@@ -99,7 +99,7 @@ class Examiner(ProbedTarget):
         Raises:
             UserError: the folder is not there, or the serving side cannot be reached.
         """
-        report = Report(training=TrainingRecord.beside(folder))
+        report = Examination(training=TrainingRecord.beside(folder))
         if report.training is not None:
             status = "not checked" if report.training.is_little else "agrees"
             report.check("training", status, str(report.training))
@@ -140,7 +140,7 @@ class Examiner(ProbedTarget):
                 continue
         return probes
 
-    def _check_target(self, report: Report) -> None:
+    def _check_target(self, report: Examination) -> None:
         """That the target can read its prompts at all."""
         chance = float(torch.tensor(float(self.target.vocab_size)).log())
         nats = reading_nats(self.probe)
@@ -166,7 +166,9 @@ class Examiner(ProbedTarget):
             )
         )
 
-    def _try_repairs(self, head: Head, first: Drafted, known: Known, report: Report) -> Repaired:
+    def _try_repairs(
+        self, head: Head, first: HeadDrafts, known: Known, report: Examination
+    ) -> Repaired:
         """Blame what a repair mends, and what no repair mends by how it looks."""
         if report.blames("wrong_target", "tokenizer"):
             text = f"{_line(first)}; nothing else can be told with this target"
@@ -198,7 +200,7 @@ class Examiner(ProbedTarget):
         return repaired
 
     def _try_other_styles(
-        self, head: Head, first: Drafted, known: Known, report: Report
+        self, head: Head, first: HeadDrafts, known: Known, report: Examination
     ) -> Repaired | None:
         """A head that does nothing with these prompts may do something with others."""
         for style, probe in self.other_probes.items():
@@ -211,7 +213,7 @@ class Examiner(ProbedTarget):
                 return repaired
         return None
 
-    def _blame_style(self, style: Style, evidence: str, report: Report) -> None:
+    def _blame_style(self, style: Style, evidence: str, report: Examination) -> None:
         cause = "thinking" if style.is_chat and self.style.is_chat else "chat_template"
         report.blame(
             Cause(
@@ -222,7 +224,7 @@ class Examiner(ProbedTarget):
             )
         )
 
-    def _blame_repairs(self, repaired: Repaired, report: Report) -> None:
+    def _blame_repairs(self, repaired: Repaired, report: Examination) -> None:
         now = repaired.drafted
         for one, brought in repaired.applied:
             evidence = f"with {one.what}: {brought}"
@@ -253,7 +255,7 @@ class Examiner(ProbedTarget):
                 )
             )
 
-    def _check_dtype(self, repaired: Repaired, files: HeadFiles, report: Report) -> None:
+    def _check_dtype(self, repaired: Repaired, files: HeadFiles, report: Examination) -> None:
         """That the head does in the types it is served in what it does in float32."""
         told = str(files.data.get("dtype") or files.data.get("torch_dtype") or "")
         types = {self.target.dtype}
@@ -276,7 +278,7 @@ class Examiner(ProbedTarget):
                     )
                 )
 
-    def _check_style(self, head: Head, report: Report) -> None:
+    def _check_style(self, head: Head, report: Examination) -> None:
         """That prompts reach the model as those that the head was trained on."""
         if not self.other_probes:
             text = "there is one way to prompt this model"
@@ -293,12 +295,12 @@ class Examiner(ProbedTarget):
             self._blame_style(*found, report)
 
 
-def _is_blind(report: Report) -> bool:
+def _is_blind(report: Examination) -> bool:
     """Whether the target's prompts are noise to it."""
     return any(check.name == READS and check.status == "not checked" for check in report.checks)
 
 
-def _is_early(repaired: Repaired, report: Report) -> bool:
+def _is_early(repaired: Repaired, report: Examination) -> bool:
     """Whether a head with poor mask slots is early in its training rather than damaged.
 
     The record of its training tells. Without one, two things do in which mask slots take no part:
@@ -312,7 +314,7 @@ def _is_early(repaired: Repaired, report: Report) -> bool:
     return repaired.drafted.match_share[0] < _TRAINED_MATCH or moved < _TRAINED_NORMS
 
 
-def _too_little_training(shown: str, report: Report) -> Cause:
+def _too_little_training(shown: str, report: Examination) -> Cause:
     """The cause where a head drafts like one that is early in its training."""
     record = report.training
     told = "no record tells how long it was trained" if record is None else f"trained for {record}"
@@ -322,7 +324,7 @@ def _too_little_training(shown: str, report: Report) -> Cause:
     return Cause("training", "head", f"{shown}; {told}", remedy)
 
 
-def _has_not_learned(gain: Gain, report: Report) -> Cause:
+def _has_not_learned(gain: Gain, report: Examination) -> Cause:
     """The cause where nothing of a head works."""
     marks = [one.status for one in report.checks if one.name == "fingerprint"]
     if marks == ["agrees"] and report.training is not None and report.training.is_little:
@@ -393,14 +395,14 @@ def _probe(
     return tuple(one for one, _ in kept), probe
 
 
-def _line(one: Drafted) -> str:
+def _line(one: HeadDrafts) -> str:
     share = " ".join(f"{value:.0%}" for value in one.match_share)
     return (
         f"acceptance length {one.acceptance_length:.2f} at every anchor, matches by depth {share}"
     )
 
 
-def _figures(one: Drafted, probe: Probe) -> dict[str, object]:
+def _figures(one: HeadDrafts, probe: Probe) -> dict[str, object]:
     return {
         "acceptance_length": one.acceptance_length,
         "match_per_depth": one.match_share,

@@ -15,7 +15,7 @@ from torch import Tensor
 from peagle.engine.feature_ring import NO_SLOT
 from peagle.engine.graph_runner import StepSizes
 from peagle.engine.sequence import Sequence
-from peagle.kernels.step_state import StepLimits, StepOutput, StepState
+from peagle.kernels.step_state import StepLimits, StepRecord, StepState
 from peagle.kernels.verify_triton import SequenceSampling, SyntheticAcceptance
 
 # What there is one integer, or one number, a sequence of; the first five are `StepState`.
@@ -125,7 +125,7 @@ class StepBuffers:
         self.active_B = ints["active"]
         self.context_starts_B = ints["context_starts"]
         self.feature_slots_B = ints["feature_slots"]
-        self.out = StepOutput.allocate(batch, most, device)
+        self.out = StepRecord.allocate(batch, most, device)
         self.report_RX = torch.zeros(batch + 1, 2 * most + 4, dtype=torch.int64, device=device)
         # The blocks of each row, and how many of them the twins know.
         self._blocks: list[list[int]] = [[] for _ in range(batch)]

@@ -33,7 +33,7 @@ class GroupCounters:
 
 
 @dataclass(frozen=True, slots=True)
-class Drafted:
+class DraftedStep:
     """A decode step and where it began.
 
     Attributes:
@@ -50,7 +50,7 @@ class Drafted:
     num_accepted: int
 
 
-def decode_steps(answer: Answer) -> Iterator[Drafted]:
+def decode_steps(answer: Answer) -> Iterator[DraftedStep]:
     """The steps of an answer after the prompt pass; their drafts add up to its counters."""
     assert answer.steps is not None
     assert answer.stats is not None
@@ -61,7 +61,7 @@ def decode_steps(answer: Answer) -> Iterator[Drafted]:
         true = answer.stats.num_accepted_tokens - accepted if number == last else step.num_accepted
         if number:
             context = answer.num_prompt_tokens + done
-            yield Drafted(context, done, step.num_tokens, step.num_drafted, true)
+            yield DraftedStep(context, done, step.num_tokens, step.num_drafted, true)
         done += step.num_tokens
         accepted += true
 
@@ -161,7 +161,7 @@ def _counted(one: Observation) -> Counted:
 
 def _by_length(
     observations: Sequence[Observation],
-    length: Callable[[Drafted], int],
+    length: Callable[[DraftedStep], int],
     first: int,
     k: int,
     seed: int,
@@ -179,7 +179,7 @@ def _by_length(
 
 
 def _sorted_into(
-    observations: Sequence[Observation], number_of: Callable[[Drafted], int]
+    observations: Sequence[Observation], number_of: Callable[[DraftedStep], int]
 ) -> dict[int, list[Counted]]:
     """The counts of each request's steps, by a number of theirs."""
     found: dict[int, list[Counted]] = {}

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from peagle.training.reporting import Report
+from peagle.training.reporting import TrainingReport
 
 
 class History:
@@ -41,7 +41,7 @@ class History:
         partial.write_text("".join(json.dumps(e) + "\n" for e in self.earlier), encoding="utf-8")
         os.replace(partial, self._file)
 
-    def add(self, report: Report) -> None:
+    def add(self, report: TrainingReport) -> None:
         """Keep a report."""
         self.entries.append(asdict(report))
         if self._writes:
