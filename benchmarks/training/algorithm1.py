@@ -12,8 +12,8 @@ from torch import Tensor
 from peagle.models.elements import Elements
 from peagle.training.batches import Batch
 from peagle.training.features import TargetStates
-from peagle.training.methods import Graded, Selected, concatenate
 from peagle.training.step import GradedElements, TrainingStep
+from peagle.training.training_methods import Graded, Selected, concatenate
 
 
 def cumulative_backward(

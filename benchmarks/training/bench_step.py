@@ -35,10 +35,10 @@ from peagle.training.config import MethodSection
 from peagle.training.data import ResponseDataset
 from peagle.training.element_attention import dense_attention, flex_attention
 from peagle.training.features import TargetStates
-from peagle.training.methods import TrainingMethod
-from peagle.training.moving import moved, pinned
 from peagle.training.objective import Objective
 from peagle.training.step import TrainingStep
+from peagle.training.tensor_maps import moved, pinned
+from peagle.training.training_methods import TrainingMethod
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")

@@ -13,8 +13,8 @@ from peagle import LLM, SamplingParams
 from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET, expand_bundled
 from peagle.cli import data_prepare, serve
 from peagle.cli.flags import Given
-from peagle.cli.plan import Plan
 from peagle.cli.settings import Setting
+from peagle.cli.setup import Setup
 from peagle.config import SpeculativeConfig
 from peagle.deploy.models import source_of
 from peagle.models.loading import resolve_model, with_local_head
@@ -145,8 +145,8 @@ def test_the_demo_takes_the_names(peagle: Peagle) -> None:
 
 
 def test_the_server_takes_the_names() -> None:
-    plan = Plan.of(Given(target=Setting("bundled", "MODEL")))
-    default, default_name = serve._spec(Plan.of(Given()), ServerConfig(), None)
+    plan = Setup.of(Given(target=Setting("bundled", "MODEL")))
+    default, default_name = serve._spec(Setup.of(Given()), ServerConfig(), None)
     spec, name = serve._spec(plan, ServerConfig(), "bundled")
     assert (spec, name) == (default, default_name)
     assert sorted(spec.proposers) == ["eagle3", "peagle"]

@@ -14,8 +14,8 @@ from peagle.config import SpeculativeConfig
 from peagle.errors import UserError
 from peagle.evaluation.journal import Journal
 from peagle.evaluation.tuning.acceptance import AcceptanceByK
+from peagle.evaluation.tuning.grid import Grid
 from peagle.evaluation.tuning.machine import CostPoint, EngineMachine
-from peagle.evaluation.tuning.plan import Grid
 from peagle.evaluation.tuning.tune import Tuned, measure_costs
 from tests.cli.conftest import Pair, Peagle
 from tests.evaluation.tuning_machines import RATES, SimulatedMachine, linear

@@ -19,8 +19,8 @@ from peagle.evaluation.certify.certificate import CertifiedCase
 from peagle.evaluation.certify.matrix import Case, difference
 from peagle.evaluation.certify.reference import TargetReference, probabilities
 from peagle.evaluation.compare import load_target
+from peagle.evaluation.decoding_methods import DecodingMethod
 from peagle.evaluation.identity import Difference, Reference
-from peagle.evaluation.methods import DecodingMethod
 from peagle.speculation import verification
 from peagle.speculation.verification import Verified
 from tests.speculation.test_verification import probabilities as textbook

@@ -16,9 +16,9 @@ from peagle.config import SpeculativeConfig
 from peagle.errors import UserError
 from peagle.evaluation.journal import Journal
 from peagle.evaluation.tuning.acceptance import AcceptanceByK
+from peagle.evaluation.tuning.grid import Grid
 from peagle.evaluation.tuning.machine import CostPoint, StepCost
 from peagle.evaluation.tuning.model import Ramps, Shape, nonnegative_least_squares
-from peagle.evaluation.tuning.plan import Grid
 from peagle.evaluation.tuning.run import LOG_NAME
 from peagle.evaluation.tuning.schedule import k_at
 from peagle.evaluation.tuning.tune import Costs, Tuned, measure_costs

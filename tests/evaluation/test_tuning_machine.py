@@ -18,8 +18,8 @@ from peagle.evaluation.journal import Journal
 from peagle.evaluation.prompts import Prompt
 from peagle.evaluation.tuning import machine as machine_module
 from peagle.evaluation.tuning.acceptance import AcceptanceByK
+from peagle.evaluation.tuning.grid import Grid
 from peagle.evaluation.tuning.machine import WARM_UP_STEPS, CostPoint, EngineMachine, StepCost
-from peagle.evaluation.tuning.plan import Grid
 from peagle.evaluation.tuning.run import LOG_NAME, contexts, make_machine, measure_acceptance
 from peagle.evaluation.tuning.tune import measure_costs
 from peagle.llm import LLM

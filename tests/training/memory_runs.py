@@ -20,12 +20,12 @@ from peagle.training.config import TrainConfig
 from peagle.training.element_attention import dense_attention, flex_attention
 from peagle.training.features import TargetStates
 from peagle.training.masters import Masters
-from peagle.training.methods import Graded, TrainingMethod
-from peagle.training.moving import moved
 from peagle.training.objective import Grade, Objective
 from peagle.training.optimizers import build_optimizers
 from peagle.training.step import TrainingStep
 from peagle.training.step_shape import BatchShape, StepShape
+from peagle.training.tensor_maps import moved
+from peagle.training.training_methods import Graded, TrainingMethod
 from tests.training.reference import make_plain_batch
 
 SIZES: dict[str, Any] = {

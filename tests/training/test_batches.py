@@ -25,8 +25,8 @@ from peagle.training.config import MethodSection
 from peagle.training.data import ResponseDataset
 from peagle.training.eagle3 import eagle3_graded
 from peagle.training.features import TargetStates, target_states
-from peagle.training.methods import Graded, TrainingMethod
 from peagle.training.partition import PartitionLayout, two_pass_backward
+from peagle.training.training_methods import Graded, TrainingMethod
 from tests.conftest import byte_tokenizer, make_drafter
 from tests.models.tiny import EXPERTS, LOCAL_GLOBAL, make_model
 

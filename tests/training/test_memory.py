@@ -14,9 +14,9 @@ from peagle.models.drafter import Drafter
 from peagle.models.target_shape import TargetShape
 from peagle.training.kept import CALIBRATION, KeptBytes
 from peagle.training.memory import StepMemory, step_memory, step_phases
-from peagle.training.methods import TrainingMethod
 from peagle.training.partition import split_by_anchor
 from peagle.training.step_shape import BatchShape, HeadParameters
+from peagle.training.training_methods import TrainingMethod
 from tests.conftest import make_target_folder
 from tests.models.tiny import EXPERTS, make_model
 from tests.training.memory_runs import Case, Running

@@ -16,8 +16,8 @@ from peagle.models.elements import Elements, sample_elements
 from peagle.training.batches import Batch
 from peagle.training.config import MethodSection
 from peagle.training.features import TargetStates
-from peagle.training.methods import Graded, Selected, TrainingMethod
 from peagle.training.partition import PartitionLayout, split_by_anchor, two_pass_backward
+from peagle.training.training_methods import Graded, Selected, TrainingMethod
 from tests.training.reference import make_plain_batch, peagle_forward
 
 K, N, H, VOCAB = 5, 40, 12, 50

@@ -22,8 +22,8 @@ from peagle.speculation.proposers import HeadProposer
 from peagle.training.config import MethodSection
 from peagle.training.eagle3 import eagle3_forward
 from peagle.training.features import target_states
-from peagle.training.methods import TrainingMethod
 from peagle.training.partition import PartitionLayout, partitioned_graded
+from peagle.training.training_methods import TrainingMethod
 from tests.conftest import make_drafter
 from tests.training.reference import make_plain_batch
 

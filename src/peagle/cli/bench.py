@@ -33,8 +33,8 @@ from peagle.cli.options import (
     Thinking,
     UseTemplate,
 )
-from peagle.cli.plan import note
 from peagle.cli.settings import Layer, Settings
+from peagle.cli.setup import note
 from peagle.cli.values import json_object, whole_numbers
 from peagle.cli.vllm_engine import VllmFlags
 from peagle.config import MAX_SPECULATIVE_TOKENS

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peagle.cli.flags import Given
-from peagle.cli.plan import note
 from peagle.cli.settings import Settings
+from peagle.cli.setup import note
 from peagle.cli.vllm_engine import launch_for, say
 from peagle.errors import UserError
 
@@ -155,9 +155,9 @@ def load_engines(
     from peagle.cli.eval_models import load_models
     from peagle.evaluation.acceptance_file import weights_digest
     from peagle.evaluation.compare import build
+    from peagle.evaluation.decoding_methods import PLAIN, DecodingMethod
     from peagle.evaluation.eval_run import target_digest
     from peagle.evaluation.local import EngineBackend
-    from peagle.evaluation.methods import PLAIN, DecodingMethod
     from peagle.evaluation.sweep import Arm
     from peagle.evaluation.training_record import TrainingRecord
 

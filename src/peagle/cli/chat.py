@@ -16,8 +16,8 @@ from peagle.bundled import BUNDLED_TARGET
 from peagle.cli import groups
 from peagle.cli.flags import Flag, Given, takes
 from peagle.cli.options import Format, OutputFormat
-from peagle.cli.plan import Plan
 from peagle.cli.settings import Layer, Setting, Settings, environment_layers, file_layer
+from peagle.cli.setup import Setup
 from peagle.cli.terminal import dim, interrupt_asks
 from peagle.errors import UserError
 
@@ -134,31 +134,31 @@ def chat(
         return
     if model is not None:
         raise UserError(f"--model {model!r} is for --server; name a model here with --target.")
-    plan = Plan.of(given, _DEFAULTS)
+    setup = Setup.of(given, _DEFAULTS)
     if "show_config" in given:
-        plan.show(of_model=_OF_MODEL)
+        setup.show(of_model=_OF_MODEL)
         return
     template: dict[str, Any] = {"chat_template": chat_template, "thinking": thinking}
     if chat_template and Path(chat_template).is_file():
         template["chat_template"] = Path(chat_template)
-    _converse(_local(plan, system, template), plan.target, system, output_format)
+    _converse(_local(setup, system, template), setup.target, system, output_format)
 
 
-def _local(plan: Plan, system: str | None, template: dict[str, Any]) -> LocalModel:
+def _local(setup: Setup, system: str | None, template: dict[str, Any]) -> LocalModel:
     """The model of a plan, loaded."""
-    plan.check_paths()
+    setup.check_paths()
     from peagle.chat import may_have_template
     from peagle.models.loading import resolve_model
 
-    folder = resolve_model(plan.target, plan.settings.value("revision"))
+    folder = resolve_model(setup.target, setup.settings.value("revision"))
     if template["chat_template"] is None and not may_have_template(folder):
-        raise _no_template(plan)
-    plan.prepare()
-    _check_template(folder, plan, system, template)
-    llm = plan.load(folder)
+        raise _no_template(setup)
+    setup.prepare()
+    _check_template(folder, setup, system, template)
+    llm = setup.load(folder)
     from peagle.cli.local import LocalModel
 
-    return LocalModel(llm, plan.settings.build("sampling", llm.default_params()), **template)
+    return LocalModel(llm, setup.settings.build("sampling", llm.default_params()), **template)
 
 
 def _remote(
@@ -280,7 +280,9 @@ def _aside(text: str) -> None:
         print(dim(text, sys.stderr), file=sys.stderr, flush=True)
 
 
-def _check_template(folder: Path, plan: Plan, system: str | None, template: dict[str, Any]) -> None:
+def _check_template(
+    folder: Path, setup: Setup, system: str | None, template: dict[str, Any]
+) -> None:
     """Say a first message, before weights are loaded.
 
     Raises:
@@ -293,7 +295,7 @@ def _check_template(folder: Path, plan: Plan, system: str | None, template: dict
     name = template["chat_template"]
     own: Any = getattr(tokenizer, "chat_template", None)
     if name is None and not own:
-        raise _no_template(plan)
+        raise _no_template(setup)
     named = own if isinstance(own, dict) else {}
     if isinstance(name, str) and name not in named and not ("{{" in name or "{%" in name):
         there = f", nor one of the model's templates ({', '.join(sorted(named))})" if named else ""
@@ -308,10 +310,10 @@ def _check_template(folder: Path, plan: Plan, system: str | None, template: dict
             render_chat(tokenizer, [{"role": "system", "content": system}, *messages], **template)
 
 
-def _no_template(plan: Plan) -> UserError:
-    is_bundled = plan.target == str(BUNDLED_TARGET)
+def _no_template(setup: Setup) -> UserError:
+    is_bundled = setup.target == str(BUNDLED_TARGET)
     return UserError(
-        f"{'The bundled code model' if is_bundled else repr(plan.target)} has no chat template, so "
+        f"{'The bundled code model' if is_bundled else repr(setup.target)} has no chat template, so "
         "it is no chat model. Name one that has, like --target Qwen/Qwen3-0.6B, give it a template "
         "with --chat-template FILE, or let it complete text with `peagle generate`."
     )

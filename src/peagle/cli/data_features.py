@@ -155,7 +155,7 @@ def _ids(text: str) -> tuple[int, ...]:
 
 
 def _planned(writer: FeatureWriter, need: DiskNeed) -> str:
-    from peagle.engine.memory import size_text
+    from peagle.engine.memory_plan import size_text
 
     facts, missing = writer.facts, len(writer.missing)
     there = len(writer.plans) - missing
@@ -198,7 +198,7 @@ def _finish(
     verified: bool,
     output_format: OutputFormat,
 ) -> None:
-    from peagle.engine.memory import size_text
+    from peagle.engine.memory_plan import size_text
 
     computed, seconds = (0, 0.0) if progress is None else (progress.tokens, progress.seconds)
     if output_format is OutputFormat.JSON:

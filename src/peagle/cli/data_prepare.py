@@ -18,7 +18,7 @@ from peagle.cli.options import (
     check_paths,
     quiet_libraries,
 )
-from peagle.cli.plan import note
+from peagle.cli.setup import note
 from peagle.config import require_writable_file
 from peagle.errors import UserError
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from peagle.cli.eval_models import EvalModels
 from peagle.cli.eval_request import EvalRequest
 from peagle.cli.eval_view import EvalView, entry_text
-from peagle.cli.plan import note
+from peagle.cli.setup import note
 from peagle.cli.terminal import printable
 from peagle.cli.vllm_engine import say
 from peagle.config import SamplingParams

@@ -14,8 +14,8 @@ from peagle.cli.settings import Settings
 from peagle.config import EngineConfig
 from peagle.errors import UserError
 from peagle.evaluation.compare import load_target
+from peagle.evaluation.decoding_methods import NGRAM, DecodingMethod
 from peagle.evaluation.eval_run import LocalMethod, check_heads
-from peagle.evaluation.methods import NGRAM, DecodingMethod
 from peagle.models.checkpoint import read_head_config, trained_length
 from peagle.models.loading import resolve_model
 from peagle.models.target import TargetModel, load_tokenizer

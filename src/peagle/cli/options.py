@@ -117,7 +117,7 @@ def check_paths(
         UserError: naming the first.
     """
     from peagle.chat import check_template_file
-    from peagle.evaluation.methods import DecodingMethod
+    from peagle.evaluation.decoding_methods import DecodingMethod
     from peagle.models.loading import find_folder
 
     named: list[tuple[str | None, Role]] = [(target, "target"), (draft, "draft")]

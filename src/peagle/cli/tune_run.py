@@ -11,21 +11,21 @@ from peagle.bundled import BUNDLED, BUNDLED_TARGET, expand_bundled
 from peagle.cli import options
 from peagle.cli.eval_models import shown
 from peagle.cli.flags import Given
-from peagle.cli.plan import note
 from peagle.cli.settings import Layer, Settings
+from peagle.cli.setup import note
 from peagle.cli.tune_request import TuneRequest
 from peagle.cli.tune_view import TuneView
 from peagle.errors import UserError
 from peagle.evaluation.acceptance_file import weights_digest
 from peagle.evaluation.compare import load_target
+from peagle.evaluation.decoding_methods import DecodingMethod
 from peagle.evaluation.dialogues import PromptSets
 from peagle.evaluation.eval_run import LocalMethod, check_heads, provenance, target_digest
 from peagle.evaluation.journal import Journal
-from peagle.evaluation.methods import DecodingMethod
 from peagle.evaluation.prompt_sets import load
 from peagle.evaluation.report import write_report
 from peagle.evaluation.tuning.acceptance import AcceptanceByK, acceptance_of_file
-from peagle.evaluation.tuning.plan import Grid
+from peagle.evaluation.tuning.grid import Grid
 from peagle.evaluation.tuning.run import LOG_NAME, make_machine, measure_acceptance, shared_settings
 from peagle.evaluation.tuning.tune import Tuned, measure_costs
 from peagle.models.checkpoint import read_head_config

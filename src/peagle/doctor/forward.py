@@ -20,8 +20,8 @@ from peagle.training.config import MethodSection
 from peagle.training.eagle3 import eagle3_graded
 from peagle.training.element_attention import BlockTable, ElementAttention, dense_attention
 from peagle.training.features import TargetStates
-from peagle.training.methods import Graded, TrainingMethod
 from peagle.training.partition import PartitionLayout, partitioned_graded
+from peagle.training.training_methods import Graded, TrainingMethod
 
 # Numbers that the logits of a chunk of elements may hold.
 _LOGITS_AT_A_TIME = 1 << 25

@@ -23,7 +23,7 @@ from peagle.engine.build import (
 )
 from peagle.engine.features import FeatureRings
 from peagle.engine.grammar import GrammarState
-from peagle.engine.memory import drafter_kv_shapes, make_memory_plan
+from peagle.engine.memory_plan import drafter_kv_shapes, make_memory_plan
 from peagle.engine.model_runner import ModelRunner, TargetPass, make_caches
 from peagle.engine.outputs import StepOutput
 from peagle.engine.pipeline import Pipeline, RowReport

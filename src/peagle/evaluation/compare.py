@@ -14,7 +14,7 @@ import torch
 
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine import SpeculationStats
-from peagle.engine.memory import free_and_total
+from peagle.engine.memory_plan import free_and_total
 from peagle.engine.model_runner import TargetPass
 from peagle.engine.placement import resolve_device, resolve_dtype
 from peagle.evaluation.acceptance import Acceptance, Completion, DecodedStep

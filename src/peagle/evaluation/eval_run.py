@@ -18,10 +18,10 @@ from peagle.errors import UserError
 from peagle.evaluation.acceptance_file import AcceptanceFile, Key, digest_of, weights_digest
 from peagle.evaluation.compare import build, release
 from peagle.evaluation.decoding import Backend
+from peagle.evaluation.decoding_methods import DecodingMethod
 from peagle.evaluation.dialogues import DialogueResults, PromptSets, ask, num_requests
 from peagle.evaluation.endpoint import EndpointBackend
 from peagle.evaluation.local import EngineBackend
-from peagle.evaluation.methods import DecodingMethod
 from peagle.evaluation.training_record import TrainingRecord
 from peagle.evaluation.xray import beyond_training, xray, xray_of_counters
 from peagle.models.checkpoint import load_drafter

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from peagle.evaluation.best_k import Speed, best_k, tied_fastest
-from peagle.evaluation.methods import PLAIN
+from peagle.evaluation.decoding_methods import PLAIN
 from peagle.evaluation.sweep import SweepPoint
 from peagle.evaluation.timing import Figures, LatencyObjective, median_of
 

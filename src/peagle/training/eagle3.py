@@ -15,7 +15,7 @@ from peagle.models.elements import Elements
 from peagle.training.batches import Batch
 from peagle.training.element_attention import ElementAttention
 from peagle.training.features import TargetStates
-from peagle.training.methods import Graded, Selected, TrainingMethod, concatenate
+from peagle.training.training_methods import Graded, Selected, TrainingMethod, concatenate
 
 
 def eagle3_graded(

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from peagle.engine.memory import size_text
+from peagle.engine.memory_plan import size_text
 from peagle.errors import UserError
 from peagle.models.checkpoint import write_json
 from peagle.models.target import TargetModel
@@ -39,8 +39,8 @@ from peagle.training.feature_format import (
     plan_shards,
 )
 from peagle.training.features import TargetStates, target_states
-from peagle.training.moving import moved
 from peagle.training.provenance import sha256_of
+from peagle.training.tensor_maps import moved
 
 _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 

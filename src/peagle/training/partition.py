@@ -25,7 +25,13 @@ from peagle.models.elements import PADDING_ROW, Elements
 from peagle.training.batches import Batch
 from peagle.training.element_attention import BlockTable, causal_attention
 from peagle.training.features import TargetStates
-from peagle.training.methods import Graded, Selected, TrainingMethod, concatenate, tokens_after
+from peagle.training.training_methods import (
+    Graded,
+    Selected,
+    TrainingMethod,
+    concatenate,
+    tokens_after,
+)
 
 
 def split_by_anchor(

@@ -16,9 +16,9 @@ from peagle.training.batches import Batch
 from peagle.training.distributed import ALONE, Processes
 from peagle.training.eagle3 import eagle3_graded
 from peagle.training.features import TargetStates
-from peagle.training.methods import Graded, Selected, TrainingMethod
 from peagle.training.objective import Grade, Objective
 from peagle.training.partition import PartitionLayout, partitioned_graded, two_pass_backward
+from peagle.training.training_methods import Graded, Selected, TrainingMethod
 
 # Pairs of elements that a mask may hold.
 _VALIDATION_PAIRS = 1 << 27

@@ -29,7 +29,6 @@ from peagle.training.features import TargetStates
 from peagle.training.history import History
 from peagle.training.inputs import Inputs
 from peagle.training.memory import StepMemory
-from peagle.training.methods import TrainingMethod
 from peagle.training.objective import Objective
 from peagle.training.optimizers import build_optimizers
 from peagle.training.provenance import provenance
@@ -39,6 +38,7 @@ from peagle.training.sharded_masters import build_masters
 from peagle.training.state import load_state, save_state
 from peagle.training.step import GradedElements, TrainingStep
 from peagle.training.step_shape import BatchShape, StepShape, kernels_of
+from peagle.training.training_methods import TrainingMethod
 from peagle.training.vocabulary import vocabulary_report
 
 _COD_SEED = 7_919

@@ -20,7 +20,7 @@ from peagle.evaluation.certify.distribution import MIN_EXPECTED, Tokens, fit, jo
 from peagle.evaluation.certify.matrix import Case, Feature, FeatureSource, difference
 from peagle.evaluation.certify.reference import TargetReference
 from peagle.evaluation.compare import build, measure
-from peagle.evaluation.methods import NGRAM, PLAIN, DecodingMethod
+from peagle.evaluation.decoding_methods import NGRAM, PLAIN, DecodingMethod
 from peagle.evaluation.prompt_sets import load
 from peagle.llm import LLM
 from peagle.models.target import TargetModel

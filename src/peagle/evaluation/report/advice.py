@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from peagle.evaluation.best_k import tied_fastest
-from peagle.evaluation.methods import NGRAM, PLAIN
+from peagle.evaluation.decoding_methods import NGRAM, PLAIN
 from peagle.evaluation.report.files import Results
 from peagle.evaluation.report.schema import AcceptanceRecord, CellRecord, Comparison, ThroughputFile
 from peagle.evaluation.report.series import Cast, best_cells, sets_of, speed_of

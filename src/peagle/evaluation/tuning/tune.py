@@ -9,9 +9,9 @@ from typing import Any
 
 from peagle.evaluation.journal import Journal
 from peagle.evaluation.tuning.acceptance import AcceptanceByK
+from peagle.evaluation.tuning.grid import Grid
 from peagle.evaluation.tuning.machine import CostPoint, Machine, StepCost
 from peagle.evaluation.tuning.model import CostModel, Shape
-from peagle.evaluation.tuning.plan import Grid
 from peagle.evaluation.tuning.schedule import (
     Schedule,
     best_single_k,

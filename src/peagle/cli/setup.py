@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Setup:
     """What to load and how to run it, every value checked.
 
     Attributes:
@@ -55,8 +55,8 @@ class Plan:
     show_memory: bool = False
 
     @classmethod
-    def of(cls, given: Given, *defaults: Layer) -> Plan:
-        """The plan of what was given: flags over environment over file over the defaults.
+    def of(cls, given: Given, *defaults: Layer) -> Setup:
+        """The setup of what was given: flags over environment over file over the defaults.
 
         Args:
             given: on the command line.
