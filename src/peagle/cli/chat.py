@@ -314,8 +314,8 @@ def _no_template(setup: Setup) -> UserError:
     is_bundled = setup.target == str(BUNDLED_TARGET)
     return UserError(
         f"{'The bundled code model' if is_bundled else repr(setup.target)} has no chat template, "
-        "so it is no chat model. Name one that has, like --target Qwen/Qwen3-0.6B, give it a template "
-        "with --chat-template FILE, or let it complete text with `peagle generate`."
+        "so it is no chat model. Name one that has, like --target Qwen/Qwen3-0.6B, give it a "
+        "template with --chat-template FILE, or let it complete text with `peagle generate`."
     )
 
 
