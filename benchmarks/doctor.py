@@ -52,7 +52,7 @@ from tests.doctor.planting import (
 from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.doctor.examiner import Examiner
 from peagle.doctor.files import examine_files
-from peagle.doctor.findings import Report
+from peagle.doctor.findings import Examination
 from peagle.doctor.questions import Style, choose_texts, usual_style
 from peagle.doctor.served import EngineServing
 from peagle.doctor.serving_side import examine_serving
@@ -169,7 +169,7 @@ class Case:
     part: str
     case: str
     expected: set[str]
-    report: Report
+    report: Examination
     seconds: float
     healthy_length: float | None = None
 
@@ -287,7 +287,7 @@ def served(pair: Pair) -> Iterator[Case]:
     engine, best = EngineServing(pair.usual.target, head, 6), None
     for telling, serving in (("tokens", engine), ("counters", Counting(engine))):
         for name, (causes, plant) in plants.items():
-            start, report = time.monotonic(), Report()
+            start, report = time.monotonic(), Examination()
             with pytest.MonkeyPatch.context() as patch:
                 plant(patch)
                 examine_serving(serving, pair.usual, sound, found, report)

@@ -26,7 +26,6 @@ RANKS = {
     "training": 6,
     "llm": 5,
     "async_llm": 5,
-    "vllm_llm": 5,
     "backends": 4,
     "engine": 4,
     "speculation": 3,

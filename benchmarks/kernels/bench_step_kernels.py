@@ -24,7 +24,7 @@ from torch import Tensor
 from peagle.kernels import expand_triton, sampling_triton, verify_triton
 from peagle.kernels.logits_rules import VerificationRows
 from peagle.kernels.sampling import probs_from_logits
-from peagle.kernels.step_state import StepLimits, StepOutput, StepState
+from peagle.kernels.step_state import StepLimits, StepRecord, StepState
 from peagle.kernels.target_batch import TargetBatch
 from peagle.speculation.verification import SamplingTensors, verify
 
@@ -99,7 +99,7 @@ class Step:
             torch.randint(2**62, (num_seqs,), device=DEVICE),
         )
         self.scratch = verify_triton.VerifyScratch.allocate(num_seqs, num_rows, VOCAB, DEVICE)
-        self.out = StepOutput.allocate(num_seqs, K, DEVICE)
+        self.out = StepRecord.allocate(num_seqs, K, DEVICE)
 
     def greedy(self) -> None:
         verify_triton.verify_greedy(

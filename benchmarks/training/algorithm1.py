@@ -12,18 +12,18 @@ from torch import Tensor
 from peagle.models.elements import Elements
 from peagle.training.batches import Batch
 from peagle.training.features import TargetStates
-from peagle.training.methods import Graded, Selected, concatenate
-from peagle.training.step import Outcome, Step
+from peagle.training.step import GradedElements, TrainingStep
+from peagle.training.training_methods import Graded, Selected, concatenate
 
 
 def cumulative_backward(
-    step: Step, batch: Batch, states: TargetStates, generator: torch.Generator
-) -> Outcome:
+    step: TrainingStep, batch: Batch, states: TargetStates, generator: torch.Generator
+) -> GradedElements:
     """Add the gradients of a batch, one cumulative segment after another.
 
     Args:
         step: head, method and loss.
-        batch, states: as in `Step.backward`; rows of one document, laid out in S segments.
+        batch, states: as in `TrainingStep.backward`; rows of one document, laid out in S segments.
         generator: unused.
     """
     layout = batch.layout
@@ -44,7 +44,7 @@ def cumulative_backward(
         loss.backward()
         total, done = total + loss.detach(), end
     nothing = torch.empty(0, dtype=torch.int64, device=total.device)
-    return Outcome(nothing, nothing, nothing, nothing, total)
+    return GradedElements(nothing, nothing, nothing, nothing, total)
 
 
 def _context(elements: Elements, size: int, done: int, end: int) -> Elements:
@@ -56,7 +56,7 @@ def _context(elements: Elements, size: int, done: int, end: int) -> Elements:
 
 
 def _one_pass(
-    step: Step, batch: Batch, states: TargetStates, elements: Elements, size: int
+    step: TrainingStep, batch: Batch, states: TargetStates, elements: Elements, size: int
 ) -> Tensor:
     """The head's output at the elements: depth 0 of `size` positions first, then deeper ones."""
     drafter = step.drafter

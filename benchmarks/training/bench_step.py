@@ -35,10 +35,10 @@ from peagle.training.config import MethodSection
 from peagle.training.data import ResponseDataset
 from peagle.training.element_attention import dense_attention, flex_attention
 from peagle.training.features import TargetStates
-from peagle.training.methods import Method
-from peagle.training.moving import moved, pinned
 from peagle.training.objective import Objective
-from peagle.training.step import Step
+from peagle.training.step import TrainingStep
+from peagle.training.tensor_maps import moved, pinned
+from peagle.training.training_methods import TrainingMethod
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -149,13 +149,15 @@ class Stopwatch:
         return made
 
 
-def make_step(options: argparse.Namespace, head: Drafter, target: Any, segments: int) -> Step:
+def make_step(
+    options: argparse.Namespace, head: Drafter, target: Any, segments: int
+) -> TrainingStep:
     section = MethodSection(depth=options.depth, cod_ratio=options.ratio, cod_floor=options.floor)  # type: ignore[call-arg]
     make = Stopwatch(flex_attention if CUDA else dense_attention)
-    method = Method(section, make, flex=CUDA, recompute=options.recompute, compiled=CUDA)
+    method = TrainingMethod(section, make, flex=CUDA, recompute=options.recompute, compiled=CUDA)
     chunk = options.loss_chunk_rows or None
     objective = Objective(head, target, section, chunk, whole_vocabulary=False)
-    return Step(head, method, objective, objective, segments)
+    return TrainingStep(head, method, objective, objective, segments)
 
 
 def synchronize() -> None:
@@ -202,7 +204,7 @@ def mask_share(run: Callable[[int], Callable[[], float]], masks: Any) -> float:
     return round(masks.seconds / (time.perf_counter() - started), 5)
 
 
-def layout_seconds(step: Step, batch: Batch) -> float:
+def layout_seconds(step: TrainingStep, batch: Batch) -> float:
     """Choosing, splitting and sorting the elements and listing the masks' blocks, on the host."""
     seconds = []
     for seed in range(5):
@@ -213,7 +215,7 @@ def layout_seconds(step: Step, batch: Batch) -> float:
 
 
 def run_once(
-    step: Step, backward: Any, batch: Batch, states: TargetStates, seed: int
+    step: TrainingStep, backward: Any, batch: Batch, states: TargetStates, seed: int
 ) -> Callable[[], float]:
     """A step whose elements are drawn already, as the trainer's loader does it ahead."""
     generator = torch.Generator().manual_seed(seed)

@@ -19,7 +19,7 @@ from jobs import Job
 from peagle.evaluation.acceptance_file import read_acceptance
 from peagle.evaluation.eval_run import provenance
 from peagle.evaluation.report import write_report
-from peagle.evaluation.sweep import LOG_NAME, Cell
+from peagle.evaluation.sweep import LOG_NAME, SweepPoint
 from peagle.evaluation.throughput import FORMAT_VERSION, summarize
 from peagle.models.checkpoint.files import write_json
 
@@ -137,7 +137,7 @@ def merged_acceptance(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**first, "provenance": who, "entries": entries}
 
 
-Records = list[tuple[Cell, int, dict[str, Any]]]
+Records = list[tuple[SweepPoint, int, dict[str, Any]]]
 
 
 def _read_sweep(path: Path) -> tuple[dict[str, Any], Records]:
@@ -145,7 +145,9 @@ def _read_sweep(path: Path) -> tuple[dict[str, Any], Records]:
     whole = path.read_text(encoding="utf-8").rpartition("\n")[0]
     head, *lines = map(json.loads, whole.split("\n"))
     pairs = [(line["key"], line["value"]) for line in lines]
-    return head["settings"], [(Cell(**key["cell"]), key["repeat"], value) for key, value in pairs]
+    return head["settings"], [
+        (SweepPoint(**key["cell"]), key["repeat"], value) for key, value in pairs
+    ]
 
 
 def merged_throughput(
@@ -157,7 +159,7 @@ def merged_throughput(
         sweeps: settings and measurements of each; they differ in sets and concurrency.
         who: provenance of the whole.
     """
-    measured: dict[Cell, list[dict[str, Any]]] = {}
+    measured: dict[SweepPoint, list[dict[str, Any]]] = {}
     shared = {name: sweeps[0][0].get(name) for name in _SHARED}
     sets: dict[str, int] = {}
     for settings, records in sweeps:
@@ -210,7 +212,7 @@ def pack(work: Path, out: Path) -> list[Path]:
     packed = [Path(shutil.copy(report / n, out)) for n in names if (report / n).exists()]
     pictures = sorted(report.glob("*.png"))
     records = [work / name for name in ("target_train.json", "responses.json", "steps.json")]
-    records += [work / h / n for h in HEADS for n in ("train.json", "metrics.jsonl", "curves.png")]
+    records += [work / h / n for h in HEADS for n in ("train.json", "metrics.jsonl")]
     records += [*sorted((work / "logs").glob("*.log")), *sorted(report.glob("*.json"))]
     for name, files in (("pictures", pictures), ("records", records)):
         with tarfile.open(out / f"{name}.tar.xz", "w:xz") as archive:

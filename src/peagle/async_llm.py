@@ -51,11 +51,6 @@ class AsyncLLM:
     """
 
     def __init__(self, target: str | Path | None = None, **options: Any) -> None:
-        if options.get("engine", "peagle") != "peagle":
-            raise UserError(
-                f"engine is {options['engine']!r}; AsyncLLM has its own only. Start a server with "
-                "peagle serve --engine vllm for many clients."
-            )
         self.llm = LLM(target, **options)
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._lock = threading.Lock()  # of the next three, which all threads write

@@ -34,10 +34,10 @@ from peagle.models.target import TargetModel, load_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ENGINES = ("peagle", "vllm")
 _ONE_PROCESS = "one process runs the whole model."
 # Arguments of vLLM's LLM that are taken with these values only, and why.
 _NEUTRAL_OPTIONS: dict[str, tuple[object, str]] = {
+    "engine": ("peagle", "peagle serve --engine vllm starts vLLM."),
     "tensor_parallel_size": (1, _ONE_PROCESS),
     "pipeline_parallel_size": (1, _ONE_PROCESS),
     "data_parallel_size": (1, _ONE_PROCESS),
@@ -108,23 +108,12 @@ class LLM:
             form; None decodes plainly.
         model: a target already loaded, in place of `target`; or what `target` takes, under the name
             that other engines have for it.
-        engine: "peagle", or "vllm", with the arguments of `peagle.vllm_llm.VllmLLM`.
         **engine_options: fields of EngineConfig, None for the default; and arguments of vLLM's LLM,
             where they ask for what happens here anyway (`tensor_parallel_size=1`).
 
     Raises:
         UserError: a folder, a hub id, a head or an option is not usable.
     """
-
-    def __new__(cls, *_: Any, engine: str = "peagle", **__: Any) -> LLM:
-        """An LLM on the engine named."""
-        if engine not in ENGINES:
-            raise UserError(f"engine is {engine!r}; expected one of {', '.join(ENGINES)}.")
-        if engine == "vllm" and cls is LLM:
-            from peagle.vllm_llm import VllmLLM
-
-            return object.__new__(VllmLLM)
-        return object.__new__(cls)
 
     def __init__(
         self,
@@ -133,7 +122,6 @@ class LLM:
         revision: str | None = None,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
         model: TargetModel | str | Path | None = None,
-        engine: str = "peagle",
         **engine_options: Any,
     ) -> None:
         config = _engine_config(engine_options, model if target is None else target)

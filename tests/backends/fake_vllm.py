@@ -133,115 +133,6 @@ print("INFO ready", flush=True)
 server.serve_forever()
 '''
 
-PACKAGE = '''
-import json, os
-from types import SimpleNamespace
-
-class SamplingParams:
-    def __init__(self, **given):
-        if given.get("temperature", 0) < 0:
-            raise ValueError("temperature is below 0")
-        vars(self).update(given)
-
-class Metric:
-    def __init__(self, name, value):
-        self.name = name
-        setattr(self, "values" if isinstance(value, list) else "value", value)
-
-class Engine:
-    """Adds 1 to the last token at every step; a step gives 1 token, then up to K + 1."""
-
-    def __init__(self, arguments):
-        self.drafting = arguments.get("speculative_config")
-        self.k = self.drafting["num_speculative_tokens"] if self.drafting else 0
-        told = dict(self.drafting or {})
-        told["parallel_drafting"] = told.get("parallel_drafting", False)
-        if os.environ.get("FAKE_VLLM") == "not told":
-            told["parallel_drafting"] = False
-        spec = SimpleNamespace(**told) if self.drafting else None
-        self.vllm_config = SimpleNamespace(
-            speculative_config=spec, use_v2_model_runner=False,
-            model_config=SimpleNamespace(max_model_len=arguments.get("max_model_len", 2048)))
-        self.requests, self.log = {}, []
-        self.drafts = self.accepted = 0
-        self.per_pos = [0] * self.k
-
-    def add_request(self, name, prompt, params):
-        ids = prompt["prompt_token_ids"] if isinstance(prompt, dict) else [ord(c) for c in prompt]
-        if len(ids) > self.vllm_config.model_config.max_model_len:
-            raise ValueError("the prompt is too long")
-        self.requests[name] = (ids, params, [])
-
-    def has_unfinished_requests(self):
-        return bool(self.requests)
-
-    def abort_request(self, names):
-        for name in names:
-            self.requests.pop(name, None)
-
-    def step(self):
-        if os.environ.get("FAKE_VLLM") == "dies":
-            os._exit(7)
-        outputs = []
-        for name, (ids, params, out) in list(self.requests.items()):
-            new = 1
-            if out and self.k:
-                drafts = os.environ.get("FAKE_VLLM") != "no drafts"
-                accepted = max(self.drafts % (self.k + 1), min(2, self.k)) if drafts else 0
-                if drafts:
-                    self.drafts += 1
-                    self.accepted += accepted
-                    for at in range(accepted):
-                        self.per_pos[at] += 1
-                new += accepted
-            new = min(new, params.max_tokens - len(out))
-            last = (ids + out)[-1]
-            tokens = [(last + i) % 1000 for i in range(1, new + 1)]
-            out += tokens
-            finished = len(out) == params.max_tokens
-            logprobs = None
-            if getattr(params, "logprobs", None) is not None:
-                logprobs = [{0: SimpleNamespace(logprob=-0.5, rank=1),
-                             t: SimpleNamespace(logprob=float("-inf"), rank=2)} for t in tokens]
-            one = SimpleNamespace(index=0, text="".join(f"<{t}>" for t in tokens), token_ids=tokens,
-                                  finish_reason="length" if finished else None, logprobs=logprobs)
-            outputs.append(SimpleNamespace(request_id=name, outputs=[one], finished=finished,
-                num_cached_tokens=2, prompt_token_ids=ids, prompt_logprobs=None))
-            if finished:
-                del self.requests[name]
-        return outputs
-
-class LLM:
-    def __init__(self, **arguments):
-        if os.environ.get("FAKE_VLLM") == "crash":
-            raise ValueError("no such architecture")
-        print("noise on standard output", flush=True)
-        with open(os.environ.get("FAKE_VLLM_ARGUMENTS", os.devnull), "w") as file:
-            json.dump(arguments, file)
-        self.llm_engine = Engine(arguments)
-
-    def get_metrics(self):
-        engine = self.llm_engine
-        if not engine.k:
-            return []
-        return [Metric("vllm:spec_decode_num_drafts", engine.drafts),
-                Metric("vllm:spec_decode_num_draft_tokens", engine.drafts * engine.k),
-                Metric("vllm:spec_decode_num_accepted_tokens", engine.accepted),
-                Metric("vllm:spec_decode_num_accepted_tokens_per_pos", engine.per_pos),
-                Metric("vllm:generation_tokens", 5)]
-'''
-
-PARAMS = """
-from enum import Enum
-
-class RequestOutputKind(Enum):
-    DELTA = 1
-
-class StructuredOutputsParams:
-    def __init__(self, **given):
-        vars(self).update(given)
-"""
-
 
 def install(
     folder: Path, version: str = "0.32.0", *, name: str = "vllm", cpu: bool = False
@@ -249,9 +140,8 @@ def install(
     """Write the package and the python that has it; that python's path."""
     site = folder / "site"
     files = {
-        "vllm/__init__.py": PACKAGE,
+        "vllm/__init__.py": "",
         "vllm/_version.py": f"__version__ = version = '{version}'\n",
-        "vllm/sampling_params.py": PARAMS,
         "vllm/entrypoints/__init__.py": "",
         "vllm/entrypoints/openai/__init__.py": "",
         "vllm/entrypoints/openai/api_server.py": SERVER,

@@ -177,7 +177,7 @@ def test_environment(gpu, cpu, monkeypatch):
 def test_nothing_else_lies_where_vllm_imports_from():
     """A module called server or command there would shadow one of vLLM's environment."""
     names = {path.stem for path in INSIDE.glob("*.py")}
-    assert names == {"peagle", "peagle_vllm_worker"}
+    assert names == {"peagle"}
 
 
 characters = st.characters(min_codepoint=33, max_codepoint=126)

@@ -13,8 +13,8 @@ from peagle import LLM, SamplingParams
 from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET, expand_bundled
 from peagle.cli import data_prepare, serve
 from peagle.cli.flags import Given
-from peagle.cli.plan import Plan
 from peagle.cli.settings import Setting
+from peagle.cli.setup import Setup
 from peagle.config import SpeculativeConfig
 from peagle.deploy.models import source_of
 from peagle.models.loading import resolve_model, with_local_head
@@ -71,7 +71,7 @@ def test_llm_takes_the_names() -> None:
 
 def test_the_named_target_has_its_head_as_the_default_has(peagle: Peagle) -> None:
     default, named = shown(peagle), shown(peagle, "--target", "bundled")
-    assert named["target"] == {"value": str(BUNDLED_TARGET), "source": "--target"}
+    assert named["target"] == str(BUNDLED_TARGET)
     assert named["speculative"] == default["speculative"]
     plain, drafted = (
         peagle("generate", *SHORT, *more)
@@ -98,13 +98,13 @@ def test_variables_and_files_take_the_names(
     for name, folder in (("bundled", BUNDLED_TARGET), ("./bundled", tmp_path / "./bundled")):
         file.write_text(f'target = "{name}"\n[speculative]\nmodel = "bundled"\n')
         found = shown(peagle, "--config", file)
-        assert Path(found["target"]["value"]) == Path(folder)
-        assert found["speculative"]["model"]["value"] == "bundled"
+        assert Path(found["target"]) == Path(folder)
+        assert found["speculative"]["model"] == "bundled"
     monkeypatch.setenv("PEAGLE_TARGET", "bundled")
     monkeypatch.setenv("PEAGLE_SPECULATIVE_CONFIG", '{"model": "bundled-eagle3"}')
     found = shown(peagle)
-    assert found["target"] == {"value": str(BUNDLED_TARGET), "source": "PEAGLE_TARGET"}
-    assert found["speculative"]["model"]["value"] == "bundled-eagle3"
+    assert found["target"] == str(BUNDLED_TARGET)
+    assert found["speculative"]["model"] == "bundled-eagle3"
 
 
 def test_training_takes_the_names(tmp_path: Path) -> None:
@@ -145,8 +145,8 @@ def test_the_demo_takes_the_names(peagle: Peagle) -> None:
 
 
 def test_the_server_takes_the_names() -> None:
-    plan = Plan.of(Given(target=Setting("bundled", "MODEL")))
-    default, default_name = serve._spec(Plan.of(Given()), ServerConfig(), None)
+    plan = Setup.of(Given(target=Setting("bundled", "MODEL")))
+    default, default_name = serve._spec(Setup.of(Given()), ServerConfig(), None)
     spec, name = serve._spec(plan, ServerConfig(), "bundled")
     assert (spec, name) == (default, default_name)
     assert sorted(spec.proposers) == ["eagle3", "peagle"]

@@ -118,8 +118,8 @@ def test_the_commands_it_prints_are_understood(peagle: Peagle, tmp_path: Path) -
         shown = peagle(*native, "--show-config")
         assert shown.status == 0, shown.err
         settings = json.loads(shown.out)
-        assert settings["target"]["value"] == listed["target"]
-        length = settings["engine"]["max_model_len"]["value"]
+        assert settings["target"] == listed["target"]
+        length = settings["engine"]["max_model_len"]
         assert length == int(listed["vllm_flags"]["max-model-len"])
         assert [word for word in engine if word not in ("--engine", "vllm")] == native
 

@@ -61,15 +61,18 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def settings(result: Result) -> dict[str, tuple[Any, str]]:
-    """Value and source by dotted key, of what `--show-config` printed; without the defaults."""
+def settings(result: Result) -> dict[str, Any]:
+    """Values by dotted key, of what `--show-config` printed; without nulls and defaults."""
     assert (result.status, result.err) == (0, "")
-    found = {}
+    found: dict[str, Any] = {}
     for name, value in json.loads(result.out).items():
-        if name != "format_version":
-            items = {"": value} if "source" in value else value
-            found |= {f"{name}.{key}".rstrip("."): one for key, one in items.items()}
-    return {k: (v["value"], v["source"]) for k, v in found.items() if v["source"] != "default"}
+        if name in DEFAULTS and value is not None:
+            default = json.loads(json.dumps(asdict(DEFAULTS[name]))) | {"method": None}
+            default |= {"logit_bias": {}}
+            found |= {f"{name}.{key}": one for key, one in value.items() if one != default[key]}
+        elif name != "format_version":
+            found[name] = value
+    return {key: value for key, value in found.items() if value is not None}
 
 
 # ---- layers ---------------------------------------------------------------------------------
@@ -81,18 +84,18 @@ def test_the_higher_layer_wins(peagle: Peagle, file: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PEAGLE_KV_CACHE_GIB", "0.5")
     call = ("generate", "--config", file, "--show-config", "--dtype", "auto", "-k", 3)
     assert settings(peagle(*call, "--max-new-tokens", 9)) == {
-        "target": ("org/file", str(file)),
-        "revision": ("v1", str(file)),
-        "speculative.model": ("org/file-head", f"{file} [speculative]"),
-        "speculative.revision": ("h1", f"{file} [speculative]"),
-        "speculative.num_speculative_tokens": (3, "--num-speculative-tokens"),
-        "engine.dtype": ("auto", "--dtype"),
-        "engine.max_num_seqs": (4, "PEAGLE_MAX_NUM_SEQS"),
-        "engine.kv_cache_gib": (0.5, "PEAGLE_KV_CACHE_GIB"),
-        "engine.seed": (3, f"{file} [engine]"),
-        "sampling.max_tokens": (9, "--max-new-tokens"),
-        "sampling.temperature": (0.5, f"{file} [sampling]"),
-        "sampling.stop_token_ids": ([7], f"{file} [sampling]"),
+        "target": "org/file",
+        "revision": "v1",
+        "speculative.method": "eagle3",
+        "speculative.model": "org/file-head",
+        "speculative.revision": "h1",
+        "speculative.num_speculative_tokens": 3,
+        "engine.max_num_seqs": 4,
+        "engine.kv_cache_gib": 0.5,
+        "engine.seed": 3,
+        "sampling.max_tokens": 9,
+        "sampling.temperature": 0.5,
+        "sampling.stop_token_ids": [7],
     }
 
 
@@ -100,39 +103,32 @@ def test_every_setting_is_shown_with_the_default_of_its_configuration(peagle: Pe
     result = peagle("generate", "--target", "org/x", "--method", "ngram", "--show-config")
     data = json.loads(result.out)
     assert set(data) == {"format_version", "target", "revision", *DEFAULTS}
-    assert data["speculative"].pop("method") == {"value": "ngram", "source": "--method"}
     for name, config in DEFAULTS.items():
         expected = json.loads(json.dumps(asdict(config)))
-        expected.pop("method", None)
         expected |= {"logit_bias": {}} if name == "sampling" else {}
-        assert {key: one["value"] for key, one in data[name].items()} == expected
-        assert {one["source"] for one in data[name].values()} == {"default"}
+        assert data[name] == expected
 
 
 def test_a_whole_speculative_configuration_leaves_nothing_of_another(
     peagle: Peagle, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def speculative(*flags: object) -> dict[str, tuple[Any, str]]:
+    def speculative(*flags: object) -> dict[str, Any]:
         found = settings(peagle("generate", "--config", file, "--show-config", *flags))
         keys = [key for key in found if key.startswith("speculative")]
         return {key.partition(".")[2]: found[key] for key in keys}
 
     monkeypatch.setenv("PEAGLE_SPECULATIVE_CONFIG", JSON_CONFIG)
-    variable = "PEAGLE_SPECULATIVE_CONFIG"
-    whole = {
-        "method": ("eagle3", variable),
-        "model": ("org/json-head", variable),
-        "num_speculative_tokens": (2, variable),
-    }
+    whole = {"method": "eagle3", "model": "org/json-head", "num_speculative_tokens": 2}
     assert speculative() == whole
-    one = {"num_speculative_tokens": (4, "--num-speculative-tokens")}
+    one = {"num_speculative_tokens": 4}
     assert speculative("-k", 4) == whole | one
     flag = '{"model": "org/flag-head", "draft_sample_method": "probabilistic"}'
     assert speculative("--speculative-config", flag) == {
-        "model": ("org/flag-head", "--speculative-config"),
-        "draft_sampling": ("probabilistic", "--speculative-config"),
+        "method": "eagle3",
+        "model": "org/flag-head",
+        "draft_sampling": "probabilistic",
     }
-    assert speculative("--no-speculation") == {"": (None, "--no-speculation")}
+    assert speculative("--no-speculation") == {}
 
 
 def test_a_name_takes_its_revision_along(
@@ -141,7 +137,7 @@ def test_a_name_takes_its_revision_along(
     def found(*flags: object) -> list[Any]:
         result = settings(peagle("generate", "--config", file, "--show-config", *flags))
         keys = ("target", "revision", "speculative.model", "speculative.revision")
-        return [result[key][0] if key in result else None for key in keys]
+        return [result.get(key) for key in keys]
 
     assert found() == ["org/file", "v1", "org/file-head", "h1"]
     assert found("--target", "org/x") == ["org/x", None, "org/file-head", "h1"]
@@ -162,11 +158,11 @@ def test_paths_in_a_file_are_relative_to_it(
     path = tmp_path / "models" / "peagle.toml"
     path.write_text('target = "./org/target"\nspeculative.model = "head"')
     found = settings(peagle("generate", "--config", path, "--show-config"))
-    assert Path(found["target"][0]) == tmp_path / "models" / "org" / "target"
-    assert Path(found["speculative.model"][0]) == tmp_path / "models" / "head"
+    assert Path(found["target"]) == tmp_path / "models" / "org" / "target"
+    assert Path(found["speculative.model"]) == tmp_path / "models" / "head"
     monkeypatch.chdir(path.parent)
     found = settings(peagle("generate", "--config", "peagle.toml", "--show-config"))
-    assert found["target"][0].startswith("./"), "a hub id otherwise"
+    assert found["target"].startswith("./"), "a hub id otherwise"
 
 
 def test_the_bundled_pair_is_the_default(
@@ -175,12 +171,12 @@ def test_the_bundled_pair_is_the_default(
     monkeypatch.setitem(FOLDERS["target"], BUNDLED, pair.target)
     monkeypatch.setitem(FOLDERS["draft"], BUNDLED, pair.peagle)
     data = json.loads(peagle("generate", "--show-config").out)
-    assert data["target"] == {"value": str(pair.target), "source": "default"}
-    assert data["speculative"]["model"] == {"value": str(pair.peagle), "source": "default"}
+    assert data["target"] == str(pair.target)
+    assert data["speculative"]["model"] == str(pair.peagle)
     data = json.loads(peagle("generate", "--show-config", "-k", 3).out)
-    assert data["speculative"]["model"]["value"] == str(pair.peagle)
+    assert data["speculative"]["model"] == str(pair.peagle)
     data = json.loads(peagle("generate", "--show-config", "--target", "org/x").out)
-    assert data["speculative"] == {"value": None, "source": "default"}
+    assert data["speculative"] is None
 
 
 def test_foreign_and_empty_variables_are_left_alone(
@@ -203,7 +199,7 @@ def test_show_config_needs_neither_torch_nor_a_hub(file: Path) -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True)
     assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["target"]["value"] == "org/file"
+    assert json.loads(result.stdout)["target"] == "org/file"
 
 
 def test_a_run_uses_what_is_shown(

@@ -18,7 +18,7 @@ import pytest
 from peagle.cli.chat_screen import TextScreen
 from peagle.cli.conversation import Conversation
 from peagle.cli.remote import RemoteModel, ReportedPiece
-from peagle.cli.remote_server import Server
+from peagle.cli.remote_server import RemoteServer
 from peagle.cli.terminal import interrupt_asks
 from peagle.errors import UserError
 from tests.cli.conftest import Peagle, Result
@@ -271,7 +271,7 @@ def test_json_facts(chat: Chat) -> None:
 
 
 def test_pieces_carry_what_was_accepted(fake: Fake) -> None:
-    model = RemoteModel(Server(fake.url))
+    model = RemoteModel(RemoteServer(fake.url))
     pieces = [p for p in Conversation(model).say("hello") if isinstance(p, ReportedPiece)]
     assert [p.text for p in pieces] == ["hm", "def f", "():"]
     assert pieces[1].tokens == (("def", True), (" f", False))
@@ -296,7 +296,7 @@ def test_accepted_tokens_stand_out_on_a_terminal(monkeypatch: pytest.MonkeyPatch
 
 def test_counts_until_the_usage_comes(fake: Fake) -> None:
     fake.stream = [*ANSWER[:3], 30]
-    talk = Conversation(RemoteModel(Server(fake.url)))
+    talk = Conversation(RemoteModel(RemoteServer(fake.url)))
     pieces = talk.say("hello", lambda: len(seen) == 3)
     seen: list[Any] = []
     for piece in pieces:
@@ -313,7 +313,7 @@ def test_counts_until_the_usage_comes(fake: Fake) -> None:
 
 def test_ctrl_c_closes_the_connection_while_the_server_is_silent(fake: Fake) -> None:
     fake.stream = [chunk("one"), 30]
-    talk = Conversation(RemoteModel(Server(fake.url)))
+    talk = Conversation(RemoteModel(RemoteServer(fake.url)))
     start = time.monotonic()
     with interrupt_asks() as stopped:
         for piece in talk.say("hello", stopped):
@@ -408,7 +408,7 @@ def test_answers_that_fail(
 
 
 def test_a_failed_answer_leaves_the_conversation_as_it_was(fake: Fake) -> None:
-    talk = Conversation(RemoteModel(Server(fake.url)))
+    talk = Conversation(RemoteModel(RemoteServer(fake.url)))
     list(talk.say("one"))
     before = list(talk.messages)
     fake.stream = [chunk("half")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,16 @@ import pytest
 
 from peagle.cli.generate import _in_order
 from peagle.cli.options import OutputFormat
+from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.evaluation.prompts import Prompt
 from tests.cli.conftest import Pair, Peagle, Result
 
 SCHEMA = "{}"
+DEFAULTS = {
+    "engine": EngineConfig(),
+    "speculative": SpeculativeConfig(model="org/h"),
+    "sampling": SamplingParams(),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -24,15 +31,13 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-def shown(result: Result, section: str = "sampling") -> dict[str, tuple[Any, str]]:
-    """Values with their sources that are not defaults."""
+def shown(result: Result, section: str = "sampling") -> dict[str, Any]:
+    """Values that are not defaults."""
     assert (result.status, result.err) == (0, "")
+    defaults = json.loads(json.dumps(asdict(DEFAULTS[section])))
+    defaults |= {"logit_bias": {}} if section == "sampling" else {}
     values = json.loads(result.out)[section]
-    return {
-        key: (one["value"], one["source"])
-        for key, one in values.items()
-        if one["source"] != "default"
-    }
+    return {key: value for key, value in values.items() if value != defaults[key]}
 
 
 # ---- what is set ----------------------------------------------------------------------------
@@ -73,12 +78,12 @@ def shown(result: Result, section: str = "sampling") -> dict[str, tuple[Any, str
 )
 def test_a_flag_sets_its_parameter(peagle: Peagle, flags: list[str], key: str, value: Any) -> None:
     result = peagle("generate", "--target", "org/x", "--show-config", *flags)
-    assert shown(result) == {key: (value, flags[0])}
+    assert shown(result) == {key: value}
 
 
 def test_a_number_of_outputs(peagle: Peagle) -> None:
     call = ("generate", "--target", "org/x", "--show-config", "--n", 3, "--temperature", 1)
-    assert shown(peagle(*call)) == {"n": (3, "--n"), "temperature": (1.0, "--temperature")}
+    assert shown(peagle(*call)) == {"n": 3, "temperature": 1.0}
 
 
 def test_structures_from_files(peagle: Peagle, tmp_path: Path) -> None:
@@ -91,7 +96,7 @@ def test_structures_from_files(peagle: Peagle, tmp_path: Path) -> None:
         ("--ebnf", grammar, "ebnf"),
     ):
         value = {"kind": kind, "source": file.read_text(), "compact": False}
-        assert shown(peagle(*call, flag, file)) == {"structured_output": (value, flag)}
+        assert shown(peagle(*call, flag, file)) == {"structured_output": value}
 
 
 def test_engine_and_draft_flags(peagle: Peagle) -> None:
@@ -100,20 +105,20 @@ def test_engine_and_draft_flags(peagle: Peagle) -> None:
     sizes += ("--gpu-memory-utilization", 0.6)
     result = peagle(*call, *sizes, "--no-prefix-caching", "--draft-max-len", 48)
     assert shown(result, "engine") == {
-        "max_model_len": (64, "--max-model-len"),
-        "max_num_batched_tokens": (32, "--max-num-batched-tokens"),
-        "kv_cache_gib": (0.5, "--kv-cache-gib"),
-        "gpu_memory_utilization": (0.6, "--gpu-memory-utilization"),
-        "enable_prefix_caching": (False, "--no-prefix-caching"),
+        "max_model_len": 64,
+        "max_num_batched_tokens": 32,
+        "kv_cache_gib": 0.5,
+        "gpu_memory_utilization": 0.6,
+        "enable_prefix_caching": False,
     }
-    assert shown(result, "speculative")["max_model_len"] == (48, "--draft-max-len")
+    assert shown(result, "speculative")["max_model_len"] == 48
 
 
 def test_a_limit_of_one_head_is_not_that_of_another(peagle: Peagle, tmp_path: Path) -> None:
     path = tmp_path / "peagle.toml"
     path.write_text('target = "org/x"\nspeculative = { model = "org/h", max_model_len = 9 }')
     call = ("generate", "--config", path, "--show-config")
-    assert shown(peagle(*call), "speculative")["max_model_len"][0] == 9
+    assert shown(peagle(*call), "speculative")["max_model_len"] == 9
     assert "max_model_len" not in shown(peagle(*call, "--draft", "org/i"), "speculative")
     assert "max_model_len" not in shown(peagle(*call, "--method", "ngram"), "speculative")
 
@@ -130,26 +135,25 @@ def test_a_file_and_a_variable_set_them_too(
         'structured_output = { kind = "json_schema", source = {} }\n'
     )
     call = ("generate", "--config", path, "--show-config")
-    source = f"{path} [sampling]"
     in_file = {
-        "min_p": (0.2, source),
-        "logit_bias": ({"42": -5.0, "43": "-inf"}, source),
-        "structured_output": ({"kind": "json_schema", "source": SCHEMA, "compact": False}, source),
+        "min_p": 0.2,
+        "logit_bias": {"42": -5.0, "43": "-inf"},
+        "structured_output": {"kind": "json_schema", "source": SCHEMA, "compact": False},
     }
     assert shown(peagle(*call)) == in_file
     variable = '{"min_p": 0.3, "structured_output": {"kind": "json"}, "logit_bias": {"1": 2}}'
     monkeypatch.setenv("PEAGLE_SAMPLING", variable)
     monkeypatch.setenv("PEAGLE_ENABLE_PREFIX_CACHING", "false")
     expected = in_file | {
-        "min_p": (0.3, "PEAGLE_SAMPLING"),
-        "logit_bias": ({"1": 2.0}, "PEAGLE_SAMPLING"),
-        "structured_output": ({"kind": "regex", "source": "a+", "compact": False}, "--regex"),
+        "min_p": 0.3,
+        "logit_bias": {"1": 2.0},
+        "structured_output": {"kind": "regex", "source": "a+", "compact": False},
     }
     result = peagle(*call, "--regex", "a+")
     assert shown(result) == expected
     assert shown(result, "engine") == {
-        "enable_prefix_caching": (False, "PEAGLE_ENABLE_PREFIX_CACHING"),
-        "max_num_batched_tokens": (99, f"{path} [engine]"),
+        "enable_prefix_caching": False,
+        "max_num_batched_tokens": 99,
     }
 
 

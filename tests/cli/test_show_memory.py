@@ -13,10 +13,10 @@ import torch
 
 from peagle import EngineConfig
 from peagle.cli.flags import Given
-from peagle.cli.plan import Plan
 from peagle.cli.settings import Setting
+from peagle.cli.setup import Setup
 from peagle.engine import LLMEngine
-from peagle.engine.memory import MemoryPlan, make_memory_plan
+from peagle.engine.memory_plan import MemoryPlan, make_memory_plan
 from peagle.models.target import TargetModel
 from tests.cli.conftest import Pair, Peagle
 from tests.test_llm_chat import TEMPLATE
@@ -73,7 +73,7 @@ def test_in_a_conversation(
 def test_settings_are_shown_without_it(peagle: Peagle) -> None:
     result = peagle("generate", "--target", "org/x", "--show-config", "--show-memory")
     assert (result.status, result.err) == (0, "")
-    assert json.loads(result.out)["engine"]["gpu_memory_utilization"]["value"] == 0.9
+    assert json.loads(result.out)["engine"]["gpu_memory_utilization"] == 0.9
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_card_needs_no_flag(
         return SimpleNamespace(target=target, engine=SimpleNamespace(memory_plan=memory_plan))
 
     monkeypatch.setattr("peagle.llm.LLM", load)
-    Plan.of(Given({flag: Setting(True, f"--{flag}") for flag in flags})).load()
+    Setup.of(Given({flag: Setting(True, f"--{flag}") for flag in flags})).load()
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == (f"{memory_plan}\n" if is_shown else "")

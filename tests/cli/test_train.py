@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from peagle.training import history
 from tests.cli.conftest import Peagle
 from tests.conftest import VOCAB_SIZE
 
@@ -78,8 +77,6 @@ def test_json_progress_and_the_head(peagle: Peagle, config: Path) -> None:
 def test_text_progress_names_everything(
     peagle: Peagle, config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The run above draws; a picture takes longer than these steps.
-    monkeypatch.setattr(history, "draw_curves", lambda *_: True)
     monkeypatch.chdir(config.parent)
     pruned = ["--set", "head.draft_vocab_size=100"]
     done = peagle("train", config, "--output", "run/../other", *pruned)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from peagle.training import plan as plans
+from peagle.training import training_plan as plans
 from tests.cli.conftest import Peagle
 from tests.conftest import VOCAB_SIZE, make_target_folder
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from peagle.cli.train_view import progress_text, result_text
-from peagle.training.reporting import Report
+from peagle.training.reporting import TrainingReport
 
-TRAIN = Report(
+TRAIN = TrainingReport(
     kind="train",
     step=20,
     steps=100,

@@ -14,8 +14,8 @@ from peagle.config import SpeculativeConfig
 from peagle.errors import UserError
 from peagle.evaluation.journal import Journal
 from peagle.evaluation.tuning.acceptance import AcceptanceByK
-from peagle.evaluation.tuning.machine import Cell, EngineMachine
-from peagle.evaluation.tuning.plan import Grid
+from peagle.evaluation.tuning.grid import Grid
+from peagle.evaluation.tuning.machine import CostPoint, EngineMachine
 from peagle.evaluation.tuning.tune import Tuned, measure_costs
 from tests.cli.conftest import Pair, Peagle
 from tests.evaluation.tuning_machines import RATES, SimulatedMachine, linear
@@ -50,7 +50,7 @@ def test_results_are_kept_and_not_measured_again(
     if (config := data["speculative_config"]["peagle"]) is not None:
         SpeculativeConfig.parse(config)
 
-    def fail(self: EngineMachine, cell: Cell) -> Any:
+    def fail(self: EngineMachine, cell: CostPoint) -> Any:
         raise AssertionError("measured again")
 
     monkeypatch.setattr(EngineMachine, "measure", fail)
@@ -70,7 +70,7 @@ def test_interrupted(
     measure = EngineMachine.measure
     left = 4
 
-    def interrupted(self: EngineMachine, cell: Cell) -> Any:
+    def interrupted(self: EngineMachine, cell: CostPoint) -> Any:
         nonlocal left
         left -= 1
         if left < 0:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from peagle.evaluation.sweep import Cell
+from peagle.evaluation.sweep import SweepPoint
 from peagle.evaluation.throughput import summarize
-from peagle.evaluation.timing import Objective
+from peagle.evaluation.timing import LatencyObjective
 
 # Concurrency -> tokens/s with drafts and without: the gain shrinks, and is none from 32 on.
 DRAFTING = {1: 100, 2: 190, 4: 360, 8: 640, 16: 1000, 32: 1200, 64: 1250}
@@ -39,11 +39,11 @@ def throughput(path: Path, *, k: int = 7, objective: str | None = None, sets=("c
     for set_name in sets:
         for c, speed in DRAFTING.items():
             slower = 1 if set_name == "code" else 0.7
-            cell = Cell("peagle", "./head", "peagle", k, c, set_name)
+            cell = SweepPoint("peagle", "./head", "peagle", k, c, set_name)
             cells[cell] = [figures(c, speed * slower)]
         for c, speed in PLAIN.items():
-            cells[Cell("plain", "", "peagle", 0, c, set_name)] = [figures(c, speed)]
-    tables = summarize(cells, Objective.parse(objective) if objective else None)
+            cells[SweepPoint("plain", "", "peagle", 0, c, set_name)] = [figures(c, speed)]
+    tables = summarize(cells, LatencyObjective.parse(objective) if objective else None)
     path.write_text(json.dumps({"format_version": 1, "provenance": {"target": "t"}, **tables}))
     return path
 

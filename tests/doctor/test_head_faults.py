@@ -10,7 +10,7 @@ import torch
 
 from peagle.bundled import BUNDLED_PEAGLE
 from peagle.doctor.examiner import Examiner
-from peagle.doctor.findings import Report
+from peagle.doctor.findings import Examination
 from peagle.doctor.questions import Style
 from peagle.doctor.served import EngineServing
 from peagle.models.checkpoint import convert_head
@@ -51,11 +51,11 @@ PAIRS = [
 ]
 
 
-def ids(report: Report) -> set[str]:
+def ids(report: Examination) -> set[str]:
     return {cause.id for cause in report.causes}
 
 
-def examine(examiner: Examiner, source: Path, folder: Path, *faults: Fault) -> Report:
+def examine(examiner: Examiner, source: Path, folder: Path, *faults: Fault) -> Examination:
     return examiner.examine(copy_head(source, folder, *faults))
 
 

@@ -11,7 +11,7 @@ from peagle.bundled import BUNDLED_PEAGLE
 from peagle.doctor.examiner import Examiner
 from peagle.doctor.faults import agreement
 from peagle.doctor.files import examine_files
-from peagle.doctor.findings import Report
+from peagle.doctor.findings import Examination
 from peagle.doctor.forward import drafted
 from peagle.doctor.served import EngineServing, Served
 from peagle.doctor.serving_side import examine_serving
@@ -29,17 +29,17 @@ HEAD = HEADS["pair2"]
 Sabotage = Callable[[pytest.MonkeyPatch], None]
 
 
-def serve(examiner: Examiner, change: Callable[[Served], Served] | None = None) -> Report:
+def serve(examiner: Examiner, change: Callable[[Served], Served] | None = None) -> Examination:
     """Examine the serving side alone; `change` makes counters of it all that is told."""
     files, head = examine_files(HEAD, examiner.target)
     assert head is not None
-    engine, report = EngineServing(examiner.target, HEAD, 6), Report()
+    engine, report = EngineServing(examiner.target, HEAD, 6), Examination()
     serving = engine if change is None else Counting(engine, change)
     examine_serving(serving, examiner, head, files, report)
     return report
 
 
-def named(report: Report) -> set[tuple[str, str]]:
+def named(report: Examination) -> set[tuple[str, str]]:
     return {(cause.id, cause.where) for cause in report.causes}
 
 

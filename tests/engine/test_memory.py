@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from peagle.config import EngineConfig, SamplingParams
-from peagle.engine import Sequence, memory
+from peagle.engine import Sequence
+from peagle.engine import memory_plan as memory
 from peagle.engine.block_manager import BlockManager
-from peagle.engine.memory import (
+from peagle.engine.memory_plan import (
     CPU_CACHE_GIB,
     GRAPH_BYTES,
     MemoryPlan,

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from peagle import LLM, SamplingParams
 from peagle.engine import Sequence
 from peagle.engine.depth import RESUME_AFTER, DepthPolicy
-from peagle.engine.features import FEATURES_KEPT, FeatureStore
+from peagle.engine.features import FEATURES_KEPT, FeatureRings
 from peagle.engine.graph_runner import graph_sizes
 from tests.engine.engines import PROMPTS, K, config_of, drive, make_llm, watch_drafts
 
@@ -147,7 +147,7 @@ def test_random_loads(target_folder: Path, heads: dict[bool, Path], name: str) -
 
 
 def test_rings_of_a_reserved_store_are_handed_out_and_taken_back() -> None:
-    store = FeatureStore()
+    store = FeatureRings()
     store.reserve(2, 3, torch.float32, torch.device("cpu"))
     some: list[Any] = [Sequence(i, [1], GREEDY, 0, frozenset()) for i in range(4)]
     rings = [store.open(s, 5) for s in some[:2]]

@@ -8,7 +8,7 @@ from peagle.engine import SpeculationStats
 from peagle.evaluation.acceptance import (
     Acceptance,
     Completion,
-    Step,
+    DecodedStep,
     conditional_acceptance,
     loop_start,
 )
@@ -21,7 +21,7 @@ def completion(token_ids: list[int], steps: list[tuple[int, int]]) -> Completion
     for drafted, accepted in steps:
         stats.record(drafted, accepted)
     output = RequestOutput("", token_ids, [1], "length", stats, 0.1)
-    return Completion(output, [Step(1, 0, 0), *(Step(a + 1, d, a) for d, a in steps)])
+    return Completion(output, [DecodedStep(1, 0, 0), *(DecodedStep(a + 1, d, a) for d, a in steps)])
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from peagle.evaluation.comparisons import compare_entries
 from peagle.evaluation.intervals import acceptance_intervals, paired_difference
 from peagle.evaluation.report import write_report
 from peagle.evaluation.report.advice import acceptance_advice, throughput_advice
-from peagle.evaluation.report.schema import AcceptanceFile, ThroughputFile
+from peagle.evaluation.report.schema import AcceptanceRecord, ThroughputFile
 from peagle.evaluation.training_record import TrainingRecord
 from tests.evaluation.report_samples import make_cell, make_slice, provenance, write
 
@@ -86,7 +86,7 @@ def counts(accepted: int, steps: int = 10) -> dict[str, list[int]]:
 def advice(*entries: dict[str, Any]) -> str:
     data = {"provenance": provenance("peagle eval"), "entries": list(entries)}
     data["comparisons"] = compare_entries(list(entries))
-    return acceptance_advice(AcceptanceFile.model_validate(json.loads(json.dumps(data))))
+    return acceptance_advice(AcceptanceRecord.model_validate(json.loads(json.dumps(data))))
 
 
 def test_better_worse_and_no_difference() -> None:

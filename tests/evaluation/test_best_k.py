@@ -18,7 +18,7 @@ from peagle.evaluation.report.advice import throughput_advice
 from peagle.evaluation.report.files import read_results
 from peagle.evaluation.report.schema import ThroughputFile
 from peagle.evaluation.report.series import Cast, best_cells
-from peagle.evaluation.sweep import Cell
+from peagle.evaluation.sweep import SweepPoint
 from peagle.evaluation.throughput import summarize
 from peagle.evaluation.tuning.schedule import k_at
 from tests.evaluation import report_samples
@@ -37,11 +37,11 @@ def figures(speed: float) -> dict[str, object]:
     }
 
 
-def measured(rng: random.Random) -> dict[Cell, list[dict[str, object]]]:
+def measured(rng: random.Random) -> dict[SweepPoint, list[dict[str, object]]]:
     """A sweep of random speeds, of which many tie."""
     arms = [("plain", 0), *(("eagle3", k) for k in KS), *(("peagle", k) for k in KS)]
     return {
-        Cell(method, "", "peagle", k, load, "humaneval"): [
+        SweepPoint(method, "", "peagle", k, load, "humaneval"): [
             figures(rng.choice((90, 100, 104, 110, 130)) * load + rng.randint(0, 6))
             for _ in range(2)
         ]

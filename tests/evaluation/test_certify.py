@@ -15,12 +15,12 @@ from peagle import SamplingParams
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.errors import UserError
 from peagle.evaluation.certify import Certificate, Options, run
-from peagle.evaluation.certify.certificate import Cell
+from peagle.evaluation.certify.certificate import CertifiedCase
 from peagle.evaluation.certify.matrix import Case, difference
 from peagle.evaluation.certify.reference import TargetReference, probabilities
 from peagle.evaluation.compare import load_target
+from peagle.evaluation.decoding_methods import DecodingMethod
 from peagle.evaluation.identity import Difference, Reference
-from peagle.evaluation.methods import Method
 from peagle.speculation import verification
 from peagle.speculation.verification import Verified
 from tests.speculation.test_verification import probabilities as textbook
@@ -45,14 +45,14 @@ SMALL: dict[str, Any] = {"prompts": 3, "matrix_prompts": 3, "max_new_tokens": 24
 
 
 @pytest.fixture(scope="module")
-def methods(head_folders: Callable[..., Path]) -> list[Method]:
+def methods(head_folders: Callable[..., Path]) -> list[DecodingMethod]:
     kinds = {"peagle": True, "eagle3": False}
-    return [Method(name, str(head_folders(parallel=kind))) for name, kind in kinds.items()]
+    return [DecodingMethod(name, str(head_folders(parallel=kind))) for name, kind in kinds.items()]
 
 
 @pytest.fixture
 def certify(
-    target_folder: Path, methods: list[Method], tmp_path: Path
+    target_folder: Path, methods: list[DecodingMethod], tmp_path: Path
 ) -> Callable[..., Certificate]:
     """certify(**options) runs it on the tiny pairs, in float64."""
     prompts = tmp_path / "prompts.jsonl"
@@ -153,7 +153,7 @@ def test_a_bias_of_sampling_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     options = Options(prompts=1, matrix_prompts=0, max_new_tokens=8, samples=200, sampled_prompts=1)
     # The bundled pair: its head's drafts are often nearly right.
     target = load_target(BUNDLED_TARGET, dtype="float32", device="cpu")
-    head = Method("peagle", str(BUNDLED_PEAGLE))
+    head = DecodingMethod("peagle", str(BUNDLED_PEAGLE))
     certificate = run(target, BUNDLED_TARGET, [head], 2, options=options)
     assert [cell.status for cell in certificate.identity] == ["passed"] * 3
     tests = certificate.distribution
@@ -169,7 +169,7 @@ def test_the_bundled_pair_passes() -> None:
     options = Options(
         prompts=2, matrix_prompts=0, max_new_tokens=24, samples=100, sampled_prompts=1
     )
-    head = Method("peagle", str(BUNDLED_PEAGLE))
+    head = DecodingMethod("peagle", str(BUNDLED_PEAGLE))
     certificate = run(target, BUNDLED_TARGET, [head], 3, options=options)
     assert certificate.passed, certificate.faults
     assert all(cell.num_accepted_tokens for cell in certificate.identity if cell.method != "plain")
@@ -195,10 +195,10 @@ def test_bad_options(wrong: dict[str, Any], message: str) -> None:
 
 
 def test_status_of_a_cell() -> None:
-    cell = Cell("f", "m", num_outputs=2)
+    cell = CertifiedCase("f", "m", num_outputs=2)
     near = Difference("p", 3, 1, 2, 1e-5, 1e-5)
     far = replace(near, gap=0.5)
-    assert Cell("f", "m").status == "not applicable"
+    assert CertifiedCase("f", "m").status == "not applicable"
     assert cell.status == "passed"
     assert replace(cell, differences=[near]).status == "near-ties"
     assert replace(cell, differences=[near, far]).status == "fault"

@@ -14,7 +14,7 @@ from peagle.config import SamplingParams
 from peagle.engine import SpeculationStats
 from peagle.errors import UserError
 from peagle.evaluation import http_client
-from peagle.evaluation.acceptance import Step
+from peagle.evaluation.acceptance import DecodedStep
 from peagle.evaluation.counters import read_counters
 from peagle.evaluation.decoding import Answer, Request
 from peagle.evaluation.endpoint import API_KEY_VARIABLES, EndpointBackend
@@ -137,7 +137,7 @@ def test_reports_of_our_server() -> None:
     facts = {"id": "m", "speculation": {"default": "p", "proposers": []}}
     answer, _ = ask(Script(models=[facts], report=True))
     drafted = [0, 4, 4, 4]
-    steps = [Step(count, k, count - 1) for count, k in zip(COUNTS, drafted, strict=True)]
+    steps = [DecodedStep(count, k, count - 1) for count, k in zip(COUNTS, drafted, strict=True)]
     assert answer.steps == steps
     assert answer.stats == SpeculationStats(3, 12, 3, [2, 1, 0, 0])
 

@@ -20,7 +20,7 @@ from evaluation.report_pages import Page, page_of, small, some
 from peagle.evaluation.report import write_report
 from peagle.evaluation.report.files import Results, read_results
 from peagle.evaluation.report.page import render
-from peagle.evaluation.report.schema import AcceptanceFile, ThroughputFile, TuneFile
+from peagle.evaluation.report.schema import AcceptanceRecord, ThroughputFile, TuneFile
 from peagle.evaluation.report.series import Cast
 from peagle.evaluation.report.svg import Axis, label, log_axis, spread, value_axis
 from peagle.evaluation.report.text import h, visible
@@ -202,7 +202,7 @@ def test_what_is_not_known_is_left_out(seed, chance):
     rng = random.Random(seed)
     raw = {f"{name}.json": without(document, chance, rng) for name, document in small().items()}
     results = Results(
-        AcceptanceFile.model_validate(raw["acceptance.json"]),
+        AcceptanceRecord.model_validate(raw["acceptance.json"]),
         ThroughputFile.model_validate(raw["throughput.json"]),
         TuneFile.model_validate(raw["tune.json"]),
         raw,

@@ -15,7 +15,7 @@ from peagle.config import SamplingParams
 from peagle.errors import UserError
 from peagle.evaluation.decoding import Answer, Request, Run
 from peagle.evaluation.journal import Journal
-from peagle.evaluation.sweep import LOG_NAME, Arm, Progress, Sweep
+from peagle.evaluation.sweep import LOG_NAME, Arm, Sweep, SweepProgress
 
 SETTINGS = {"max_new_tokens": 64, "target": "t"}
 
@@ -109,7 +109,7 @@ def test_warm_up_is_short_and_once_for_each_arm_and_load() -> None:
 
 
 def test_progress_tells_what_is_left() -> None:
-    told: list[Progress] = []
+    told: list[SweepProgress] = []
     sweep_of(two_arms(FakeBackend()), warm_up=0).run(Journal(None, SETTINGS), told.append)
     assert [one.done for one in told] == list(range(1, 9)) and {one.total for one in told} == {8}
     left = [one.seconds_left for one in told]

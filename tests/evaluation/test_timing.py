@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from peagle.engine import SpeculationStats
 from peagle.errors import UserError
 from peagle.evaluation.decoding import Answer, Run
-from peagle.evaluation.timing import Objective, figures_of, median_of, spread_of, token_gaps
+from peagle.evaluation.timing import LatencyObjective, figures_of, median_of, spread_of, token_gaps
 
 CHUNKS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 6)), min_size=1, max_size=20).map(
     lambda pairs: [(when / 10, count) for when, count in sorted(pairs)]
@@ -92,7 +92,7 @@ def test_medians_of_repeats() -> None:
     ],
 )
 def test_objectives(text: str, expected: tuple[Any, ...]) -> None:
-    found = Objective.parse(text)
+    found = LatencyObjective.parse(text)
     assert (found.ttft_ms, found.itl_ms, found.percentile) == pytest.approx(expected)
 
 
@@ -101,12 +101,12 @@ def test_objectives(text: str, expected: tuple[Any, ...]) -> None:
 )
 def test_objectives_that_are_none(text: str) -> None:
     with pytest.raises(UserError, match=r"The objective is .*like ttft=500ms,itl=50ms@p90"):
-        Objective.parse(text)
+        LatencyObjective.parse(text)
 
 
 def test_keeping_an_objective() -> None:
     figures = {"ttft_s": {"p90": 0.5}, "itl_s": {"p90": 0.05, "p50": None}}
-    assert Objective(500, 50, 90).is_met(figures)
-    assert not Objective(499, None, 90).is_met(figures)
-    assert not Objective(None, 49, 90).is_met(figures)
-    assert not Objective(None, 49, 50).is_met(figures)
+    assert LatencyObjective(500, 50, 90).is_met(figures)
+    assert not LatencyObjective(499, None, 90).is_met(figures)
+    assert not LatencyObjective(None, 49, 90).is_met(figures)
+    assert not LatencyObjective(None, 49, 50).is_met(figures)

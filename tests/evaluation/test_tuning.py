@@ -16,9 +16,9 @@ from peagle.config import SpeculativeConfig
 from peagle.errors import UserError
 from peagle.evaluation.journal import Journal
 from peagle.evaluation.tuning.acceptance import AcceptanceByK
-from peagle.evaluation.tuning.machine import Cell, StepCost
+from peagle.evaluation.tuning.grid import Grid
+from peagle.evaluation.tuning.machine import CostPoint, StepCost
 from peagle.evaluation.tuning.model import Ramps, Shape, nonnegative_least_squares
-from peagle.evaluation.tuning.plan import Grid
 from peagle.evaluation.tuning.run import LOG_NAME
 from peagle.evaluation.tuning.schedule import k_at
 from peagle.evaluation.tuning.tune import Costs, Tuned, measure_costs
@@ -58,7 +58,7 @@ def tuned(
 
 
 def true_speed(cost: Cost, batch: int, k: int) -> float:
-    return batch * LENGTHS[k] / cost(Shape(LENGTHS), Cell(batch, k)).seconds
+    return batch * LENGTHS[k] / cost(Shape(LENGTHS), CostPoint(batch, k)).seconds
 
 
 def test_a_linear_machine_is_recovered_exactly() -> None:
@@ -73,8 +73,8 @@ def test_a_linear_machine_is_recovered_exactly() -> None:
         speeds = {k: true_speed(linear, batch, k) for k in range(9)}
         for k, speed in speeds.items():
             assert found.model.tokens_per_s(batch, k) == pytest.approx(speed, rel=1e-6)
-            cost = linear(Shape(LENGTHS), Cell(batch, k)).seconds
-            plain = linear(Shape(LENGTHS), Cell(batch, 0)).seconds
+            cost = linear(Shape(LENGTHS), CostPoint(batch, k)).seconds
+            plain = linear(Shape(LENGTHS), CostPoint(batch, 0)).seconds
             assert found.break_even(batch, k) == pytest.approx(cost / plain, rel=1e-6)
         assert k_at(found.schedule, batch) == max(speeds, key=lambda k: speeds[k])
 
@@ -91,9 +91,11 @@ def test_unmeasured_speed_is_predicted(is_parallel: bool, slowdown: float) -> No
     assert check["worst"] < (0.25 if slowdown else 0.12)
     assert (found.costs.spread > 0.1) == bool(slowdown)
     for batch in (1, 3, 8, 24, 48, 64):
-        best = max(batch * LENGTHS[k] / roofline(shape, Cell(batch, k)).seconds for k in range(9))
+        best = max(
+            batch * LENGTHS[k] / roofline(shape, CostPoint(batch, k)).seconds for k in range(9)
+        )
         k = k_at(found.schedule, batch)
-        assert batch * LENGTHS[k] / roofline(shape, Cell(batch, k)).seconds > 0.93 * best
+        assert batch * LENGTHS[k] / roofline(shape, CostPoint(batch, k)).seconds > 0.93 * best
 
 
 def test_rows_of_graphs_are_what_counts() -> None:
@@ -104,14 +106,14 @@ def test_rows_of_graphs_are_what_counts() -> None:
 
     shape = Shape(LENGTHS, batch_rows=graph, is_padded=True)
 
-    def cost(shape: Shape, cell: Cell) -> StepCost:
-        whole = linear(shape, Cell(graph(cell.batch), cell.k))
+    def cost(shape: Shape, cell: CostPoint) -> StepCost:
+        whole = linear(shape, CostPoint(graph(cell.batch), cell.k))
         return StepCost(whole.target_s + whole.draft_s, whole.target_s, whole.draft_s)
 
     model = tuned(SimulatedMachine(cost, shape)).model
     for batch in (3, 5, 7, 9):
         assert model.seconds(batch, 3) == pytest.approx(model.seconds(graph(batch), 3))
-        expected = cost(shape, Cell(batch, 3)).seconds
+        expected = cost(shape, CostPoint(batch, 3)).seconds
         assert model.seconds(batch, 3) == pytest.approx(expected, rel=1e-6)
 
 
@@ -239,12 +241,12 @@ def test_every_cell_is_visited_in_every_round(
     else:
         assert changes == len(ks)
     assert grid.fitted <= set(grid.cells)
-    corners = {Cell(b, k) for b in (batches[0], batches[-1]) for k in (0, ks[0], ks[-1])}
+    corners = {CostPoint(b, k) for b in (batches[0], batches[-1]) for k in (0, ks[0], ks[-1])}
     assert corners <= grid.fitted
 
 
 def test_the_usual_fit() -> None:
-    assert GRID.fitted == {Cell(b, k) for b in (1, 4, 16) for k in (0, 1, 3, 8)}
+    assert GRID.fitted == {CostPoint(b, k) for b in (1, 4, 16) for k in (0, 1, 3, 8)}
     assert {c.k for c in Grid((1, 2), (3, 5, 7)).fitted} == {0, 3, 5, 7}
 
 
@@ -256,8 +258,8 @@ def test_bad_grids(batches: tuple[int, ...], ks: tuple[int, ...]) -> None:
 
 def test_the_fastest_visit_counts() -> None:
     slow, fast, other = StepCost(3.0, 2.0, 0.5), StepCost(2.0, 1.0, 0.7), StepCost(2.5, 1.0, 1.0)
-    costs = Costs.of({Cell(1, 0): [slow, fast, other]})
-    assert costs.by_cell[Cell(1, 0)] == fast
+    costs = Costs.of({CostPoint(1, 0): [slow, fast, other]})
+    assert costs.by_cell[CostPoint(1, 0)] == fast
     assert costs.spread == pytest.approx(0.25)
 
 
@@ -266,7 +268,7 @@ def test_the_fastest_visit_counts() -> None:
 
 def test_an_interrupted_measurement_goes_on(tmp_path: Path) -> None:
     class Interrupted(SimulatedMachine):
-        def measure(self, cell: Cell) -> StepCost:
+        def measure(self, cell: CostPoint) -> StepCost:
             if len(self.visits) == 10:
                 raise KeyboardInterrupt
             return super().measure(cell)

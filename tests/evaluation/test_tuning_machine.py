@@ -18,8 +18,8 @@ from peagle.evaluation.journal import Journal
 from peagle.evaluation.prompts import Prompt
 from peagle.evaluation.tuning import machine as machine_module
 from peagle.evaluation.tuning.acceptance import AcceptanceByK
-from peagle.evaluation.tuning.machine import WARM_UP_STEPS, Cell, EngineMachine, StepCost
-from peagle.evaluation.tuning.plan import Grid
+from peagle.evaluation.tuning.grid import Grid
+from peagle.evaluation.tuning.machine import WARM_UP_STEPS, CostPoint, EngineMachine, StepCost
 from peagle.evaluation.tuning.run import LOG_NAME, contexts, make_machine, measure_acceptance
 from peagle.evaluation.tuning.tune import measure_costs
 from peagle.llm import LLM
@@ -60,7 +60,7 @@ def test_what_is_timed(
 
     monkeypatch.setattr(machine_module, "_timed_steps", watched)
     machine = make(target, head_folders(parallel=parallel))
-    for cell in (Cell(1, 0), Cell(3, 0), Cell(2, 1), Cell(3, 3)):
+    for cell in (CostPoint(1, 0), CostPoint(3, 0), CostPoint(2, 1), CostPoint(3, 3)):
         rows.clear()
         cost = machine.measure(cell)
         # Every timed step is one pass over the newest token and K drafts of every sequence.
@@ -72,7 +72,7 @@ def test_what_is_timed(
         assert not llm.engine.has_unfinished
         assert not llm.requests.has_unfinished
     # As synthetic as it was told: of two drafts the first always passes, the second half the time.
-    machine.measure(Cell(3, 2))
+    machine.measure(CostPoint(3, 2))
     stats = machine._llm(2).engine.speculation_stats
     assert stats.num_accepted_tokens_per_pos[0] == stats.num_drafts > WARM_UP_STEPS * 3
     assert 0 < stats.num_accepted_tokens_per_pos[1] < stats.num_drafts
@@ -80,7 +80,7 @@ def test_what_is_timed(
 
 def test_the_engine_is_as_before(target: TargetModel, head_folders: Callable[..., Path]) -> None:
     machine = make(target, head_folders(parallel=True))
-    machine.measure(Cell(2, 2))
+    machine.measure(CostPoint(2, 2))
     engine = machine._llm(2).engine
     assert "Stopwatch" not in f"{engine.runner.run}{engine.drafting and engine.drafting.draft}"
     machine._llm(2).generate("x", SamplingParams(max_tokens=4))
@@ -99,7 +99,7 @@ def test_steps_of_graphs(
         target, str(head_folders(parallel=True)), acceptance, SETS, (1,), 1, **options
     )
     for _ in range(2):
-        assert machine.measure(Cell(1, 1)).seconds > 0
+        assert machine.measure(CostPoint(1, 1)).seconds > 0
         engine = machine._llm(1).engine
         assert engine._pipeline is not None
         assert not engine.has_unfinished
@@ -169,14 +169,14 @@ def test_acceptance_of_a_head(
 
 def test_released_engines_are_gone(target: TargetModel, head_folders: Callable[..., Path]) -> None:
     machine = make(target, head_folders(parallel=True))
-    machine.measure(Cell(1, 2))
+    machine.measure(CostPoint(1, 2))
     engine = weakref.ref(machine._llm(2).engine)
     cache = weakref.ref(target.kv_caches[0])
     machine._llms.clear()
     machine_module.release(target)
     assert engine() is None
     assert cache() is None
-    assert machine.measure(Cell(1, 2)).seconds > 0
+    assert machine.measure(CostPoint(1, 2)).seconds > 0
 
 
 def test_one_engine_at_a_time_where_memory_is_dear(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from peagle import LLM, SamplingParams
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.engine import SpeculationStats
-from peagle.evaluation.acceptance import Step
+from peagle.evaluation.acceptance import DecodedStep
 from peagle.evaluation.compare import measure
 from peagle.evaluation.decoding import Answer
 from peagle.evaluation.dialogues import ask
@@ -180,7 +180,7 @@ def test_samples_are_the_outputs_in_pieces(
 
 def test_pieces_tell_accepted_tokens_from_the_targets(llm: LLM) -> None:
     words = [llm.tokenizer.encode(text)[0] for text in ("def", " x", " =", " return", " self")]
-    steps = [Step(1, 0, 0), Step(3, 5, 2), Step(1, 5, 0)]
+    steps = [DecodedStep(1, 0, 0), DecodedStep(3, 5, 2), DecodedStep(1, 5, 0)]
     assert pieces(words, steps, llm.tokenizer) == [
         ["def", "target"],
         [" x =", "accepted"],
@@ -195,7 +195,7 @@ def synthetic(accepted: list[int], *, name: str = "1", k: int = 7) -> Observatio
     stats = SpeculationStats()
     for count in accepted:
         stats.record(k, count)
-    steps = [Step(1, 0, 0), *(Step(count + 1, k, count) for count in accepted)]
+    steps = [DecodedStep(1, 0, 0), *(DecodedStep(count + 1, k, count) for count in accepted)]
     answer = Answer(
         num_prompt_tokens=10,
         num_tokens=sum(step.num_tokens for step in steps),
@@ -240,7 +240,7 @@ def test_a_trimmed_last_step_counts_as_verified() -> None:
     """The counters know that 6 drafts were accepted where the output had room for 2."""
     one = synthetic([3, 6])
     assert one.answer.steps is not None
-    one.answer.steps[-1] = Step(2, 7, 2)
+    one.answer.steps[-1] = DecodedStep(2, 7, 2)
     assert [step.num_accepted for step in decode_steps(one.answer)] == [3, 6]
     assert [(step.context, step.output) for step in decode_steps(one.answer)] == [(11, 1), (15, 5)]
 
@@ -302,10 +302,10 @@ def test_without_steps_requests_still_count() -> None:
 
 def answered(number: int, accepted: list[int], prompt: int = 10) -> Observation:
     """A request whose steps draft 4 tokens and accept so many of them."""
-    stats, steps = SpeculationStats(), [Step(1, 0, 0)]
+    stats, steps = SpeculationStats(), [DecodedStep(1, 0, 0)]
     for count in accepted:
         stats.record(4, count)
-        steps.append(Step(count + 1, 4, count))
+        steps.append(DecodedStep(count + 1, 4, count))
     total = sum(step.num_tokens for step in steps)
     answer = Answer("", "length", prompt, total, token_ids=[], steps=steps, stats=stats)
     return Observation("mine", "", str(number), 0, "", answer)

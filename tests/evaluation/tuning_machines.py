@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
-from peagle.evaluation.tuning.machine import Cell, StepCost
+from peagle.evaluation.tuning.machine import CostPoint, StepCost
 from peagle.evaluation.tuning.model import Shape
 
-Cost = Callable[[Shape, Cell], StepCost]
+Cost = Callable[[Shape, CostPoint], StepCost]
 # Unconditional acceptance of the bundled head, about.
 RATES = (0.86, 0.73, 0.6, 0.48, 0.38, 0.3, 0.24, 0.19)
 LENGTHS = {k: 1 + sum(RATES[:k]) for k in range(len(RATES) + 1)}
@@ -19,14 +19,14 @@ def step(target_s: float, draft_s: float, rest_s: float) -> StepCost:
     return StepCost(target_s + draft_s + rest_s, target_s, draft_s)
 
 
-def linear(shape: Shape, cell: Cell) -> StepCost:
+def linear(shape: Shape, cell: CostPoint) -> StepCost:
     """Nothing but straight lines, like a CPU."""
     rows, drafts = shape.target_rows(cell), shape.draft_rows(cell)
     draft = 2e-3 + 4e-4 * drafts + 2e-4 * cell.batch if cell.k else 0.0
     return step(8e-3 + 6e-4 * rows + 5e-4 * cell.batch, draft, 2e-4 + 5e-5 * cell.batch)
 
 
-def roofline(shape: Shape, cell: Cell) -> StepCost:
+def roofline(shape: Shape, cell: CostPoint) -> StepCost:
     """Flat, then linear, with a soft knee: an 8B model in 16 bits on a large GPU, about."""
     rows, drafts = shape.target_rows(cell), shape.draft_rows(cell)
     target = (6.0e-3**4 + (2.6e-5 * rows) ** 4) ** 0.25 + 1e-5 * cell.batch
@@ -34,7 +34,7 @@ def roofline(shape: Shape, cell: Cell) -> StepCost:
     return step(target, draft, 5e-5 + 2e-5 * cell.batch)
 
 
-def free_drafts(shape: Shape, cell: Cell) -> StepCost:
+def free_drafts(shape: Shape, cell: CostPoint) -> StepCost:
     """A step costs the same whatever is drafted."""
     return step(5e-3 + 1e-4 * cell.batch, 0.0, 0.0)
 
@@ -55,12 +55,12 @@ class SimulatedMachine:
     shape: Shape = field(default_factory=lambda: Shape(LENGTHS))
     slowdown: float = 0.0
     changes_k_cheaply: bool = True
-    visits: list[Cell] = field(default_factory=list)
+    visits: list[CostPoint] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._random = Random(1)
 
-    def measure(self, cell: Cell) -> StepCost:
+    def measure(self, cell: CostPoint) -> StepCost:
         self.visits.append(cell)
         factor = 1 + self._random.expovariate(1 / self.slowdown) if self.slowdown else 1.0
         true = self.cost(self.shape, cell)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from peagle.engine.pipeline import RowReport, read_report
 from peagle.kernels.launch import launch
-from peagle.kernels.step_state import Finish, StepOutput, StepState
+from peagle.kernels.step_state import Finish, StepRecord, StepState
 
 pytest.importorskip("triton", reason="needs triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -88,7 +88,7 @@ def test_the_host_reads_what_the_step_did(num_seqs: int, k: int, device: str) ->
     torch.manual_seed(num_seqs * 10 + k)
     state = random_state(num_seqs, k, device)
     num_drafted_B = torch.randint(k + 1, (num_seqs,), device=device)
-    out = StepOutput.allocate(num_seqs, k, device)
+    out = StepRecord.allocate(num_seqs, k, device)
     out.num_accepted_B.copy_((torch.rand(num_seqs) * (num_drafted_B.cpu() + 1)).long())
     out.emitted_BJ.copy_(torch.randint(900, (num_seqs, k + 1)))
     for name in ("next_tokens_B", "num_kept_B", "num_mask_slots_B"):
@@ -123,7 +123,7 @@ def test_no_program_writes_the_row_of_another(
     One row of the report is one program's.
     """
     num_seqs = 4
-    state, out = random_state(num_seqs, k, device), StepOutput.allocate(num_seqs, k, device)
+    state, out = random_state(num_seqs, k, device), StepRecord.allocate(num_seqs, k, device)
     drafts_BK = torch.zeros(num_seqs, k, dtype=torch.int64, device=device)
     times = torch.ones(NUM_STAMPS, dtype=torch.int64, device=device)
     for count in range(num_seqs + 1):
@@ -141,7 +141,7 @@ def test_no_program_writes_the_row_of_another(
 
 
 def test_a_report_of_another_size_is_an_assertion() -> None:
-    out, state = StepOutput.allocate(2, 3, CPU), StepState.allocate(2, CPU)
+    out, state = StepRecord.allocate(2, 3, CPU), StepState.allocate(2, CPU)
     drafts_BK = torch.zeros(2, 3, dtype=torch.int64)
     for shape in [(2, 10), (3, 9)]:
         report_RX = torch.zeros(shape, dtype=torch.int64)
@@ -159,7 +159,7 @@ def test_without_a_card_there_is_no_time() -> None:
 def test_stamps_are_increasing_nanoseconds() -> None:
     """The stamps of a step against the driver's own clock, in milliseconds."""
     k = 3
-    state, out = StepState.allocate(2, "cuda"), StepOutput.allocate(2, k, "cuda")
+    state, out = StepState.allocate(2, "cuda"), StepRecord.allocate(2, k, "cuda")
     ones_B = torch.ones(2, dtype=torch.int64, device="cuda")
     running_B, num_drafted_B = torch.zeros_like(ones_B), torch.zeros_like(ones_B)
     drafts_BK = torch.zeros(2, k, dtype=torch.int64, device="cuda")

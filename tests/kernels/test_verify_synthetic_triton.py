@@ -10,7 +10,7 @@ from dataclasses import fields
 import pytest
 import torch
 
-from peagle.kernels.step_state import StepOutput
+from peagle.kernels.step_state import StepRecord
 from tests.kernels.verify_cases import DEVICES, Case, check, make_case, run, verify_triton
 
 # The interpreter computes as numpy does: integers of one element warn when they wrap around.
@@ -52,7 +52,7 @@ def test_all_and_nothing(kind: str, device: str) -> None:
 def test_rates_beyond_the_drafts_are_not_read(kind: str, device: str) -> None:
     short, long = (make(kind, 7, 3, 1, [0.9, 0.6, 0.3, *more]) for more in ([], [0.3, 0.2]))
     found, wanted = run(long, device)[0], run(short, device)[0]
-    for f in fields(StepOutput):
+    for f in fields(StepRecord):
         assert torch.equal(getattr(found, f.name), getattr(wanted, f.name)), f.name
 
 

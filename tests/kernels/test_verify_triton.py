@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from peagle.kernels.step_state import NO_TOKEN, Finish, StepLimits, StepOutput, StepState
+from peagle.kernels.step_state import NO_TOKEN, Finish, StepLimits, StepRecord, StepState
 from tests.kernels.verify_cases import DEVICES, Case, check, expected, make_case, run, verify_triton
 
 # The interpreter computes as numpy does: integers of one element warn when they wrap around.
@@ -160,7 +160,7 @@ def test_can_be_captured(greedy: bool) -> None:
     state = StepState(*held[:5])
     limits = StepLimits(*held[14:18], max_model_len=60, max_draft_len=50)
     sampling = verify_triton.SequenceSampling(*held[10:14])
-    out = StepOutput.allocate(8, 3, "cuda")
+    out = StepRecord.allocate(8, 3, "cuda")
     scratch = verify_triton.VerifyScratch.allocate(8, 32, 5003, "cuda")
     arguments = held[9], held[5], held[6], held[7], held[8]
 
@@ -179,7 +179,7 @@ def test_can_be_captured(greedy: bool) -> None:
             tensor.copy_(value)
         graph.replay()
         wanted, wanted_state = expected(case)
-        for f in fields(StepOutput):
+        for f in fields(StepRecord):
             assert getattr(out, f.name).tolist() == getattr(wanted, f.name).tolist(), f.name
         for f in fields(StepState):
             assert getattr(state, f.name).tolist() == getattr(wanted_state, f.name).tolist()

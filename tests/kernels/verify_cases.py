@@ -14,7 +14,7 @@ from torch import Tensor
 
 from peagle.kernels.logits import apply_probability_filters
 from peagle.kernels.logits_rules import VerificationRows
-from peagle.kernels.step_state import StepLimits, StepOutput, StepState, advance
+from peagle.kernels.step_state import StepLimits, StepRecord, StepState, advance
 from peagle.kernels.target_batch import TargetBatch, build_target_batch
 from peagle.speculation.verification import SamplingTensors, verify
 
@@ -136,7 +136,7 @@ def make_case(
     )
 
 
-def expected(case: Case) -> tuple[StepOutput, StepState]:
+def expected(case: Case) -> tuple[StepRecord, StepState]:
     """The references, on the active sequences alone."""
     active = case.active_B
     num_rows = int(case.batch.query_start_loc[-1])
@@ -176,7 +176,7 @@ def expected(case: Case) -> tuple[StepOutput, StepState]:
 
 def run(
     case: Case, device: str, dtype: torch.dtype = torch.float32
-) -> tuple[StepOutput, StepState]:
+) -> tuple[StepRecord, StepState]:
     """The kernels, over buffers that hold rubbish."""
 
     def to(value: Tensor) -> Tensor:
@@ -195,8 +195,8 @@ def run(
     num_rows, vocab_size = case.logits_RV.shape
     logits = to(case.logits_RV).to(dtype)
     logits[int(case.batch.query_start_loc[-1]) :] = torch.nan
-    out = StepOutput.allocate(num_seqs, k, device)
-    for f in fields(StepOutput):
+    out = StepRecord.allocate(num_seqs, k, device)
+    for f in fields(StepRecord):
         getattr(out, f.name).fill_(-77)
     scratch = verify_triton.VerifyScratch.allocate(num_seqs, num_rows, vocab_size, device)
     batch = to(case.batch.sequences_T), to(case.batch.query_start_loc)
@@ -232,7 +232,7 @@ def check(case: Case, device: str, dtype: torch.dtype = torch.float32) -> int:
     wanted, wanted_state = expected(case)
     found, found_state = run(case, device, dtype)
     same = torch.ones_like(case.active_B)
-    for f in fields(StepOutput):
+    for f in fields(StepRecord):
         here, there = getattr(found, f.name).cpu(), getattr(wanted, f.name)
         same &= (here == there).view(len(same), -1).all(1)
     for f in fields(StepState):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from peagle.models.fingerprint import TargetFingerprint
-from peagle.models.fusion import FusedLinear, Part, fuse
+from peagle.models.fusion import FusedLinear, FusedPart, fuse
 from peagle.models.target import TargetModel
 from tests.conftest import CONFIGS
 from tests.models.paging import Paged, largest_difference, make_sequences
@@ -147,7 +147,7 @@ def test_stand_ins_look_like_projections() -> None:
     original: Any = layer.self_attn.k_proj
     fuse(target.model)
     part: Any = layer.self_attn.k_proj
-    assert type(part) is Part and part.bias is not None
+    assert type(part) is FusedPart and part.bias is not None
     assert torch.equal(part.weight, original.weight)
     assert torch.equal(part.bias, original.bias)
     assert (part.in_features, part.out_features) == (32, 16)
@@ -230,7 +230,7 @@ def test_unsafe_projections_are_left_alone(
     assert left.pop((0, "self_attn"), "").startswith(reason)  # type: ignore[union-attr]
     assert all(key == (0, "mlp") and change is never_run for key in left)
     assert not any(
-        isinstance(m, Part | FusedLinear) for m in first_layer(target).self_attn.modules()
+        isinstance(m, FusedPart | FusedLinear) for m in first_layer(target).self_attn.modules()
     )
     assert largest_difference(passes(target), before) < 1e-12
 

@@ -21,7 +21,7 @@ from peagle.kernels import skinny_linear
 from peagle.models import skinny
 from peagle.models.acceleration import accelerate_drafter, accelerate_target
 from peagle.models.drafter import Drafter, DrafterConfig, DrafterMLP
-from peagle.models.fusion import FusedLinear, Part, fuse
+from peagle.models.fusion import FusedLinear, FusedPart, fuse
 from peagle.models.skinny import SkinnyFusedLinear, SkinnyLinear, SkinnySwiGLU, use_skinny
 from peagle.models.target import TargetModel
 from tests.models.tiny import make_model
@@ -230,8 +230,8 @@ class Like(nn.Module):
         torch.manual_seed(0)
         self.change = change
         self.fused_gate_up_proj = FusedLinear([nn.Linear(16, 24, bias=bias) for _ in range(2)])
-        self.gate_proj = Part(self.fused_gate_up_proj, 0)
-        self.up_proj = Part(self.fused_gate_up_proj, 1)
+        self.gate_proj = FusedPart(self.fused_gate_up_proj, 0)
+        self.up_proj = FusedPart(self.fused_gate_up_proj, 1)
         self.down_proj = nn.Linear(24, 16)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from tests.training.processes import run_together, values
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from peagle.evaluation.journal import Journal
-from peagle.evaluation.sweep import LOG_NAME, Cell
+from peagle.evaluation.sweep import LOG_NAME, SweepPoint
 from peagle.evaluation.throughput import summarize
 from peagle.training.config import TrainConfig
 
@@ -265,16 +265,18 @@ def figures(speed: float) -> dict[str, Any]:
     }
 
 
-def write_sweep(folder: Path, name: str, repeats: int, **settings: Any) -> dict[Cell, list[Any]]:
+def write_sweep(
+    folder: Path, name: str, repeats: int, **settings: Any
+) -> dict[SweepPoint, list[Any]]:
     """A sweep's log as it is after so many repeats, the last line cut."""
     shared = {"target": "t", "dtype": "float32", "sets": {name: 4}, "temperature": 0.0}
     log = Journal(folder / LOG_NAME, {**shared, "max_new_tokens": 16, "seed": 0, **settings})
-    measured: dict[Cell, list[Any]] = {}
+    measured: dict[SweepPoint, list[Any]] = {}
     for repeat in range(repeats):
         for number, method in enumerate(("plain", "eagle3", "peagle")):
             for concurrency in (1, 4):
                 k = 3 if number else 0
-                cell = Cell(method, "", "peagle", k, concurrency, name)
+                cell = SweepPoint(method, "", "peagle", k, concurrency, name)
                 speed = 100.0 * (number + 1) * concurrency + repeat
                 log.add(cell.key(repeat), figures(speed))
                 measured.setdefault(cell, []).append(figures(speed))

@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from peagle import LLM, SamplingParams
-from peagle.training import history
-from peagle.training.curves import draw_curves
-
-
-@pytest.fixture(autouse=True)
-def _undrawn() -> Iterator[None]:
-    """Pictures are left out: each takes longer than a tiny run needs for all its steps."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(history, "draw_curves", lambda *_: True)
-        yield
-
-
-@pytest.fixture
-def curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures are drawn, as they are outside of tests."""
-    monkeypatch.setattr(history, "draw_curves", draw_curves)
 
 
 @pytest.fixture(scope="session")

@@ -20,12 +20,12 @@ from peagle.training.config import TrainConfig
 from peagle.training.element_attention import dense_attention, flex_attention
 from peagle.training.features import TargetStates
 from peagle.training.masters import Masters
-from peagle.training.methods import Graded, Method
-from peagle.training.moving import moved
 from peagle.training.objective import Grade, Objective
 from peagle.training.optimizers import build_optimizers
-from peagle.training.step import Step
+from peagle.training.step import TrainingStep
 from peagle.training.step_shape import BatchShape, StepShape
+from peagle.training.tensor_maps import moved
+from peagle.training.training_methods import Graded, TrainingMethod
 from tests.training.reference import make_plain_batch
 
 SIZES: dict[str, Any] = {
@@ -145,8 +145,8 @@ class Running:
         )
         attention = flex_attention if shape.flex else dense_attention
         ways = {"flex": shape.flex, "compiled": shape.compiled, "recompute": case.recompute}
-        method = Method(config.method, attention, **ways)
-        self.step = Step(self.drafter, method, training, validation, case.segments)
+        method = TrainingMethod(config.method, attention, **ways)
+        self.step = TrainingStep(self.drafter, method, training, validation, case.segments)
         tokens = torch.randint(2, head.vocab_size, (case.rows, case.length))
         self.batch: Batch = make_plain_batch(tokens, torch.ones(case.rows, dtype=torch.int64))
         if case.packed:

@@ -105,11 +105,8 @@ def _child(
     import torch
 
     from peagle.errors import UserError
-    from peagle.training import history
     from peagle.training.distributed import joined
 
-    # Here as in tests/training/conftest.py: a picture takes longer than a tiny run.
-    history.draw_curves = lambda *_: True
     torch.set_num_threads(1)
     os.environ |= {
         "RANK": str(rank),

@@ -25,8 +25,8 @@ from peagle.training.config import MethodSection
 from peagle.training.data import ResponseDataset
 from peagle.training.eagle3 import eagle3_graded
 from peagle.training.features import TargetStates, target_states
-from peagle.training.methods import Graded, Method
-from peagle.training.partition import Layout, two_pass_backward
+from peagle.training.partition import PartitionLayout, two_pass_backward
+from peagle.training.training_methods import Graded, TrainingMethod
 from tests.conftest import byte_tokenizer, make_drafter
 from tests.models.tiny import EXPERTS, LOCAL_GLOBAL, make_model
 
@@ -106,9 +106,9 @@ def test_processes_share_the_rows_of_a_batch(world_size: int) -> None:
         parts = [share.at(step) for share in shares]
         assert torch.equal(torch.cat([p.tokens_BN for p in parts]), whole.at(step).tokens_BN)
         # The same elements are kept, however many share them.
-        method = Method(MethodSection(depth=K))  # type: ignore[call-arg]
+        method = TrainingMethod(MethodSection(depth=K))  # type: ignore[call-arg]
 
-        def kept(batch: Batch, method: Method = method) -> list[tuple[int, ...]]:
+        def kept(batch: Batch, method: TrainingMethod = method) -> list[tuple[int, ...]]:
             generator = torch.Generator().manual_seed(5)
             elements = method.elements(batch, generator)
             row, column = elements.supervised.nonzero(as_tuple=True)
@@ -168,7 +168,7 @@ def test_the_target_reads_packed_documents_as_if_alone(
 def gradients(head: Drafter, name: str, batch: Batch, states: TargetStates) -> dict[str, Tensor]:
     """Of a loss that is a sum over elements."""
     head.zero_grad()
-    method = Method(MethodSection(name=name, depth=K))  # type: ignore[arg-type,call-arg]
+    method = TrainingMethod(MethodSection(name=name, depth=K))  # type: ignore[arg-type,call-arg]
 
     def loss_of(graded: Graded) -> Tensor:
         tokens = batch.tokens_BN[
@@ -181,7 +181,7 @@ def gradients(head: Drafter, name: str, batch: Batch, states: TargetStates) -> d
         loss_of(eagle3_graded(head, batch, states, method)).backward()
     else:
         elements = method.elements(batch, None, everything=True)
-        layout = Layout.of(elements, batch.tokens_BN.shape[1], 2, method)
+        layout = PartitionLayout.of(elements, batch.tokens_BN.shape[1], 2, method)
         two_pass_backward(head, batch, states, layout, loss_of, method=method)
     return {n: p.grad.clone() for n, p in head.named_parameters() if p.grad is not None}
 

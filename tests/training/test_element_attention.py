@@ -13,8 +13,8 @@ from peagle.models.elements import (
     supervised_depth,
 )
 from peagle.training.element_attention import BLOCK, BlockTable, dense_attention, flex_attention
-from peagle.training.methods import concatenate
 from peagle.training.partition import split_by_anchor
+from peagle.training.training_methods import concatenate
 
 
 def make_elements(device: str, multiple: int, rows: int = 3, length: int = 40) -> Elements:

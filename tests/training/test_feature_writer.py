@@ -23,7 +23,7 @@ from peagle.training.data import ResponseDataset
 from peagle.training.feature_files import locked
 from peagle.training.feature_format import INDEX_NAME, StoredDtype
 from peagle.training.feature_store import FeatureStore
-from peagle.training.feature_writer import Progress
+from peagle.training.feature_writer import FeatureProgress
 from tests.training.stores import AUX, RARE, SMALL, files_of, make_dataset, writer_of, written
 
 
@@ -73,10 +73,10 @@ class Stop(Exception):
     pass
 
 
-def stop_after(batches: int) -> Callable[[Progress], None]:
+def stop_after(batches: int) -> Callable[[FeatureProgress], None]:
     left = [batches]
 
-    def watch(progress: Progress) -> None:
+    def watch(progress: FeatureProgress) -> None:
         left[0] -= 1
         if not left[0]:
             raise Stop

@@ -14,9 +14,9 @@ from peagle.models.drafter import Drafter
 from peagle.models.target_shape import TargetShape
 from peagle.training.kept import CALIBRATION, KeptBytes
 from peagle.training.memory import StepMemory, step_memory, step_phases
-from peagle.training.methods import Method
 from peagle.training.partition import split_by_anchor
 from peagle.training.step_shape import BatchShape, HeadParameters
+from peagle.training.training_methods import TrainingMethod
 from tests.conftest import make_target_folder
 from tests.models.tiny import EXPERTS, make_model
 from tests.training.memory_runs import Case, Running
@@ -148,7 +148,7 @@ def test_elements_are_those_of_the_partition(
 ) -> None:
     case = Case(method={"depth": depth}, rows=3, length=length)
     section = case.config.method
-    method = Method(section)
+    method = TrainingMethod(section)
     method.multiple = multiple
     tokens = torch.zeros(3, length, dtype=torch.int64)
     prompts = torch.tensor([1, length // 2, length // 3])

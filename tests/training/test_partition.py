@@ -16,8 +16,8 @@ from peagle.models.elements import Elements, sample_elements
 from peagle.training.batches import Batch
 from peagle.training.config import MethodSection
 from peagle.training.features import TargetStates
-from peagle.training.methods import Graded, Method, Selected
-from peagle.training.partition import Layout, split_by_anchor, two_pass_backward
+from peagle.training.partition import PartitionLayout, split_by_anchor, two_pass_backward
+from peagle.training.training_methods import Graded, Selected, TrainingMethod
 from tests.training.reference import make_plain_batch, peagle_forward
 
 K, N, H, VOCAB = 5, 40, 12, 50
@@ -122,13 +122,13 @@ def two_pass(
     multiple: int = 1,
 ) -> Tensor:
     head.zero_grad()
-    method = Method(MethodSection(depth=K), recompute=recompute)  # type: ignore[call-arg]
+    method = TrainingMethod(MethodSection(depth=K), recompute=recompute)  # type: ignore[call-arg]
     method.multiple = multiple
     return two_pass_backward(
         head,
         batch,
         states,
-        Layout.of(elements, N, segments, method),
+        PartitionLayout.of(elements, N, segments, method),
         make_loss(head, batch, elements),
         method=method,
     )

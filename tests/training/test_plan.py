@@ -15,16 +15,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from peagle.errors import UserError
 from peagle.models.elements import attention_mask
 from peagle.models.target import TargetModel
-from peagle.training import plan as plans
+from peagle.training import training_plan as plans
 from peagle.training.batches import BatchStream
 from peagle.training.config import TrainConfig
 from peagle.training.data import ResponseDataset
 from peagle.training.feature_format import Index, StoreFacts, plan_shards
-from peagle.training.methods import Method
-from peagle.training.plan import GPU_TFLOPS, TrainingPlan, Where, make_plan
 from peagle.training.plan_text import plan_text
 from peagle.training.step_shape import BatchShape
 from peagle.training.trainer import Trainer
+from peagle.training.training_methods import TrainingMethod
+from peagle.training.training_plan import GPU_TFLOPS, TrainingPlan, Where, make_plan
 from peagle.training.work import MeanRow, step_work
 from tests.conftest import make_target_folder
 from tests.training.memory_runs import Case, Running
@@ -81,7 +81,7 @@ def test_products_of_a_step(case: Case) -> None:
 def test_pairs_that_see_each_other() -> None:
     case = Case(3, method={"depth": 5}, head={"num_layers": 1})
     stream = random_stream(60, 150, 600)
-    method = Method(case.config.method)
+    method = TrainingMethod(case.config.method)
     seen = graded = steps = 0
     for steps in range(1, stream.steps_per_epoch + 1):
         elements = method.elements(stream.at(steps), torch.Generator().manual_seed(steps))

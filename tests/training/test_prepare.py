@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from peagle.errors import UserError
 from peagle.training.data import ResponseDataset, read_store
-from peagle.training.prepare import Limits, Report, prepare
+from peagle.training.prepare import Limits, PrepareSummary, prepare
 from peagle.training.readers import STORE_KEY, Record, read_records, read_side
 from peagle.training.samples import Dropped, Sample, SampleMaker
 from tests.conftest import VOCAB_SIZE, byte_tokenizer
@@ -257,7 +257,7 @@ def ids(prompt: list[int], response: list[int]) -> dict[str, list[int]]:
     return {"prompt_token_ids": prompt, "response_token_ids": response}
 
 
-def run(source: Path, fingerprint: str = "f", **limits: Any) -> tuple[Any, Any, Report]:
+def run(source: Path, fingerprint: str = "f", **limits: Any) -> tuple[Any, Any, PrepareSummary]:
     wanted = {"vocab_size": VOCAB_SIZE, "max_length": 16, **limits}
     return prepare([source], maker(ADDS), Limits(**wanted), fingerprint)
 

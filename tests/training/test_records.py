@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,14 +13,12 @@ import torch
 from safetensors.torch import load_file
 
 from peagle.errors import UserError
-from peagle.training import history
-from peagle.training.curves import can_draw, draw_curves
 from peagle.training.provenance import sha256_of
-from peagle.training.reporting import Report, Window
-from peagle.training.step import Outcome
-from peagle.training.trainer import Trainer, TrainingStopped
+from peagle.training.reporting import Window
+from peagle.training.step import GradedElements
+from peagle.training.trainer import Trainer
 from tests.conftest import VOCAB_SIZE
-from tests.training.runs import make_config, twelve_steps, write_rows
+from tests.training.runs import make_config, write_rows
 
 
 @pytest.mark.parametrize("save_every", [1, 100])
@@ -74,7 +71,7 @@ def test_a_gradient_without_a_value_is_found() -> None:
     """The loss is still finite; the weights no longer are."""
     batch = SimpleNamespace(tokens_BN=torch.zeros(1, 4), num_tokens=4)
     none = torch.zeros(0, dtype=torch.int64)
-    outcome = Outcome(none, none, none, none.bool(), torch.tensor(1.0))
+    outcome = GradedElements(none, none, none, none.bool(), torch.tensor(1.0))
     window = Window(2, torch.device("cpu"))
     for norm in (1.0, float("inf"), float("nan")):
         window.add(outcome, batch, torch.tensor(norm))  # type: ignore[arg-type]
@@ -116,94 +113,3 @@ def test_the_record_says_where_the_head_comes_from(
     assert settings["data"]["batch_tokens"] == 256
     assert str(tmp_path) not in json.dumps({n: record[n] for n in record if n != "command"})
     assert record["tokens"] == pytest.approx(3 * 256, rel=0.2) and record["seconds"] > 0
-
-
-@pytest.mark.usefixtures("curves")
-def test_curves_are_drawn(target_folder: Path, responses: Path, tmp_path: Path) -> None:
-    """By a run, and of what runs without validation or without sampled acceptance report."""
-    pytest.importorskip("matplotlib")
-    trainer = Trainer(make_config(target_folder, responses, tmp_path, optimizer={"steps": 4}))
-    best = trainer.run()["best"]
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert not list(tmp_path.glob("*.part"))
-    entries = trainer.history.every()
-    assert [entry["kind"] for entry in entries] == ["train", "validation"]
-    greedy = [{**entry, "sampled_acceptance_lengths": []} for entry in entries]
-    for name, found, kept in (("train", entries[:1], None), ("greedy", greedy, best)):
-        assert draw_curves(found, tmp_path / f"{name}.png", kept)
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_curves_are_of_the_whole_run(
-    target_folder: Path, responses: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A resumed run draws what came before, too, at each validation and at the end."""
-    drawn: list[tuple[list[int], Path, int]] = []
-
-    def watched(entries: Any, path: Path, best: Any) -> bool:
-        drawn.append(([e["step"] for e in entries if e["kind"] == "train"], path, best["step"]))
-        return True
-
-    monkeypatch.setattr(history, "draw_curves", watched)
-    every = {"log_every": 1, "validate_every": 2, "save_every": 2}
-    config = make_config(
-        target_folder, responses, tmp_path, optimizer={"steps": 4}, run={**every, "patience": 9}
-    )
-    trainer = Trainer(config, lambda r: setattr(trainer, "stop_requested", r.step == 2))
-    with pytest.raises(TrainingStopped):
-        trainer.run()
-    best = Trainer(config).run(resume=True)["best"]["step"]
-    picture = tmp_path / "curves.png"
-    assert drawn == [([1, 2], picture, 2), *[([1, 2, 3, 4], picture, best)] * 2]
-
-
-def test_curves_are_not_worth_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = {"kind": "train", "step": 1, "loss": 1, "accuracy": [0.5], "acceptance_lengths": [1.5]}
-    assert not draw_curves([], tmp_path / "curves.png")
-    if can_draw():
-        assert draw_curves([entry], tmp_path / "curves.png")
-        assert not draw_curves([entry], tmp_path / "no folder" / "curves.png")
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert not can_draw() and not draw_curves([entry], tmp_path / "other.png")
-
-
-def test_tensorboard_is_asked_for_before_any_work(
-    responses: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard.writer", None)
-    nowhere = tmp_path / "no target"
-    with pytest.raises(UserError, match=r"-m pip install .*\[train\]'"):
-        Trainer(make_config(nowhere, responses, tmp_path, run={"tensorboard": True}))
-
-
-def test_tensorboard_shows_every_figure(
-    target_folder: Path, responses: Path, tmp_path: Path
-) -> None:
-    event = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    changes = twelve_steps(tensorboard=True)
-    config = make_config(target_folder, responses, tmp_path, **changes)
-
-    def die_at_7(report: Report) -> None:
-        if report.step == 7:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        Trainer(config, die_at_7).run()
-    Trainer(config).run(resume=True)
-    shown = event.EventAccumulator(str(tmp_path / "tensorboard"))
-    shown.Reload()
-    assert [e.step for e in shown.Scalars("train/loss")] == list(range(1, 13))
-    lengths = shown.Scalars("validation/acceptance_length/K_04")
-    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
-    assert lengths[-1].value == pytest.approx(last["acceptance_lengths"][3])
-    tags = shown.Tags()["scalars"]
-    for tag in (
-        "train/gradient_norm",
-        "train/learning_rate",
-        "validation/accuracy/depth_00",
-        "validation/sampled_acceptance_length/K_01",
-        "validation/unconditional_acceptance/position_04",
-        "validation/sampled_conditional_acceptance/position_01",
-    ):
-        assert tag in tags

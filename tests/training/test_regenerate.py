@@ -19,13 +19,13 @@ from peagle.errors import UserError
 from peagle.training.data import ResponseDataset
 from peagle.training.endpoint_answers import EndpointAnswerer, Patience
 from peagle.training.local_answers import LocalAnswerer
-from peagle.training.readers import Dialogue, Record, dialogue_of, read_side
+from peagle.training.readers import AskedConversation, Record, dialogue_of, read_side
 from peagle.training.regenerate import (
-    Answer,
     Answerer,
     Ask,
     Failure,
-    Progress,
+    RegeneratedAnswer,
+    RegenerateProgress,
     regenerate,
     seed_of,
 )
@@ -47,7 +47,9 @@ class Parrot:
         self.asked: list[tuple[str, int]] = []
         self.fails, self.stops_at, self.is_chat = fails, stops_at, chat
 
-    def answers(self, take: Callable[[], Ask | None]) -> Iterator[tuple[Ask, Answer | Failure]]:
+    def answers(
+        self, take: Callable[[], Ask | None]
+    ) -> Iterator[tuple[Ask, RegeneratedAnswer | Failure]]:
         under_way: list[Ask] = []
         while True:
             while len(under_way) < 3 and (ask := take()) is not None:
@@ -63,12 +65,12 @@ class Parrot:
                 yield ask, Failure("it is dumb.")
                 continue
             reason = "length" if question.startswith("long") else "stop"
-            yield ask, Answer(f"{question}! {ask.seed}", reason, "hm", 3)
+            yield ask, RegeneratedAnswer(f"{question}! {ask.seed}", reason, "hm", 3)
 
 
 def ask_all(
-    output: Path, dialogues: list[Dialogue], answerer: Answerer, **options: Any
-) -> Progress:
+    output: Path, dialogues: list[AskedConversation], answerer: Answerer, **options: Any
+) -> RegenerateProgress:
     return regenerate(dialogues, answerer, output, {"model": "m", **options}, {"who": "test"})
 
 
@@ -81,10 +83,10 @@ def by_turn(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
 
 
 DIALOGUES = [
-    Dialogue("a", ("one", "two", "three")),
-    Dialogue("b", ("four",), ({"role": "system", "content": "be kind"},)),
-    Dialogue("c", ("long five", "six")),
-    Dialogue("d", ("seven", "eight")),
+    AskedConversation("a", ("one", "two", "three")),
+    AskedConversation("b", ("four",), ({"role": "system", "content": "be kind"},)),
+    AskedConversation("c", ("long five", "six")),
+    AskedConversation("d", ("seven", "eight")),
 ]
 EVERY_TURN = {("a", 1), ("a", 2), ("a", 3), ("b", 1), ("c", 1), ("d", 1), ("d", 2)}
 
@@ -163,7 +165,11 @@ def test_failures_leave_their_prompts_for_the_next_run(tmp_path: Path) -> None:
 
 def test_equal_prompts_are_asked_once(tmp_path: Path) -> None:
     parrot = Parrot()
-    twice = [Dialogue("x", ("one",)), Dialogue("y", ("one",)), Dialogue("z", ("one", "two"))]
+    twice = [
+        AskedConversation("x", ("one",)),
+        AskedConversation("y", ("one",)),
+        AskedConversation("z", ("one", "two")),
+    ]
     progress = ask_all(tmp_path / "out.jsonl", twice, parrot)
     assert (progress.prompts, progress.duplicates) == (2, 1)
     assert sorted(parrot.asked) == [("x", 0), ("z", 0), ("z", 1)]
@@ -186,9 +192,9 @@ def test_another_run_is_refused_and_nothing_changes(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="begun with model 'm', now it is 'n'"):
         ask_all(path, DIALOGUES, Parrot(), model="n")
     with pytest.raises(UserError, match="another prompt under the id 'a'"):
-        ask_all(path, [Dialogue("a", ("other",))], Parrot())
+        ask_all(path, [AskedConversation("a", ("other",))], Parrot())
     with pytest.raises(UserError, match="the id 'q'"):
-        ask_all(path, [Dialogue("q", ("1",)), Dialogue("q", ("2",))], Parrot())
+        ask_all(path, [AskedConversation("q", ("1",)), AskedConversation("q", ("2",))], Parrot())
     with path.open("ab") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(UserError, match="Another process"):
@@ -202,8 +208,8 @@ def test_another_run_is_refused_and_nothing_changes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
-        ({"prompt": "q"}, Dialogue("7", ("q",))),
-        ({"id": 3, "turns": ["q", "r"]}, Dialogue("3", ("q", "r"))),
+        ({"prompt": "q"}, AskedConversation("7", ("q",))),
+        ({"id": 3, "turns": ["q", "r"]}, AskedConversation("3", ("q", "r"))),
         (
             {
                 "id": "x",
@@ -214,11 +220,11 @@ def test_another_run_is_refused_and_nothing_changes(tmp_path: Path) -> None:
                     {"role": "user", "content": "r"},
                 ],
             },
-            Dialogue("x", ("q", "r"), ({"role": "system", "content": "s"},)),
+            AskedConversation("x", ("q", "r"), ({"role": "system", "content": "s"},)),
         ),
     ],
 )
-def test_prompts_in_every_form(data: dict, expected: Dialogue) -> None:
+def test_prompts_in_every_form(data: dict, expected: AskedConversation) -> None:
     assert dialogue_of(Record(data, 7, "here")) == expected
 
 
@@ -249,7 +255,7 @@ def llm(target_folder: Path) -> LLM:
 
 def test_local_answers_are_those_of_the_engine_alone(llm: LLM, tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    many = [Dialogue(str(i), (f"say {i}", "more")) for i in range(13)]
+    many = [AskedConversation(str(i), (f"say {i}", "more")) for i in range(13)]
     answerer = LocalAnswerer(llm, PARAMS, is_chat=True, chat_template=TEMPLATE)
     progress = ask_all(path, many, answerer)
     assert progress.failures == {} and not llm.requests.has_unfinished
@@ -270,7 +276,7 @@ def test_local_answers_train_as_they_are(llm: LLM, tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     answerer = LocalAnswerer(llm, params, is_chat=False)
-    ask_all(path, [Dialogue(str(i), (f"say {i}",)) for i in range(3)], answerer)
+    ask_all(path, [AskedConversation(str(i), (f"say {i}",)) for i in range(3)], answerer)
     dataset = ResponseDataset.load(path, byte_tokenizer(), VOCAB_SIZE, 64)
     wanted = [t for line in lines(path) for t in line["prompt_token_ids"]]
     assert len(dataset) == 3 and len(dataset.tokens) == len(wanted) + 3 * 8
@@ -279,7 +285,7 @@ def test_local_answers_train_as_they_are(llm: LLM, tmp_path: Path) -> None:
 def test_open_thinking_is_kept_apart(llm: LLM, tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     answerer = LocalAnswerer(llm, PARAMS, is_chat=True, chat_template=TEMPLATE, thinking=True)
-    ask_all(path, [Dialogue("a", ("hello",))], answerer)
+    ask_all(path, [AskedConversation("a", ("hello",))], answerer)
     (line,) = lines(path)
     assert line["messages"][-1]["content"] == "", "cut off within its reasoning"
     assert line["prompt_token_ids"][-7:] == byte_tokenizer().encode("<think>")
@@ -288,7 +294,9 @@ def test_open_thinking_is_kept_apart(llm: LLM, tmp_path: Path) -> None:
 def test_prompts_without_room_fail_alone(llm: LLM, tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     answerer = LocalAnswerer(llm, PARAMS, is_chat=False)
-    progress = ask_all(path, [Dialogue("long", ("x" * 300,)), Dialogue("b", ("y",))], answerer)
+    progress = ask_all(
+        path, [AskedConversation("long", ("x" * 300,)), AskedConversation("b", ("y",))], answerer
+    )
     assert list(progress.failures) == ["long"] and [one["id"] for one in lines(path)] == ["b"]
     with pytest.raises(UserError, match="n is 2"):
         LocalAnswerer(llm, SamplingParams(n=2, temperature=1.0), is_chat=False)
@@ -405,7 +413,7 @@ def test_completions_of_an_endpoint_and_its_first_model(endpoint: Endpoint, tmp_
 
 def test_questions_go_side_by_side(endpoint: Endpoint, tmp_path: Path) -> None:
     endpoint.delay_s = 0.05
-    many = [Dialogue(str(i), (f"q{i}",)) for i in range(24)]
+    many = [AskedConversation(str(i), (f"q{i}",)) for i in range(24)]
     progress = ask_all(tmp_path / "out.jsonl", many, answerer_of(endpoint, concurrency=8))
     assert progress.answers == 24 and 4 <= endpoint.most_at_once <= 8
     with pytest.raises(UserError, match="--concurrency is 0"):

@@ -12,17 +12,17 @@ import torch
 from safetensors.torch import load_file
 
 from peagle.training.config import RunSection
-from peagle.training.reporting import Report
+from peagle.training.reporting import TrainingReport
 from peagle.training.selection import Selection
 from peagle.training.trainer import Trainer, TrainingStopped
 from tests.training.runs import make_config, steps_of, twelve_steps
 
 
-def a_report(step: int, length: float, loss: float, **changes: Any) -> Report:
-    values: dict[str, Any] = dict.fromkeys((f.name for f in fields(Report)), 0.0)
+def a_report(step: int, length: float, loss: float, **changes: Any) -> TrainingReport:
+    values: dict[str, Any] = dict.fromkeys((f.name for f in fields(TrainingReport)), 0.0)
     lengths = {"acceptance_lengths": [1.0, length], "sampled_acceptance_lengths": [1.0, 9 - length]}
     values |= {"kind": "validation", "step": step, "loss": loss, "num_drafts": 9, **lengths}
-    return Report(**{**values, **changes})
+    return TrainingReport(**{**values, **changes})
 
 
 def test_the_best_is_the_longest_and_of_equals_the_one_with_the_lower_loss() -> None:
@@ -57,7 +57,7 @@ class Scripted(Trainer):
         super().__init__(*args, **options)
         self.seen: dict[int, torch.Tensor] = {}
 
-    def validate(self) -> Report | None:
+    def validate(self) -> TrainingReport | None:
         report = super().validate()
         assert report is not None
         self.seen[self.step] = self.drafter.fc.weight.detach().clone()

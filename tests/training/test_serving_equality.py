@@ -22,8 +22,8 @@ from peagle.speculation.proposers import HeadProposer
 from peagle.training.config import MethodSection
 from peagle.training.eagle3 import eagle3_forward
 from peagle.training.features import target_states
-from peagle.training.methods import Method
-from peagle.training.partition import Layout, partitioned_graded
+from peagle.training.partition import PartitionLayout, partitioned_graded
+from peagle.training.training_methods import TrainingMethod
 from tests.conftest import make_drafter
 from tests.training.reference import make_plain_batch
 
@@ -71,10 +71,10 @@ def train_forward(folder: Path, tokens: list[int], drafter: Any) -> dict[tuple[i
     batch = make_plain_batch(torch.tensor([tokens]), torch.tensor([1]))
     states = target_states(target, batch)
     name = "peagle" if drafter.config.is_parallel else "eagle3"
-    method = Method(MethodSection(name=name, depth=K))  # type: ignore[call-arg]
+    method = TrainingMethod(MethodSection(name=name, depth=K))  # type: ignore[call-arg]
     if name == "peagle":
         elements = method.elements(batch, None, everything=True)
-        layout = Layout.of(elements, len(tokens), 3, method)
+        layout = PartitionLayout.of(elements, len(tokens), 3, method)
         parts = list(partitioned_graded(drafter, batch, states, layout, method))
         found = [(g.selected.anchor, g.selected.depth, g.hidden_MD) for g in parts]
     else:

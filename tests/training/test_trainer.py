@@ -14,7 +14,7 @@ from peagle import LLM, SamplingParams
 from peagle.errors import UserError
 from peagle.models.checkpoint import read_head_config, trained_length
 from peagle.training import state
-from peagle.training.reporting import Report
+from peagle.training.reporting import TrainingReport
 from peagle.training.trainer import Trainer, TrainingStopped
 from tests.training.checkpoints import read_checkpoint
 from tests.training.runs import make_config
@@ -33,7 +33,7 @@ from tests.training.runs import make_config
 def test_training_learns_and_the_head_serves(
     target_folder: Path, responses: Path, tmp_path: Path, method: dict[str, Any]
 ) -> None:
-    reports: list[Report] = []
+    reports: list[TrainingReport] = []
     config = make_config(
         target_folder,
         responses,
@@ -99,7 +99,7 @@ def test_resumed_run_equals_uninterrupted_run(
     class Stop(Exception):
         pass
 
-    def stop_before_the_save_at_8(report: Report) -> None:
+    def stop_before_the_save_at_8(report: TrainingReport) -> None:
         if report.step >= 8:
             raise Stop
 
@@ -179,8 +179,8 @@ def test_resume_refuses_another_configuration(
 def test_a_resumed_run_may_have_more_steps_or_fewer(
     target_folder: Path, responses: Path, tmp_path: Path
 ) -> None:
-    def run(steps: int, *, resume: bool) -> list[Report]:
-        reports: list[Report] = []
+    def run(steps: int, *, resume: bool) -> list[TrainingReport]:
+        reports: list[TrainingReport] = []
         changes = {"optimizer": {"steps": steps}, "run": {"log_every": 1, "save_every": 4}}
         config = make_config(target_folder, responses, tmp_path, **changes)
         Trainer(config, reports.append).run(resume=resume)

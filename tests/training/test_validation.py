@@ -14,7 +14,7 @@ from peagle import LLM, SamplingParams
 from peagle.models.target import TargetModel
 from peagle.training.batches import ValidationStream
 from peagle.training.features import target_states
-from peagle.training.reporting import Report
+from peagle.training.reporting import TrainingReport
 from peagle.training.trainer import Trainer
 from tests.conftest import make_target_folder
 from tests.training.runs import make_config, write_rows
@@ -139,7 +139,7 @@ def test_one_validation_says_it_all(target_folder: Path, responses: Path, tmp_pa
     config = make_config(
         target_folder, responses, tmp_path, optimizer={"steps": 20}, run={"validate_every": 20}
     )
-    reports: list[Report] = []
+    reports: list[TrainingReport] = []
     Trainer(config, reports.append).run()
     report = reports[-1]
     assert report.kind == "validation" and report.is_best and report.num_drafts > 100

@@ -23,11 +23,11 @@ from peagle.training.config import MethodSection, TrainConfig
 from peagle.training.data import ResponseDataset
 from peagle.training.distributed import ALONE, Processes
 from peagle.training.features import TargetStates
-from peagle.training.methods import Method
 from peagle.training.objective import Objective
 from peagle.training.sharded_masters import ShardedMasters, build_masters
-from peagle.training.step import Step
+from peagle.training.step import TrainingStep
 from peagle.training.trainer import Trainer, TrainingStopped
+from peagle.training.training_methods import TrainingMethod
 from tests.training.reference import peagle_forward
 
 HIDDEN, VOCAB = 12, 50
@@ -84,18 +84,18 @@ def target_matrix() -> Tensor:
     return torch.randn(VOCAB, HIDDEN, generator=generator, dtype=torch.float64)
 
 
-def make_step(head: Drafter, segments: int, processes: Processes) -> Step:
+def make_step(head: Drafter, segments: int, processes: Processes) -> TrainingStep:
     matrix = target_matrix()
     target = cast(Any, SimpleNamespace(compute_logits=lambda hidden: hidden @ matrix.mT))
     objective = Objective(head, target, SECTION, 16)
-    return Step(head, Method(SECTION), objective, objective, segments, processes)
+    return TrainingStep(head, TrainingMethod(SECTION), objective, objective, segments, processes)
 
 
 def in_one_pass(head: Drafter) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of the whole batch, as the method is written down."""
     batch = make_stream(ALONE).at(1)
     states = make_states(batch)
-    elements = Method(SECTION).elements(batch, torch.Generator().manual_seed(6))
+    elements = TrainingMethod(SECTION).elements(batch, torch.Generator().manual_seed(6))
     hidden = peagle_forward(head, batch, states, elements)
     row, column = elements.supervised.nonzero(as_tuple=True)
     anchor, depth = elements.anchors[row, column], elements.depths[row, column]

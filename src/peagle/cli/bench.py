@@ -33,8 +33,8 @@ from peagle.cli.options import (
     Thinking,
     UseTemplate,
 )
-from peagle.cli.plan import note
 from peagle.cli.settings import Layer, Settings
+from peagle.cli.setup import note
 from peagle.cli.values import json_object, whole_numbers
 from peagle.cli.vllm_engine import VllmFlags
 from peagle.config import MAX_SPECULATIVE_TOKENS
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from peagle.config import SamplingParams
     from peagle.evaluation.decoding import Request
     from peagle.evaluation.endpoint import EndpointBackend
-    from peagle.evaluation.sweep import Cell, Sweep
-    from peagle.evaluation.timing import Figures, Objective
+    from peagle.evaluation.sweep import Sweep, SweepPoint
+    from peagle.evaluation.timing import Figures, LatencyObjective
 
 EXAMPLES = """
 The bundled pair: plain decoding, EAGLE-3 and P-EAGLE; a few minutes on a laptop:
@@ -195,10 +195,10 @@ def bench(
     from peagle.evaluation.report.schema import ThroughputFile
     from peagle.evaluation.sweep import Sweep
     from peagle.evaluation.throughput import FORMAT_VERSION, summarize
-    from peagle.evaluation.timing import Objective
+    from peagle.evaluation.timing import LatencyObjective
     from peagle.evaluation.vllm_server import ENGINE
 
-    bounds = Objective.parse(objective) if objective else None
+    bounds = LatencyObjective.parse(objective) if objective else None
     servers = connect(endpoints, thinking, extra)
     engines: Engines | None = None
     here = [key for key in given if key.startswith(_OF_ENGINES)]
@@ -247,7 +247,9 @@ def _check_vllm(ks: Sequence[int], endpoints: Endpoints) -> None:
         )
 
 
-def _settings(sweep: Sweep, params: SamplingParams, objective: Objective | None) -> dict[str, Any]:
+def _settings(
+    sweep: Sweep, params: SamplingParams, objective: LatencyObjective | None
+) -> dict[str, Any]:
     sampling = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "seed")}
     return {
         "sets": {name: len(requests) for name, requests in sweep.sets.items()},
@@ -263,7 +265,7 @@ def _settings(sweep: Sweep, params: SamplingParams, objective: Objective | None)
 
 def _measure(
     sweep: Sweep, head: Mapping[str, Any], identity: Mapping[str, Any], output: Path | None
-) -> dict[Cell, list[Figures]]:
+) -> dict[SweepPoint, list[Figures]]:
     """Run a sweep, or go on with the one in the output folder.
 
     Raises:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peagle.cli.flags import Given
-from peagle.cli.plan import note
 from peagle.cli.settings import Settings
+from peagle.cli.setup import note
 from peagle.cli.vllm_engine import launch_for, say
 from peagle.errors import UserError
 
@@ -155,17 +155,17 @@ def load_engines(
     from peagle.cli.eval_models import load_models
     from peagle.evaluation.acceptance_file import weights_digest
     from peagle.evaluation.compare import build
+    from peagle.evaluation.decoding_methods import PLAIN, DecodingMethod
     from peagle.evaluation.eval_run import target_digest
     from peagle.evaluation.local import EngineBackend
-    from peagle.evaluation.methods import PLAIN, Method
     from peagle.evaluation.sweep import Arm
     from peagle.evaluation.training_record import TrainingRecord
 
     models = load_models(given, settings, eagle3, methods, ngram=False)
     head_options = settings.section("speculative")
     head_options.pop("model", None)
-    plain = Method(PLAIN)
-    arms: dict[str, tuple[Method, int]] = {PLAIN: (plain, 0)}
+    plain = DecodingMethod(PLAIN)
+    arms: dict[str, tuple[DecodingMethod, int]] = {PLAIN: (plain, 0)}
     configurations = {PLAIN: plain.config(0)}
     for one in models.methods:
         for k in ks or sorted({min(k, models.default_k) for k in DEFAULT_KS}):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from peagle.cli.terminal import has_styles, printable
 
 if TYPE_CHECKING:
-    from peagle.evaluation.sweep import Progress
+    from peagle.evaluation.sweep import SweepProgress
 
 _PLAIN_S = 10.0  # between two lines where there is no terminal
 
@@ -23,7 +23,7 @@ class Ticker:
         self._next = 0.0
         self._told_problem = False
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: SweepProgress) -> None:
         if progress.problem and not self._told_problem:
             self._told_problem = True
             self._end()
@@ -44,7 +44,7 @@ class Ticker:
             print(file=sys.stderr)
 
 
-def progress_text(progress: Progress) -> str:
+def progress_text(progress: SweepProgress) -> str:
     """How far a sweep is, on one line."""
     if progress.cell is None or progress.figures is None:
         return f"warming up; {progress.done} of {progress.total} runs are there"

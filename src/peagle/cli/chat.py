@@ -16,8 +16,8 @@ from peagle.bundled import BUNDLED_TARGET
 from peagle.cli import groups
 from peagle.cli.flags import Flag, Given, takes
 from peagle.cli.options import Format, OutputFormat
-from peagle.cli.plan import Plan
 from peagle.cli.settings import Layer, Setting, Settings, environment_layers, file_layer
+from peagle.cli.setup import Setup
 from peagle.cli.terminal import dim, interrupt_asks
 from peagle.errors import UserError
 
@@ -54,7 +54,6 @@ _DEFAULTS = Layer(
         "sampling.max_tokens": Setting(MAX_NEW_TOKENS, _OWN),
     }
 )
-_UNSET = "the model's generation_config.json, else default"
 # What a generation_config.json may say.
 _OF_MODEL = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 
@@ -135,31 +134,31 @@ def chat(
         return
     if model is not None:
         raise UserError(f"--model {model!r} is for --server; name a model here with --target.")
-    plan = Plan.of(given, _DEFAULTS)
+    setup = Setup.of(given, _DEFAULTS)
     if "show_config" in given:
-        plan.show(_UNSET)
+        setup.show(of_model=_OF_MODEL)
         return
     template: dict[str, Any] = {"chat_template": chat_template, "thinking": thinking}
     if chat_template and Path(chat_template).is_file():
         template["chat_template"] = Path(chat_template)
-    _converse(_local(plan, system, template), plan.target, system, output_format)
+    _converse(_local(setup, system, template), setup.target, system, output_format)
 
 
-def _local(plan: Plan, system: str | None, template: dict[str, Any]) -> LocalModel:
+def _local(setup: Setup, system: str | None, template: dict[str, Any]) -> LocalModel:
     """The model of a plan, loaded."""
-    plan.check_paths()
+    setup.check_paths()
     from peagle.chat import may_have_template
     from peagle.models.loading import resolve_model
 
-    folder = resolve_model(plan.target, plan.settings.value("revision"))
+    folder = resolve_model(setup.target, setup.settings.value("revision"))
     if template["chat_template"] is None and not may_have_template(folder):
-        raise _no_template(plan)
-    plan.prepare()
-    _check_template(folder, plan, system, template)
-    llm = plan.load(folder)
+        raise _no_template(setup)
+    setup.prepare()
+    _check_template(folder, setup, system, template)
+    llm = setup.load(folder)
     from peagle.cli.local import LocalModel
 
-    return LocalModel(llm, plan.settings.build("sampling", llm.default_params()), **template)
+    return LocalModel(llm, setup.settings.build("sampling", llm.default_params()), **template)
 
 
 def _remote(
@@ -182,14 +181,14 @@ def _remote(
     layers = [] if file is None else [file_layer(file)]
     settings = Settings(*layers, *environment_layers(os.environ), typed)
     from peagle.cli.remote import RemoteModel, sampling_fields
-    from peagle.cli.remote_server import API_KEY_VARIABLE, Server
+    from peagle.cli.remote_server import API_KEY_VARIABLE, RemoteServer
 
     fields = sampling_fields(settings.build("sampling"), settings.section("sampling"))
     if thinking is not None:
         fields["chat_template_kwargs"] = {"enable_thinking": thinking}
     k = 0 if "no_speculation" in given else given.value(_K)
     # A server takes several, separated by commas: any of them is one of a client.
-    remote = Server(url, os.environ.get(API_KEY_VARIABLE, "").partition(",")[0])
+    remote = RemoteServer(url, os.environ.get(API_KEY_VARIABLE, "").partition(",")[0])
     return RemoteModel(remote, name, fields, num_speculative_tokens=k)
 
 
@@ -281,7 +280,9 @@ def _aside(text: str) -> None:
         print(dim(text, sys.stderr), file=sys.stderr, flush=True)
 
 
-def _check_template(folder: Path, plan: Plan, system: str | None, template: dict[str, Any]) -> None:
+def _check_template(
+    folder: Path, setup: Setup, system: str | None, template: dict[str, Any]
+) -> None:
     """Say a first message, before weights are loaded.
 
     Raises:
@@ -294,7 +295,7 @@ def _check_template(folder: Path, plan: Plan, system: str | None, template: dict
     name = template["chat_template"]
     own: Any = getattr(tokenizer, "chat_template", None)
     if name is None and not own:
-        raise _no_template(plan)
+        raise _no_template(setup)
     named = own if isinstance(own, dict) else {}
     if isinstance(name, str) and name not in named and not ("{{" in name or "{%" in name):
         there = f", nor one of the model's templates ({', '.join(sorted(named))})" if named else ""
@@ -309,12 +310,12 @@ def _check_template(folder: Path, plan: Plan, system: str | None, template: dict
             render_chat(tokenizer, [{"role": "system", "content": system}, *messages], **template)
 
 
-def _no_template(plan: Plan) -> UserError:
-    is_bundled = plan.target == str(BUNDLED_TARGET)
+def _no_template(setup: Setup) -> UserError:
+    is_bundled = setup.target == str(BUNDLED_TARGET)
     return UserError(
-        f"{'The bundled code model' if is_bundled else repr(plan.target)} has no chat template, so "
-        "it is no chat model. Name one that has, like --target Qwen/Qwen3-0.6B, give it a template "
-        "with --chat-template FILE, or let it complete text with `peagle generate`."
+        f"{'The bundled code model' if is_bundled else repr(setup.target)} has no chat template, "
+        "so it is no chat model. Name one that has, like --target Qwen/Qwen3-0.6B, give it a "
+        "template with --chat-template FILE, or let it complete text with `peagle generate`."
     )
 
 

@@ -17,7 +17,7 @@ from peagle.errors import UserError
 
 if TYPE_CHECKING:
     from peagle.training.feature_format import StoreFacts
-    from peagle.training.feature_writer import DiskNeed, FeatureWriter, Progress
+    from peagle.training.feature_writer import DiskNeed, FeatureProgress, FeatureWriter
 
 EXAMPLES = """
 Once for all epochs, at most 500 GiB of it; train then needs no more of the target than its ends:
@@ -155,7 +155,7 @@ def _ids(text: str) -> tuple[int, ...]:
 
 
 def _planned(writer: FeatureWriter, need: DiskNeed) -> str:
-    from peagle.engine.memory import size_text
+    from peagle.engine.memory_plan import size_text
 
     facts, missing = writer.facts, len(writer.missing)
     there = len(writer.plans) - missing
@@ -176,7 +176,7 @@ class _Ticker:
     def __init__(self) -> None:
         self._next = time.monotonic() + _PROGRESS_S
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: FeatureProgress) -> None:
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + _PROGRESS_S
             speed = progress.tokens / progress.seconds
@@ -194,11 +194,11 @@ def _finish(
     facts: StoreFacts,
     need: DiskNeed,
     writer: FeatureWriter,
-    progress: Progress | None,
+    progress: FeatureProgress | None,
     verified: bool,
     output_format: OutputFormat,
 ) -> None:
-    from peagle.engine.memory import size_text
+    from peagle.engine.memory_plan import size_text
 
     computed, seconds = (0, 0.0) if progress is None else (progress.tokens, progress.seconds)
     if output_format is OutputFormat.JSON:

@@ -18,14 +18,14 @@ from peagle.cli.options import (
     check_paths,
     quiet_libraries,
 )
-from peagle.cli.plan import note
+from peagle.cli.setup import note
 from peagle.config import require_writable_file
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from peagle.training.prepare import Report
+    from peagle.training.prepare import PrepareSummary
 
 EXAMPLES = """
 Responses of the target, as `peagle data regenerate` wrote them:
@@ -199,7 +199,11 @@ def _check_outputs(
 
 
 def _show(
-    report: Report, output: Path, validation: Path | None, max_length: int, form: OutputFormat
+    report: PrepareSummary,
+    output: Path,
+    validation: Path | None,
+    max_length: int,
+    form: OutputFormat,
 ) -> None:
     for source in report.unknown_tokenizer:
         note(f"{source} does not say which tokenizer made its token ids")

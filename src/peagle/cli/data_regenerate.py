@@ -16,17 +16,17 @@ import typer
 from peagle.cli import groups
 from peagle.cli.flags import Given, pick, takes
 from peagle.cli.options import ChatTemplate, Format, OutputFormat, Split
-from peagle.cli.plan import Plan, note
 from peagle.cli.progress import ProgressLine
 from peagle.cli.settings import Layer, Setting
+from peagle.cli.setup import Setup, note
 from peagle.config import require_writable_file
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from peagle.training.readers import Dialogue
-    from peagle.training.regenerate import Answerer, Progress
+    from peagle.training.readers import AskedConversation
+    from peagle.training.regenerate import Answerer, RegenerateProgress
 
 EXAMPLES = """
 By the target in this process, with a head that makes it faster:
@@ -112,11 +112,11 @@ def regenerate(
     if output.suffix != ".jsonl":
         raise UserError(f"--output is {str(output)!r}; expected a name that ends in .jsonl.")
     require_writable_file(output, "--output")
-    plan = Plan.of(given, Layer({"sampling.max_tokens": Setting(_MAX_TOKENS, "default")}))
-    if plan.params.n != 1:
-        raise UserError(f"n is {plan.params.n}; a prompt has one response. Leave n out.")
+    setup = Setup.of(given, Layer({"sampling.max_tokens": Setting(_MAX_TOKENS, "default")}))
+    if setup.params.n != 1:
+        raise UserError(f"n is {setup.params.n}; a prompt has one response. Leave n out.")
     if endpoint is None:
-        plan.check_paths(chat_template)
+        setup.check_paths(chat_template)
     from peagle.training.tables import is_folder, sha256_of_table, split_of
 
     prompts = split_of(prompts, split)
@@ -125,11 +125,11 @@ def regenerate(
     with ProgressLine("answer") as progress:
         if endpoint is None:
             progress.begin("loading the model")
-            answerer, facts = _local(plan, chat, chat_template, thinking)
+            answerer, facts = _local(setup, chat, chat_template, thinking)
         else:
             _check_remote(given, chat_template)
             connection = {"concurrency": concurrency, "retries": retries, "timeout": timeout}
-            answerer, facts = _remote(plan, endpoint, chat, thinking, connection)
+            answerer, facts = _remote(setup, endpoint, chat, thinking, connection)
         if not answerer.is_chat and (further := sum(len(d.turns) > 1 for d in dialogues)):
             note(
                 f"{further} of {len(dialogues)} prompts have further turns: only the first is used"
@@ -137,12 +137,12 @@ def regenerate(
         from peagle.environment import environment
         from peagle.training import regenerate as library
 
-        seed = plan.params.seed or 0
+        seed = setup.params.seed or 0
         options = {
             "model": facts.pop("model"),
             "chat": answerer.is_chat,
             **shape,
-            "sampling": _sampling(plan),
+            "sampling": _sampling(setup),
             "seed": seed,
         }
         # A setting of a file or a variable may be no JSON.
@@ -159,9 +159,9 @@ def regenerate(
     _finish(done, output, output_format)
 
 
-def _dialogues(file: Path) -> Iterator[Dialogue]:
+def _dialogues(file: Path) -> Iterator[AskedConversation]:
     from peagle.evaluation.prompts import read_prompts
-    from peagle.training.readers import Dialogue, dialogue_of, read_records
+    from peagle.training.readers import AskedConversation, dialogue_of, read_records
     from peagle.training.tables import is_folder
 
     if file.suffix in (".jsonl", ".parquet") or is_folder(file):
@@ -173,13 +173,13 @@ def _dialogues(file: Path) -> Iterator[Dialogue]:
             raise UserError(f"{str(file)!r} has no prompts: it is empty.")
         return
     for prompt in read_prompts(file):
-        yield Dialogue(prompt.id, prompt.turns)
+        yield AskedConversation(prompt.id, prompt.turns)
 
 
 def _local(
-    plan: Plan, chat: bool | None, chat_template: str | None, thinking: bool | None
+    setup: Setup, chat: bool | None, chat_template: str | None, thinking: bool | None
 ) -> tuple[Answerer, dict[str, Any]]:
-    llm = plan.load()
+    llm = setup.load()
     from peagle.training.local_answers import LocalAnswerer
     from peagle.training.readers import tokenizer_sha256
 
@@ -188,7 +188,7 @@ def _local(
     if not chat and (chat_template is not None or thinking):
         raise UserError("--raw uses no chat template; leave --chat-template and --thinking out.")
     answerer = LocalAnswerer(
-        llm, plan.params, is_chat=chat, chat_template=chat_template, thinking=thinking
+        llm, setup.params, is_chat=chat, chat_template=chat_template, thinking=thinking
     )
     facts = {
         "model": Path(llm.target.name).name,
@@ -200,7 +200,7 @@ def _local(
 
 
 def _remote(
-    plan: Plan,
+    setup: Setup,
     endpoint: str,
     chat: bool | None,
     thinking: bool | None,
@@ -209,13 +209,13 @@ def _remote(
     from peagle.cli.remote import sampling_fields
     from peagle.training.endpoint_answers import KEY_VARIABLE, EndpointAnswerer, Patience
 
-    fields = sampling_fields(plan.params, _sampling(plan))
+    fields = sampling_fields(setup.params, _sampling(setup))
     if thinking is not None:
         fields["chat_template_kwargs"] = {"enable_thinking": thinking}
     patience = Patience(connection["retries"], timeout_s=connection["timeout"])
     answerer = EndpointAnswerer(
         endpoint,
-        plan.settings.value("target"),
+        setup.settings.value("target"),
         fields,
         key=os.environ.get(KEY_VARIABLE),
         concurrency=connection["concurrency"],
@@ -225,9 +225,9 @@ def _remote(
     return answerer, {"model": answerer.model, "endpoint": endpoint}
 
 
-def _sampling(plan: Plan) -> dict[str, Any]:
+def _sampling(setup: Setup) -> dict[str, Any]:
     """What was asked of sampling; the seed stands apart, and n is always 1."""
-    given = plan.settings.section("sampling")
+    given = setup.settings.section("sampling")
     return {key: value for key, value in given.items() if key not in ("seed", "n")}
 
 
@@ -253,17 +253,17 @@ def _template_id(chat_template: str | None) -> str | None:
     return sha256_of(Path(chat_template))
 
 
-def _show(line: ProgressLine, progress: Progress) -> None:
+def _show(line: ProgressLine, progress: RegenerateProgress) -> None:
     there = progress.resumed + progress.answers
     speed = f"{_speed(progress):,.0f} tokens/s" if progress.tokens else ""
     line.update(there, there + progress.waited_for, speed, line=_told(progress))
 
 
-def _speed(progress: Progress) -> float:
+def _speed(progress: RegenerateProgress) -> float:
     return progress.tokens / progress.seconds if progress.seconds else 0.0
 
 
-def _told(progress: Progress) -> str:
+def _told(progress: RegenerateProgress) -> str:
     parts = [f"{progress.answers} answers to {progress.prompts} prompts"]
     parts += [f"{progress.resumed} were there"] if progress.resumed else []
     parts += [f"{progress.duplicates} duplicates"] if progress.duplicates else []
@@ -274,7 +274,7 @@ def _told(progress: Progress) -> str:
     )
 
 
-def _finish(progress: Progress, output: Path, output_format: OutputFormat) -> None:
+def _finish(progress: RegenerateProgress, output: Path, output_format: OutputFormat) -> None:
     """Tell what was done.
 
     Raises:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from peagle.bundled import BUNDLED, expand_bundled
-from peagle.cli import groups, options
+from peagle.cli import demo_view, groups, options
+from peagle.cli.demo_view import EAGLE3, PEAGLE, PLAIN, DemoView
 from peagle.cli.flags import Flag, Given, group, pick, takes
 from peagle.cli.options import Format, OutputFormat
 from peagle.cli.settings import Layer, Settings
@@ -19,7 +19,7 @@ from peagle.evaluation.prompts import Prompt, load_prompt_set
 
 if TYPE_CHECKING:
     from peagle.evaluation.compare import Measurement
-    from peagle.llm import LLM, StreamChunk
+    from peagle.llm import LLM
 
 EXAMPLES = """
 The bundled pair; nothing is downloaded:
@@ -34,32 +34,7 @@ Models of your own:
   peagle demo --target owner/model --draft owner/peagle-head --eagle3 owner/eagle3-head@v1
 """
 
-PLAIN, EAGLE3, PEAGLE = "plain", "EAGLE-3", "P-EAGLE"
 DEFAULT_LIMIT = 12
-
-
-class View(Protocol):
-    """What the user sees while the demo runs."""
-
-    def loading(self) -> AbstractContextManager[Any]:
-        """While the models are loaded and warmed up."""
-        ...
-
-    def running(self, llms: dict[str, LLM]) -> AbstractContextManager[Any]:
-        """While prompts are completed."""
-        ...
-
-    def begin(self, prompt: Prompt, method: str) -> None:
-        """A method starts on a prompt."""
-        ...
-
-    def show(self, chunk: StreamChunk) -> None:
-        """New tokens."""
-        ...
-
-    def end(self, results: dict[str, Measurement]) -> None:
-        """The method is done with the prompt; results so far."""
-        ...
 
 
 _K, _REVISION = "speculative.num_speculative_tokens", "speculative.revision"
@@ -126,8 +101,6 @@ def demo(
     # Before the view, which would paint over the progress of a download.
     folder = resolve_model(target, given.value("revision"))
     configurations = {kind: with_local_head(one) for kind, one in configurations.items()}
-    from peagle.cli import demo_view
-
     console = demo_view.make_console(no_color)
     view = demo_view.make_view(console, output_format)
     with view.loading():
@@ -152,7 +125,7 @@ def demo(
 
 
 def _complete(
-    llms: dict[str, LLM], prompts: list[Prompt], params: SamplingParams, view: View
+    llms: dict[str, LLM], prompts: list[Prompt], params: SamplingParams, view: DemoView
 ) -> dict[str, Measurement]:
     from peagle.evaluation.compare import Measurement, measure
 

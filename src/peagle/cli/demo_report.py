@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from peagle.cli.demo import PLAIN
+from peagle.cli.demo_view import PLAIN
 from peagle.config import SamplingParams
 from peagle.environment import environment
 from peagle.evaluation.compare import Measurement

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich import box
 from rich.console import Console, Group
@@ -13,7 +13,6 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from peagle.cli.demo import PEAGLE, PLAIN, View
 from peagle.cli.options import OutputFormat
 from peagle.cli.terminal import command_prefix, printable
 from peagle.evaluation.prompts import Prompt
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from peagle.evaluation.compare import Measurement
     from peagle.llm import LLM, StreamChunk
 
+PLAIN, EAGLE3, PEAGLE = "plain", "EAGLE-3", "P-EAGLE"
 FRAMES_PER_S = 30
 MAX_PANEL_LINES = 22
 _LINES_BELOW = 10  # the table of the results so far, and the line of the prompt
@@ -33,13 +33,37 @@ def make_console(no_color: bool) -> Console:
     return Console(no_color=True if no_color else None, highlight=False)
 
 
-def make_view(console: Console, output_format: OutputFormat) -> View:
+def make_view(console: Console, output_format: OutputFormat) -> DemoView:
     """What fits the output: nothing beside JSON, a live picture in a terminal, else lines."""
     if output_format is OutputFormat.JSON:
         return SilentView()
     if console.is_terminal and not console.is_dumb_terminal:
         return LiveView(console)
     return LineView(console)
+
+
+class DemoView(Protocol):
+    """What the user sees while the demo runs."""
+
+    def loading(self) -> AbstractContextManager[Any]:
+        """While the models are loaded and warmed up."""
+        ...
+
+    def running(self, llms: dict[str, LLM]) -> AbstractContextManager[Any]:
+        """While prompts are completed."""
+        ...
+
+    def begin(self, prompt: Prompt, method: str) -> None:
+        """A method starts on a prompt."""
+        ...
+
+    def show(self, chunk: StreamChunk) -> None:
+        """New tokens."""
+        ...
+
+    def end(self, results: dict[str, Measurement]) -> None:
+        """The method is done with the prompt; results so far."""
+        ...
 
 
 class SilentView:

@@ -14,14 +14,14 @@ import typer
 from peagle.cli import groups, vllm_engine
 from peagle.cli.flags import Given, pick, takes
 from peagle.cli.options import Format, OutputFormat
-from peagle.cli.plan import Plan
+from peagle.cli.setup import Setup
 from peagle.cli.terminal import bright, has_styles
 from peagle.cli.vllm_engine import VllmFlags
 from peagle.errors import UserError
 from peagle.evaluation.prompts import read_prompts
 
 if TYPE_CHECKING:
-    from peagle.doctor.findings import Report
+    from peagle.doctor.findings import Examination
     from peagle.doctor.served import Serving
 
 EXAMPLES = """
@@ -104,13 +104,13 @@ def doctor(
     on_vllm = vllm_engine.is_vllm(given, flags or [])
     if on_vllm and endpoint is not None:
         raise UserError("--engine vllm and --endpoint contradict each other; leave one out.")
-    plan = Plan.of(given)
-    if plan.speculative is None or plan.speculative.model is None:
-        raise UserError(f"There is no head to examine for {plan.target!r}. Name one with --draft.")
-    plan.check_paths(chat_template)
+    setup = Setup.of(given)
+    if setup.speculative is None or setup.speculative.model is None:
+        raise UserError(f"There is no head to examine for {setup.target!r}. Name one with --draft.")
+    setup.check_paths(chat_template)
     if prompts is not None:
         read_prompts(prompts)  # refuses a file that is not there before torch is imported
-    plan.prepare()
+    setup.prepare()
     progress, variables = _progress(), None
     if thinking is not None:
         variables = {"enable_thinking": thinking}
@@ -120,19 +120,19 @@ def doctor(
     from peagle.doctor.run import Order, run_doctor
 
     order = Order(
-        target=plan.target,
-        draft=plan.speculative.model,
-        revision=plan.settings.value("revision"),
-        draft_revision=plan.speculative.revision,
+        target=setup.target,
+        draft=setup.speculative.model,
+        revision=setup.settings.value("revision"),
+        draft_revision=setup.speculative.revision,
         endpoint=endpoint,
         endpoint_model=endpoint_model,
         vllm=vllm,
-        num_speculative_tokens=plan.speculative.num_speculative_tokens,
+        num_speculative_tokens=setup.speculative.num_speculative_tokens,
         prompts=prompts,
         plain=plain,
         chat_template=chat_template,
         thinking=thinking,
-        engine=plan.engine,
+        engine=setup.engine,
     )
     report = run_doctor(order, progress)
     if output_format is OutputFormat.JSON:
@@ -181,7 +181,7 @@ def _progress() -> Callable[[str], None]:
     return show
 
 
-def report_text(report: Report) -> str:
+def report_text(report: Examination) -> str:
     """The report as text: checks, then the verdict."""
     clear = "\r\x1b[2K" if has_styles(sys.stderr) and has_styles(sys.stdout) else ""
     width = max(len(check.name) for check in report.checks)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
 
 from peagle.cli import groups, vllm_engine
+from peagle.cli.eval_request import EvalRequest
 from peagle.cli.flags import Given, pick, takes
 from peagle.cli.options import (
     DEFAULT_LIMIT,
@@ -57,35 +58,6 @@ A certificate that the output is that of the target alone; status 1 if it is not
 
 DEFAULT_SET = "humaneval"
 _DRAFT_SAMPLING = "speculative.draft_sampling"
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What the options ask for, beside models.
-
-    Attributes:
-        prompts: by the name of their set.
-        ks: () where none was given.
-        temperatures: each once.
-        params: how to sample otherwise, with a seed.
-        draft_sampling: of heads.
-        concurrency: requests in flight.
-        chat_template: None decides by the model.
-        thinking: None leaves it to the template.
-        output: folder of the results.
-        as_json: print one JSON object.
-    """
-
-    prompts: dict[str, list[Prompt]]
-    ks: tuple[int, ...]
-    temperatures: tuple[float, ...]
-    params: SamplingParams
-    draft_sampling: str
-    concurrency: int
-    chat_template: bool | None
-    thinking: bool | None
-    output: Path | None
-    as_json: bool
 
 
 @takes(
@@ -191,7 +163,7 @@ def eval(
         check_paths(given.value("target"), given.value("speculative.model"), eagle3, method)
     settings = Settings(Layer(dict(given)))
     certificate = _certificate_options(given, sets, limit, temperature, samples) if certify else {}
-    asked = Asked(
+    request = EvalRequest(
         prompts={} if certify else _prompt_sets(sets, limit, shuffle_seed, prompt_column),
         ks=_ks(k, given.value(_DRAFT_SAMPLING, "argmax")),
         temperatures=_temperatures(temperature),
@@ -209,18 +181,18 @@ def eval(
         _refuse_models(given, eagle3, method)
         from peagle.cli.eval_flows import on_endpoint
 
-        on_endpoint(endpoint, model, asked)
+        on_endpoint(endpoint, model, request)
         return
     if on_vllm:
-        _on_vllm(given, settings, flags or [], eagle3, method or [], asked)
+        _on_vllm(given, settings, flags or [], eagle3, method or [], request)
         return
     from peagle.cli.eval_flows import certified, on_engine
     from peagle.cli.eval_models import load_models
 
     models = load_models(given, settings, eagle3, method or [], ngram=ngram)
     if not certify:
-        on_engine(models, asked)
-    elif not certified(models, asked, certificate):
+        on_engine(models, request)
+    elif not certified(models, request, certificate):
         raise typer.Exit(1)
 
 
@@ -230,13 +202,13 @@ def _on_vllm(
     flags: list[str],
     eagle3: str | None,
     methods: list[str],
-    asked: Asked,
+    request: EvalRequest,
 ) -> None:
     """Measure the heads on vLLM."""
-    if asked.draft_sampling != "argmax":
+    if request.draft_sampling != "argmax":
         raise UserError(
-            f"--draft-sampling is {asked.draft_sampling!r}; with --engine vllm drafts are measured "
-            "as argmax. Leave it out."
+            f"--draft-sampling is {request.draft_sampling!r}; with --engine vllm drafts are "
+            "measured as argmax. Leave it out."
         )
     from peagle.backends.vllm.installation import find_vllm
 
@@ -245,10 +217,10 @@ def _on_vllm(
     from peagle.cli.eval_models import find_models
 
     models = find_models(given, settings, eagle3, methods)
-    size = {"max_num_seqs": asked.concurrency}
+    size = {"max_num_seqs": request.concurrency}
     eval_flows.on_vllm(
         models,
-        asked,
+        request,
         installation,
         lambda head, k: vllm_engine.launch_for(given, flags, models.folder, head, k, **size),
     )

@@ -10,10 +10,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peagle.cli.eval import Asked
-from peagle.cli.eval_models import Models
+from peagle.cli.eval_models import EvalModels
+from peagle.cli.eval_request import EvalRequest
 from peagle.cli.eval_view import EvalView, entry_text
-from peagle.cli.plan import note
+from peagle.cli.setup import note
 from peagle.cli.terminal import printable
 from peagle.cli.vllm_engine import say
 from peagle.config import SamplingParams
@@ -32,7 +32,7 @@ from peagle.evaluation.eval_run import (
     target_digest,
 )
 from peagle.evaluation.report.advice import acceptance_advice
-from peagle.evaluation.report.schema import AcceptanceFile as AcceptanceResults
+from peagle.evaluation.report.schema import AcceptanceRecord as AcceptanceResults
 from peagle.evaluation.vllm_server import ENGINE, vllm_backend
 from peagle.models.checkpoint.files import write_json
 from peagle.models.target import TargetModel
@@ -48,25 +48,28 @@ _NAMED_URL = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<url>.+)")
 _PROBE = [{"role": "user", "content": "Hi"}]
 
 
-def on_engine(models: Models[TargetModel], asked: Asked) -> None:
+def on_engine(models: EvalModels[TargetModel], request: EvalRequest) -> None:
     """Measure every method on engines of our own."""
-    plan, file = _plan_and_file(models, asked, models.dtype)
+    plan, file = _plan_and_file(models, request, models.dtype)
     opened = on_engines(models.target, plan, **models.engine_options)
 
     def measure(view: EvalView) -> None:
         evaluate(models.methods, plan, file, view, opened)
 
-    _measured(measure, file, asked, models.dtype)
+    _measured(measure, file, request, models.dtype)
 
 
 def on_vllm(
-    models: Models[TargetEnds], asked: Asked, installation: VllmInstallation, launched: Launched
+    models: EvalModels[TargetEnds],
+    request: EvalRequest,
+    installation: VllmInstallation,
+    launched: Launched,
 ) -> None:
     """Measure every head on vLLM, which is started for each and every K.
 
     Args:
         models: what is measured.
-        asked: how.
+        request: how.
         installation: of vLLM.
         launched: what vLLM is to serve, of a head and a K.
     """
@@ -75,8 +78,8 @@ def on_vllm(
     first = launched(models.methods[0].folder, models.default_k)
     dtype = dtype_for(first, installation)
     dtype = models.dtype if dtype == "auto" else dtype
-    plan, file = _plan_and_file(models, asked, dtype)
-    extra = _extra_body(asked)
+    plan, file = _plan_and_file(models, request, dtype)
+    extra = _extra_body(request)
 
     def opened(one: LocalMethod, k: int) -> AbstractContextManager[EndpointBackend]:
         launch = launched(one.folder, k)
@@ -85,63 +88,65 @@ def on_vllm(
     def measure(view: EvalView) -> None:
         evaluate(models.methods, plan, file, view, opened, ENGINE)
 
-    _measured(measure, file, asked, dtype)
+    _measured(measure, file, request, dtype)
 
 
 def _plan_and_file(
-    models: Models[Any], asked: Asked, dtype: str
+    models: EvalModels[Any], request: EvalRequest, dtype: str
 ) -> tuple[EvalPlan, AcceptanceFile]:
     """What is put to every method of these models, and where it is kept."""
-    chat = models.has_template if asked.chat_template is None else asked.chat_template
-    if asked.thinking and not chat:
+    chat = models.has_template if request.chat_template is None else request.chat_template
+    if request.thinking and not chat:
         raise UserError(f"{models.name} has no chat template, so there is no thinking mode to set.")
-    plan = _plan(asked, asked.ks or (models.default_k,), chat=chat)
+    plan = _plan(request, request.ks or (models.default_k,), chat=chat)
     who = provenance(models.name, dtype, models.target.device)
-    return plan, AcceptanceFile(asked.output, who, plan.settings(target_digest(models.target)))
+    return plan, AcceptanceFile(request.output, who, plan.settings(target_digest(models.target)))
 
 
-def _extra_body(asked: Asked) -> dict[str, Any]:
+def _extra_body(request: EvalRequest) -> dict[str, Any]:
     """Fields of every request to a server."""
-    # Left out, top_p would be the model's own, and the figures not those of what was asked.
-    extra: dict[str, Any] = {"top_p": asked.params.top_p}
-    if asked.thinking is not None:
-        extra["chat_template_kwargs"] = {"enable_thinking": asked.thinking}
+    # Left out, top_p would be the model's own, and the figures not those of what was asked for.
+    extra: dict[str, Any] = {"top_p": request.params.top_p}
+    if request.thinking is not None:
+        extra["chat_template_kwargs"] = {"enable_thinking": request.thinking}
     return extra
 
 
-def on_endpoint(endpoint: str, model: str | None, asked: Asked) -> None:
+def on_endpoint(endpoint: str, model: str | None, request: EvalRequest) -> None:
     """Measure a server."""
     match = _NAMED_URL.fullmatch(endpoint)
     name, url = (match["name"], match["url"]) if match else (None, endpoint)
-    backend = EndpointBackend(url, model, extra_body=_extra_body(asked))
-    plan = _plan(asked, asked.ks, chat=_converses(backend, asked))
+    backend = EndpointBackend(url, model, extra_body=_extra_body(request))
+    plan = _plan(request, request.ks, chat=_converses(backend, request))
     file = AcceptanceFile(
-        asked.output, {**provenance(backend.model, ""), "endpoint": url}, plan.settings("")
+        request.output, {**provenance(backend.model, ""), "endpoint": url}, plan.settings("")
     )
 
     def measure(view: EvalView) -> None:
         evaluate_endpoint(backend, name or "endpoint", plan, file, view)
 
-    _measured(measure, file, asked, "")
+    _measured(measure, file, request, "")
 
 
-def certified(models: Models[TargetModel], asked: Asked, options: Mapping[str, Any]) -> bool:
+def certified(
+    models: EvalModels[TargetModel], request: EvalRequest, options: Mapping[str, Any]
+) -> bool:
     """Print the certificate of losslessness; whether there is no fault.
 
     Args:
         models: what is certified.
-        asked: K, the output folder and the format.
+        request: K, the output folder and the format.
         options: fields of `certify.Options`.
     """
     from peagle.evaluation import certify
 
-    if asked.output is not None:
-        make_folder(asked.output)
+    if request.output is not None:
+        make_folder(request.output)
     certificate = certify.run(
         models.target,
         models.folder,
         [one.loadable for one in models.methods],
-        max(asked.ks or (models.default_k,)),
+        max(request.ks or (models.default_k,)),
         options=certify.Options(**options),
         watch=lambda line: print(f"peagle: {printable(line)}", file=sys.stderr, flush=True),
     )
@@ -150,29 +155,29 @@ def certified(models: Models[TargetModel], asked: Asked, options: Mapping[str, A
         "provenance": provenance(models.name, models.dtype, models.target.device),
         **certificate.to_json(),
     }
-    if asked.output is not None:
-        write_json(asked.output / "certificate.json", data)
-    print(json.dumps(data, indent=2) if asked.as_json else certificate.to_text())
+    if request.output is not None:
+        write_json(request.output / "certificate.json", data)
+    print(json.dumps(data, indent=2) if request.as_json else certificate.to_text())
     return certificate.passed
 
 
-def _plan(asked: Asked, ks: tuple[int, ...], *, chat: bool) -> EvalPlan:
+def _plan(request: EvalRequest, ks: tuple[int, ...], *, chat: bool) -> EvalPlan:
     return EvalPlan(
-        asked.prompts,
+        request.prompts,
         ks,
-        asked.temperatures,
-        asked.params,
-        asked.draft_sampling,
-        asked.concurrency,
+        request.temperatures,
+        request.params,
+        request.draft_sampling,
+        request.concurrency,
         chat,
-        asked.thinking,
+        request.thinking,
     )
 
 
-def _converses(backend: EndpointBackend, asked: Asked) -> bool:
-    """Whether prompts go to the server as messages: as asked, else if it answers one."""
-    if asked.chat_template is not None:
-        return asked.chat_template
+def _converses(backend: EndpointBackend, request: EvalRequest) -> bool:
+    """Whether prompts go to the server as messages: as the request says, else if it answers one."""
+    if request.chat_template is not None:
+        return request.chat_template
     chat = backend.has_chat
     if chat is None:
         try:
@@ -180,13 +185,13 @@ def _converses(backend: EndpointBackend, asked: Asked) -> bool:
             chat = True
         except UserError:
             chat = False
-    if not chat and asked.thinking is not None:
+    if not chat and request.thinking is not None:
         raise UserError(f"{backend.model} at {backend.name} does not converse: no thinking mode.")
     return chat
 
 
 def _measured(
-    measure: Callable[[EvalView], None], file: AcceptanceFile, asked: Asked, dtype: str
+    measure: Callable[[EvalView], None], file: AcceptanceFile, request: EvalRequest, dtype: str
 ) -> None:
     """Run it, show each entry as it comes, write the report."""
     count = 0
@@ -197,21 +202,21 @@ def _measured(
         print(("\n" if count else "") + text, flush=True)
         count += 1
 
-    view = EvalView((lambda entry: None) if asked.as_json else show)
+    view = EvalView((lambda entry: None) if request.as_json else show)
     try:
         measure(view)
     except BaseException:
         view.close()
-        if asked.output is not None and file.entries:
+        if request.output is not None and file.entries:
             kept = len(file.entries)
-            note(f"finished entries in {asked.output}: {kept}; the same command goes on there")
+            note(f"finished entries in {request.output}: {kept}; the same command goes on there")
         raise
-    file.conclude(comparisons=compare_entries(file.entries, seed=asked.params.seed or 0))
+    file.conclude(comparisons=compare_entries(file.entries, seed=request.params.seed or 0))
     advice = acceptance_advice(AcceptanceResults.model_validate(file.data))
     file.conclude(advice=advice)
-    print(json.dumps(file.data, indent=2) if asked.as_json else f"\nAdvice: {printable(advice)}")
-    if asked.output is not None:
-        _report(asked.output)
+    print(json.dumps(file.data, indent=2) if request.as_json else f"\nAdvice: {printable(advice)}")
+    if request.output is not None:
+        _report(request.output)
 
 
 def _report(folder: Path) -> None:

@@ -14,8 +14,8 @@ from peagle.cli.settings import Settings
 from peagle.config import EngineConfig
 from peagle.errors import UserError
 from peagle.evaluation.compare import load_target
+from peagle.evaluation.decoding_methods import NGRAM, DecodingMethod
 from peagle.evaluation.eval_run import LocalMethod, check_heads
-from peagle.evaluation.methods import NGRAM, Method
 from peagle.models.checkpoint import read_head_config, trained_length
 from peagle.models.loading import resolve_model
 from peagle.models.target import TargetModel, load_tokenizer
@@ -30,7 +30,7 @@ Target = TypeVar("Target", TargetModel, TargetEnds)
 
 
 @dataclass(frozen=True, slots=True)
-class Models(Generic[Target]):
+class EvalModels(Generic[Target]):
     """A target and the methods to measure on it.
 
     Attributes:
@@ -62,7 +62,7 @@ class Models(Generic[Target]):
 
 def load_models(
     given: Given, settings: Settings, eagle3: str | None, methods: Sequence[str], *, ngram: bool
-) -> Models[TargetModel]:
+) -> EvalModels[TargetModel]:
     """Find and load what was named; nothing named is the bundled pair.
 
     Args:
@@ -85,7 +85,7 @@ def load_models(
 
 def find_models(
     given: Given, settings: Settings, eagle3: str | None, methods: Sequence[str]
-) -> Models[TargetEnds]:
+) -> EvalModels[TargetEnds]:
     """The same for another engine: the target is not loaded, and there is no prompt lookup.
 
     Raises:
@@ -108,8 +108,8 @@ def _found(
     load: Callable[[Path, EngineConfig], Target],
     *,
     ngram: bool,
-) -> Models[Target]:
-    named = [Method.parse(text) for text in methods]
+) -> EvalModels[Target]:
+    named = [DecodingMethod.parse(text) for text in methods]
     if any(one.is_plain for one in named):
         raise UserError("Plain decoding drafts nothing to accept; `peagle bench` measures it.")
     engine = settings.build("engine")
@@ -132,14 +132,14 @@ def _found(
     found = [(name, source, resolve_model(source, role="draft")) for name, source in heads]
     target = load(folder, engine)
     local = [_local(name, source, head, target) for name, source, head in found]
-    local += [LocalMethod(Method(NGRAM))] if with_ngram else []
+    local += [LocalMethod(DecodingMethod(NGRAM))] if with_ngram else []
     names = [one.method.name for one in local]
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(
             f"Two methods are called {twice[0]!r}; name one of them with --method NAME=FOLDER."
         )
     check_heads(target, local)
-    return Models(
+    return EvalModels(
         target,
         folder,
         shown(own or str(BUNDLED_TARGET)),
@@ -161,7 +161,7 @@ def _local(name: str, source: str, folder: Path, target: TargetSizes) -> LocalMe
             f"--eagle3 is {source!r}, a P-EAGLE head; name it with --draft, or with --method."
         )
     return LocalMethod(
-        Method(name or kind, shown(source)),
+        DecodingMethod(name or kind, shown(source)),
         str(folder),
         trained_length(facts),
         config.trained_depth,

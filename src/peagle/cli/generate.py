@@ -13,7 +13,7 @@ import typer
 from peagle.cli import groups
 from peagle.cli.flags import Given, takes
 from peagle.cli.options import Format, OutputFormat
-from peagle.cli.plan import Plan, note
+from peagle.cli.setup import Setup, note
 from peagle.cli.terminal import printable
 from peagle.config import SamplingParams
 from peagle.errors import UserError
@@ -82,15 +82,15 @@ def generate(
     """
     only_show = "show_config" in given
     questions = [] if only_show else _prompts(prompt, prompts)
-    plan = Plan.of(given)
+    setup = Setup.of(given)
     if only_show:
-        plan.show()
+        setup.show()
         return
-    params = plan.params
+    params = setup.params
     is_text = output_format is OutputFormat.TEXT
     if is_text and (params.logprobs is not None or params.prompt_logprobs is not None):
         note("text has no room for log-probabilities: see them with --format json")
-    llm = plan.load()
+    llm = setup.load()
     from peagle.cli.tally import Tally
 
     tally = Tally()

@@ -429,7 +429,7 @@ SETTINGS = group(
     Flag(
         "show_config",
         bool,
-        "Print every setting with its source as JSON, and do nothing else.",
+        "Print the merged settings as JSON, and do nothing else.",
     ),
     Flag(
         "show_memory",

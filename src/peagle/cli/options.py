@@ -117,11 +117,14 @@ def check_paths(
         UserError: naming the first.
     """
     from peagle.chat import check_template_file
-    from peagle.evaluation.methods import Method
+    from peagle.evaluation.decoding_methods import DecodingMethod
     from peagle.models.loading import find_folder
 
     named: list[tuple[str | None, Role]] = [(target, "target"), (draft, "draft")]
-    named += [(eagle3, "eagle3"), *((Method.parse(m).source, "draft") for m in methods or ())]
+    named += [
+        (eagle3, "eagle3"),
+        *((DecodingMethod.parse(m).source, "draft") for m in methods or ()),
+    ]
     for name, role in named:
         if name:
             find_folder(name, role)

@@ -40,7 +40,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PushPlan:
     """What a push would do.
 
     Attributes:
@@ -154,7 +154,7 @@ def make_plan(
     revision: str = "main",
     private: bool = False,
     message: str | None = None,
-) -> Plan:
+) -> PushPlan:
     """Check the head and make its card; no connection is made.
 
     Raises:
@@ -193,7 +193,7 @@ def make_plan(
             "`peagle convert --format speculators --target` writes it down"
         )
     what = f"{head.kind} head" + (f" for {target}" if target else "")
-    return Plan(
+    return PushPlan(
         head=head,
         target=target,
         repo=repo,
@@ -293,7 +293,7 @@ def _read_card(path: Path) -> str:
 # ---- output ---------------------------------------------------------------------------------
 
 
-def _description(plan: Plan) -> str:
+def _description(plan: PushPlan) -> str:
     from peagle.models.hub_upload import hub_url
 
     head, depth = plan.head, plan.head.config.trained_depth
@@ -330,7 +330,7 @@ def _result(commit: Commit) -> str:
     return f"\n{done}{state}\n{commit.url}"
 
 
-def _to_json(plan: Plan, commit: Commit | None) -> dict[str, Any]:
+def _to_json(plan: PushPlan, commit: Commit | None) -> dict[str, Any]:
     from peagle.models.hub_upload import hub_url
 
     head = plan.head

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from peagle.cli.conversation import Messages, Turn
-from peagle.cli.remote_server import Server
+from peagle.cli.remote_server import RemoteServer
 from peagle.cli.tally import Tally
 from peagle.cli.terminal import printable
 from peagle.config import SamplingParams, StructuredOutput
@@ -79,7 +79,7 @@ class RemoteModel:
 
     def __init__(
         self,
-        server: Server,
+        server: RemoteServer,
         name: str | None = None,
         fields: Mapping[str, Any] | None = None,
         *,
@@ -150,7 +150,7 @@ class RemoteModel:
             ) from None
 
 
-def _pick(server: Server, name: str | None) -> dict[str, Any]:
+def _pick(server: RemoteServer, name: str | None) -> dict[str, Any]:
     """The facts of a model that can converse."""
     listed = {str(facts.get("id")): facts for facts in server.models()}
     if not listed or (name is not None and name not in listed):

@@ -22,7 +22,7 @@ _MAX_BYTES = 16 << 20  # of a line or of a body
 _MAX_MESSAGE = 600  # characters of a server's words
 
 
-class Server:
+class RemoteServer:
     """A server with OpenAI's interface.
 
     Args:

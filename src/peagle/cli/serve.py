@@ -13,8 +13,8 @@ import typer
 from peagle.bundled import BUNDLED, BUNDLED_PEAGLE, BUNDLED_TARGET, expand_bundled
 from peagle.cli import groups, options
 from peagle.cli.flags import Given, takes
-from peagle.cli.plan import Plan
 from peagle.cli.settings import Layer, Setting
+from peagle.cli.setup import Setup
 from peagle.config import SpeculativeConfig
 from peagle.errors import UserError
 from peagle.extras import require_package
@@ -114,17 +114,17 @@ def serve(
         from peagle.cli.serve_vllm import serve_vllm
 
         return serve_vllm(given, flags, compare_draft)
-    plan = Plan.of(given, _DEFAULTS)
-    config: ServerConfig = plan.settings.build("server")
+    setup = Setup.of(given, _DEFAULTS)
+    config: ServerConfig = setup.settings.build("server")
     if "show_config" in given:
-        plan.show(sections=("engine", "server"))
+        setup.show(sections=("engine", "server"))
         return
     from peagle.serving.keys import load_keys
     from peagle.serving.telemetry import configure_logging
 
     configure_logging(config.log_format)
     keys = load_keys(os.environ, given.value("api_key_file"))
-    plan.check_paths(config.chat_template)
+    setup.check_paths(config.chat_template)
     options.check_paths(None, eagle3=compare_draft)
     for package in ("fastapi", "prometheus_client", "uvicorn"):
         require_package(package, "serve", "peagle serve")
@@ -132,7 +132,7 @@ def serve(
     from peagle.serving.listening import listen
 
     listening = listen(config.host, config.port)
-    spec, name = _spec(plan, config, compare_draft)
+    spec, name = _spec(setup, config, compare_draft)
     from peagle.serving.server import serve as run
 
     run(config, spec, keys, name=config.served_model_name or name, listening=listening)
@@ -177,14 +177,14 @@ def _as_in_sagemaker(*, with_model: bool) -> None:
     raise typer.Exit(run(["serve", *arguments, *typed]))
 
 
-def _spec(plan: Plan, config: ServerConfig, compare: str | None) -> tuple[EngineSpec, str]:
+def _spec(setup: Setup, config: ServerConfig, compare: str | None) -> tuple[EngineSpec, str]:
     """What the engines load, and what the model is called."""
     from peagle.models.loading import resolve_model, with_local_head
 
-    folder = resolve_model(plan.target, plan.settings.value("revision"))
-    speculative = plan.speculative and with_local_head(plan.speculative)
+    folder = resolve_model(setup.target, setup.settings.value("revision"))
+    speculative = setup.speculative and with_local_head(setup.speculative)
     proposers = {_proposer_name(speculative): speculative}
-    if compare is None and plan.target == str(BUNDLED_TARGET) and speculative is not None:
+    if compare is None and setup.target == str(BUNDLED_TARGET) and speculative is not None:
         compare = _other_bundled(speculative)
     if compare is not None:
         if speculative is None:
@@ -192,21 +192,21 @@ def _spec(plan: Plan, config: ServerConfig, compare: str | None) -> tuple[Engine
         other = with_local_head(SpeculativeConfig(model=expand_bundled(compare, "eagle3")))
         name = _proposer_name(other)
         proposers[name if name not in proposers else f"{name}-2"] = other
-    plan.prepare()
+    setup.prepare()
     from peagle.serving.messages import EngineSpec
 
     spec = EngineSpec(
         str(folder),
         proposers,
-        plan.engine,
-        threads=plan.threads,
+        setup.engine,
+        threads=setup.threads,
         compile_timeout_s=config.compile_timeout_s,
         grammar_budget_s=config.grammar_budget_s,
         hang_timeout_s=config.hang_timeout_s,
         log_format=config.log_format,
     )
-    is_bundled = plan.target == str(BUNDLED_TARGET)
-    return spec, "peagle-code" if is_bundled else _model_name(plan.target)
+    is_bundled = setup.target == str(BUNDLED_TARGET)
+    return spec, "peagle-code" if is_bundled else _model_name(setup.target)
 
 
 def _other_bundled(speculative: SpeculativeConfig) -> str | None:

@@ -12,8 +12,8 @@ import typer
 
 from peagle.backends.vllm.command import VllmLaunch
 from peagle.cli.flags import Given
-from peagle.cli.plan import Plan, note
 from peagle.cli.settings import SPECULATIVE_VARIABLE
+from peagle.cli.setup import Setup, note
 from peagle.cli.values import json_object
 from peagle.config import RUNTIME_KEYS
 from peagle.errors import UserError
@@ -60,17 +60,17 @@ def serve_vllm(given: Given, flags: Sequence[str], compare_draft: str | None) ->
         raise UserError(
             f"--compare-draft is {compare_draft!r}; vLLM serves one head. Leave it out."
         )
-    plan = Plan.of(given)
-    config: ServerConfig = plan.settings.build("server")
-    _refuse_without_equal(plan, given)
+    setup = Setup.of(given)
+    config: ServerConfig = setup.settings.build("server")
+    _refuse_without_equal(setup, given)
     if "show_config" in given:
-        plan.show(sections=("engine", "server"))
+        setup.show(sections=("engine", "server"))
         return
-    launch = launch_of(plan, config, given, flags)
+    launch = launch_of(setup, config, given, flags)
     from peagle.backends.vllm.installation import find_or_assume_vllm, find_vllm
     from peagle.backends.vllm.server import VllmServer
 
-    if plan.speculative is None and plan.off == "default":
+    if setup.speculative is None and setup.off == "default":
         note("no --draft: decoding plainly (--method ngram needs no head)")
     python = given.value("vllm_python")
     if "print_command" in given:
@@ -84,7 +84,7 @@ def serve_vllm(given: Given, flags: Sequence[str], compare_draft: str | None) ->
     raise typer.Exit(server.run())
 
 
-def launch_of(plan: Plan, config: ServerConfig, given: Given, flags: Sequence[str]) -> VllmLaunch:
+def launch_of(setup: Setup, config: ServerConfig, given: Given, flags: Sequence[str]) -> VllmLaunch:
     """What vLLM shall serve, of what was given alone: the other defaults are vLLM's.
 
     Raises:
@@ -93,7 +93,7 @@ def launch_of(plan: Plan, config: ServerConfig, given: Given, flags: Sequence[st
     from peagle.serving.hosts import allowed_host, allowed_origin, default_allowed_hosts
     from peagle.serving.keys import read_keys
 
-    engine, server = plan.settings.section("engine"), plan.settings.section("server")
+    engine, server = setup.settings.section("engine"), setup.settings.section("server")
     options: dict[str, Any] = {name: engine[name] for name in _ENGINE_KEYS if name in engine}
     options |= {name: getattr(config, name) for name in _SERVER_KEYS if name in server}
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
@@ -105,36 +105,36 @@ def launch_of(plan: Plan, config: ServerConfig, given: Given, flags: Sequence[st
     for origin in set(config.allowed_origins) - {"*"}:
         allowed_origin(origin)
     return VllmLaunch(
-        plan.target,
-        plan.speculative,
-        revision=plan.settings.value("revision"),
-        speculative_options=_runtime_options(plan, given),
-        threads=plan.threads,
-        served_model_name=config.served_model_name or _model_name(plan.target),
+        setup.target,
+        setup.speculative,
+        revision=setup.settings.value("revision"),
+        speculative_options=_runtime_options(setup, given),
+        threads=setup.threads,
+        served_model_name=config.served_model_name or _model_name(setup.target),
         chat_template=_chat_template(config.chat_template),
-        tool_call_parser=_tool_parser(plan, config),
+        tool_call_parser=_tool_parser(setup, config),
         keys=read_keys(os.environ, given.value("api_key_file")),
         extra=tuple(flags),
         **options,
     )
 
 
-def _refuse_without_equal(plan: Plan, given: Given) -> None:
+def _refuse_without_equal(setup: Setup, given: Given) -> None:
     for key, (reason, allowed) in _WITHOUT_EQUAL.items():
         setting = given.get(key)
-        value = plan.settings.value(key) if setting is None else setting.value
+        value = setup.settings.value(key) if setting is None else setting.value
         if value is None or value == allowed:
             continue
-        source = plan.settings.source(key) if setting is None else setting.source
+        source = setup.settings.source(key) if setting is None else setting.source
         raise UserError(
             f"{source} ({key.rpartition('.')[2]} is {value!r}) has no equal with --engine vllm: "
             f"{reason}. Leave it out."
         )
 
 
-def _runtime_options(plan: Plan, given: Given) -> dict[str, Any]:
+def _runtime_options(setup: Setup, given: Given) -> dict[str, Any]:
     """Keys of the speculative configuration that concern how vLLM runs, as they were given."""
-    if plan.speculative is None:
+    if setup.speculative is None:
         return {}
     whole: Mapping[str, Any] = {}
     if "speculative_config" in given:
@@ -167,8 +167,8 @@ def _chat_template(template: str | None) -> str | None:
     )
 
 
-def _tool_parser(plan: Plan, config: ServerConfig) -> str | None:
-    parser = plan.settings.value("server.tool_call_parser")
+def _tool_parser(setup: Setup, config: ServerConfig) -> str | None:
+    parser = setup.settings.value("server.tool_call_parser")
     if parser == "auto":
         raise UserError(
             "--tool-call-parser is 'auto'; vLLM does not recognise a template by itself. Name the "

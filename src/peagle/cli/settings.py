@@ -71,9 +71,9 @@ class Settings:
         """The value at a dotted key, None where no layer has one."""
         return self._settings[key].value if key in self._settings else None
 
-    def source(self, key: str, unset: str = "default") -> str:
-        """Where the value at a dotted key comes from."""
-        return self._settings[key].source if key in self._settings else unset
+    def source(self, key: str) -> str:
+        """The place that gave the value at a dotted key, "default" where no layer has one."""
+        return self._settings[key].source if key in self._settings else "default"
 
     def section(self, name: str) -> dict[str, Any]:
         """The values that the layers give for a section."""
@@ -102,37 +102,28 @@ class Settings:
         self,
         target: str,
         speculative: SpeculativeConfig | None,
-        off: str,
-        unset: str = "default",
-        sections: tuple[str, ...] = ("engine", "sampling"),
+        sections: tuple[str, ...],
+        of_model: tuple[str, ...] = (),
     ) -> dict[str, Any]:
-        """Every value with its source, as `--show-config` prints it.
+        """The merged values, as `--show-config` prints them, in the tables of a file.
 
         Args:
             target: the target in use.
             speculative: how drafts are made.
-            off: what turned drafting off, where `speculative` is None.
-            unset: the source of the sampling parameters that no layer has.
             sections: those that the command uses.
+            of_model: sampling parameters that the model's generation_config.json sets where no
+                layer does; these are null.
         """
-
-        def with_sources(name: str, config: Any, unset: str = "default") -> dict[str, Any]:
-            shown = values.shown(asdict(config)).items()
-            return {k: {"value": v, "source": self.source(f"{name}.{k}", unset)} for k, v in shown}
-
+        of_model = tuple(name for name in of_model if self.value(f"sampling.{name}") is None)
+        shown = {name: values.shown(asdict(self.build(name))) for name in sections}
+        if "sampling" in shown:
+            shown["sampling"] |= dict.fromkeys(of_model)
         return {
             "format_version": FORMAT_VERSION,
-            "target": {"value": target, "source": self.source("target")},
-            "revision": {"value": self.value("revision"), "source": self.source("revision")},
-            "speculative": {"value": None, "source": off}
-            if speculative is None
-            else with_sources("speculative", speculative),
-            **{
-                name: with_sources(
-                    name, self.build(name), unset if name == "sampling" else "default"
-                )
-                for name in sections
-            },
+            "target": target,
+            "revision": self.value("revision"),
+            "speculative": speculative and values.shown(asdict(speculative)),
+            **shown,
         }
 
 

@@ -15,12 +15,11 @@ import typer
 
 from peagle.cli.main import INTERRUPTED
 from peagle.cli.progress import ProgressLine
-from peagle.extras import install_extra
 
 if TYPE_CHECKING:
     from peagle.training.config import TrainConfig
     from peagle.training.distributed import Processes
-    from peagle.training.reporting import Report
+    from peagle.training.reporting import TrainingReport
     from peagle.training.trainer import Trainer
 
 EXAMPLES = """
@@ -80,7 +79,7 @@ def train(
     """Train a P-EAGLE or EAGLE-3 draft head on responses that the target generated.
 
     Writes to the output folder: head/ (vLLM style; the best one where there is validation data),
-    checkpoint/ (to resume from), metrics.jsonl, curves.png and train.json.
+    checkpoint/ (to resume from), metrics.jsonl and train.json.
     """
     from peagle.cli.train_plan import check_options, show_plan
     from peagle.config import require_writable_folder
@@ -157,8 +156,6 @@ def _train(
 
 def _facts(trainer: Trainer) -> Iterator[str]:
     """What a run consists of, a line each."""
-    from peagle.training.curves import can_draw
-
     plan = trainer.config
     parameters = sum(p.numel() for p in trainer.drafter.parameters())
     yield (
@@ -172,9 +169,6 @@ def _facts(trainer: Trainer) -> Iterator[str]:
         yield str(trainer.memory)
     if trainer.vocabulary is not None:
         yield str(trainer.vocabulary)
-    if not can_draw():
-        missing = f"matplotlib is not installed: {install_extra('report')}"
-        yield f"curves.png is left out, {missing}"
 
 
 def _places(trainer: Trainer) -> str:
@@ -195,5 +189,5 @@ def _stop_on_interrupt(trainer: Trainer, progress: ProgressLine) -> None:
         signal.signal(number, stop)
 
 
-def _print_json(report: Report) -> None:
+def _print_json(report: TrainingReport) -> None:
     print(json.dumps(asdict(report)), flush=True)

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from peagle.cli.progress import ProgressLine, time_text
-from peagle.training.curves import shown_numbers
 
 if TYPE_CHECKING:
-    from peagle.training.reporting import Report
+    from peagle.training.reporting import TrainingReport
 
 _MOST_COLUMNS = 8  # A validation then fits into 80 columns.
 _LABEL = 27
@@ -35,7 +34,7 @@ class TrainView:
         """Move the line."""
         self._progress.update(step, self._steps, self._figures)
 
-    def report(self, report: Report) -> None:
+    def report(self, report: TrainingReport) -> None:
         """Show the figures of a report."""
         if report.kind == "train":
             self._figures = (
@@ -47,7 +46,7 @@ class TrainView:
             print(progress_text(report), flush=True)
 
 
-def progress_text(report: Report) -> str:
+def progress_text(report: TrainingReport) -> str:
     """A report: one line of training, or the block of a validation."""
     head = f"{report.kind:<10} {report.step}/{report.steps}  loss {report.loss:.4f}"
     if report.kind == "validation":
@@ -78,7 +77,7 @@ def result_text(record: dict[str, Any], folder: str) -> str:
     return "\n".join(lines)
 
 
-def _acceptance_rows(report: Report) -> list[str]:
+def _acceptance_rows(report: TrainingReport) -> list[str]:
     """Simulated acceptance by K and by position, with a heading."""
     depth = len(report.acceptance_lengths)
     if not report.num_drafts:
@@ -105,3 +104,11 @@ def _acceptance_rows(report: Report) -> list[str]:
 def _share(value: float | None) -> str:
     """Without the leading 0; - where nobody knows."""
     return "-" if value is None else f"{value:.2f}".removeprefix("0")
+
+
+def shown_numbers(count: int, most: int) -> list[int]:
+    """Indices 0 to count - 1, or with more than `most`: 0, 1, 3, 7, ... and the last."""
+    if count <= most:
+        return list(range(count))
+    powers = [2**i - 1 for i in range(count.bit_length()) if 2**i < count]
+    return [*powers, count - 1]

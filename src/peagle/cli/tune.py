@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -21,8 +20,9 @@ from peagle.cli.options import (
     check_paths,
 )
 from peagle.cli.settings import Layer, Settings
+from peagle.cli.tune_request import TuneRequest
 from peagle.cli.values import whole_numbers
-from peagle.config import MAX_SPECULATIVE_TOKENS, SamplingParams
+from peagle.config import MAX_SPECULATIVE_TOKENS
 from peagle.errors import UserError
 
 EXAMPLES = """
@@ -41,41 +41,7 @@ Interrupted? The same command with the same --output goes on where it was.
 What it prints goes into --speculative-config of peagle serve.
 """
 
-DEFAULT_SET, MOST_K = "humaneval", 8
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What the options ask for, beside models.
-
-    Attributes:
-        ks: draft tokens per step; () takes 1 to what the acceptance or the head allows.
-        batches: sequences together.
-        acceptance: file of `peagle eval`; None measures it.
-        method: of that file.
-        sets: names of prompt sets.
-        limit: prompts of each.
-        chat: None decides by the model.
-        params: of the requests, with a seed.
-        context, steps, rounds, threshold: of the measurement and the schedule.
-        output: folder of the results.
-        as_json: print one JSON object.
-    """
-
-    ks: tuple[int, ...]
-    batches: tuple[int, ...]
-    acceptance: Path | None
-    method: str | None
-    sets: tuple[str, ...]
-    limit: int
-    chat: bool | None
-    params: SamplingParams
-    context: int
-    steps: int
-    rounds: int
-    threshold: float
-    output: Path | None
-    as_json: bool
+DEFAULT_SET = "humaneval"
 
 
 @takes(
@@ -139,7 +105,7 @@ def tune(
     K = 0 where drafts do not pay, with the acceptance length from which they would.
     """
     params = Settings(Layer(dict(given))).build("sampling")
-    asked = Asked(
+    request = TuneRequest(
         ks=() if k is None else whole_numbers("-k", k, MAX_SPECULATIVE_TOKENS),
         batches=whole_numbers("--batch-sizes", batch_sizes, 4096),
         acceptance=acceptance,
@@ -165,8 +131,8 @@ def tune(
         raise UserError(f"--acceptance {str(acceptance)!r} is not readable: it is not there.")
     from peagle.cli.tune_run import run
 
-    result = run(given, asked)
-    if asked.as_json:
+    result = run(given, request)
+    if request.as_json:
         print(json.dumps(result, indent=2))
         return
     from peagle.cli.tune_view import result_text
@@ -178,8 +144,3 @@ def _at_least_one(flag: str, number: int) -> int:
     if number < 1:
         raise UserError(f"{flag} is {number}; expected at least 1.")
     return number
-
-
-def default_ks(most: int) -> Sequence[int]:
-    """K from 1, where none was asked for."""
-    return range(1, min(most, MOST_K) + 1)

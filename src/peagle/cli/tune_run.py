@@ -11,21 +11,21 @@ from peagle.bundled import BUNDLED, BUNDLED_TARGET, expand_bundled
 from peagle.cli import options
 from peagle.cli.eval_models import shown
 from peagle.cli.flags import Given
-from peagle.cli.plan import note
 from peagle.cli.settings import Layer, Settings
-from peagle.cli.tune import Asked, default_ks
+from peagle.cli.setup import note
+from peagle.cli.tune_request import TuneRequest
 from peagle.cli.tune_view import TuneView
 from peagle.errors import UserError
 from peagle.evaluation.acceptance_file import weights_digest
 from peagle.evaluation.compare import load_target
+from peagle.evaluation.decoding_methods import DecodingMethod
 from peagle.evaluation.dialogues import PromptSets
 from peagle.evaluation.eval_run import LocalMethod, check_heads, provenance, target_digest
 from peagle.evaluation.journal import Journal
-from peagle.evaluation.methods import Method
 from peagle.evaluation.prompt_sets import load
 from peagle.evaluation.report import write_report
 from peagle.evaluation.tuning.acceptance import AcceptanceByK, acceptance_of_file
-from peagle.evaluation.tuning.plan import Grid
+from peagle.evaluation.tuning.grid import Grid
 from peagle.evaluation.tuning.run import LOG_NAME, make_machine, measure_acceptance, shared_settings
 from peagle.evaluation.tuning.tune import Tuned, measure_costs
 from peagle.models.checkpoint import read_head_config
@@ -34,9 +34,11 @@ from peagle.models.drafter_config import DrafterConfig
 from peagle.models.loading import resolve_model
 from peagle.models.target import TargetModel, load_tokenizer
 
+MOST_K = 8
+
 
 @dataclass(frozen=True, slots=True)
-class Models:
+class TuneModels:
     """A target and a head that fits it.
 
     Attributes:
@@ -61,36 +63,37 @@ class Models:
         return str(self.target.dtype).removeprefix("torch.")
 
 
-def run(given: Given, asked: Asked) -> dict[str, Any]:
+def run(given: Given, request: TuneRequest) -> dict[str, Any]:
     """Measure, choose and write; returns what tune.json holds.
 
     Raises:
         UserError: a model, a file or an option is not usable.
     """
     draft = _draft(given)
-    known = _known_acceptance(asked, draft)
-    sets = {name: load(name, asked.limit) for name in asked.sets}
+    known = _known_acceptance(request, draft)
+    sets = {name: load(name, request.limit) for name in request.sets}
     models = _load(given, draft)
-    grid = _grid(asked, known, models.config.trained_depth)
-    chat = asked.chat
+    grid = _grid(request, known, models.config.trained_depth)
+    chat = request.chat
     if chat is None:
         chat = bool(getattr(load_tokenizer(models.target.name), "chat_template", None))
     told = provenance(models.name, models.dtype, models.target.device)
     settings = {
         "draft": shown(draft),
-        **shared_settings(sets, asked.params, chat=chat, known=known),
+        **shared_settings(sets, request.params, chat=chat, known=known),
         "k": grid.ks,
         "batch_sizes": grid.batches,
-        "context": asked.context,
-        "steps": asked.steps,
+        "context": request.context,
+        "steps": request.steps,
         "threads": given.value("threads"),
     }
     journal = Journal(
-        asked.output and asked.output / LOG_NAME, settings | _identity(models, told["environment"])
+        request.output and request.output / LOG_NAME,
+        settings | _identity(models, told["environment"]),
     )
-    view = TuneView(len(grid.cells) * asked.rounds)
+    view = TuneView(len(grid.cells) * request.rounds)
     try:
-        acceptance = known or _acceptance(models, grid, sets, asked, journal, view, chat=chat)
+        acceptance = known or _acceptance(models, grid, sets, request, journal, view, chat=chat)
         machine = make_machine(
             models.target,
             str(models.head),
@@ -98,14 +101,14 @@ def run(given: Given, asked: Asked) -> dict[str, Any]:
             sets,
             grid.ks,
             grid.batches[-1],
-            context=asked.context,
-            steps=asked.steps,
-            temperature=asked.params.temperature,
+            context=request.context,
+            steps=request.steps,
+            temperature=request.params.temperature,
             **models.limits,
         )
-        costs = measure_costs(machine, grid, asked.rounds, journal, view.visited)
+        costs = measure_costs(machine, grid, request.rounds, journal, view.visited)
     except BaseException:
-        if asked.output is not None and len(journal):
+        if request.output is not None and len(journal):
             view.close()
             note("what was measured is kept; the same command goes on from there")
         raise
@@ -115,32 +118,32 @@ def run(given: Given, asked: Asked) -> dict[str, Any]:
         grid,
         costs,
         acceptance,
-        threshold=asked.threshold,
+        threshold=request.threshold,
         is_parallel=models.config.is_parallel,
         batch_rows=machine.batch_rows,
         is_padded=models.target.device.type == "cuda",
     )
-    settings |= {"rounds": asked.rounds, "threshold": asked.threshold}
+    settings |= {"rounds": request.rounds, "threshold": request.threshold}
     settings |= {"fitted": [asdict(cell) for cell in sorted(grid.fitted)]}
     result = tuned.to_json(told, settings, draft)
-    if asked.output is not None:
-        write_json(asked.output / "tune.json", result)
-        note(f"report: {write_report(asked.output)}")
+    if request.output is not None:
+        write_json(request.output / "tune.json", result)
+        note(f"report: {write_report(request.output)}")
     return result
 
 
-def _known_acceptance(asked: Asked, draft: str) -> AcceptanceByK | None:
-    if asked.acceptance is None:
+def _known_acceptance(request: TuneRequest, draft: str) -> AcceptanceByK | None:
+    if request.acceptance is None:
         return None
     return acceptance_of_file(
-        asked.acceptance,
+        request.acceptance,
         draft=shown(draft),
-        method=asked.method,
-        temperature=asked.params.temperature,
+        method=request.method,
+        temperature=request.params.temperature,
     )
 
 
-def _load(given: Given, draft: str) -> Models:
+def _load(given: Given, draft: str) -> TuneModels:
     engine = Settings(Layer(dict(given))).build("engine")
     options.set_threads(given.value("threads"))
     options.quiet_libraries()
@@ -148,20 +151,20 @@ def _load(given: Given, draft: str) -> Models:
     folder = resolve_model(own or BUNDLED, given.value("revision"))
     head = resolve_model(draft, role="draft")
     target = load_target(folder, dtype=engine.dtype, device=engine.device)
-    check_heads(target, [LocalMethod(Method("--draft", draft), str(head))])
+    check_heads(target, [LocalMethod(DecodingMethod("--draft", draft), str(head))])
     config, _ = read_head_config(head, num_target_layers=target.num_layers)
     limits = {
         "kv_cache_gib": engine.kv_cache_gib,
         "gpu_memory_utilization": engine.gpu_memory_utilization,
     }
-    return Models(target, shown(own or str(BUNDLED_TARGET)), head, draft, config, limits)
+    return TuneModels(target, shown(own or str(BUNDLED_TARGET)), head, draft, config, limits)
 
 
 def _acceptance(
-    models: Models,
+    models: TuneModels,
     grid: Grid,
     sets: PromptSets,
-    asked: Asked,
+    request: TuneRequest,
     journal: Journal,
     view: TuneView,
     *,
@@ -175,7 +178,7 @@ def _acceptance(
         str(models.head),
         ks,
         sets,
-        asked.params,
+        request.params,
         journal,
         chat=chat,
         watch=lambda k: view.say(f"acceptance at K = {k} is there"),
@@ -190,15 +193,17 @@ def _draft(given: Given) -> str:
     return expand_bundled(draft or BUNDLED, "draft")
 
 
-def _grid(asked: Asked, acceptance: AcceptanceByK | None, trained_depth: int | None) -> Grid:
+def _grid(
+    request: TuneRequest, acceptance: AcceptanceByK | None, trained_depth: int | None
+) -> Grid:
     most = acceptance.most if acceptance is not None else trained_depth
-    ks = asked.ks or tuple(default_ks(most if most is not None else 8))
+    ks = request.ks or tuple(range(1, min(MOST_K if most is None else most, MOST_K) + 1))
     if acceptance is not None:
         acceptance.rates(ks[-1])  # refuses a K that is not known, before anything runs
-    return Grid(asked.batches, ks)
+    return Grid(request.batches, ks)
 
 
-def _identity(models: Models, machine: Mapping[str, Any]) -> dict[str, Any]:
+def _identity(models: TuneModels, machine: Mapping[str, Any]) -> dict[str, Any]:
     """What tells measurements of other models and machines apart."""
     return {
         "target_sha256": target_digest(models.target),

@@ -12,7 +12,7 @@ from peagle.cli.terminal import bright, has_styles, printable
 from peagle.evaluation.tuning.schedule import k_at
 
 if TYPE_CHECKING:
-    from peagle.evaluation.tuning.machine import Cell
+    from peagle.evaluation.tuning.machine import CostPoint
 
 _LINE_S = 10.0  # between two lines where there is no terminal
 _MOST_COLUMNS = 10
@@ -40,7 +40,7 @@ class TuneView:
         print(f"peagle: {text}", file=sys.stderr, flush=True)
         self._start = time.monotonic()
 
-    def visited(self, cell: Cell, was_there: bool) -> None:
+    def visited(self, cell: CostPoint, was_there: bool) -> None:
         """Count a visit."""
         self._done += 1
         self._measured += not was_there

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from peagle.doctor.forward import Drafted, drafted
+from peagle.doctor.forward import HeadDrafts, drafted
 from peagle.doctor.head import Head
 from peagle.doctor.repairs import Known, Repair, repairs
 
@@ -48,7 +48,7 @@ class Gain:
     first_match: float
 
     @classmethod
-    def of(cls, before: Drafted, after: Drafted, rows: slice | None = None) -> Gain:
+    def of(cls, before: HeadDrafts, after: HeadDrafts, rows: slice | None = None) -> Gain:
         """Compare two runs over the same probe."""
         rows = rows or slice(None)
         gain_P = (after.score_P - before.score_P)[rows]
@@ -93,11 +93,11 @@ class Repaired:
     """
 
     head: Head
-    drafted: Drafted
+    drafted: HeadDrafts
     applied: tuple[tuple[Repair, Gain], ...]
 
 
-def repair(head: Head, first: Drafted, known: Known, progress: Progress) -> Repaired:
+def repair(head: Head, first: HeadDrafts, known: Known, progress: Progress) -> Repaired:
     """Repair a head in memory until no candidate helps any more.
 
     Args:
@@ -123,8 +123,8 @@ def repair(head: Head, first: Drafted, known: Known, progress: Progress) -> Repa
 
 
 def _best(
-    head: Head, now: Drafted, candidates: list[Repair], known: Known
-) -> tuple[Repair, Drafted, Gain] | None:
+    head: Head, now: HeadDrafts, candidates: list[Repair], known: Known
+) -> tuple[Repair, HeadDrafts, Gain] | None:
     """The repair that brings most, of those that clearly help."""
     part = known.probe.part(_SCREEN)
     base = drafted(head, part)
@@ -145,7 +145,7 @@ def _best(
     return candidates[index], after, gain
 
 
-def features_matter(head: Head, now: Drafted, known: Known) -> tuple[bool, Gain]:
+def features_matter(head: Head, now: HeadDrafts, known: Known) -> tuple[bool, Gain]:
     """Whether a head does better with the features of its text than with another text's.
 
     Where it does not, they are not those that it learned from.
@@ -155,7 +155,7 @@ def features_matter(head: Head, now: Drafted, known: Known) -> tuple[bool, Gain]
     return gain.logprob >= MIN_GAIN and gain.t >= MIN_T and gain.matches > 0.02, gain
 
 
-def starved_depth(now: Drafted) -> int | None:
+def starved_depth(now: HeadDrafts) -> int | None:
     """The first depth whose drafts match far less often than those above it; None without one."""
     share = now.match_share
     if share[0] < MIN_MATCH:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from difflib import SequenceMatcher
 from functools import cached_property
 from pathlib import Path
@@ -21,11 +21,13 @@ from peagle.doctor.diagnosis import (
     repair,
     starved_depth,
 )
-from peagle.doctor.files import Files, examine_files
-from peagle.doctor.findings import Cause, Report
-from peagle.doctor.forward import Drafted, drafted
+from peagle.doctor.files import examine_files
+from peagle.doctor.findings import Cause, Examination
+from peagle.doctor.forward import HeadDrafts, drafted
 from peagle.doctor.head import Head
+from peagle.doctor.head_files import HeadFiles
 from peagle.doctor.probe import Probe, make_probe
+from peagle.doctor.probed_target import ProbedTarget
 from peagle.doctor.questions import Style, other_styles, questions_of
 from peagle.doctor.repairs import MEAN_FEATURE, Known, aux_choices
 from peagle.doctor.served import Question, Serving
@@ -52,26 +54,8 @@ _TRAINED_NORMS = 0.1
 _POOR_MATCH = 0.3
 
 
-@dataclass(frozen=True)
-class Examiner:
-    """Examines heads of one target on the same texts, which are made once.
-
-    Attributes:
-        target, tokenizer: the model.
-        style: how prompts reach it.
-        texts: the prompts.
-        questions: those of them that were answered at length, as they were asked.
-        probe: their answers, with the target's features.
-        progress: told what is going on.
-    """
-
-    target: TargetModel
-    tokenizer: PreTrainedTokenizerBase
-    style: Style
-    texts: tuple[str, ...]
-    questions: tuple[Question, ...]
-    probe: Probe
-    progress: Progress
+class Examiner(ProbedTarget):
+    """Examines heads of one target on the same texts, which are made once."""
 
     @classmethod
     def of(
@@ -105,7 +89,7 @@ class Examiner:
         )
         return cls(target, tokenizer, style, tuple(texts), questions, probe, progress)
 
-    def examine(self, folder: Path, serving: Serving | None = None) -> Report:
+    def examine(self, folder: Path, serving: Serving | None = None) -> Examination:
         """Examine one head.
 
         Args:
@@ -115,7 +99,7 @@ class Examiner:
         Raises:
             UserError: the folder is not there, or the serving side cannot be reached.
         """
-        report = Report(training=TrainingRecord.beside(folder))
+        report = Examination(training=TrainingRecord.beside(folder))
         if report.training is not None:
             status = "not checked" if report.training.is_little else "agrees"
             report.check("training", status, str(report.training))
@@ -156,7 +140,7 @@ class Examiner:
                 continue
         return probes
 
-    def _check_target(self, report: Report) -> None:
+    def _check_target(self, report: Examination) -> None:
         """That the target can read its prompts at all."""
         chance = float(torch.tensor(float(self.target.vocab_size)).log())
         nats = reading_nats(self.probe)
@@ -182,7 +166,9 @@ class Examiner:
             )
         )
 
-    def _try_repairs(self, head: Head, first: Drafted, known: Known, report: Report) -> Repaired:
+    def _try_repairs(
+        self, head: Head, first: HeadDrafts, known: Known, report: Examination
+    ) -> Repaired:
         """Blame what a repair mends, and what no repair mends by how it looks."""
         if report.blames("wrong_target", "tokenizer"):
             text = f"{_line(first)}; nothing else can be told with this target"
@@ -214,7 +200,7 @@ class Examiner:
         return repaired
 
     def _try_other_styles(
-        self, head: Head, first: Drafted, known: Known, report: Report
+        self, head: Head, first: HeadDrafts, known: Known, report: Examination
     ) -> Repaired | None:
         """A head that does nothing with these prompts may do something with others."""
         for style, probe in self.other_probes.items():
@@ -227,7 +213,7 @@ class Examiner:
                 return repaired
         return None
 
-    def _blame_style(self, style: Style, evidence: str, report: Report) -> None:
+    def _blame_style(self, style: Style, evidence: str, report: Examination) -> None:
         cause = "thinking" if style.is_chat and self.style.is_chat else "chat_template"
         report.blame(
             Cause(
@@ -238,7 +224,7 @@ class Examiner:
             )
         )
 
-    def _blame_repairs(self, repaired: Repaired, report: Report) -> None:
+    def _blame_repairs(self, repaired: Repaired, report: Examination) -> None:
         now = repaired.drafted
         for one, brought in repaired.applied:
             evidence = f"with {one.what}: {brought}"
@@ -269,7 +255,7 @@ class Examiner:
                 )
             )
 
-    def _check_dtype(self, repaired: Repaired, files: Files, report: Report) -> None:
+    def _check_dtype(self, repaired: Repaired, files: HeadFiles, report: Examination) -> None:
         """That the head does in the types it is served in what it does in float32."""
         told = str(files.data.get("dtype") or files.data.get("torch_dtype") or "")
         types = {self.target.dtype}
@@ -292,7 +278,7 @@ class Examiner:
                     )
                 )
 
-    def _check_style(self, head: Head, report: Report) -> None:
+    def _check_style(self, head: Head, report: Examination) -> None:
         """That prompts reach the model as those that the head was trained on."""
         if not self.other_probes:
             text = "there is one way to prompt this model"
@@ -309,12 +295,12 @@ class Examiner:
             self._blame_style(*found, report)
 
 
-def _is_blind(report: Report) -> bool:
+def _is_blind(report: Examination) -> bool:
     """Whether the target's prompts are noise to it."""
     return any(check.name == READS and check.status == "not checked" for check in report.checks)
 
 
-def _is_early(repaired: Repaired, report: Report) -> bool:
+def _is_early(repaired: Repaired, report: Examination) -> bool:
     """Whether a head with poor mask slots is early in its training rather than damaged.
 
     The record of its training tells. Without one, two things do in which mask slots take no part:
@@ -328,7 +314,7 @@ def _is_early(repaired: Repaired, report: Report) -> bool:
     return repaired.drafted.match_share[0] < _TRAINED_MATCH or moved < _TRAINED_NORMS
 
 
-def _too_little_training(shown: str, report: Report) -> Cause:
+def _too_little_training(shown: str, report: Examination) -> Cause:
     """The cause where a head drafts like one that is early in its training."""
     record = report.training
     told = "no record tells how long it was trained" if record is None else f"trained for {record}"
@@ -338,7 +324,7 @@ def _too_little_training(shown: str, report: Report) -> Cause:
     return Cause("training", "head", f"{shown}; {told}", remedy)
 
 
-def _has_not_learned(gain: Gain, report: Report) -> Cause:
+def _has_not_learned(gain: Gain, report: Examination) -> Cause:
     """The cause where nothing of a head works."""
     marks = [one.status for one in report.checks if one.name == "fingerprint"]
     if marks == ["agrees"] and report.training is not None and report.training.is_little:
@@ -409,14 +395,14 @@ def _probe(
     return tuple(one for one, _ in kept), probe
 
 
-def _line(one: Drafted) -> str:
+def _line(one: HeadDrafts) -> str:
     share = " ".join(f"{value:.0%}" for value in one.match_share)
     return (
         f"acceptance length {one.acceptance_length:.2f} at every anchor, matches by depth {share}"
     )
 
 
-def _figures(one: Drafted, probe: Probe) -> dict[str, object]:
+def _figures(one: HeadDrafts, probe: Probe) -> dict[str, object]:
     return {
         "acceptance_length": one.acceptance_length,
         "match_per_depth": one.match_share,

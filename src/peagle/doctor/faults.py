@@ -12,7 +12,7 @@ from itertools import zip_longest
 import torch
 
 from peagle.doctor.diagnosis import MIN_T, Progress
-from peagle.doctor.forward import Drafted, drafted
+from peagle.doctor.forward import HeadDrafts, drafted
 from peagle.doctor.head import Head
 from peagle.doctor.probe import Probe
 from peagle.doctor.repairs import Known, aux_choices, mask_choices
@@ -76,7 +76,9 @@ class Agreement:
         return f"{self.share:.0%} of {self.count} {what}"
 
 
-def agreement(served: Sequence[Served], ours: Drafted, probe: Probe, *, chained: bool) -> Agreement:
+def agreement(
+    served: Sequence[Served], ours: HeadDrafts, probe: Probe, *, chained: bool
+) -> Agreement:
     """Compare served drafts with those of the training side, at every anchor of the probe.
 
     Args:
@@ -105,7 +107,9 @@ def _common(one: SpeculationStats, other: SpeculationStats) -> float:
     return sum(map(min, pairs)) / max(1, sum(map(max, pairs)))
 
 
-def _by_tokens(served: Sequence[Served], ours: Drafted, probe: Probe, chained: bool) -> Agreement:
+def _by_tokens(
+    served: Sequence[Served], ours: HeadDrafts, probe: Probe, chained: bool
+) -> Agreement:
     equal = count = 0
     for row, one in enumerate(served):
         start = probe.prompt_lens[row]
@@ -293,7 +297,7 @@ def _go_together(first: Fault, second: Fault) -> bool:
     return first.cause != second.cause and not (alone and one_by_one)
 
 
-def is_worse(served: SpeculationStats, ours: Drafted) -> bool:
+def is_worse(served: SpeculationStats, ours: HeadDrafts) -> bool:
     """Whether drafts are accepted clearly less than foreseen."""
     expected = SpeculationStats.pooled(foreseen(ours)).acceptance_length
     return served.acceptance_length - 1 < _WORSE * (expected - 1)
@@ -318,7 +322,7 @@ class _Rate:
         return max(MIN_T * (mean * (1 - mean) / max(1, self.count)) ** 0.5, _NOTABLE)
 
 
-def only_mask_slots_differ(served: SpeculationStats, ours: Drafted) -> str | None:
+def only_mask_slots_differ(served: SpeculationStats, ours: HeadDrafts) -> str | None:
     """Says so, with figures, if first draft tokens are accepted as foreseen, second ones less.
 
     The first token of a parallel draft comes from the slot that has a real token and a real state,

@@ -7,15 +7,14 @@ where repairs compete (`repairs`), so a mend need only be a reasonable beginning
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from peagle.doctor.findings import Cause, Check, Status
+from peagle.doctor.findings import Status
 from peagle.doctor.head import Head, Reading
+from peagle.doctor.head_files import HeadFiles
 from peagle.doctor.maps import mend_maps
 from peagle.doctor.target_check import check_target, fits_target
 from peagle.errors import CheckpointError
@@ -32,59 +31,14 @@ _FEW_POSITIONS = 1024
 _NORM_TENSORS = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.weight"}
 
 
-@dataclass(slots=True)
-class Files:
-    """What the files of a head say, as far as they are understood.
-
-    Attributes:
-        folder: of the head.
-        target: what it drafts for.
-        data: config.json, mended.
-        tensors: by canonical name, mended.
-        reading: how the mended head is to be run.
-        mask_ids: what the keys for the mask token say, without repeats.
-        window: a sliding window that config.json sets.
-        kept_ids: the tokens that t2d keeps, where they are as many as the draft vocabulary.
-        loads: nothing had to be mended that keeps a runtime from loading the head.
-        lost_weights: some have to be exported again; no repair makes up for them.
-        checks, causes: what was found.
-    """
-
-    folder: Path
-    target: TargetModel
-    data: dict[str, Any]
-    tensors: dict[str, Tensor]
-    reading: Reading = field(default_factory=Reading)
-    mask_ids: list[int] = field(default_factory=list)
-    window: int | None = None
-    kept_ids: Tensor | None = None
-    loads: bool = True
-    lost_weights: bool = False
-    checks: list[Check] = field(default_factory=list)
-    causes: list[Cause] = field(default_factory=list)
-
-    def check(self, name: str, status: Status, text: str) -> None:
-        """Note a check."""
-        self.checks.append(Check(name, status, text))
-
-    def blame(self, cause: str, evidence: str, remedy: str) -> None:
-        """Note a check that failed and its cause."""
-        self.causes.append(Cause(cause, "head", evidence, remedy))
-
-    @property
-    def layers(self) -> dict[str, Any]:
-        """The keys of the layers: nested in the speculators style."""
-        return self.data.get("transformer_layer_config") or self.data
-
-
-def examine_files(folder: Path, target: TargetModel) -> tuple[Files, Head | None]:
+def examine_files(folder: Path, target: TargetModel) -> tuple[HeadFiles, Head | None]:
     """Examine a head's files; the head is None where they cannot be made to run.
 
     Raises:
         UserError: no such folder.
     """
     data = read_head_json(folder)
-    files = Files(folder, target, data, {})
+    files = HeadFiles(folder, target, data, {})
     try:
         files.tensors = {k: v.clone() for k, v in read_tensors(folder)[0].items()}
     except CheckpointError as error:
@@ -105,7 +59,7 @@ def examine_files(folder: Path, target: TargetModel) -> tuple[Files, Head | None
     return files, _head_of(files)
 
 
-def _head_of(files: Files) -> Head | None:
+def _head_of(files: HeadFiles) -> Head | None:
     """The mended head, None where it still does not work out."""
     source, target = str(files.folder / "config.json"), files.target
     try:
@@ -141,7 +95,7 @@ def _head_of(files: Files) -> Head | None:
 # ---- weights ---------------------------------------------------------------------------------
 
 
-def _mend_values(files: Files) -> None:
+def _mend_values(files: HeadFiles) -> None:
     """NaN, infinities, and norms that nobody trained."""
     broken = {
         name: int((~value.isfinite()).sum())
@@ -174,7 +128,7 @@ def _mend_values(files: Files) -> None:
         files.blame("norms", text, f"Export {blank[0]} again: it was lost on the way.")
 
 
-def _mend_norms(files: Files) -> None:
+def _mend_norms(files: HeadFiles) -> None:
     """Norm flags of config.json against the norms among the weights."""
     data, tensors = files.data, files.tensors
     eagle = data.get("eagle_config") or {}
@@ -204,7 +158,7 @@ def _mend_norms(files: Files) -> None:
 # ---- drafting in parallel --------------------------------------------------------------------
 
 
-def _mend_mask(files: Files) -> None:
+def _mend_mask(files: HeadFiles) -> None:
     """Mask token id and mask_hidden: both there, once, and filled."""
     data, tensors = files.data, files.tensors
     is_nested = format_of(data) == "speculators"
@@ -246,7 +200,7 @@ def _mend_mask(files: Files) -> None:
         _mend_mask_hidden(files)
 
 
-def _mend_mask_hidden(files: Files) -> None:
+def _mend_mask_hidden(files: HeadFiles) -> None:
     tensors = files.tensors
     size = int(tensors["fc.weight"].shape[1]) if "fc.weight" in tensors else 0
     width = int(files.layers.get("hidden_size") or 0)
@@ -276,7 +230,7 @@ def _mend_mask_hidden(files: Files) -> None:
 # ---- layers ----------------------------------------------------------------------------------
 
 
-def _mend_window(files: Files) -> None:
+def _mend_window(files: HeadFiles) -> None:
     layers = files.layers
     kinds, size = layers.get("layer_types") or (), layers.get("sliding_window")
     is_off = layers.get("use_sliding_window") is False
@@ -292,7 +246,7 @@ def _mend_window(files: Files) -> None:
     files.blame("sliding_window", text, remedy)
 
 
-def _mend_aux(files: Files) -> None:
+def _mend_aux(files: HeadFiles) -> None:
     """Aux layers: one list, ascending, within the target, as many as fc reads."""
     data, target = files.data, files.target
     eagle = data.get("eagle_config") or {}
@@ -328,7 +282,7 @@ def _is_usable(ids: Any, target: TargetModel, count: int) -> bool:
     return whole and len(ids) == count and list(ids) == sorted(set(ids))
 
 
-def _mend_positions(files: Files) -> None:
+def _mend_positions(files: HeadFiles) -> None:
     """How far the head drafts, and its angles beside the target's."""
     layers, target = files.layers, files.target
     most = layers.get("max_position_embeddings")

@@ -73,7 +73,7 @@ class Cause:
 
 
 @dataclass(slots=True)
-class Report:
+class Examination:
     """The examination of a head.
 
     Attributes:

@@ -20,8 +20,8 @@ from peagle.training.config import MethodSection
 from peagle.training.eagle3 import eagle3_graded
 from peagle.training.element_attention import BlockTable, ElementAttention, dense_attention
 from peagle.training.features import TargetStates
-from peagle.training.methods import Graded, Method
-from peagle.training.partition import Layout, partitioned_graded
+from peagle.training.partition import PartitionLayout, partitioned_graded
+from peagle.training.training_methods import Graded, TrainingMethod
 
 # Numbers that the logits of a chunk of elements may hold.
 _LOGITS_AT_A_TIME = 1 << 25
@@ -30,7 +30,7 @@ WORST_LOGPROB = -12.0
 
 
 @dataclass(frozen=True, slots=True)
-class Drafted:
+class HeadDrafts:
     """What a head drafts at the anchors of a probe, all [P, C, K].
 
     Attributes:
@@ -72,7 +72,7 @@ def drafted(
     *,
     every_anchor: bool = False,
     foreign_features: bool = False,
-) -> Drafted:
+) -> HeadDrafts:
     """Run the training-side forward pass of a head over a probe.
 
     Args:
@@ -100,7 +100,7 @@ def drafted(
         draft_ids[at], logprobs[at] = _choose(drafter, graded.hidden_MD, truth_M)
     tokens = drafter.target_ids()[draft_ids]
     matches = tokens == probe.truth(anchors_PC)
-    return Drafted(draft_ids.cpu(), tokens.cpu(), matches.cpu(), logprobs.cpu())
+    return HeadDrafts(draft_ids.cpu(), tokens.cpu(), matches.cpu(), logprobs.cpu())
 
 
 def _graded(
@@ -110,12 +110,12 @@ def _graded(
     attention = dense_attention if window is None else _Windowed(window)
     kind = "peagle" if head.config.is_parallel else "eagle3"
     section = MethodSection.model_validate({"name": kind, "depth": num_drafts})
-    method = Method(section, attention)
+    method = TrainingMethod(section, attention)
     if kind == "eagle3":
         yield eagle3_graded(drafter, batch, states, method)
         return
     elements = method.elements(batch, None, everything=True)
-    layout = Layout.of(elements, batch.tokens_BN.shape[1], 1, method)
+    layout = PartitionLayout.of(elements, batch.tokens_BN.shape[1], 1, method)
     # Only the general path asks `method` how elements attend.
     layout = replace(layout, is_causal=window is None and layout.is_causal)
     yield from partitioned_graded(drafter, batch, states, layout, method)

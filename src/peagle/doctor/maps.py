@@ -5,22 +5,18 @@ Shapes: DV draft vocabulary, V target vocabulary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from peagle.doctor.head_files import HeadFiles
 from peagle.models.drafter import DrafterConfig
-
-if TYPE_CHECKING:
-    from peagle.doctor.files import Files
 
 # Draft rows whose nearest target row is looked for.
 _ROWS = 512
 
 
-def mend_maps(files: Files, config: DrafterConfig) -> None:
+def mend_maps(files: HeadFiles, config: DrafterConfig) -> None:
     """Examine d2t and t2d, and leave maps that select distinct tokens of the vocabulary."""
     tensors, size, vocab = files.tensors, config.draft_vocab_size, config.vocab_size
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
@@ -47,7 +43,7 @@ def mend_maps(files: Files, config: DrafterConfig) -> None:
         files.kept_ids = kept
 
 
-def _blame(files: Files, problem: str) -> None:
+def _blame(files: HeadFiles, problem: str) -> None:
     files.blame("draft_vocabulary", problem, "Export d2t and t2d again from the trained head.")
 
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from peagle.doctor.files import Files, json_bool
-from peagle.doctor.forward import Drafted
+from peagle.doctor.files import json_bool
+from peagle.doctor.forward import HeadDrafts
 from peagle.doctor.head import Head
+from peagle.doctor.head_files import HeadFiles
 from peagle.doctor.maps import by_drafts, by_rows
 from peagle.doctor.probe import Probe
 from peagle.models.checkpoint.layers import AUX_KEY
@@ -54,13 +55,13 @@ class Known:
         probe: texts with their features.
     """
 
-    files: Files
+    files: HeadFiles
     target: TargetModel
     tokenizer: PreTrainedTokenizerBase
     probe: Probe
 
 
-def repairs(head: Head, now: Drafted, known: Known) -> Iterator[Repair]:
+def repairs(head: Head, now: HeadDrafts, known: Known) -> Iterator[Repair]:
     """Every candidate.
 
     Args:
@@ -177,7 +178,7 @@ def _mask_hidden_repairs(head: Head, known: Known) -> Iterator[Repair]:
 # ---- draft vocabulary ------------------------------------------------------------------------
 
 
-def _map_repairs(head: Head, now: Drafted, known: Known) -> Iterator[Repair]:
+def _map_repairs(head: Head, now: HeadDrafts, known: Known) -> Iterator[Repair]:
     ids, size = head.target_ids(), head.config.draft_vocab_size
     remedy = "Export d2t and t2d again from the trained head, d2t[i] = target id - i."
     d2t, kept = head.tensors["d2t"], known.files.kept_ids
@@ -193,7 +194,7 @@ def _map_repairs(head: Head, now: Drafted, known: Known) -> Iterator[Repair]:
     yield from _rebuilt_repairs(head, now, known)
 
 
-def _rebuilt_repairs(head: Head, now: Drafted, known: Known) -> Iterator[Repair]:
+def _rebuilt_repairs(head: Head, now: HeadDrafts, known: Known) -> Iterator[Repair]:
     """Maps by the head's rows and by its drafts.
 
     They are blamed on the data that the map was made of if d2t and t2d are in order.

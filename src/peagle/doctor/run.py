@@ -9,7 +9,7 @@ from pathlib import Path
 from peagle.config import EngineConfig
 from peagle.doctor.diagnosis import Progress
 from peagle.doctor.examiner import Examiner
-from peagle.doctor.findings import Cause, Report
+from peagle.doctor.findings import Cause, Examination
 from peagle.doctor.questions import choose_texts, usual_style
 from peagle.doctor.served import EndpointServing, EngineServing, Serving
 from peagle.engine.placement import resolve_device, resolve_dtype
@@ -56,7 +56,7 @@ class Order:
     engine: EngineConfig = field(default_factory=EngineConfig)
 
 
-def run_doctor(order: Order, progress: Progress = lambda text: None) -> Report:
+def run_doctor(order: Order, progress: Progress = lambda text: None) -> Examination:
     """Examine a head, with its serving side.
 
     Raises:
@@ -123,8 +123,8 @@ def _num_drafts(
     return min(asked or served or default_depth(trained), _MOST_DRAFTS)
 
 
-def _unreadable(error: CheckpointError) -> Report:
-    report = Report()
+def _unreadable(error: CheckpointError) -> Examination:
+    report = Examination()
     report.check("files", "differs", str(error))
     report.blame(Cause("weights", "head", str(error), "Copy or fetch the head again."))
     return report

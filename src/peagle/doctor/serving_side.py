@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,18 +15,16 @@ from peagle.doctor.faults import (
     is_worse,
     only_mask_slots_differ,
 )
-from peagle.doctor.files import Files
-from peagle.doctor.findings import Cause, Report
-from peagle.doctor.forward import Drafted, drafted
+from peagle.doctor.findings import Cause, Examination
+from peagle.doctor.forward import HeadDrafts, drafted
 from peagle.doctor.head import Head
+from peagle.doctor.head_files import HeadFiles
+from peagle.doctor.probed_target import ProbedTarget
 from peagle.doctor.questions import other_styles
 from peagle.doctor.repairs import Known
 from peagle.doctor.served import Question, Served, Serving, ServingFailed
 from peagle.engine import SpeculationStats
 from peagle.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from peagle.doctor.examiner import Examiner
 
 # Every second prompt is enough, and every fourth where each takes a request of its own.
 _STEP = 2
@@ -41,7 +38,7 @@ _ALL = 0.995
 
 
 def examine_serving(
-    serving: Serving, examiner: Examiner, head: Head, files: Files, report: Report
+    serving: Serving, examiner: ProbedTarget, head: Head, files: HeadFiles, report: Examination
 ) -> None:
     """Ask the serving side the same questions and compare.
 
@@ -77,7 +74,10 @@ def examine_serving(
 
 
 def _same_prompts(
-    served: Sequence[Served], questions: Sequence[Question], examiner: Examiner, report: Report
+    served: Sequence[Served],
+    questions: Sequence[Question],
+    examiner: ProbedTarget,
+    report: Examination,
 ) -> bool:
     """Whether prompts are rendered as here, by their numbers of tokens."""
     told = [one.num_prompt_tokens for one in served]
@@ -111,7 +111,7 @@ def _text_of(question: Question) -> str:
     return question.prompt if isinstance(question.prompt, str) else question.prompt[-1]["content"]
 
 
-def _same_outputs(served: Sequence[Served], examiner: Examiner, report: Report) -> bool:
+def _same_outputs(served: Sequence[Served], examiner: ProbedTarget, report: Examination) -> bool:
     """Whether greedy outputs are those of the target here."""
     probe, equal = examiner.probe.part(_STEP), 0
     most = probe.all_anchors_PC.shape[1] + 1
@@ -146,8 +146,8 @@ def _same_drafts(
     served: Sequence[Served],
     head: Head,
     known: Known,
-    examiner: Examiner,
-    report: Report,
+    examiner: ProbedTarget,
+    report: Examination,
 ) -> None:
     told = [one.stats for one in served if one.stats is not None]
     if not told:
@@ -186,7 +186,7 @@ def _same_drafts(
         report.blame(_unexplained(base, pooled, ours, head))
 
 
-def _unexplained(base: Agreement, pooled: SpeculationStats, ours: Drafted, head: Head) -> Cause:
+def _unexplained(base: Agreement, pooled: SpeculationStats, ours: HeadDrafts, head: Head) -> Cause:
     """What can be said where none of the known faults makes such drafts."""
     evidence = f"{base}, acceptance length {pooled.acceptance_length:.2f}"
     signature = only_mask_slots_differ(pooled, ours) if head.config.is_parallel else None

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from peagle.doctor.forward import Drafted
+from peagle.doctor.forward import HeadDrafts
 from peagle.doctor.probe import Probe
 from peagle.doctor.questions import Style
 
@@ -20,7 +20,7 @@ _BINS = torch.tensor([0.3, 0.6, 0.9, 0.99])
 # length be so many times higher, before the style is blamed.
 _MIN_DIFFERENCE, _MIN_T, _MIN_RATIO = 0.1, 4.0, 1.15
 
-Tried = tuple[Probe, Drafted]
+Tried = tuple[Probe, HeadDrafts]
 
 
 def better_style(now: Tried, others: Mapping[Style, Tried]) -> tuple[Style, str] | None:
@@ -63,7 +63,7 @@ def matched_difference(one: Tried, other: Tried) -> tuple[float, float]:
     return (difference / weights, variance**0.5 / weights) if weights else (0.0, 1.0)
 
 
-def _first_drafts(probe: Probe, drafted: Drafted) -> tuple[Tensor, Tensor]:
+def _first_drafts(probe: Probe, drafted: HeadDrafts) -> tuple[Tensor, Tensor]:
     """Matches of first drafts, and the bin of the target's confidence there, both [P, C]."""
     confidence_PC = probe.confidence_PN.gather(1, probe.anchors_PC + 2).cpu()
     return drafted.matches[..., 0].double(), torch.bucketize(confidence_PC, _BINS)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from peagle.doctor.head_files import HeadFiles
 from peagle.errors import CheckpointError
 from peagle.models.checkpoint.formats import facts_from_json
 from peagle.models.fingerprint import TargetFingerprint
 
-if TYPE_CHECKING:
-    from peagle.doctor.files import Files
 
-
-def fits_target(files: Files) -> bool:
+def fits_target(files: HeadFiles) -> bool:
     """Whether a head is of the target's size; if not, that is all that is to be said of it."""
     told: dict[str, Any] = {
         "vocab_size": files.layers.get("vocab_size"),
@@ -35,7 +33,7 @@ def fits_target(files: Files) -> bool:
     return False
 
 
-def _expected(files: Files) -> TargetFingerprint | str | None:
+def _expected(files: HeadFiles) -> TargetFingerprint | str | None:
     """The fingerprint in the head; None without one, text where it cannot be read."""
     try:
         told = facts_from_json(files.data).get("target")
@@ -44,7 +42,7 @@ def _expected(files: Files) -> TargetFingerprint | str | None:
         return str(error)
 
 
-def check_target(files: Files) -> None:
+def check_target(files: HeadFiles) -> None:
     """The fingerprint in the head against the target."""
     target, expected = files.target, _expected(files)
     if not isinstance(expected, TargetFingerprint):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from peagle.doctor.forward import Drafted
+from peagle.doctor.forward import HeadDrafts
 from peagle.engine import SpeculationStats
 
 
-def foreseen(drafted: Drafted) -> list[SpeculationStats]:
+def foreseen(drafted: HeadDrafts) -> list[SpeculationStats]:
     """The counters of each prompt's answer, by a head's drafts at every anchor of it.
 
     Each draft starts behind the tokens that the one before it brought: of `a` accepted tokens, and

@@ -13,7 +13,7 @@ from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.engine.capture import make_capturer
 from peagle.engine.depth import DepthPolicy
 from peagle.engine.drafting import Drafting, HeadDrafting, LookupDrafting
-from peagle.engine.features import FeatureStore
+from peagle.engine.features import FeatureRings
 from peagle.engine.graph_runner import MAX_STOP_IDS, GraphRunner, StepSizes, graph_sizes
 from peagle.engine.model_runner import ModelRunner
 from peagle.engine.sampler import Sampler
@@ -112,7 +112,7 @@ def make_drafting(
     backend: AttentionBackend,
     caches: SequenceOf[LayerKVCache],
     sampler: Sampler,
-    features: FeatureStore,
+    features: FeatureRings,
     *,
     max_model_len: int,
     max_draft_len: int,
@@ -185,7 +185,7 @@ def make_graph_runner(
     speculative: SpeculativeConfig | None,
     *,
     depth: DepthPolicy,
-    features: FeatureStore,
+    features: FeatureRings,
     max_model_len: int,
     max_draft_len: int,
 ) -> GraphRunner:

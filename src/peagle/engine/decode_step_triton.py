@@ -13,7 +13,7 @@ from torch import Tensor
 
 from peagle.attention import AttentionMetadata, LayerKVCache
 from peagle.attention.triton_backend import TritonAttention
-from peagle.engine.features import NO_SLOT
+from peagle.engine.feature_ring import NO_SLOT
 from peagle.engine.step_buffers_triton import StepBuffers
 from peagle.kernels.draft_choice_triton import (
     ChainBuffers,
@@ -43,7 +43,7 @@ class DecodeStep:
         drafter_caches: one KV cache a drafter layer.
         buffers: state of the sequences.
         greedy: every sequence has temperature 0.
-        kept_SCA: rings of a `FeatureStore`, for what a head reads later; None keeps nothing. With
+        kept_SCA: rings of `FeatureRings`, for what a head reads later; None keeps nothing. With
             them there is no drafter, and one row a sequence.
     """
 

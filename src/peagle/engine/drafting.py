@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from peagle.config.speculative import MAX_SPECULATIVE_TOKENS
-from peagle.engine.features import FeatureStore
+from peagle.engine.features import FeatureRings
 from peagle.engine.grammar import DraftGrammar
 from peagle.engine.model_runner import TargetPass, block_tables
 from peagle.engine.sampler import Sampler
@@ -100,14 +100,14 @@ class HeadDrafting:
         vocab_size: int,
         max_model_len: int,
         max_draft_len: int,
-        features: FeatureStore | None = None,
+        features: FeatureRings | None = None,
     ) -> None:
         self.proposer = proposer
         self.vocab_size = vocab_size
         self.sampler = sampler
         self.max_model_len = max_model_len
         self.max_draft_len = max_draft_len
-        self.features = features or FeatureStore()
+        self.features = features or FeatureRings()
         self.most_drafts = MAX_SPECULATIVE_TOKENS
         self._has_warned = False
 

@@ -21,9 +21,9 @@ from peagle.engine.build import (
     resolve_max_model_len,
     runs_as_graphs,
 )
-from peagle.engine.features import FeatureStore
+from peagle.engine.features import FeatureRings
 from peagle.engine.grammar import GrammarState, prepare
-from peagle.engine.memory import drafter_kv_shapes, make_memory_plan
+from peagle.engine.memory_plan import drafter_kv_shapes, make_memory_plan
 from peagle.engine.model_runner import ModelRunner, TargetPass, make_caches
 from peagle.engine.outputs import StepOutput
 from peagle.engine.pipeline import Pipeline, RowReport
@@ -80,7 +80,7 @@ class LLMEngine:
         self.max_model_len = resolve_max_model_len(target, self.config)
         self.num_speculative_tokens = speculative.num_drafts if speculative else 0
         self._depth = depth_of(speculative)
-        self._features = FeatureStore()
+        self._features = FeatureRings()
         drafter = load_head(target, speculative)
         is_pipelined = runs_as_graphs(target.device, self.config, speculative, drafter)
         if is_pipelined and target.device.type == "cuda":

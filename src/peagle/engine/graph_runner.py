@@ -17,7 +17,7 @@ from torch import Tensor
 
 from peagle.attention import LayerKVCache
 from peagle.engine.capture import Capturer
-from peagle.engine.features import FeatureStore
+from peagle.engine.features import FeatureRings
 from peagle.engine.pipeline import RowReport, read_report
 from peagle.engine.sampling_rules import has_penalties
 from peagle.engine.sequence import Sequence
@@ -154,7 +154,7 @@ class GraphRunner:
         sizes: StepSizes,
         depth: Callable[[int], int],
         capture: Capturer,
-        features: FeatureStore | None = None,
+        features: FeatureRings | None = None,
     ) -> None:
         self._features = features
         self._target, self._drafter, self._caches = target, drafter, drafter_caches

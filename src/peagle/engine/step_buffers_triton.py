@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peagle.engine.features import NO_SLOT
+from peagle.engine.feature_ring import NO_SLOT
 from peagle.engine.graph_runner import StepSizes
 from peagle.engine.sequence import Sequence
-from peagle.kernels.step_state import StepLimits, StepOutput, StepState
+from peagle.kernels.step_state import StepLimits, StepRecord, StepState
 from peagle.kernels.verify_triton import SequenceSampling, SyntheticAcceptance
 
 # What there is one integer, or one number, a sequence of; the first five are `StepState`.
@@ -86,7 +86,7 @@ class StepBuffers:
         block_tables_BM: KV blocks, int64.
         active_B: which rows are sequences; int64, 0 or 1.
         context_starts_B: first drafter slot that may be looked at.
-        feature_slots_B: ring of a `FeatureStore` that takes the features; -1: none.
+        feature_slots_B: ring of `FeatureRings` that takes the features; -1: none.
         out: what the last step said.
         report_RX: the same in one tensor, for the host: see `kernels.step_frame_triton`.
     """
@@ -125,7 +125,7 @@ class StepBuffers:
         self.active_B = ints["active"]
         self.context_starts_B = ints["context_starts"]
         self.feature_slots_B = ints["feature_slots"]
-        self.out = StepOutput.allocate(batch, most, device)
+        self.out = StepRecord.allocate(batch, most, device)
         self.report_RX = torch.zeros(batch + 1, 2 * most + 4, dtype=torch.int64, device=device)
         # The blocks of each row, and how many of them the twins know.
         self._blocks: list[list[int]] = [[] for _ in range(batch)]

@@ -17,7 +17,7 @@ LOOP_NGRAM = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class DecodedStep:
     """What one step of the engine gave one output.
 
     Attributes:
@@ -36,7 +36,7 @@ class Completion:
     """A finished output and the steps it came in; the first step is the prompt pass."""
 
     output: RequestOutput
-    steps: list[Step]
+    steps: list[DecodedStep]
 
 
 def loop_start(token_ids: Sequence[int], ngram: int = LOOP_NGRAM) -> int | None:
@@ -54,7 +54,7 @@ def loop_start(token_ids: Sequence[int], ngram: int = LOOP_NGRAM) -> int | None:
 
 
 def before_loop(
-    token_ids: Sequence[int], steps: Sequence[Step]
+    token_ids: Sequence[int], steps: Sequence[DecodedStep]
 ) -> tuple[SpeculationStats, int] | None:
     """Counters and number of the decode steps that end where a loop begins or earlier.
 

@@ -14,10 +14,10 @@ import torch
 
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine import SpeculationStats
-from peagle.engine.memory import free_and_total
+from peagle.engine.memory_plan import free_and_total
 from peagle.engine.model_runner import TargetPass
 from peagle.engine.placement import resolve_device, resolve_dtype
-from peagle.evaluation.acceptance import Acceptance, Completion, Step
+from peagle.evaluation.acceptance import Acceptance, Completion, DecodedStep
 from peagle.llm import LLM, StreamChunk
 from peagle.models.target import TargetModel
 
@@ -101,7 +101,7 @@ def measure(
     Raises:
         UserError: a prompt is empty or too long.
     """
-    steps: dict[tuple[int, int], list[Step]] = {}
+    steps: dict[tuple[int, int], list[DecodedStep]] = {}
     completions: dict[tuple[int, int], Completion] = {}
     seconds = 0.0
     stream = llm.stream(prompts, params)
@@ -113,7 +113,7 @@ def measure(
             break
         key = chunk.index, chunk.output_index
         own = steps.setdefault(key, [])
-        own.append(Step(len(chunk.token_ids), chunk.num_drafted, chunk.num_accepted))
+        own.append(DecodedStep(len(chunk.token_ids), chunk.num_drafted, chunk.num_accepted))
         if chunk.output is not None:
             completions[key] = Completion(chunk.output, own)
         if watch is not None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from peagle.evaluation.decoding_methods import NGRAM
 from peagle.evaluation.intervals import Counts, paired_difference
-from peagle.evaluation.methods import NGRAM
 
 # Places of the numerator and the denominator in an entry's "by_conversation". Prompt lookup does
 # not draft at every step, so that with it only tokens per step compare.

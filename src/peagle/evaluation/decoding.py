@@ -13,7 +13,7 @@ from typing import Protocol
 from peagle.config import SamplingParams
 from peagle.engine import SpeculationStats
 from peagle.errors import UserError
-from peagle.evaluation.acceptance import Step
+from peagle.evaluation.acceptance import DecodedStep
 
 Message = dict[str, str]
 
@@ -58,7 +58,7 @@ class Answer:
     seconds: float = 0.0
     token_ids: list[int] | None = None
     texts: list[str] = field(default_factory=list)
-    steps: list[Step] | None = None
+    steps: list[DecodedStep] | None = None
     stats: SpeculationStats | None = None
     error: str = ""
 

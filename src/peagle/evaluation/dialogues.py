@@ -12,8 +12,9 @@ from peagle.engine import SpeculationStats
 from peagle.errors import UserError
 from peagle.evaluation.decoding import Answer, Backend, Message, Request
 from peagle.evaluation.local import EngineBackend
+from peagle.evaluation.observation import Observation
 from peagle.evaluation.prompts import Prompt
-from peagle.evaluation.xray import GroupCounters, Observation
+from peagle.evaluation.xray import GroupCounters
 
 PromptSets = Mapping[str, Sequence[Prompt]]
 TURN_SEEDS = 1_000_003  # more than a set has prompts
@@ -51,7 +52,7 @@ class Dialogue:
 
 
 @dataclass(slots=True)
-class Outcome:
+class DialogueResults:
     """What came of prompt sets.
 
     Attributes:
@@ -87,7 +88,7 @@ def ask(
     *,
     chat: bool,
     watch: Callable[[], None] | None = None,
-) -> Outcome:
+) -> DialogueResults:
     """Put every prompt to a backend, second turns behind the answers to first ones.
 
     A backend that does not tell steps gets one category after the other, so that its counters tell
@@ -104,7 +105,7 @@ def ask(
     Raises:
         UserError: as `Backend.run`; or no request at all has an answer.
     """
-    outcome = Outcome()
+    outcome = DialogueResults()
     for group in _groups(sets, chat=chat, apart=not backend.tells_steps):
         _ask_group(backend, group, params, concurrency, outcome, watch)
     if outcome.num_errors and not outcome.observations:
@@ -134,7 +135,7 @@ def _ask_group(
     group: Sequence[Dialogue],
     params: SamplingParams,
     concurrency: int,
-    outcome: Outcome,
+    outcome: DialogueResults,
     watch: Callable[[], None] | None,
 ) -> None:
     assert params.seed is not None

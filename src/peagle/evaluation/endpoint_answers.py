@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from peagle.engine import SpeculationStats
-from peagle.evaluation.acceptance import Step
+from peagle.evaluation.acceptance import DecodedStep
 from peagle.evaluation.decoding import Answer
 from peagle.evaluation.http_client import DONE, Reply
 
@@ -35,7 +35,7 @@ class _Piece:
     text: str = ""
     answer: str = ""
     num_tokens: int = 0
-    step: Step | None = None
+    step: DecodedStep | None = None
 
 
 def read_answer(reply: Reply) -> Answer:
@@ -151,7 +151,7 @@ class _Stream:
         if self._tells_steps:
             report = event.get("speculation") or {}
             count = len(report.get("tokens", ()))
-            step = Step(count, report.get("num_drafted", 0), report.get("num_accepted", 0))
+            step = DecodedStep(count, report.get("num_drafted", 0), report.get("num_accepted", 0))
             return _Piece(seconds, num_tokens=count, step=step)
         told = int(self.usage.get("completion_tokens") or 0) if self._tells_usage else 0
         before, self._told = self._told, max(told, self._told)

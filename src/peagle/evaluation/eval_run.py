@@ -18,10 +18,10 @@ from peagle.errors import UserError
 from peagle.evaluation.acceptance_file import AcceptanceFile, Key, digest_of, weights_digest
 from peagle.evaluation.compare import build, release
 from peagle.evaluation.decoding import Backend
-from peagle.evaluation.dialogues import Outcome, PromptSets, ask, num_requests
+from peagle.evaluation.decoding_methods import DecodingMethod
+from peagle.evaluation.dialogues import DialogueResults, PromptSets, ask, num_requests
 from peagle.evaluation.endpoint import EndpointBackend
 from peagle.evaluation.local import EngineBackend
-from peagle.evaluation.methods import Method
 from peagle.evaluation.training_record import TrainingRecord
 from peagle.evaluation.xray import beyond_training, xray, xray_of_counters
 from peagle.models.checkpoint import load_drafter
@@ -90,18 +90,18 @@ class LocalMethod:
         trained_depth: K that the head was trained for, None if it does not tell.
     """
 
-    method: Method
+    method: DecodingMethod
     folder: str = ""
     trained_length: int | None = None
     trained_depth: int | None = None
 
     @property
-    def loadable(self) -> Method:
+    def loadable(self) -> DecodingMethod:
         """The method with the folder for its source."""
-        return Method(self.method.name, self.folder)
+        return DecodingMethod(self.method.name, self.folder)
 
 
-class View(Protocol):
+class EvaluationView(Protocol):
     """What the user sees meanwhile."""
 
     def begin(self, key: Key, num_requests: int) -> None:
@@ -154,7 +154,7 @@ def evaluate(
     methods: Sequence[LocalMethod],
     plan: EvalPlan,
     file: AcceptanceFile,
-    view: View,
+    view: EvaluationView,
     opened: Opener,
     engine: str = "peagle",
 ) -> list[dict[str, Any]]:
@@ -216,7 +216,7 @@ def on_engines(target: TargetModel, plan: EvalPlan, **engine_options: Any) -> Op
     return opened
 
 
-def _keys(method: Method, k: int, plan: EvalPlan, engine: str) -> list[Key]:
+def _keys(method: DecodingMethod, k: int, plan: EvalPlan, engine: str) -> list[Key]:
     def sampling(temperature: float) -> str:
         return plan.draft_sampling if method.source and temperature else "argmax"
 
@@ -239,7 +239,7 @@ def evaluate_endpoint(
     name: str,
     plan: EvalPlan,
     file: AcceptanceFile,
-    view: View,
+    view: EvaluationView,
 ) -> list[dict[str, Any]]:
     """Measure what the file does not have yet, on a server.
 
@@ -281,7 +281,7 @@ def _entry(
     backend: Backend,
     key: Key,
     plan: EvalPlan,
-    view: View,
+    view: EvaluationView,
     weights_sha256: str = "",
     one: LocalMethod | None = None,
 ) -> dict[str, Any]:
@@ -313,7 +313,7 @@ def _entry(
     }
 
 
-def _notes(outcome: Outcome) -> list[str]:
+def _notes(outcome: DialogueResults) -> list[str]:
     if not outcome.num_errors:
         return []
     return [f"{outcome.num_errors} requests have no answer; the first: {outcome.first_error}"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from peagle.chat import opens_thinking, render_chat
 from peagle.engine import SpeculationStats
 from peagle.errors import UserError
-from peagle.evaluation.acceptance import Step
+from peagle.evaluation.acceptance import DecodedStep
 from peagle.evaluation.decoding import Answer, Request, Run, require_some
 from peagle.llm import LLM, StreamChunk
 
@@ -135,7 +135,9 @@ class _ClosedLoop:
         answer = self.answers[chunk.index]
         if answer.steps is None:
             answer.steps = []
-        answer.steps.append(Step(len(chunk.token_ids), chunk.num_drafted, chunk.num_accepted))
+        answer.steps.append(
+            DecodedStep(len(chunk.token_ids), chunk.num_drafted, chunk.num_accepted)
+        )
         answer.chunks.append((now - self._sent_s[chunk.index], len(chunk.token_ids)))
         answer.texts.append(chunk.text)
         output = chunk.output

@@ -22,7 +22,7 @@ WAVES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class SweepPoint:
     """One configuration that is measured.
 
     Attributes:
@@ -59,7 +59,7 @@ class Arm:
     """A method at one K and what runs it.
 
     Attributes:
-        method, source, k: as in `Cell`.
+        method, source, k: as in `SweepPoint`.
         backend: answers its requests.
         device: whose use is read; None for a server.
     """
@@ -72,7 +72,7 @@ class Arm:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class SweepProgress:
     """How far a sweep is, after each run.
 
     Attributes:
@@ -83,7 +83,7 @@ class Progress:
         problem: the first request's that failed in this run, "" if none did.
     """
 
-    cell: Cell | None
+    cell: SweepPoint | None
     figures: Figures | None
     done: int
     total: int
@@ -113,16 +113,16 @@ class Sweep:
     warm_up: int = 1
 
     @property
-    def cells(self) -> dict[Cell, Arm]:
+    def cells(self) -> dict[SweepPoint, Arm]:
         """All cells, in the order of tables, each with what runs it."""
         return {
-            Cell(arm.method, arm.source, arm.backend.name, arm.k, concurrency, name): arm
+            SweepPoint(arm.method, arm.source, arm.backend.name, arm.k, concurrency, name): arm
             for name in self.sets
             for arm in self.arms
             for concurrency in self.concurrencies
         }
 
-    def requests(self, cell: Cell) -> list[Request]:
+    def requests(self, cell: SweepPoint) -> list[Request]:
         """What a cell sends: all prompts, again and again until every slot had a few.
 
         With fewer, the time in which the slots fill and run dry would count for much.
@@ -130,22 +130,22 @@ class Sweep:
         own, slots = self.sets[cell.set], cell.concurrency
         return list(islice(cycle(own), max(len(own), WAVES * slots if slots > 1 else 1)))
 
-    def order(self) -> list[tuple[int, Cell]]:
+    def order(self) -> list[tuple[int, SweepPoint]]:
         """(repeat, cell) in the order of measurement.
 
         All cells take turns, and each round begins at another one: a machine that grows slower
         over the sweep, or over a round, favours none.
         """
         cells = list(self.cells)
-        order: list[tuple[int, Cell]] = []
+        order: list[tuple[int, SweepPoint]] = []
         for repeat in range(self.repeats):
             first = repeat * len(cells) // self.repeats
             order += [(repeat, cell) for cell in cells[first:] + cells[:first]]
         return order
 
     def run(
-        self, log: Journal, watch: Callable[[Progress], None] | None = None
-    ) -> dict[Cell, list[Figures]]:
+        self, log: Journal, watch: Callable[[SweepProgress], None] | None = None
+    ) -> dict[SweepPoint, list[Figures]]:
         """Measure what the log does not have yet, and keep it there.
 
         Returns:
@@ -172,14 +172,14 @@ class Sweep:
                 done, left = len(order) - len(due) + number, due[number:]
                 seconds = clock.expect([cell for _, cell in left])
                 problem = first_error(run.answers)
-                watch(Progress(cell, figures, done, len(order), seconds, problem))
+                watch(SweepProgress(cell, figures, done, len(order), seconds, problem))
         every = {cell: [log.get(cell.key(r)) for r in range(self.repeats)] for cell in cells}
         return {cell: [one for one in found if one] for cell, found in every.items()}
 
     def _warm_up(
         self,
-        due: Sequence[Cell],
-        watch: Callable[[Progress], None] | None,
+        due: Sequence[SweepPoint],
+        watch: Callable[[SweepProgress], None] | None,
         done: int,
         total: int,
     ) -> None:
@@ -192,19 +192,19 @@ class Sweep:
             for _ in range(self.warm_up):
                 cells[cell].backend.run(requests, cell.concurrency)
                 if watch is not None:
-                    watch(Progress(None, None, done, total))
+                    watch(SweepProgress(None, None, done, total))
 
 
 class _Clock:
     """Foretells how long cells take."""
 
     def __init__(self) -> None:
-        self._seconds: dict[Cell, float] = {}
+        self._seconds: dict[SweepPoint, float] = {}
 
-    def took(self, cell: Cell, seconds: float) -> None:
+    def took(self, cell: SweepPoint, seconds: float) -> None:
         self._seconds[cell] = seconds
 
-    def expect(self, cells: Sequence[Cell]) -> float:
+    def expect(self, cells: Sequence[SweepPoint]) -> float:
         known = self._seconds
         mean = sum(known.values()) / len(known)
         return sum(known.get(cell, mean) for cell in cells)

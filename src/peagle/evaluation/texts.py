@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from peagle.engine.detokenizer import IncrementalDetokenizer
-from peagle.evaluation.acceptance import Step
-
-if TYPE_CHECKING:
-    from peagle.evaluation.xray import Observation
+from peagle.evaluation.acceptance import DecodedStep
+from peagle.evaluation.observation import Observation
 
 WINDOW = 16  # drafts
 MOST_TEXTS, MOST_SAMPLES = 12, 8
@@ -44,11 +42,11 @@ def hardest_texts(
     ]
 
 
-def _drafted_steps(steps: Sequence[Step]) -> list[int]:
+def _drafted_steps(steps: Sequence[DecodedStep]) -> list[int]:
     return [number for number, step in enumerate(steps) if step.num_drafted]
 
 
-def _least(steps: Sequence[Step], numbers: Sequence[int], window: int) -> tuple[int, int]:
+def _least(steps: Sequence[DecodedStep], numbers: Sequence[int], window: int) -> tuple[int, int]:
     """Fewest accepted tokens of so many drafts on end, and with which of them that begins."""
     sums = [0]
     for number in numbers:
@@ -117,7 +115,7 @@ def _sample(one: Observation, tokenizer: PreTrainedTokenizerBase) -> dict[str, A
 
 def pieces(
     token_ids: Sequence[int],
-    steps: Sequence[Step],
+    steps: Sequence[DecodedStep],
     tokenizer: PreTrainedTokenizerBase,
     most_tokens: int = _MOST_TOKENS,
 ) -> list[list[str]]:

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from peagle.evaluation.best_k import Speed, best_k, tied_fastest
-from peagle.evaluation.methods import PLAIN
-from peagle.evaluation.sweep import Cell
-from peagle.evaluation.timing import Figures, Objective, median_of
+from peagle.evaluation.decoding_methods import PLAIN
+from peagle.evaluation.sweep import SweepPoint
+from peagle.evaluation.timing import Figures, LatencyObjective, median_of
 
 FORMAT_VERSION = 1
 NAME = "throughput.json"
@@ -16,7 +16,7 @@ EAGLE3 = "eagle3"
 
 
 def summarize(
-    measured: Mapping[Cell, Sequence[Figures]], objective: Objective | None
+    measured: Mapping[SweepPoint, Sequence[Figures]], objective: LatencyObjective | None
 ) -> dict[str, Any]:
     """The tables of throughput.json: "cells", "best_k" and "goodput".
 
@@ -59,8 +59,8 @@ def summarize(
 
 def _over(
     method: str,
-    cell: Cell,
-    speeds: Mapping[Cell, float],
+    cell: SweepPoint,
+    speeds: Mapping[SweepPoint, float],
     best: Sequence[Mapping[str, Any]],
 ) -> float | None:
     """Speed over that of a method at the same load, with its best K; None without one."""
@@ -72,19 +72,19 @@ def _over(
     return speeds[cell] / other if other else None
 
 
-def _linearity(cell: Cell, speeds: Mapping[Cell, float]) -> float | None:
+def _linearity(cell: SweepPoint, speeds: Mapping[SweepPoint, float]) -> float | None:
     same = {c.concurrency: v for c, v in speeds.items() if _arm(c) == _arm(cell)}
     least = min(same)
     alone = same[least] * cell.concurrency / least
     return speeds[cell] / alone if alone else None
 
 
-def _arm(cell: Cell) -> tuple[Any, ...]:
+def _arm(cell: SweepPoint) -> tuple[Any, ...]:
     return cell.method, cell.source, cell.engine, cell.k, cell.set
 
 
 def _best_k(
-    measured: Mapping[Cell, Sequence[Figures]], medians: Mapping[Cell, Figures]
+    measured: Mapping[SweepPoint, Sequence[Figures]], medians: Mapping[SweepPoint, Figures]
 ) -> list[dict[str, Any]]:
     """The best K of each method that drafts, at each set and concurrency."""
     loads: dict[tuple[str, str, int], dict[int, Speed]] = {}

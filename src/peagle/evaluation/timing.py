@@ -99,7 +99,7 @@ def median_of(repeats: Sequence[Mapping[str, Any]]) -> Figures:
 
 
 @dataclass(frozen=True, slots=True)
-class Objective:
+class LatencyObjective:
     """A latency that a server has to keep.
 
     Attributes:
@@ -113,7 +113,7 @@ class Objective:
     percentile: int = 99
 
     @classmethod
-    def parse(cls, text: str) -> Objective:
+    def parse(cls, text: str) -> LatencyObjective:
         """Read "ttft=500ms,itl=50ms@p90"; a part may be missing, seconds do as well ("ttft=1s").
 
         Raises:

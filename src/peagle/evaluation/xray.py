@@ -12,42 +12,13 @@ from peagle.engine import SpeculationStats
 from peagle.evaluation.acceptance import before_loop
 from peagle.evaluation.decoding import Answer
 from peagle.evaluation.intervals import MIN_CLUSTERS
+from peagle.evaluation.observation import Observation
 from peagle.evaluation.slices import Counted, slice_of, slice_of_counters
 from peagle.evaluation.texts import coloured_samples, hardest_texts
 
 # Ranges of lengths begin at 0 and these powers of two.
 FIRST_CONTEXT, FIRST_OUTPUT = 64, 32
 _BIN = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """One request of an evaluation and its answer.
-
-    Attributes:
-        set, category: of prompts; a category may be "".
-        id: of the prompt.
-        turn: of the conversation, from 0.
-        prompt: what the user said, as text.
-        answer: what came of it.
-    """
-
-    set: str
-    category: str
-    id: str
-    turn: int
-    prompt: str
-    answer: Answer
-
-    @property
-    def conversation(self) -> str:
-        """What the turns of one prompt share."""
-        return f"{self.set}/{self.id}"
-
-    @property
-    def group(self) -> str:
-        """Set and category."""
-        return f"{self.set}/{self.category}" if self.category else self.set
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +33,7 @@ class GroupCounters:
 
 
 @dataclass(frozen=True, slots=True)
-class Drafted:
+class DraftedStep:
     """A decode step and where it began.
 
     Attributes:
@@ -79,7 +50,7 @@ class Drafted:
     num_accepted: int
 
 
-def decode_steps(answer: Answer) -> Iterator[Drafted]:
+def decode_steps(answer: Answer) -> Iterator[DraftedStep]:
     """The steps of an answer after the prompt pass; their drafts add up to its counters."""
     assert answer.steps is not None
     assert answer.stats is not None
@@ -90,7 +61,7 @@ def decode_steps(answer: Answer) -> Iterator[Drafted]:
         true = answer.stats.num_accepted_tokens - accepted if number == last else step.num_accepted
         if number:
             context = answer.num_prompt_tokens + done
-            yield Drafted(context, done, step.num_tokens, step.num_drafted, true)
+            yield DraftedStep(context, done, step.num_tokens, step.num_drafted, true)
         done += step.num_tokens
         accepted += true
 
@@ -190,7 +161,7 @@ def _counted(one: Observation) -> Counted:
 
 def _by_length(
     observations: Sequence[Observation],
-    length: Callable[[Drafted], int],
+    length: Callable[[DraftedStep], int],
     first: int,
     k: int,
     seed: int,
@@ -208,7 +179,7 @@ def _by_length(
 
 
 def _sorted_into(
-    observations: Sequence[Observation], number_of: Callable[[Drafted], int]
+    observations: Sequence[Observation], number_of: Callable[[DraftedStep], int]
 ) -> dict[int, list[Counted]]:
     """The counts of each request's steps, by a number of theirs."""
     found: dict[int, list[Counted]] = {}

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
 from peagle.kernels.launch import launch
-from peagle.kernels.step_state import StepOutput, StepState
+from peagle.kernels.step_state import StepRecord, StepState
 
 NUM_STAMPS = 4
 
@@ -115,7 +115,7 @@ def _report_kernel(
 
 def report_step(
     num_drafted_B: Tensor,
-    out: StepOutput,
+    out: StepRecord,
     state: StepState,
     drafts_BK: Tensor,
     times: Tensor,

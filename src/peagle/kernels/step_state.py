@@ -78,7 +78,7 @@ class StepLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class StepOutput:
+class StepRecord:
     """What a step tells the host, int64.
 
     Attributes:
@@ -96,7 +96,7 @@ class StepOutput:
     num_mask_slots_B: Tensor
 
     @classmethod
-    def allocate(cls, num_seqs: int, max_drafts: int, device: torch.device | str) -> StepOutput:
+    def allocate(cls, num_seqs: int, max_drafts: int, device: torch.device | str) -> StepRecord:
         """Buffers for B sequences and K drafts."""
 
         def ints(*shape: int) -> Tensor:
@@ -118,7 +118,7 @@ def advance(
     drafts_BK: Tensor,
     num_accepted_B: Tensor,
     next_tokens_B: Tensor,
-) -> StepOutput:
+) -> StepRecord:
     """Move the state over the a + 1 tokens that a verification emitted, and check for the end.
 
     Emitted token i is the (n + i + 1)-th output and makes the sequence first_position + i + 2
@@ -165,4 +165,4 @@ def advance(
     k_B = torch.where(drafting_B, torch.minimum(limits.num_speculative_B, room_B), 0)
     state.num_drafts_B.copy_(k_B)
     masks_B = (k_B - 1).clamp_min(0)
-    return StepOutput(num_accepted_B, next_tokens_B, emitted_BJ, num_kept_B, masks_B)
+    return StepRecord(num_accepted_B, next_tokens_B, emitted_BJ, num_kept_B, masks_B)

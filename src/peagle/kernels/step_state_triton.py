@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.step_state import NO_TOKEN, Finish, StepLimits, StepOutput, StepState
+from peagle.kernels.step_state import NO_TOKEN, Finish, StepLimits, StepRecord, StepState
 
 _STOP = tl.constexpr(int(Finish.STOP))
 _LENGTH = tl.constexpr(int(Finish.LENGTH))
@@ -89,7 +89,7 @@ def advance(
 
 
 def state_arguments(
-    drafts_BK: Tensor, state: StepState, limits: StepLimits, out: StepOutput
+    drafts_BK: Tensor, state: StepState, limits: StepLimits, out: StepRecord
 ) -> tuple[Tensor | int, ...]:
     """Arguments of `advance` from drafts_ptr to masks_ptr."""
     assert drafts_BK.is_contiguous(), "kernels step over whole rows"

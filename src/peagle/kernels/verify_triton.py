@@ -21,7 +21,7 @@ from torch import Tensor
 from peagle.kernels.launch import launch
 from peagle.kernels.rejection_triton import draw_kernel, num_accepted_synthetically, weigh_kernel
 from peagle.kernels.sampling_triton import RowStats, chunk_size, chunk_stats, row_stats
-from peagle.kernels.step_state import NO_TOKEN, StepLimits, StepOutput, StepState
+from peagle.kernels.step_state import NO_TOKEN, StepLimits, StepRecord, StepState
 from peagle.kernels.step_state_triton import advance, state_arguments, state_sizes
 
 _FAR = tl.constexpr(2147483647)
@@ -200,7 +200,7 @@ def verify_greedy(
     state: StepState,
     limits: StepLimits,
     scratch: VerifyScratch,
-    out: StepOutput,
+    out: StepRecord,
     *,
     synthetic: SyntheticAcceptance | None = None,
 ) -> None:
@@ -249,7 +249,7 @@ def verify_sampled(
     state: StepState,
     limits: StepLimits,
     scratch: VerifyScratch,
-    out: StepOutput,
+    out: StepRecord,
     draft_probs: DraftProbs | None = None,
     *,
     synthetic: SyntheticAcceptance | None = None,

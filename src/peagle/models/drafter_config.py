@@ -10,7 +10,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 
 from peagle.errors import CheckpointError
-from peagle.models.target import SUPPORTED_ROPE_TYPES
+from peagle.models.architectures import SUPPORTED_ROPE_TYPES
 
 _SIZES = (
     "hidden_size",

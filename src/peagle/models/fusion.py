@@ -38,7 +38,7 @@ class FusedLinear(nn.Module):
     """Several linear projections of one input, with one weight [sum of outputs, inputs].
 
     Its parameters appear in `parameters()`; in `state_dict()` they keep the names and shapes of the
-    projections that they came from, see `Part`.
+    projections that they came from, see `FusedPart`.
     """
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
@@ -83,7 +83,7 @@ class FusedLinear(nn.Module):
         """The parts load themselves."""
 
 
-class Part(nn.Module):
+class FusedPart(nn.Module):
     """Stands where one of the fused projections stood: called, saved and loaded as that was."""
 
     def __init__(self, fused: FusedLinear, index: int) -> None:
@@ -138,7 +138,7 @@ class Part(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class FusionResult:
     """What became of one group of projections.
 
     Attributes:
@@ -158,15 +158,15 @@ class Outcome:
 class FusionReport:
     """What `fuse` did; `str()` of it is a few lines."""
 
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[FusionResult, ...]
 
     @property
-    def fused(self) -> tuple[Outcome, ...]:
+    def fused(self) -> tuple[FusionResult, ...]:
         """The groups that are one product now."""
         return tuple(outcome for outcome in self.outcomes if outcome.reason is None)
 
     @property
-    def left(self) -> tuple[Outcome, ...]:
+    def left(self) -> tuple[FusionResult, ...]:
         """The groups that stay as they are."""
         return tuple(outcome for outcome in self.outcomes if outcome.reason is not None)
 
@@ -211,13 +211,13 @@ def fuse(model: transformers.PreTrainedModel) -> FusionReport:
     outcomes = []
     for group in groups:
         reason = group.obstacle(uses) or group.fuse(recordings[id(group.module)])
-        outcomes.append(Outcome(group.layer, group.name, group.projections, reason))
+        outcomes.append(FusionResult(group.layer, group.name, group.projections, reason))
         if reason is None and model.device.type == "cuda":
             # What was freed is too small for the next fused weight: without this, memory doubles.
             torch.cuda.empty_cache()
     found = {(group.layer, group.fused_name) for group in groups}
     outcomes += [
-        Outcome(layer, "layer", projections, "it has none of these")
+        FusionResult(layer, "layer", projections, "it has none of these")
         for layer in range(len(layers))
         for name, projections in PATTERNS.items()
         if (layer, name) not in found
@@ -274,7 +274,7 @@ class _Group:
         fused = FusedLinear(list(originals.values()))
         self.module.add_module(self.fused_name, fused)
         for index, name in enumerate(self.projections):
-            setattr(self.module, name, Part(fused, index))
+            setattr(self.module, name, FusedPart(fused, index))
         reason = self._difference(fused, recordings)
         if reason is not None:
             delattr(self.module, self.fused_name)

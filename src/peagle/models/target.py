@@ -21,7 +21,6 @@ from peagle.attention import LayerKVCache, Prepared
 from peagle.config import require_folder
 from peagle.errors import CheckpointError, UserError
 from peagle.model_folder import read_json
-from peagle.models.architectures import SUPPORTED_ROPE_TYPES as SUPPORTED_ROPE_TYPES
 from peagle.models.architectures import capped, check_architecture, final_softcap, fix_longrope
 from peagle.models.generation import generation_defaults
 from peagle.models.target_attention import (

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from peagle.engine.memory import device_name, free_and_total, size_text
+from peagle.engine.memory_plan import device_name, free_and_total, size_text
 from peagle.errors import UserError
 from peagle.training.config import RunSection
 from peagle.training.distributed import Processes

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from peagle.training.losses import DraftLoss, TargetRows
-from peagle.training.moving import ON_HOST
+from peagle.training.tensor_maps import ON_HOST
 
 # Logits that a chunk may have, of draft and target together: 256 MiB in bfloat16 on a GPU, where
 # small products waste the card; on a CPU what its caches like.

@@ -217,7 +217,6 @@ class RunSection(_Section):
             "greedy" or "sampled" (at `validation_temperature`).
         select_k: at which K; None is the depth of the method.
         patience: stop after this many validations in a row without a better head; None never does.
-        tensorboard: write event files for TensorBoard.
         attention: "flex" (FlexAttention), "dense" (a mask), "auto" is flex for P-EAGLE on
             a GPU.
         segments: of the two-pass partition (`training.partition`), P-EAGLE only: depth 0 runs
@@ -247,7 +246,6 @@ class RunSection(_Section):
     select: Literal["greedy", "sampled"] = "greedy"
     select_k: int | None = Field(None, ge=1)
     patience: int | None = Field(None, ge=1)
-    tensorboard: bool = False
     attention: Literal["auto", "flex", "dense"] = "auto"
     segments: Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)] = "auto"
     recompute_layers: Annotated[bool | Literal["auto"], BeforeValidator(_flag_or_auto)] = "auto"

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from peagle.errors import UserError
+from peagle.training.provenance import sha256_of
 from peagle.training.readers import STORE_KEY, Record, metadata_of, read_records, read_side
 
 
@@ -189,3 +190,20 @@ def _ids_of(record: Record, tokenizer: PreTrainedTokenizerBase) -> tuple[list[in
         "prompt_token_ids and response_token_ids (lists of integers), or prompt and response "
         "(text). Conversations become such by `peagle data prepare`."
     )
+
+
+def data_facts(path: Path, dataset: ResponseDataset) -> dict[str, Any]:
+    """What identifies a file of responses, and how much of it is trained on (or validated).
+
+    Args:
+        path: the file; its name is recorded, not where it lay.
+        dataset: what was read of it: sequences cut at the longest length, short ones left out.
+    """
+    responses = dataset.start_loc.diff() - dataset.prompt_lens
+    return {
+        "file": path.name,
+        "sha256": sha256_of(path),
+        "sequences": len(dataset),
+        "tokens": len(dataset.tokens),
+        "response_tokens": int(responses.sum()),
+    }

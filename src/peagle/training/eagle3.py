@@ -15,10 +15,12 @@ from peagle.models.elements import Elements
 from peagle.training.batches import Batch
 from peagle.training.element_attention import ElementAttention
 from peagle.training.features import TargetStates
-from peagle.training.methods import Graded, Method, Selected, concatenate
+from peagle.training.training_methods import Graded, Selected, TrainingMethod, concatenate
 
 
-def eagle3_graded(drafter: Drafter, batch: Batch, states: TargetStates, method: Method) -> Graded:
+def eagle3_graded(
+    drafter: Drafter, batch: Batch, states: TargetStates, method: TrainingMethod
+) -> Graded:
     """All graded elements of a batch: every anchor, every depth."""
     by_depth, hidden_by_depth = zip(*eagle3_forward(drafter, batch, states, method), strict=True)
     selected = Selected.of(concatenate(by_depth), batch.tokens_BN.shape[1])
@@ -26,7 +28,7 @@ def eagle3_graded(drafter: Drafter, batch: Batch, states: TargetStates, method: 
 
 
 def eagle3_forward(
-    drafter: Drafter, batch: Batch, states: TargetStates, method: Method
+    drafter: Drafter, batch: Batch, states: TargetStates, method: TrainingMethod
 ) -> Iterator[tuple[Elements, Tensor]]:
     """Training-time test: depth after depth, each fed with the head's own previous output.
 

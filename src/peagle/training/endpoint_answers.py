@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from peagle.errors import UserError
-from peagle.training.regenerate import Answer, Ask, Failure
+from peagle.training.regenerate import Ask, Failure, RegeneratedAnswer
 
 KEY_VARIABLE = "PEAGLE_API_KEY"
 _MAX_BYTES = 64 << 20
@@ -108,14 +108,16 @@ class EndpointAnswerer:
         self.model = model or self._first_model()
         self._fields = {**fields, "model": self.model}
 
-    def answers(self, take: Callable[[], Ask | None]) -> Iterator[tuple[Ask, Answer | Failure]]:
+    def answers(
+        self, take: Callable[[], Ask | None]
+    ) -> Iterator[tuple[Ask, RegeneratedAnswer | Failure]]:
         """Answers in the order in which they come, `concurrency` questions at a time.
 
         Raises:
             UserError: the server cannot be reached, refuses the key, or is none of this kind.
         """
         asks: queue.Queue[Ask | None] = queue.Queue()
-        results: queue.Queue[tuple[Ask, Answer | Failure | UserError]] = queue.Queue()
+        results: queue.Queue[tuple[Ask, RegeneratedAnswer | Failure | UserError]] = queue.Queue()
         self._stopped.clear()
         # Daemons: an interrupted run does not wait for a server that may take minutes.
         for _ in range(self._concurrency):
@@ -150,7 +152,7 @@ class EndpointAnswerer:
             except Exception as error:  # a fault of ours must not leave the user waiting
                 results.put((ask, Failure(f"{type(error).__name__}: {error}")))
 
-    def _answer(self, ask: Ask) -> Answer | Failure:
+    def _answer(self, ask: Ask) -> RegeneratedAnswer | Failure:
         body: dict[str, Any] = {**self._fields, "seed": ask.seed}
         if self.is_chat:
             path, body["messages"] = "/v1/chat/completions", [dict(m) for m in ask.messages]
@@ -264,18 +266,20 @@ def _message(raw: bytes) -> str:
     return "".join(c if c.isprintable() else " " for c in shown)
 
 
-def _read_answer(reply: Mapping[str, Any], is_chat: bool) -> Answer | Failure:
+def _read_answer(reply: Mapping[str, Any], is_chat: bool) -> RegeneratedAnswer | Failure:
     choice = reply["choices"][0]
     reason = choice.get("finish_reason") or "stop"
     usage = reply.get("usage") or {}
     num_tokens = usage.get("completion_tokens") or 0
     if not is_chat:
-        return Answer(_text(choice["text"]), reason, num_tokens=num_tokens)
+        return RegeneratedAnswer(_text(choice["text"]), reason, num_tokens=num_tokens)
     message = choice["message"]
     if message.get("tool_calls"):
         return Failure("the answer is a tool call")
     reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
-    return Answer(_text(message.get("content") or ""), reason, _text(reasoning), num_tokens)
+    return RegeneratedAnswer(
+        _text(message.get("content") or ""), reason, _text(reasoning), num_tokens
+    )
 
 
 def _text(value: Any) -> str:

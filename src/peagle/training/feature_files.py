@@ -28,7 +28,7 @@ _NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TensorLayout:
     """A safetensors file: its header, and where each tensor begins.
 
     Attributes:
@@ -44,7 +44,7 @@ class Layout:
     @classmethod
     def of(
         cls, tensors: Mapping[str, tuple[torch.dtype, list[int]]], metadata: dict[str, str]
-    ) -> Layout:
+    ) -> TensorLayout:
         """The layout of tensors one after the other; wide types first keeps all aligned."""
         entries: dict[str, Any] = {"__metadata__": metadata}
         begins, end = {}, 0
@@ -69,7 +69,7 @@ class PartialFile:
         layout: what it will hold.
     """
 
-    def __init__(self, path: Path, layout: Layout) -> None:
+    def __init__(self, path: Path, layout: TensorLayout) -> None:
         self.path, self.layout = path, layout
         self._part = path.with_name(path.name + PART_SUFFIX)
         self._file = self._part.open("wb")

@@ -26,7 +26,7 @@ from peagle.models.checkpoint.files import read_object
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target_facts import TargetFacts
 from peagle.training.data import ResponseDataset
-from peagle.training.feature_files import Layout
+from peagle.training.feature_files import TensorLayout
 from peagle.training.provenance import sha256_of
 
 FORMAT_VERSION = 1
@@ -177,7 +177,7 @@ class ShardPlan:
         return f"features-{self.number:05d}.safetensors"
 
     @cached_property
-    def layout(self) -> Layout:
+    def layout(self) -> TensorLayout:
         """Where its tensors lie."""
         facts = self.facts
         tensors = {"sequences": (torch.int64, [len(self.sequences)])}
@@ -187,7 +187,7 @@ class ShardPlan:
         hidden_shape = [self.num_graded, facts.hidden_size]
         tensors["hidden"] = (HIDDEN_DTYPES[facts.dtype], hidden_shape)
         tensors["features"] = (FEATURE_DTYPES[facts.dtype], [self.num_positions, width])
-        return Layout.of(tensors, {FACTS_KEY: facts.sha256})
+        return TensorLayout.of(tensors, {FACTS_KEY: facts.sha256})
 
 
 def plan_shards(dataset: ResponseDataset, facts: StoreFacts) -> list[ShardPlan]:

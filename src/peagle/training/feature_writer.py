@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from peagle.engine.memory import size_text
+from peagle.engine.memory_plan import size_text
 from peagle.errors import UserError
 from peagle.models.checkpoint import write_json
 from peagle.models.target import TargetModel
@@ -39,8 +39,8 @@ from peagle.training.feature_format import (
     plan_shards,
 )
 from peagle.training.features import TargetStates, target_states
-from peagle.training.moving import moved
 from peagle.training.provenance import sha256_of
+from peagle.training.tensor_maps import moved
 
 _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
@@ -61,7 +61,7 @@ class DiskNeed:
 
 
 @dataclass(slots=True)
-class Progress:
+class FeatureProgress:
     """How far a run is.
 
     Attributes:
@@ -147,8 +147,8 @@ class FeatureWriter:
         self,
         target: TargetModel,
         batch_tokens: int,
-        watch: Callable[[Progress], None] = lambda _: None,
-    ) -> Progress:
+        watch: Callable[[FeatureProgress], None] = lambda _: None,
+    ) -> FeatureProgress:
         """Compute and write the missing shards.
 
         Args:
@@ -163,7 +163,7 @@ class FeatureWriter:
         target.tap_aux(self.facts.aux_layer_ids)
         missing = self.missing
         num_tokens = sum(plan.num_positions for plan in missing)
-        progress = Progress(len(self._entries), len(self.plans), 0, num_tokens)
+        progress = FeatureProgress(len(self._entries), len(self.plans), 0, num_tokens)
         start = time.perf_counter()
 
         def count(tokens: int) -> None:

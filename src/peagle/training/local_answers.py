@@ -10,7 +10,7 @@ from peagle.chat import opens_thinking, render_chat, split_thinking
 from peagle.config import SamplingParams
 from peagle.errors import UserError
 from peagle.llm import LLM, RequestOutput
-from peagle.training.regenerate import Answer, Ask, Failure
+from peagle.training.regenerate import Ask, Failure, RegeneratedAnswer
 
 
 class LocalAnswerer:
@@ -45,7 +45,9 @@ class LocalAnswerer:
         # Some wait always, so that no place in the batch stays empty.
         self._capacity = 2 * llm.engine.config.max_num_seqs
 
-    def answers(self, take: Callable[[], Ask | None]) -> Iterator[tuple[Ask, Answer | Failure]]:
+    def answers(
+        self, take: Callable[[], Ask | None]
+    ) -> Iterator[tuple[Ask, RegeneratedAnswer | Failure]]:
         """Answers as they are finished; the engine always has enough to do."""
         requests = self.llm.requests
         under_way: dict[int, Ask] = {}
@@ -84,12 +86,12 @@ class LocalAnswerer:
     def _params(self, ask: Ask) -> SamplingParams:
         return replace(self.params, seed=ask.seed)
 
-    def _answer(self, output: RequestOutput) -> Answer:
+    def _answer(self, output: RequestOutput) -> RegeneratedAnswer:
         reasoning, text = "", output.text
         if self.is_chat:
             opened = opens_thinking(self.llm.tokenizer, output.prompt_token_ids)
             reasoning, text = split_thinking(output.text, opened=opened)
-        return Answer(
+        return RegeneratedAnswer(
             text,
             output.finish_reason,
             reasoning,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from peagle.engine.memory import size_text
+from peagle.engine.memory_plan import size_text
 from peagle.training.kept import CALIBRATION, Calibration, KeptBytes
 from peagle.training.source import AHEAD
 from peagle.training.step_shape import StepShape

@@ -21,7 +21,7 @@ from peagle.training.chunked_loss import (
 from peagle.training.config import MethodSection
 from peagle.training.features import TargetStates
 from peagle.training.losses import DraftLoss
-from peagle.training.methods import Graded
+from peagle.training.training_methods import Graded
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,13 @@ from peagle.models.elements import PADDING_ROW, Elements
 from peagle.training.batches import Batch
 from peagle.training.element_attention import BlockTable, causal_attention
 from peagle.training.features import TargetStates
-from peagle.training.methods import Graded, Method, Selected, concatenate, tokens_after
+from peagle.training.training_methods import (
+    Graded,
+    Selected,
+    TrainingMethod,
+    concatenate,
+    tokens_after,
+)
 
 
 def split_by_anchor(
@@ -72,7 +78,7 @@ def split_by_anchor(
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PartitionLayout:
     """What the passes over a batch compute, decided before the first of them.
 
     Attributes:
@@ -90,7 +96,9 @@ class Layout:
     is_causal: bool
 
     @classmethod
-    def of(cls, elements: Elements, length: int, segments: int, method: Method) -> Layout:
+    def of(
+        cls, elements: Elements, length: int, segments: int, method: TrainingMethod
+    ) -> PartitionLayout:
         """Split elements, as `sample_elements` makes them, of rows of `length` positions."""
         context = _columns(elements, slice(length))
         depths = method.section.depth
@@ -110,10 +118,10 @@ def two_pass_backward(
     drafter: Drafter,
     batch: Batch,
     states: TargetStates,
-    layout: Layout,
+    layout: PartitionLayout,
     loss_of: Callable[[Graded], Tensor],
     *,
-    method: Method,
+    method: TrainingMethod,
 ) -> Tensor:
     """Add the gradients of a batch to the head's parameters; returns the loss, without a graph.
 
@@ -147,8 +155,8 @@ def partitioned_graded(
     drafter: Drafter,
     batch: Batch,
     states: TargetStates,
-    layout: Layout,
-    method: Method,
+    layout: PartitionLayout,
+    method: TrainingMethod,
 ) -> Iterator[Graded]:
     """Graded elements of depth 0, then of each segment; for validation, where nothing is kept."""
     first = _ContextPass(drafter, batch, states, layout, method, light=False)
@@ -170,8 +178,8 @@ class _ContextPass:
         drafter: Drafter,
         batch: Batch,
         states: TargetStates,
-        layout: Layout,
-        method: Method,
+        layout: PartitionLayout,
+        method: TrainingMethod,
         *,
         light: bool,
     ) -> None:
@@ -251,7 +259,11 @@ class _Borrowed:
 
 
 def _segment(
-    drafter: Drafter, layout: Layout, index: int, leaves: list[Tensor], method: Method
+    drafter: Drafter,
+    layout: PartitionLayout,
+    index: int,
+    leaves: list[Tensor],
+    method: TrainingMethod,
 ) -> Tensor:
     """The head's output at a segment's elements, [B, E, D]."""
     mask_embedding, shared, *keys_values = leaves

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from peagle.engine.memory import size_text
+from peagle.engine.memory_plan import size_text
 from peagle.training.budget import segments_text
-from peagle.training.plan import TrainingPlan
 from peagle.training.step_shape import stored_dtype
+from peagle.training.training_plan import TrainingPlan
 
 Row = tuple[str, str]
 

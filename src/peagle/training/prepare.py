@@ -59,7 +59,7 @@ class Limits:
 
 
 @dataclass(slots=True)
-class Report:
+class PrepareSummary:
     """What became of the records.
 
     Attributes:
@@ -174,7 +174,7 @@ def prepare(
     fingerprint: str,
     *,
     needs_thinking: bool = False,
-) -> tuple[Collected, Collected, Report]:
+) -> tuple[Collected, Collected, PrepareSummary]:
     """Samples of files for training and for validation.
 
     Args:
@@ -189,7 +189,7 @@ def prepare(
         UserError: a file is not usable or was made with another tokenizer, a token is outside the
             vocabulary, no sample is left, or there is no second conversation for validation.
     """
-    collected, report = Collected(), Report()
+    collected, report = Collected(), PrepareSummary()
     seen: set[bytes] = set()
     for source in sources:
         for sample, where in _samples_of(source, maker, report, fingerprint, needs_thinking):
@@ -217,7 +217,7 @@ def prepare(
 
 
 def _samples_of(
-    source: Path, maker: SampleMaker, report: Report, fingerprint: str, needs_thinking: bool
+    source: Path, maker: SampleMaker, report: PrepareSummary, fingerprint: str, needs_thinking: bool
 ) -> Iterator[tuple[Sample, str]]:
     if source.suffix == ".safetensors":
         dataset, metadata = read_store(source)
@@ -249,12 +249,12 @@ def _samples_of(
                 yield made, record.where
 
 
-def _note_unknown(source: Path, metadata: dict[str, Any], report: Report) -> None:
+def _note_unknown(source: Path, metadata: dict[str, Any], report: PrepareSummary) -> None:
     if "tokenizer_sha256" not in metadata and str(source) not in report.unknown_tokenizer:
         report.unknown_tokenizer.append(str(source))
 
 
-def _checked(sample: Sample, where: str, limits: Limits, report: Report) -> Sample | None:
+def _checked(sample: Sample, where: str, limits: Limits, report: PrepareSummary) -> Sample | None:
     """The sample within the length limit, None if it is dropped.
 
     Raises:

@@ -36,7 +36,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Dialogue:
+class AskedConversation:
     """What is asked in one conversation.
 
     Attributes:
@@ -179,7 +179,7 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {key: value for key, value in message.items() if value is not None}
 
 
-def dialogue_of(record: Record) -> Dialogue:
+def dialogue_of(record: Record) -> AskedConversation:
     """What is asked in a record: turns, messages (answers in them are left out) or a prompt.
 
     Raises:
@@ -205,7 +205,7 @@ def dialogue_of(record: Record) -> Dialogue:
         )
     if not all(turns):
         raise UserError(f"{record.where}: the prompt is empty; expected at least one character.")
-    return Dialogue(str(given), tuple(turns), tuple(system))
+    return AskedConversation(str(given), tuple(turns), tuple(system))
 
 
 # ---- stores ---------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from peagle.errors import UserError
-from peagle.training.readers import Dialogue, side_file
+from peagle.training.readers import AskedConversation, side_file
 
 _SHORT_HASH = 16
 
@@ -34,14 +34,14 @@ class Ask:
         seed: of its random numbers.
     """
 
-    dialogue: Dialogue
+    dialogue: AskedConversation
     turn: int
     messages: tuple[Mapping[str, Any], ...]
     seed: int
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RegeneratedAnswer:
     """What the target said.
 
     Attributes:
@@ -73,7 +73,9 @@ class Answerer(Protocol):
 
     is_chat: bool
 
-    def answers(self, take: Callable[[], Ask | None]) -> Iterator[tuple[Ask, Answer | Failure]]:
+    def answers(
+        self, take: Callable[[], Ask | None]
+    ) -> Iterator[tuple[Ask, RegeneratedAnswer | Failure]]:
         """Answers in the order in which they come.
 
         `take` gives the next question; None means that there is none for now, but what is yielded
@@ -83,7 +85,7 @@ class Answerer(Protocol):
 
 
 @dataclass(slots=True)
-class Progress:
+class RegenerateProgress:
     """How far a run is.
 
     Attributes:
@@ -120,15 +122,15 @@ class _Done:
 
 
 def regenerate(
-    dialogues: Iterable[Dialogue],
+    dialogues: Iterable[AskedConversation],
     answerer: Answerer,
     output: Path,
     options: Mapping[str, Any],
     facts: Mapping[str, Any],
     *,
     seed: int = 0,
-    watch: Callable[[Progress], None] = lambda _: None,
-) -> Progress:
+    watch: Callable[[RegenerateProgress], None] = lambda _: None,
+) -> RegenerateProgress:
     """Let the target answer every dialogue that the output does not have yet.
 
     A question that failed leaves its dialogue for the next run. An answer that was cut off ends its
@@ -147,7 +149,7 @@ def regenerate(
         UserError: the output belongs to another run (its options or its prompts differ), is
             damaged, or is being written by another process.
     """
-    progress = Progress()
+    progress = RegenerateProgress()
     kept = _distinct(dialogues, progress)
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("a+b") as file:
@@ -197,8 +199,10 @@ def seed_of(seed: int, messages: Iterable[Mapping[str, Any]]) -> int:
 # ---- questions ------------------------------------------------------------------------------
 
 
-def _distinct(dialogues: Iterable[Dialogue], progress: Progress) -> list[Dialogue]:
-    kept: dict[str, Dialogue] = {}
+def _distinct(
+    dialogues: Iterable[AskedConversation], progress: RegenerateProgress
+) -> list[AskedConversation]:
+    kept: dict[str, AskedConversation] = {}
     ids: dict[str, str] = {}
     for dialogue in dialogues:
         digest = dialogue.sha256
@@ -217,7 +221,11 @@ def _distinct(dialogues: Iterable[Dialogue], progress: Progress) -> list[Dialogu
 
 
 def _open_questions(
-    dialogues: list[Dialogue], done: dict[str, _Done], progress: Progress, seed: int, is_chat: bool
+    dialogues: list[AskedConversation],
+    done: dict[str, _Done],
+    progress: RegenerateProgress,
+    seed: int,
+    is_chat: bool,
 ) -> Iterator[Ask]:
     for dialogue in dialogues:
         last = done.get(dialogue.id)
@@ -235,7 +243,9 @@ def _open_questions(
             yield _ask(dialogue, last.turn + 1, _said(last.messages), seed)
 
 
-def _ask(dialogue: Dialogue, turn: int, before: Iterable[Mapping[str, Any]], seed: int) -> Ask:
+def _ask(
+    dialogue: AskedConversation, turn: int, before: Iterable[Mapping[str, Any]], seed: int
+) -> Ask:
     messages = (*before, {"role": "user", "content": dialogue.turns[turn]})
     return Ask(dialogue, turn, messages, seed_of(seed, messages))
 
@@ -245,7 +255,7 @@ def _answers_from(ask: Ask, is_chat: bool) -> int:
     return len(ask.dialogue.turns) - ask.turn if is_chat else 1
 
 
-def _next(ask: Ask, answer: Answer, line: Mapping[str, Any], seed: int) -> Ask | None:
+def _next(ask: Ask, answer: RegeneratedAnswer, line: Mapping[str, Any], seed: int) -> Ask | None:
     turn = ask.turn + 1
     if "messages" not in line or turn == len(ask.dialogue.turns):
         return None
@@ -262,7 +272,7 @@ def _said(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 # ---- the output -----------------------------------------------------------------------------
 
 
-def _line(ask: Ask, answer: Answer, is_chat: bool) -> dict[str, Any]:
+def _line(ask: Ask, answer: RegeneratedAnswer, is_chat: bool) -> dict[str, Any]:
     line: dict[str, Any] = {"id": ask.dialogue.id, "turn": ask.turn + 1}
     if is_chat:
         reply = {"role": "assistant", "content": answer.text}
@@ -279,7 +289,7 @@ def _line(ask: Ask, answer: Answer, is_chat: bool) -> dict[str, Any]:
     return line
 
 
-def _count(progress: Progress, answer: Answer) -> None:
+def _count(progress: RegenerateProgress, answer: RegeneratedAnswer) -> None:
     progress.answers += 1
     progress.tokens += answer.num_tokens
     progress.cut += answer.finish_reason == "length"

@@ -14,11 +14,11 @@ from peagle.training.acceptance import AnchorAcceptance, ServedAcceptance
 from peagle.training.batches import Batch
 from peagle.training.config import TrainConfig
 from peagle.training.distributed import Processes
-from peagle.training.step import Outcome
+from peagle.training.step import GradedElements
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class TrainingReport:
     """What the trainer says while it runs.
 
     What begins with "sampled" is at `temperature`, all other acceptance greedy; per_pos is along
@@ -84,7 +84,9 @@ class Window:
         self._norms: list[Tensor] = []
         self._started = time.perf_counter()
 
-    def add(self, outcome: Outcome, batch: Batch, gradient_norm: Tensor | None = None) -> None:
+    def add(
+        self, outcome: GradedElements, batch: Batch, gradient_norm: Tensor | None = None
+    ) -> None:
         """Pool a batch."""
         self._losses.append(outcome.loss)
         if gradient_norm is not None:
@@ -145,7 +147,9 @@ class ValidationWindow(Window):
         self.greedy = ServedAcceptance(num_depths)
         self.sampled = ServedAcceptance(num_depths)
 
-    def add(self, outcome: Outcome, batch: Batch, gradient_norm: Tensor | None = None) -> None:
+    def add(
+        self, outcome: GradedElements, batch: Batch, gradient_norm: Tensor | None = None
+    ) -> None:
         """Pool a batch."""
         super().add(outcome, batch, gradient_norm)
         which, shape = (outcome.row, outcome.anchor, outcome.depth), batch.tokens_BN.shape

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from peagle.training.config import RunSection
-from peagle.training.reporting import Report
+from peagle.training.reporting import TrainingReport
 
 
 class Selection:
@@ -33,7 +33,7 @@ class Selection:
         self.best: dict[str, Any] | None = None
         self.stale = 0
 
-    def consider(self, report: Report) -> bool:
+    def consider(self, report: TrainingReport) -> bool:
         """Whether the head of a validation is the best so far.
 
         It always is where nothing could be walked: every response is too short.

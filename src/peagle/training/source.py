@@ -9,7 +9,7 @@ import torch
 
 from peagle.training.batches import Batch
 from peagle.training.features import TargetStates
-from peagle.training.moving import moved, owned_by, pinned
+from peagle.training.tensor_maps import moved, owned_by, pinned
 
 # Batches made ahead, whose states lie on the device where a store has them.
 AHEAD = 2

@@ -16,16 +16,16 @@ from peagle.training.batches import Batch
 from peagle.training.distributed import ALONE, Processes
 from peagle.training.eagle3 import eagle3_graded
 from peagle.training.features import TargetStates
-from peagle.training.methods import Graded, Method, Selected
 from peagle.training.objective import Grade, Objective
-from peagle.training.partition import Layout, partitioned_graded, two_pass_backward
+from peagle.training.partition import PartitionLayout, partitioned_graded, two_pass_backward
+from peagle.training.training_methods import Graded, Selected, TrainingMethod
 
 # Pairs of elements that a mask may hold.
 _VALIDATION_PAIRS = 1 << 27
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class GradedElements:
     """Graded elements of a batch, all [M], without their hidden states.
 
     Attributes:
@@ -46,7 +46,7 @@ class Outcome:
     follows: Tensor | None = None
 
 
-class Step:
+class TrainingStep:
     """Computes gradients and grades of a head.
 
     Args:
@@ -60,7 +60,7 @@ class Step:
     def __init__(
         self,
         drafter: Drafter,
-        method: Method,
+        method: TrainingMethod,
         training: Objective,
         validation: Objective,
         segments: int,
@@ -73,7 +73,7 @@ class Step:
         self.segments = segments
         self.processes = processes
 
-    def lay_out(self, batch: Batch, generator: torch.Generator) -> Layout | None:
+    def lay_out(self, batch: Batch, generator: torch.Generator) -> PartitionLayout | None:
         """Sample the elements of a batch and split them; None for EAGLE-3, which has all.
 
         On the host, ahead of the step, it costs nothing: on a GPU each of its decisions would let
@@ -82,9 +82,11 @@ class Step:
         if self.method.section.name == "eagle3":
             return None
         elements = self.method.elements(batch, generator)
-        return Layout.of(elements, batch.tokens_BN.shape[1], self.segments, self.method)
+        return PartitionLayout.of(elements, batch.tokens_BN.shape[1], self.segments, self.method)
 
-    def backward(self, batch: Batch, states: TargetStates, generator: torch.Generator) -> Outcome:
+    def backward(
+        self, batch: Batch, states: TargetStates, generator: torch.Generator
+    ) -> GradedElements:
         """Add this process's part of the gradients of a batch's mean loss to the head's.
 
         Args:
@@ -114,7 +116,7 @@ class Step:
         return _joined(parts, self.processes.sum(loss.detach()))
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch, states: TargetStates) -> Outcome:
+    def evaluate(self, batch: Batch, states: TargetStates) -> GradedElements:
         """Grade every element of a batch, over the target's whole vocabulary."""
         parts = [
             (graded.selected, self.validation.grade(graded, states))
@@ -132,14 +134,14 @@ class Step:
 
     def _everything(self, batch: Batch, states: TargetStates) -> Iterator[Graded]:
         # Validation's shapes are too many to compile each.
-        method = Method(self.method.section)
+        method = TrainingMethod(self.method.section)
         if method.section.name == "eagle3":
             yield eagle3_graded(self.drafter, batch, states, method)
             return
         elements = method.elements(batch, None, everything=True)
         pairs = elements.anchors.numel() * batch.tokens_BN.shape[1]
         segments = -(-pairs // _VALIDATION_PAIRS)
-        layout = Layout.of(elements, batch.tokens_BN.shape[1], segments, method)
+        layout = PartitionLayout.of(elements, batch.tokens_BN.shape[1], segments, method)
         yield from partitioned_graded(self.drafter, batch, states, layout, method)
 
     def _weight(self, own: Tensor) -> Tensor:
@@ -164,9 +166,9 @@ class Step:
         return grade.loss / weight
 
 
-def _joined(parts: list[tuple[Selected, Grade]], loss: Tensor) -> Outcome:
+def _joined(parts: list[tuple[Selected, Grade]], loss: Tensor) -> GradedElements:
     """All parts as one, since a chain is spread over them."""
-    return Outcome(
+    return GradedElements(
         row=torch.cat([selected.row for selected, _ in parts]),
         anchor=torch.cat([selected.anchor for selected, _ in parts]),
         depth=torch.cat([selected.depth for selected, _ in parts]),

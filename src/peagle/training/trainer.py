@@ -22,22 +22,23 @@ from peagle.models.target_shape import TargetShape
 from peagle.training.batches import Batch, BatchStream, ValidationStream
 from peagle.training.budget import Budget, choose_memory
 from peagle.training.config import TrainConfig
+from peagle.training.data import data_facts
 from peagle.training.distributed import ALONE, Processes
 from peagle.training.element_attention import dense_attention, flex_attention
 from peagle.training.features import TargetStates
 from peagle.training.history import History
 from peagle.training.inputs import Inputs
 from peagle.training.memory import StepMemory
-from peagle.training.methods import Method
 from peagle.training.objective import Objective
 from peagle.training.optimizers import build_optimizers
-from peagle.training.provenance import data_facts, provenance
-from peagle.training.reporting import Report, ValidationWindow, Window, require_finite
+from peagle.training.provenance import provenance
+from peagle.training.reporting import TrainingReport, ValidationWindow, Window, require_finite
 from peagle.training.selection import Selection
 from peagle.training.sharded_masters import build_masters
 from peagle.training.state import load_state, save_state
-from peagle.training.step import Outcome, Step
+from peagle.training.step import GradedElements, TrainingStep
 from peagle.training.step_shape import BatchShape, StepShape, kernels_of
+from peagle.training.training_methods import TrainingMethod
 from peagle.training.vocabulary import vocabulary_report
 
 _COD_SEED = 7_919
@@ -72,7 +73,7 @@ class Trainer:
     def __init__(
         self,
         config: TrainConfig,
-        report: Callable[[Report], None] = lambda _: None,
+        report: Callable[[TrainingReport], None] = lambda _: None,
         processes: Processes = ALONE,
         *,
         begin: Callable[[str], None] = lambda _: None,
@@ -82,7 +83,7 @@ class Trainer:
         self.report, self._begin, self._stepped = report, begin, stepped
         self.processes = processes
         run = config.run
-        self.history = History(config.output, tensorboard=run.tensorboard, write=processes.is_first)
+        self.history = History(config.output, write=processes.is_first)
         self.device = processes.device(run.device)
         if self.device.type == "cuda":
             # The frozen target in float32: TF32 products are twice as exact as bfloat16 ones.
@@ -189,7 +190,7 @@ class Trainer:
                 raise TrainingStopped(self.step, steps)
         return self._finish()
 
-    def validate(self) -> Report | None:
+    def validate(self) -> TrainingReport | None:
         """Loss and simulated acceptance on the validation data, every element of it.
 
         Raises:
@@ -221,7 +222,7 @@ class Trainer:
         return self.step % every == 0 or self.step == self.config.optimizer.steps
 
     def _select(self) -> None:
-        """Validate, keep the head if it is the best so far, and draw the curves."""
+        """Validate, and keep the head if it is the best so far."""
         if self.validation is not None:
             self._begin(f"validating step {self.step}")
         if (report := self.validate()) is not None:
@@ -229,9 +230,8 @@ class Trainer:
                 report = replace(report, is_best=True)
                 self._save_head()
             self._publish(report)
-        self.history.draw(self.selection.best)
 
-    def _train_step(self, batch: Batch, states: TargetStates) -> tuple[Outcome, Tensor]:
+    def _train_step(self, batch: Batch, states: TargetStates) -> tuple[GradedElements, Tensor]:
         """One optimizer step; returns the norm of its gradients too, before they are clipped."""
         rate = self._learning_rate(self.step)
         for optimizer in self.optimizers:
@@ -298,13 +298,13 @@ class Trainer:
         share = min((step + 1) / warmup, (options.steps - step) / max(1, options.steps - warmup))
         return options.learning_rate * min(1.0, share)
 
-    def _reported(self, kind: str, window: Window) -> Report:
+    def _reported(self, kind: str, window: Window) -> TrainingReport:
         """The figures of a window, of all processes; refused where they are not finite."""
         window.pool(self.processes)
         require_finite(window, self.step, self.config)
         steps = self.config.optimizer.steps
         pace = (time.perf_counter() - self._started) / max(1, self.step - self._start_step)
-        return Report(
+        return TrainingReport(
             kind=kind,
             step=self.step,
             steps=steps,
@@ -314,7 +314,7 @@ class Trainer:
             **window.figures(),
         )
 
-    def _publish(self, report: Report) -> None:
+    def _publish(self, report: TrainingReport) -> None:
         self.history.add(report)
         if self.processes.is_first:
             self.report(report)
@@ -385,8 +385,6 @@ class Trainer:
             for folder in (self.config.output, self.config.output / "head"):
                 if folder.is_dir():
                     write_json(folder / _RECORD_NAME, record)
-        self.history.draw(self.selection.best)
-        self.history.close()
         return record
 
 
@@ -411,11 +409,11 @@ def _build_step(
     device: torch.device,
     processes: Processes,
     memory: StepMemory,
-) -> Step:
+) -> TrainingStep:
     """What computes gradients, as the run section says."""
     run, section = config.run, config.method
     flex, compiled = kernels_of(config, device)
-    method = Method(
+    method = TrainingMethod(
         section,
         flex_attention if flex else dense_attention,
         flex=flex,
@@ -433,7 +431,7 @@ def _build_step(
         )
         for whole in (False, True)
     )
-    return Step(drafter, method, training, validation, memory.segments, processes)
+    return TrainingStep(drafter, method, training, validation, memory.segments, processes)
 
 
 def save_head(

@@ -42,7 +42,6 @@ class Child:
         argv: its command line.
         variables: its whole environment.
         on_line: told every line that it prints, from another thread, which keeps it alive.
-        pass_fds: files that it inherits.
     """
 
     def __init__(
@@ -50,8 +49,6 @@ class Child:
         argv: Sequence[str],
         variables: Mapping[str, str],
         on_line: Callable[[str], None],
-        *,
-        pass_fds: Sequence[int] = (),
     ) -> None:
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._process = subprocess.Popen(
@@ -63,7 +60,6 @@ class Child:
             text=True,
             errors="replace",
             start_new_session=True,
-            pass_fds=pass_fds,
         )
         self.pid = self._process.pid
         arguments = (self._process.stdout, self._lines, on_line)

@@ -15,7 +15,7 @@ _SHOWN_DIFFERENCES = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class CertifiedCase:
     """One feature under one way to decode, greedy, against the reference.
 
     Attributes:
@@ -118,8 +118,8 @@ class Certificate:
     """
 
     settings: dict[str, Any]
-    identity: list[Cell]
-    matrix: list[Cell]
+    identity: list[CertifiedCase]
+    matrix: list[CertifiedCase]
     distribution: list[SampledTest]
     seconds: float
 
@@ -174,7 +174,7 @@ class Certificate:
         return "\n\n".join([*parts, f"{verdict} ({self.seconds:.0f} s)"])
 
 
-def _what(cell: Cell) -> str:
+def _what(cell: CertifiedCase) -> str:
     wrong = [one for one in cell.differences if not one.is_near_tie]
     told = list(cell.faults)
     if wrong:
@@ -186,7 +186,7 @@ def _what(cell: Cell) -> str:
     return "; ".join(told)
 
 
-def _identity_text(cells: Sequence[Cell]) -> str:
+def _identity_text(cells: Sequence[CertifiedCase]) -> str:
     lines = ["Greedy outputs against transformers' own generation"]
     for cell in cells:
         near = sum(one.is_near_tie for one in cell.differences)
@@ -198,9 +198,9 @@ def _identity_text(cells: Sequence[Cell]) -> str:
     return "\n".join(lines)
 
 
-def _matrix_text(cells: Sequence[Cell]) -> str:
+def _matrix_text(cells: Sequence[CertifiedCase]) -> str:
     methods = list(dict.fromkeys(cell.method for cell in cells))
-    by_feature: dict[str, dict[str, Cell]] = {}
+    by_feature: dict[str, dict[str, CertifiedCase]] = {}
     for cell in cells:
         by_feature.setdefault(cell.feature, {})[cell.method] = cell
     width = max((len(feature) for feature in by_feature), default=0)
@@ -231,7 +231,7 @@ def _distribution_text(tests: Sequence[SampledTest]) -> str:
     return "\n".join(lines)
 
 
-def _differences_text(cells: Sequence[Cell]) -> str:
+def _differences_text(cells: Sequence[CertifiedCase]) -> str:
     found = [(cell, one) for cell in cells for one in cell.differences]
     found.sort(key=lambda pair: pair[1].is_near_tie)
     lines = [

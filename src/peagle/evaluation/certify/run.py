@@ -15,12 +15,12 @@ from peagle.config import SamplingParams
 from peagle.engine.outputs import RequestOutput
 from peagle.errors import UserError
 from peagle.evaluation.acceptance import Completion
-from peagle.evaluation.certify.certificate import Cell, Certificate, SampledTest
+from peagle.evaluation.certify.certificate import Certificate, CertifiedCase, SampledTest
 from peagle.evaluation.certify.distribution import MIN_EXPECTED, Tokens, fit, joint_cells
 from peagle.evaluation.certify.matrix import Case, Feature, FeatureSource, difference
 from peagle.evaluation.certify.reference import TargetReference
 from peagle.evaluation.compare import build, measure
-from peagle.evaluation.methods import NGRAM, PLAIN, Method
+from peagle.evaluation.decoding_methods import NGRAM, PLAIN, DecodingMethod
 from peagle.evaluation.prompt_sets import load
 from peagle.llm import LLM
 from peagle.models.target import TargetModel
@@ -92,12 +92,12 @@ class _Bench:
 
     target: TargetModel
     reference: TargetReference
-    methods: list[Method]
+    methods: list[DecodingMethod]
     k: int
     options: Options
     watch: Watch
 
-    def engine(self, method: Method, *, speculative: dict[str, Any] | None = None,
+    def engine(self, method: DecodingMethod, *, speculative: dict[str, Any] | None = None,
                **options: Any) -> LLM:  # fmt: skip
         """An engine of its own, without prefix caching unless asked for."""
         config = method.config(self.k, **(speculative or {}) if method.source else {})
@@ -109,7 +109,7 @@ class _Bench:
 def run(
     target: TargetModel,
     folder: str | Path,
-    methods: Sequence[Method],
+    methods: Sequence[DecodingMethod],
     k: int,
     *,
     options: Options | None = None,
@@ -137,13 +137,13 @@ def run(
     options = options or Options()
     started = time.perf_counter()
     names = [method.name for method in methods]
-    every = [*methods, *(Method(name) for name in (PLAIN, NGRAM) if name not in names)]
+    every = [*methods, *(DecodingMethod(name) for name in (PLAIN, NGRAM) if name not in names)]
     every.sort(key=lambda method: not method.is_plain)
     reference = TargetReference(folder, target.dtype, str(target.device))
     bench = _Bench(target, reference, every, k, options, watch or (lambda _: None))
     prompts = [(p.id, p.text) for p in load(options.prompt_set, options.prompts)]
     bench.watch("greedy outputs of transformers")
-    plain = bench.engine(Method(PLAIN))
+    plain = bench.engine(DecodingMethod(PLAIN))
     source = FeatureSource(reference, plain, prompts, options.max_new_tokens, k)
     greedy = Feature("greedy", source.cases)
     identity = [_cell(bench, greedy, method) for method in every]
@@ -169,9 +169,9 @@ def run(
 # ---- greedy ---------------------------------------------------------------------------------
 
 
-def _cell(bench: _Bench, feature: Feature, method: Method) -> Cell:
+def _cell(bench: _Bench, feature: Feature, method: DecodingMethod) -> CertifiedCase:
     """One feature under one method."""
-    cell = Cell(feature.name, method.name)
+    cell = CertifiedCase(feature.name, method.name)
     if feature.needs_drafts and method.is_plain:
         return cell
     if not feature.cases:
@@ -201,7 +201,9 @@ def _generate(llm: LLM, feature: Feature) -> list[RequestOutput]:
     return outputs
 
 
-def _compared(cell: Cell, feature: Feature, outputs: Sequence[RequestOutput], bound: float) -> Cell:
+def _compared(
+    cell: CertifiedCase, feature: Feature, outputs: Sequence[RequestOutput], bound: float
+) -> CertifiedCase:
     differences, faults = [], []
     for case, output in zip(feature.cases, outputs, strict=True):
         found = difference(case, output.token_ids, bound)

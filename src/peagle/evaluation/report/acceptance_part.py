@@ -17,9 +17,16 @@ from peagle.evaluation.report.html import (
     table,
 )
 from peagle.evaluation.report.plots import Row, dot_plot, histogram
-from peagle.evaluation.report.schema import AcceptanceFile, Entry, Interval, RangeSlice, Slice
+from peagle.evaluation.report.schema import AcceptanceRecord, Entry, Interval, RangeSlice, Slice
 from peagle.evaluation.report.series import Cast, Condition, conditions
-from peagle.evaluation.report.svg import Axis, Line, Point, line_chart, step_axis, value_axis
+from peagle.evaluation.report.svg import (
+    Axis,
+    ChartLine,
+    ChartPoint,
+    line_chart,
+    step_axis,
+    value_axis,
+)
 from peagle.evaluation.report.text import (
     depth,
     h,
@@ -44,7 +51,7 @@ def condition_name(condition: Condition) -> str:
 
 
 def _by_condition(
-    file: AcceptanceFile, draw: Callable[[Condition], str]
+    file: AcceptanceRecord, draw: Callable[[Condition], str]
 ) -> tuple[Condition | None, list[str]]:
     """The lowest temperature open, the others folded."""
     found = conditions(file.entries)
@@ -54,7 +61,7 @@ def _by_condition(
     return found[0], [draw(found[0]), *others]
 
 
-def decay_section(file: AcceptanceFile, cast: Cast) -> str:
+def decay_section(file: AcceptanceRecord, cast: Cast) -> str:
     """Acceptance length by K, and acceptance by position, unconditional and conditional."""
     main, groups = _by_condition(file, lambda condition: _decay(condition, cast))
     if main is None:
@@ -110,7 +117,7 @@ def _unconditional(piece: Slice) -> list[float | None]:
     return list(piece.unconditional)
 
 
-def _length_line(condition: Condition, key: tuple[str, str], cast: Cast) -> Line:
+def _length_line(condition: Condition, key: tuple[str, str], cast: Cast) -> ChartLine:
     own = [e for e in condition.entries if (e.method, e.engine) == key]
     own.sort(key=lambda entry: entry.depth)
     points = [
@@ -122,7 +129,7 @@ def _length_line(condition: Condition, key: tuple[str, str], cast: Cast) -> Line
         )
         for e in own
     ]
-    return Line(cast.name(key), cast.styles[key], [p for p in points if p])
+    return ChartLine(cast.name(key), cast.styles[key], [p for p in points if p])
 
 
 def _position_line(
@@ -130,7 +137,7 @@ def _position_line(
     cast: Cast,
     values: Sequence[float | None],
     intervals: Sequence[Interval | None],
-) -> Line:
+) -> ChartLine:
     points = []
     for position, value in enumerate(values, 1):
         if value is None:
@@ -139,14 +146,18 @@ def _position_line(
         tip = f"{cast.name_of(entry)}, position {position}\n{percent(value)}"
         if low_high:
             tip += f" ({percent(low_high[0])} to {percent(low_high[1])})"
-        points.append(Point(position, value, low_high, tip))
-    return Line(cast.name_of(entry), cast.style(entry), points)
+        points.append(ChartPoint(position, value, low_high, tip))
+    return ChartLine(cast.name_of(entry), cast.style(entry), points)
 
 
-def _point(x: float, length: float | None, low_high: Interval | None, what: str) -> Point | None:
+def _point(
+    x: float, length: float | None, low_high: Interval | None, what: str
+) -> ChartPoint | None:
     if length is None:
         return None
-    return Point(x, length, low_high, f"{what}\n{with_interval(length, low_high)} tokens a step")
+    return ChartPoint(
+        x, length, low_high, f"{what}\n{with_interval(length, low_high)} tokens a step"
+    )
 
 
 def _decay_table(condition: Condition, cast: Cast) -> str:
@@ -172,7 +183,7 @@ def _decay_table(condition: Condition, cast: Cast) -> str:
 # ---- by prompt set --------------------------------------------------------------------------
 
 
-def sets_section(file: AcceptanceFile, cast: Cast) -> str:
+def sets_section(file: AcceptanceRecord, cast: Cast) -> str:
     """Acceptance length by prompt set and category; empty where there is one set."""
     main, groups = _by_condition(file, lambda condition: _by_set(condition, cast))
     if main is None or not any(groups):
@@ -254,7 +265,7 @@ def _slice_row(where: str, entry: Entry, piece: Slice, cast: Cast) -> list[str]:
 # ---- by place -------------------------------------------------------------------------------
 
 
-def places_section(file: AcceptanceFile, cast: Cast) -> str:
+def places_section(file: AcceptanceRecord, cast: Cast) -> str:
     """Acceptance length by context length and by output position; empty if neither is told."""
     main, groups = _by_condition(file, lambda condition: _places(condition, cast))
     if main is None or not any(groups):
@@ -295,7 +306,7 @@ def _places(condition: Condition, cast: Cast) -> str:
 def _along(
     title: str,
     axis: str,
-    lines: Sequence[Line],
+    lines: Sequence[ChartLine],
     edges: Sequence[tuple[float, float]],
     width: float,
     direct: bool,
@@ -321,19 +332,19 @@ def _range_line(
     cast: Cast,
     ranges: Sequence[RangeSlice],
     place: dict[tuple[float, float], int],
-) -> Line:
+) -> ChartLine:
     points = []
     for item in sorted(ranges, key=lambda item: item.first):
         what = f"{cast.name_of(entry)}, {item.first:g} to {item.last:g} tokens"
         at = place[item.first, item.last]
         points.append(_point(at, item.slice.length, item.slice.acceptance_length_ci, what))
-    return Line(cast.name_of(entry), cast.style(entry), [p for p in points if p])
+    return ChartLine(cast.name_of(entry), cast.style(entry), [p for p in points if p])
 
 
 # ---- over the requests ----------------------------------------------------------------------
 
 
-def requests_section(file: AcceptanceFile, cast: Cast) -> str:
+def requests_section(file: AcceptanceRecord, cast: Cast) -> str:
     """Histograms of the acceptance length of each request; empty where none is told."""
     main, groups = _by_condition(file, lambda condition: _histograms(condition, cast))
     if main is None or not any(groups):

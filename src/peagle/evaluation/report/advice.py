@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from peagle.evaluation.best_k import tied_fastest
-from peagle.evaluation.methods import NGRAM, PLAIN
+from peagle.evaluation.decoding_methods import NGRAM, PLAIN
 from peagle.evaluation.report.files import Results
-from peagle.evaluation.report.schema import AcceptanceFile, Cell, Comparison, ThroughputFile
+from peagle.evaluation.report.schema import AcceptanceRecord, CellRecord, Comparison, ThroughputFile
 from peagle.evaluation.report.series import Cast, best_cells, sets_of, speed_of
 from peagle.evaluation.report.text import depth, interval, joined, method_name, number, set_name
 from peagle.evaluation.training_record import TrainingRecord
@@ -30,7 +30,7 @@ def advice_of(results: Results) -> list[str]:
 # ---- acceptance -----------------------------------------------------------------------------
 
 
-def acceptance_advice(file: AcceptanceFile) -> str:
+def acceptance_advice(file: AcceptanceRecord) -> str:
     """What `peagle eval` advises: on the first head, at the lowest temperature and largest K."""
     heads = [one for one in file.entries if one.pooled.num_drafts and one.method != NGRAM]
     if not heads:
@@ -113,7 +113,9 @@ def throughput_advice(file: ThroughputFile) -> str:
     return " ".join(said)
 
 
-def _choice(here: Sequence[Cell], cells: Iterable[Cell], cast: Cast) -> tuple[str, tuple[str, ...]]:
+def _choice(
+    here: Sequence[CellRecord], cells: Iterable[CellRecord], cast: Cast
+) -> tuple[str, tuple[str, ...]]:
     """The method and K to take among the best cells at one load, and what ties with it."""
     tied = tied_fastest({_words(cell, cast): speed_of(cell) for cell in here})
     order = {PLAIN: 0, NGRAM: 1}
@@ -126,7 +128,7 @@ def _choice(here: Sequence[Cell], cells: Iterable[Cell], cast: Cast) -> tuple[st
     return _words(chosen, cast), (*_other_ks(chosen, cells), *others)
 
 
-def _other_ks(chosen: Cell, cells: Iterable[Cell]) -> list[str]:
+def _other_ks(chosen: CellRecord, cells: Iterable[CellRecord]) -> list[str]:
     """Larger K of the chosen method that tie with its best."""
     key = chosen.method, chosen.engine, chosen.set, chosen.concurrency
     own = [c for c in cells if c.k and (c.method, c.engine, c.set, c.concurrency) == key]
@@ -134,7 +136,7 @@ def _other_ks(chosen: Cell, cells: Iterable[Cell]) -> list[str]:
     return [depth(k) for k in sorted(k for k in tied if k and k != chosen.k)]
 
 
-def _words(cell: Cell, cast: Cast) -> str:
+def _words(cell: CellRecord, cast: Cast) -> str:
     name = cast.name_of(cell)
     name = name[0].lower() + name[1:] if cell.method in (PLAIN, NGRAM) else name
     return f"{name} with {depth(cell.k)}" if cell.k else name

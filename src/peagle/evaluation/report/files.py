@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from peagle.errors import UserError
 from peagle.evaluation.report.schema import (
     FORMAT_VERSION,
-    AcceptanceFile,
+    AcceptanceRecord,
     Document,
     ThroughputFile,
     TuneFile,
@@ -36,7 +36,7 @@ class Results:
         raw: the same as they were read, by file name.
     """
 
-    acceptance: AcceptanceFile | None
+    acceptance: AcceptanceRecord | None
     throughput: ThroughputFile | None
     tune: TuneFile | None
     raw: dict[str, dict[str, Any]]
@@ -55,7 +55,7 @@ def read_results(folder: Path) -> Results:
             a newer peagle wrote it.
     """
     raw: dict[str, dict[str, Any]] = {}
-    acceptance = _read(folder / ACCEPTANCE, AcceptanceFile, raw)
+    acceptance = _read(folder / ACCEPTANCE, AcceptanceRecord, raw)
     throughput = _read(folder / THROUGHPUT, ThroughputFile, raw)
     tune = _read(folder / TUNE, TuneFile, raw)
     if not raw:

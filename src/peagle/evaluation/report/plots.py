@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from peagle.evaluation.report.svg import Axis, Frame, Line, Point, marker, spread, svg
+from peagle.evaluation.report.svg import Axis, ChartLine, ChartPoint, Frame, marker, spread, svg
 from peagle.evaluation.report.text import h
 
 
@@ -15,7 +15,7 @@ class Row:
     """A name and a point for each series that has one: (style, point), the value in `point.x`."""
 
     name: str
-    points: Sequence[tuple[int, Point]]
+    points: Sequence[tuple[int, ChartPoint]]
     strong: bool = False
 
 
@@ -86,7 +86,12 @@ def dot_plot(title: str, rows: Sequence[Row], x: Axis, width: float) -> str:
 
 
 def deviations(
-    title: str, lines: Sequence[Line], x: Axis, y: Axis, size: tuple[float, float], within: float
+    title: str,
+    lines: Sequence[ChartLine],
+    x: Axis,
+    y: Axis,
+    size: tuple[float, float],
+    within: float,
 ) -> str:
     """Points about zero, and the band in which they are at most `within` from it."""
     frame = Frame(*size, x=x, y=y)

@@ -19,7 +19,7 @@ Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0)]
 
 
-class Part(BaseModel):
+class Record(BaseModel):
     """An object of one of the files; null stands for what its key is by default."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
@@ -37,7 +37,7 @@ def _text(value: Any) -> Any:
     return "" if value is None else value
 
 
-class Provenance(Part):
+class Provenance(Record):
     """Where the numbers of a file come from."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -50,7 +50,7 @@ class Provenance(Part):
     synthetic: Any = False
 
 
-class Document(Part):
+class Document(Record):
     """What every file has."""
 
     provenance: Provenance
@@ -60,7 +60,7 @@ class Document(Part):
 # ---- acceptance.json ------------------------------------------------------------------------
 
 
-class Slice(Part):
+class Slice(Record):
     """Pooled counters of some of the requests and what follows from them."""
 
     num_requests: Count = 0
@@ -85,7 +85,7 @@ class Slice(Part):
         return self.acceptance_length if self.num_drafts else None
 
 
-class RangeSlice(Part):
+class RangeSlice(Record):
     """The drafts that began with so much context, or so far into the output."""
 
     first: float = Field(alias="from")
@@ -93,7 +93,7 @@ class RangeSlice(Part):
     slice: Slice
 
 
-class Bin(Part):
+class Bin(Record):
     """Requests whose acceptance length lies in [first, last)."""
 
     first: float = Field(alias="from")
@@ -101,7 +101,7 @@ class Bin(Part):
     count: Count
 
 
-class Hard(Part):
+class Hard(Record):
     """A stretch of output where few drafts were accepted."""
 
     set: str = ""
@@ -112,7 +112,7 @@ class Hard(Part):
     num_drafts: Count = 0
 
 
-class Sample(Part):
+class SampleRecord(Record):
     """An output in pieces, each with who wrote it."""
 
     set: str = ""
@@ -122,7 +122,7 @@ class Sample(Part):
     pieces: list[tuple[str, str]] = []
 
 
-class Entry(Part):
+class Entry(Record):
     """One method at one K and one temperature."""
 
     method: str
@@ -140,7 +140,7 @@ class Entry(Part):
     loop_share: float | None = None
     training: TrainingRecord | None = None
     hardest: list[Hard] = []
-    samples: list[Sample] = []
+    samples: list[SampleRecord] = []
 
     @property
     def depth(self) -> int:
@@ -148,7 +148,7 @@ class Entry(Part):
         return self.k or len(self.pooled.num_accepted_tokens_per_pos)
 
 
-class Comparison(Part):
+class Comparison(Record):
     """Two methods on the same prompts: the paired difference of their figures."""
 
     method: str
@@ -162,7 +162,7 @@ class Comparison(Part):
     num_requests: Count = 0
 
 
-class AcceptanceFile(Document):
+class AcceptanceRecord(Document):
     """acceptance.json."""
 
     entries: list[Entry]
@@ -172,7 +172,7 @@ class AcceptanceFile(Document):
 # ---- throughput.json ------------------------------------------------------------------------
 
 
-class Percentiles(Part):
+class Percentiles(Record):
     """Of seconds."""
 
     p50: float | None = None
@@ -181,7 +181,7 @@ class Percentiles(Part):
     mean: float | None = None
 
 
-class Measures(Part):
+class Measures(Record):
     """One repeat of a cell, or the median of its repeats."""
 
     seconds: float | None = None
@@ -197,13 +197,13 @@ class Measures(Part):
     errors: float = 0
 
 
-class Spread(Part):
+class Spread(Record):
     """Least and most of the repeats."""
 
     output_tokens_per_s: Interval | None = None
 
 
-class Cell(Part):
+class CellRecord(Record):
     """One method at one K and one concurrency on one prompt set."""
 
     method: str
@@ -221,7 +221,7 @@ class Cell(Part):
     meets_objective: bool | None = None
 
 
-class Goodput(Part):
+class Goodput(Record):
     """Most requests per second that still meet the latency objective."""
 
     method: str
@@ -234,7 +234,7 @@ class Goodput(Part):
 class ThroughputFile(Document):
     """throughput.json."""
 
-    cells: list[Cell]
+    cells: list[CellRecord]
     training: dict[str, TrainingRecord] = {}
     goodput: list[Goodput] = []
 
@@ -242,21 +242,21 @@ class ThroughputFile(Document):
 # ---- tune.json ------------------------------------------------------------------------------
 
 
-class Costs(Part):
+class CostsRecord(Record):
     """Measured seconds of the parts of a step."""
 
     target_s: list[tuple[float, float]] = []
     draft_s: list[tuple[float, float]] = []
 
 
-class TunedAcceptance(Part):
+class TunedAcceptance(Record):
     """Acceptance length by K."""
 
     source: str = ""
     acceptance_length: dict[int, float] = {}
 
 
-class Prediction(Part):
+class Prediction(Record):
     """Tokens per second at one batch size and K."""
 
     batch: Annotated[int, Field(ge=1)]
@@ -266,7 +266,7 @@ class Prediction(Part):
     fitted: bool = False
 
 
-class Check(Part):
+class CheckRecord(Record):
     """How the predictions stand up to cells that were not fitted."""
 
     num_unfitted: Count = 0
@@ -275,7 +275,7 @@ class Check(Part):
     worst: float | None = None
 
 
-class BreakEven(Part):
+class BreakEven(Record):
     """The acceptance length from which a head pays."""
 
     batch: Annotated[int, Field(ge=1)]
@@ -286,10 +286,10 @@ class BreakEven(Part):
 class TuneFile(Document):
     """tune.json."""
 
-    costs: Costs = Costs()
+    costs: CostsRecord = CostsRecord()
     acceptance: TunedAcceptance = TunedAcceptance()
     predictions: list[Prediction] = []
-    check: Check = Check()
+    check: CheckRecord = CheckRecord()
     schedule: list[tuple[int, int, int]] = []
     break_even: list[BreakEven] = []
     speculative_config: dict[str, Any] = {}

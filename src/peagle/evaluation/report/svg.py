@@ -18,7 +18,7 @@ _LINE = 15.0
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class ChartPoint:
     """One point of a line: where it is, its interval, and what a tooltip says."""
 
     x: float
@@ -29,12 +29,12 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ChartLine:
     """A series: its name, its style (0 to NUM_STYLES - 1), and its points from left to right."""
 
     name: str
     style: int
-    points: Sequence[Point]
+    points: Sequence[ChartPoint]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ def svg(width: float, height: float, title: str, body: str, extra: str = "") -> 
 
 def line_chart(
     title: str,
-    lines: Sequence[Line],
+    lines: Sequence[ChartLine],
     x: Axis,
     y: Axis,
     size: tuple[float, float],
@@ -213,7 +213,7 @@ def line_chart(
     return svg(*size, title, "".join(body))
 
 
-def _band(frame: Frame, line: Line) -> str:
+def _band(frame: Frame, line: ChartLine) -> str:
     held = [p for p in line.points if p.interval]
     if len(held) < 2:
         return "".join(_whisker(frame, line.style, p) for p in held)
@@ -223,20 +223,20 @@ def _band(frame: Frame, line: Line) -> str:
     return f'<polygon class="band s{line.style}" points="{corners}"/>'
 
 
-def _whisker(frame: Frame, style: int, point: Point) -> str:
+def _whisker(frame: Frame, style: int, point: ChartPoint) -> str:
     assert point.interval is not None
     across, low = frame.at(point.x, point.interval[0])
     high = frame.at(point.x, point.interval[1])[1]
     return f'<path class="whisker s{style}" d="M{across:.1f} {low:.1f}V{high:.1f}"/>'
 
 
-def _curve(frame: Frame, line: Line) -> str:
+def _curve(frame: Frame, line: ChartLine) -> str:
     places = [frame.at(p.x, p.y) for p in line.points]
     path = " ".join(f"{a:.1f},{b:.1f}" for a, b in places)
     return f'<polyline class="curve s{line.style}" points="{path}"/>' if len(places) > 1 else ""
 
 
-def _points(frame: Frame, line: Line, taken: Sequence[tuple[float, float]]) -> str:
+def _points(frame: Frame, line: ChartLine, taken: Sequence[tuple[float, float]]) -> str:
     """Markers, and notes above them where no other marker is in their way."""
     out = []
     for point in line.points:
@@ -276,7 +276,7 @@ def marker(style: int, x: float, y: float, tip: str = "", size: float = 4.5) -> 
     )
 
 
-def _end_labels(frame: Frame, lines: Sequence[Line]) -> str:
+def _end_labels(frame: Frame, lines: Sequence[ChartLine]) -> str:
     """Names at the lines' ends, moved apart where they would touch."""
     ends = [(frame.at(x.points[-1].x, x.points[-1].y)[1], x) for x in lines if x.points]
     ends.sort(key=lambda end: end[0])

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import zip_longest
 
-from peagle.evaluation.report.schema import AcceptanceFile, Cell, Entry, Slice, ThroughputFile
+from peagle.evaluation.report.schema import (
+    AcceptanceRecord,
+    CellRecord,
+    Entry,
+    Slice,
+    ThroughputFile,
+)
 
 ACCEPTANCE_HEADER = (
     *("method", "source", "engine", "k", "temperature", "draft_sampling", "slice_kind", "slice"),
@@ -42,7 +48,7 @@ def slices_of(entry: Entry) -> Iterator[tuple[str, str, Slice]]:
         yield from ((kind, f"{r.first:g}-{r.last:g}", r.slice) for r in ranges)
 
 
-def acceptance_rows(file: AcceptanceFile) -> Iterator[Row]:
+def acceptance_rows(file: AcceptanceRecord) -> Iterator[Row]:
     """One row for each slice and draft position; one without a position where nothing is told."""
     for entry in file.entries:
         for kind, name, piece in slices_of(entry):
@@ -73,7 +79,7 @@ def throughput_rows(file: ThroughputFile) -> Iterator[Row]:
     yield from map(_cell_row, file.cells)
 
 
-def _cell_row(cell: Cell) -> Row:
+def _cell_row(cell: CellRecord) -> Row:
     median = cell.median
     times = [
         getattr(time, name)

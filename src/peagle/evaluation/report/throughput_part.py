@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from peagle.evaluation.report.html import NARROW, both, figure, fold, legend, panels, section, table
-from peagle.evaluation.report.schema import Cell, ThroughputFile
+from peagle.evaluation.report.schema import CellRecord, ThroughputFile
 from peagle.evaluation.report.series import Cast, Key, best_cells, depths_by_load, sets_of
-from peagle.evaluation.report.svg import Line, Point, line_chart, log_axis, step_axis, value_axis
+from peagle.evaluation.report.svg import (
+    ChartLine,
+    ChartPoint,
+    line_chart,
+    log_axis,
+    step_axis,
+    value_axis,
+)
 from peagle.evaluation.report.text import (
     depth,
     h,
@@ -43,7 +50,7 @@ def throughput_section(file: ThroughputFile, cast: Cast) -> str:
     return section("throughput", "Throughput over concurrency", *parts, say=say)
 
 
-def _says(cells: Sequence[Cell], cast: Cast, name: str) -> str:
+def _says(cells: Sequence[CellRecord], cast: Cast, name: str) -> str:
     if cast.hero is None:
         return ""
     ups = [c for c in best_cells(cells, cast.hero, name) if c.speed_up_over_plain is not None]
@@ -57,7 +64,7 @@ def _says(cells: Sequence[Cell], cast: Cast, name: str) -> str:
     )
 
 
-def _load_group(cells: Sequence[Cell], cast: Cast, name: str) -> str:
+def _load_group(cells: Sequence[CellRecord], cast: Cast, name: str) -> str:
     own = [cell for cell in cells if cell.set == name]
     keys, hero = cast.among(own), cast.hero
     loads = sorted({cell.concurrency for cell in own})
@@ -88,7 +95,7 @@ def _load_group(cells: Sequence[Cell], cast: Cast, name: str) -> str:
     return panels(figures) + legend(series, narrow=True) + fold("Data", data)
 
 
-def _best_row(cell: Cell, cast: Cast) -> list[str]:
+def _best_row(cell: CellRecord, cast: Cast) -> list[str]:
     return [
         cast.name_of(cell),
         str(cell.k) if cell.k is not None else "–",
@@ -101,7 +108,7 @@ def _best_row(cell: Cell, cast: Cast) -> list[str]:
     ]
 
 
-def _tip(cell: Cell, cast: Cast) -> str:
+def _tip(cell: CellRecord, cast: Cast) -> str:
     head = ", ".join(filter(None, [cast.name_of(cell), depth(cell.k)]))
     lines = [head, f"{rate(cell.median.output_tokens_per_s)} tokens/s at {cell.concurrency}"]
     if cell.spread.output_tokens_per_s:
@@ -112,12 +119,12 @@ def _tip(cell: Cell, cast: Cast) -> str:
 
 
 def _rates(
-    cast: Cast, best: dict[Key, list[Cell]], loads: list[int], width: float, direct: bool
+    cast: Cast, best: dict[Key, list[CellRecord]], loads: list[int], width: float, direct: bool
 ) -> str:
     lines = []
     for key, cells in best.items():
         points = [
-            Point(
+            ChartPoint(
                 cell.concurrency,
                 max(cell.median.output_tokens_per_s, 0.01),
                 cell.spread.output_tokens_per_s,
@@ -126,7 +133,7 @@ def _rates(
             )
             for cell in cells
         ]
-        lines.append(Line(cast.name(key), cast.styles[key], points))
+        lines.append(ChartLine(cast.name(key), cast.styles[key], points))
     values = [p.y for line in lines for p in line.points]
     return line_chart(
         "Line chart of output tokens per second over concurrency; the table Data has the numbers.",
@@ -139,17 +146,17 @@ def _rates(
 
 
 def _speed_ups(
-    cast: Cast, best: dict[Key, list[Cell]], loads: list[int], width: float, direct: bool
+    cast: Cast, best: dict[Key, list[CellRecord]], loads: list[int], width: float, direct: bool
 ) -> str:
     lines = []
     for key, cells in best.items():
         points = [
-            Point(cell.concurrency, cell.speed_up_over_plain, tip=_tip(cell, cast))
+            ChartPoint(cell.concurrency, cell.speed_up_over_plain, tip=_tip(cell, cast))
             for cell in cells
             if cell.speed_up_over_plain is not None and key[0] != "plain"
         ]
         if points:
-            lines.append(Line(cast.name(key), cast.styles[key], points))
+            lines.append(ChartLine(cast.name(key), cast.styles[key], points))
     values = [1.0, *(p.y for line in lines for p in line.points)]
     return line_chart(
         "Line chart of the speed-up over plain decoding; the table Data has the numbers.",
@@ -162,14 +169,14 @@ def _speed_ups(
     )
 
 
-def _one_load(cells: Sequence[Cell], cast: Cast, keys: Sequence[Key], name: str) -> str:
+def _one_load(cells: Sequence[CellRecord], cast: Cast, keys: Sequence[Key], name: str) -> str:
     rows = [_best_row(c, cast) for key in keys for c in best_cells(cells, key, name)]
     header = ["Method", "K", "Concurrency", "Tokens/s", "Least to most", "Over plain"]
     header += ["Over EAGLE-3", "Linearity"]
     return table(f"Best K by method, {set_name(name)}", header, rows)
 
 
-def _cells_table(cells: Sequence[Cell], cast: Cast) -> str:
+def _cells_table(cells: Sequence[CellRecord], cast: Cast) -> str:
     header = ["Method", "Set", "K", "Concurrency", "Tokens/s", "Least to most", "Requests/s"]
     header += ["Acceptance length", "TTFT p50, ms", "p99", "ITL p50, ms", "p90", "p99"]
     header += ["GPU busy", "Over plain", "Over EAGLE-3", "Objective", "Errors"]
@@ -235,7 +242,7 @@ def sweep_section(file: ThroughputFile, cast: Cast) -> str:
     return section("sweep", "Choosing K", *parts, say=say)
 
 
-def _falls(cells: Sequence[Cell], cast: Cast, name: str) -> str:
+def _falls(cells: Sequence[CellRecord], cast: Cast, name: str) -> str:
     if cast.hero is None:
         return ""
     said = depths_by_load(best_cells(cells, cast.hero, name))
@@ -245,7 +252,7 @@ def _falls(cells: Sequence[Cell], cast: Cast, name: str) -> str:
     return f"The best K of {hero} is {said} together."
 
 
-def _sweep_group(cells: Sequence[Cell], cast: Cast, name: str) -> str:
+def _sweep_group(cells: Sequence[CellRecord], cast: Cast, name: str) -> str:
     own = [cell for cell in cells if cell.set == name]
     keys = [key for key in cast.among(own) if any(c.k for c in own if _key(c) == key)]
     loads = sorted({cell.concurrency for cell in own if cell.k})
@@ -267,18 +274,18 @@ def _sweep_group(cells: Sequence[Cell], cast: Cast, name: str) -> str:
     )
 
 
-def _key(cell: Cell) -> Key:
+def _key(cell: CellRecord) -> Key:
     return cell.method, cell.engine
 
 
-def _sweep(cells: Sequence[Cell], cast: Cast, keys: Sequence[Key], load: int) -> str:
+def _sweep(cells: Sequence[CellRecord], cast: Cast, keys: Sequence[Key], load: int) -> str:
     here = [cell for cell in cells if cell.concurrency == load]
     lines = []
     for key in keys:
         own = sorted((c for c in here if _key(c) == key and c.k), key=lambda c: c.k or 0)
         top = max((c.median.output_tokens_per_s for c in own), default=0.0)
         points = [
-            Point(
+            ChartPoint(
                 cell.k or 0,
                 cell.median.output_tokens_per_s,
                 cell.spread.output_tokens_per_s,
@@ -287,7 +294,7 @@ def _sweep(cells: Sequence[Cell], cast: Cast, keys: Sequence[Key], load: int) ->
             )
             for cell in own
         ]
-        lines.append(Line(cast.name(key), cast.styles[key], points))
+        lines.append(ChartLine(cast.name(key), cast.styles[key], points))
     plain = [c for c in here if c.method == "plain"]
     level = max((c.median.output_tokens_per_s for c in plain), default=None)
     ks = sorted({c.k for c in here if c.k})

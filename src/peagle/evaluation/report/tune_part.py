@@ -11,7 +11,14 @@ from typing import TypeVar
 from peagle.evaluation.report.html import NARROW, WIDE, figure, fold, legend, panels, section, table
 from peagle.evaluation.report.plots import deviations, strip
 from peagle.evaluation.report.schema import Prediction, TuneFile
-from peagle.evaluation.report.svg import Axis, Line, Point, line_chart, log_axis, value_axis
+from peagle.evaluation.report.svg import (
+    Axis,
+    ChartLine,
+    ChartPoint,
+    line_chart,
+    log_axis,
+    value_axis,
+)
 from peagle.evaluation.report.text import h, joined, number, percent, rate
 from peagle.evaluation.tuning.schedule import k_at
 
@@ -96,7 +103,7 @@ def _costs(file: TuneFile) -> str:
         sizes = [point.x for point in points]
         chart = line_chart(
             f"Line chart of the milliseconds of a {what} pass; the table Data has the numbers.",
-            [Line(title, style, points)],
+            [ChartLine(title, style, points)],
             log_axis(axis, sizes, _some(sizes, 5)),
             value_axis("milliseconds", [ms for _, ms in measured], low=0),
             _SIZE,
@@ -109,11 +116,11 @@ def _costs(file: TuneFile) -> str:
     return panels(figures) + (fold("Data", *tables) if tables else "") if figures else ""
 
 
-def _cost_point(size: int, times: list[float], unit: str) -> Point:
+def _cost_point(size: int, times: list[float], unit: str) -> ChartPoint:
     """The median of the steps of one size, and the least and most of several."""
     middle = median(times)
     ends = (min(times), max(times)) if len(times) > 1 else None
-    return Point(size, middle, ends, f"{size:,} {unit}\n{middle:.3f} ms")
+    return ChartPoint(size, middle, ends, f"{size:,} {unit}\n{middle:.3f} ms")
 
 
 def _some(values: Sequence[Number], most: int) -> list[Number]:
@@ -135,12 +142,12 @@ def _check(file: TuneFile) -> str:
         tip = (
             f"batch {p.batch}, K = {p.k}\npredicted {rate(predicted)}, measured {rate(m)} tokens/s"
         )
-        (fitted if p.fitted else others).append(Point(m, predicted / m - 1, tip=tip))
+        (fitted if p.fitted else others).append(ChartPoint(m, predicted / m - 1, tip=tip))
     most = max(0.15, *(abs(p.y) * 1.1 for p in [*fitted, *others]))
     ends = [-most, 0.0, most] if most > 0.3 else [-0.1, 0.0, 0.1]
     chart = deviations(
         "How far predictions are off; the table Predictions has the numbers.",
-        [Line("fitted", _FITTED, fitted), Line("not fitted", _UNFITTED, others)],
+        [ChartLine("fitted", _FITTED, fitted), ChartLine("not fitted", _UNFITTED, others)],
         log_axis("measured tokens/s", [m for _, m in found], most_ticks=5),
         Axis(
             "prediction off by",
@@ -228,7 +235,7 @@ def _break_even(file: TuneFile) -> str:
 def _needed(file: TuneFile, k: int, had: float | None) -> str:
     own = sorted((i for i in file.break_even if i.k == k), key=lambda item: item.batch)
     points = [
-        Point(
+        ChartPoint(
             i.batch,
             i.acceptance_length,
             tip=f"batch {i.batch}, K = {k:g}\nneeds {number(i.acceptance_length)}",
@@ -240,7 +247,7 @@ def _needed(file: TuneFile, k: int, had: float | None) -> str:
     chart = line_chart(
         f"Line chart of the acceptance length needed with K = {k:g}; the table Data has the "
         "numbers.",
-        [Line("needed", _NEED, points)],
+        [ChartLine("needed", _NEED, points)],
         log_axis("sequences together", batches, _some(batches, 5)),
         value_axis("tokens a step", [value * 1.1 for value in values], low=1),
         _SIZE,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from peagle.evaluation.report.advice import advice_of
 from peagle.evaluation.report.files import Results
-from peagle.evaluation.report.schema import Cell, Entry
+from peagle.evaluation.report.schema import CellRecord, Entry
 from peagle.evaluation.report.series import (
     Cast,
     best_cells,
@@ -84,7 +84,7 @@ def title(results: Results, cast: Cast) -> str:
 
 
 def _source(results: Results, cast: Cast) -> str:
-    items: list[Entry | Cell] = [*(results.acceptance.entries if results.acceptance else [])]
+    items: list[Entry | CellRecord] = [*(results.acceptance.entries if results.acceptance else [])]
     items += results.throughput.cells if results.throughput else []
     own = (i.source for i in items if (i.method, i.engine) == cast.hero and i.source)
     return next(own, "")

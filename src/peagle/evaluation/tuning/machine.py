@@ -24,7 +24,7 @@ WARM_UP_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Cell:
+class CostPoint:
     """What one measurement is about.
 
     Attributes:
@@ -79,7 +79,7 @@ class Machine(Protocol):
 
     changes_k_cheaply: bool
 
-    def measure(self, cell: Cell) -> StepCost:
+    def measure(self, cell: CostPoint) -> StepCost:
         """The cost of a step of this cell."""
         ...
 
@@ -148,7 +148,7 @@ class EngineMachine:
         sizes = buckets(len(self._prompts))
         return lambda batch: next((size for size in sizes if size >= batch), batch)
 
-    def measure(self, cell: Cell) -> StepCost:
+    def measure(self, cell: CostPoint) -> StepCost:
         llm = self._llm(cell.k)
         running = llm.requests
         for index in range(cell.batch):
@@ -174,7 +174,7 @@ class EngineMachine:
             self._llms[k] = LLM(
                 model=self.target, speculative_config=self._configurations[k], **self._options
             )
-            self.measure(Cell(1, k))  # warms up: what follows is not slower than later visits
+            self.measure(CostPoint(1, k))  # warms up: what follows is not slower than later visits
         return self._llms[k]
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from peagle.evaluation.tuning.machine import Cell, StepCost
+from peagle.evaluation.tuning.machine import CostPoint, StepCost
 
 Array = NDArray[np.float64]
 # Neighbouring sizes between which a function of rows bends differ by at least this factor.
@@ -96,12 +96,15 @@ class Ramps:
 class _Part:
     """One part of a step's cost: seconds = coefficients x terms."""
 
-    terms: Callable[[Cell], list[float]]
+    terms: Callable[[CostPoint], list[float]]
     coefficients: Array
 
     @classmethod
     def fit(
-        cls, terms: Callable[[Cell], list[float]], seconds: Mapping[Cell, float], least: float
+        cls,
+        terms: Callable[[CostPoint], list[float]],
+        seconds: Mapping[CostPoint, float],
+        least: float,
     ) -> _Part:
         """Least squares of the error relative to the measured seconds, or to `least` if larger."""
         weights_N = np.array([1 / max(value, least) for value in seconds.values()])
@@ -109,7 +112,7 @@ class _Part:
         values_N = np.array(list(seconds.values())) * weights_N
         return cls(terms, nonnegative_least_squares(terms_NM, values_N))
 
-    def seconds(self, cell: Cell) -> float:
+    def seconds(self, cell: CostPoint) -> float:
         return float(np.dot(self.coefficients, self.terms(cell)))
 
 
@@ -129,11 +132,11 @@ class Shape:
     batch_rows: Callable[[int], int] = lambda batch: batch
     is_padded: bool = False
 
-    def target_rows(self, cell: Cell) -> int:
+    def target_rows(self, cell: CostPoint) -> int:
         """Rows of the target's pass: b (K + 1)."""
         return self.batch_rows(cell.batch) * (cell.k + 1)
 
-    def draft_rows(self, cell: Cell) -> float:
+    def draft_rows(self, cell: CostPoint) -> float:
         """Rows of the drafter's passes: b (acceptance length + K - 1), 0 without drafts."""
         if not cell.k:
             return 0.0
@@ -142,7 +145,7 @@ class Shape:
             return 2.0 * batch * cell.k
         return batch * (self.acceptance_length[cell.k] + cell.k - 1)
 
-    def draft_passes(self, cell: Cell) -> int:
+    def draft_passes(self, cell: CostPoint) -> int:
         """Passes of the drafter."""
         return min(cell.k, 1) if self.is_parallel else cell.k
 
@@ -155,23 +158,23 @@ class CostModel:
         costs: measured, at least one with K = 0 and one with drafts.
     """
 
-    def __init__(self, shape: Shape, costs: Mapping[Cell, StepCost]) -> None:
+    def __init__(self, shape: Shape, costs: Mapping[CostPoint, StepCost]) -> None:
         self.shape = shape
         least = 0.02 * min(cost.seconds for cost in costs.values())
         drafting = {cell: cost for cell, cost in costs.items() if cell.k}
         target_ramps = Ramps.over([shape.target_rows(cell) for cell in costs])
         draft_ramps = Ramps.over([shape.draft_rows(cell) for cell in drafting])
 
-        def target_terms(cell: Cell) -> list[float]:
+        def target_terms(cell: CostPoint) -> list[float]:
             rows = shape.target_rows(cell)
             return [1.0, float(shape.batch_rows(cell.batch)), *target_ramps.terms(rows)]
 
-        def draft_terms(cell: Cell) -> list[float]:
+        def draft_terms(cell: CostPoint) -> list[float]:
             passes, batch = shape.draft_passes(cell), shape.batch_rows(cell.batch)
             ramps = draft_ramps.terms(shape.draft_rows(cell))
             return [float(passes), float(passes * batch), *ramps]
 
-        def rest_terms(cell: Cell) -> list[float]:
+        def rest_terms(cell: CostPoint) -> list[float]:
             return [1.0, float(cell.batch), cell.batch * shape.acceptance_length[cell.k]]
 
         self._target = _Part.fit(target_terms, {c: t.target_s for c, t in costs.items()}, least)
@@ -180,7 +183,7 @@ class CostModel:
 
     def seconds(self, batch: int, k: int) -> float:
         """t(b, K)."""
-        cell = Cell(batch, k)
+        cell = CostPoint(batch, k)
         draft = self._draft.seconds(cell) if k else 0.0
         return self._target.seconds(cell) + draft + self._rest.seconds(cell)
 

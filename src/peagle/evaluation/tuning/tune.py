@@ -9,9 +9,9 @@ from typing import Any
 
 from peagle.evaluation.journal import Journal
 from peagle.evaluation.tuning.acceptance import AcceptanceByK
-from peagle.evaluation.tuning.machine import Cell, Machine, StepCost
+from peagle.evaluation.tuning.grid import Grid
+from peagle.evaluation.tuning.machine import CostPoint, Machine, StepCost
 from peagle.evaluation.tuning.model import CostModel, Shape
-from peagle.evaluation.tuning.plan import Grid
 from peagle.evaluation.tuning.schedule import (
     Schedule,
     best_single_k,
@@ -22,7 +22,7 @@ from peagle.evaluation.tuning.schedule import (
 
 FORMAT_VERSION = 1
 WITHIN = 0.10
-Watch = Callable[[Cell, bool], None]
+Watch = Callable[[CostPoint, bool], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,11 @@ class Costs:
             0 on a quiet machine.
     """
 
-    by_cell: Mapping[Cell, StepCost]
+    by_cell: Mapping[CostPoint, StepCost]
     spread: float
 
     @classmethod
-    def of(cls, visits: Mapping[Cell, Sequence[StepCost]]) -> Costs:
+    def of(cls, visits: Mapping[CostPoint, Sequence[StepCost]]) -> Costs:
         """Those of all visits, at least one to each cell."""
         fastest = {c: min(costs, key=lambda cost: cost.seconds) for c, costs in visits.items()}
         spreads = (
@@ -66,7 +66,7 @@ def measure_costs(
         journal: gets each visit as it is finished.
         watch: called after each visit, with whether it was there already.
     """
-    visits: dict[Cell, list[StepCost]] = {cell: [] for cell in grid.cells}
+    visits: dict[CostPoint, list[StepCost]] = {cell: [] for cell in grid.cells}
     for number, cell in grid.visits(rounds, interleave_k=machine.changes_k_cheaply):
         key = f"cost batch={cell.batch} k={cell.k} visit={number}"
         found = journal.get(key)
@@ -150,7 +150,7 @@ class Tuned:
         """Acceptance length by K, 1 for K = 0."""
         return self.model.shape.acceptance_length
 
-    def measured_tokens_per_s(self, cell: Cell) -> float:
+    def measured_tokens_per_s(self, cell: CostPoint) -> float:
         """b x acceptance length(K) / measured seconds of a step."""
         return cell.batch * self.lengths[cell.k] / self.costs.by_cell[cell].seconds
 

@@ -12,7 +12,7 @@ PLAIN, NGRAM = "plain", "ngram"
 
 
 @dataclass(frozen=True, slots=True)
-class Method:
+class DecodingMethod:
     """One way to decode.
 
     Attributes:
@@ -24,7 +24,7 @@ class Method:
     source: str = ""
 
     @classmethod
-    def parse(cls, text: str) -> Method:
+    def parse(cls, text: str) -> DecodingMethod:
         """Read "plain", "ngram" (prompt lookup) or "NAME=FOLDER" (a head, or its hub id).
 
         Raises:

@@ -80,7 +80,7 @@ class Graded:
         return cls(selected, hidden_BED.flatten(0, 1).index_select(0, selected.index))
 
 
-class Method:
+class TrainingMethod:
     """How the elements of a batch are chosen and computed.
 
     Args:

@@ -29,11 +29,9 @@ from peagle.extras import require_package
 if TYPE_CHECKING:
     from peagle.llm import LLM
 
-_K = "speculative.num_speculative_tokens"
-
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Setup:
     """What to load and how to run it, every value checked.
 
     Attributes:
@@ -57,8 +55,8 @@ class Plan:
     show_memory: bool = False
 
     @classmethod
-    def of(cls, given: Given, *defaults: Layer) -> Plan:
-        """The plan of what was given: flags over environment over file over the defaults.
+    def of(cls, given: Given, *defaults: Layer) -> Setup:
+        """The setup of what was given: flags over environment over file over the defaults.
 
         Args:
             given: on the command line.
@@ -91,20 +89,17 @@ class Plan:
         )
 
     def show(
-        self, unset: str = "default", sections: tuple[str, ...] = ("engine", "sampling")
+        self,
+        sections: tuple[str, ...] = ("engine", "sampling"),
+        of_model: tuple[str, ...] = (),
     ) -> None:
-        """Print every setting with its source as JSON.
-
-        Args:
-            unset: the source of the sampling parameters that no layer has.
-            sections: those that the command uses.
-        """
+        """Print the merged settings as JSON; arguments as `Settings.shown`."""
         speculative = self._with_shown_depth()
-        shown = self.settings.shown(self.target, speculative, self.off, unset, sections)
+        shown = self.settings.shown(self.target, speculative, sections, of_model)
         print(json.dumps(shown, indent=2))
 
     def _with_shown_depth(self) -> SpeculativeConfig | None:
-        """How drafts are made, with the K of a head that lies in a folder, and its source."""
+        """How drafts are made, with the K of a head that lies in a folder."""
         if self.speculative is None or self.speculative.model is None:
             return self.speculative
         from peagle.models.trained_depth import with_depth
@@ -112,9 +107,7 @@ class Plan:
         folder = Path(expand_bundled(self.speculative.model, "draft")).expanduser()
         if not folder.is_dir() or self.speculative.num_speculative_tokens is not None:
             return self.speculative
-        found = with_depth(self.speculative, folder)
-        self.settings.put(Layer({_K: Setting(found.num_drafts, "default, of the head")}))
-        return found
+        return with_depth(self.speculative, folder)
 
     def load(self, folder: Path | None = None) -> LLM:
         """Load the models; say where the memory goes, on a CPU only if asked.

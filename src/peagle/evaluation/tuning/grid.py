@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import log2
 
 from peagle.errors import UserError
-from peagle.evaluation.tuning.machine import Cell
+from peagle.evaluation.tuning.machine import CostPoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,12 @@ class Grid:
                 )
 
     @property
-    def cells(self) -> list[Cell]:
+    def cells(self) -> list[CostPoint]:
         """All of them, K = 0 first."""
-        return [Cell(batch, k) for k in (0, *self.ks) for batch in self.batches]
+        return [CostPoint(batch, k) for k in (0, *self.ks) for batch in self.batches]
 
     @property
-    def fitted(self) -> frozenset[Cell]:
+    def fitted(self) -> frozenset[CostPoint]:
         """Those that the checked model is fitted to; the others are its check.
 
         Every second batch size and the largest; K = 0, the smallest, the largest and one between:
@@ -50,9 +50,9 @@ class Grid:
         first, last = self.ks[0], self.ks[-1]
         middle = 2 ** round(log2((last + 1) / 2))
         between = min(self.ks[1:-1] or self.ks, key=lambda k: (abs(k + 1 - middle), k))
-        return frozenset(Cell(b, k) for b in batches for k in {0, first, between, last})
+        return frozenset(CostPoint(b, k) for b in batches for k in {0, first, between, last})
 
-    def visits(self, rounds: int, *, interleave_k: bool) -> Iterator[tuple[int, Cell]]:
+    def visits(self, rounds: int, *, interleave_k: bool) -> Iterator[tuple[int, CostPoint]]:
         """(round, cell) in the order of measurement.
 
         All cells take turns, beginning with another one in each round, so that a slow spell hits
@@ -65,6 +65,6 @@ class Grid:
                 yield from ((number, cell) for cell in [*cells[shift:], *cells[:shift]])
 
 
-def _by_k(cells: Sequence[Cell]) -> list[list[Cell]]:
+def _by_k(cells: Sequence[CostPoint]) -> list[list[CostPoint]]:
     ks = dict.fromkeys(cell.k for cell in cells)
     return [[cell for cell in cells if cell.k == k] for k in ks]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from peagle.engine.memory import size_text
+from peagle.engine.memory_plan import size_text
 from peagle.engine.placement import resolve_device
 from peagle.errors import UserError
 from peagle.models.fingerprint import TargetFingerprint
