@@ -276,7 +276,7 @@ def test_fusing_again_changes_nothing() -> None:
     before = passes(target)
     report = fuse(target.model)
     assert not report.fused
-    assert report.left[0].reason == "q_proj is a Part, not a Linear"
+    assert report.left[0].reason == "q_proj is a FusedPart, not a Linear"
     assert largest_difference(passes(target), before) == 0
 
 
