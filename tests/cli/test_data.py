@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from peagle.cli import data_inspect, progress
-from peagle.training.data import ResponseDataset
+from peagle.data.dataset import ResponseDataset
 from tests.cli.conftest import Pair, Peagle, environment
 from tests.conftest import VOCAB_SIZE, byte_tokenizer
 

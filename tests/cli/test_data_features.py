@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from peagle.cli import data_features
+from peagle.data.dataset import ResponseDataset
+from peagle.data.feature_store import FeatureStore
 from peagle.models.target_ends import TargetEnds
-from peagle.training.data import ResponseDataset
-from peagle.training.feature_store import FeatureStore
 from tests.cli.conftest import Pair, Peagle, environment
 from tests.conftest import VOCAB_SIZE, byte_tokenizer
 

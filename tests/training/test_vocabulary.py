@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen3Config
 
+from peagle.data.dataset import ResponseDataset
 from peagle.errors import UserError
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel, load_tokenizer
 from peagle.training.build import build as build_head
 from peagle.training.config import TrainConfig
-from peagle.training.data import ResponseDataset
 from peagle.training.vocabulary import (
     always_kept,
     choose_draft_vocabulary,

@@ -16,8 +16,8 @@ from peagle.config import require_writable_folder
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
-    from peagle.training.feature_format import StoreFacts
-    from peagle.training.feature_writer import DiskNeed, FeatureProgress, FeatureWriter
+    from peagle.data.feature_format import StoreFacts
+    from peagle.data.feature_writer import DiskNeed, FeatureProgress, FeatureWriter
 
 EXAMPLES = """
 Once for all epochs, at most 500 GiB of it; train then needs no more of the target than its ends:
@@ -99,6 +99,9 @@ def features(
     if not file.is_file():
         raise UserError(f"The data file {str(file)!r} is not there.")
     quiet_libraries()
+    from peagle.data.dataset import ResponseDataset
+    from peagle.data.feature_format import StoreFacts
+    from peagle.data.feature_writer import FeatureWriter
     from peagle.engine.placement import resolve_device, resolve_dtype
     from peagle.models.loading import resolve_model
     from peagle.models.target import (
@@ -109,9 +112,6 @@ def features(
     )
     from peagle.models.target_ends import TargetEnds
     from peagle.training.config import DataSection
-    from peagle.training.data import ResponseDataset
-    from peagle.training.feature_format import StoreFacts
-    from peagle.training.feature_writer import FeatureWriter
 
     where = resolve_device(device)
     run_dtype = resolve_dtype(target_dtype, where)

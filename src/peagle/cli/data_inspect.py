@@ -23,8 +23,8 @@ from peagle.cli.terminal import bright, dim, has_styles, printable
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from peagle.training.inspect import Inspection
-    from peagle.training.samples import Sample
+    from peagle.data.inspect import Inspection
+    from peagle.data.samples import Sample
 
 EXAMPLES = """
 Counts, lengths, what is supervised, and three samples as text:
@@ -71,16 +71,16 @@ def inspect(
 
     Of the samples, the supervised part stands out: in colour on a terminal, else in [[ ]].
     """
-    from peagle.training.tables import parts_of, split_of
+    from peagle.data.tables import parts_of, split_of
 
     file = split_of(file, split)
     parts_of(file)  # refuses what is not there before torch is imported
     check_paths(target, chat_template=chat_template)
     quiet_libraries()
     from peagle.cli.data_prepare import load_tokenizer_of
-    from peagle.training.inspect import inspect_data
-    from peagle.training.readers import tokenizer_sha256
-    from peagle.training.samples import SampleMaker, stop_ids_of
+    from peagle.data.inspect import inspect_data
+    from peagle.data.readers import tokenizer_sha256
+    from peagle.data.samples import SampleMaker, stop_ids_of
 
     tokenizer, stop_ids, fingerprint = None, (), None
     if target is not None:

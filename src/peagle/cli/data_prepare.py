@@ -25,7 +25,7 @@ from peagle.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from peagle.training.prepare import PrepareSummary
+    from peagle.data.prepare import PrepareSummary
 
 EXAMPLES = """
 Responses of the target, as `peagle data regenerate` wrote them:
@@ -121,16 +121,16 @@ def prepare(
     if validation is None and share:
         validation = output.with_suffix(f".validation{output.suffix}")
     _check_outputs(sources, output, validation, overwrite)
-    from peagle.training.tables import parts_of, sha256_of_table, split_of
+    from peagle.data.tables import parts_of, sha256_of_table, split_of
 
     sources = [split_of(path, split) for path in sources]
     for source in sources:
         parts_of(source)  # refuses what is not there before torch is imported
     check_paths(target, chat_template=chat_template)
     quiet_libraries()
-    from peagle.training import prepare as library
-    from peagle.training.readers import tokenizer_sha256
-    from peagle.training.samples import SampleMaker, stop_ids_of, vocab_size_of
+    from peagle.data import prepare as library
+    from peagle.data.readers import tokenizer_sha256
+    from peagle.data.samples import SampleMaker, stop_ids_of, vocab_size_of
 
     folder, tokenizer = load_tokenizer_of(target)
     vocab_size = vocab_size_of(folder, tokenizer)

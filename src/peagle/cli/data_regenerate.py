@@ -25,8 +25,8 @@ from peagle.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from peagle.training.readers import AskedConversation
-    from peagle.training.regenerate import Answerer, RegenerateProgress
+    from peagle.data.readers import AskedConversation
+    from peagle.data.regenerate import Answerer, RegenerateProgress
 
 EXAMPLES = """
 By the target in this process, with a head that makes it faster:
@@ -117,7 +117,7 @@ def regenerate(
         raise UserError(f"n is {setup.params.n}; a prompt has one response. Leave n out.")
     if endpoint is None:
         setup.check_paths(chat_template)
-    from peagle.training.tables import is_folder, sha256_of_table, split_of
+    from peagle.data.tables import is_folder, sha256_of_table, split_of
 
     prompts = split_of(prompts, split)
     dialogues = list(islice(_dialogues(prompts), limit))
@@ -134,8 +134,8 @@ def regenerate(
             note(
                 f"{further} of {len(dialogues)} prompts have further turns: only the first is used"
             )
+        from peagle.data import regenerate as library
         from peagle.environment import environment
-        from peagle.training import regenerate as library
 
         seed = setup.params.seed or 0
         options = {
@@ -160,9 +160,9 @@ def regenerate(
 
 
 def _dialogues(file: Path) -> Iterator[AskedConversation]:
+    from peagle.data.readers import AskedConversation, dialogue_of, read_records
+    from peagle.data.tables import is_folder
     from peagle.evaluation.prompts import read_prompts
-    from peagle.training.readers import AskedConversation, dialogue_of, read_records
-    from peagle.training.tables import is_folder
 
     if file.suffix in (".jsonl", ".parquet") or is_folder(file):
         found = False
@@ -180,8 +180,8 @@ def _local(
     setup: Setup, chat: bool | None, chat_template: str | None, thinking: bool | None
 ) -> tuple[Answerer, dict[str, Any]]:
     llm = setup.load()
-    from peagle.training.local_answers import LocalAnswerer
-    from peagle.training.readers import tokenizer_sha256
+    from peagle.data.local_answers import LocalAnswerer
+    from peagle.data.readers import tokenizer_sha256
 
     if chat is None:
         chat = chat_template is not None or bool(getattr(llm.tokenizer, "chat_template", None))
@@ -207,7 +207,7 @@ def _remote(
     connection: dict[str, Any],
 ) -> tuple[Answerer, dict[str, Any]]:
     from peagle.cli.remote import sampling_fields
-    from peagle.training.endpoint_answers import KEY_VARIABLE, EndpointAnswerer, Patience
+    from peagle.data.endpoint_answers import KEY_VARIABLE, EndpointAnswerer, Patience
 
     fields = sampling_fields(setup.params, _sampling(setup))
     if thinking is not None:
@@ -248,7 +248,7 @@ def _template_id(chat_template: str | None) -> str | None:
     """What tells templates apart: the name, and of a file the hash."""
     if chat_template is None or not Path(chat_template).is_file():
         return chat_template
-    from peagle.training.provenance import sha256_of
+    from peagle.model_folder import sha256_of
 
     return sha256_of(Path(chat_template))
 

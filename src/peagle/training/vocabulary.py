@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from peagle.data.dataset import ResponseDataset
 from peagle.errors import UserError
 from peagle.models.drafter import Drafter
 from peagle.models.target_facts import TargetFacts
-from peagle.training.data import ResponseDataset
 
 # Shares of the training responses for which the report says how large a vocabulary they take.
 SHARES = (0.95, 0.99, 0.999)

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from peagle.data.dataset import read_store
+from peagle.data.prepare import LEAST_RESPONSE
+from peagle.data.readers import read_records, read_side
+from peagle.data.samples import Dropped, Sample, SampleMaker
 from peagle.errors import UserError
-from peagle.training.data import read_store
-from peagle.training.prepare import LEAST_RESPONSE
-from peagle.training.readers import read_records, read_side
-from peagle.training.samples import Dropped, Sample, SampleMaker
 
 PERCENTILES = (50, 90, 99)
 MOST_FREQUENT = (1000, 4000, 8000, 16000, 32000, 64000)
@@ -88,7 +88,7 @@ def inspect_data(
     """Read a whole file that `peagle train` or `peagle data prepare` reads.
 
     Args:
-        path: .jsonl, .parquet or .safetensors, or a folder (`peagle.training.tables`).
+        path: .jsonl, .parquet or .safetensors, or a folder (`peagle.data.tables`).
         maker: makes samples of records.
         num_shown: sequences to give back, spread over the file.
         fingerprint: of the tokenizer at hand; a file of another one is refused.

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from peagle.attention.torch_backend import DenseCausalAttention
+from peagle.data.batches import Batch, Place, make_batch
+from peagle.data.dataset import ResponseDataset
+from peagle.data.feature_format import INDEX_NAME, Index, StoredDtype, StoreFacts
+from peagle.data.feature_store import FeatureStore
+from peagle.data.feature_writer import FeatureWriter, quantize
+from peagle.data.features import target_states
 from peagle.errors import UserError
 from peagle.models.target import TargetModel
 from peagle.models.target_ends import TargetEnds
-from peagle.training.batches import Batch, Place, make_batch
-from peagle.training.data import ResponseDataset
-from peagle.training.feature_format import INDEX_NAME, Index, StoredDtype, StoreFacts
-from peagle.training.feature_store import FeatureStore
-from peagle.training.feature_writer import FeatureWriter, quantize
-from peagle.training.features import target_states
 from tests.conftest import make_target_folder
-from tests.training.stores import AUX, SMALL, H, files_of, make_dataset, writer_of, written
+from tests.data.stores import AUX, SMALL, H, files_of, make_dataset, writer_of, written
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from peagle.data.readers import STORE_KEY, Record, metadata_of, read_records, read_side
 from peagle.errors import UserError
-from peagle.training.provenance import sha256_of
-from peagle.training.readers import STORE_KEY, Record, metadata_of, read_records, read_side
+from peagle.model_folder import sha256_of
 
 
 class ResponseDataset:

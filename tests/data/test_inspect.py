@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from peagle.data.inspect import Inspection, Lengths, inspect_data
+from peagle.data.prepare import Collected
+from peagle.data.samples import Sample, SampleMaker
 from peagle.errors import UserError
-from peagle.training.inspect import Inspection, Lengths, inspect_data
-from peagle.training.prepare import Collected
-from peagle.training.samples import Sample, SampleMaker
 from tests.conftest import byte_tokenizer
 
 ROWS = [([1, 2], [3, 3, 4]), ([1, 2], [3, 3, 4]), ([9], [3]), ([5] * 6, [4, 7])]

@@ -13,11 +13,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from peagle.errors import UserError
-from peagle.models.target_facts import TargetFacts
-from peagle.training.batches import Batch
-from peagle.training.data import ResponseDataset
-from peagle.training.feature_format import (
+from peagle.data.batches import Batch
+from peagle.data.dataset import ResponseDataset
+from peagle.data.feature_format import (
     FACTS_KEY,
     HIDDEN_DTYPES,
     Index,
@@ -25,7 +23,9 @@ from peagle.training.feature_format import (
     dataset_sha256,
     num_graded,
 )
-from peagle.training.features import TargetStates
+from peagle.data.features import TargetStates
+from peagle.errors import UserError
+from peagle.models.target_facts import TargetFacts
 
 # float8 is read in pieces that stay in a core's cache.
 _FP8_ROWS = 64

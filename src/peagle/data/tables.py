@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from peagle.errors import UserError
 from peagle.extras import install_extra
-from peagle.training.provenance import sha256_of
+from peagle.model_folder import sha256_of
 
 if TYPE_CHECKING:
     import pyarrow

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from peagle.data.dataset import ResponseDataset
+from peagle.data.readers import side_file
 from peagle.errors import UserError
 from peagle.training.config import TrainConfig
-from peagle.training.data import ResponseDataset
-from peagle.training.readers import side_file
 from tests.conftest import byte_tokenizer
 
 

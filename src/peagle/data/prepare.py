@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 
-from peagle.errors import UserError
-from peagle.models.checkpoint.files import save_tensors
-from peagle.training.data import check_tokenizer, read_store
-from peagle.training.readers import (
+from peagle.data.dataset import check_tokenizer, read_store
+from peagle.data.readers import (
     STORE_KEY,
     read_records,
     read_side,
     side_file,
 )
-from peagle.training.samples import Dropped, Sample, SampleMaker
+from peagle.data.samples import Dropped, Sample, SampleMaker
+from peagle.errors import UserError
+from peagle.models.checkpoint.files import save_tensors
 
 SUFFIXES = (".safetensors", ".jsonl")
 LEAST_RESPONSE = 2  # a shorter one has no token to draft
@@ -178,7 +178,7 @@ def prepare(
     """Samples of files for training and for validation.
 
     Args:
-        sources: .jsonl, .parquet or .safetensors, or folders (`peagle.training.tables`).
+        sources: .jsonl, .parquet or .safetensors, or folders (`peagle.data.tables`).
         maker: makes samples of records.
         limits: what they must fulfil.
         fingerprint: of the tokenizer (`tokenizer_sha256`); files that name another are refused.

@@ -16,15 +16,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from peagle.data import feature_files, feature_writer
+from peagle.data.dataset import ResponseDataset
+from peagle.data.feature_files import locked
+from peagle.data.feature_format import INDEX_NAME, StoredDtype
+from peagle.data.feature_store import FeatureStore
+from peagle.data.feature_writer import FeatureProgress
 from peagle.errors import UserError
 from peagle.models.target import TargetModel
-from peagle.training import feature_files, feature_writer
-from peagle.training.data import ResponseDataset
-from peagle.training.feature_files import locked
-from peagle.training.feature_format import INDEX_NAME, StoredDtype
-from peagle.training.feature_store import FeatureStore
-from peagle.training.feature_writer import FeatureProgress
-from tests.training.stores import AUX, RARE, SMALL, files_of, make_dataset, writer_of, written
+from tests.data.stores import AUX, RARE, SMALL, files_of, make_dataset, writer_of, written
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from peagle.data.dataset import ResponseDataset, read_store
+from peagle.data.prepare import Limits, PrepareSummary, prepare
+from peagle.data.readers import STORE_KEY, Record, read_records, read_side
+from peagle.data.samples import Dropped, Sample, SampleMaker
 from peagle.errors import UserError
-from peagle.training.data import ResponseDataset, read_store
-from peagle.training.prepare import Limits, PrepareSummary, prepare
-from peagle.training.readers import STORE_KEY, Record, read_records, read_side
-from peagle.training.samples import Dropped, Sample, SampleMaker
 from tests.conftest import VOCAB_SIZE, byte_tokenizer
 
 END = "<|endoftext|>"

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from peagle.data.readers import AskedConversation, side_file
 from peagle.errors import UserError
-from peagle.training.readers import AskedConversation, side_file
 
 _SHORT_HASH = 16
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from peagle.errors import UserError
-from peagle.training.provenance import sha256_of
+from peagle.model_folder import sha256_of
 
 PART_SUFFIX = ".part"
 _NAMES = {

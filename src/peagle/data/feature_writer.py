@@ -13,21 +13,17 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from peagle.engine.memory_plan import size_text
-from peagle.errors import UserError
-from peagle.models.checkpoint import write_json
-from peagle.models.target import TargetModel
-from peagle.training.batches import Batch, make_batch
-from peagle.training.data import ResponseDataset
-from peagle.training.feature_files import PART_SUFFIX, Background, PartialFile, locked
-from peagle.training.feature_format import (
+from peagle.data.batches import Batch, make_batch
+from peagle.data.dataset import ResponseDataset
+from peagle.data.feature_files import PART_SUFFIX, Background, PartialFile, locked
+from peagle.data.feature_format import (
     FACTS_KEY,
     FEATURE_DTYPES,
     HIDDEN_DTYPES,
@@ -38,9 +34,12 @@ from peagle.training.feature_format import (
     StoreFacts,
     plan_shards,
 )
-from peagle.training.features import TargetStates, target_states
-from peagle.training.provenance import sha256_of
-from peagle.training.tensor_maps import moved
+from peagle.data.features import TargetStates, target_states
+from peagle.engine.memory_plan import size_text
+from peagle.errors import UserError
+from peagle.model_folder import sha256_of
+from peagle.models.checkpoint import write_json
+from peagle.models.target import TargetModel
 
 _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
@@ -202,7 +201,11 @@ class FeatureWriter:
             for group in _batches_of(plan, self._lens, batch_tokens):
                 rows = [[sequence] for sequence in group]
                 batch = make_batch(self.dataset, rows, int(self._lens[group].max()))
-                batch = moved(batch, target.device)
+                batch = replace(
+                    batch,
+                    tokens_BN=batch.tokens_BN.to(target.device),
+                    documents_BN=batch.documents_BN.to(target.device),
+                )
                 background.run(shard.put, self._encoded(batch, target_states(target, batch)))
                 count(batch.num_tokens)
             background.run(self._finish, plan, shard)

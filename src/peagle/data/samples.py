@@ -17,8 +17,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from peagle.chat import render_chat
+from peagle.data.readers import Record, messages_of
 from peagle.errors import UserError
-from peagle.training.readers import Record, messages_of
 
 _ID_PAIRS = ("prompt_token_ids", "response_token_ids")
 _PROBE = [{"role": "user", "content": "Hello"}]

@@ -21,13 +21,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from peagle.data.dataset import ResponseDataset
+from peagle.data.feature_files import TensorLayout
 from peagle.errors import UserError
+from peagle.model_folder import sha256_of
 from peagle.models.checkpoint.files import read_object
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target_facts import TargetFacts
-from peagle.training.data import ResponseDataset
-from peagle.training.feature_files import TensorLayout
-from peagle.training.provenance import sha256_of
 
 FORMAT_VERSION = 1
 INDEX_NAME = "index.json"

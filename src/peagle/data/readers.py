@@ -11,8 +11,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from peagle.data.tables import parts_of, table_rows
 from peagle.errors import UserError
-from peagle.training.tables import parts_of, table_rows
 
 SIDE_SUFFIX = ".meta.json"
 STORE_KEY = "peagle_data"  # of a store's safetensors metadata

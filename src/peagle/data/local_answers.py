@@ -8,9 +8,9 @@ from pathlib import Path
 
 from peagle.chat import opens_thinking, render_chat, split_thinking
 from peagle.config import SamplingParams
+from peagle.data.regenerate import Ask, Failure, RegeneratedAnswer
 from peagle.errors import UserError
 from peagle.llm import LLM, RequestOutput
-from peagle.training.regenerate import Ask, Failure, RegeneratedAnswer
 
 
 class LocalAnswerer:
