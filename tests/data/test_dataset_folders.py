@@ -121,16 +121,13 @@ def test_places_that_hold_no_table(
         read_records(split_of(folder / place, split))
 
 
-@pytest.mark.parametrize(
-    ("name", "package"),
-    [("a/state.json", "datasets"), ("a/x.parquet", "pyarrow"), ("a.parquet", "pyarrow")],
-)
+@pytest.mark.parametrize("name", ["a/state.json", "a/x.parquet", "a.parquet"])
 def test_a_missing_package_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, package: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setitem(sys.modules, "datasets", None)
     place = touch(tmp_path, name) / Path(name).parts[0]
-    with pytest.raises(UserError, match=rf"needs {package}, .*-m pip install .*\[train\]'"):
+    with pytest.raises(UserError, match=r"needs datasets, .*-m pip install .*\[train\]'"):
         list(read_records(place))
 
 

@@ -1,8 +1,8 @@
 """Tables as rows: Parquet files, folders of them, and folders that Hugging Face datasets wrote.
 
-A folder is what `Dataset.save_to_disk` wrote, or what `DatasetDict.save_to_disk` did, or one of
-.parquet files, taken in the order of their names. FOLDER/SPLIT is one split of it: a subfolder, or
-the files that are named as the hub names them (train-00000-of-00002.parquet).
+A folder is what `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote, or it holds .parquet
+files, which are read in the order of their names. FOLDER/SPLIT names one split of a folder: a
+subfolder, or the files that are named as the hub names them (train-00000-of-00002.parquet).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from peagle.errors import UserError
@@ -21,28 +22,22 @@ from peagle.model_folder import sha256_of
 if TYPE_CHECKING:
     import pyarrow
 
-_STATE = "state.json"  # beside the .arrow files of a dataset
+_STATE = "state.json"  # beside the .arrow files of a saved dataset
 _SHARD = re.compile(r"(.+)-\d+-of-\d+(-[0-9a-f]+)?\.parquet")
-_BATCH_ROWS = 256  # so many are in memory at a time
-# What datasets raises where the JSON beside the data has another form.
-_DAMAGED = (LookupError, TypeError, AttributeError)
-
-Row = dict[str, Any]
-
-
-# ---- places ---------------------------------------------------------------------------------
+# What pyarrow and datasets raise on damaged files; ArrowInvalid is a ValueError.
+_DAMAGED = (OSError, ValueError, LookupError, TypeError, AttributeError)
 
 
 def is_folder(path: Path) -> bool:
-    """Whether this names a folder, or a split of one."""
+    """Whether a path names a folder of data, or a split of one."""
     return path.is_dir() or bool(_split_files(path))
 
 
 def split_of(path: Path, split: str | None) -> Path:
-    """The place of a split of a folder; None leaves the place as it is.
+    """Return the place of a split of a folder, or the path itself without a split.
 
     Raises:
-        UserError: it is a file, or has no such split.
+        UserError: the path is a file, is not there, or has no such split.
     """
     if split is None:
         return path
@@ -56,18 +51,17 @@ def split_of(path: Path, split: str | None) -> Path:
     folder = path
     while not is_folder(folder / split):
         splits = _splits(folder)
+        if not splits:
+            parts_of(folder)  # refuses a folder without any data
         if len(splits) != 1 or not _splits(folder / splits[0]):
-            told = ", ".join(splits)
-            if not splits:
-                parts_of(folder)  # says so where there is no data at all
-                told = "none; leave --split out"
-            raise UserError(f"{str(folder)!r} has no split {split!r}: it has {told}.")
+            names = ", ".join(splits) or "none; leave --split out"
+            raise UserError(f"{str(folder)!r} has no split {split!r}: it has {names}.")
         folder /= splits[0]
     return folder / split
 
 
 def parts_of(path: Path) -> list[Path]:
-    """The files that hold a table, or the one folder of a saved dataset.
+    """Return the files that hold a table, or the one folder of a saved dataset.
 
     Raises:
         UserError: nothing is there, nothing that can be read, or several splits.
@@ -86,26 +80,94 @@ def parts_of(path: Path) -> list[Path]:
         return files
     if splits:
         return parts_of(path / splits[0])
-    raise UserError(_no_data(path))
+    names = [one.name for one in _visible(path)]
+    shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "nothing"
+    text = (
+        f"The folder {str(path)!r} is no data: expected one that Dataset.save_to_disk or "
+        "DatasetDict.save_to_disk (of Hugging Face datasets) wrote, or one of .parquet files; it "
+        f"holds {shown}."
+    )
+    if any(name.endswith(".arrow") for name in names):
+        text += f" Without {_STATE} it is a cache, or its writing was cut off: save it again."
+    raise UserError(text)
 
 
 def sha256_of_table(path: Path) -> str:
-    """What identifies a file or folder: SHA-256 of its bytes, or of its files' names and hashes.
+    """Return the SHA-256 of a file's bytes, or that of the names and hashes of a folder's files.
 
     Raises:
         UserError: as `parts_of` does.
     """
     files = parts_of(path)
+    if files == [path] and path.is_file():
+        return sha256_of(path)
     if files[0].is_dir():
         files = _saved_files(files[0])
-    elif files == [path]:
-        return sha256_of(path)
     hashes = [[file.name, sha256_of(file)] for file in files]
     return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
 
 
+def table_rows(part: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the rows of a file or of a saved dataset, each with its place for messages.
+
+    Values are what JSON has: times and the like become text. Columns with bytes (images) and nulls
+    are left out.
+
+    Raises:
+        UserError: the data is damaged, or Hugging Face datasets is missing.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            f"Reading {str(part)!r} needs datasets, which cannot be imported ({_brief(error)}): "
+            f"{install_extra('train')}"
+        ) from None
+    if part.is_dir():
+        kind = "dataset"
+        remedy = (
+            f"Save it again, with this version of datasets ({datasets.__version__}) or an older one"
+        )
+    else:
+        kind, remedy = "Parquet file", "Write or copy it again"
+    # datasets keeps a lock file of its own beside what it reads.
+    with TemporaryDirectory() as cache:
+        try:
+            if not part.is_dir():
+                datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+                options = {"split": "train", "streaming": True, "cache_dir": cache}
+                table = datasets.load_dataset("parquet", data_files=[str(part)], **options)
+            elif _saved_files(part):
+                table = datasets.Dataset.load_from_disk(str(part), keep_in_memory=False)
+            else:  # datasets cannot load a dataset without rows
+                return
+            # A saved dataset keeps the format that it was last read in, such as tensors.
+            table = table.with_format(None)
+            schema = table.features.arrow_schema
+            table = table.select_columns([f.name for f in schema if not _has_bytes(f.type)])
+            for number, row in enumerate(table, start=1):
+                assert isinstance(row, dict)
+                present = {key: value for key, value in row.items() if value is not None}
+                plain = json.loads(json.dumps(present, default=str))
+                yield plain, f"{part}, row {number}"
+        except _DAMAGED as error:
+            raise UserError(
+                f"{str(part)!r} is not a whole {kind} ({_brief(error)}). {remedy}."
+            ) from None
+
+
+def _has_bytes(kind: pyarrow.DataType) -> bool:
+    if kind.num_fields:
+        return any(_has_bytes(kind.field(index).type) for index in range(kind.num_fields))
+    return "binary" in str(kind)
+
+
+def _brief(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
 def _saved_files(folder: Path) -> list[Path]:
-    """The .arrow files of a dataset; its caches may lie beside them."""
+    """The .arrow files of a saved dataset; cached files may lie beside them."""
     state = json.loads((folder / _STATE).read_text(encoding="utf-8"))
     return [folder / one["filename"] for one in state["_data_files"]]
 
@@ -121,7 +183,7 @@ def _parquet_files(folder: Path) -> list[Path]:
 
 
 def _split_files(path: Path) -> list[Path]:
-    """The files of FOLDER/SPLIT that lie in FOLDER."""
+    """The files in FOLDER that belong to the split of FOLDER/SPLIT."""
     return [one for one in _parquet_files(path.parent) if _split_name(one) == path.name]
 
 
@@ -131,127 +193,10 @@ def _split_name(file: Path) -> str | None:
 
 
 def _splits(folder: Path) -> list[str]:
-    """By the names of the files in a folder; where it has no files of data, by its subfolders."""
+    """The splits by names of files, or by subfolders where the folder itself has no data."""
     if files := _parquet_files(folder):
         return sorted({name for file in files if (name := _split_name(file)) is not None})
     if (folder / _STATE).is_file():
         return []
     inner = [one for one in _visible(folder) if one.is_dir()]
     return [one.name for one in inner if (one / _STATE).is_file() or _parquet_files(one)]
-
-
-def _no_data(folder: Path) -> str:
-    names = [one.name for one in _visible(folder)]
-    held = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "nothing"
-    text = (
-        f"The folder {str(folder)!r} is no data: expected one that Dataset.save_to_disk or "
-        "DatasetDict.save_to_disk (of Hugging Face datasets) wrote, or one of .parquet files; it "
-        f"holds {held}."
-    )
-    if any(name.endswith(".arrow") for name in names):
-        text += f" Without {_STATE} it is a cache, or its writing was cut off: save it again."
-    return text
-
-
-# ---- rows -----------------------------------------------------------------------------------
-
-
-def table_rows(part: Path) -> Iterator[tuple[Row, str]]:
-    """The rows of a part, one after the other, each with where it stands.
-
-    Values are what JSON has: times and the like become text, and columns with bytes (images) are
-    left out, as is what is null.
-
-    Raises:
-        UserError: it is damaged, or the package that reads it is missing.
-    """
-    rows = _saved_rows(part) if part.is_dir() else _parquet_rows(part)
-    for number, row in enumerate(rows, start=1):
-        yield row, f"{part}, row {number}"
-
-
-def _parquet_rows(path: Path) -> Iterator[Row]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UserError(_missing(path, "pyarrow", error)) from None
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            kept, odd = _columns(file.schema_arrow)
-            for batch in file.iter_batches(_BATCH_ROWS, columns=kept):
-                for row in batch.to_pylist():
-                    yield _plain(row, odd)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{str(path)!r} is not a whole Parquet file: {_brief(error)}") from None
-
-
-def _saved_rows(folder: Path) -> Iterator[Row]:
-    try:
-        import datasets
-        import pyarrow
-    except ImportError as error:
-        raise UserError(_missing(folder, "datasets", error)) from None
-    try:
-        if not _saved_files(folder):  # datasets stumbles over no rows
-            return
-        saved = datasets.Dataset.load_from_disk(str(folder), keep_in_memory=False)
-        # A dataset keeps the format it was last shown in, which may be tensors of some columns.
-        saved = saved.with_format(None)
-        kept, odd = _columns(saved.data.schema)
-        for row in saved.select_columns(kept):
-            assert isinstance(row, dict)
-            yield _plain(row, odd)
-    except (pyarrow.ArrowException, OSError, ValueError, *_DAMAGED) as error:
-        raise UserError(
-            f"{str(folder)!r} is not a whole dataset ({_brief(error)}). Save it again, with this "
-            f"version of datasets ({datasets.__version__}) or an older one."
-        ) from None
-
-
-def _missing(path: Path, package: str, error: ImportError) -> str:
-    return (
-        f"Reading {str(path)!r} needs {package}, which cannot be imported ({_brief(error)}): "
-        f"{install_extra('train')}"
-    )
-
-
-def _brief(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
-
-
-def _columns(schema: pyarrow.Schema) -> tuple[list[str], list[str]]:
-    """The columns without bytes, and those among them whose values JSON may lack."""
-    from pyarrow import types
-
-    kept, odd = [], []
-    for field in schema:
-        leaves = list(_leaves(field.type))
-        if any(map(types.is_binary, leaves)) or any(map(types.is_large_binary, leaves)):
-            continue
-        kept.append(field.name)
-        if not all(_is_plain(leaf) for leaf in leaves):
-            odd.append(field.name)
-    return kept, odd
-
-
-def _leaves(kind: pyarrow.DataType) -> Iterator[pyarrow.DataType]:
-    if not kind.num_fields:
-        yield kind
-    for index in range(kind.num_fields):
-        yield from _leaves(kind.field(index).type)
-
-
-def _is_plain(kind: pyarrow.DataType) -> bool:
-    from pyarrow import types
-
-    tests = (types.is_null, types.is_boolean, types.is_integer, types.is_floating)
-    return any(test(kind) for test in (*tests, types.is_string, types.is_large_string))
-
-
-def _plain(row: Row, odd: list[str]) -> Row:
-    given = {key: value for key, value in row.items() if value is not None}
-    for key in odd:
-        if key in given:
-            given[key] = json.loads(json.dumps(given[key], default=str))
-    return given
