@@ -33,30 +33,11 @@ _FP8_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
-    """The tensors of a shard, mapped from its file.
-
-    Attributes:
-        features_TA, hidden_UH: rows of all of its sequences.
-        scales_TA: of float8 features.
-    """
+    """The tensors of a shard, mapped from its file; float8 features have scales."""
 
     features_TA: Tensor
     hidden_UH: Tensor
     scales_TA: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """Where a sequence lies.
-
-    Attributes:
-        shard: its number.
-        features, hidden: its first rows there.
-    """
-
-    shard: int
-    features: int
-    hidden: int
 
 
 class FeatureStore:
@@ -78,15 +59,16 @@ class FeatureStore:
         self._lens = dataset.start_loc.diff().tolist()
         self._prompt_lens = dataset.prompt_lens.tolist()
         self._num_graded = num_graded(dataset).tolist()
-        self._shards: list[_Shard] = []
-        self._stored: list[_Stored | None] = [None] * len(dataset)
+        # The shard of each sequence, and its first rows of features and hidden states there.
+        self._places: dict[int, tuple[_Shard, int, int]] = {}
         for entry in index.shards:
             self._map(folder / entry.file)
-        if None in self._stored:
-            raise UserError(
-                f"The stored features {str(folder)!r} lack sequence {self._stored.index(None)}. "
-                "Make the store again."
-            )
+        for sequence in range(len(dataset)):
+            if sequence not in self._places:
+                raise UserError(
+                    f"The stored features {str(folder)!r} lack sequence {sequence}. Make the store "
+                    "again."
+                )
         values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
         self._fp8_values = values.float()
 
@@ -149,10 +131,15 @@ class FeatureStore:
             read = features.take(place.row, place.start, place.length)
             self._read_features(index, read)
             graded = hidden.take(place.row, place.start + first, count)
-            self._read_hidden(index, graded)
+            shard, _, begin = self._places[index]
+            graded.copy_(shard.hidden_UH[begin : begin + count])
             # A sum is NaN or infinite if one of its terms is, and fast.
             if not math.isfinite(float(read.sum()) + float(graded.sum())):
-                self._refuse_broken(index)
+                raise UserError(
+                    f"The stored features {str(self.folder)!r} of sequence {index} hold NaN or "
+                    "infinite values, which were not written so. `peagle data features` with "
+                    "--verify finds the shard."
+                )
         return TargetStates(features.done(), hidden.done())
 
     def features_of(self, sequence: int) -> Tensor:
@@ -163,16 +150,12 @@ class FeatureStore:
         return out_TA
 
     def _read_features(self, sequence: int, out_TA: Tensor) -> None:
-        shard, stored = self._at(sequence)
-        rows = slice(stored.features, stored.features + len(out_TA))
+        shard, begin, _ = self._places[sequence]
+        rows = slice(begin, begin + len(out_TA))
         if shard.scales_TA is None:
             out_TA.copy_(shard.features_TA[rows])
         else:
             self._dequantize(shard.features_TA[rows], shard.scales_TA[rows], out_TA)
-
-    def _read_hidden(self, sequence: int, out_UH: Tensor) -> None:
-        shard, stored = self._at(sequence)
-        out_UH.copy_(shard.hidden_UH[stored.hidden : stored.hidden + len(out_UH)])
 
     def _dequantize(self, values_TA: Tensor, scales_TA: Tensor, out_TA: Tensor) -> None:
         codes_TA, num_aux = values_TA.view(torch.uint8), scales_TA.shape[1]
@@ -183,11 +166,6 @@ class FeatureStore:
             states_TAH = flat.view(-1, num_aux, self.facts.hidden_size)
             states_TAH *= scales_TA[rows].unsqueeze(-1)
             out_TA[rows] = states_TAH.flatten(1)
-
-    def _at(self, sequence: int) -> tuple[_Shard, _Stored]:
-        stored = self._stored[sequence]
-        assert stored is not None
-        return self._shards[stored.shard], stored
 
     def _map(self, path: Path) -> None:
         """Add a shard; its tensors are read when they are used."""
@@ -204,19 +182,11 @@ class FeatureStore:
             raise UserError(f"{str(path)!r} belongs to another store of features.")
         features = hidden = 0
         for sequence in sequences:
-            self._stored[sequence] = _Stored(len(self._shards), features, hidden)
+            self._places[sequence] = (shard, features, hidden)
             features += self._lens[sequence]
             hidden += self._num_graded[sequence]
         if (features, hidden) != (len(shard.features_TA), len(shard.hidden_UH)):
             raise UserError(f"{str(path)!r} is damaged: its rows are not those of its sequences.")
-        self._shards.append(shard)
-
-    def _refuse_broken(self, sequence: int) -> None:
-        raise UserError(
-            f"The stored features {str(self.folder)!r} of sequence {sequence} hold NaN or infinite "
-            "values, which were not written so. `peagle data features` with --verify finds the "
-            "shard."
-        )
 
 
 class _Canvas:
