@@ -1,4 +1,4 @@
-"""What a file of training data holds: counts, lengths, what is supervised, duplicates."""
+"""Statistics of a file of training data: counts, lengths, supervised tokens, duplicates."""
 
 from __future__ import annotations
 
@@ -6,28 +6,22 @@ import hashlib
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peagle.data.dataset import read_store
+from peagle.data.dataset import check_tokenizer, read_data
 from peagle.data.prepare import LEAST_RESPONSE
-from peagle.data.readers import read_records, read_side
 from peagle.data.samples import Dropped, Sample, SampleMaker
 from peagle.errors import UserError
 
-PERCENTILES = (50, 90, 99)
-MOST_FREQUENT = (1000, 4000, 8000, 16000, 32000, 64000)
+_MOST_FREQUENT = (1000, 4000, 8000, 16000, 32000, 64000)
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Lengths of sequences in tokens, by nearest rank.
-
-    Attributes:
-        p50, p90, p99, longest: so long are at most 50%, 90%, 99% and all.
-    """
+    """Lengths in tokens, by nearest rank: at most 50%, 90%, 99% and all sequences are so long."""
 
     p50: int
     p90: int
@@ -38,13 +32,12 @@ class Lengths:
     def of(cls, lens: Sequence[int]) -> Lengths:
         """Of at least one length."""
         ranked = sorted(lens)
-        p50, p90, p99 = (ranked[math.ceil(p * len(ranked) / 100) - 1] for p in PERCENTILES)
-        return cls(p50, p90, p99, ranked[-1])
+        return cls(*(ranked[math.ceil(p * len(ranked) / 100) - 1] for p in (50, 90, 99, 100)))
 
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What a file holds.
+    """Statistics of a file.
 
     Attributes:
         samples: sequences, as training reads them.
@@ -52,13 +45,13 @@ class Inspection:
         length, prompt_length, response_length: of the sequences and their parts.
         duplicates: sequences that are equal to an earlier one.
         too_short: sequences that training leaves out: no prompt, or less than two response tokens.
-        dropped: what is no sequence, by reason.
+        dropped: records that are no sequence, by reason.
         distinct: different tokens among the supervised.
         largest_id: largest token id.
-        coverage: share of the supervised tokens that the most frequent k of them make up, by k:
-            what a draft vocabulary of that size can draft.
+        coverage: by k, the share of the supervised tokens that the most frequent k tokens make up:
+            the share that a draft vocabulary of that size can draft.
         shown: some of the sequences.
-        metadata: where the file says it comes from.
+        metadata: provenance of the file.
     """
 
     samples: int
@@ -100,28 +93,35 @@ def inspect_data(
     counts: Counter[int] = Counter()
     dropped: Counter[str] = Counter()
     seen: set[bytes] = set()
-    largest, shown = -1, _Spread(num_shown)
-    for sample in _samples(path, maker, dropped):
+    largest, kept, stride = -1, list[Sample](), 1
+    records, metadata = read_data(path)
+    for sample in (made for record in records for made in maker.samples(record)):
+        if isinstance(sample, Dropped):
+            dropped[sample.reason] += 1
+            continue
         ids = sample.prompt + sample.response
         if ids and min(ids) < 0:
             raise UserError(f"{str(path)!r} holds token id {min(ids)}; expected none below 0.")
+        # Every stride-th sample is kept, and the stride doubles when there are too many.
+        if num_shown and len(lens) % stride == 0:
+            kept.append(sample)
+            if len(kept) == 2 * num_shown:
+                kept, stride = kept[::2], 2 * stride
         lens.append(len(ids))
         prompt_lens.append(len(sample.prompt))
         counts.update(sample.response)
         seen.add(hashlib.sha256(repr((len(sample.prompt), ids)).encode()).digest()[:16])
         largest = max(largest, *ids) if ids else largest
-        shown.add(sample)
     if not lens:
-        raise UserError(f"{str(path)!r} holds no sequence{_why(dropped)}.")
-    metadata = read_store(path)[1] if path.suffix == ".safetensors" else read_side(path)
-    theirs = metadata.get("tokenizer_sha256")
-    if fingerprint is not None and theirs is not None and theirs != fingerprint:
-        raise UserError(
-            f"{str(path)!r} was made with another tokenizer ({str(theirs)[:12]}...) than the "
-            f"target's ({fingerprint[:12]}...); name the target that it was made for."
-        )
+        why = ", ".join(f"{count} × {reason}" for reason, count in dropped.items())
+        raise UserError(f"{str(path)!r} holds no sequence{why and ': ' + why}.")
+    if fingerprint is not None:
+        check_tokenizer(path, metadata, fingerprint)
     responses = [length - prompt for length, prompt in zip(lens, prompt_lens, strict=True)]
     pairs = zip(prompt_lens, responses, strict=True)
+    ranked, total = sorted(counts.values(), reverse=True), counts.total()
+    sizes = [k for k in _MOST_FREQUENT if k < len(ranked)] + [len(ranked)]
+    shown = min(num_shown, len(kept))
     return Inspection(
         samples=len(lens),
         tokens=sum(lens),
@@ -134,56 +134,7 @@ def inspect_data(
         dropped=dict(dropped),
         distinct=len(counts),
         largest_id=largest,
-        coverage=_coverage(counts),
-        shown=shown.samples,
+        coverage={k: sum(ranked[:k]) / total for k in sizes} if total else {},
+        shown=[kept[i * len(kept) // shown] for i in range(shown)],
         metadata=metadata,
     )
-
-
-class _Spread:
-    """Keeps every 2^i-th of what passes, so that what is kept is spread over the whole."""
-
-    def __init__(self, number: int) -> None:
-        self._number, self._stride, self._passed = number, 1, 0
-        self._kept: list[Sample] = []
-
-    def add(self, sample: Sample) -> None:
-        if self._number and self._passed % self._stride == 0:
-            self._kept.append(sample)
-            if len(self._kept) == 2 * self._number:
-                self._kept = self._kept[::2]
-                self._stride *= 2
-        self._passed += 1
-
-    @property
-    def samples(self) -> list[Sample]:
-        count = min(self._number, len(self._kept))
-        return [self._kept[i * len(self._kept) // count] for i in range(count)]
-
-
-def _samples(path: Path, maker: SampleMaker, dropped: Counter[str]) -> Iterator[Sample]:
-    if path.suffix == ".safetensors":
-        dataset, _ = read_store(path)
-        borders = dataset.start_loc.tolist()
-        for index, prompt_len in enumerate(dataset.prompt_lens.tolist()):
-            ids = dataset.tokens[borders[index] : borders[index + 1]].tolist()
-            yield Sample(ids[:prompt_len], ids[prompt_len:])
-        return
-    for record in read_records(path):
-        for made in maker.samples(record):
-            if isinstance(made, Dropped):
-                dropped[made.reason] += 1
-            else:
-                yield made
-
-
-def _why(dropped: Counter[str]) -> str:
-    return ": " + ", ".join(f"{n} × {reason}" for reason, n in dropped.items()) if dropped else ""
-
-
-def _coverage(counts: Counter[int]) -> dict[int, float]:
-    """Shares of the most frequent k tokens, for the k below the number of different ones."""
-    total = counts.total()
-    ranked = sorted(counts.values(), reverse=True)
-    sizes = [k for k in MOST_FREQUENT if k < len(ranked)] + [len(ranked)]
-    return {k: sum(ranked[:k]) / total for k in sizes} if total else {}
