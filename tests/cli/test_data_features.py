@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from peagle.cli import data_features
+from peagle.cli import data_features, progress
 from peagle.data.dataset import ResponseDataset
 from peagle.data.feature_store import FeatureStore
 from peagle.models.target_ends import TargetEnds
@@ -155,13 +155,13 @@ def test_an_interrupt_leaves_whole_shards(
     command = ["data", "features", train, "--target", pair.target, *SMALL, "--batch-tokens", 1]
     calls: list[Any] = []
 
-    def interrupted(progress: Any) -> None:
-        calls.append(progress)
+    def interrupted(*arguments: Any) -> None:
+        calls.append(arguments)
         if len(calls) == 17:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(data_features, "_Ticker", lambda: interrupted)
+        patch.setattr(data_features, "_show", interrupted)
         result = peagle(*command, "-o", tmp_path / "halved")
     assert (result.status, result.out) == (130, "")
     whole = len(list((tmp_path / "halved").glob("features-*.safetensors")))
@@ -175,12 +175,12 @@ def test_an_interrupt_leaves_whole_shards(
 def test_progress_is_told(
     peagle: Peagle, pair: Pair, train: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data_features, "_PROGRESS_S", 0.0)
+    monkeypatch.setattr(progress, "_LINE_SECONDS", 0.0)
     command = ["data", "features", train, "--target", pair.target, *SMALL, "--batch-tokens", 1]
     told = [
         line for line in peagle(*command, "-o", tmp_path / "f").err.splitlines() if "/s" in line
     ]
-    assert len(told) == 30 and "tokens/s, 0:00 left" in told[-1]
+    assert len(told) == 30 and "tokens/s; 0:00 left" in told[-1]
     assert "peagle: 0 of " in told[0] and "tokens, " in told[0]
 
 

@@ -1,4 +1,4 @@
-"""`peagle data inspect`: what a file of training data holds."""
+"""`peagle data inspect`: statistics and samples of a file of training data."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ def inspect(
     file: Annotated[
         Path,
         typer.Argument(
-            help="What train or prepare reads: .safetensors, .jsonl, .parquet, a folder of "
-            ".parquet files or one that Hugging Face datasets wrote (save_to_disk)."
+            help="Data of train or prepare: .safetensors, .jsonl, .parquet, a folder of .parquet "
+            "files or one that Hugging Face datasets wrote (save_to_disk)."
         ),
     ],
     target: Annotated[
         str | None,
         typer.Option(
-            help="The target whose tokenizer shows the samples as text, and reads text.",
+            help="Target whose tokenizer reads text and shows the samples as text.",
             show_default="none: samples as token ids",
         ),
     ] = None,
     split: Split = None,
-    samples: Annotated[int, typer.Option(min=0, help="Samples to show.")] = 3,
+    samples: Annotated[int, typer.Option(min=0, help="Number of samples to show.")] = 3,
     thinking: Annotated[
         bool | None,
         typer.Option(
@@ -67,9 +67,9 @@ def inspect(
     chat_template: ChatTemplate = None,
     output_format: Format = OutputFormat.TEXT,
 ) -> None:
-    """Show what a file of training data holds.
+    """Show statistics and samples of a file of training data.
 
-    Of the samples, the supervised part stands out: in colour on a terminal, else in [[ ]].
+    The supervised part of a sample stands out: in colour on a terminal, else in [[ ]].
     """
     from peagle.data.tables import parts_of, split_of
 
@@ -93,26 +93,20 @@ def inspect(
     )
     found = inspect_data(file, maker, num_shown=samples, fingerprint=fingerprint)
     if output_format is OutputFormat.JSON:
-        print(json.dumps(_facts(file, found, tokenizer)))
+        shown = []
+        for sample in found.shown:
+            parts: dict[str, Any] = {
+                "prompt_token_ids": sample.prompt,
+                "response_token_ids": sample.response,
+            }
+            if tokenizer is not None:
+                parts["prompt"] = _decode(tokenizer, sample.prompt)
+                parts["response"] = _decode(tokenizer, sample.response)
+            shown.append(parts)
+        facts = asdict(found) | {"file": str(file), "shown": shown}
+        print(json.dumps(facts | {"supervised_share": found.supervised_share}))
     else:
         _show(file, found, tokenizer)
-
-
-def _facts(
-    file: Path, found: Inspection, tokenizer: PreTrainedTokenizerBase | None
-) -> dict[str, Any]:
-    shown = []
-    for sample in found.shown:
-        one: dict[str, Any] = {
-            "prompt_token_ids": sample.prompt,
-            "response_token_ids": sample.response,
-        }
-        if tokenizer is not None:
-            one |= {"prompt": _decode(tokenizer, sample.prompt)}
-            one |= {"response": _decode(tokenizer, sample.response)}
-        shown.append(one)
-    facts = asdict(found) | {"file": str(file), "shown": shown}
-    return facts | {"supervised_share": found.supervised_share}
 
 
 def _show(file: Path, found: Inspection, tokenizer: PreTrainedTokenizerBase | None) -> None:

@@ -63,7 +63,7 @@ def regenerate(
         ),
     ],
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="JSONL file, to which answers are added.")
+        Path, typer.Option("--output", "-o", help="JSONL file that receives the answers.")
     ],
     split: Split = None,
     endpoint: Annotated[
@@ -75,12 +75,12 @@ def regenerate(
         ),
     ] = None,
     concurrency: Annotated[
-        int, typer.Option(help="Questions that the endpoint has at a time.")
+        int, typer.Option(help="Number of questions in flight at the endpoint.")
     ] = 16,
     retries: Annotated[
-        int, typer.Option(help="Further tries where the endpoint fails or is busy.")
+        int, typer.Option(help="Number of further tries if the endpoint fails or is busy.")
     ] = 6,
-    timeout: Annotated[float, typer.Option(help="Seconds that one try may take.")] = 600.0,
+    timeout: Annotated[float, typer.Option(help="Longest time of one try in seconds.")] = 600.0,
     thinking: Annotated[
         bool | None,
         typer.Option(
@@ -99,15 +99,15 @@ def regenerate(
         ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Take only the first so many prompts.")
+        int | None, typer.Option(min=1, help="Largest number of prompts, from the first.")
     ] = None,
     output_format: Format = OutputFormat.TEXT,
 ) -> None:
-    """Let the target answer prompts: the text that its heads are trained on.
+    """Let the target answer prompts: its heads are trained on the answers.
 
-    Answers are written as they come, and those that are there already are not asked for again.
-    Equal prompts are asked once. Each prompt has a seed of its own that depends on nothing but
-    --seed and the conversation. Beside the output, OUTPUT.meta.json tells where it comes from.
+    The command writes each answer at once, and skips questions that the output already answers. It
+    asks equal prompts once. The seed of a question depends only on --seed and the conversation.
+    OUTPUT.meta.json beside the output holds the provenance.
     """
     if output.suffix != ".jsonl":
         raise UserError(f"--output is {str(output)!r}; expected a name that ends in .jsonl.")
@@ -156,7 +156,16 @@ def regenerate(
         done = library.regenerate(
             dialogues, answerer, output, options, facts, seed=seed, watch=partial(_show, progress)
         )
-    _finish(done, output, output_format)
+    if output_format is OutputFormat.JSON:
+        print(json.dumps(asdict(done) | {"output": str(output)}))
+    else:
+        print(f"{output}: {_summary(done)}")
+    if done.failures:
+        name, reason = next(iter(done.failures.items()))
+        raise UserError(
+            f"{len(done.failures)} of {done.prompts} prompts have no whole answer; the "
+            f"first, {name!r}: {reason} The same command asks for them again."
+        )
 
 
 def _dialogues(file: Path) -> Iterator[AskedConversation]:
@@ -253,17 +262,11 @@ def _template_id(chat_template: str | None) -> str | None:
     return sha256_of(Path(chat_template))
 
 
-def _show(line: ProgressLine, progress: RegenerateProgress) -> None:
-    there = progress.resumed + progress.answers
-    speed = f"{_speed(progress):,.0f} tokens/s" if progress.tokens else ""
-    line.update(there, there + progress.waited_for, speed, line=_told(progress))
-
-
 def _speed(progress: RegenerateProgress) -> float:
     return progress.tokens / progress.seconds if progress.seconds else 0.0
 
 
-def _told(progress: RegenerateProgress) -> str:
+def _summary(progress: RegenerateProgress) -> str:
     parts = [f"{progress.answers} answers to {progress.prompts} prompts"]
     parts += [f"{progress.resumed} were there"] if progress.resumed else []
     parts += [f"{progress.duplicates} duplicates"] if progress.duplicates else []
@@ -274,19 +277,7 @@ def _told(progress: RegenerateProgress) -> str:
     )
 
 
-def _finish(progress: RegenerateProgress, output: Path, output_format: OutputFormat) -> None:
-    """Tell what was done.
-
-    Raises:
-        UserError: questions failed.
-    """
-    if output_format is OutputFormat.JSON:
-        print(json.dumps(asdict(progress) | {"output": str(output)}))
-    else:
-        print(f"{output}: {_told(progress)}")
-    if progress.failures:
-        name, reason = next(iter(progress.failures.items()))
-        raise UserError(
-            f"{len(progress.failures)} of {progress.prompts} prompts have no whole answer; the "
-            f"first, {name!r}: {reason} The same command asks for them again."
-        )
+def _show(line: ProgressLine, progress: RegenerateProgress) -> None:
+    there = progress.resumed + progress.answers
+    speed = f"{_speed(progress):,.0f} tokens/s" if progress.tokens else ""
+    line.update(there, there + progress.waited_for, speed, line=_summary(progress))

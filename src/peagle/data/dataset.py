@@ -16,8 +16,6 @@ from peagle.data.readers import STORE_KEY, Record, metadata_of, read_records, re
 from peagle.errors import UserError
 from peagle.model_folder import sha256_of
 
-_IDS = ("prompt_token_ids", "response_token_ids")
-
 
 class ResponseDataset:
     """Prompts with the target's responses, as flat tokens.
@@ -120,7 +118,7 @@ class ResponseDataset:
 
 def _ids_of(record: Record, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """Prompt and response of a record, as token ids."""
-    ids: list[Any] = [record.data.get(name) for name in _IDS]
+    ids: list[Any] = [record.data.get(n) for n in ("prompt_token_ids", "response_token_ids")]
     if all(isinstance(x, list) and all(type(i) is int for i in x) for x in ids):
         return ids[0], ids[1]
     texts = [record.data.get(name) for name in ("prompt", "response")]
@@ -186,8 +184,8 @@ def _records_of(dataset: ResponseDataset, source: Path) -> Iterator[Record]:
     borders = dataset.start_loc.tolist()
     for index, prompt_len in enumerate(dataset.prompt_lens.tolist()):
         ids = dataset.tokens[borders[index] : borders[index + 1]].tolist()
-        parts = dict(zip(_IDS, (ids[:prompt_len], ids[prompt_len:]), strict=True))
-        yield Record(parts, index + 1, f"{source}, sequence {index + 1}")
+        data = {"prompt_token_ids": ids[:prompt_len], "response_token_ids": ids[prompt_len:]}
+        yield Record(data, index + 1, f"{source}, sequence {index + 1}")
 
 
 def check_tokenizer(source: Path, metadata: dict[str, Any], fingerprint: str) -> None:
