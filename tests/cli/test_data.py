@@ -246,7 +246,7 @@ def test_mistakes_exit_with_2(
     assert not list(prompts.parent.glob("x.*"))
 
 
-@pytest.mark.parametrize("action", ["regenerate", "prepare", "inspect"])
+@pytest.mark.parametrize("action", ["regenerate", "prepare", "inspect", "features"])
 def test_help_of_each_has_examples_and_needs_no_torch(action: str) -> None:
     code = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"

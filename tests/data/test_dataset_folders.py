@@ -294,23 +294,6 @@ def test_tokenizers_are_not_mixed(tmp_path: Path) -> None:
         look(files[1], fingerprint="ours")
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.safetensors", "a.parquet"])
-def test_empty_files(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if name.endswith("parquet"):
-        pytest.importorskip("pyarrow")
-    path = touch(tmp_path, name) / name
-    assert run(["data", "inspect", str(path)]) == 2
-    told = capsys.readouterr()
-    assert told.out == "" and str(path) in told.err
-    assert ("holds no sequence" in told.err) != ("not a whole" in told.err)
-
-
-def test_text_shows_values_of_any_type() -> None:
-    odd = {"text": datetime.datetime(2026, 1, 2), "id": 1}
-    with pytest.raises(UserError, match=r"expected \{.*2026-01-02"):
-        dialogue_of(Record(odd, 1, "a"))
-
-
 # ---- Parquet --------------------------------------------------------------------------------
 
 
@@ -416,6 +399,17 @@ def test_the_format_in_which_it_was_shown_does_not_matter(tmp_path: Path, datase
     assert data_of(tmp_path / "a") == IDS
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.safetensors", "a.parquet", "saved"])
+def test_data_without_rows(tmp_path: Path, datasets: Any, name: str) -> None:
+    path = tmp_path / name
+    if name == "saved":
+        datasets.Dataset.from_list(ROWS).select([]).save_to_disk(path)
+    else:
+        path.write_bytes(b"")
+    with pytest.raises(UserError, match=f"{name}' (holds no sequence|is not a whole)"):
+        look(path)
+
+
 def test_columns_of_kinds_that_datasets_has(tmp_path: Path, datasets: Any) -> None:
     time = datetime.datetime(2026, 1, 2)
     turns = {"role": ["user", "assistant"], "content": ["q", "yes"], "name": [None, "n"]}
@@ -488,14 +482,6 @@ def test_a_saved_dataset_that_is_damaged(
     harm(next((tmp_path / "a").glob(pattern)))
     with pytest.raises(UserError, match=r"is not a whole dataset .* Save it again"):
         data_of(tmp_path / "a")
-
-
-def test_a_saved_dataset_without_rows(tmp_path: Path, datasets: Any) -> None:
-    datasets.Dataset.from_list(ROWS).select([]).save_to_disk(tmp_path / "a")
-    with pytest.raises(UserError, match="holds no sequence"):
-        look(tmp_path / "a")
-    with pytest.raises(UserError, match="the files are empty"):
-        prepare([tmp_path / "a"], SampleMaker(None), Limits(VOCAB_SIZE), "f")
 
 
 def test_a_saved_dataset_is_not_read_at_once(tmp_path: Path, datasets: Any) -> None:
