@@ -1,4 +1,4 @@
-"""Read what a store holds about a batch, as fast as the disk gives it.
+"""Read the stored states of a batch, as fast as the disk gives them.
 
 Shapes: B rows, N positions of a row, T positions, A aux states, H target width.
 """
@@ -44,9 +44,9 @@ class FeatureStore:
     """The target's states of a dataset, from the folder that `peagle data features` wrote.
 
     Attributes:
-        facts: what it is of.
-        features_dtype: of what is read: bfloat16, also where float8 is stored, or float32.
-        hidden_dtype: the same.
+        facts: of the store.
+        features_dtype, hidden_dtype: of the tensors that `states` gives: bfloat16, also where
+            float8 is stored, or float32.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class FeatureStore:
         return cls(folder, index, dataset, pin_memory=pin_memory)
 
     def states(self, batch: Batch) -> TargetStates:
-        """What the target says about a batch, on the host.
+        """Return the target's states of a batch, on the host.
 
         Features of every position, hidden states of those that grade an element; zeros elsewhere.
 
@@ -119,31 +119,39 @@ class FeatureStore:
             UserError: what was read holds NaN.
         """
         rows, length = batch.tokens_BN.shape
-        width = self.facts.num_aux * self.facts.hidden_size
-        features = _Canvas(rows, length, width, self.features_dtype, pin_memory=self._pin_memory)
-        hidden = _Canvas(
-            rows, length, self.facts.hidden_size, self.hidden_dtype, pin_memory=self._pin_memory
-        )
-        for place in sorted(batch.places, key=lambda place: (place.row, place.start)):
-            index, first = place.sequence, self._prompt_lens[place.sequence]
+        features = self._empty(rows * length, self.facts.num_aux * self.facts.hidden_size)
+        hidden = self._empty(rows * length, self.facts.hidden_size)
+        is_empty, is_ungraded = torch.ones(2, rows * length, dtype=torch.bool)
+        for place in batch.places:
+            index, prompt_len = place.sequence, self._prompt_lens[place.sequence]
             assert place.length <= self._lens[index], "the batch is of another dataset"
-            count = max(0, min(self._num_graded[index], place.length - first))
-            read = features.take(place.row, place.start, place.length)
-            self._read_features(index, read)
-            graded = hidden.take(place.row, place.start + first, count)
-            shard, _, begin = self._places[index]
-            graded.copy_(shard.hidden_UH[begin : begin + count])
+            begin = place.row * length + place.start
+            at = slice(begin, begin + place.length)
+            self._read_features(index, features[at])
+            is_empty[at] = False
+            count = max(0, min(self._num_graded[index], place.length - prompt_len))
+            graded = slice(begin + prompt_len, begin + prompt_len + count)
+            shard, _, first = self._places[index]
+            hidden[graded] = shard.hidden_UH[first : first + count]
+            is_ungraded[graded] = False
             # A sum is NaN or infinite if one of its terms is, and fast.
-            if not math.isfinite(float(read.sum()) + float(graded.sum())):
+            if not math.isfinite(float(features[at].sum()) + float(hidden[graded].sum())):
                 raise UserError(
                     f"The stored features {str(self.folder)!r} of sequence {index} hold NaN or "
                     "infinite values, which were not written so. `peagle data features` with "
                     "--verify finds the shard."
                 )
-        return TargetStates(features.done(), hidden.done())
+        # Memory is written once: most of it is filled with what is read.
+        features[is_empty] = 0
+        hidden[is_ungraded] = 0
+        return TargetStates(features.view(rows, length, -1), hidden.view(rows, length, -1))
+
+    def _empty(self, positions: int, width: int) -> Tensor:
+        options = {"dtype": self.features_dtype, "pin_memory": self._pin_memory}
+        return torch.empty(positions, width, **options)
 
     def features_of(self, sequence: int) -> Tensor:
-        """The features of a whole sequence, [T, A * H]."""
+        """Return the features of a whole sequence, [T, A * H]."""
         width = self.facts.num_aux * self.facts.hidden_size
         out_TA = torch.empty(self._lens[sequence], width, dtype=self.features_dtype)
         self._read_features(sequence, out_TA)
@@ -187,34 +195,6 @@ class FeatureStore:
             hidden += self._num_graded[sequence]
         if (features, hidden) != (len(shard.features_TA), len(shard.hidden_UH)):
             raise UserError(f"{str(path)!r} is damaged: its rows are not those of its sequences.")
-
-
-class _Canvas:
-    """Rows that are filled from left to right; what is left out is zero.
-
-    Memory is written once: most of it is filled with what is read.
-    """
-
-    def __init__(
-        self, rows: int, length: int, width: int, dtype: torch.dtype, *, pin_memory: bool
-    ) -> None:
-        self._shape = rows, length, width
-        self._flat = torch.empty(rows * length, width, dtype=dtype, pin_memory=pin_memory)
-        self._end = 0
-
-    def take(self, row: int, start: int, length: int) -> Tensor:
-        """The next positions to fill, [length, width]."""
-        begin = row * self._shape[1] + start
-        assert length == 0 or begin >= self._end, "places do not overlap"
-        if length:
-            self._flat[self._end : begin].zero_()
-            self._end = begin + length
-        return self._flat[begin : begin + length]
-
-    def done(self) -> Tensor:
-        """Everything, [rows, length, width]."""
-        self._flat[self._end :].zero_()
-        return self._flat.view(self._shape)
 
 
 def _check(
