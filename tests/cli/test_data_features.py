@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +13,7 @@ from peagle.cli import data_features, progress
 from peagle.data.dataset import ResponseDataset
 from peagle.data.feature_store import FeatureStore
 from peagle.models.target_ends import TargetEnds
-from tests.cli.conftest import Pair, Peagle, environment
+from tests.cli.conftest import Pair, Peagle, kill_when
 from tests.conftest import VOCAB_SIZE, byte_tokenizer
 
 SMALL = ["--shard-gib", 30_000 / 2**30]
@@ -166,16 +162,7 @@ def test_kill_and_go_on(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
     def shards() -> list[Path]:
         return sorted((tmp_path / "killed").glob("features-*.safetensors"))
 
-    process = subprocess.Popen(
-        [sys.executable, "-m", "peagle", *command("killed")],
-        env={**environment(), "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.DEVNULL,
-    )
-    until = time.monotonic() + 60
-    while time.monotonic() < until and len(shards()) < 5:
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    kill_when(lambda: len(shards()) >= 5, command("killed"))
     before = {path: path.stat().st_mtime_ns for path in shards()}
     assert len(before) >= 5
     for output in ("killed", "whole"):

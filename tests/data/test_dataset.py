@@ -14,19 +14,11 @@ from peagle.data.dataset import ResponseDataset
 from peagle.data.readers import side_file
 from peagle.errors import UserError
 from tests.conftest import byte_tokenizer
+from tests.data.files import ids, write
 
 
 def load(path: Path, max_length: int = 64) -> ResponseDataset:
     return ResponseDataset.load(path, byte_tokenizer(), 320, max_length)
-
-
-def write(path: Path, *rows: Any) -> Path:
-    path.write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in rows) + "\n")
-    return path
-
-
-def ids(prompt: list[int], response: list[int]) -> dict[str, list[int]]:
-    return {"prompt_token_ids": prompt, "response_token_ids": response}
 
 
 def test_both_formats_give_the_same_sequences(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from peagle.data.tables import parts_of, sha256_of_table, split_of
 from peagle.errors import UserError
 from peagle.model_folder import sha256_of
 from tests.conftest import VOCAB_SIZE, byte_tokenizer
+from tests.data.files import write
 
 CHAT = [{"role": "user", "content": "q?"}, {"role": "assistant", "content": "yes é"}]
 ROWS = [
@@ -40,11 +41,6 @@ IDS = [{"prompt_token_ids": [1, i], "response_token_ids": [2, 3, i]} for i in ra
 
 def data_of(path: Path) -> list[dict[str, Any]]:
     return [dict(record.data) for record in read_records(path)]
-
-
-def write_lines(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
 
 
 def look(path: Path, **options: Any) -> Inspection:
@@ -181,7 +177,7 @@ def test_what_stands_beside_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert side_file(Path(".")) == wanted
     assert side_file(Path("..")) == tmp_path.parent / f"{tmp_path.name}.meta.json"
     assert side_file(Path("/")) == Path("/.meta.json")
-    write_lines(tmp_path / "a" / "x", [])
+    write(tmp_path / "a" / "x")
     with pytest.raises(UserError, match="is no data"):
         prepare([Path(".")], SampleMaker(None), Limits(VOCAB_SIZE), "f")
 
@@ -240,7 +236,7 @@ def test_whole_surrogate_pairs_are_text(tmp_path: Path) -> None:
 
 
 def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_lines(tmp_path / "a.jsonl", ROWS)
+    path = write(tmp_path / "a.jsonl", *ROWS)
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise PermissionError(13, "Permission denied")
@@ -255,12 +251,12 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_data_of_which_nothing_is_supervised(tmp_path: Path) -> None:
     masked = {"input_ids": [1, 2, 3], "loss_mask": [0, 0, 0]}
-    path = write_lines(tmp_path / "a.jsonl", [masked, masked])
+    path = write(tmp_path / "a.jsonl", masked, masked)
     with pytest.raises(UserError, match="holds no sequence: 2 × nothing is supervised"):
         look(path)
     with pytest.raises(UserError, match=r"None of 2 records .* 2 × nothing is supervised"):
         prepare([path], SampleMaker(None), Limits(VOCAB_SIZE), "f")
-    found = look(write_lines(tmp_path / "b.jsonl", [masked, masked | {"loss_mask": [0, 1, 1]}]))
+    found = look(write(tmp_path / "b.jsonl", masked, masked | {"loss_mask": [0, 1, 1]}))
     assert (found.samples, found.supervised) == (1, 2)
     assert found.dropped == {"nothing is supervised": 1}
 
@@ -281,7 +277,7 @@ def test_a_store_of_prompts_alone(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_tokenizers_are_not_mixed(tmp_path: Path) -> None:
     """One file is of the target's tokenizer, another is not; text takes any."""
-    files = [write_lines(tmp_path / f"{name}.jsonl", IDS) for name in "abc"]
+    files = [write(tmp_path / f"{name}.jsonl", *IDS) for name in "abc"]
     for file, fingerprint in zip(files, ("ours", "theirs", None), strict=True):
         if fingerprint is not None:
             side_file(file).write_text(json.dumps({"tokenizer_sha256": fingerprint}))
@@ -370,7 +366,7 @@ def datasets() -> Any:
 
 def test_a_saved_dataset_is_read_as_its_lines(tmp_path: Path, datasets: Any) -> None:
     datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
-    lines = write_lines(tmp_path / "a.jsonl", ROWS)
+    lines = write(tmp_path / "a.jsonl", *ROWS)
     assert data_of(tmp_path / "one") == data_of(lines) == ROWS
     assert [one.where for one in read_records(tmp_path / "one")][1] == f"{tmp_path}/one, row 2"
     wanted = [dialogue_of(one) for one in read_records(lines)]

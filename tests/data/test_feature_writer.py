@@ -23,18 +23,7 @@ from peagle.data.feature_store import FeatureStore
 from peagle.data.feature_writer import FeatureProgress, locked
 from peagle.errors import UserError
 from peagle.models.target import TargetModel
-from tests.data.stores import AUX, RARE, SMALL, files_of, make_dataset, writer_of, written
-
-
-@pytest.fixture
-def dataset() -> ResponseDataset:
-    return make_dataset()
-
-
-@pytest.fixture(scope="module")
-def model(target_folder: Path) -> TargetModel:
-    return TargetModel.load(target_folder, dtype=torch.float32)
-
+from tests.data.stores import AUX, RARE, SMALL, files_of, writer_of, written
 
 # ---- files ----------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,9 @@ from peagle.data.prepare import Collected
 from peagle.data.samples import Sample, SampleMaker
 from peagle.errors import UserError
 from tests.conftest import byte_tokenizer
+from tests.data.files import ids, write
 
 ROWS = [([1, 2], [3, 3, 4]), ([1, 2], [3, 3, 4]), ([9], [3]), ([5] * 6, [4, 7])]
-
-
-def rows_file(path: Path, rows: list[tuple[list[int], list[int]]] = ROWS) -> Path:
-    lines = [{"prompt_token_ids": p, "response_token_ids": r} for p, r in rows]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
 
 
 def store(path: Path, **changes: Any) -> Path:
@@ -40,7 +34,7 @@ def look(path: Path, **options: Any) -> Inspection:
 
 
 def test_counts_are_those_by_hand(tmp_path: Path) -> None:
-    found = look(rows_file(tmp_path / "a.jsonl"))
+    found = look(write(tmp_path / "a.jsonl", *(ids(*row) for row in ROWS)))
     assert (found.samples, found.tokens, found.supervised) == (4, 20, 9)
     assert found.supervised_share == 9 / 20
     assert found.length == Lengths(5, 8, 8, 8) and found.response_length == Lengths(2, 3, 3, 3)
@@ -56,7 +50,7 @@ def test_percentiles_are_nearest_ranks() -> None:
 def test_coverage_is_that_of_the_most_frequent(tmp_path: Path) -> None:
     # Token i occurs once, and the first thousand once more.
     response = [*range(1500), *range(1000)]
-    found = look(rows_file(tmp_path / "a.jsonl", [([1], response)]))
+    found = look(write(tmp_path / "a.jsonl", ids([1], response)))
     assert found.coverage == {1000: 2000 / 2500, 1500: 1.0}
 
 
@@ -82,8 +76,8 @@ def test_both_formats_are_read_alike(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 97, 1000])
 def test_shown_samples_are_spread_over_the_file(tmp_path: Path, count: int) -> None:
-    rows = [([1], [i % 300, i // 300]) for i in range(count)]
-    shown = look(rows_file(tmp_path / "a.jsonl", rows), num_shown=3).shown
+    rows = [ids([1], [i % 300, i // 300]) for i in range(count)]
+    shown = look(write(tmp_path / "a.jsonl", *rows), num_shown=3).shown
     places = [s.response[0] + 300 * s.response[1] for s in shown]
     assert len(places) == min(3, count) and places == sorted(set(places)) and places[0] == 0
     assert places[-1] >= count // 2 - 1
@@ -91,8 +85,7 @@ def test_shown_samples_are_spread_over_the_file(tmp_path: Path, count: int) -> N
 
 
 def test_text_needs_a_tokenizer(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"prompt": "ab", "response": "cde"}) + "\n")
+    path = write(tmp_path / "a.jsonl", {"prompt": "ab", "response": "cde"})
     with pytest.raises(UserError, match="--target"):
         look(path)
     found = inspect_data(path, SampleMaker(byte_tokenizer()))

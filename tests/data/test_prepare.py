@@ -20,6 +20,7 @@ from peagle.data.readers import Record, read_side
 from peagle.data.samples import Dropped, Sample, SampleMaker
 from peagle.errors import UserError
 from tests.conftest import VOCAB_SIZE, byte_tokenizer
+from tests.data.files import ids, write
 
 END = "<|endoftext|>"
 Messages = list[dict[str, Any]]
@@ -241,15 +242,6 @@ def test_sharegpt_is_read_as_messages() -> None:
 
 
 # ---- whole files ----------------------------------------------------------------------------
-
-
-def write(path: Path, *rows: Any) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def ids(prompt: list[int], response: list[int]) -> dict[str, list[int]]:
-    return {"prompt_token_ids": prompt, "response_token_ids": response}
 
 
 def run(source: Path, fingerprint: str = "f", **limits: Any) -> tuple[Any, Any, PrepareSummary]:
