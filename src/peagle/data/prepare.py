@@ -1,4 +1,4 @@
-"""Conversations and responses to tokenised training data: checked, cut, deduplicated, split."""
+"""Prepare training data: check, cut, deduplicate and split tokenised conversations."""
 
 from __future__ import annotations
 
@@ -167,15 +167,15 @@ def prepare(
     *,
     needs_thinking: bool = False,
 ) -> tuple[Collected, Collected, PrepareSummary]:
-    """Samples of files for training and for validation.
+    """Return the samples of files for training and for validation, and counts.
 
     Args:
         sources: .jsonl, .parquet or .safetensors, or folders (`peagle.data.tables`).
         maker: makes samples of records.
         limits: what they must fulfil.
         fingerprint: of the tokenizer (`tokenizer_sha256`); files that name another are refused.
-        needs_thinking: refuse conversations, since their template has a thinking mode that nobody
-            chose.
+        needs_thinking: refuse conversations, because their template has a thinking mode and none
+            was chosen.
 
     Raises:
         UserError: a file is not usable or was made with another tokenizer, a token is outside the
