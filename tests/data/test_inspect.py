@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,8 @@ def test_shown_samples_are_spread_over_the_file(tmp_path: Path, count: int) -> N
     places = [s.response[0] + 300 * s.response[1] for s in shown]
     assert len(places) == min(3, count) and places == sorted(set(places)) and places[0] == 0
     assert places[-1] >= count // 2 - 1
+    gaps = [after - before for before, after in pairwise(places)]
+    assert not gaps or max(gaps) <= 2 * min(gaps)
     assert look(tmp_path / "a.jsonl", num_shown=0).shown == []
 
 
