@@ -18,12 +18,13 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "peagle"
 
 RANKS = {
-    "cli": 9,
-    "doctor": 8,
-    "evaluation": 7,
-    "serving": 7,
-    "deploy": 7,
-    "training": 6,
+    "cli": 10,
+    "doctor": 9,
+    "evaluation": 8,
+    "serving": 8,
+    "deploy": 8,
+    "training": 7,
+    "data": 6,
     "llm": 5,
     "async_llm": 5,
     "backends": 4,

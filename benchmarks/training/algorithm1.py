@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from peagle.data.batches import Batch
+from peagle.data.features import TargetStates
 from peagle.models.elements import Elements
-from peagle.training.batches import Batch
-from peagle.training.features import TargetStates
 from peagle.training.step import GradedElements, TrainingStep
 from peagle.training.training_methods import Graded, Selected, concatenate
 

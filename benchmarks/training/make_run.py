@@ -20,11 +20,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
 
+from peagle.data.dataset import ResponseDataset
+from peagle.data.feature_format import StoreFacts
+from peagle.data.feature_writer import FeatureWriter
 from peagle.models.target import default_aux_layer_ids
 from peagle.models.target_ends import TargetEnds
-from peagle.training.data import ResponseDataset
-from peagle.training.feature_format import StoreFacts
-from peagle.training.feature_writer import FeatureWriter
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from shapes import SHAPES, make_tokenizer

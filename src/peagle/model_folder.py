@@ -6,6 +6,7 @@ that format's own limit, and never more than the file has.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -32,6 +33,12 @@ _VALUE_BITS = {
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
     **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 8),
 }
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file's bytes, as hex digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class Readable(Protocol):

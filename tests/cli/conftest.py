@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +38,20 @@ Peagle = Callable[..., Result]
 def environment() -> dict[str, str]:
     """Of a process that finds the package."""
     return {**os.environ, "PYTHONPATH": str(Path(package.__file__).resolve().parents[1])}
+
+
+def kill_when(condition: Callable[[], bool], command: list[str]) -> None:
+    """Run a command in a process of its own, and kill it with SIGKILL once the condition holds."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "peagle", *command],
+        env={**environment(), "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.DEVNULL,
+    )
+    until = time.monotonic() + 60
+    while time.monotonic() < until and not condition():
+        time.sleep(0.002)
+    process.kill()
+    process.wait()
 
 
 @pytest.fixture

@@ -143,9 +143,3 @@ def test_mistakes(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
     (broken / "config.json").write_text("{")
     assert "is not JSON" in message(broken, out, *speculators)
     assert not out.exists()
-
-
-def test_help_ends_with_examples(peagle: Peagle) -> None:
-    result = peagle("convert", "--help")
-    assert result.status == 0
-    assert "peagle convert ./head ./head-speculators --format speculators" in result.out

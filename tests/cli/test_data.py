@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from peagle.cli import data_inspect, progress
-from peagle.training.data import ResponseDataset
-from tests.cli.conftest import Pair, Peagle, environment
+from peagle.data.dataset import ResponseDataset
+from tests.cli.conftest import Pair, Peagle, environment, kill_when
 from tests.conftest import VOCAB_SIZE, byte_tokenizer
+from tests.data.files import write
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|endoftext|>\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "yes"}]}
-
-
-def write(path: Path, *rows: Any) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 @pytest.fixture
@@ -118,18 +111,6 @@ def test_prepare_tells_what_it_leaves_out(
     assert told["samples"] == 1 and told["dropped"]["longer than 50 tokens"] == 1
 
 
-def test_the_validation_split_is_written(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
-    rows = [{"prompt": f"ask {i}", "response": "answer"} for i in range(60)]
-    source, output, held = (tmp_path / name for name in ("a.jsonl", "b.safetensors", "c.jsonl"))
-    write(source, *rows)
-    command = ["data", "prepare", source, "--target", pair.target, "-o", output]
-    result = peagle(*command, "--validation", held, "--validation-share", 0.3, "--format", "json")
-    assert result.status == 0, result.err
-    told = json.loads(result.out)
-    assert told["samples"] + told["validation_samples"] == 60
-    assert 5 <= told["validation_samples"] == len(held.read_text().splitlines()) <= 35
-
-
 @pytest.mark.parametrize("share", [0.0001, 0.9999])
 def test_a_share_gives_each_file_a_conversation(
     peagle: Peagle, pair: Pair, tmp_path: Path, share: float
@@ -146,15 +127,14 @@ def test_a_share_gives_each_file_a_conversation(
     result = peagle(*command, "--validation-share", share)
     assert result.status == 2 and "--overwrite" in result.err
     assert peagle(*command, "--overwrite").status == 0, "no share, no second file"
-
-
-def test_one_conversation_has_no_share_to_give(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
-    source = write(tmp_path / "a.jsonl", {"prompt": "a", "response": "answer"})
-    command = ["data", "prepare", source, "--target", pair.target, "-o", tmp_path / "b.jsonl"]
-    result = peagle(*command, "--validation-share", 0.5)
-    assert result.status == 2
+    named = tmp_path / "c.jsonl"
+    result = peagle(*command, "--overwrite", "--validation", named, "--format", "json")
+    assert result.status == 0 and json.loads(result.out)["validation_samples"] == 1
+    assert len(named.read_text().splitlines()) == 1
+    write(source, {"prompt": "a", "response": "answer"})
+    result = peagle(*command[:-1], tmp_path / "d.jsonl", "--validation-share", 0.5)
+    assert result.status == 2 and not (tmp_path / "d.jsonl").exists()
     assert "The validation share is 0.5, and all 1 samples are of one conversation" in result.err
-    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
 @pytest.mark.parametrize(
@@ -246,17 +226,19 @@ def test_mistakes_exit_with_2(
     assert not list(prompts.parent.glob("x.*"))
 
 
-@pytest.mark.parametrize("action", ["regenerate", "prepare", "inspect"])
-def test_help_of_each_has_examples_and_needs_no_torch(action: str) -> None:
+def test_help_of_each_has_examples_and_needs_no_torch() -> None:
+    actions = ("regenerate", "prepare", "inspect", "features")
     code = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
-        f"from peagle.cli.main import run; sys.exit(run(['data', {action!r}, '--help']))"
+        "from peagle.cli.main import run\n"
+        f"sys.exit(max(run(['data', action, '--help']) for action in {actions}))"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], env=environment(), capture_output=True, text=True
     )
     assert result.returncode == 0, result.stderr
-    assert f"\n     peagle data {action} " in result.stdout.partition("Examples:")[2]
+    for action, text in zip(actions, result.stdout.split("Examples:")[1:], strict=True):
+        assert f"\n     peagle data {action} " in text
 
 
 def test_failures_are_told_after_the_rest_is_done(
@@ -282,18 +264,10 @@ def test_kill_and_go_on(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
         given = ["--target", pair.target, "-o", path, "--max-new-tokens", 30, "--temperature", 1]
         return ["data", "regenerate", *map(str, [source, *given, "--max-num-seqs", 8])]
 
-    process = subprocess.Popen(
-        [sys.executable, "-m", "peagle", *command(output)],
-        env={**environment(), "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.DEVNULL,
-    )
-    until = time.monotonic() + 60
-    while time.monotonic() < until and (
-        not output.exists() or output.read_bytes().count(b"\n") < 5
-    ):
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    def has_begun() -> bool:
+        return output.exists() and output.read_bytes().count(b"\n") >= 5
+
+    kill_when(has_begun, command(output))
     there = output.read_bytes().count(b"\n")
     assert 5 <= there < 60
     shutil.copy(output, tmp_path / "before.jsonl")

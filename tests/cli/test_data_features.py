@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from peagle.cli import data_features
+from peagle.cli import data_features, progress
+from peagle.data.dataset import ResponseDataset
+from peagle.data.feature_store import FeatureStore
 from peagle.models.target_ends import TargetEnds
-from peagle.training.data import ResponseDataset
-from peagle.training.feature_store import FeatureStore
-from tests.cli.conftest import Pair, Peagle, environment
+from tests.cli.conftest import Pair, Peagle, kill_when
 from tests.conftest import VOCAB_SIZE, byte_tokenizer
 
 SMALL = ["--shard-gib", 30_000 / 2**30]
@@ -69,6 +65,15 @@ def test_a_store_is_written_that_training_opens(
     assert (told["num_shards"], told["num_sequences"], told["dtype"]) == (shards, 30, "bf16")
     assert told["target_dtype"] == "float32" and told["aux_layer_ids"] == [1, 2, 3]
 
+    path = output / "features-00001.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    assert peagle(*command).status == 0
+    result = peagle(*command, "--verify")
+    assert (result.status, result.out) == (2, "")
+    assert "features-00001.safetensors' of stored features was altered" in result.err
+    refused = peagle(*command, "--dtype", "fp8")
+    assert refused.status == 2 and "holds features of other things: dtype" in refused.err
+
 
 def test_options_are_heard(peagle: Peagle, pair: Pair, train: Path, tmp_path: Path) -> None:
     command = ["data", "features", train, "--target", pair.target, "-o", tmp_path / "f"]
@@ -82,26 +87,6 @@ def test_options_are_heard(peagle: Peagle, pair: Pair, train: Path, tmp_path: Pa
     dataset = ResponseDataset.load(train, byte_tokenizer(), VOCAB_SIZE, 24)
     store = FeatureStore.open(tmp_path / "f", dataset, TargetEnds.load(pair.target), (0, 2))
     assert store.features_dtype == torch.bfloat16
-
-
-def test_altered_bytes_are_found_if_asked(
-    peagle: Peagle, pair: Pair, train: Path, tmp_path: Path
-) -> None:
-    output = tmp_path / "features"
-    command = ["data", "features", train, "--target", pair.target, "-o", output, *SMALL]
-    assert peagle(*command).status == 0
-    before, path = files_of(output), output / "features-00001.safetensors"
-    raw = bytearray(path.read_bytes())
-    raw[-1] ^= 1
-    path.write_bytes(raw)
-    assert peagle(*command).status == 0
-    result = peagle(*command, "--verify")
-    assert (result.status, result.out) == (2, "")
-    assert "features-00001.safetensors' of stored features was altered" in result.err
-    path.unlink()
-    result = peagle(*command, "--verify")
-    assert result.status == 0 and "whole and as it was written" in result.out
-    assert files_of(output) == before
 
 
 @pytest.mark.parametrize(
@@ -131,37 +116,19 @@ def test_mistakes_exit_with_2_before_anything_is_written(
     assert not output.exists()
 
 
-def test_another_store_is_not_gone_on_with(
-    peagle: Peagle, pair: Pair, train: Path, tmp_path: Path
-) -> None:
-    command = ["data", "features", train, "--target", pair.target, "-o", tmp_path / "f"]
-    assert peagle(*command).status == 0
-    before = files_of(tmp_path / "f")
-    for arguments, message in (
-        (["--max-length", 30], "dataset_sha256 '"),
-        (["--dtype", "fp8"], "dtype 'bf16', not 'fp8'"),
-        (["--aux-layer-ids", "1,3"], "aux_layer_ids [1, 2, 3], not [1, 3]"),
-        (["--target-dtype", "bfloat16"], "target_dtype 'float32', not 'bfloat16'"),
-    ):
-        result = peagle(*command, *arguments)
-        assert result.status == 2 and "holds features of other things: " in result.err
-        assert message in result.err
-    assert files_of(tmp_path / "f") == before
-
-
 def test_an_interrupt_leaves_whole_shards(
     peagle: Peagle, pair: Pair, train: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ["data", "features", train, "--target", pair.target, *SMALL, "--batch-tokens", 1]
     calls: list[Any] = []
 
-    def interrupted(progress: Any) -> None:
-        calls.append(progress)
+    def interrupted(*arguments: Any) -> None:
+        calls.append(arguments)
         if len(calls) == 17:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(data_features, "_Ticker", lambda: interrupted)
+        patch.setattr(data_features, "_show", interrupted)
         result = peagle(*command, "-o", tmp_path / "halved")
     assert (result.status, result.out) == (130, "")
     whole = len(list((tmp_path / "halved").glob("features-*.safetensors")))
@@ -175,12 +142,12 @@ def test_an_interrupt_leaves_whole_shards(
 def test_progress_is_told(
     peagle: Peagle, pair: Pair, train: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data_features, "_PROGRESS_S", 0.0)
+    monkeypatch.setattr(progress, "_LINE_SECONDS", 0.0)
     command = ["data", "features", train, "--target", pair.target, *SMALL, "--batch-tokens", 1]
     told = [
         line for line in peagle(*command, "-o", tmp_path / "f").err.splitlines() if "/s" in line
     ]
-    assert len(told) == 30 and "tokens/s, 0:00 left" in told[-1]
+    assert len(told) == 30 and "tokens/s; 0:00 left" in told[-1]
     assert "peagle: 0 of " in told[0] and "tokens, " in told[0]
 
 
@@ -195,16 +162,7 @@ def test_kill_and_go_on(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
     def shards() -> list[Path]:
         return sorted((tmp_path / "killed").glob("features-*.safetensors"))
 
-    process = subprocess.Popen(
-        [sys.executable, "-m", "peagle", *command("killed")],
-        env={**environment(), "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.DEVNULL,
-    )
-    until = time.monotonic() + 60
-    while time.monotonic() < until and len(shards()) < 5:
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    kill_when(lambda: len(shards()) >= 5, command("killed"))
     before = {path: path.stat().st_mtime_ns for path in shards()}
     assert len(before) >= 5
     for output in ("killed", "whole"):
@@ -212,15 +170,3 @@ def test_kill_and_go_on(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
     assert len(before) < len(shards()), "it was killed in the middle"
     assert all(path.stat().st_mtime_ns == time for path, time in before.items())
     assert files_of(tmp_path / "killed") == files_of(tmp_path / "whole")
-
-
-def test_the_help_has_examples_and_needs_no_torch() -> None:
-    code = (
-        "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
-        "from peagle.cli.main import run; sys.exit(run(['data', 'features', '--help']))"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
-    assert "\n     peagle data features " in result.stdout.partition("Examples:")[2]

@@ -167,19 +167,16 @@ def test_progress_is_for_terminals(
 # ---- access ---------------------------------------------------------------------------------
 
 
-def test_a_name_that_is_neither_folder_nor_model(hub: FakeHub) -> None:
-    message = refused("org/ghost")
-    assert (
-        f"The target model 'org/ghost' is neither a folder here nor a model that {hub.url} shows "
-        "to those without a token."
-    ) in message
-    assert "Check the spelling (./org/ghost is always a folder)" in message
-    assert "HF_TOKEN" in message
-
-
 def test_a_private_model(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.models[TINY].private = True
-    assert "neither a folder here nor a model" in refused()
+    for name in (TINY, "org/ghost"):
+        message = refused(name)
+        assert (
+            f"The target model {name!r} is neither a folder here nor a model that {hub.url} shows "
+            "to those without a token."
+        ) in message
+        assert f"Check the spelling (./{name} is always a folder)" in message
+        assert "HF_TOKEN" in message
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     message = refused()
     assert f"{hub.url} refuses the token in use (status 401). Set HF_TOKEN to a valid" in message
@@ -198,32 +195,7 @@ def test_a_gated_model(hub: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert resolve_model(TINY).is_dir()
 
 
-def test_offline_without_the_model(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    message = refused()
-    assert "'org/tiny' is neither a folder here nor complete in the cache" in message
-    assert "HF_HUB_OFFLINE forbids fetching it" in message
-    assert hub.requests == []
-
-
-@pytest.mark.parametrize(
-    ("endpoint", "expected"),
-    [
-        ("http://127.0.0.1:9", "http://127.0.0.1:9 cannot be reached: "),
-        ("127.0.0.1:9", "127.0.0.1:9 cannot be reached: Request URL is missing"),
-    ],
-)
-def test_an_unreachable_hub(
-    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, endpoint: str, expected: str
-) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", endpoint)
-    message = refused()
-    assert "'org/tiny' is neither a folder here nor complete in the cache" in message
-    assert expected in message
-    assert "Check the network and HF_ENDPOINT, or name a folder." in message
-
-
-def test_a_hub_out_of_order(hub: FakeHub) -> None:
+def test_a_hub_out_of_order(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.status = 503
     assert f"{hub.url} answers with status 503" in refused()
     hub.status = 429
@@ -232,6 +204,21 @@ def test_a_hub_out_of_order(hub: FakeHub) -> None:
     assert f"{hub.url} refuses those without a token (status 403)" in refused()
     hub.status = 200  # as a login page of a network does
     assert f"{hub.url} does not answer as a hub does" in refused()
+    for endpoint, problem in (
+        ("http://127.0.0.1:9", "cannot be reached: "),
+        ("127.0.0.1:9", "cannot be reached: Request URL is missing"),
+    ):
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        message = refused()
+        assert "'org/tiny' is neither a folder here nor complete in the cache" in message
+        assert f"{endpoint} {problem}" in message
+        assert "Check the network and HF_ENDPOINT, or name a folder." in message
+    hub.requests.clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    message = refused()
+    assert "'org/tiny' is neither a folder here nor complete in the cache" in message
+    assert "HF_HUB_OFFLINE forbids fetching it" in message
+    assert hub.requests == []
 
 
 # ---- what a repository may lack -------------------------------------------------------------

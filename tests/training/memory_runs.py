@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from peagle.data.batches import Batch
+from peagle.data.features import TargetStates
 from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.models.target_shape import TargetShape
-from peagle.training.batches import Batch
 from peagle.training.config import TrainConfig
 from peagle.training.element_attention import dense_attention, flex_attention
-from peagle.training.features import TargetStates
 from peagle.training.masters import Masters
 from peagle.training.objective import Grade, Objective
 from peagle.training.optimizers import build_optimizers

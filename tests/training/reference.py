@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from peagle.data.batches import Batch, Place
+from peagle.data.features import TargetStates
 from peagle.models.drafter import Drafter
 from peagle.models.elements import PADDING_ROW, Elements
-from peagle.training.batches import Batch, Place
 from peagle.training.element_attention import dense_attention
-from peagle.training.features import TargetStates
 
 
 def peagle_forward(

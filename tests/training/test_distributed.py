@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from peagle.data.batches import BatchStream
+from peagle.data.dataset import ResponseDataset
 from peagle.errors import UserError
-from peagle.training.batches import BatchStream
 from peagle.training.config import TrainConfig
-from peagle.training.data import ResponseDataset
 from peagle.training.distributed import ALONE
 from peagle.training.trainer import Trainer
 from tests.training import together

@@ -27,6 +27,7 @@ from tests.conftest import VOCAB_SIZE
 REPO, TARGET = "org/tiny-head", "example/Tiny-Llama"
 Heads = Callable[..., Path]
 WEIGHTS = "model.safetensors"
+VALIDATION = {"step": 4320, "loss": 2.13579, "acceptance_lengths": [1.61, 2.0514]}
 
 
 @pytest.fixture
@@ -67,7 +68,7 @@ def write_record(path: Path, head: PublishedHead, **changes: Any) -> None:
         "epochs": 2.875,
         "sequences": 98765,
         "seconds": 438.0,
-        "validation": {"step": 4320, "loss": 2.13579, "acceptance_lengths": [1.61, 2.0514]},
+        "validation": VALIDATION,
     }
     path.write_text(json.dumps({**record, **changes}))
 
@@ -111,10 +112,12 @@ def test_every_number_on_the_card_is_one_of_the_head(head: Path) -> None:
     assert facts.dtype == "float32"
 
 
-@pytest.mark.parametrize("place", ["beside", "inside"])
+@pytest.mark.parametrize("place", ["beside", "inside", "best"])
 def test_a_record_is_told_wherever_training_or_its_owner_put_it(head: Path, place: str) -> None:
     folder = head if place == "inside" else head.parent
-    write_record(folder / "train.json", read_head(head))
+    last = {"step": 9, "loss": 9.0, "acceptance_lengths": [9.0]}
+    changes = {"best": {"validation": VALIDATION}, "validation": last} if place == "best" else {}
+    write_record(folder / "train.json", read_head(head), **changes)
     facts = read_head(head)
     assert facts.notes == () and ("train.json" in facts.files) == (place == "inside")
     training = section(card_of(head), "Training")
@@ -202,14 +205,6 @@ def test_the_record_that_training_writes_is_read(target_folder: Path, tmp_path: 
     assert record["data_sha256"] in card
 
 
-def test_the_card_shows_the_validation_of_the_head_that_was_kept(head: Path) -> None:
-    best = {"step": 2000, "validation": {"step": 2000, "loss": 2.0, "acceptance_lengths": [1.75]}}
-    write_record(head.parent / "train.json", read_head(head), best=best)
-    card = card_of(head)
-    assert "| 1 | 1.750 |" in section(card, "Acceptance") and "at step 2,000" in card
-    assert "2.0514" not in card and "| validation loss | 2.0000 |" in card
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -266,19 +261,10 @@ def message_of(head: Path) -> str:
     return str(caught.value)
 
 
-def test_what_may_be_published(head: Path) -> None:
-    for name in ("README.md", "LICENSE", "NOTICE"):
-        (head / name).write_text("text")
+def test_shards_and_weights_of_another_name(head: Path) -> None:
     (head / WEIGHTS).rename(head / "weights.safetensors")
-    (head / WEIGHTS).symlink_to("weights.safetensors")
-    assert "'weights.safetensors', no part of a head" in message_of(head)
-    (head / WEIGHTS).unlink()
-    assert read_head(head).files == (
-        *("LICENSE", "NOTICE", "README.md", "config.json", "weights.safetensors"),
-    )
-
-
-def test_shards(head: Path) -> None:
+    assert read_head(head).files == ("config.json", "weights.safetensors")
+    (head / "weights.safetensors").rename(head / WEIGHTS)
     tensors = load_file(head / WEIGHTS)
     (head / WEIGHTS).unlink()
     names = sorted(tensors)
@@ -295,44 +281,50 @@ def test_shards(head: Path) -> None:
     assert "is missing" in message_of(head)
 
 
+def add_bytes(path: Path) -> None:
+    path.write_bytes(
+        (path.parent / WEIGHTS).read_bytes() if path.suffix == ".safetensors" else b"{}"
+    )
+
+
+def add_link(path: Path) -> None:
+    (path.parent.parent / "text").write_text("x")
+    path.symlink_to(path.parent.parent / "text")
+
+
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "add", "message"),
     [
-        ("pytorch_model.bin", "is a pickle, which can run code"),
-        ("optimizer.PT", "is a pickle"),
-        (".env", "looks like a secret by its name"),
-        (".env.local", "looks like a secret"),
-        ("id_ed25519", "looks like a secret"),
-        ("server.pem", "looks like a secret"),
-        ("aws_credentials.json", "looks like a secret"),
-        ("token", "looks like a secret"),
-        ("notes.txt", "holds 'notes.txt', no part of a head"),
-        ("model.safetensors.part", "no part of a head"),
-        ("consolidated.safetensors", "no part of a head"),
-        (f"{WEIGHTS}.index.json", "is not an index of shards"),
-        ("tokenizer.json", "no part of a head"),
+        ("pytorch_model.bin", add_bytes, "is a pickle, which can run code"),
+        ("optimizer.PT", add_bytes, "is a pickle"),
+        (".env", add_bytes, "looks like a secret by its name"),
+        (".env.local", add_bytes, "looks like a secret"),
+        ("id_ed25519", add_bytes, "looks like a secret"),
+        ("server.pem", add_bytes, "looks like a secret"),
+        ("aws_credentials.json", add_bytes, "looks like a secret"),
+        ("token", add_bytes, "looks like a secret"),
+        ("notes.txt", add_bytes, "holds 'notes.txt', no part of a head"),
+        ("model.safetensors.part", add_bytes, "no part of a head"),
+        ("consolidated.safetensors", add_bytes, "no part of a head"),
+        ("other.safetensors", add_bytes, "'other.safetensors', no part of a head"),
+        (f"{WEIGHTS}.index.json", add_bytes, "is not an index of shards"),
+        ("tokenizer.json", add_bytes, "no part of a head"),
+        ("checkpoint", Path.mkdir, "holds 'checkpoint', no part of a head"),
+        ("LICENSE", add_link, "is a link out of the folder, to"),
+        ("LICENSE", lambda path: path.symlink_to("LICENSE"), "holds 'LICENSE'"),
+        ("NOTICE", os.mkfifo, "holds 'NOTICE'"),
     ],
 )
-def test_files_that_are_not_published(head: Path, name: str, message: str) -> None:
-    (head / name).write_bytes((head / WEIGHTS).read_bytes() if "safetens" in name else b"{}")
-    if name.endswith("index.json"):
-        (head / name).write_text("{}")
+def test_files_that_are_not_published(
+    head: Path, name: str, add: Callable[[Path], Any], message: str
+) -> None:
+    for text in ("README.md", "LICENSE", "NOTICE"):
+        if text != name:
+            (head / text).write_text("text")
+    kept = {"LICENSE", "NOTICE", "README.md", "config.json", WEIGHTS} - {name}
+    assert read_head(head).files == tuple(sorted(kept))
+    add(head / name)
     assert message in message_of(head)
-
-
-def test_links_and_folders(head: Path, tmp_path: Path) -> None:
-    (head / "checkpoint").mkdir()
-    assert "holds 'checkpoint', no part of a head" in message_of(head)
-    (head / "checkpoint").rmdir()
-    (tmp_path / "secret").write_text("x")
-    (head / "LICENSE").symlink_to(tmp_path / "secret")
-    assert "is a link out of the folder, to" in message_of(head)
-    (head / "LICENSE").unlink()
-    (head / "LICENSE").symlink_to("LICENSE")
-    assert "holds 'LICENSE'" in message_of(head), "a link to itself"
-    (head / "LICENSE").unlink()
-    os.mkfifo(head / "NOTICE")
-    assert "holds 'NOTICE'" in message_of(head)
 
 
 @pytest.mark.parametrize(

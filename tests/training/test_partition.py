@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from peagle.data.batches import Batch
+from peagle.data.features import TargetStates
 from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.models.elements import Elements, sample_elements
-from peagle.training.batches import Batch
 from peagle.training.config import MethodSection
-from peagle.training.features import TargetStates
 from peagle.training.partition import PartitionLayout, split_by_anchor, two_pass_backward
 from peagle.training.training_methods import Graded, Selected, TrainingMethod
 from tests.training.reference import make_plain_batch, peagle_forward

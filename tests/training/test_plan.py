@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from peagle.data.batches import BatchStream
+from peagle.data.dataset import ResponseDataset
+from peagle.data.feature_format import Index, StoreFacts, plan_shards
 from peagle.errors import UserError
 from peagle.models.elements import attention_mask
 from peagle.models.target import TargetModel
 from peagle.training import training_plan as plans
-from peagle.training.batches import BatchStream
 from peagle.training.config import TrainConfig
-from peagle.training.data import ResponseDataset
-from peagle.training.feature_format import Index, StoreFacts, plan_shards
 from peagle.training.plan_text import plan_text
 from peagle.training.step_shape import BatchShape
 from peagle.training.trainer import Trainer

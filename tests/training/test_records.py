@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from peagle.errors import UserError
-from peagle.training.provenance import sha256_of
+from peagle.model_folder import sha256_of
 from peagle.training.reporting import Window
 from peagle.training.step import GradedElements
 from peagle.training.trainer import Trainer

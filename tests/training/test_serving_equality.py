@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from peagle import LLM, SamplingParams
+from peagle.data.features import target_states
 from peagle.models.checkpoint import save_drafter
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
@@ -21,7 +22,6 @@ from peagle.speculation import TargetStep
 from peagle.speculation.proposers import HeadProposer
 from peagle.training.config import MethodSection
 from peagle.training.eagle3 import eagle3_forward
-from peagle.training.features import target_states
 from peagle.training.partition import PartitionLayout, partitioned_graded
 from peagle.training.training_methods import TrainingMethod
 from tests.conftest import make_drafter

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from peagle import LLM, SamplingParams
+from peagle.data.batches import ValidationStream
+from peagle.data.features import target_states
 from peagle.models.target import TargetModel
-from peagle.training.batches import ValidationStream
-from peagle.training.features import target_states
 from peagle.training.reporting import TrainingReport
 from peagle.training.trainer import Trainer
 from tests.conftest import make_target_folder

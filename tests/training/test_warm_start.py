@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from peagle.data.dataset import ResponseDataset
 from peagle.errors import UserError
 from peagle.models.checkpoint import load_drafter, read_head_config, save_drafter
 from peagle.models.drafter import Drafter
@@ -21,7 +22,6 @@ from peagle.models.target import TargetModel, load_tokenizer
 from peagle.models.target_ends import TargetEnds
 from peagle.training.build import build
 from peagle.training.config import TrainConfig
-from peagle.training.data import ResponseDataset
 from peagle.training.mask_hidden import features_by, start_mask_hidden
 from tests.conftest import make_drafter, make_target_folder
 from tests.models.editing import edit_tensors

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from peagle.data.batches import Batch, BatchStream
+from peagle.data.dataset import ResponseDataset
+from peagle.data.features import TargetStates
 from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.training import state
-from peagle.training.batches import Batch, BatchStream
 from peagle.training.config import MethodSection, TrainConfig
-from peagle.training.data import ResponseDataset
 from peagle.training.distributed import ALONE, Processes
-from peagle.training.features import TargetStates
 from peagle.training.objective import Objective
 from peagle.training.sharded_masters import ShardedMasters, build_masters
 from peagle.training.step import TrainingStep

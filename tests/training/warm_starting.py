@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
+from peagle.data.dataset import ResponseDataset
 from peagle.models.checkpoint import save_drafter, split_tensors
 from peagle.models.drafter import Drafter
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target import TargetModel, load_tokenizer
 from peagle.training.build import Built, build
 from peagle.training.config import TrainConfig
-from peagle.training.data import ResponseDataset
 
 
 def save(folder: Path, target: TargetModel, drafter: Drafter, **options: Any) -> Path:

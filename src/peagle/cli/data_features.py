@@ -1,26 +1,26 @@
-"""`peagle data features`: what the target says about training data, stored for many epochs."""
+"""`peagle data features`: the target's states of training data, stored for many epochs."""
 
 from __future__ import annotations
 
 import json
 import sys
-import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from peagle.cli.options import Format, OutputFormat, check_paths, quiet_libraries
+from peagle.cli.progress import ProgressLine
 from peagle.config import require_writable_folder
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
-    from peagle.training.feature_format import StoreFacts
-    from peagle.training.feature_writer import DiskNeed, FeatureProgress, FeatureWriter
+    from peagle.data.feature_writer import FeatureProgress
 
 EXAMPLES = """
-Once for all epochs, at most 500 GiB of it; train then needs no more of the target than its ends:
+Once for all epochs, at most 500 GiB; training then loads only the target's embedding and head:
   peagle data features train.safetensors --target ./Qwen3-8B --max-length 8192 \\
       --output features --max-disk-gib 500
 
@@ -33,13 +33,12 @@ Is every byte of a copied store as it was written?
 
 Interrupted? The same command again goes on after the last whole shard.
 """
-_PROGRESS_S = 5.0
 _GIB = 2**30
 
 
 def features(
     file: Annotated[
-        Path, typer.Argument(metavar="TRAIN_FILE", help="What train reads: .safetensors or .jsonl.")
+        Path, typer.Argument(metavar="TRAIN_FILE", help="Training data: .safetensors or .jsonl.")
     ],
     target: Annotated[str, typer.Option(help="The target: a folder or a hub id.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the store.")],
@@ -53,52 +52,59 @@ def features(
     ] = None,
     dtype: Annotated[
         Literal["bf16", "fp8", "fp32"],
-        typer.Option(help="Of the features; fp8 has a scale for each position and layer."),
+        typer.Option(help="Type of stored features; fp8 adds a scale per position and layer."),
     ] = "bf16",
     target_dtype: Annotated[
         Literal["auto", "float32", "float64", "bfloat16", "float16"],
         typer.Option(
-            help="In which the target runs.", show_default="bfloat16 on a GPU, else float32"
+            help="Type in which the target runs.", show_default="bfloat16 on a GPU, else float32"
         ),
     ] = "auto",
     max_length: Annotated[
         int | None,
         typer.Option(
             min=8,
-            help="Longer sequences are cut here; the same as data.max_length of the training run.",
+            help="Cut longer sequences here; must equal data.max_length of the training run.",
             show_default="its default",
         ),
     ] = None,
     max_disk_gib: Annotated[
         float | None,
-        typer.Option(help="Most that the store may take.", show_default="the free space"),
+        typer.Option(help="Largest size of the store.", show_default="the free space"),
     ] = None,
     shard_gib: Annotated[float, typer.Option(help="Size of a shard.")] = 1.0,
     batch_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens that the target runs at a time.")
     ] = 16384,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[str, typer.Option(help="Device: auto, cpu or cuda.")] = "auto",
     verify: Annotated[
-        bool, typer.Option("--verify", help="Compare the shards that are there with their hashes.")
+        bool, typer.Option("--verify", help="Compare existing shards with their hashes.")
     ] = False,
     output_format: Format = OutputFormat.TEXT,
 ) -> None:
     """Store the target's hidden states of training data, to train from them.
 
     For each sequence: the features of every position, and the final hidden states of the response,
-    which are what the head imitates. Shards are written whole or not at all; what is there already
-    is kept.
+    which the head imitates. Shards are written whole or not at all; existing shards are kept.
     """
     if max_disk_gib is not None and not max_disk_gib >= 0:
         raise UserError(f"--max-disk-gib is {max_disk_gib}; expected a size of 0 or more.")
     if not shard_gib > 0:
         raise UserError(f"--shard-gib is {shard_gib}; expected a size above 0.")
     require_writable_folder(output, "--output")
-    chosen = None if aux_layer_ids is None else _ids(aux_layer_ids)
+    parts = [] if aux_layer_ids is None else [one.strip() for one in aux_layer_ids.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise UserError(
+            f"--aux-layer-ids is {aux_layer_ids!r}; expected layer numbers, as in 2,18,33."
+        )
     check_paths(target)
     if not file.is_file():
         raise UserError(f"The data file {str(file)!r} is not there.")
     quiet_libraries()
+    from peagle.data.dataset import ResponseDataset
+    from peagle.data.feature_format import StoreFacts
+    from peagle.data.feature_writer import FeatureWriter
+    from peagle.engine.memory_plan import size_text
     from peagle.engine.placement import resolve_device, resolve_dtype
     from peagle.models.loading import resolve_model
     from peagle.models.target import (
@@ -109,17 +115,13 @@ def features(
     )
     from peagle.models.target_ends import TargetEnds
     from peagle.training.config import DataSection
-    from peagle.training.data import ResponseDataset
-    from peagle.training.feature_format import StoreFacts
-    from peagle.training.feature_writer import FeatureWriter
 
     where = resolve_device(device)
     run_dtype = resolve_dtype(target_dtype, where)
     folder = resolve_model(target)
     # Sizes and identity of the target, without its layers: refusals come before the long part.
     ends = TargetEnds.load(folder)
-    if chosen is None:
-        chosen = default_aux_layer_ids(ends.num_layers)
+    chosen = tuple(map(int, parts)) or default_aux_layer_ids(ends.num_layers)
     check_aux_layer_ids(chosen, ends.num_layers)
     longest: int = max_length or DataSection.model_fields["max_length"].default
     dataset = ResponseDataset.load(file, load_tokenizer(folder), ends.vocab_size, longest)
@@ -127,89 +129,48 @@ def features(
     facts = StoreFacts.of(dataset, ends, chosen, dtype, name, round(shard_gib * _GIB))
     writer = FeatureWriter(output, dataset, facts)
     need = writer.check_disk(None if max_disk_gib is None else round(max_disk_gib * _GIB))
-    print(f"peagle: {_planned(writer, need)}", file=sys.stderr)
+    shards, missing = len(writer.plans), len(writer.missing)
+    plan = (
+        f"{facts.num_sequences:,} sequences, {facts.num_tokens:,} tokens: "
+        f"{size_text(need.total)} ({need.total:,} bytes) in {shards} shards, "
+        f"layers {','.join(map(str, chosen))} in {dtype}; {size_text(need.free)} are free"
+    )
+    if missing < shards:
+        plan += f"; {shards - missing} shards are there, {size_text(need.missing)} to write"
+    print(f"peagle: {plan}", file=sys.stderr)
     if verify:
         writer.verify()
-    progress = None
-    if writer.missing:
+    computed, seconds = 0, 0.0
+    if missing:
         del ends
         model = TargetModel.load(folder, dtype=run_dtype, device=where)
-        try:
-            progress = writer.write(model, batch_tokens, _Ticker())
-        except KeyboardInterrupt:
-            whole = len(writer.plans) - len(writer.missing)
-            print(
-                f"peagle: {whole} of {len(writer.plans)} shards are whole; the same command goes "
-                "on after them",
-                file=sys.stderr,
-            )
-            raise
-    _finish(output, facts, need, writer, progress, verify, output_format)
-
-
-def _ids(text: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts):
-        raise UserError(f"--aux-layer-ids is {text!r}; expected layer numbers, as in 2,18,33.")
-    return tuple(int(part) for part in parts)
-
-
-def _planned(writer: FeatureWriter, need: DiskNeed) -> str:
-    from peagle.engine.memory_plan import size_text
-
-    facts, missing = writer.facts, len(writer.missing)
-    there = len(writer.plans) - missing
-    text = (
-        f"{facts.num_sequences:,} sequences, {facts.num_tokens:,} tokens: "
-        f"{size_text(need.total)} ({need.total:,} bytes) in {len(writer.plans)} shards, "
-        f"layers {','.join(map(str, facts.aux_layer_ids))} in {facts.dtype}; "
-        f"{size_text(need.free)} are free"
-    )
-    if not there:
-        return text
-    return f"{text}; {there} shards are there, {size_text(need.missing)} to write"
-
-
-class _Ticker:
-    """Prints now and then how far a run is."""
-
-    def __init__(self) -> None:
-        self._next = time.monotonic() + _PROGRESS_S
-
-    def __call__(self, progress: FeatureProgress) -> None:
-        if time.monotonic() >= self._next:
-            self._next = time.monotonic() + _PROGRESS_S
-            speed = progress.tokens / progress.seconds
-            seconds = round((progress.num_tokens - progress.tokens) / speed)
-            print(
-                f"peagle: {progress.shards} of {progress.num_shards} shards, "
-                f"{progress.tokens:,} of {progress.num_tokens:,} tokens, {speed:,.0f} tokens/s, "
-                f"{seconds // 60}:{seconds % 60:02d} left",
-                file=sys.stderr,
-            )
-
-
-def _finish(
-    output: Path,
-    facts: StoreFacts,
-    need: DiskNeed,
-    writer: FeatureWriter,
-    progress: FeatureProgress | None,
-    verified: bool,
-    output_format: OutputFormat,
-) -> None:
-    from peagle.engine.memory_plan import size_text
-
-    computed, seconds = (0, 0.0) if progress is None else (progress.tokens, progress.seconds)
+        with ProgressLine("token") as line:
+            try:
+                done = writer.write(model, batch_tokens, partial(_show, line))
+            except KeyboardInterrupt:
+                whole = shards - len(writer.missing)
+                line.print(
+                    f"{whole} of {shards} shards are whole; the same command goes on after them"
+                )
+                raise
+        computed, seconds = done.tokens, done.seconds
     if output_format is OutputFormat.JSON:
-        told: dict[str, Any] = asdict(facts)
-        told |= {"output": str(output), "bytes": need.total, "num_shards": len(writer.plans)}
-        told |= {"computed_tokens": computed, "seconds": seconds, "verified": verified}
-        print(json.dumps(told))
+        counts = {"output": str(output), "bytes": need.total, "num_shards": shards}
+        counts |= {"computed_tokens": computed, "seconds": seconds, "verified": verify}
+        print(json.dumps(asdict(facts) | counts))
         return
-    what = "whole and as it was written" if verified else "whole"
+    state = "whole and as it was written" if verify else "whole"
     speed = f", {computed / seconds:,.0f} tokens/s" if seconds else ""
     print(
-        f"{output}: {what}, {facts.num_sequences:,} sequences in {len(writer.plans)} shards, "
+        f"{output}: {state}, {facts.num_sequences:,} sequences in {shards} shards, "
         f"{size_text(need.total)}; computed {computed:,} tokens in {seconds:.1f} s{speed}"
     )
+
+
+def _show(line: ProgressLine, progress: FeatureProgress) -> None:
+    speed = f"{progress.tokens / progress.seconds:,.0f} tokens/s"
+    text = (
+        f"{progress.shards} of {progress.num_shards} shards, "
+        f"{progress.tokens:,} of {progress.num_tokens:,} tokens, {speed}"
+    )
+    line.update(progress.tokens, progress.num_tokens, speed, line=text)

@@ -1,4 +1,4 @@
-"""`peagle data inspect`: what a file of training data holds."""
+"""`peagle data inspect`: statistics and samples of a file of training data."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from peagle.cli.terminal import bright, dim, has_styles, printable
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from peagle.training.inspect import Inspection
-    from peagle.training.samples import Sample
+    from peagle.data.inspect import Inspection
+    from peagle.data.samples import Sample
 
 EXAMPLES = """
 Counts, lengths, what is supervised, and three samples as text:
@@ -43,19 +43,19 @@ def inspect(
     file: Annotated[
         Path,
         typer.Argument(
-            help="What train or prepare reads: .safetensors, .jsonl, .parquet, a folder of "
-            ".parquet files or one that Hugging Face datasets wrote (save_to_disk)."
+            help="Data of train or prepare: .safetensors, .jsonl, .parquet, a folder of .parquet "
+            "files or one that Hugging Face datasets wrote (save_to_disk)."
         ),
     ],
     target: Annotated[
         str | None,
         typer.Option(
-            help="The target whose tokenizer shows the samples as text, and reads text.",
+            help="Target whose tokenizer reads text and shows the samples as text.",
             show_default="none: samples as token ids",
         ),
     ] = None,
     split: Split = None,
-    samples: Annotated[int, typer.Option(min=0, help="Samples to show.")] = 3,
+    samples: Annotated[int, typer.Option(min=0, help="Number of samples to show.")] = 3,
     thinking: Annotated[
         bool | None,
         typer.Option(
@@ -67,20 +67,20 @@ def inspect(
     chat_template: ChatTemplate = None,
     output_format: Format = OutputFormat.TEXT,
 ) -> None:
-    """Show what a file of training data holds.
+    """Show statistics and samples of a file of training data.
 
-    Of the samples, the supervised part stands out: in colour on a terminal, else in [[ ]].
+    The supervised part of a sample stands out: in colour on a terminal, else in [[ ]].
     """
-    from peagle.training.tables import parts_of, split_of
+    from peagle.data.tables import parts_of, split_of
 
     file = split_of(file, split)
     parts_of(file)  # refuses what is not there before torch is imported
     check_paths(target, chat_template=chat_template)
     quiet_libraries()
     from peagle.cli.data_prepare import load_tokenizer_of
-    from peagle.training.inspect import inspect_data
-    from peagle.training.readers import tokenizer_sha256
-    from peagle.training.samples import SampleMaker, stop_ids_of
+    from peagle.data.inspect import inspect_data
+    from peagle.data.readers import tokenizer_sha256
+    from peagle.data.samples import SampleMaker, stop_ids_of
 
     tokenizer, stop_ids, fingerprint = None, (), None
     if target is not None:
@@ -93,26 +93,20 @@ def inspect(
     )
     found = inspect_data(file, maker, num_shown=samples, fingerprint=fingerprint)
     if output_format is OutputFormat.JSON:
-        print(json.dumps(_facts(file, found, tokenizer)))
+        shown = []
+        for sample in found.shown:
+            parts: dict[str, Any] = {
+                "prompt_token_ids": sample.prompt,
+                "response_token_ids": sample.response,
+            }
+            if tokenizer is not None:
+                parts["prompt"] = _decode(tokenizer, sample.prompt)
+                parts["response"] = _decode(tokenizer, sample.response)
+            shown.append(parts)
+        facts = asdict(found) | {"file": str(file), "shown": shown}
+        print(json.dumps(facts | {"supervised_share": found.supervised_share}))
     else:
         _show(file, found, tokenizer)
-
-
-def _facts(
-    file: Path, found: Inspection, tokenizer: PreTrainedTokenizerBase | None
-) -> dict[str, Any]:
-    shown = []
-    for sample in found.shown:
-        one: dict[str, Any] = {
-            "prompt_token_ids": sample.prompt,
-            "response_token_ids": sample.response,
-        }
-        if tokenizer is not None:
-            one |= {"prompt": _decode(tokenizer, sample.prompt)}
-            one |= {"response": _decode(tokenizer, sample.response)}
-        shown.append(one)
-    facts = asdict(found) | {"file": str(file), "shown": shown}
-    return facts | {"supervised_share": found.supervised_share}
 
 
 def _show(file: Path, found: Inspection, tokenizer: PreTrainedTokenizerBase | None) -> None:

@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -25,7 +25,7 @@ from peagle.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from peagle.training.prepare import PrepareSummary
+    from peagle.data.prepare import PrepareSummary
 
 EXAMPLES = """
 Responses of the target, as `peagle data regenerate` wrote them:
@@ -59,10 +59,10 @@ def prepare(
         ),
     ],
     target: Annotated[
-        str, typer.Option(help="The target whose tokenizer reads it: a folder or a hub id.")
+        str, typer.Option(help="Target whose tokenizer reads the data: a folder or a hub id.")
     ],
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="What train reads: .safetensors or .jsonl.")
+        Path, typer.Option("--output", "-o", help="Training data: .safetensors or .jsonl.")
     ],
     split: Split = None,
     validation: Annotated[
@@ -75,19 +75,19 @@ def prepare(
     validation_share: Annotated[
         float | None,
         typer.Option(
-            help="Share of the conversations that goes there, by hash, at least one.",
+            help="Share of the conversations for validation, chosen by hash, at least one.",
             show_default=f"{_SHARE} with --validation, else 0",
         ),
     ] = None,
-    max_length: Annotated[int, typer.Option(help="Most tokens of a sample.")] = 8192,
+    max_length: Annotated[int, typer.Option(help="Largest number of tokens of a sample.")] = 8192,
     long: Annotated[
-        Literal["truncate", "drop"], typer.Option(help="What happens to longer samples.")
+        Literal["truncate", "drop"], typer.Option(help="Cut longer samples, or leave them out.")
     ] = "truncate",
     thinking: Annotated[
         bool | None,
         typer.Option(
             "--thinking/--no-thinking",
-            help="Mode in which the head will serve; needed where the chat template has it.",
+            help="Thinking mode in which the head will serve; needed if the chat template has one.",
             show_default=False,
         ),
     ] = None,
@@ -101,14 +101,14 @@ def prepare(
         ),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace outputs that are there already.")
+        bool, typer.Option("--overwrite", help="Replace existing outputs.")
     ] = False,
     output_format: Format = OutputFormat.TEXT,
 ) -> None:
     """Tokenise conversations and responses for training.
 
-    Only what the target writes is supervised: answers with their end-of-turn token, each behind the
-    prompt that serving would have made. What is left out is counted, with the reason.
+    Only the target's own tokens are supervised: answers with their end-of-turn token, each behind
+    the prompt that serving would have made. The command counts what it leaves out, by reason.
     """
     share = validation_share
     if share is None:
@@ -121,16 +121,16 @@ def prepare(
     if validation is None and share:
         validation = output.with_suffix(f".validation{output.suffix}")
     _check_outputs(sources, output, validation, overwrite)
-    from peagle.training.tables import parts_of, sha256_of_table, split_of
+    from peagle.data.tables import parts_of, sha256_of_table, split_of
 
     sources = [split_of(path, split) for path in sources]
     for source in sources:
         parts_of(source)  # refuses what is not there before torch is imported
     check_paths(target, chat_template=chat_template)
     quiet_libraries()
-    from peagle.training import prepare as library
-    from peagle.training.readers import tokenizer_sha256
-    from peagle.training.samples import SampleMaker, stop_ids_of, vocab_size_of
+    from peagle.data import prepare as library
+    from peagle.data.readers import tokenizer_sha256
+    from peagle.data.samples import SampleMaker, stop_ids_of, vocab_size_of
 
     folder, tokenizer = load_tokenizer_of(target)
     vocab_size = vocab_size_of(folder, tokenizer)
@@ -207,14 +207,10 @@ def _show(
 ) -> None:
     for source in report.unknown_tokenizer:
         note(f"{source} does not say which tokenizer made its token ids")
-    facts: dict[str, Any] = {
-        **asdict(report),
-        "dropped": dict(report.dropped),
-        "output": str(output),
-        "validation": None if validation is None else str(validation),
-    }
     if form is OutputFormat.JSON:
-        print(json.dumps(facts))
+        second = None if validation is None else str(validation)
+        facts = asdict(report) | {"dropped": dict(report.dropped)}
+        print(json.dumps(facts | {"output": str(output), "validation": second}))
         return
     share = report.supervised / report.tokens
     print(

@@ -25,8 +25,8 @@ from peagle.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from peagle.training.readers import AskedConversation
-    from peagle.training.regenerate import Answerer, RegenerateProgress
+    from peagle.data.readers import AskedConversation
+    from peagle.data.regenerate import Answerer, RegenerateProgress
 
 EXAMPLES = """
 By the target in this process, with a head that makes it faster:
@@ -63,7 +63,7 @@ def regenerate(
         ),
     ],
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="JSONL file, to which answers are added.")
+        Path, typer.Option("--output", "-o", help="JSONL file that receives the answers.")
     ],
     split: Split = None,
     endpoint: Annotated[
@@ -75,12 +75,12 @@ def regenerate(
         ),
     ] = None,
     concurrency: Annotated[
-        int, typer.Option(help="Questions that the endpoint has at a time.")
+        int, typer.Option(help="Number of questions in flight at the endpoint.")
     ] = 16,
     retries: Annotated[
-        int, typer.Option(help="Further tries where the endpoint fails or is busy.")
+        int, typer.Option(help="Number of further tries if the endpoint fails or is busy.")
     ] = 6,
-    timeout: Annotated[float, typer.Option(help="Seconds that one try may take.")] = 600.0,
+    timeout: Annotated[float, typer.Option(help="Longest time of one try in seconds.")] = 600.0,
     thinking: Annotated[
         bool | None,
         typer.Option(
@@ -99,15 +99,15 @@ def regenerate(
         ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Take only the first so many prompts.")
+        int | None, typer.Option(min=1, help="Largest number of prompts, from the first.")
     ] = None,
     output_format: Format = OutputFormat.TEXT,
 ) -> None:
-    """Let the target answer prompts: the text that its heads are trained on.
+    """Let the target answer prompts: its heads are trained on the answers.
 
-    Answers are written as they come, and those that are there already are not asked for again.
-    Equal prompts are asked once. Each prompt has a seed of its own that depends on nothing but
-    --seed and the conversation. Beside the output, OUTPUT.meta.json tells where it comes from.
+    The command writes each answer at once, and skips questions that the output already answers. It
+    asks equal prompts once. The seed of a question depends only on --seed and the conversation.
+    OUTPUT.meta.json beside the output holds the provenance.
     """
     if output.suffix != ".jsonl":
         raise UserError(f"--output is {str(output)!r}; expected a name that ends in .jsonl.")
@@ -117,7 +117,7 @@ def regenerate(
         raise UserError(f"n is {setup.params.n}; a prompt has one response. Leave n out.")
     if endpoint is None:
         setup.check_paths(chat_template)
-    from peagle.training.tables import is_folder, sha256_of_table, split_of
+    from peagle.data.tables import is_folder, sha256_of_table, split_of
 
     prompts = split_of(prompts, split)
     dialogues = list(islice(_dialogues(prompts), limit))
@@ -134,8 +134,8 @@ def regenerate(
             note(
                 f"{further} of {len(dialogues)} prompts have further turns: only the first is used"
             )
+        from peagle.data import regenerate as library
         from peagle.environment import environment
-        from peagle.training import regenerate as library
 
         seed = setup.params.seed or 0
         options = {
@@ -156,13 +156,22 @@ def regenerate(
         done = library.regenerate(
             dialogues, answerer, output, options, facts, seed=seed, watch=partial(_show, progress)
         )
-    _finish(done, output, output_format)
+    if output_format is OutputFormat.JSON:
+        print(json.dumps(asdict(done) | {"output": str(output)}))
+    else:
+        print(f"{output}: {_summary(done)}")
+    if done.failures:
+        name, reason = next(iter(done.failures.items()))
+        raise UserError(
+            f"{len(done.failures)} of {done.prompts} prompts have no whole answer; the "
+            f"first, {name!r}: {reason} The same command asks for them again."
+        )
 
 
 def _dialogues(file: Path) -> Iterator[AskedConversation]:
+    from peagle.data.readers import AskedConversation, dialogue_of, read_records
+    from peagle.data.tables import is_folder
     from peagle.evaluation.prompts import read_prompts
-    from peagle.training.readers import AskedConversation, dialogue_of, read_records
-    from peagle.training.tables import is_folder
 
     if file.suffix in (".jsonl", ".parquet") or is_folder(file):
         found = False
@@ -180,8 +189,8 @@ def _local(
     setup: Setup, chat: bool | None, chat_template: str | None, thinking: bool | None
 ) -> tuple[Answerer, dict[str, Any]]:
     llm = setup.load()
-    from peagle.training.local_answers import LocalAnswerer
-    from peagle.training.readers import tokenizer_sha256
+    from peagle.data.local_answers import LocalAnswerer
+    from peagle.data.readers import tokenizer_sha256
 
     if chat is None:
         chat = chat_template is not None or bool(getattr(llm.tokenizer, "chat_template", None))
@@ -207,7 +216,7 @@ def _remote(
     connection: dict[str, Any],
 ) -> tuple[Answerer, dict[str, Any]]:
     from peagle.cli.remote import sampling_fields
-    from peagle.training.endpoint_answers import KEY_VARIABLE, EndpointAnswerer, Patience
+    from peagle.data.endpoint_answers import KEY_VARIABLE, EndpointAnswerer, Patience
 
     fields = sampling_fields(setup.params, _sampling(setup))
     if thinking is not None:
@@ -248,22 +257,16 @@ def _template_id(chat_template: str | None) -> str | None:
     """What tells templates apart: the name, and of a file the hash."""
     if chat_template is None or not Path(chat_template).is_file():
         return chat_template
-    from peagle.training.provenance import sha256_of
+    from peagle.model_folder import sha256_of
 
     return sha256_of(Path(chat_template))
-
-
-def _show(line: ProgressLine, progress: RegenerateProgress) -> None:
-    there = progress.resumed + progress.answers
-    speed = f"{_speed(progress):,.0f} tokens/s" if progress.tokens else ""
-    line.update(there, there + progress.waited_for, speed, line=_told(progress))
 
 
 def _speed(progress: RegenerateProgress) -> float:
     return progress.tokens / progress.seconds if progress.seconds else 0.0
 
 
-def _told(progress: RegenerateProgress) -> str:
+def _summary(progress: RegenerateProgress) -> str:
     parts = [f"{progress.answers} answers to {progress.prompts} prompts"]
     parts += [f"{progress.resumed} were there"] if progress.resumed else []
     parts += [f"{progress.duplicates} duplicates"] if progress.duplicates else []
@@ -274,19 +277,7 @@ def _told(progress: RegenerateProgress) -> str:
     )
 
 
-def _finish(progress: RegenerateProgress, output: Path, output_format: OutputFormat) -> None:
-    """Tell what was done.
-
-    Raises:
-        UserError: questions failed.
-    """
-    if output_format is OutputFormat.JSON:
-        print(json.dumps(asdict(progress) | {"output": str(output)}))
-    else:
-        print(f"{output}: {_told(progress)}")
-    if progress.failures:
-        name, reason = next(iter(progress.failures.items()))
-        raise UserError(
-            f"{len(progress.failures)} of {progress.prompts} prompts have no whole answer; the "
-            f"first, {name!r}: {reason} The same command asks for them again."
-        )
+def _show(line: ProgressLine, progress: RegenerateProgress) -> None:
+    there = progress.resumed + progress.answers
+    speed = f"{_speed(progress):,.0f} tokens/s" if progress.tokens else ""
+    line.update(there, there + progress.waited_for, speed, line=_summary(progress))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -36,19 +36,18 @@ A better head in its place; a trial on a branch of its own; for a program:
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.\-]*")
 # Names that git takes for a branch, less those that a hub would read as something else.
 _BRANCH = re.compile(r"(?!refs/)[A-Za-z0-9_][A-Za-z0-9_.\-/]*(?<![./])")
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True, slots=True)
 class PushPlan:
-    """What a push would do.
+    """The steps of a push.
 
     Attributes:
-        head: what is pushed; target: hub id of its target, None if only the user's card says.
-        repo, revision, private, message: where to, and how.
+        head: the head; target: hub id of its target, None if only the user's card names it.
+        repo, revision, private, message: the place on the hub, and the commit.
         files: all that go there; card: the text of README.md.
         card_is_ours: the card was made, not found in the folder.
-        notes: what the user should know.
+        notes: advice for the user.
     """
 
     head: PublishedHead
@@ -61,6 +60,31 @@ class PushPlan:
     card: str
     card_is_ours: bool
     notes: tuple[str, ...]
+
+    def to_json(self, commit: Commit | None) -> dict[str, Any]:
+        """The output of --format json."""
+        from peagle.models.hub import hub_url
+
+        head = self.head
+        return {
+            "hub": hub_url(),
+            "repo": self.repo,
+            "revision": self.revision,
+            "private": self.private,
+            "message": self.message,
+            "kind": head.kind,
+            "style": head.format,
+            "num_layers": head.config.num_layers,
+            "num_speculative_tokens_trained": head.config.trained_depth,
+            "target": self.target,
+            "num_parameters": head.parameters,
+            "files": [{"name": f.name, "bytes": f.size, "sha256": f.sha256} for f in self.files],
+            "num_bytes": sum(file.size for file in self.files),
+            "card": self.card,
+            "card_made": self.card_is_ours,
+            "notes": list(self.notes),
+            "commit": commit and asdict(commit),
+        }
 
 
 def push(
@@ -84,7 +108,7 @@ def push(
     ] = None,
     card: Annotated[
         Literal["keep", "overwrite"],
-        typer.Option(help="What becomes of a README.md in HEAD_DIR; without one, it is made."),
+        typer.Option(help="Keep the README.md of HEAD_DIR, if there is one, or write a new card."),
     ] = "keep",
     revision: Annotated[
         str, typer.Option(metavar="BRANCH", help="Branch to push to; made if it is not there.")
@@ -102,7 +126,7 @@ def push(
         bool, typer.Option("--force", help="Replace files on the hub that differ.")
     ] = False,
     yes: Annotated[
-        bool, typer.Option("--yes", help="Upload it; without, it is only shown.")
+        bool, typer.Option("--yes", help="Upload; without --yes the command only shows the plan.")
     ] = False,
     format: Annotated[
         Literal["text", "json"], typer.Option(help="Print text, or one JSON object.")
@@ -139,7 +163,7 @@ def push(
             force=force,
         )
     if format == "json":
-        print(json.dumps(_to_json(plan, commit)))
+        print(json.dumps(plan.to_json(commit)))
     else:
         print(_result(commit) if commit else "\nNothing was sent. Upload it with --yes.")
 
@@ -166,7 +190,11 @@ def make_plan(
     from peagle.training.published_head import CARD_NAME, read_head
 
     _check_hub_id(repo, "The repository")
-    _check_branch(revision)
+    if not _BRANCH.fullmatch(revision) or re.search(r"\.\.|//|^[0-9a-f]{40}$", revision):
+        raise UserError(
+            f"--revision is {revision!r}; expected a branch, like main: commits and tags stay as "
+            "they are."
+        )
     if message is not None and not message.strip():
         raise UserError("The message of the commit is empty; expected text, or no --message.")
     head = read_head(folder)
@@ -224,14 +252,6 @@ def _is_hub_id(text: str) -> bool:
 def _check_hub_id(text: str, what: str) -> None:
     if not _is_hub_id(text):
         raise UserError(f"{what} is {text!r}; expected a hub id of the form OWNER/NAME.")
-
-
-def _check_branch(name: str) -> None:
-    if not _BRANCH.fullmatch(name) or ".." in name or "//" in name or _COMMIT.fullmatch(name):
-        raise UserError(
-            f"--revision is {name!r}; expected a branch, like main: commits and tags stay as they "
-            "are."
-        )
 
 
 def _target(head: PublishedHead, given: str | None, *, wanted: bool) -> str | None:
@@ -294,7 +314,7 @@ def _read_card(path: Path) -> str:
 
 
 def _description(plan: PushPlan) -> str:
-    from peagle.models.hub_upload import hub_url
+    from peagle.models.hub import hub_url
 
     head, depth = plan.head, plan.head.config.trained_depth
     layers = "1 layer" if head.config.num_layers == 1 else f"{head.config.num_layers} layers"
@@ -316,49 +336,8 @@ def _description(plan: PushPlan) -> str:
 
 
 def _result(commit: Commit) -> str:
-    changes = [
-        f"{verb} {', '.join(names)}"
-        for verb, names in (
-            ("added", commit.added),
-            ("replaced", commit.replaced),
-            ("removed", commit.removed),
-        )
-        if names
-    ]
+    verbs = {"added": commit.added, "replaced": commit.replaced, "removed": commit.removed}
+    changes = [f"{verb} {', '.join(names)}" for verb, names in verbs.items() if names]
     state = "" if commit.verified else "\nThe hub could not be asked whether it has all of it."
     done = "; ".join(changes) or "nothing to do, all of it is there"
     return f"\n{done}{state}\n{commit.url}"
-
-
-def _to_json(plan: PushPlan, commit: Commit | None) -> dict[str, Any]:
-    from peagle.models.hub_upload import hub_url
-
-    head = plan.head
-    return {
-        "hub": hub_url(),
-        "repo": plan.repo,
-        "revision": plan.revision,
-        "private": plan.private,
-        "message": plan.message,
-        "kind": head.kind,
-        "style": head.format,
-        "num_layers": head.config.num_layers,
-        "num_speculative_tokens_trained": head.config.trained_depth,
-        "target": plan.target,
-        "num_parameters": head.parameters,
-        "files": [{"name": f.name, "bytes": f.size, "sha256": f.sha256} for f in plan.files],
-        "num_bytes": sum(file.size for file in plan.files),
-        "card": plan.card,
-        "card_made": plan.card_is_ours,
-        "notes": list(plan.notes),
-        "commit": commit
-        and {
-            "url": commit.url,
-            "oid": commit.oid,
-            "created": commit.created,
-            "added": list(commit.added),
-            "replaced": list(commit.replaced),
-            "removed": list(commit.removed),
-            "verified": commit.verified,
-        },
-    }

@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from peagle.data.batches import Batch
+from peagle.data.features import TargetStates
 from peagle.doctor.head import Head
 from peagle.doctor.probe import Probe
 from peagle.models.drafter import Drafter
 from peagle.models.elements import Elements, attention_mask
-from peagle.training.batches import Batch
 from peagle.training.config import MethodSection
 from peagle.training.eagle3 import eagle3_graded
 from peagle.training.element_attention import BlockTable, ElementAttention, dense_attention
-from peagle.training.features import TargetStates
 from peagle.training.partition import PartitionLayout, partitioned_graded
 from peagle.training.training_methods import Graded, TrainingMethod
 

@@ -13,9 +13,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from peagle.data.batches import Batch, Place
+from peagle.data.features import target_states
 from peagle.models.target import TargetModel
-from peagle.training.batches import Batch, Place
-from peagle.training.features import target_states
 
 
 @dataclass(frozen=True)

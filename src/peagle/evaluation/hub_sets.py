@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from peagle.data.readers import Record, dialogue_of, read_records
 from peagle.errors import UserError
 from peagle.evaluation.prompts import PROMPT_SETS, Prompt
-from peagle.training.readers import Record, dialogue_of, read_records
 
 Row = Mapping[str, Any]
 

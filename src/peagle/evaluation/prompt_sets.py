@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
+from peagle.data.readers import dialogue_of, read_records
+from peagle.data.tables import is_folder
 from peagle.errors import UserError
 from peagle.evaluation.hub_sets import HUB_SETS, HubSet, read_hub_set
 from peagle.evaluation.prompts import (
     PROMPT_SETS as BUNDLED_SETS,
 )
 from peagle.evaluation.prompts import Prompt, check_limit, load_prompt_set, read_prompts
-from peagle.training.readers import dialogue_of, read_records
-from peagle.training.tables import is_folder
 
 PROMPT_SETS = (*BUNDLED_SETS, *HUB_SETS)
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(?:@[\w./-]+)?(?::[\w.-]*){0,2}")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from peagle.errors import CheckpointError
+from peagle.model_folder import sha256_of
 from peagle.models.target_facts import TargetFacts
 
 _NUM_ROWS = 8
@@ -108,7 +109,4 @@ class TargetFingerprint:
 def tokenizer_digest(folder: Path) -> str | None:
     """SHA-256 of a folder's tokenizer.json; None without one."""
     file = folder / "tokenizer.json"
-    if not file.is_file():
-        return None
-    with file.open("rb") as data:
-        return hashlib.file_digest(data, "sha256").hexdigest()
+    return sha256_of(file) if file.is_file() else None

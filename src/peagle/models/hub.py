@@ -1,13 +1,14 @@
-"""Fetching models from the Hugging Face hub into its cache, with their checksums compared.
+"""Fetch models from the Hugging Face hub into its cache, and compare their checksums.
 
-Configuration, tokenizer and safetensors files are all that is ever fetched: no pickles, no code.
-The library's own environment applies: HF_TOKEN, HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE.
+Only configuration, tokenizer and safetensors files are fetched: no pickles, no code. The library's
+own environment applies: HF_TOKEN, HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import logging
 import os
 import shutil
@@ -34,6 +35,7 @@ from huggingface_hub.utils import (
 )
 
 from peagle.errors import CheckpointError, UserError
+from peagle.model_folder import sha256_of
 
 DEFAULT_REVISION = "main"
 FETCHED = [
@@ -53,10 +55,10 @@ FETCHED = [
 NOT_FETCHED = ["*/*", "consolidated*"]
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
-# Lies in the cache folder of a repository while files there may have arrived unchecked.
+# Marks the cache folder of a repository while files in it are not compared with their checksums.
 _UNCHECKED = ".peagle-unchecked"
 _MAKE_ROOM = "Make room, or set HF_HOME to a folder on a larger disk."
-# The network, the disk, and answers that are no hub's.
+# Errors of the network, of the disk, and of answers that no hub gives.
 _FAILURES = (HTTPError, OSError, ValueError, KeyError, TypeError)
 _logger = logging.getLogger(__name__)
 
@@ -74,13 +76,12 @@ class Repository:
         self.repo = repo
         self.revision = revision
         self.name = f"{what} {repo!r}"
-        # Read now, not when the hub's library was imported.
-        self.hub = os.environ.get("HF_ENDPOINT", constants.ENDPOINT).rstrip("/")
+        self.hub = hub_url()
         self.cache = Path(constants.HF_HUB_CACHE)
         self.storage = self.cache / f"models--{repo.replace('/', '--')}"
 
     def fetch(self) -> Path:
-        """The snapshot's folder: what the hub has, or the cache where the hub gives no access.
+        """Return the folder of the snapshot: the hub's, or a cached one where it gives no access.
 
         Raises:
             UserError: neither has it; the message says why.
@@ -99,7 +100,11 @@ class Repository:
             return self._download(info.sha or "", self._wanted(info.siblings or []))
 
     def _cached(self, error: Exception) -> Path:
-        """The copy in the cache after `error` of the look-up, else what that means."""
+        """Return the copy in the cache after a failed look-up.
+
+        Raises:
+            UserError: there is none; the message explains `error`.
+        """
         if isinstance(error, RevisionNotFoundError):
             raise self._explained(error) from None
         try:
@@ -126,14 +131,8 @@ class Repository:
 
     def _wanted(self, siblings: Sequence[RepoSibling]) -> list[RepoSibling]:
         """The files to fetch, of all files of the repository."""
-        files = list(
-            filter_repo_objects(
-                siblings,
-                allow_patterns=FETCHED,
-                ignore_patterns=NOT_FETCHED,
-                key=lambda file: file.rfilename,
-            )
-        )
+        patterns = {"allow_patterns": FETCHED, "ignore_patterns": NOT_FETCHED}
+        files = list(filter_repo_objects(siblings, **patterns, key=lambda file: file.rfilename))
         if any(file.rfilename.endswith(".safetensors") for file in files):
             return files
         pickles = sorted(s.rfilename for s in siblings if s.rfilename.endswith(_PICKLES))
@@ -151,7 +150,13 @@ class Repository:
         suspect = files if unchecked.exists() else missing
         try:
             if missing:
-                self._check_space(sum(file.size or 0 for file in missing))
+                needed = sum(file.size or 0 for file in missing)
+                place = next(p for p in (self.cache, *self.cache.absolute().parents) if p.is_dir())
+                if needed > (free := shutil.disk_usage(place).free):
+                    raise UserError(
+                        f"{self.name} takes {needed / 1e9:.2f} GB more, but {str(place)!r} has "
+                        f"{free / 1e9:.2f} GB left. {_MAKE_ROOM}"
+                    )
                 self.storage.mkdir(parents=True, exist_ok=True)
                 unchecked.touch()
             with progress_bars(shown=bool(missing) and sys.stderr.isatty()):
@@ -165,19 +170,9 @@ class Repository:
             unchecked.unlink(missing_ok=True)
         return folder
 
-    def _check_space(self, needed: int) -> None:
-        existing = next(p for p in (self.cache, *self.cache.absolute().parents) if p.is_dir())
-        free = shutil.disk_usage(existing).free
-        if needed > free:
-            raise UserError(
-                f"{self.name} takes {needed / 1e9:.2f} GB more, but {str(existing)!r} has "
-                f"{free / 1e9:.2f} GB left. {_MAKE_ROOM}"
-            )
-
     def _explained(self, error: Exception, late: Sequence[str] = ()) -> UserError:
-        """What `error` means to the user; `late` are the files that had not arrived by then."""
-        message = self._refusal(error) or self._disk_problem(error)
-        if message:
+        """Explain `error` to the user; `late` are the files that had not arrived by then."""
+        if message := self._describe_refusal(error):
             return UserError(message)
         cause = error.__cause__ or error
         reason = (str(cause).strip() or type(cause).__name__).splitlines()[0].rstrip(".")
@@ -188,7 +183,7 @@ class Repository:
                 f"{self.name}: {names} did not arrive whole from {self.hub} ({len(late)} of its "
                 f"files are missing): {reason}. Run the command again; what has arrived is kept."
             )
-        status = _status(error)
+        status = status_of(error)
         answer = "cannot be reached" if status is None else f"answers with status {status}"
         if not isinstance(error, HTTPError | OSError):
             answer = "does not answer as a hub does"
@@ -198,9 +193,10 @@ class Repository:
             "folder."
         )
 
-    def _refusal(self, error: Exception) -> str:
-        """The message where the hub does not give the model, or may not be asked."""
+    def _describe_refusal(self, error: Exception) -> str:
+        """The message where the hub does not give the model, or the disk does not take it."""
         token = "the token in use" if get_token() else "those without a token"
+        number, cache = getattr(error, "errno", None), repr(str(self.cache))
         if isinstance(error, GatedRepoError):
             return (
                 f"{self.name} is gated on {self.hub} and closed to {token}. Ask for access at "
@@ -217,56 +213,64 @@ class Repository:
                 f"{self.name} has no revision {self.revision!r} on {self.hub}; expected a branch, "
                 f"a tag or a commit, as listed at {self.hub}/{self.repo}/tree/{DEFAULT_REVISION}."
             )
-        if (status := _status(error)) in (401, 403):
+        if (status := status_of(error)) in (401, 403):
             return (
                 f"{self.name}: {self.hub} refuses {token} (status {status}). Set HF_TOKEN to a "
                 "valid token that may read the model, or unset it for a public one."
             )
         if isinstance(error, OfflineModeIsEnabled):
             return (
-                f"{self.name} is neither a folder here nor complete in the cache "
-                f"{str(self.cache)!r} at revision {self.revision!r}, and HF_HUB_OFFLINE forbids "
-                "fetching it. Unset HF_HUB_OFFLINE, or name a folder."
+                f"{self.name} is neither a folder here nor complete in the cache {cache} at "
+                f"revision {self.revision!r}, and HF_HUB_OFFLINE forbids fetching it. Unset "
+                "HF_HUB_OFFLINE, or name a folder."
             )
-        return ""
-
-    def _disk_problem(self, error: Exception) -> str:
-        """The message where the cache cannot be written."""
-        number = getattr(error, "errno", None)
         if number in (errno.ENOSPC, errno.EDQUOT):
             return (
-                f"{self.name} does not fit on the disk of the cache {str(self.cache)!r}: "
+                f"{self.name} does not fit on the disk of the cache {cache}: "
                 f"{os.strerror(number)}. {_MAKE_ROOM}"
             )
         if number in (errno.EACCES, errno.EPERM, errno.EROFS):
             return (
-                f"{self.name} cannot be stored in the cache {str(self.cache)!r}: "
-                f"{os.strerror(number)}. Set HF_HOME to a folder that you may write to."
+                f"{self.name} cannot be stored in the cache {cache}: {os.strerror(number)}. Set "
+                "HF_HOME to a folder that you may write to."
             )
         return ""
 
 
-def _status(error: Exception) -> int | None:
+def hub_url() -> str:
+    """Return the address of the hub in use."""
+    # Read now, not when the hub's library was imported.
+    return os.environ.get("HF_ENDPOINT", constants.ENDPOINT).rstrip("/")
+
+
+def status_of(error: BaseException) -> int | None:
+    """Return the HTTP status that an error came with, if any."""
     return getattr(getattr(error, "response", None), "status_code", None)
+
+
+def git_blob_id(content: bytes | Path) -> str:
+    """Return git's name of a file, SHA-1("blob " + size + "\\0" + bytes), as hex digits."""
+    is_path = isinstance(content, Path)
+    size = content.stat().st_size if is_path else len(content)
+    with content.open("rb") if is_path else io.BytesIO(content) as data:
+        prefix = b"blob %d\0" % size
+        return hashlib.file_digest(
+            data, lambda: hashlib.sha1(prefix, usedforsecurity=False)
+        ).hexdigest()
 
 
 def _check_sum(path: Path, file: RepoSibling, hub: str) -> None:
     """Compare a fetched file with what the hub lists; one that differs is removed.
 
-    Files in large storage are listed with a SHA-256, the others with git's blob id,
-    SHA-1("blob " + size + "\\0" + bytes).
+    The hub lists a SHA-256 of files in large storage, and git's blob id of the others.
     """
-    size = path.stat().st_size
-    with path.open("rb") as data:
-        if file.lfs is not None:
-            kind, expected = "sha256", file.lfs.sha256
-            found = hashlib.file_digest(data, "sha256").hexdigest()
-        else:
-            kind, expected = "git blob id", file.blob_id
-            blob = b"blob %d\0" % size + data.read()
-            found = hashlib.sha1(blob, usedforsecurity=False).hexdigest()
+    if file.lfs is not None:
+        kind, expected, found = "sha256", file.lfs.sha256, sha256_of(path)
+    else:
+        kind, expected, found = "git blob id", file.blob_id, git_blob_id(path)
     if expected in (None, found):
         return
+    size = path.stat().st_size
     # Blob and link: the next run would otherwise take the file for complete.
     path.resolve().unlink(missing_ok=True)
     path.unlink(missing_ok=True)
@@ -279,7 +283,7 @@ def _check_sum(path: Path, file: RepoSibling, hub: str) -> None:
 
 @contextmanager
 def no_telemetry() -> Iterator[None]:
-    """No request that tells the hub about this process, no list of its packages in the others."""
+    """Keep the hub's library from reporting on this process, and from listing its packages."""
     before = constants.HF_HUB_DISABLE_TELEMETRY
     constants.HF_HUB_DISABLE_TELEMETRY = True
     try:

@@ -1,16 +1,15 @@
-"""Files to a repository on the Hugging Face hub, in one commit that is checked afterwards.
+"""Upload files to a repository on the Hugging Face hub, in one commit that is checked afterwards.
 
-What is there already is looked at first: a file that differs is replaced only if that was asked
-for, and a commit that came in between is noticed. The library's own environment applies: HF_TOKEN
-or the token that `hf auth login` stored, HF_ENDPOINT, HF_HUB_OFFLINE.
+The upload looks at the repository first: it replaces a file that differs only on request, and it
+notices a commit that came in between. The library's own environment applies: HF_TOKEN or the token
+that `hf auth login` stored, HF_ENDPOINT, HF_HUB_OFFLINE.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,22 +30,29 @@ from huggingface_hub.errors import (
 from huggingface_hub.hf_api import ModelInfo, RepoSibling
 
 from peagle.errors import UserError
-from peagle.models.hub import DEFAULT_REVISION, no_telemetry, progress_bars
+from peagle.model_folder import sha256_of
+from peagle.models.hub import (
+    DEFAULT_REVISION,
+    git_blob_id,
+    hub_url,
+    no_telemetry,
+    progress_bars,
+    status_of,
+)
 
-# The network, the disk, answers that are no hub's, and the library's word for a failed upload.
+# Errors of the network, the disk, answers that no hub gives, and the library's own of an upload.
 _FAILURES = (HTTPError, OSError, ValueError, KeyError, TypeError, RuntimeError)
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
-_CHUNK = 1 << 20
 _SHOWN_NAMES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class UploadFile:
-    """A file that is to be in the repository.
+    """A file for the repository.
 
     Attributes:
         name: there; content: bytes, or the file that has them; size: bytes.
-        sha256, blob_id: what the hub lists of it, large ones by SHA-256, others by git's blob id.
+        sha256, blob_id: what the hub lists of it: the SHA-256 of large files, git's id of others.
     """
 
     name: str
@@ -57,18 +63,12 @@ class UploadFile:
 
     @classmethod
     def of(cls, name: str, content: bytes | Path) -> UploadFile:
-        """Read the content once, for its size and its checksums."""
-        size = len(content) if isinstance(content, bytes) else content.stat().st_size
-        sha256, blob = hashlib.sha256(), hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
-        if isinstance(content, bytes):
-            sha256.update(content)
-            blob.update(content)
+        """Read the content for its size and its checksums."""
+        if isinstance(content, Path):
+            size, sha256 = content.stat().st_size, sha256_of(content)
         else:
-            with content.open("rb") as data:
-                while chunk := data.read(_CHUNK):
-                    sha256.update(chunk)
-                    blob.update(chunk)
-        return cls(name, content, size, sha256.hexdigest(), blob.hexdigest())
+            size, sha256 = len(content), hashlib.sha256(content).hexdigest()
+        return cls(name, content, size, sha256, git_blob_id(content))
 
     def equals(self, remote: RepoSibling | None) -> bool:
         """Whether the hub's file is this one."""
@@ -81,13 +81,13 @@ class UploadFile:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """What an upload did.
+    """The result of an upload.
 
     Attributes:
         url, oid: of the commit; of the newest one there, if nothing had to change.
         created: the repository was made.
         added, replaced, removed: names of files.
-        verified: the hub was asked afterwards, and lists every file as it was meant.
+        verified: the hub, asked afterwards, lists every file as it was meant.
     """
 
     url: str
@@ -97,12 +97,6 @@ class Commit:
     replaced: tuple[str, ...]
     removed: tuple[str, ...]
     verified: bool
-
-
-def hub_url() -> str:
-    """Address of the hub in use."""
-    # Read now, not when the hub's library was imported.
-    return os.environ.get("HF_ENDPOINT", constants.ENDPOINT).rstrip("/")
 
 
 def upload(
@@ -138,27 +132,23 @@ def upload(
             "`hf auth login`."
         )
     with no_telemetry(), progress_bars(shown=sys.stderr.isatty()):
-        return _Upload(files, repo, revision, token).run(message, private=private, force=force)
+        run = _Upload(files, repo, revision, token)
+        try:
+            return run.run(message, private=private, force=force)
+        except UserError:
+            raise
+        except _FAILURES as error:
+            raise run.explained(error) from None
 
 
 class _Upload:
     def __init__(self, files: Sequence[UploadFile], repo: str, revision: str, token: str) -> None:
-        self.files = files
-        self.repo = repo
-        self.revision = revision
+        self.files, self.repo, self.revision = files, repo, revision
         self.hub = hub_url()
         self.api = HfApi(endpoint=self.hub, token=token)
         self.committing = False
 
     def run(self, message: str, *, private: bool, force: bool) -> Commit:
-        try:
-            return self._run(message, private=private, force=force)
-        except UserError:
-            raise
-        except _FAILURES as error:
-            raise self._explained(error) from None
-
-    def _run(self, message: str, *, private: bool, force: bool) -> Commit:
         info = self._look(DEFAULT_REVISION)
         created = info is None
         if info is None:
@@ -175,23 +165,37 @@ class _Upload:
                 "Make it private in its settings on the hub, choose another name, or leave "
                 "--private out."
             )
-        info, branch_is_new = self._branch(info)
+        branch_is_new = False
+        if self.revision != DEFAULT_REVISION:
+            try:
+                info = self._look(self.revision) or info
+            except RevisionNotFoundError:  # the branch will begin with what main holds
+                branch_is_new = True
         there = {sibling.rfilename: sibling for sibling in info.siblings or []}
         new = [file for file in self.files if not file.equals(there.get(file.name))]
         replaced = tuple(file.name for file in new if file.name in there)
-        removed = self._other_weights(there)
-        if not force:
-            self._refuse_changes(replaced, removed)
+        added = tuple(file.name for file in new if file.name not in there)
+        ours = {file.name for file in self.files}
+        weights = (name for name in sorted(there) if name.endswith(_WEIGHTS) and "/" not in name)
+        removed = tuple(name for name in weights if name not in ours)
+        if not force and (replaced or removed):
+            problems = [f"has {_shown(replaced)} with other contents"] if replaced else []
+            if removed:
+                problems.append(f"has the weights {_shown(removed)}, which are not the head's")
+            raise UserError(
+                f"{self.hub}/{self.repo} at {self.revision!r} {' and '.join(problems)}. Nothing "
+                "was uploaded. With --force they are replaced and removed (the history keeps "
+                "them); another name or --revision leaves them alone."
+            )
         if branch_is_new:
             self.api.create_branch(self.repo, branch=self.revision, exist_ok=True)
         oid, url = info.sha or "", f"{self.hub}/{self.repo}/commit/{info.sha}"
         if new or removed:
             oid, url = self._commit(new, removed, message, parent=info.sha)
-        added = tuple(file.name for file in new if file.name not in there)
         return Commit(url, oid, created, added, replaced, removed, self._verified(oid, url))
 
     def _look(self, revision: str) -> ModelInfo | None:
-        """The repository at a revision, None if the hub shows none."""
+        """Return the repository at a revision, None if the hub shows none."""
         try:
             return self.api.model_info(
                 self.repo,
@@ -203,36 +207,6 @@ class _Upload:
             raise
         except RepositoryNotFoundError:
             return None
-
-    def _branch(self, main: ModelInfo) -> tuple[ModelInfo, bool]:
-        """What the branch holds, or what it will begin with, and whether it is to be made."""
-        if self.revision == DEFAULT_REVISION:
-            return main, False
-        try:
-            return self._look(self.revision) or main, False
-        except RevisionNotFoundError:
-            return main, True
-
-    def _other_weights(self, there: Mapping[str, RepoSibling]) -> tuple[str, ...]:
-        ours = {file.name for file in self.files}
-        return tuple(
-            name
-            for name in sorted(there)
-            if name.endswith(_WEIGHTS) and "/" not in name and name not in ours
-        )
-
-    def _refuse_changes(self, replaced: Sequence[str], removed: Sequence[str]) -> None:
-        problems = []
-        if replaced:
-            problems.append(f"has {_shown(replaced)} with other contents")
-        if removed:
-            problems.append(f"has the weights {_shown(removed)}, which are not the head's")
-        if problems:
-            raise UserError(
-                f"{self.hub}/{self.repo} at {self.revision!r} {' and '.join(problems)}. Nothing "
-                "was uploaded. With --force they are replaced and removed (the history keeps "
-                "them); another name or --revision leaves them alone."
-            )
 
     def _commit(
         self, files: Sequence[UploadFile], removed: Sequence[str], message: str, parent: str | None
@@ -262,7 +236,7 @@ class _Upload:
         try:
             info = self._look(oid)
         except _FAILURES:
-            return False
+            info = None
         if info is None:
             return False
         there = {sibling.rfilename: sibling for sibling in info.siblings or []}
@@ -275,13 +249,14 @@ class _Upload:
             )
         return True
 
-    def _explained(self, error: Exception) -> UserError:
-        """What `error` means to the user."""
+    def explained(self, error: Exception) -> UserError:
+        """Explain `error` to the user."""
         # A failed upload of a large file hides its reason behind a RuntimeError.
         cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
-        status = getattr(getattr(cause, "response", None), "status_code", None)
-        reason = _reason(cause)
-        where = f"{self.hub}/{self.repo}"
+        status, where = status_of(cause), f"{self.hub}/{self.repo}"
+        # The first lines of the message of the hub or of the network.
+        said = getattr(cause, "server_message", None) or str(cause).strip() or type(cause).__name__
+        reason = " ".join(said.split())[:300].rstrip(".")
         if isinstance(cause, OfflineModeIsEnabled):
             return UserError(
                 f"Nothing was pushed to {where}: HF_HUB_OFFLINE forbids it. Unset HF_HUB_OFFLINE."
@@ -302,8 +277,7 @@ class _Upload:
         )
 
     def _remedy(self, error: BaseException, status: int | None) -> str:
-        owner = self.repo.partition("/")[0]
-        tokens = f"{self.hub}/settings/tokens"
+        owner, tokens = self.repo.partition("/")[0], f"{self.hub}/settings/tokens"
         if isinstance(error, RevisionNotFoundError):
             return f"Name a branch: --revision is {self.revision!r}."
         if status == 401 and not isinstance(error, RepositoryNotFoundError):
@@ -313,21 +287,16 @@ class _Upload:
                 f"The token in use may not write there. Check that {owner!r} is your account or "
                 f"an organization in which you may write, and that the token may write ({tokens})."
             )
-        if status in (409, 412):
-            return "Somebody changed the repository meanwhile. Look at it, and run it again."
-        if status == 413:
-            return "The hub takes no files of that size from this account."
-        if status == 429:
-            return "The hub had too many requests of this account. Wait, and run it again."
         if type(error) is ValueError and "metadata" in str(error):
             return "The hub does not accept the lines at the top of README.md: mend them."
-        return ""
-
-
-def _reason(error: BaseException) -> str:
-    """The first lines of what the hub or the network said, without the address asked for."""
-    said = getattr(error, "server_message", None) or str(error).strip() or type(error).__name__
-    return " ".join(said.split())[:300].rstrip(".")
+        moved = "Somebody changed the repository meanwhile. Look at it, and run it again."
+        remedies = {
+            409: moved,
+            412: moved,
+            413: "The hub takes no files of that size from this account.",
+            429: "The hub had too many requests of this account. Wait, and run it again.",
+        }
+        return remedies.get(status or 0, "")
 
 
 def _shown(names: Sequence[str]) -> str:

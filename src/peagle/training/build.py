@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from peagle.data.dataset import ResponseDataset
 from peagle.errors import UserError
 from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.models.target import TargetModel, default_aux_layer_ids
 from peagle.models.target_facts import TargetFacts, TargetSizes
 from peagle.training.config import TrainConfig
-from peagle.training.data import ResponseDataset
 from peagle.training.mask_hidden import features_by, start_mask_hidden
 from peagle.training.vocabulary import always_kept, choose_draft_vocabulary
 from peagle.training.warm_start import InitHead, WarmStart

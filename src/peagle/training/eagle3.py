@@ -10,11 +10,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from peagle.data.batches import Batch
+from peagle.data.features import TargetStates
 from peagle.models.drafter import Drafter
 from peagle.models.elements import Elements
-from peagle.training.batches import Batch
 from peagle.training.element_attention import ElementAttention
-from peagle.training.features import TargetStates
 from peagle.training.training_methods import Graded, Selected, TrainingMethod, concatenate
 
 

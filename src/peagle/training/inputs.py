@@ -10,18 +10,18 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from peagle.data.batches import Batch
+from peagle.data.dataset import ResponseDataset
+from peagle.data.feature_store import FeatureStore
+from peagle.data.features import target_states
+from peagle.data.readers import tokenizer_sha256
 from peagle.engine.placement import resolve_dtype
 from peagle.models.target import TargetModel, load_tokenizer
 from peagle.models.target_ends import TargetEnds
 from peagle.models.target_facts import TargetFacts
-from peagle.training.batches import Batch
 from peagle.training.build import Built, build
 from peagle.training.config import TrainConfig
-from peagle.training.data import ResponseDataset
-from peagle.training.feature_store import FeatureStore
-from peagle.training.features import target_states
 from peagle.training.mask_hidden import start_mask_hidden
-from peagle.training.readers import tokenizer_sha256
 from peagle.training.source import Source
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from peagle.attention.torch_backend import DenseCausalAttention
+from peagle.data.dataset import ResponseDataset
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
-from peagle.training.data import ResponseDataset
 
 # Sequences whose features are averaged: some thousands of tokens, a moment of the target's time.
 _NUM_SEQUENCES = 16

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from peagle.data.features import TargetStates
 from peagle.models.drafter import Drafter
 from peagle.models.target_facts import TargetFacts
 from peagle.training.chunked_loss import (
@@ -19,7 +20,6 @@ from peagle.training.chunked_loss import (
     projected_loss,
 )
 from peagle.training.config import MethodSection
-from peagle.training.features import TargetStates
 from peagle.training.losses import DraftLoss
 from peagle.training.training_methods import Graded
 

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from peagle.data.batches import Batch
+from peagle.data.features import TargetStates
 from peagle.models.drafter import Drafter
 from peagle.models.elements import PADDING_ROW, Elements
-from peagle.training.batches import Batch
 from peagle.training.element_attention import BlockTable, causal_attention
-from peagle.training.features import TargetStates
 from peagle.training.training_methods import (
     Graded,
     Selected,

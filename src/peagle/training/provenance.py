@@ -1,8 +1,7 @@
-"""Where a trained thing comes from: commit, versions, command, hardware, hashes of files."""
+"""Where a trained thing comes from: commit, versions, command, hardware."""
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,9 +18,3 @@ def provenance(device: torch.device) -> dict[str, Any]:
         **environment(device),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
-
-
-def sha256_of(path: Path) -> str:
-    """Of a file's bytes, as hex digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasPath, BaseModel, ConfigDict, Field, ValidationError
 
 from peagle.config import require_folder
 from peagle.errors import CheckpointError, UserError
@@ -46,42 +46,23 @@ _SECRET = re.compile(
 _SHOWN_NAMES = 3
 
 
-class _Part(BaseModel):
-    """Part of train.json; keys that the card does not use may be anything."""
+def _at(*path: str) -> Any:
+    return Field(default=None, validation_alias=AliasPath(*path))
+
+
+class TrainRecord(BaseModel):
+    """The values of train.json (`Trainer` writes it) that the card uses; None is not recorded.
+
+    The validation is that of the head that was kept: the best one, in old records the last.
+    """
 
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
 
-
-class _Method(_Part):
-    name: str
-    depth: int
-    loss: str | None = None
-
-
-class _Run(_Part):
-    target_dtype: str | None = None
-    precision: str | None = None
-
-
-class _Configuration(_Part):
-    method: _Method | None = None
-    run: _Run = Field(default_factory=_Run)
-
-
-class _Validation(_Part):
-    step: int | None = None
-    loss: float | None = None
-    acceptance_lengths: list[float] = Field(default_factory=list)
-
-
-class _Best(_Part):
-    validation: _Validation
-
-
-class TrainRecord(_Part):
-    """What the card uses of train.json (`Trainer` writes it); None is not recorded."""
-
-    config: _Configuration = Field(default_factory=_Configuration)
+    method: str | None = _at("config", "method", "name")
+    depth: int | None = _at("config", "method", "depth")
+    loss: str | None = _at("config", "method", "loss")
+    target_dtype: str | None = _at("config", "run", "target_dtype")
+    precision: str | None = _at("config", "run", "precision")
     parameters: int | None = None
     steps: int | None = None
     epochs: float | None = None
@@ -93,13 +74,11 @@ class TrainRecord(_Part):
     torch: str | None = None
     transformers: str | None = None
     commit: str | None = None
-    validation: _Validation | None = None
-    best: _Best | None = None
-
-    @property
-    def checked(self) -> _Validation | None:
-        """The validation of the head that was kept: the best one, in old records the last."""
-        return self.best.validation if self.best else self.validation
+    step: int | None = _at("validation", "step")
+    validation_loss: float | None = _at("validation", "loss")
+    acceptance_lengths: list[float] = Field(
+        default=[], validation_alias=AliasPath("validation", "acceptance_lengths")
+    )
 
     @classmethod
     def read(cls, path: Path) -> TrainRecord:
@@ -108,8 +87,11 @@ class TrainRecord(_Part):
         Raises:
             CheckpointError: it is not JSON, or a value is of the wrong type.
         """
+        data = read_object(path)
+        if isinstance(best := data.get("best"), dict):
+            data |= {"validation": best.get("validation")}
         try:
-            return cls.model_validate(read_object(path))
+            return cls.model_validate(data)
         except ValidationError as error:
             problem = error.errors()[0]
             where = ".".join(map(str, problem["loc"]))
@@ -288,9 +270,8 @@ def _training(
     if not path.is_file():
         return None, (f"there is no {RECORD_NAME}: the card says that the training is unknown",)
     record = TrainRecord.read(path)
-    method = record.config.method
     kind = "peagle" if config.is_parallel else "eagle3"
-    found = (method and method.name, method and method.depth, record.parameters)
+    found = (record.method, record.depth, record.parameters)
     if found != (kind, config.trained_depth, parameters):
         return None, (f"{str(path)!r} is the record of another head: the card leaves it out",)
     return record, ()

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from peagle.data.batches import Batch
 from peagle.errors import UserError
 from peagle.training.acceptance import AnchorAcceptance, ServedAcceptance
-from peagle.training.batches import Batch
 from peagle.training.config import TrainConfig
 from peagle.training.distributed import Processes
 from peagle.training.step import GradedElements

@@ -7,8 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from peagle.training.batches import Batch
-from peagle.training.features import TargetStates
+from peagle.data.batches import Batch
+from peagle.data.features import TargetStates
 from peagle.training.tensor_maps import moved, owned_by, pinned
 
 # Batches made ahead, whose states lie on the device where a store has them.

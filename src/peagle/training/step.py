@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from peagle.data.batches import Batch
+from peagle.data.features import TargetStates
 from peagle.models.drafter import Drafter
-from peagle.training.batches import Batch
 from peagle.training.distributed import ALONE, Processes
 from peagle.training.eagle3 import eagle3_graded
-from peagle.training.features import TargetStates
 from peagle.training.objective import Grade, Objective
 from peagle.training.partition import PartitionLayout, partitioned_graded, two_pass_backward
 from peagle.training.training_methods import Graded, Selected, TrainingMethod

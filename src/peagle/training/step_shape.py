@@ -10,16 +10,16 @@ from functools import cached_property
 
 import torch
 
+from peagle.data.batches import BatchStream, anchor_bound
+from peagle.data.feature_format import HIDDEN_DTYPES, INDEX_NAME, Index, StoredDtype
 from peagle.engine.placement import resolve_dtype
 from peagle.models.drafter import Drafter
 from peagle.models.drafter_config import DrafterConfig
 from peagle.models.elements import depth_counts
 from peagle.models.target_shape import TargetShape
-from peagle.training.batches import BatchStream, anchor_bound
 from peagle.training.chunked_loss import default_chunk_rows
 from peagle.training.config import DataSection, MethodSection, TrainConfig
 from peagle.training.element_attention import BLOCK
-from peagle.training.feature_format import HIDDEN_DTYPES, INDEX_NAME, Index, StoredDtype
 from peagle.training.optimizers import suits_muon
 
 

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 from peagle.config import require_writable_folder
+from peagle.data.batches import Batch, BatchStream, ValidationStream
+from peagle.data.dataset import data_facts
+from peagle.data.features import TargetStates
 from peagle.engine.placement import resolve_dtype
 from peagle.errors import UserError
 from peagle.models.checkpoint import LENGTH_KEY, save_drafter, write_json
@@ -19,13 +22,10 @@ from peagle.models.drafter import Drafter
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target_facts import TargetFacts
 from peagle.models.target_shape import TargetShape
-from peagle.training.batches import Batch, BatchStream, ValidationStream
 from peagle.training.budget import Budget, choose_memory
 from peagle.training.config import TrainConfig
-from peagle.training.data import data_facts
 from peagle.training.distributed import ALONE, Processes
 from peagle.training.element_attention import dense_attention, flex_attention
-from peagle.training.features import TargetStates
 from peagle.training.history import History
 from peagle.training.inputs import Inputs
 from peagle.training.memory import StepMemory

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 
+from peagle.data.batches import Batch
 from peagle.models.drafter import Attend, Drafter, DrafterLayer, Rope
 from peagle.models.elements import Elements, sample_elements
-from peagle.training.batches import Batch
 from peagle.training.chunked_loss import TargetOrder
 from peagle.training.config import MethodSection
 from peagle.training.element_attention import (

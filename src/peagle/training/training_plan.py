@@ -13,18 +13,18 @@ from typing import Any
 
 import torch
 
+from peagle.data.batches import BatchStream
+from peagle.data.dataset import ResponseDataset
+from peagle.data.feature_format import StoredDtype, StoreFacts, num_graded
 from peagle.engine.memory_plan import size_text
 from peagle.engine.placement import resolve_device
 from peagle.errors import UserError
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target import load_tokenizer
 from peagle.models.target_shape import TargetShape
-from peagle.training.batches import BatchStream
 from peagle.training.budget import Budget, choose_memory, least_memory
 from peagle.training.build import planned_shape
 from peagle.training.config import TrainConfig
-from peagle.training.data import ResponseDataset
-from peagle.training.feature_format import StoredDtype, StoreFacts, num_graded
 from peagle.training.memory import StepMemory, step_memory
 from peagle.training.step_shape import BatchShape, HeadParameters, StepShape, stored_dtype
 from peagle.training.work import MeanRow, StepWork, step_work

@@ -7,17 +7,17 @@ rejection, so coverage bounds acceptance from above.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from peagle.data.dataset import ResponseDataset
 from peagle.errors import UserError
 from peagle.models.drafter import Drafter
 from peagle.models.target_facts import TargetFacts
-from peagle.training.data import ResponseDataset
 
 # Shares of the training responses for which the report says how large a vocabulary they take.
 SHARES = (0.95, 0.99, 0.999)
@@ -25,7 +25,7 @@ SHARES = (0.95, 0.99, 0.999)
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """How many response tokens there are, and how many the draft vocabulary holds."""
+    """Number of response tokens, and of those in the draft vocabulary."""
 
     num_tokens: int
     num_inside: int
@@ -37,16 +37,12 @@ class Coverage:
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""
-        return {
-            "num_tokens": self.num_tokens,
-            "num_inside": self.num_inside,
-            "share": self.share,
-        }
+        return asdict(self) | {"share": self.share}
 
 
 @dataclass(frozen=True, slots=True)
 class VocabularyReport:
-    """What a draft vocabulary covers.
+    """Coverage of the responses by a draft vocabulary.
 
     Attributes:
         size, vocab_size: tokens of the head and of the target.
@@ -91,12 +87,12 @@ def always_kept(
     special_tokens: bool,
     mask_token_id: int | None,
 ) -> set[int]:
-    """Tokens that belong into every draft vocabulary, however rare: those that end the text.
+    """Return the tokens of every draft vocabulary, however rare: those that end the text.
 
     Args:
         target: names the ends of text; so does the tokenizer.
         tokenizer: knows the special tokens.
-        special_tokens: keep all of these too, but for the mask token, which is never drafted.
+        special_tokens: add all special tokens but the mask token, which is never drafted.
         mask_token_id: of the head.
     """
     end_of_text: Any = tokenizer.eos_token_id  # typed more widely than it is
@@ -109,7 +105,7 @@ def always_kept(
 
 
 def choose_draft_vocabulary(counts: Tensor, size: int, always: Collection[int] = ()) -> Tensor:
-    """The `size` most frequent tokens, `always` among them; ascending ids, int64 [size].
+    """Return the `size` most frequent tokens, `always` included; ascending ids, int64 [size].
 
     Of equally frequent tokens the lower id is kept.
 
@@ -134,7 +130,7 @@ def choose_draft_vocabulary(counts: Tensor, size: int, always: Collection[int] =
 def vocabulary_report(
     drafter: Drafter, training: ResponseDataset, validation: ResponseDataset | None = None
 ) -> VocabularyReport | None:
-    """What the head's vocabulary covers; None where it is the target's.
+    """Measure the coverage of the head's vocabulary; None where it is the target's.
 
     Args:
         drafter: the head, its vocabulary set.

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from peagle.data.dataset import ResponseDataset
 from peagle.errors import CheckpointError, UserError
+from peagle.model_folder import sha256_of
 from peagle.models.checkpoint import read_head_config, split_tensors
 from peagle.models.checkpoint.formats import verifier_of
 from peagle.models.checkpoint.weights import check_tensors, read_tensors
@@ -25,8 +27,6 @@ from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target_facts import TargetFacts, TargetSizes
 from peagle.training.config import HeadSection
-from peagle.training.data import ResponseDataset
-from peagle.training.provenance import sha256_of
 from peagle.training.vocabulary import Coverage, vocabulary_report
 
 # A map that holds less of the training responses deserves a word: the rest is never drafted.

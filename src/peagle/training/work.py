@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from peagle.data.batches import BatchStream, anchor_bound
 from peagle.models.elements import depth_counts
-from peagle.training.batches import BatchStream, anchor_bound
 from peagle.training.step_shape import BatchShape, StepShape
 
 _NEWTON_SCHULZ = 5  # iterations of Muon

@@ -16,26 +16,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from peagle.data import feature_writer
+from peagle.data.dataset import ResponseDataset
+from peagle.data.feature_format import INDEX_NAME, StoredDtype
+from peagle.data.feature_store import FeatureStore
+from peagle.data.feature_writer import FeatureProgress, locked
 from peagle.errors import UserError
 from peagle.models.target import TargetModel
-from peagle.training import feature_files, feature_writer
-from peagle.training.data import ResponseDataset
-from peagle.training.feature_files import locked
-from peagle.training.feature_format import INDEX_NAME, StoredDtype
-from peagle.training.feature_store import FeatureStore
-from peagle.training.feature_writer import FeatureProgress
-from tests.training.stores import AUX, RARE, SMALL, files_of, make_dataset, writer_of, written
-
-
-@pytest.fixture
-def dataset() -> ResponseDataset:
-    return make_dataset()
-
-
-@pytest.fixture(scope="module")
-def model(target_folder: Path) -> TargetModel:
-    return TargetModel.load(target_folder, dtype=torch.float32)
-
+from tests.data.stores import AUX, RARE, SMALL, files_of, writer_of, written
 
 # ---- files ----------------------------------------------------------------------------------
 
@@ -131,15 +119,15 @@ def test_a_shard_that_the_index_does_not_list_yet_is_kept(
 def test_a_full_disk_leaves_whole_shards(
     tmp_path: Path, dataset: ResponseDataset, model: TargetModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put = feature_files.PartialFile.put
+    put = feature_writer.ShardFile.put
 
-    def fails(self: feature_files.PartialFile, tensors: Any) -> None:
+    def fails(self: feature_writer.ShardFile, tensors: Any) -> None:
         if self.path.name.startswith("features-00002") and "features" in tensors:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         put(self, tensors)
 
     with monkeypatch.context() as patch:
-        patch.setattr(feature_files.PartialFile, "put", fails)
+        patch.setattr(feature_writer.ShardFile, "put", fails)
         with pytest.raises(UserError, match=r"No space left on device.*Whole shards stay"):
             writer_of(tmp_path, dataset, model).write(model, 1)
     assert {path.name for path in tmp_path.iterdir()} == {
@@ -161,14 +149,14 @@ def test_a_shard_that_cannot_be_finished_is_told(
 ) -> None:
     """Also the last one, after which nothing else is written."""
     writer = writer_of(tmp_path, dataset, model)
-    name, digest = writer.plans[shard].file, feature_files.sha256_of
+    name, digest = writer.plans[shard].file, feature_writer.sha256_of
 
     def fails(path: Path) -> str:
         if path.name.startswith(name):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return digest(path)
 
-    monkeypatch.setattr(feature_files, "sha256_of", fails)
+    monkeypatch.setattr(feature_writer, "sha256_of", fails)
     with pytest.raises(UserError, match="Input/output error"):
         writer.write(model, 1)
     assert not list(tmp_path.glob("*.part")) and not (tmp_path / name).exists()

@@ -1,23 +1,23 @@
-"""Files of prompts, conversations and responses, as records; and stores of tokens, checked."""
+"""Files of prompts, conversations and responses, as records; and the provenance beside them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from codecs import BOM_UTF8
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from peagle.data.tables import parts_of, table_rows
 from peagle.errors import UserError
-from peagle.training.tables import parts_of, table_rows
+from peagle.model_folder import sha256_of
 
-SIDE_SUFFIX = ".meta.json"
 STORE_KEY = "peagle_data"  # of a store's safetensors metadata
 _CONVERSATIONS = ("messages", "conversations")
-_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
+_ROLES = {"human": "user", "gpt": "assistant"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class AskedConversation:
-    """What is asked in one conversation.
+    """The user's side of one conversation.
 
     Attributes:
         id: as the file gives it, else the number of the record.
@@ -51,48 +51,46 @@ class AskedConversation:
 
     @property
     def sha256(self) -> str:
-        """Of what is asked; the id does not count."""
-        asked = [[dict(message) for message in self.system], list(self.turns)]
-        return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+        """Hash of system messages and turns; the id does not count."""
+        content = [[dict(message) for message in self.system], list(self.turns)]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 # ---- records --------------------------------------------------------------------------------
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """The records of a .jsonl or .parquet file, or of a folder of data, one after the other.
+    """Yield the records of a .jsonl or .parquet file, or of a folder of data.
 
     Raises:
-        UserError: nothing is there, it is of another kind, damaged (the line is named), or a
-            package that reads it is missing.
+        UserError: nothing is there, the data is of another kind or damaged (the line is named), or
+            a package that reads it is missing.
     """
     parts = parts_of(path)
-    if parts == [path] and path.is_file():
-        if path.suffix == ".jsonl":
-            return _read_jsonl(path)
-        if path.suffix != ".parquet":
+    if parts == [path] and path.is_file() and path.suffix != ".parquet":
+        if path.suffix != ".jsonl":
             raise UserError(
                 f"The data file {str(path)!r} ends in {path.suffix!r}; expected .jsonl or "
                 ".parquet, or a folder that Hugging Face datasets wrote."
             )
-    return _read_tables(parts)
-
-
-def _read_tables(parts: Sequence[Path]) -> Iterator[Record]:
+        return _read_jsonl(path)
     rows = chain.from_iterable(map(table_rows, parts))
-    for number, (row, where) in enumerate(rows, start=1):
-        for name in _CONVERSATIONS:
-            if isinstance(row.get(name), dict):
-                row[name] = _rows_of_columns(row[name])
-        yield Record(row, number, where)
+    return (
+        Record(_with_message_objects(row), number, where)
+        for number, (row, where) in enumerate(rows, start=1)
+    )
 
 
-def _rows_of_columns(columns: dict[str, Any]) -> Any:
-    """What datasets makes of a Sequence of objects, a list for each key, as objects again."""
-    lists = columns.values()
-    if not all(isinstance(one, list) for one in lists) or len(set(map(len, lists))) != 1:
-        return columns
-    return [dict(zip(columns, values, strict=True)) for values in zip(*lists, strict=True)]
+def _with_message_objects(row: dict[str, Any]) -> dict[str, Any]:
+    """Turn messages that datasets keeps as one list for each key into a list of objects."""
+    for name in _CONVERSATIONS:
+        columns = row.get(name)
+        if isinstance(columns, dict) and all(isinstance(one, list) for one in columns.values()):
+            lists = columns.values()
+            if len(set(map(len, lists))) == 1:
+                values = zip(*lists, strict=True)
+                row[name] = [dict(zip(columns, one, strict=True)) for one in values]
+    return row
 
 
 def _read_jsonl(path: Path) -> Iterator[Record]:
@@ -112,7 +110,7 @@ def _read_jsonl(path: Path) -> Iterator[Record]:
                 if b"\\ud" in line.lower():
                     json.dumps(value, ensure_ascii=False).encode()
             except (ValueError, RecursionError) as error:
-                raise UserError(_bad_line(where, line, error)) from None
+                raise UserError(_describe_bad_line(where, line, error)) from None
             if isinstance(value, str):
                 value = {"prompt": value}
             if not isinstance(value, dict):
@@ -121,37 +119,33 @@ def _read_jsonl(path: Path) -> Iterator[Record]:
             yield Record(value, number, where)
 
 
-def _bad_line(where: str, line: bytes, error: Exception) -> str:
+def _describe_bad_line(where: str, line: bytes, error: Exception) -> str:
     if isinstance(error, UnicodeEncodeError):
         return f"{where} holds half of a surrogate pair (\\ud800 to \\udfff), which is no text."
-    if not line.endswith(b"\n") and _is_cut(line, error):
+    is_cut = False
+    if isinstance(error, UnicodeDecodeError):
+        is_cut = error.reason == "unexpected end of data"
+        problem = "is not UTF-8 text"
+    elif isinstance(error, json.JSONDecodeError):
+        at_end = error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated string")
+        is_cut = at_end or not line.rstrip().endswith(b"}")
+        # The line that the error would name is always 1.
+        problem = f"is not JSON: {error.msg} at character {error.pos + 1}"
+    else:
+        problem = f"is not JSON: {error}"
+    if is_cut and not line.endswith(b"\n"):
         return (
             f"{where} ends in the middle: the file was cut off. Write it again, or remove the "
             "last line."
         )
-    if isinstance(error, UnicodeDecodeError):
-        return f"{where} is not UTF-8 text."
-    if isinstance(error, json.JSONDecodeError):
-        # The line that it would name is always 1.
-        return f"{where} is not JSON: {error.msg} at character {error.pos + 1}."
-    return f"{where} is not JSON: {error}."
-
-
-def _is_cut(line: bytes, error: Exception) -> bool:
-    """Whether more bytes could make a last line whole."""
-    if isinstance(error, UnicodeDecodeError):
-        return error.reason == "unexpected end of data"
-    if not isinstance(error, json.JSONDecodeError):
-        return False
-    at_end = error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated string")
-    return at_end or not line.rstrip().endswith(b"}")
+    return f"{where} {problem}."
 
 
 # ---- conversations --------------------------------------------------------------------------
 
 
 def messages_of(record: Record) -> list[dict[str, Any]] | None:
-    """The messages of a record, None if it is no conversation.
+    """Return the messages of a record, None if it holds no conversation.
 
     `messages` has them as OpenAI's API does; `conversations` as ShareGPT does, with from and value.
 
@@ -163,27 +157,26 @@ def messages_of(record: Record) -> list[dict[str, Any]] | None:
         return None
     if not isinstance(messages, list) or not all(isinstance(m, Mapping) for m in messages):
         raise UserError(f"{record.where}: the messages are no list of objects.")
-    return [_message(message, record.where) for message in messages]
-
-
-def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
-    if "from" in message and "role" not in message:
-        role = str(message["from"])
-        message = {"role": _ROLES.get(role, role), "content": message.get("value")}
-    if not isinstance(message.get("role"), str):
-        raise UserError(
-            f"{where}: a message has the role {message.get('role')!r}; expected user, assistant, "
-            "system, ..."
-        )
-    # Parquet has every key in every message.
-    return {key: value for key, value in message.items() if value is not None}
+    found = []
+    for message in messages:
+        if "from" in message and "role" not in message:
+            role = str(message["from"])
+            message = {"role": _ROLES.get(role, role), "content": message.get("value")}
+        if not isinstance(message.get("role"), str):
+            raise UserError(
+                f"{record.where}: a message has the role {message.get('role')!r}; expected user, "
+                "assistant, system, ..."
+            )
+        # Parquet has every key in every message.
+        found.append({key: value for key, value in message.items() if value is not None})
+    return found
 
 
 def dialogue_of(record: Record) -> AskedConversation:
-    """What is asked in a record: turns, messages (answers in them are left out) or a prompt.
+    """Return the user's side of a record: turns, messages (without the answers) or a prompt.
 
     Raises:
-        UserError: it has none of them, or they are malformed.
+        UserError: the record has none of them, or they are malformed.
     """
     data = record.data
     given = data.get("id", record.number)
@@ -194,10 +187,8 @@ def dialogue_of(record: Record) -> AskedConversation:
         first = next((i for i, m in enumerate(messages) if m["role"] == "user"), len(messages))
         system = [m for m in messages[:first] if m["role"] != "assistant"]
         turns: Any = [m.get("content") for m in messages[first:] if m["role"] == "user"]
-    elif "turns" in data:
-        turns = data["turns"]
     else:
-        turns = [data.get("prompt")]
+        turns = data["turns"] if "turns" in data else [data.get("prompt")]
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
         raise UserError(
             f'{record.where}: expected {{"id", "turns": [...]}}, {{"id", "messages": [...]}} or '
@@ -208,18 +199,18 @@ def dialogue_of(record: Record) -> AskedConversation:
     return AskedConversation(str(given), tuple(turns), tuple(system))
 
 
-# ---- stores ---------------------------------------------------------------------------------
+# ---- provenance -----------------------------------------------------------------------------
 
 
 def side_file(path: Path) -> Path:
-    """The file beside a data file or folder that says where it comes from."""
+    """Return the place of the provenance of a data file or folder: NAME.meta.json beside it."""
     if path.name in ("", ".."):  # "." and the like have a name once they are resolved
         path = path.resolve()
-    return path.parent / (path.name + SIDE_SUFFIX)
+    return path.parent / f"{path.name}.meta.json"
 
 
 def read_side(path: Path) -> dict[str, Any]:
-    """What stands beside a data file, {} if nothing does.
+    """Return the provenance beside a data file, {} without one.
 
     Raises:
         UserError: it cannot be read.
@@ -234,7 +225,7 @@ def read_side(path: Path) -> dict[str, Any]:
 
 
 def metadata_of(text: str | None, path: Path) -> dict[str, Any]:
-    """What a file says of itself, a JSON object; {} where it says nothing."""
+    """Parse the metadata of a file, a JSON object; {} without any."""
     if text is None:
         return {}
     try:
@@ -242,17 +233,17 @@ def metadata_of(text: str | None, path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"The metadata of {str(path)!r} is not JSON: {error}.") from None
     if not isinstance(value, dict):
-        raise UserError(f"The metadata of {str(path)!r} is {text[:60]!r}; expected an object.")
+        raise UserError(f"The metadata of {str(path)!r} is {value!r}; expected an object.")
     return value
 
 
 def tokenizer_sha256(folder: str | Path, tokenizer: Any) -> str:
-    """What identifies a tokenizer: SHA-256 of tokenizer.json, else of the vocabulary.
+    """Identify a tokenizer by the SHA-256 of tokenizer.json, else by that of the vocabulary.
 
-    The former is also what a head's fingerprint holds.
+    The former is also in the fingerprint that a head has of its target.
     """
     file = Path(folder) / "tokenizer.json"
     if file.is_file():
-        return hashlib.sha256(file.read_bytes()).hexdigest()
+        return sha256_of(file)
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
     return hashlib.sha256(vocabulary.encode()).hexdigest()

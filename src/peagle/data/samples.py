@@ -1,9 +1,9 @@
-"""Records to token sequences of which the end is supervised: the loss mask of chat templates.
+"""Turn records into token sequences whose end is supervised: the loss mask of chat templates.
 
-A sample is what one pass of serving sees: the prompt as the template renders it before an answer,
-and the tokens that the model writes then, its end-of-turn token included. A conversation of n
-answers makes n samples, since templates render earlier answers otherwise than the newest (reasoning
-is taken out), and what a template adds behind an answer is no model's word.
+A sample is one pass of serving: the prompt as the template renders it before an answer, and the
+tokens that the model then writes, its end-of-turn token included. A conversation of n answers makes
+n samples, because templates render earlier answers differently from the newest (without reasoning),
+and because the model does not write the tokens that a template adds behind an answer.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from peagle.chat import render_chat
+from peagle.data.readers import Record, messages_of
 from peagle.errors import UserError
-from peagle.training.readers import Record, messages_of
+from peagle.models.checkpoint.files import read_object
 
 _ID_PAIRS = ("prompt_token_ids", "response_token_ids")
 _PROBE = [{"role": "user", "content": "Hello"}]
@@ -26,11 +27,11 @@ _PROBE = [{"role": "user", "content": "Hello"}]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A sequence of which the response is supervised.
+    """A sequence whose response is supervised.
 
     Attributes:
         prompt, response: token ids.
-        group: what samples of one conversation have in common.
+        group: equal for all samples of one conversation.
     """
 
     prompt: list[int]
@@ -40,24 +41,19 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """What could not become a sample.
-
-    Attributes:
-        reason: in words that many records share.
-        detail: more about this one.
-    """
+    """The reason why there is no sample, in words that many records share; and details."""
 
     reason: str
     detail: str = ""
 
 
 class SampleMaker:
-    """Makes samples of records in any of the forms that are understood.
+    """Makes samples of records in these forms:
 
     - {"prompt_token_ids", "response_token_ids"}: taken as they are;
     - {"input_ids", "loss_mask"}: a sample for each supervised run;
-    - {"messages"}: a sample for each answer; with "turn", as `peagle data regenerate` writes, for
-      the last alone;
+    - {"messages"}: a sample for each answer; with "turn", as `peagle data regenerate` writes, only
+      for the last;
     - {"prompt", "response"}: a conversation of one turn, or plain text where `chat` is False.
 
     Args:
@@ -94,7 +90,7 @@ class SampleMaker:
 
     @property
     def lacks_thinking(self) -> bool:
-        """Whether the template has a thinking mode and nobody chose one."""
+        """Whether the template has a thinking mode and none was chosen."""
         if self.tokenizer is None or self._options["thinking"] is not None:
             return False
         try:
@@ -105,14 +101,14 @@ class SampleMaker:
         return True
 
     def renders(self, record: Record) -> bool:
-        """Whether the chat template makes the samples of this record."""
+        """Whether the samples of this record need the chat template."""
         data = record.data
         if not {*_ID_PAIRS, "input_ids", "loss_mask"}.isdisjoint(data):
             return False
         return bool(self._chat) or not {"messages", "conversations"}.isdisjoint(data)
 
     def samples(self, record: Record) -> Iterator[Sample | Dropped]:
-        """The samples of a record, or why there are none.
+        """Yield the samples of a record, or the reasons why there are none.
 
         Raises:
             UserError: the record is of none of the forms, or malformed.
@@ -170,7 +166,7 @@ class SampleMaker:
     def _answer(
         self, messages: list[dict[str, Any]], group: str, tools: Any, *, ends: bool
     ) -> Sample | Dropped:
-        """The last message as what the model wrote after the prompt of those before it."""
+        """Make a sample of the last message: the model wrote it after the prompt of the others."""
         tokenizer = self.tokenizer
         assert tokenizer is not None
         if len(messages) == 1:
@@ -199,18 +195,18 @@ class SampleMaker:
         return Sample(prompt, response, group)
 
     def _continuation(self, first: list[int], longer: list[int]) -> list[int] | None:
-        """The tokens that make `longer` of `first`, None if it begins otherwise."""
+        """The tokens by which `longer` goes on after `first`, None if it begins otherwise."""
         if longer[: len(first)] == first:
             return longer[len(first) :]
         assert self.tokenizer is not None
-        # The tokenizer may join the end of the one with what follows; a model that goes on cannot.
+        # The tokenizer may join the end of `first` with what follows; a model that goes on cannot.
         before, whole = (_text(self.tokenizer, ids) for ids in (first, longer))
         if not whole.startswith(before):
             return None
         return self.tokenizer.encode(whole[len(before) :], add_special_tokens=False)
 
     def _end_of_turn(self, rest: list[int]) -> list[int]:
-        """Of the tokens behind an answer, those that the model writes: up to what stops it."""
+        """The tokens behind an answer that the model writes: up to a stop token."""
         assert self.tokenizer is not None
         for ends in (self._stop_ids, frozenset(self.tokenizer.all_special_ids)):
             for index, token in enumerate(rest):
@@ -227,17 +223,17 @@ class SampleMaker:
 
 
 def stop_ids_of(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Tokens that end a turn: by the tokenizer, and by the model's generation_config and config."""
+    """Return the tokens that end a turn, by the tokenizer and by the model's configurations."""
     found: list[Any] = [tokenizer.eos_token_id]
     for name in ("generation_config.json", "config.json"):
-        value = read_config(folder / name).get("eos_token_id")
+        value = _read_config(folder / name).get("eos_token_id")
         found += value if isinstance(value, list) else [value]
     return tuple(dict.fromkeys(one for one in found if type(one) is int))
 
 
 def vocab_size_of(folder: Path, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Rows of the target's embedding, by its config; else the tokenizer's tokens."""
-    config = read_config(folder / "config.json")
+    """Return the rows of the target's embedding, by its config; else the tokenizer's tokens."""
+    config = _read_config(folder / "config.json")
     for section in (config, config.get("text_config")):
         size = section.get("vocab_size") if isinstance(section, dict) else None
         if type(size) is int and size > 0:
@@ -245,19 +241,8 @@ def vocab_size_of(folder: Path, tokenizer: PreTrainedTokenizerBase) -> int:
     return len(tokenizer)
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """A JSON object of a model folder, {} where there is none.
-
-    Raises:
-        UserError: it is not JSON.
-    """
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{str(path)!r} is not JSON: {error}.") from None
-    return value if isinstance(value, dict) else {}
+def _read_config(path: Path) -> dict[str, Any]:
+    return read_object(path) if path.is_file() else {}
 
 
 def _masked(record: Record) -> Iterator[Sample | Dropped]:
@@ -284,18 +269,14 @@ def _ids(value: Any, name: str, where: str) -> list[int]:
 
 
 def _group(record: Record, prompt: Sequence[int]) -> str:
-    """What comes first in the conversation: all of its samples have it in common."""
+    """The first question of the conversation, which all of its samples have in common."""
     messages = record.data.get("messages", record.data.get("conversations"))
     if isinstance(messages, list):
-        asked = [m for m in messages if isinstance(m, Mapping)]
-        texts = [m.get("content", m.get("value")) for m in asked if _is_user(m)]
-        return json.dumps(texts[:1])
+        users = (m for m in messages if isinstance(m, Mapping))
+        users = (m for m in users if m.get("role", m.get("from")) in ("user", "human"))
+        return json.dumps([m.get("content", m.get("value")) for m in users][:1])
     text = record.data.get("prompt")
     return json.dumps([text]) if isinstance(text, str) else json.dumps(list(prompt))
-
-
-def _is_user(message: Mapping[str, Any]) -> bool:
-    return message.get("role", message.get("from")) in ("user", "human")
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:

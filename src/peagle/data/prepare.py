@@ -1,4 +1,4 @@
-"""Conversations and responses to tokenised training data: checked, cut, deduplicated, split."""
+"""Prepare training data: check, cut, deduplicate and split tokenised conversations."""
 
 from __future__ import annotations
 
@@ -14,24 +14,18 @@ from typing import Any
 
 import torch
 
+from peagle.data.dataset import check_tokenizer, read_data
+from peagle.data.readers import STORE_KEY, side_file
+from peagle.data.samples import Dropped, Sample, SampleMaker
 from peagle.errors import UserError
 from peagle.models.checkpoint.files import save_tensors
-from peagle.training.data import check_tokenizer, read_store
-from peagle.training.readers import (
-    STORE_KEY,
-    read_records,
-    read_side,
-    side_file,
-)
-from peagle.training.samples import Dropped, Sample, SampleMaker
 
-SUFFIXES = (".safetensors", ".jsonl")
 LEAST_RESPONSE = 2  # a shorter one has no token to draft
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What samples must fulfil.
+    """Limits that samples must keep.
 
     Attributes:
         vocab_size: of the target; ids end before it.
@@ -60,7 +54,7 @@ class Limits:
 
 @dataclass(slots=True)
 class PrepareSummary:
-    """What became of the records.
+    """Counts of what became of the records.
 
     Attributes:
         records: read.
@@ -100,13 +94,21 @@ class Collected:
     def add(self, sample: Sample) -> None:
         """Put a sample behind the others."""
         digest = hashlib.sha256(sample.group.encode()).digest()
-        self._add([*sample.prompt, *sample.response], len(sample.prompt), _number(digest))
+        number = int.from_bytes(digest[:8])
+        self._add([*sample.prompt, *sample.response], len(sample.prompt), number)
 
     def _add(self, ids: Sequence[int], prompt_len: int, hash: int) -> None:
         self.tokens.extend(ids)
         self.lens.append(len(ids))
         self.prompt_lens.append(prompt_len)
         self.hashes.append(hash)
+
+    def __iter__(self) -> Iterator[tuple[array[int], int, int]]:
+        """Token ids, length of the prompt, and hash of each sample."""
+        begin = 0
+        for length, prompt_len, hash in zip(self.lens, self.prompt_lens, self.hashes, strict=True):
+            yield self.tokens[begin : begin + length], prompt_len, hash
+            begin += length
 
     def split(self, share: float) -> tuple[Collected, Collected]:
         """Samples for training and for validation, the latter a share of the conversations.
@@ -129,11 +131,8 @@ class Collected:
             )
         limit = min(max(round(share * 2**64), least + 1), most)
         train, validation = Collected(), Collected()
-        begin = 0
-        for length, prompt_len, hash in zip(self.lens, self.prompt_lens, self.hashes, strict=True):
-            side = validation if hash < limit else train
-            side._add(self.tokens[begin : begin + length], prompt_len, hash)
-            begin += length
+        for ids, prompt_len, hash in self:
+            (validation if hash < limit else train)._add(ids, prompt_len, hash)
         return train, validation
 
     def write(self, path: Path, metadata: dict[str, Any]) -> None:
@@ -150,21 +149,14 @@ class Collected:
                 save_tensors(partial, tensors, {STORE_KEY: json.dumps(metadata)})
             else:
                 with partial.open("w", encoding="utf-8") as lines:
-                    lines.writelines(json.dumps(row) + "\n" for row in self._rows())
+                    for ids, size, _ in self:
+                        row = {"prompt_token_ids": ids[:size].tolist()}
+                        row["response_token_ids"] = ids[size:].tolist()
+                        lines.write(json.dumps(row) + "\n")
                 side_file(path).write_text(json.dumps(metadata, indent=2) + "\n")
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)
-
-    def _rows(self) -> Iterator[dict[str, list[int]]]:
-        begin = 0
-        for length, prompt_len in zip(self.lens, self.prompt_lens, strict=True):
-            middle, end = begin + prompt_len, begin + length
-            yield {
-                "prompt_token_ids": self.tokens[begin:middle].tolist(),
-                "response_token_ids": self.tokens[middle:end].tolist(),
-            }
-            begin = end
 
 
 def prepare(
@@ -175,15 +167,15 @@ def prepare(
     *,
     needs_thinking: bool = False,
 ) -> tuple[Collected, Collected, PrepareSummary]:
-    """Samples of files for training and for validation.
+    """Return the samples of files for training and for validation, and counts.
 
     Args:
-        sources: .jsonl, .parquet or .safetensors, or folders (`peagle.training.tables`).
+        sources: .jsonl, .parquet or .safetensors, or folders (`peagle.data.tables`).
         maker: makes samples of records.
         limits: what they must fulfil.
         fingerprint: of the tokenizer (`tokenizer_sha256`); files that name another are refused.
-        needs_thinking: refuse conversations, since their template has a thinking mode that nobody
-            chose.
+        needs_thinking: refuse conversations, because their template has a thinking mode and none
+            was chosen.
 
     Raises:
         UserError: a file is not usable or was made with another tokenizer, a token is outside the
@@ -192,17 +184,35 @@ def prepare(
     collected, report = Collected(), PrepareSummary()
     seen: set[bytes] = set()
     for source in sources:
-        for sample, where in _samples_of(source, maker, report, fingerprint, needs_thinking):
-            kept = _checked(sample, where, limits, report)
-            if kept is None:
-                continue
-            digest = _digest(kept)
-            if digest in seen:
-                report.duplicates += 1
-                continue
-            seen.add(digest)
-            report.truncated += len(kept.response) < len(sample.response)
-            collected.add(kept)
+        records, metadata = read_data(source)
+        check_tokenizer(source, metadata, fingerprint)
+        for record in records:
+            report.records += 1
+            if "prompt_token_ids" in record.data or "input_ids" in record.data:
+                if (
+                    "tokenizer_sha256" not in metadata
+                    and str(source) not in report.unknown_tokenizer
+                ):
+                    report.unknown_tokenizer.append(str(source))
+            elif needs_thinking and maker.renders(record):
+                raise UserError(
+                    f"{record.where} is a conversation, and the chat template has a thinking mode; "
+                    "say with --thinking or --no-thinking in which the head will serve."
+                )
+            for made in maker.samples(record):
+                kept = _within_limits(made, record.where, limits)
+                if isinstance(kept, Dropped):
+                    report.drop(kept, record.where)
+                    continue
+                assert isinstance(made, Sample)
+                ids = array("i", [len(kept.prompt), *kept.prompt, *kept.response])
+                digest = hashlib.sha256(ids.tobytes()).digest()[:16]
+                if digest in seen:
+                    report.duplicates += 1
+                    continue
+                seen.add(digest)
+                report.truncated += len(kept.response) < len(made.response)
+                collected.add(kept)
     train, validation = collected.split(limits.validation_share)
     report.samples, report.validation_samples = len(train.lens), len(validation.lens)
     report.tokens = len(train.tokens)
@@ -216,50 +226,14 @@ def prepare(
     return train, validation, report
 
 
-def _samples_of(
-    source: Path, maker: SampleMaker, report: PrepareSummary, fingerprint: str, needs_thinking: bool
-) -> Iterator[tuple[Sample, str]]:
-    if source.suffix == ".safetensors":
-        dataset, metadata = read_store(source)
-        check_tokenizer(source, metadata, fingerprint)
-        _note_unknown(source, metadata, report)
-        borders = dataset.start_loc.tolist()
-        for index, prompt_len in enumerate(dataset.prompt_lens.tolist()):
-            report.records += 1
-            ids = dataset.tokens[borders[index] : borders[index + 1]].tolist()
-            prompt = ids[:prompt_len]
-            where = f"{source}, sequence {index + 1}"
-            yield Sample(prompt, ids[prompt_len:], json.dumps(prompt)), where
-        return
-    metadata = read_side(source)
-    check_tokenizer(source, metadata, fingerprint)
-    for record in read_records(source):
-        report.records += 1
-        if "prompt_token_ids" in record.data or "input_ids" in record.data:
-            _note_unknown(source, metadata, report)
-        elif needs_thinking and maker.renders(record):
-            raise UserError(
-                f"{record.where} is a conversation, and the chat template has a thinking mode; say "
-                "with --thinking or --no-thinking in which the head will serve."
-            )
-        for made in maker.samples(record):
-            if isinstance(made, Dropped):
-                report.drop(made, record.where)
-            else:
-                yield made, record.where
-
-
-def _note_unknown(source: Path, metadata: dict[str, Any], report: PrepareSummary) -> None:
-    if "tokenizer_sha256" not in metadata and str(source) not in report.unknown_tokenizer:
-        report.unknown_tokenizer.append(str(source))
-
-
-def _checked(sample: Sample, where: str, limits: Limits, report: PrepareSummary) -> Sample | None:
-    """The sample within the length limit, None if it is dropped.
+def _within_limits(sample: Sample | Dropped, where: str, limits: Limits) -> Sample | Dropped:
+    """Cut a sample at the length limit, or say why it is left out.
 
     Raises:
         UserError: a token is outside the vocabulary.
     """
+    if isinstance(sample, Dropped):
+        return sample
     ids = sample.prompt + sample.response
     for token in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= token < limits.vocab_size:
@@ -267,26 +241,13 @@ def _checked(sample: Sample, where: str, limits: Limits, report: PrepareSummary)
                 f"{where} holds token id {token}; the target's vocabulary is 0 to "
                 f"{limits.vocab_size - 1}. The tokens must come from this target."
             )
-    reason = ""
     if not sample.prompt:
-        reason = "empty prompt"
-    elif len(sample.response) < LEAST_RESPONSE:
-        reason = f"response of less than {LEAST_RESPONSE} tokens"
-    elif len(ids) > limits.max_length and not limits.truncate:
-        reason = f"longer than {limits.max_length} tokens"
-    elif limits.max_length - len(sample.prompt) < LEAST_RESPONSE:
-        reason = f"prompt leaves no room for a response within {limits.max_length} tokens"
-    if reason:
-        report.drop(Dropped(reason), where)
-        return None
+        return Dropped("empty prompt")
+    if len(sample.response) < LEAST_RESPONSE:
+        return Dropped(f"response of less than {LEAST_RESPONSE} tokens")
+    if len(ids) > limits.max_length and not limits.truncate:
+        return Dropped(f"longer than {limits.max_length} tokens")
+    if limits.max_length - len(sample.prompt) < LEAST_RESPONSE:
+        return Dropped(f"prompt leaves no room for a response within {limits.max_length} tokens")
     response = sample.response[: limits.max_length - len(sample.prompt)]
     return Sample(sample.prompt, response, sample.group)
-
-
-def _digest(sample: Sample) -> bytes:
-    ids = array("i", [len(sample.prompt), *sample.prompt, *sample.response])
-    return hashlib.sha256(ids.tobytes()).digest()[:16]
-
-
-def _number(digest: bytes) -> int:
-    return int.from_bytes(digest[:8])

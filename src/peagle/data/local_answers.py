@@ -8,9 +8,9 @@ from pathlib import Path
 
 from peagle.chat import opens_thinking, render_chat, split_thinking
 from peagle.config import SamplingParams
+from peagle.data.regenerate import Ask, Failure, RegeneratedAnswer
 from peagle.errors import UserError
 from peagle.llm import LLM, RequestOutput
-from peagle.training.regenerate import Ask, Failure, RegeneratedAnswer
 
 
 class LocalAnswerer:
@@ -42,13 +42,13 @@ class LocalAnswerer:
         self._chat_template, self._thinking = chat_template, thinking
         if is_chat:
             self._render(({"role": "user", "content": "Hello"},))
-        # Some wait always, so that no place in the batch stays empty.
+        # Some questions always wait, so that no place in the batch stays empty.
         self._capacity = 2 * llm.engine.config.max_num_seqs
 
     def answers(
         self, take: Callable[[], Ask | None]
     ) -> Iterator[tuple[Ask, RegeneratedAnswer | Failure]]:
-        """Answers as they are finished; the engine always has enough to do."""
+        """Yield answers as they finish, and keep the engine's batch full."""
         requests = self.llm.requests
         under_way: dict[int, Ask] = {}
         number = 0
@@ -57,7 +57,7 @@ class LocalAnswerer:
                 while len(under_way) < self._capacity and (ask := take()) is not None:
                     number += 1
                     try:
-                        requests.add(number, self._prompt(ask), self._params(ask))
+                        requests.add(number, self._prompt(ask), replace(self.params, seed=ask.seed))
                     except UserError as error:
                         yield ask, Failure(str(error))
                     else:
@@ -82,9 +82,6 @@ class LocalAnswerer:
         if self.is_chat:
             return self._render(ask.messages)
         return self.llm.requests.encode(ask.messages[-1]["content"])
-
-    def _params(self, ask: Ask) -> SamplingParams:
-        return replace(self.params, seed=ask.seed)
 
     def _answer(self, output: RequestOutput) -> RegeneratedAnswer:
         reasoning, text = "", output.text

@@ -11,9 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from peagle.models.drafter import Drafter
-from peagle.models.target import TargetModel
-from peagle.training.batches import (
+from peagle.data.batches import (
     Batch,
     BatchStream,
     ValidationStream,
@@ -21,10 +19,12 @@ from peagle.training.batches import (
     make_batch,
     pack,
 )
+from peagle.data.dataset import ResponseDataset
+from peagle.data.features import TargetStates, target_states
+from peagle.models.drafter import Drafter
+from peagle.models.target import TargetModel
 from peagle.training.config import MethodSection
-from peagle.training.data import ResponseDataset
 from peagle.training.eagle3 import eagle3_graded
-from peagle.training.features import TargetStates, target_states
 from peagle.training.partition import PartitionLayout, two_pass_backward
 from peagle.training.training_methods import Graded, TrainingMethod
 from tests.conftest import byte_tokenizer, make_drafter

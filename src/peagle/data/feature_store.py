@@ -1,4 +1,4 @@
-"""Read what a store holds about a batch, as fast as the disk gives it.
+"""Read the stored states of a batch, as fast as the disk gives them.
 
 Shapes: B rows, N positions of a row, T positions, A aux states, H target width.
 """
@@ -13,11 +13,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from peagle.errors import UserError
-from peagle.models.target_facts import TargetFacts
-from peagle.training.batches import Batch
-from peagle.training.data import ResponseDataset
-from peagle.training.feature_format import (
+from peagle.data.batches import Batch
+from peagle.data.dataset import ResponseDataset
+from peagle.data.feature_format import (
     FACTS_KEY,
     HIDDEN_DTYPES,
     Index,
@@ -25,7 +23,9 @@ from peagle.training.feature_format import (
     dataset_sha256,
     num_graded,
 )
-from peagle.training.features import TargetStates
+from peagle.data.features import TargetStates
+from peagle.errors import UserError
+from peagle.models.target_facts import TargetFacts
 
 # float8 is read in pieces that stay in a core's cache.
 _FP8_ROWS = 64
@@ -33,39 +33,20 @@ _FP8_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
-    """The tensors of a shard, mapped from its file.
-
-    Attributes:
-        features_TA, hidden_UH: rows of all of its sequences.
-        scales_TA: of float8 features.
-    """
+    """The tensors of a shard, mapped from its file; float8 features have scales."""
 
     features_TA: Tensor
     hidden_UH: Tensor
     scales_TA: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """Where a sequence lies.
-
-    Attributes:
-        shard: its number.
-        features, hidden: its first rows there.
-    """
-
-    shard: int
-    features: int
-    hidden: int
-
-
 class FeatureStore:
     """The target's states of a dataset, from the folder that `peagle data features` wrote.
 
     Attributes:
-        facts: what it is of.
-        features_dtype: of what is read: bfloat16, also where float8 is stored, or float32.
-        hidden_dtype: the same.
+        facts: of the store.
+        features_dtype, hidden_dtype: of the tensors that `states` gives: bfloat16, also where
+            float8 is stored, or float32.
     """
 
     def __init__(
@@ -78,15 +59,16 @@ class FeatureStore:
         self._lens = dataset.start_loc.diff().tolist()
         self._prompt_lens = dataset.prompt_lens.tolist()
         self._num_graded = num_graded(dataset).tolist()
-        self._shards: list[_Shard] = []
-        self._stored: list[_Stored | None] = [None] * len(dataset)
+        # The shard of each sequence, and its first rows of features and hidden states there.
+        self._places: dict[int, tuple[_Shard, int, int]] = {}
         for entry in index.shards:
             self._map(folder / entry.file)
-        if None in self._stored:
-            raise UserError(
-                f"The stored features {str(folder)!r} lack sequence {self._stored.index(None)}. "
-                "Make the store again."
-            )
+        for sequence in range(len(dataset)):
+            if sequence not in self._places:
+                raise UserError(
+                    f"The stored features {str(folder)!r} lack sequence {sequence}. Make the store "
+                    "again."
+                )
         values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
         self._fp8_values = values.float()
 
@@ -126,7 +108,7 @@ class FeatureStore:
         return cls(folder, index, dataset, pin_memory=pin_memory)
 
     def states(self, batch: Batch) -> TargetStates:
-        """What the target says about a batch, on the host.
+        """Return the target's states of a batch, on the host.
 
         Features of every position, hidden states of those that grade an element; zeros elsewhere.
 
@@ -137,42 +119,51 @@ class FeatureStore:
             UserError: what was read holds NaN.
         """
         rows, length = batch.tokens_BN.shape
-        width = self.facts.num_aux * self.facts.hidden_size
-        features = _Canvas(rows, length, width, self.features_dtype, pin_memory=self._pin_memory)
-        hidden = _Canvas(
-            rows, length, self.facts.hidden_size, self.hidden_dtype, pin_memory=self._pin_memory
-        )
-        for place in sorted(batch.places, key=lambda place: (place.row, place.start)):
-            index, first = place.sequence, self._prompt_lens[place.sequence]
+        features = self._empty(rows * length, self.facts.num_aux * self.facts.hidden_size)
+        hidden = self._empty(rows * length, self.facts.hidden_size)
+        is_empty, is_ungraded = torch.ones(2, rows * length, dtype=torch.bool)
+        for place in batch.places:
+            index, prompt_len = place.sequence, self._prompt_lens[place.sequence]
             assert place.length <= self._lens[index], "the batch is of another dataset"
-            count = max(0, min(self._num_graded[index], place.length - first))
-            read = features.take(place.row, place.start, place.length)
-            self._read_features(index, read)
-            graded = hidden.take(place.row, place.start + first, count)
-            self._read_hidden(index, graded)
+            begin = place.row * length + place.start
+            at = slice(begin, begin + place.length)
+            self._read_features(index, features[at])
+            is_empty[at] = False
+            count = max(0, min(self._num_graded[index], place.length - prompt_len))
+            graded = slice(begin + prompt_len, begin + prompt_len + count)
+            shard, _, first = self._places[index]
+            hidden[graded] = shard.hidden_UH[first : first + count]
+            is_ungraded[graded] = False
             # A sum is NaN or infinite if one of its terms is, and fast.
-            if not math.isfinite(float(read.sum()) + float(graded.sum())):
-                self._refuse_broken(index)
-        return TargetStates(features.done(), hidden.done())
+            if not math.isfinite(float(features[at].sum()) + float(hidden[graded].sum())):
+                raise UserError(
+                    f"The stored features {str(self.folder)!r} of sequence {index} hold NaN or "
+                    "infinite values, which were not written so. `peagle data features` with "
+                    "--verify finds the shard."
+                )
+        # Memory is written once: most of it is filled with what is read.
+        features[is_empty] = 0
+        hidden[is_ungraded] = 0
+        return TargetStates(features.view(rows, length, -1), hidden.view(rows, length, -1))
+
+    def _empty(self, positions: int, width: int) -> Tensor:
+        options = {"dtype": self.features_dtype, "pin_memory": self._pin_memory}
+        return torch.empty(positions, width, **options)
 
     def features_of(self, sequence: int) -> Tensor:
-        """The features of a whole sequence, [T, A * H]."""
+        """Return the features of a whole sequence, [T, A * H]."""
         width = self.facts.num_aux * self.facts.hidden_size
         out_TA = torch.empty(self._lens[sequence], width, dtype=self.features_dtype)
         self._read_features(sequence, out_TA)
         return out_TA
 
     def _read_features(self, sequence: int, out_TA: Tensor) -> None:
-        shard, stored = self._at(sequence)
-        rows = slice(stored.features, stored.features + len(out_TA))
+        shard, begin, _ = self._places[sequence]
+        rows = slice(begin, begin + len(out_TA))
         if shard.scales_TA is None:
             out_TA.copy_(shard.features_TA[rows])
         else:
             self._dequantize(shard.features_TA[rows], shard.scales_TA[rows], out_TA)
-
-    def _read_hidden(self, sequence: int, out_UH: Tensor) -> None:
-        shard, stored = self._at(sequence)
-        out_UH.copy_(shard.hidden_UH[stored.hidden : stored.hidden + len(out_UH)])
 
     def _dequantize(self, values_TA: Tensor, scales_TA: Tensor, out_TA: Tensor) -> None:
         codes_TA, num_aux = values_TA.view(torch.uint8), scales_TA.shape[1]
@@ -183,11 +174,6 @@ class FeatureStore:
             states_TAH = flat.view(-1, num_aux, self.facts.hidden_size)
             states_TAH *= scales_TA[rows].unsqueeze(-1)
             out_TA[rows] = states_TAH.flatten(1)
-
-    def _at(self, sequence: int) -> tuple[_Shard, _Stored]:
-        stored = self._stored[sequence]
-        assert stored is not None
-        return self._shards[stored.shard], stored
 
     def _map(self, path: Path) -> None:
         """Add a shard; its tensors are read when they are used."""
@@ -204,47 +190,11 @@ class FeatureStore:
             raise UserError(f"{str(path)!r} belongs to another store of features.")
         features = hidden = 0
         for sequence in sequences:
-            self._stored[sequence] = _Stored(len(self._shards), features, hidden)
+            self._places[sequence] = (shard, features, hidden)
             features += self._lens[sequence]
             hidden += self._num_graded[sequence]
         if (features, hidden) != (len(shard.features_TA), len(shard.hidden_UH)):
             raise UserError(f"{str(path)!r} is damaged: its rows are not those of its sequences.")
-        self._shards.append(shard)
-
-    def _refuse_broken(self, sequence: int) -> None:
-        raise UserError(
-            f"The stored features {str(self.folder)!r} of sequence {sequence} hold NaN or infinite "
-            "values, which were not written so. `peagle data features` with --verify finds the "
-            "shard."
-        )
-
-
-class _Canvas:
-    """Rows that are filled from left to right; what is left out is zero.
-
-    Memory is written once: most of it is filled with what is read.
-    """
-
-    def __init__(
-        self, rows: int, length: int, width: int, dtype: torch.dtype, *, pin_memory: bool
-    ) -> None:
-        self._shape = rows, length, width
-        self._flat = torch.empty(rows * length, width, dtype=dtype, pin_memory=pin_memory)
-        self._end = 0
-
-    def take(self, row: int, start: int, length: int) -> Tensor:
-        """The next positions to fill, [length, width]."""
-        begin = row * self._shape[1] + start
-        assert length == 0 or begin >= self._end, "places do not overlap"
-        if length:
-            self._flat[self._end : begin].zero_()
-            self._end = begin + length
-        return self._flat[begin : begin + length]
-
-    def done(self) -> Tensor:
-        """Everything, [rows, length, width]."""
-        self._flat[self._end :].zero_()
-        return self._flat.view(self._shape)
 
 
 def _check(

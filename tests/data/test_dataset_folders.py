@@ -20,14 +20,15 @@ import torch
 from safetensors.torch import save_file
 
 from peagle.cli.main import run
+from peagle.data.inspect import Inspection, inspect_data
+from peagle.data.prepare import Limits, prepare
+from peagle.data.readers import Record, dialogue_of, messages_of, read_records, side_file
+from peagle.data.samples import SampleMaker
+from peagle.data.tables import parts_of, sha256_of_table, split_of
 from peagle.errors import UserError
-from peagle.training.inspect import Inspection, inspect_data
-from peagle.training.prepare import Limits, prepare
-from peagle.training.provenance import sha256_of
-from peagle.training.readers import Record, dialogue_of, messages_of, read_records, side_file
-from peagle.training.samples import SampleMaker
-from peagle.training.tables import parts_of, sha256_of_table, split_of
+from peagle.model_folder import sha256_of
 from tests.conftest import VOCAB_SIZE, byte_tokenizer
+from tests.data.files import write
 
 CHAT = [{"role": "user", "content": "q?"}, {"role": "assistant", "content": "yes é"}]
 ROWS = [
@@ -40,11 +41,6 @@ IDS = [{"prompt_token_ids": [1, i], "response_token_ids": [2, 3, i]} for i in ra
 
 def data_of(path: Path) -> list[dict[str, Any]]:
     return [dict(record.data) for record in read_records(path)]
-
-
-def write_lines(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
 
 
 def look(path: Path, **options: Any) -> Inspection:
@@ -121,16 +117,13 @@ def test_places_that_hold_no_table(
         read_records(split_of(folder / place, split))
 
 
-@pytest.mark.parametrize(
-    ("name", "package"),
-    [("a/state.json", "datasets"), ("a/x.parquet", "pyarrow"), ("a.parquet", "pyarrow")],
-)
+@pytest.mark.parametrize("name", ["a/state.json", "a/x.parquet", "a.parquet"])
 def test_a_missing_package_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, package: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setitem(sys.modules, "datasets", None)
     place = touch(tmp_path, name) / Path(name).parts[0]
-    with pytest.raises(UserError, match=rf"needs {package}, .*-m pip install .*\[train\]'"):
+    with pytest.raises(UserError, match=r"needs datasets, .*-m pip install .*\[train\]'"):
         list(read_records(place))
 
 
@@ -184,7 +177,7 @@ def test_what_stands_beside_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert side_file(Path(".")) == wanted
     assert side_file(Path("..")) == tmp_path.parent / f"{tmp_path.name}.meta.json"
     assert side_file(Path("/")) == Path("/.meta.json")
-    write_lines(tmp_path / "a" / "x", [])
+    write(tmp_path / "a" / "x")
     with pytest.raises(UserError, match="is no data"):
         prepare([Path(".")], SampleMaker(None), Limits(VOCAB_SIZE), "f")
 
@@ -243,7 +236,7 @@ def test_whole_surrogate_pairs_are_text(tmp_path: Path) -> None:
 
 
 def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_lines(tmp_path / "a.jsonl", ROWS)
+    path = write(tmp_path / "a.jsonl", *ROWS)
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise PermissionError(13, "Permission denied")
@@ -258,12 +251,12 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_data_of_which_nothing_is_supervised(tmp_path: Path) -> None:
     masked = {"input_ids": [1, 2, 3], "loss_mask": [0, 0, 0]}
-    path = write_lines(tmp_path / "a.jsonl", [masked, masked])
+    path = write(tmp_path / "a.jsonl", masked, masked)
     with pytest.raises(UserError, match="holds no sequence: 2 × nothing is supervised"):
         look(path)
     with pytest.raises(UserError, match=r"None of 2 records .* 2 × nothing is supervised"):
         prepare([path], SampleMaker(None), Limits(VOCAB_SIZE), "f")
-    found = look(write_lines(tmp_path / "b.jsonl", [masked, masked | {"loss_mask": [0, 1, 1]}]))
+    found = look(write(tmp_path / "b.jsonl", masked, masked | {"loss_mask": [0, 1, 1]}))
     assert (found.samples, found.supervised) == (1, 2)
     assert found.dropped == {"nothing is supervised": 1}
 
@@ -284,7 +277,7 @@ def test_a_store_of_prompts_alone(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_tokenizers_are_not_mixed(tmp_path: Path) -> None:
     """One file is of the target's tokenizer, another is not; text takes any."""
-    files = [write_lines(tmp_path / f"{name}.jsonl", IDS) for name in "abc"]
+    files = [write(tmp_path / f"{name}.jsonl", *IDS) for name in "abc"]
     for file, fingerprint in zip(files, ("ours", "theirs", None), strict=True):
         if fingerprint is not None:
             side_file(file).write_text(json.dumps({"tokenizer_sha256": fingerprint}))
@@ -295,23 +288,6 @@ def test_tokenizers_are_not_mixed(tmp_path: Path) -> None:
     assert report.unknown_tokenizer == [str(files[2])] and report.duplicates == len(IDS)
     with pytest.raises(UserError, match="another tokenizer"):
         look(files[1], fingerprint="ours")
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.safetensors", "a.parquet"])
-def test_empty_files(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if name.endswith("parquet"):
-        pytest.importorskip("pyarrow")
-    path = touch(tmp_path, name) / name
-    assert run(["data", "inspect", str(path)]) == 2
-    told = capsys.readouterr()
-    assert told.out == "" and str(path) in told.err
-    assert ("holds no sequence" in told.err) != ("not a whole" in told.err)
-
-
-def test_text_shows_values_of_any_type() -> None:
-    odd = {"text": datetime.datetime(2026, 1, 2), "id": 1}
-    with pytest.raises(UserError, match=r"expected \{.*2026-01-02"):
-        dialogue_of(Record(odd, 1, "a"))
 
 
 # ---- Parquet --------------------------------------------------------------------------------
@@ -390,7 +366,7 @@ def datasets() -> Any:
 
 def test_a_saved_dataset_is_read_as_its_lines(tmp_path: Path, datasets: Any) -> None:
     datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
-    lines = write_lines(tmp_path / "a.jsonl", ROWS)
+    lines = write(tmp_path / "a.jsonl", *ROWS)
     assert data_of(tmp_path / "one") == data_of(lines) == ROWS
     assert [one.where for one in read_records(tmp_path / "one")][1] == f"{tmp_path}/one, row 2"
     wanted = [dialogue_of(one) for one in read_records(lines)]
@@ -417,6 +393,17 @@ def test_the_format_in_which_it_was_shown_does_not_matter(tmp_path: Path, datase
     saved.set_format("torch", columns=["response_token_ids"])
     saved.save_to_disk(tmp_path / "a")
     assert data_of(tmp_path / "a") == IDS
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.safetensors", "a.parquet", "saved"])
+def test_data_without_rows(tmp_path: Path, datasets: Any, name: str) -> None:
+    path = tmp_path / name
+    if name == "saved":
+        datasets.Dataset.from_list(ROWS).select([]).save_to_disk(path)
+    else:
+        path.write_bytes(b"")
+    with pytest.raises(UserError, match=f"{name}' (holds no sequence|is not a whole)"):
+        look(path)
 
 
 def test_columns_of_kinds_that_datasets_has(tmp_path: Path, datasets: Any) -> None:
@@ -491,14 +478,6 @@ def test_a_saved_dataset_that_is_damaged(
     harm(next((tmp_path / "a").glob(pattern)))
     with pytest.raises(UserError, match=r"is not a whole dataset .* Save it again"):
         data_of(tmp_path / "a")
-
-
-def test_a_saved_dataset_without_rows(tmp_path: Path, datasets: Any) -> None:
-    datasets.Dataset.from_list(ROWS).select([]).save_to_disk(tmp_path / "a")
-    with pytest.raises(UserError, match="holds no sequence"):
-        look(tmp_path / "a")
-    with pytest.raises(UserError, match="the files are empty"):
-        prepare([tmp_path / "a"], SampleMaker(None), Limits(VOCAB_SIZE), "f")
 
 
 def test_a_saved_dataset_is_not_read_at_once(tmp_path: Path, datasets: Any) -> None:

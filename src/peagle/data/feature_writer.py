@@ -1,4 +1,4 @@
-"""Write what the frozen target says about a dataset into a store, shard by shard.
+"""Write the frozen target's states of a dataset into a store, shard by shard.
 
 Every shard appears whole or not at all, so a run that was killed goes on after the last whole one.
 
@@ -8,26 +8,25 @@ H target width.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from peagle.engine.memory_plan import size_text
-from peagle.errors import UserError
-from peagle.models.checkpoint import write_json
-from peagle.models.target import TargetModel
-from peagle.training.batches import Batch, make_batch
-from peagle.training.data import ResponseDataset
-from peagle.training.feature_files import PART_SUFFIX, Background, PartialFile, locked
-from peagle.training.feature_format import (
+from peagle.data.batches import Batch, make_batch
+from peagle.data.dataset import ResponseDataset
+from peagle.data.feature_format import (
     FACTS_KEY,
     FEATURE_DTYPES,
     HIDDEN_DTYPES,
@@ -38,22 +37,20 @@ from peagle.training.feature_format import (
     StoreFacts,
     plan_shards,
 )
-from peagle.training.features import TargetStates, target_states
-from peagle.training.provenance import sha256_of
-from peagle.training.tensor_maps import moved
+from peagle.data.features import TargetStates, target_states
+from peagle.engine.memory_plan import size_text
+from peagle.errors import UserError
+from peagle.model_folder import sha256_of
+from peagle.models.checkpoint import write_json
+from peagle.models.target import TargetModel
 
+_PART_SUFFIX = ".part"
 _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
 @dataclass(frozen=True, slots=True)
 class DiskNeed:
-    """Bytes of a store.
-
-    Attributes:
-        total: of the whole store, exactly.
-        missing: of what is still to be written.
-        free: of the disk, where it will lie.
-    """
+    """Bytes of the whole store (exactly), of its missing shards, and of free space on its disk."""
 
     total: int
     missing: int
@@ -62,7 +59,7 @@ class DiskNeed:
 
 @dataclass(slots=True)
 class FeatureProgress:
-    """How far a run is.
+    """State of a run.
 
     Attributes:
         shards, num_shards: whole ones, and all.
@@ -77,13 +74,68 @@ class FeatureProgress:
     seconds: float = 0.0
 
 
+class ShardFile:
+    """A shard that is being written, beside its place."""
+
+    def __init__(self, folder: Path, plan: ShardPlan) -> None:
+        self.path, self._layout = folder / plan.file, plan.layout
+        self._part = folder / (plan.file + _PART_SUFFIX)
+        self._file = self._part.open("wb")
+        self._file.write(self._layout.header)
+        self._at = dict(self._layout.begins)
+
+    def put(self, tensors: Mapping[str, Tensor]) -> None:
+        """Add rows to each tensor, after those that were put before."""
+        for name, value in tensors.items():
+            raw = value.contiguous().view(torch.uint8).numpy()
+            self._file.seek(self._at[name])
+            self._file.write(raw.data)
+            self._at[name] += raw.nbytes
+
+    def finish(self) -> str:
+        """Move the whole file to its place, and return its SHA-256."""
+        self._file.close()
+        ends = [*sorted(self._layout.begins.values())[1:], self._layout.size]
+        assert sorted(self._at.values()) == ends, "every row was put"
+        digest = sha256_of(self._part)
+        os.replace(self._part, self.path)
+        return digest
+
+    def abort(self) -> None:
+        """Remove the unfinished file."""
+        with suppress(OSError):  # buffered bytes may not fit on the disk
+            self._file.close()
+        self._part.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep a folder, made if need be, for this process alone.
+
+    Raises:
+        UserError: another process has it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise UserError(
+            f"Another process is writing {str(folder)!r}; wait for it, or choose another output."
+        ) from None
+    else:
+        yield
+    finally:
+        os.close(descriptor)
+
+
 class FeatureWriter:
-    """Writes a store, or what one lacks.
+    """Writes a store, or the missing shards of one.
 
     Args:
         folder: of the store; a new one, or one that was begun with the same facts.
         dataset: the sequences.
-        facts: what is stored.
+        facts: of the store.
 
     Raises:
         UserError: the folder holds something else, a store of other facts, or a damaged one.
@@ -99,19 +151,19 @@ class FeatureWriter:
 
     @property
     def missing(self) -> list[ShardPlan]:
-        """Shards that are not there."""
+        """Shards that are still to be written."""
         return [plan for plan in self.plans if plan.number not in self._entries]
 
     def need(self) -> DiskNeed:
-        """What the store takes on the disk."""
+        """Compute the space that the store takes on the disk."""
         shards = sum(plan.layout.size for plan in self.plans)
-        # Digests are of one length, so the index is known but for their values.
-        entries = (ShardEntry(p.file, p.layout.size, "0" * 64) for p in self.plans)
-        index = len(json.dumps(self._index(tuple(entries)).to_json(), indent=2)) + 1
+        # All digests have one length, so the size of the index is known before their values.
+        entries = [ShardEntry(p.file, p.layout.size, "0" * 64) for p in self.plans]
+        index = len(json.dumps(self._index(entries).to_json(), indent=2)) + 1
         missing = sum(plan.layout.size for plan in self.missing)
         place = next(p for p in (self.folder, *self.folder.absolute().parents) if p.exists())
-        leftover = sum(part.stat().st_size for part in self._leftovers())
-        free = shutil.disk_usage(place).free + leftover
+        parts = self.folder.glob(f"features-*{_PART_SUFFIX}")  # a killed run left them
+        free = shutil.disk_usage(place).free + sum(part.stat().st_size for part in parts)
         return DiskNeed(shards + index, missing, free)
 
     def check_disk(self, max_bytes: int | None = None) -> DiskNeed:
@@ -135,7 +187,7 @@ class FeatureWriter:
         return need
 
     def verify(self) -> None:
-        """Read all shards that are there, and compare with the index.
+        """Read all shards that are there, and compare them with the index.
 
         Raises:
             UserError: naming the first that was altered.
@@ -175,10 +227,11 @@ class FeatureWriter:
         try:
             with locked(self.folder), ThreadPoolExecutor(1, "peagle-features") as thread:
                 self._write_index()
-                background = Background(thread)
+                pending: Future[None] | None = None
                 for plan in missing:
-                    self._write_shard(plan, target, batch_tokens, background, count)
-                background.wait()
+                    pending = self._write_shard(plan, target, batch_tokens, thread, pending, count)
+                if pending is not None:
+                    pending.result()
         except OSError as error:
             raise UserError(
                 f"The features {str(self.folder)!r} could not be written: {error}. Whole shards "
@@ -192,26 +245,37 @@ class FeatureWriter:
         plan: ShardPlan,
         target: TargetModel,
         batch_tokens: int,
-        background: Background,
+        thread: ThreadPoolExecutor,
+        pending: Future[None] | None,
         count: Callable[[int], None],
-    ) -> None:
-        """Compute a shard while another thread writes what was computed before."""
-        shard = PartialFile(self.folder / plan.file, plan.layout)
+    ) -> Future[None]:
+        """Compute a shard while another thread, with one job at a time, writes the last batch."""
+        shard = ShardFile(self.folder, plan)
+
+        def submit(job: Callable[..., None], *arguments: Any) -> Future[None]:
+            if pending is not None:
+                pending.result()  # raises the error of a failed job
+            return thread.submit(job, *arguments)
+
         try:
-            background.run(shard.put, {"sequences": plan.sequences})
+            pending = submit(shard.put, {"sequences": plan.sequences})
             for group in _batches_of(plan, self._lens, batch_tokens):
                 rows = [[sequence] for sequence in group]
                 batch = make_batch(self.dataset, rows, int(self._lens[group].max()))
-                batch = moved(batch, target.device)
-                background.run(shard.put, self._encoded(batch, target_states(target, batch)))
+                batch = replace(
+                    batch,
+                    tokens_BN=batch.tokens_BN.to(target.device),
+                    documents_BN=batch.documents_BN.to(target.device),
+                )
+                pending = submit(shard.put, self._encode(batch, target_states(target, batch)))
                 count(batch.num_tokens)
-            background.run(self._finish, plan, shard)
+            return submit(self._finish, plan, shard)
         except BaseException:
-            background.stop()
+            wait([pending] if pending is not None else [])
             shard.abort()
             raise
 
-    def _finish(self, plan: ShardPlan, shard: PartialFile) -> None:
+    def _finish(self, plan: ShardPlan, shard: ShardFile) -> None:
         try:
             digest = shard.finish()
         except BaseException:
@@ -220,45 +284,37 @@ class FeatureWriter:
         self._entries[plan.number] = ShardEntry(plan.file, plan.layout.size, digest)
         self._write_index()
 
-    def _encoded(self, batch: Batch, states: TargetStates) -> dict[str, Tensor]:
-        """What is stored of a batch, on the host."""
+    def _encode(self, batch: Batch, states: TargetStates) -> dict[str, Tensor]:
+        """Return the stored tensors of a batch, on the host."""
         position_N = torch.arange(batch.tokens_BN.shape[1], device=batch.tokens_BN.device)
         chosen = [place.sequence for place in batch.places]
         borders = (self.dataset.prompt_lens[chosen], self._lens[chosen] - 1)
         first_B1, end_B1 = (x.to(position_N.device).unsqueeze(1) for x in borders)
         graded_BN = (position_N >= first_B1) & (position_N < end_B1)
-        features_TA = states.features_BNA[batch.documents_BN >= 0]
+        real_BN = batch.documents_BN >= 0
+        features_TA = states.features_BNA[real_BN]
         hidden_UH = states.hidden_BNH[graded_BN].to(HIDDEN_DTYPES[self.facts.dtype])
         if self.facts.dtype == "fp8":
             features_TA, scales_TA = quantize(features_TA, self.facts.num_aux)
             stored = {"features": features_TA, "scales": scales_TA, "hidden": hidden_UH}
-            checked_T = scales_TA.sum(-1)
+            sum_T = scales_TA.sum(-1)
         else:
             features_TA = features_TA.to(FEATURE_DTYPES[self.facts.dtype])
             stored = {"features": features_TA, "hidden": hidden_UH}
-            checked_T = features_TA.sum(-1)
-        checked_U = hidden_UH.sum(-1)
-        if not bool(checked_T.isfinite().all() & checked_U.isfinite().all()):
-            self._refuse_broken(batch, checked_T, checked_U, graded_BN)
+            sum_T = features_TA.sum(-1)
+        finite_T, finite_U = sum_T.isfinite(), hidden_UH.sum(-1).isfinite()
+        if not bool(finite_T.all() & finite_U.all()):
+            broken = (real_BN.nonzero()[~finite_T], graded_BN.nonzero()[~finite_U])
+            row, position = torch.cat(broken)[0].tolist()
+            raise UserError(
+                f"The target's states of sequence {batch.places[row].sequence} (from 0) hold NaN "
+                f"or infinite values at position {position}. Its weights are damaged, or "
+                f"{self.facts.target_dtype} is too narrow for them: try another --target-dtype."
+            )
         return {name: value.cpu() for name, value in stored.items()}
 
-    def _refuse_broken(
-        self, batch: Batch, checked_T: Tensor, checked_U: Tensor, graded_BN: Tensor
-    ) -> None:
-        rows_T = (batch.documents_BN >= 0).nonzero()[~checked_T.isfinite()]
-        rows_U = graded_BN.nonzero()[~checked_U.isfinite()]
-        row, position = torch.cat((rows_T, rows_U))[0].tolist()
-        raise UserError(
-            f"The target's states of sequence {batch.places[row].sequence} (from 0) hold NaN or "
-            f"infinite values at position {position}. Its weights are damaged, or "
-            f"{self.facts.target_dtype} is too narrow for them: try another --target-dtype."
-        )
-
-    # ---- what is there ----------------------------------------------------------------------
-
     def _find_whole(self) -> None:
-        index = self.folder / INDEX_NAME
-        if not index.is_file():
+        if not (self.folder / INDEX_NAME).is_file():
             if not self.folder.is_dir() or any(self.folder.iterdir()):
                 raise UserError(
                     f"{str(self.folder)!r} is there already and holds no stored features; choose "
@@ -274,15 +330,14 @@ class FeatureWriter:
         entries = {entry.file: entry for entry in found.shards}
         for plan in self.plans:
             path, entry = self.folder / plan.file, entries.get(plan.file)
-            if not path.exists():
-                continue
-            if entry is None:
-                entry = self._unlisted(path, plan)
-            entry.check(self.folder)
-            self._entries[plan.number] = entry
+            if path.exists():
+                if entry is None:
+                    entry = self._unlisted(path, plan)
+                entry.check(self.folder)
+                self._entries[plan.number] = entry
 
     def _unlisted(self, path: Path, plan: ShardPlan) -> ShardEntry:
-        """A shard that was put in its place just before the run was killed."""
+        """The entry of a shard that was finished just before the run was killed."""
         try:
             with safe_open(path, framework="pt") as reader:
                 is_ours = (reader.metadata() or {}).get(FACTS_KEY) == self.facts.sha256
@@ -294,14 +349,11 @@ class FeatureWriter:
             )
         return ShardEntry(plan.file, plan.layout.size, sha256_of(path))
 
-    def _leftovers(self) -> Iterator[Path]:
-        return self.folder.glob(f"features-*{PART_SUFFIX}")
-
-    def _index(self, entries: tuple[ShardEntry, ...]) -> Index:
-        return Index(self.facts, len(self.plans), entries)
+    def _index(self, entries: list[ShardEntry]) -> Index:
+        return Index(self.facts, len(self.plans), tuple(entries))
 
     def _write_index(self) -> None:
-        entries = tuple(entry for _, entry in sorted(self._entries.items()))
+        entries = [entry for _, entry in sorted(self._entries.items())]
         write_json(self.folder / INDEX_NAME, self._index(entries).to_json())
 
 

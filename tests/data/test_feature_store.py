@@ -13,27 +13,17 @@ import torch
 from torch import Tensor
 
 from peagle.attention.torch_backend import DenseCausalAttention
+from peagle.data.batches import Batch, Place, make_batch
+from peagle.data.dataset import ResponseDataset
+from peagle.data.feature_format import INDEX_NAME, Index, StoredDtype, StoreFacts
+from peagle.data.feature_store import FeatureStore
+from peagle.data.feature_writer import FeatureWriter, quantize
+from peagle.data.features import target_states
 from peagle.errors import UserError
 from peagle.models.target import TargetModel
 from peagle.models.target_ends import TargetEnds
-from peagle.training.batches import Batch, Place, make_batch
-from peagle.training.data import ResponseDataset
-from peagle.training.feature_format import INDEX_NAME, Index, StoredDtype, StoreFacts
-from peagle.training.feature_store import FeatureStore
-from peagle.training.feature_writer import FeatureWriter, quantize
-from peagle.training.features import target_states
 from tests.conftest import make_target_folder
-from tests.training.stores import AUX, SMALL, H, files_of, make_dataset, writer_of, written
-
-
-@pytest.fixture
-def dataset() -> ResponseDataset:
-    return make_dataset()
-
-
-@pytest.fixture(scope="module")
-def model(target_folder: Path) -> TargetModel:
-    return TargetModel.load(target_folder, dtype=torch.float32)
+from tests.data.stores import AUX, SMALL, H, files_of, make_dataset, writer_of, written
 
 
 @pytest.fixture
@@ -195,16 +185,6 @@ def test_float8_is_within_the_bound_of_its_format() -> None:
         assert not bool(quantize(x, 3)[1].isfinite()[7, 0])
 
 
-def test_float8_features_take_half_the_space(
-    tmp_path: Path, dataset: ResponseDataset, model: TargetModel
-) -> None:
-    sizes = {
-        dtype: StoreFacts.of(dataset, model, AUX, dtype, "float32").position_bytes
-        for dtype in ("fp32", "bf16", "fp8")
-    }
-    assert sizes == {"fp32": 4 * 96, "bf16": 2 * 96, "fp8": 96 + 4 * 3}
-
-
 # ---- what does not belong together ----------------------------------------------------------
 
 
@@ -223,8 +203,8 @@ def test_other_data_is_refused(
             writer_of(tmp_path, other, model)
 
 
-def test_another_target_is_refused(
-    tmp_path: Path, dataset: ResponseDataset, model: TargetModel
+def test_another_target_is_refused_and_another_name_is_not(
+    tmp_path: Path, dataset: ResponseDataset, model: TargetModel, target_folder: Path
 ) -> None:
     written(tmp_path / "store", dataset, model)
     other = TargetEnds.load(make_target_folder(tmp_path / "other", seed=1))
@@ -232,15 +212,15 @@ def test_another_target_is_refused(
         FeatureStore.open(tmp_path / "store", dataset, other, AUX)
     with pytest.raises(UserError, match="of other things: target lm_head_sha256 '"):
         writer_of(tmp_path / "store", dataset, other)
-
-
-def test_the_name_of_the_target_does_not_count(
-    tmp_path: Path, dataset: ResponseDataset, model: TargetModel, target_folder: Path
-) -> None:
-    written(tmp_path / "store", dataset, model)
-    copy = TargetEnds.load(Path(shutil.copytree(target_folder, tmp_path / "renamed")))
-    FeatureStore.open(tmp_path / "store", dataset, copy, AUX)
-    assert not writer_of(tmp_path / "store", dataset, copy).missing
+    renamed = TargetEnds.load(Path(shutil.copytree(target_folder, tmp_path / "renamed")))
+    FeatureStore.open(tmp_path / "store", dataset, renamed, AUX)
+    assert not writer_of(tmp_path / "store", dataset, renamed).missing
+    (tmp_path / "notes").write_text("mine")
+    for place in (tmp_path, tmp_path / "notes"):
+        with pytest.raises(UserError, match="is there already and holds no stored features"):
+            writer_of(place, dataset, model)
+    with pytest.raises(UserError, match=f"holds no stored features \\({INDEX_NAME} is not there"):
+        FeatureStore.open(tmp_path, dataset, model, AUX)
 
 
 def test_other_layers_types_and_sizes_are_refused(
@@ -260,17 +240,6 @@ def test_other_layers_types_and_sizes_are_refused(
     facts = StoreFacts.of(dataset, model, AUX, "bf16", "float16", SMALL)
     with pytest.raises(UserError, match="target_dtype 'float32', not 'float16'"):
         FeatureWriter(tmp_path, dataset, facts)
-
-
-def test_folders_of_other_things_are_left_alone(
-    tmp_path: Path, dataset: ResponseDataset, model: TargetModel
-) -> None:
-    (tmp_path / "notes").write_text("mine")
-    for place in (tmp_path, tmp_path / "notes"):
-        with pytest.raises(UserError, match="is there already and holds no stored features"):
-            writer_of(place, dataset, model)
-    with pytest.raises(UserError, match=f"holds no stored features \\({INDEX_NAME} is not there"):
-        FeatureStore.open(tmp_path, dataset, model, AUX)
 
 
 def test_shards_of_another_store_are_refused(

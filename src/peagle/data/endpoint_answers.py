@@ -12,8 +12,8 @@ from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
 from urllib.parse import urlsplit
 
+from peagle.data.regenerate import Ask, Failure, RegeneratedAnswer
 from peagle.errors import UserError
-from peagle.training.regenerate import Ask, Failure, RegeneratedAnswer
 
 KEY_VARIABLE = "PEAGLE_API_KEY"
 _MAX_BYTES = 64 << 20

@@ -10,15 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from peagle.data.dataset import ResponseDataset
+from peagle.data.prepare import Limits, PrepareSummary, prepare
+from peagle.data.readers import Record, read_side
+from peagle.data.samples import Dropped, Sample, SampleMaker
 from peagle.errors import UserError
-from peagle.training.data import ResponseDataset, read_store
-from peagle.training.prepare import Limits, PrepareSummary, prepare
-from peagle.training.readers import STORE_KEY, Record, read_records, read_side
-from peagle.training.samples import Dropped, Sample, SampleMaker
 from tests.conftest import VOCAB_SIZE, byte_tokenizer
+from tests.data.files import ids, write
 
 END = "<|endoftext|>"
 Messages = list[dict[str, Any]]
@@ -69,40 +71,34 @@ THINKS = (
 )
 
 
-def adds(turns: Turns) -> list[tuple[str, str]]:
-    pairs, before = [], ""
+def pairs(
+    turns: Turns,
+    asks: str = f"<user>{{}}{END}\n<assistant>",
+    end: str = END,
+    rest: str = "\n",
+    begin: str = "",
+    opens: str = "",
+) -> list[tuple[str, str]]:
+    """Prompt and response of each turn: history, question, opening; answer with its end."""
+    found, before = [], begin
     for question, answer in turns:
-        before += f"<user>{question}{END}\n<assistant>"
-        pairs.append((before, answer + END))
-        before += f"{answer}{END}\n"
-    return pairs
+        before += asks.format(question)
+        found.append((before + opens, answer + end))
+        before += answer + end + rest
+    return found
 
 
 def trims(turns: Turns) -> list[tuple[str, str]]:
-    pairs, before = [], f"[system]be kind{END}"
-    for question, answer in turns:
-        before += f"[user]{question.strip()}{END}[assistant]"
-        pairs.append((before, answer.strip() + END))
-        before += answer.strip() + END
-    return pairs
+    turns = [(question.strip(), answer.strip()) for question, answer in turns]
+    return pairs(turns, f"[user]{{}}{END}[assistant]", rest="", begin=f"[system]be kind{END}")
 
 
 def bare(turns: Turns) -> list[tuple[str, str]]:
-    pairs, before = [], ""
-    for question, answer in turns:
-        before += f"USER: {question}\nASSISTANT: "
-        pairs.append((before, answer))
-        before += f"{answer}\n"
-    return pairs
+    return pairs(turns, "USER: {}\nASSISTANT: ", end="")
 
 
 def no_thinking(turns: Turns) -> list[tuple[str, str]]:
-    pairs, before = [], ""
-    for question, answer in turns:
-        before += f"<user>{question}{END}\n<assistant>"
-        pairs.append((before + "<think>\n\n</think>\n\n", answer + END))
-        before += f"{answer}{END}\n"
-    return pairs
+    return pairs(turns, opens="<think>\n\n</think>\n\n")
 
 
 def conversation(turns: Turns) -> Messages:
@@ -140,7 +136,7 @@ def random_turns(seed: int, *, blanks: bool) -> Turns:
 @pytest.mark.parametrize(
     ("template", "expected", "options"),
     [
-        (ADDS, adds, {}),
+        (ADDS, pairs, {}),
         (TRIMS, trims, {}),
         (BARE, bare, {}),
         (THINKS, no_thinking, {"thinking": False}),
@@ -195,7 +191,7 @@ def test_a_cut_answer_has_no_end_and_a_numbered_turn_is_one_sample() -> None:
     cut = made(one, messages=messages, finish_reason="length")
     assert [response for _, response in cut] == [tokens(f"yes{END}"), tokens("no")]
     last = made(one, messages=messages, turn=2)
-    assert last == [(tokens(adds([("q", "yes"), ("r", "no")])[1][0]), tokens(f"no{END}"))]
+    assert last == [(tokens(pairs([("q", "yes"), ("r", "no")])[1][0]), tokens(f"no{END}"))]
 
 
 def reasons(one: SampleMaker, **data: Any) -> list[str]:
@@ -248,15 +244,6 @@ def test_sharegpt_is_read_as_messages() -> None:
 # ---- whole files ----------------------------------------------------------------------------
 
 
-def write(path: Path, *rows: Any) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def ids(prompt: list[int], response: list[int]) -> dict[str, list[int]]:
-    return {"prompt_token_ids": prompt, "response_token_ids": response}
-
-
 def run(source: Path, fingerprint: str = "f", **limits: Any) -> tuple[Any, Any, PrepareSummary]:
     wanted = {"vocab_size": VOCAB_SIZE, "max_length": 16, **limits}
     return prepare([source], maker(ADDS), Limits(**wanted), fingerprint)
@@ -297,23 +284,21 @@ def test_train_reads_what_is_written(tmp_path: Path, suffix: str) -> None:
     train.write(output, {"tokenizer_sha256": "f"})
     dataset = ResponseDataset.load(output, byte_tokenizer(), VOCAB_SIZE, 64)
     wanted = [([1, 2], [3, 4, 5])]
-    wanted += [(tokens(p), tokens(r)) for p, r in adds([("q", "yes"), ("r", "no")])]
+    wanted += [(tokens(p), tokens(r)) for p, r in pairs([("q", "yes"), ("r", "no")])]
     assert dataset.tokens.tolist() == [token for p, r in wanted for token in p + r]
     assert dataset.prompt_lens.tolist() == [len(p) for p, _ in wanted]
     assert dataset.start_loc.diff().tolist() == [len(p) + len(r) for p, r in wanted]
     again, _, report = run(output, max_length=64)
     assert again.tokens == train.tokens and report.unknown_tokenizer == []
-    metadata = read_store(output)[1] if suffix == ".safetensors" else read_side(output)
-    assert metadata == {"tokenizer_sha256": "f"}
+    if suffix == ".jsonl":
+        assert read_side(output) == {"tokenizer_sha256": "f"}
+    else:
+        with safe_open(output, framework="pt") as store:
+            assert json.loads(store.metadata()["peagle_data"]) == {"tokenizer_sha256": "f"}
+            assert store.get_tensor("tokens").dtype == torch.int32
+    with pytest.raises(UserError, match="another tokenizer"):
+        run(output, fingerprint="ours")
     assert [p.name for p in tmp_path.iterdir() if "partial" in p.name] == []
-
-
-def test_other_tokenizers_are_refused(tmp_path: Path) -> None:
-    train, _, _ = run(write(tmp_path / "a.jsonl", ids([1, 2], [3, 4, 5])))
-    for name in ("b.safetensors", "b.jsonl"):
-        train.write(tmp_path / name, {"tokenizer_sha256": "theirs"})
-        with pytest.raises(UserError, match="another tokenizer"):
-            run(tmp_path / name, fingerprint="ours")
 
 
 def test_a_conversation_is_on_one_side_of_the_split(tmp_path: Path) -> None:
@@ -362,21 +347,15 @@ def test_mistakes_are_named(tmp_path: Path, row: Any, message: str) -> None:
         run(write(tmp_path / "a.jsonl", row))
 
 
-def test_files_that_are_damaged_or_of_another_kind(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps(ids([1], [2, 3])) + '\n{"prompt_to')
-    with pytest.raises(UserError, match="line 2 ends in the middle"):
-        run(path)
-    path.write_bytes(b'{"prompt": "\xff"}\n')
-    with pytest.raises(UserError, match="line 1 is not UTF-8"):
-        run(path)
+def test_files_and_limits_are_checked(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"expected \.jsonl or \.parquet"):
         run(write(tmp_path / "a.csv", 1))
-    with pytest.raises(UserError, match="is not there"):
-        run(tmp_path / "none.jsonl")
-    path.write_text("")
     with pytest.raises(UserError, match="the files are empty"):
-        run(path)
+        run(write(tmp_path / "a.jsonl"))
+    with pytest.raises(UserError, match="limit is 2"):
+        Limits(VOCAB_SIZE, max_length=2)
+    with pytest.raises(UserError, match="share is 1"):
+        Limits(VOCAB_SIZE, validation_share=1.0)
 
 
 def test_a_thinking_mode_must_be_chosen(tmp_path: Path) -> None:
@@ -390,40 +369,3 @@ def test_a_thinking_mode_must_be_chosen(tmp_path: Path) -> None:
     assert prepare([plain], maker(THINKS), limits, "f", needs_thinking=True)[2].samples == 1
     with pytest.raises(UserError, match="has no thinking mode"):
         maker(ADDS, thinking=True)
-
-
-@pytest.mark.parametrize("wrong", [{"max_length": 2}, {"validation_share": 1.0}])
-def test_limits_are_checked(wrong: dict) -> None:
-    with pytest.raises(UserError, match=str(next(iter(wrong.values())))[:1]):
-        Limits(VOCAB_SIZE, **wrong)
-
-
-def test_parquet_needs_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    with pytest.raises(UserError, match=r"-m pip install .*\[train\]'"):
-        run(tmp_path / "a.parquet")
-
-
-def test_parquet_is_read(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    rows = [{"messages": conversation([("q", "yes")]), "id": "x"}, {"messages": None, "id": "y"}]
-    path = tmp_path / "a.parquet"
-    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    found = list(read_records(path))
-    assert [dict(one.data) for one in found] == [rows[0], {"id": "y"}]
-    whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UserError, match="not a whole Parquet file"):
-        list(read_records(path))
-
-
-def test_the_store_keeps_its_metadata_under_one_key(tmp_path: Path) -> None:
-    from safetensors import safe_open
-
-    train, _, _ = run(write(tmp_path / "a.jsonl", ids([1, 2], [3, 4, 5])))
-    train.write(tmp_path / "b.safetensors", {"tokenizer_sha256": "f"})
-    with safe_open(tmp_path / "b.safetensors", framework="pt") as store:
-        assert json.loads(store.metadata()[STORE_KEY]) == {"tokenizer_sha256": "f"}
-        assert store.get_tensor("tokens").dtype == torch.int32

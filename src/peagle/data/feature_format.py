@@ -14,38 +14,39 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from peagle.data.dataset import ResponseDataset
 from peagle.errors import UserError
+from peagle.model_folder import sha256_of
 from peagle.models.checkpoint.files import read_object
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target_facts import TargetFacts
-from peagle.training.data import ResponseDataset
-from peagle.training.feature_files import TensorLayout
-from peagle.training.provenance import sha256_of
 
 FORMAT_VERSION = 1
 INDEX_NAME = "index.json"
+FACTS_KEY = "peagle_features"  # of the metadata of a shard
 DEFAULT_SHARD_BYTES = 2**30
 _KIND = "peagle features"
-FACTS_KEY = "peagle_features"  # of the metadata of a shard
 
 StoredDtype = Literal["bf16", "fp8", "fp32"]
 FEATURE_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "fp32": torch.float32}
 HIDDEN_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp32": torch.float32}
-
-
-# ---- what a store is of ---------------------------------------------------------------------
+_DTYPE_NAMES = {
+    torch.int64: "I64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class StoreFacts:
-    """What decides every byte of a store, but for the hardware that computes it.
+    """Everything that decides the bytes of a store, except for the hardware that computes it.
 
     Attributes:
         dataset_sha256: of tokens, borders and prompt lengths.
@@ -77,32 +78,26 @@ class StoreFacts:
         target_dtype: str,
         shard_bytes: int = DEFAULT_SHARD_BYTES,
     ) -> StoreFacts:
-        """The facts of a store that is to be."""
+        """The facts of a store that is to be written."""
         return cls(
-            dataset_sha256=dataset_sha256(dataset),
-            num_sequences=len(dataset),
-            num_tokens=len(dataset.tokens),
-            longest=dataset.longest,
-            target=TargetFingerprint.of(target),
-            target_dtype=target_dtype,
-            aux_layer_ids=aux_layer_ids,
-            dtype=dtype,
-            shard_bytes=shard_bytes,
+            dataset_sha256(dataset),
+            len(dataset),
+            len(dataset.tokens),
+            dataset.longest,
+            TargetFingerprint.of(target),
+            target_dtype,
+            aux_layer_ids,
+            dtype,
+            shard_bytes,
         )
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> StoreFacts:
-        """Read what `asdict` made of them."""
-        target = TargetFingerprint.from_json(data["target"])
-        return cls(**{**data, "target": target, "aux_layer_ids": tuple(data["aux_layer_ids"])})
 
     @property
     def sha256(self) -> str:
-        """Of all facts."""
+        """Hash of all facts."""
         return hashlib.sha256(json.dumps(self._compared(), sort_keys=True).encode()).hexdigest()
 
     def difference(self, other: StoreFacts) -> str:
-        """The first difference, in words; "" if there is none."""
+        """Describe the first fact that differs; "" if none does."""
         before, now = self._compared(), other._compared()
         for name, value in before.items():
             if now[name] != value:
@@ -110,7 +105,7 @@ class StoreFacts:
         return ""
 
     def _compared(self) -> dict[str, Any]:
-        """What counts; the name of the target's folder does not."""
+        """All facts but the name of the target's folder."""
         data = asdict(self)
         target = {f"target {name}": value for name, value in data.pop("target").items()}
         del target["target name"]
@@ -128,18 +123,18 @@ class StoreFacts:
 
     @property
     def position_bytes(self) -> int:
-        """Of the features of one position."""
+        """Bytes of the features of one position."""
         size = FEATURE_DTYPES[self.dtype].itemsize * self.num_aux * self.hidden_size
         return size + (4 * self.num_aux if self.dtype == "fp8" else 0)
 
     @property
     def graded_bytes(self) -> int:
-        """Of the hidden state of one graded position."""
+        """Bytes of the hidden state of one graded position."""
         return HIDDEN_DTYPES[self.dtype].itemsize * self.hidden_size
 
 
 def dataset_sha256(dataset: ResponseDataset) -> str:
-    """Of tokens, borders and prompt lengths."""
+    """Return the hash of tokens, borders and prompt lengths."""
     digest = hashlib.sha256()
     for tensor in (dataset.tokens.int(), dataset.start_loc.long(), dataset.prompt_lens.long()):
         digest.update(tensor.contiguous().numpy().data)
@@ -154,9 +149,24 @@ def num_graded(dataset: ResponseDataset) -> Tensor:
 # ---- shards ---------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class ShardLayout:
+    """The bytes of a shard before its tensors are known.
+
+    Attributes:
+        header: the first bytes of the file.
+        begins: where each tensor begins in the file.
+        size: bytes of the whole file.
+    """
+
+    header: bytes
+    begins: dict[str, int]
+    size: int
+
+
 @dataclass(frozen=True)
 class ShardPlan:
-    """A shard that is to be.
+    """A shard that is to be written.
 
     Attributes:
         number: from 0.
@@ -173,41 +183,50 @@ class ShardPlan:
 
     @property
     def file(self) -> str:
-        """Its name."""
+        """Name of the file."""
         return f"features-{self.number:05d}.safetensors"
 
     @cached_property
-    def layout(self) -> TensorLayout:
-        """Where its tensors lie."""
+    def layout(self) -> ShardLayout:
+        """The safetensors layout; tensors of wide types come first, which keeps all aligned."""
         facts = self.facts
         tensors = {"sequences": (torch.int64, [len(self.sequences)])}
         if facts.dtype == "fp8":
             tensors["scales"] = (torch.float32, [self.num_positions, facts.num_aux])
-        width = facts.num_aux * facts.hidden_size
         hidden_shape = [self.num_graded, facts.hidden_size]
         tensors["hidden"] = (HIDDEN_DTYPES[facts.dtype], hidden_shape)
-        tensors["features"] = (FEATURE_DTYPES[facts.dtype], [self.num_positions, width])
-        return TensorLayout.of(tensors, {FACTS_KEY: facts.sha256})
+        features_shape = [self.num_positions, facts.num_aux * facts.hidden_size]
+        tensors["features"] = (FEATURE_DTYPES[facts.dtype], features_shape)
+        entries: dict[str, Any] = {"__metadata__": {FACTS_KEY: facts.sha256}}
+        begins, end = {}, 0
+        for name, (dtype, shape) in tensors.items():
+            begins[name] = end
+            end += dtype.itemsize * torch.Size(shape).numel()
+            offsets = [begins[name], end]
+            entries[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": shape, "data_offsets": offsets}
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        header = len(text).to_bytes(8, "little") + text
+        begins = {name: len(header) + begin for name, begin in begins.items()}
+        return ShardLayout(header, begins, len(header) + end)
 
 
 def plan_shards(dataset: ResponseDataset, facts: StoreFacts) -> list[ShardPlan]:
-    """Sequences from long to short, in shards of about `facts.shard_bytes`."""
+    """Divide the sequences, from long to short, into shards of about `facts.shard_bytes`."""
     lens, graded = dataset.start_loc.diff(), num_graded(dataset)
     order = lens.argsort(descending=True, stable=True)
     sizes = (lens * facts.position_bytes + graded * facts.graded_bytes)[order].tolist()
-    borders, filled = [0], 0
-    for index, size in enumerate(sizes):
+    counts, filled = [0], 0
+    for size in sizes:
         if filled and filled + size > facts.shard_bytes:
-            borders.append(index)
+            counts.append(0)
             filled = 0
+        counts[-1] += 1
         filled += size
-    borders.append(len(sizes))
-    plans = []
-    for number, (begin, end) in enumerate(pairwise(borders)):
-        chosen = order[begin:end]
-        totals = int(lens[chosen].sum()), int(graded[chosen].sum())
-        plans.append(ShardPlan(number, chosen, facts, *totals))
-    return plans
+    return [
+        ShardPlan(number, chosen, facts, int(lens[chosen].sum()), int(graded[chosen].sum()))
+        for number, chosen in enumerate(order.split(counts))
+    ]
 
 
 # ---- the index ------------------------------------------------------------------------------
@@ -248,7 +267,7 @@ class Index:
     """The index of a store.
 
     Attributes:
-        facts: what it is of.
+        facts: of the store.
         num_shards: of the whole store.
         shards: those that are whole, in order.
     """
@@ -258,12 +277,12 @@ class Index:
     shards: tuple[ShardEntry, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """The contents of index.json."""
         return {"format_version": FORMAT_VERSION, "kind": _KIND, **asdict(self)}
 
     @classmethod
     def read(cls, folder: Path) -> Index:
-        """The index of the store in `folder`.
+        """Read the index of the store in `folder`.
 
         Raises:
             UserError: there is none, it is damaged, or of a newer format.
@@ -284,7 +303,9 @@ class Index:
                 f"({FORMAT_VERSION}); upgrade peagle."
             )
         try:
+            facts = {**data["facts"], "aux_layer_ids": tuple(data["facts"]["aux_layer_ids"])}
+            facts["target"] = TargetFingerprint.from_json(facts["target"])
             shards = tuple(ShardEntry(**entry) for entry in data["shards"])
-            return cls(StoreFacts.from_json(data["facts"]), data["num_shards"], shards)
+            return cls(StoreFacts(**facts), data["num_shards"], shards)
         except (KeyError, TypeError, UserError) as error:
             raise UserError(f"{str(path)!r} is damaged: {error}. Make the store again.") from None

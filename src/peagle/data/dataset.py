@@ -1,8 +1,9 @@
-"""Responses of the target: what heads are trained on."""
+"""Responses of the target as training reads them: flat tokens, and the stores that hold them."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from peagle.data.readers import STORE_KEY, Record, metadata_of, read_records, read_side
 from peagle.errors import UserError
-from peagle.training.provenance import sha256_of
-from peagle.training.readers import STORE_KEY, Record, metadata_of, read_records, read_side
+from peagle.model_folder import sha256_of
 
 
 class ResponseDataset:
@@ -47,7 +48,7 @@ class ResponseDataset:
         max_length: int,
         tokenizer_sha256: str | None = None,
     ) -> ResponseDataset:
-        """Read a .jsonl or .safetensors file; sequences are cut at `max_length`.
+        """Read a .jsonl or .safetensors file.
 
         JSONL: one object a line, {"prompt_token_ids", "response_token_ids"} or
         {"prompt", "response"} as text. Safetensors: `tokens` (flat), `sequence_start_loc` [S+1],
@@ -70,7 +71,12 @@ class ResponseDataset:
         if path.suffix == ".safetensors":
             dataset, metadata = read_store(path)
         elif path.suffix == ".jsonl":
-            dataset, metadata = cls._of_records(path, tokenizer), read_side(path)
+            pairs = [_ids_of(record, tokenizer) for record in read_records(path)]
+            lens = torch.tensor([0] + [len(prompt) + len(response) for prompt, response in pairs])
+            flat = [token for pair in pairs for ids in pair for token in ids]
+            prompt_lens = torch.tensor([len(prompt) for prompt, _ in pairs])
+            dataset = cls(torch.tensor(flat, dtype=torch.int32), lens.cumsum(0), prompt_lens)
+            metadata = read_side(path)
         else:
             raise UserError(
                 f"The data file {str(path)!r} ends in {path.suffix!r}; "
@@ -92,25 +98,10 @@ class ResponseDataset:
             )
         return dataset
 
-    @classmethod
-    def _of_records(cls, path: Path, tokenizer: PreTrainedTokenizerBase) -> ResponseDataset:
-        rows: list[list[int]] = []
-        prompt_lens: list[int] = []
-        for record in read_records(path):
-            prompt, response = _ids_of(record, tokenizer)
-            rows.append(prompt + response)
-            prompt_lens.append(len(prompt))
-        lens = torch.tensor([0] + [len(row) for row in rows])
-        flat = [token for row in rows for token in row]
-        return cls(torch.tensor(flat, dtype=torch.int32), lens.cumsum(0), torch.tensor(prompt_lens))
-
     def _cut(self, max_length: int) -> ResponseDataset:
         """Cut long sequences and drop those without a supervised element."""
         lens = self.start_loc.diff().clamp_max(max_length)
-        keep = lens - self.prompt_lens >= 2
-        keep &= self.prompt_lens >= 1
-        if bool(keep.all()) and bool((lens == self.start_loc.diff()).all()):
-            return self
+        keep = (lens - self.prompt_lens >= 2) & (self.prompt_lens >= 1)
         starts, lens = self.start_loc[:-1][keep], lens[keep]
         start_loc = torch.nn.functional.pad(lens.cumsum(0), (1, 0))
         offset = torch.arange(int(start_loc[-1])) - start_loc[:-1].repeat_interleave(lens)
@@ -118,15 +109,31 @@ class ResponseDataset:
         return ResponseDataset(tokens, start_loc, self.prompt_lens[keep])
 
     def response_token_counts(self, vocab_size: int) -> Tensor:
-        """How often each token occurs in the responses, int64 [vocab_size]."""
+        """Count each token in the responses, int64 [vocab_size]."""
         lens = self.start_loc.diff()
         offset = torch.arange(len(self.tokens)) - self.start_loc[:-1].repeat_interleave(lens)
         in_response = offset >= self.prompt_lens.repeat_interleave(lens)
         return torch.bincount(self.tokens[in_response].long(), minlength=vocab_size)
 
 
+def _ids_of(record: Record, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Prompt and response of a record, as token ids."""
+    ids: list[Any] = [record.data.get(n) for n in ("prompt_token_ids", "response_token_ids")]
+    if all(isinstance(x, list) and all(type(i) is int for i in x) for x in ids):
+        return ids[0], ids[1]
+    texts = [record.data.get(name) for name in ("prompt", "response")]
+    if all(isinstance(x, str) for x in texts):
+        prompt, response = (tokenizer.encode(str(x), add_special_tokens=False) for x in texts)
+        return prompt, response
+    raise UserError(
+        f"{record.where} is {json.dumps(record.data)[:60]}; expected an object with "
+        "prompt_token_ids and response_token_ids (lists of integers), or prompt and response "
+        "(text). Conversations become such by `peagle data prepare`."
+    )
+
+
 def read_store(path: Path) -> tuple[ResponseDataset, dict[str, Any]]:
-    """A .safetensors store of responses, whole and consistent, and its metadata.
+    """Read a .safetensors store of responses and its metadata.
 
     Raises:
         UserError: it is missing, truncated, or its tensors do not fit together.
@@ -161,11 +168,31 @@ def read_store(path: Path) -> tuple[ResponseDataset, dict[str, Any]]:
     return ResponseDataset(tokens.int(), start_loc, prompt_lens), metadata_of(note, path)
 
 
-def check_tokenizer(source: Path, metadata: dict[str, Any], fingerprint: str) -> None:
-    """Refuse data of another tokenizer, if it says which one made it.
+def read_data(source: Path) -> tuple[Iterator[Record], dict[str, Any]]:
+    """Return the records of a store, a file or a folder, and its provenance.
 
     Raises:
-        UserError: it was another.
+        UserError: as `read_store` and `read_records` do.
+    """
+    if source.suffix != ".safetensors":
+        return read_records(source), read_side(source)
+    dataset, metadata = read_store(source)
+    return _records_of(dataset, source), metadata
+
+
+def _records_of(dataset: ResponseDataset, source: Path) -> Iterator[Record]:
+    borders = dataset.start_loc.tolist()
+    for index, prompt_len in enumerate(dataset.prompt_lens.tolist()):
+        ids = dataset.tokens[borders[index] : borders[index + 1]].tolist()
+        data = {"prompt_token_ids": ids[:prompt_len], "response_token_ids": ids[prompt_len:]}
+        yield Record(data, index + 1, f"{source}, sequence {index + 1}")
+
+
+def check_tokenizer(source: Path, metadata: dict[str, Any], fingerprint: str) -> None:
+    """Refuse data whose provenance names another tokenizer.
+
+    Raises:
+        UserError: it does.
     """
     theirs = metadata.get("tokenizer_sha256")
     if theirs is not None and theirs != fingerprint:
@@ -176,28 +203,12 @@ def check_tokenizer(source: Path, metadata: dict[str, Any], fingerprint: str) ->
         )
 
 
-def _ids_of(record: Record, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Prompt and response of a record, as token ids."""
-    ids: list[Any] = [record.data.get(n) for n in ("prompt_token_ids", "response_token_ids")]
-    if all(isinstance(x, list) and all(type(i) is int for i in x) for x in ids):
-        return ids[0], ids[1]
-    texts = [record.data.get(name) for name in ("prompt", "response")]
-    if all(isinstance(x, str) for x in texts):
-        prompt, response = (tokenizer.encode(str(x), add_special_tokens=False) for x in texts)
-        return prompt, response
-    raise UserError(
-        f"{record.where} is {json.dumps(record.data)[:60]}; expected an object with "
-        "prompt_token_ids and response_token_ids (lists of integers), or prompt and response "
-        "(text). Conversations become such by `peagle data prepare`."
-    )
-
-
 def data_facts(path: Path, dataset: ResponseDataset) -> dict[str, Any]:
-    """What identifies a file of responses, and how much of it is trained on (or validated).
+    """Describe the part of a file of responses that training (or validation) uses.
 
     Args:
         path: the file; its name is recorded, not where it lay.
-        dataset: what was read of it: sequences cut at the longest length, short ones left out.
+        dataset: the sequences, cut at the longest length, without the short ones.
     """
     responses = dataset.start_loc.diff() - dataset.prompt_lens
     return {

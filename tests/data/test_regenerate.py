@@ -15,12 +15,11 @@ import pytest
 
 from peagle import LLM, SamplingParams
 from peagle.chat import render_chat
-from peagle.errors import UserError
-from peagle.training.data import ResponseDataset
-from peagle.training.endpoint_answers import EndpointAnswerer, Patience
-from peagle.training.local_answers import LocalAnswerer
-from peagle.training.readers import AskedConversation, Record, dialogue_of, read_side
-from peagle.training.regenerate import (
+from peagle.data.dataset import ResponseDataset
+from peagle.data.endpoint_answers import EndpointAnswerer, Patience
+from peagle.data.local_answers import LocalAnswerer
+from peagle.data.readers import AskedConversation, Record, dialogue_of, read_side
+from peagle.data.regenerate import (
     Answerer,
     Ask,
     Failure,
@@ -29,6 +28,7 @@ from peagle.training.regenerate import (
     regenerate,
     seed_of,
 )
+from peagle.errors import UserError
 from tests.conftest import VOCAB_SIZE, byte_tokenizer
 
 TEMPLATE = (

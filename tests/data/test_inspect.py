@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +10,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from peagle.data.inspect import Inspection, Lengths, inspect_data
+from peagle.data.prepare import Collected
+from peagle.data.samples import Sample, SampleMaker
 from peagle.errors import UserError
-from peagle.training.inspect import Inspection, Lengths, inspect_data
-from peagle.training.prepare import Collected
-from peagle.training.samples import Sample, SampleMaker
 from tests.conftest import byte_tokenizer
+from tests.data.files import ids, write
 
 ROWS = [([1, 2], [3, 3, 4]), ([1, 2], [3, 3, 4]), ([9], [3]), ([5] * 6, [4, 7])]
-
-
-def rows_file(path: Path, rows: list[tuple[list[int], list[int]]] = ROWS) -> Path:
-    lines = [{"prompt_token_ids": p, "response_token_ids": r} for p, r in rows]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
 
 
 def store(path: Path, **changes: Any) -> Path:
@@ -40,7 +35,7 @@ def look(path: Path, **options: Any) -> Inspection:
 
 
 def test_counts_are_those_by_hand(tmp_path: Path) -> None:
-    found = look(rows_file(tmp_path / "a.jsonl"))
+    found = look(write(tmp_path / "a.jsonl", *(ids(*row) for row in ROWS)))
     assert (found.samples, found.tokens, found.supervised) == (4, 20, 9)
     assert found.supervised_share == 9 / 20
     assert found.length == Lengths(5, 8, 8, 8) and found.response_length == Lengths(2, 3, 3, 3)
@@ -56,7 +51,7 @@ def test_percentiles_are_nearest_ranks() -> None:
 def test_coverage_is_that_of_the_most_frequent(tmp_path: Path) -> None:
     # Token i occurs once, and the first thousand once more.
     response = [*range(1500), *range(1000)]
-    found = look(rows_file(tmp_path / "a.jsonl", [([1], response)]))
+    found = look(write(tmp_path / "a.jsonl", ids([1], response)))
     assert found.coverage == {1000: 2000 / 2500, 1500: 1.0}
 
 
@@ -75,21 +70,25 @@ def test_both_formats_are_read_alike(tmp_path: Path) -> None:
         assert getattr(first, name) == getattr(second, name)
     with pytest.raises(UserError, match="another tokenizer"):
         look(tmp_path / "a.jsonl", fingerprint="y")
+    (tmp_path / "a.jsonl.meta.json").write_text("[1]")
+    with pytest.raises(UserError, match="expected an object"):
+        look(tmp_path / "a.jsonl")
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 97, 1000])
 def test_shown_samples_are_spread_over_the_file(tmp_path: Path, count: int) -> None:
-    rows = [([1], [i % 300, i // 300]) for i in range(count)]
-    shown = look(rows_file(tmp_path / "a.jsonl", rows), num_shown=3).shown
+    rows = [ids([1], [i % 300, i // 300]) for i in range(count)]
+    shown = look(write(tmp_path / "a.jsonl", *rows), num_shown=3).shown
     places = [s.response[0] + 300 * s.response[1] for s in shown]
     assert len(places) == min(3, count) and places == sorted(set(places)) and places[0] == 0
     assert places[-1] >= count // 2 - 1
+    gaps = [after - before for before, after in pairwise(places)]
+    assert not gaps or max(gaps) <= 2 * min(gaps)
     assert look(tmp_path / "a.jsonl", num_shown=0).shown == []
 
 
 def test_text_needs_a_tokenizer(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"prompt": "ab", "response": "cde"}) + "\n")
+    path = write(tmp_path / "a.jsonl", {"prompt": "ab", "response": "cde"})
     with pytest.raises(UserError, match="--target"):
         look(path)
     found = inspect_data(path, SampleMaker(byte_tokenizer()))
@@ -107,43 +106,20 @@ def test_a_store_that_was_cut_off(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"prompt_lens": torch.tensor([1, 7])},
-        {"prompt_lens": torch.tensor([1, -1])},
-        {"prompt_lens": torch.tensor([1])},
-        {"sequence_start_loc": torch.tensor([0, 4, 11])},
-        {"sequence_start_loc": torch.tensor([1, 4, 10])},
-        {"sequence_start_loc": torch.tensor([0, 12, 10])},
-    ],
-)
-def test_tensors_that_do_not_fit_together(tmp_path: Path, changes: dict) -> None:
-    with pytest.raises(UserError, match="is damaged"):
-        look(store(tmp_path / "a.safetensors", **changes))
-
-
-@pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"prompt_lens": torch.tensor([1, 7])}, "is damaged"),
+        ({"prompt_lens": torch.tensor([1, -1])}, "is damaged"),
+        ({"prompt_lens": torch.tensor([1])}, "is damaged"),
+        ({"sequence_start_loc": torch.tensor([0, 4, 11])}, "is damaged"),
+        ({"sequence_start_loc": torch.tensor([1, 4, 10])}, "is damaged"),
+        ({"sequence_start_loc": torch.tensor([0, 12, 10])}, "is damaged"),
         ({"tokens": torch.rand(10)}, "tokens is torch.float32"),
         ({"tokens": torch.zeros(2, 5, dtype=torch.int32)}, r"shape \(2, 5\)"),
         ({"prompt_lens": None}, "not a whole store"),
         ({"tokens": torch.arange(10) - 3}, "token id -3"),
     ],
 )
-def test_tensors_of_another_kind(tmp_path: Path, changes: dict, message: str) -> None:
+def test_tensors_that_are_no_store(tmp_path: Path, changes: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         look(store(tmp_path / "a.safetensors", **changes))
-
-
-def test_nothing_to_look_at(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is not there"):
-        look(tmp_path / "none.safetensors")
-    (tmp_path / "a.jsonl").write_text("\n")
-    with pytest.raises(UserError, match="holds no sequence"):
-        look(tmp_path / "a.jsonl")
-    side = tmp_path / "b.jsonl.meta.json"
-    rows_file(tmp_path / "b.jsonl")
-    side.write_text("[1]")
-    with pytest.raises(UserError, match="expected an object"):
-        look(tmp_path / "b.jsonl")

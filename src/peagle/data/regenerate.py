@@ -1,7 +1,7 @@
-"""Prompts to responses of the target: what is asked, in which order, and what is kept.
+"""Prompts to responses of the target: the order of the questions, and the file of answers.
 
-Every answer is a line of the output, written and flushed as it comes, so that an interrupted run
-loses nothing but the answers under way.
+Every answer is a line of the output, written and flushed at once, so that an interrupted run loses
+only the answers under way.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from peagle.data.readers import AskedConversation, side_file
 from peagle.errors import UserError
-from peagle.training.readers import AskedConversation, side_file
 
 _SHORT_HASH = 16
 
@@ -28,7 +28,7 @@ class Ask:
     """One question to the target.
 
     Attributes:
-        dialogue: which it belongs to.
+        dialogue: the conversation that it belongs to.
         turn: from 0.
         messages: the conversation up to the question.
         seed: of its random numbers.
@@ -42,13 +42,13 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class RegeneratedAnswer:
-    """What the target said.
+    """One answer of the target.
 
     Attributes:
         text: without its reasoning.
         finish_reason: "stop", or "length" where it was cut off.
-        reasoning: what it thought before.
-        num_tokens: generated, 0 where nobody says.
+        reasoning: the text of the target's thinking before it.
+        num_tokens: generated, 0 where unknown.
         prompt_token_ids, response_token_ids: as the target read and wrote them; None where only
             text is known.
     """
@@ -63,7 +63,7 @@ class RegeneratedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why there is no answer."""
+    """The reason why there is no answer."""
 
     reason: str
 
@@ -76,7 +76,7 @@ class Answerer(Protocol):
     def answers(
         self, take: Callable[[], Ask | None]
     ) -> Iterator[tuple[Ask, RegeneratedAnswer | Failure]]:
-        """Answers in the order in which they come.
+        """Yield answers in the order in which they come.
 
         `take` gives the next question; None means that there is none for now, but what is yielded
         may bring another. Ends when none is under way and `take` gives none.
@@ -86,7 +86,7 @@ class Answerer(Protocol):
 
 @dataclass(slots=True)
 class RegenerateProgress:
-    """How far a run is.
+    """State of a run.
 
     Attributes:
         prompts: dialogues of the file, equal ones counted once.
@@ -97,7 +97,7 @@ class RegenerateProgress:
         cut: answers of this run that ended at the length limit.
         failures: dialogues with a failed question, and why.
         seconds: of this run.
-        waited_for: answers that are still to come, at most: some dialogues end early.
+        waited_for: most answers that are still to come; some dialogues end early.
     """
 
     prompts: int = 0
@@ -109,16 +109,6 @@ class RegenerateProgress:
     failures: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     waited_for: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Done:
-    """The last line of a dialogue in the output."""
-
-    turn: int
-    prompt_sha256: str
-    finish_reason: str
-    messages: tuple[Mapping[str, Any], ...]
 
 
 def regenerate(
@@ -137,12 +127,12 @@ def regenerate(
     dialogue, since nobody would go on from there.
 
     Args:
-        dialogues: what is asked; of equal ones the first.
-        answerer: who answers.
+        dialogues: the conversations to answer; of equal ones only the first.
+        answerer: the engine or the endpoint that answers.
         output: JSONL file; a half-written last line is removed.
-        options: what the answers depend on; a file of other options is refused.
+        options: everything that decides the answers; a file of other options is refused.
         facts: further provenance, for the file beside the output.
-        seed: of all; each question's is made of it and of the conversation.
+        seed: of the run; the seed of a question is made of it and of the conversation.
         watch: called before the first answer and after every one.
 
     Raises:
@@ -156,7 +146,7 @@ def regenerate(
         _lock(file.fileno(), output)
         done = _read_done(file, output)
         _check_options(output, options, is_new=not done)
-        waiting = deque(_open_questions(kept, done, progress, seed, answerer.is_chat))
+        waiting = deque(_open_questions(kept, done, progress, seed))
         progress.waited_for = sum(_answers_from(ask, answerer.is_chat) for ask in waiting)
         watch(progress)
         provenance = {**facts, "kind": "regenerate", "options": dict(options)}
@@ -170,8 +160,10 @@ def regenerate(
                 line = _line(ask, answer, answerer.is_chat)
                 file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
                 file.flush()
-                _count(progress, answer)
-                if (further := _next(ask, answer, line, seed)) is not None:
+                progress.answers += 1
+                progress.tokens += answer.num_tokens
+                progress.cut += answer.finish_reason == "length"
+                if (further := _next_ask(ask.dialogue, line, seed)) is not None:
                     waiting.appendleft(further)
             progress.waited_for -= 1 if further else _answers_from(ask, answerer.is_chat)
             progress.seconds = time.perf_counter() - start
@@ -222,25 +214,23 @@ def _distinct(
 
 def _open_questions(
     dialogues: list[AskedConversation],
-    done: dict[str, _Done],
+    done: dict[str, dict[str, Any]],
     progress: RegenerateProgress,
     seed: int,
-    is_chat: bool,
 ) -> Iterator[Ask]:
     for dialogue in dialogues:
         last = done.get(dialogue.id)
         if last is None:
             yield _ask(dialogue, 0, dialogue.system, seed)
             continue
-        if last.prompt_sha256 != dialogue.sha256[:_SHORT_HASH]:
+        if last["prompt_sha256"] != dialogue.sha256[:_SHORT_HASH]:
             raise UserError(
                 f"The output has answers to another prompt under the id {dialogue.id!r}; choose "
                 "another output, or remove it."
             )
-        progress.resumed += last.turn + 1
-        has_more = is_chat and last.turn + 1 < len(dialogue.turns)
-        if has_more and last.finish_reason != "length":
-            yield _ask(dialogue, last.turn + 1, _said(last.messages), seed)
+        progress.resumed += last["turn"]
+        if (ask := _next_ask(dialogue, last, seed)) is not None:
+            yield ask
 
 
 def _ask(
@@ -250,23 +240,19 @@ def _ask(
     return Ask(dialogue, turn, messages, seed_of(seed, messages))
 
 
+def _next_ask(dialogue: AskedConversation, line: Mapping[str, Any], seed: int) -> Ask | None:
+    """The question after a line of the output, None where its dialogue ends."""
+    turn = line["turn"]
+    if "messages" not in line or turn >= len(dialogue.turns) or line["finish_reason"] == "length":
+        return None
+    # Clients send the conversation back without reasoning.
+    before = [{k: v for k, v in m.items() if k != "reasoning_content"} for m in line["messages"]]
+    return _ask(dialogue, turn, before, seed)
+
+
 def _answers_from(ask: Ask, is_chat: bool) -> int:
-    """How many answers a dialogue has from this question on, if it goes to its end."""
+    """Number of answers of a dialogue from this question on, if none is cut off."""
     return len(ask.dialogue.turns) - ask.turn if is_chat else 1
-
-
-def _next(ask: Ask, answer: RegeneratedAnswer, line: Mapping[str, Any], seed: int) -> Ask | None:
-    turn = ask.turn + 1
-    if "messages" not in line or turn == len(ask.dialogue.turns):
-        return None
-    if answer.finish_reason == "length":
-        return None
-    return _ask(ask.dialogue, turn, _said(line["messages"]), seed)
-
-
-def _said(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation as clients send it back: without reasoning."""
-    return [{k: v for k, v in m.items() if k != "reasoning_content"} for m in messages]
 
 
 # ---- the output -----------------------------------------------------------------------------
@@ -289,12 +275,6 @@ def _line(ask: Ask, answer: RegeneratedAnswer, is_chat: bool) -> dict[str, Any]:
     return line
 
 
-def _count(progress: RegenerateProgress, answer: RegeneratedAnswer) -> None:
-    progress.answers += 1
-    progress.tokens += answer.num_tokens
-    progress.cut += answer.finish_reason == "length"
-
-
 def _lock(descriptor: int, output: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -304,9 +284,9 @@ def _lock(descriptor: int, output: Path) -> None:
         ) from None
 
 
-def _read_done(file: Any, output: Path) -> dict[str, _Done]:
-    """The newest line of each dialogue; what a killed run left half-written is removed."""
-    done: dict[str, _Done] = {}
+def _read_done(file: Any, output: Path) -> dict[str, dict[str, Any]]:
+    """The newest line of each dialogue; a line that a killed run left half-written is removed."""
+    done: dict[str, dict[str, Any]] = {}
     file.seek(0)
     whole = 0
     for number, line in enumerate(file, start=1):
@@ -317,14 +297,10 @@ def _read_done(file: Any, output: Path) -> dict[str, _Done]:
             continue
         try:
             row = json.loads(line)
-            last = _Done(
-                row["turn"] - 1,
-                row["prompt_sha256"],
-                row["finish_reason"],
-                tuple(row.get("messages", ())),
-            )
-            before = done.get(row["id"])
-            if before is None or before.turn < last.turn:
+            last = {name: row[name] for name in ("turn", "prompt_sha256", "finish_reason")}
+            if "messages" in row:
+                last["messages"] = row["messages"]
+            if done.get(row["id"], {"turn": 0})["turn"] < row["turn"]:
                 done[row["id"]] = last
         except (ValueError, KeyError, TypeError):
             raise UserError(
@@ -345,7 +321,7 @@ def _check_options(output: Path, options: Mapping[str, Any], *, is_new: bool) ->
         names = sorted({*before, *options})
     except (ValueError, KeyError, TypeError):
         raise UserError(
-            f"{str(side)!r} is damaged; remove it if you know the run it tells of."
+            f"{str(side)!r} is damaged; remove it if you know which run it describes."
         ) from None
     for name in names:
         old, new = before.get(name), json.loads(json.dumps(options.get(name)))

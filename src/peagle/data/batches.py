@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from peagle.data.dataset import ResponseDataset
 from peagle.errors import UserError
 from peagle.models.elements import PADDING_ROW, deepest_of
-from peagle.training.data import ResponseDataset
 
 # Sequences packed together: enough to fill rows well, few enough to keep their order random.
 _PACKED_TOGETHER = 1024

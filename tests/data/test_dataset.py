@@ -1,4 +1,4 @@
-"""Reading responses: every way a file can be wrong, and batches that a seed decides."""
+"""Reading responses, and every way in which a file can be wrong."""
 
 from __future__ import annotations
 
@@ -10,24 +10,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from peagle.data.dataset import ResponseDataset
+from peagle.data.readers import side_file
 from peagle.errors import UserError
-from peagle.training.config import TrainConfig
-from peagle.training.data import ResponseDataset
-from peagle.training.readers import side_file
 from tests.conftest import byte_tokenizer
+from tests.data.files import ids, write
 
 
 def load(path: Path, max_length: int = 64) -> ResponseDataset:
     return ResponseDataset.load(path, byte_tokenizer(), 320, max_length)
-
-
-def write(path: Path, *rows: Any) -> Path:
-    path.write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in rows) + "\n")
-    return path
-
-
-def ids(prompt: list[int], response: list[int]) -> dict[str, list[int]]:
-    return {"prompt_token_ids": prompt, "response_token_ids": response}
 
 
 def test_both_formats_give_the_same_sequences(tmp_path: Path) -> None:
@@ -67,6 +58,8 @@ def test_long_sequences_are_cut_and_empty_ones_dropped(tmp_path: Path) -> None:
         ([ids([1], [2, 3]), {"prompt": "x"}], "line 2 is"),
         ([ids([1], [2, 3]), [1, 2]], "line 2 is"),
         ([{"prompt_token_ids": ["a"], "response_token_ids": [1]}], "lists of integers"),
+        (['{"prompt_token_ids": [1], "response_token_ids": [2, true]}'], "lists of integers"),
+        ([{"messages": [{"role": "user", "content": "a"}]}], "peagle data prepare"),
         ([ids([1], [2, 400])], "token id 400"),
         ([ids([1, 2], [3])], "no sequence with at least two response tokens"),
         ([""], "no sequence"),
@@ -77,56 +70,19 @@ def test_malformed_rows_are_named(tmp_path: Path, rows: list[Any], message: str)
         load(write(tmp_path / "a.jsonl", *rows))
 
 
-def test_files_of_the_wrong_kind_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is not there"):
-        load(tmp_path / "missing.jsonl")
-    with pytest.raises(UserError, match=r"expected \.jsonl or \.safetensors"):
-        load(write(tmp_path / "a.csv", "x"))
-    with pytest.raises(UserError, match="not a whole store of responses"):
-        load(write(tmp_path / "a.safetensors", "x"))
-
-
-MINIMAL = """
-target = "t"
-output = "o"
-[data]
-train = "d.jsonl"
-[optimizer]
-steps = 5
-"""
-
-
-def read(tmp_path: Path, text: str, *overrides: str) -> TrainConfig:
-    (tmp_path / "c.toml").write_text(text)
-    return TrainConfig.read(tmp_path / "c.toml", overrides)
-
-
-def test_configuration_paths_and_overrides(tmp_path: Path) -> None:
-    config = read(tmp_path, MINIMAL, "optimizer.steps=9", "method.name=eagle3", "run.seed = 3")
-    assert config.target == tmp_path / "t" and config.data.train == tmp_path / "d.jsonl"
-    assert config.optimizer.steps == 9 and config.method.name == "eagle3" and config.run.seed == 3
-
-
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("name", "message"),
     [
-        ("target =", "is not TOML"),
-        (MINIMAL.replace("steps = 5", ""), "optimizer.steps is missing"),
-        (MINIMAL + "speed = 3", "optimizer.speed is not a known key"),
-        (MINIMAL.replace("steps = 5", "steps = 0"), "optimizer.steps is 0"),
-        ("format_version = 99\n" + MINIMAL, "newer than this peagle reads"),
+        ("missing.jsonl", "is not there"),
+        ("a.csv", r"expected \.jsonl or \.safetensors"),
+        ("a.safetensors", "not a whole store of responses"),
     ],
 )
-def test_configuration_mistakes_are_named(tmp_path: Path, text: str, message: str) -> None:
+def test_files_of_the_wrong_kind_are_named(tmp_path: Path, name: str, message: str) -> None:
+    write(tmp_path / "a.csv", "x")
+    write(tmp_path / "a.safetensors", "x")
     with pytest.raises(UserError, match=message):
-        read(tmp_path, text)
-
-
-def test_override_without_a_value_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="KEY=VALUE"):
-        read(tmp_path, MINIMAL, "optimizer.steps")
-    with pytest.raises(UserError, match="is not there"):
-        TrainConfig.read(tmp_path / "none.toml")
+        load(tmp_path / name)
 
 
 def test_data_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -136,19 +92,3 @@ def test_data_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     assert len(ResponseDataset.load(*read, tokenizer_sha256="1" * 64)) == 1
     with pytest.raises(UserError, match=r"another tokenizer \(1111.*2222"):
         ResponseDataset.load(*read, tokenizer_sha256="2" * 64)
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ('{"prompt": "é", "response": "bb"}'.encode("latin-1"), "UTF-8"),
-        (b'{"prompt_token_ids": [1], "response_token_ids": [2, true]}', "lists of integers"),
-        (b'{"messages": [{"role": "user", "content": "a"}]}', "peagle data prepare"),
-    ],
-)
-def test_bytes_and_records_of_the_wrong_kind_are_named(
-    tmp_path: Path, data: bytes, message: str
-) -> None:
-    (tmp_path / "a.jsonl").write_bytes(data + b"\n")
-    with pytest.raises(UserError, match=message):
-        load(tmp_path / "a.jsonl")

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from peagle.attention.documents import DocumentAttention
+from peagle.data.batches import Batch
 from peagle.models.target import TargetModel
-from peagle.training.batches import Batch
 
 
 @dataclass(frozen=True, slots=True)

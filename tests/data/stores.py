@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from peagle.data.dataset import ResponseDataset
+from peagle.data.feature_format import StoredDtype, StoreFacts
+from peagle.data.feature_store import FeatureStore
+from peagle.data.feature_writer import FeatureWriter
 from peagle.models.target import TargetModel
-from peagle.training.data import ResponseDataset
-from peagle.training.feature_format import StoredDtype, StoreFacts
-from peagle.training.feature_store import FeatureStore
-from peagle.training.feature_writer import FeatureWriter
 
 AUX, H = (1, 2, 3), 32
 SMALL = 12_000  # bytes of a shard: some sequences each

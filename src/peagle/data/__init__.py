@@ -1,0 +1,1 @@
+"""Training data: read, prepared, regenerated, inspected, packed; and stored features."""

@@ -1,0 +1,140 @@
+"""Statistics of a file of training data: counts, lengths, supervised tokens, duplicates."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peagle.data.dataset import check_tokenizer, read_data
+from peagle.data.prepare import LEAST_RESPONSE
+from peagle.data.samples import Dropped, Sample, SampleMaker
+from peagle.errors import UserError
+
+_MOST_FREQUENT = (1000, 4000, 8000, 16000, 32000, 64000)
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Lengths in tokens, by nearest rank: at most 50%, 90%, 99% and all sequences are so long."""
+
+    p50: int
+    p90: int
+    p99: int
+    longest: int
+
+    @classmethod
+    def of(cls, lens: Sequence[int]) -> Lengths:
+        """Of at least one length."""
+        ranked = sorted(lens)
+        return cls(*(ranked[math.ceil(p * len(ranked) / 100) - 1] for p in (50, 90, 99, 100)))
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """Statistics of a file.
+
+    Attributes:
+        samples: sequences, as training reads them.
+        tokens, supervised: of all sequences, and of their responses.
+        length, prompt_length, response_length: of the sequences and their parts.
+        duplicates: sequences that are equal to an earlier one.
+        too_short: sequences that training leaves out: no prompt, or less than two response tokens.
+        dropped: records that are no sequence, by reason.
+        distinct: different tokens among the supervised.
+        largest_id: largest token id.
+        coverage: by k, the share of the supervised tokens that the most frequent k tokens make up:
+            the share that a draft vocabulary of that size can draft.
+        shown: some of the sequences.
+        metadata: provenance of the file.
+    """
+
+    samples: int
+    tokens: int
+    supervised: int
+    length: Lengths
+    prompt_length: Lengths
+    response_length: Lengths
+    duplicates: int
+    too_short: int
+    dropped: dict[str, int]
+    distinct: int
+    largest_id: int
+    coverage: dict[int, float]
+    shown: list[Sample]
+    metadata: dict[str, Any]
+
+    @property
+    def supervised_share(self) -> float:
+        """Share of the tokens that are supervised."""
+        return self.supervised / self.tokens if self.tokens else 0.0
+
+
+def inspect_data(
+    path: Path, maker: SampleMaker, *, num_shown: int = 3, fingerprint: str | None = None
+) -> Inspection:
+    """Read a whole file that `peagle train` or `peagle data prepare` reads.
+
+    Args:
+        path: .jsonl, .parquet or .safetensors, or a folder (`peagle.data.tables`).
+        maker: makes samples of records.
+        num_shown: sequences to give back, spread over the file.
+        fingerprint: of the tokenizer at hand; a file of another one is refused.
+
+    Raises:
+        UserError: the file is missing, damaged, empty, or of another tokenizer.
+    """
+    lens, prompt_lens = array("q"), array("q")
+    counts: Counter[int] = Counter()
+    dropped: Counter[str] = Counter()
+    seen: set[bytes] = set()
+    largest, kept, stride = -1, list[Sample](), 1
+    records, metadata = read_data(path)
+    for sample in (made for record in records for made in maker.samples(record)):
+        if isinstance(sample, Dropped):
+            dropped[sample.reason] += 1
+            continue
+        ids = sample.prompt + sample.response
+        if ids and min(ids) < 0:
+            raise UserError(f"{str(path)!r} holds token id {min(ids)}; expected none below 0.")
+        # Every stride-th sample is kept, and the stride doubles when there are too many.
+        if num_shown and len(lens) % stride == 0:
+            kept.append(sample)
+            if len(kept) == 2 * num_shown:
+                kept, stride = kept[::2], 2 * stride
+        lens.append(len(ids))
+        prompt_lens.append(len(sample.prompt))
+        counts.update(sample.response)
+        seen.add(hashlib.sha256(repr((len(sample.prompt), ids)).encode()).digest()[:16])
+        largest = max(largest, *ids) if ids else largest
+    if not lens:
+        why = ", ".join(f"{count} × {reason}" for reason, count in dropped.items())
+        raise UserError(f"{str(path)!r} holds no sequence{why and ': ' + why}.")
+    if fingerprint is not None:
+        check_tokenizer(path, metadata, fingerprint)
+    responses = [length - prompt for length, prompt in zip(lens, prompt_lens, strict=True)]
+    pairs = zip(prompt_lens, responses, strict=True)
+    ranked, total = sorted(counts.values(), reverse=True), counts.total()
+    sizes = [k for k in _MOST_FREQUENT if k < len(ranked)] + [len(ranked)]
+    shown = min(num_shown, len(kept))
+    return Inspection(
+        samples=len(lens),
+        tokens=sum(lens),
+        supervised=sum(responses),
+        length=Lengths.of(lens),
+        prompt_length=Lengths.of(prompt_lens),
+        response_length=Lengths.of(responses),
+        duplicates=len(lens) - len(seen),
+        too_short=sum(prompt < 1 or response < LEAST_RESPONSE for prompt, response in pairs),
+        dropped=dict(dropped),
+        distinct=len(counts),
+        largest_id=largest,
+        coverage={k: sum(ranked[:k]) / total for k in sizes} if total else {},
+        shown=[kept[i * len(kept) // shown] for i in range(shown)],
+        metadata=metadata,
+    )
