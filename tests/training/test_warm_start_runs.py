@@ -99,7 +99,9 @@ def fine_tuned(folder: Path, source: Path) -> Path:
     return folder
 
 
-def train(target: Path, data: Path, output: Path, init: Path | None, **optimizer: Any) -> TrainingReport:
+def train(
+    target: Path, data: Path, output: Path, init: Path | None, **optimizer: Any
+) -> TrainingReport:
     """The last validation of a run."""
     reports: list[TrainingReport] = []
     config = configure(
