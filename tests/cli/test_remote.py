@@ -18,8 +18,8 @@ import pytest
 from peagle.cli.chat_screen import TextScreen
 from peagle.cli.conversation import Conversation
 from peagle.cli.remote import RemoteModel, ReportedPiece
-from peagle.cli.remote_server import RemoteServer
 from peagle.cli.terminal import interrupt_asks
+from peagle.client.api import ApiClient
 from peagle.errors import UserError
 from tests.cli.conftest import Peagle, Result
 
@@ -251,7 +251,7 @@ def test_the_key_is_sent_and_never_shown(
     result = chat("hello\n")
     assert fake.keys == ["Bearer sk-secret"]
     assert (result.status, result.out) == (2, "")
-    assert "refused the key (401): Wrong key. Set the variable PEAGLE_API_KEY" in result.err
+    assert "refused the key (401: Wrong key.). Set the variable PEAGLE_API_KEY" in result.err
     assert "sk-" not in result.err
     monkeypatch.setenv("PEAGLE_API_KEY", "a\nHost: b")
     assert "PEAGLE_API_KEY has characters that no key has" in chat("hello\n").err
@@ -271,7 +271,7 @@ def test_json_facts(chat: Chat) -> None:
 
 
 def test_pieces_carry_what_was_accepted(fake: Fake) -> None:
-    model = RemoteModel(RemoteServer(fake.url))
+    model = RemoteModel(ApiClient(fake.url))
     pieces = [p for p in Conversation(model).say("hello") if isinstance(p, ReportedPiece)]
     assert [p.text for p in pieces] == ["hm", "def f", "():"]
     assert pieces[1].tokens == (("def", True), (" f", False))
@@ -296,7 +296,7 @@ def test_accepted_tokens_stand_out_on_a_terminal(monkeypatch: pytest.MonkeyPatch
 
 def test_counts_until_the_usage_comes(fake: Fake) -> None:
     fake.stream = [*ANSWER[:3], 30]
-    talk = Conversation(RemoteModel(RemoteServer(fake.url)))
+    talk = Conversation(RemoteModel(ApiClient(fake.url)))
     pieces = talk.say("hello", lambda: len(seen) == 3)
     seen: list[Any] = []
     for piece in pieces:
@@ -313,7 +313,7 @@ def test_counts_until_the_usage_comes(fake: Fake) -> None:
 
 def test_ctrl_c_closes_the_connection_while_the_server_is_silent(fake: Fake) -> None:
     fake.stream = [chunk("one"), 30]
-    talk = Conversation(RemoteModel(RemoteServer(fake.url)))
+    talk = Conversation(RemoteModel(ApiClient(fake.url)))
     start = time.monotonic()
     with interrupt_asks() as stopped:
         for piece in talk.say("hello", stopped):
@@ -355,14 +355,18 @@ def test_urls_that_are_none(peagle: Peagle, url: str) -> None:
 @pytest.mark.parametrize(
     ("status", "models", "message"),
     [
-        (404, b"<html>not here</html>", "no server of chat completions: it has no such page (404)"),
-        (200, b"<html>hello</html>", "no JSON object: '<html>hello</html>'"),
-        (200, {"data": "x"}, "its list of models is none"),
+        (404, b"<html>not here</html>", "'no such page (404)', which is not OpenAI's interface"),
+        (200, b"<html>hello</html>", "answered '<html>hello</html>', which is not"),
+        (200, {"data": "x"}, 'answered \'{"data": "x"}\', which is not'),
         (200, {"data": []}, "has no model ''; it has: none"),
         (200, {"data": [{**MODEL, "chat": False}]}, "'tiny' on http://127.0.0.1:"),
         (200, {"data": [{**MODEL, "chat": False}]}, "has no chat template, so it is no chat model"),
-        (503, {"error": {"message": "loading\x1b[2J"}}, "refused (503): loading\ufffd[2J"),
-        (500, b"", "refused (500): it gave no reason."),
+        (
+            503,
+            {"error": {"message": "loading\x1b[2J"}},
+            "(503: loading [2J). Try again.",
+        ),
+        (500, b"", "refused the request (500: it gave no reason)"),
     ],
 )
 def test_models_that_cannot_be_had(
@@ -383,15 +387,15 @@ def test_a_model_that_is_not_there(chat: Chat) -> None:
 @pytest.mark.parametrize(
     ("status", "kind", "stream", "message"),
     [
-        (400, "application/json", [b'{"error": {"message": "too long"}}'], "(400): too long"),
-        (401, "application/json", [b'{"error": {"message": "key"}}'], "refused the key (401): key"),
+        (400, "application/json", [b'{"error": {"message": "too long"}}'], "(400: too long)"),
+        (401, "application/json", [b'{"error": {"message": "key"}}'], "refused the key (401: key)"),
         (404, "text/html", [b"nope"], "no such page (404)"),
-        (200, "text/html", [b"hello"], "answers with 'text/html', not with a stream"),
+        (200, "text/html", [b"hello"], "a body of 'text/html', not a stream"),
         (200, "text/event-stream", [{"error": {"message": "died"}}], "ended the answer: died"),
         (200, "text/event-stream", [chunk("a"), {"error": {"message": "died"}}], "answer: died"),
         (200, "text/event-stream", [chunk("a")], "broke: it ended in the middle of the answer"),
         (200, "text/event-stream", [chunk("a"), DONE], "ended the answer without a reason"),
-        (200, "text/event-stream", ["{nonsense"], "no JSON object: '{nonsense'"),
+        (200, "text/event-stream", ["{nonsense"], "answered '{nonsense', which is not"),
         (200, "text/event-stream", [{"choices": 5}], "a chunk that is none of a chat completion"),
         (200, "text/event-stream", [{"choices": ["x"]}], "a chunk that is none of a chat comple"),
     ],
@@ -408,7 +412,7 @@ def test_answers_that_fail(
 
 
 def test_a_failed_answer_leaves_the_conversation_as_it_was(fake: Fake) -> None:
-    talk = Conversation(RemoteModel(RemoteServer(fake.url)))
+    talk = Conversation(RemoteModel(ApiClient(fake.url)))
     list(talk.say("one"))
     before = list(talk.messages)
     fake.stream = [chunk("half")]

@@ -180,16 +180,16 @@ def _remote(
     typed = Layer({key: s for key, s in given.items() if key.startswith("sampling.")})
     layers = [] if file is None else [file_layer(file)]
     settings = Settings(*layers, *environment_layers(os.environ), typed)
-    from peagle.cli.remote import RemoteModel, sampling_fields
-    from peagle.cli.remote_server import API_KEY_VARIABLE, RemoteServer
+    from peagle.cli.remote import RemoteModel
+    from peagle.client.api import KEY_VARIABLE, ApiClient, key_from_environment
+    from peagle.client.fields import sampling_fields
 
     fields = sampling_fields(settings.build("sampling"), settings.section("sampling"))
     if thinking is not None:
         fields["chat_template_kwargs"] = {"enable_thinking": thinking}
     k = 0 if "no_speculation" in given else given.value(_K)
-    # A server takes several, separated by commas: any of them is one of a client.
-    remote = RemoteServer(url, os.environ.get(API_KEY_VARIABLE, "").partition(",")[0])
-    return RemoteModel(remote, name, fields, num_speculative_tokens=k)
+    client = ApiClient(url, key_from_environment(KEY_VARIABLE), option="--server")
+    return RemoteModel(client, name, fields, num_speculative_tokens=k)
 
 
 _K = "speculative.num_speculative_tokens"

@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from peagle.client.api import error_message, printable
+from peagle.client.events import DONE
 from peagle.engine import SpeculationStats
 from peagle.evaluation.acceptance import DecodedStep
 from peagle.evaluation.decoding import Answer
-from peagle.evaluation.http_client import DONE, Reply
+from peagle.evaluation.http_client import Reply
 
-_MAX_MESSAGE = 300  # characters of a server's words
 _PROBLEMS = {
     "refused": "no connection",
     "unanswered": "the server closed the connection without an answer",
@@ -52,22 +53,10 @@ def read_answer(reply: Reply) -> Answer:
     if reply.problem and not reply.events:
         return Answer(seconds=reply.seconds, error=_PROBLEMS[reply.problem])
     if reply.status != 200:
-        return Answer(seconds=reply.seconds, error=f"{reply.status}: {message_of(reply.body)}")
+        return Answer(seconds=reply.seconds, error=f"{reply.status}: {error_message(reply.body)}")
     if reply.headers.get("content-type", "").startswith("text/event-stream"):
         return _Stream(reply).answer
     return _whole(reply)
-
-
-def message_of(raw: bytes) -> str:
-    """What an error's body says, on one line."""
-    try:
-        value = json.loads(raw)
-        error = value.get("error", value.get("message", value.get("detail")))
-        text = error.get("message") if isinstance(error, dict) else error
-    except (ValueError, AttributeError, RecursionError):
-        text = raw.decode(errors="replace").strip()
-    shown = str(text or "it gave no reason")[:_MAX_MESSAGE]
-    return "".join(c if c.isprintable() else " " for c in shown)
 
 
 def speculation_of(usage: Mapping[str, Any]) -> SpeculationStats | None:
@@ -89,7 +78,7 @@ def _whole(reply: Reply) -> Answer:
         text, content = _texts(choice.get("message") or choice)
         usage = body.get("usage") or {}
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
-        raise ForeignAnswer(_shown(reply.body)) from None
+        raise ForeignAnswer(_beginning(reply.body)) from None
     count = int(usage.get("completion_tokens") or bool(text))
     return Answer(
         text=content,
@@ -123,7 +112,7 @@ class _Stream:
             try:
                 self._take(seconds, event)
             except (ValueError, TypeError, AttributeError, KeyError):
-                raise ForeignAnswer(_shown(json.dumps(event).encode())) from None
+                raise ForeignAnswer(_beginning(json.dumps(event).encode())) from None
         ended = self.finish_reason or (reply.events and reply.events[-1][1] == DONE)
         if not self.error and (reply.problem or not ended):
             self.error = _PROBLEMS[reply.problem or "cut"]
@@ -131,7 +120,7 @@ class _Stream:
 
     def _take(self, seconds: float, event: Mapping[str, Any]) -> None:
         if error := event.get("error"):
-            self.error = message_of(json.dumps({"error": error}).encode())
+            self.error = error_message(json.dumps({"error": error}).encode())
         self.usage = event.get("usage") or self.usage
         if not event.get("choices"):
             return
@@ -184,7 +173,7 @@ def _event(data: bytes) -> Mapping[str, Any]:
         event = None
     # An event about something else has at least one of these.
     if not isinstance(event, dict) or not {"choices", "usage", "error"} & set(event):
-        raise ForeignAnswer(_shown(data))
+        raise ForeignAnswer(_beginning(data))
     return event
 
 
@@ -207,6 +196,5 @@ def _texts(part: Mapping[str, Any]) -> tuple[str, str]:
     return reasoning + content, content
 
 
-def _shown(raw: bytes) -> str:
-    text = raw[:80].decode(errors="replace")
-    return "".join(c if c.isprintable() else " " for c in text)
+def _beginning(raw: bytes) -> str:
+    return printable(raw[:80].decode(errors="replace"))

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from peagle.client.events import DONE, EventReader
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-DONE = b"[DONE]"
 HANDSHAKE_S = 10.0  # of TLS; a server that speaks none may just keep silent
 
 
@@ -125,6 +126,7 @@ class _Connection(asyncio.Protocol):
         self.answer = Reply()
         self._raw = bytearray()
         self._body = bytearray()
+        self._reader = EventReader()
         self._has_head = self._is_chunked = self._is_stream = False
         self._left: int | None = None  # bytes of the body, None up to the end of the connection
 
@@ -166,14 +168,12 @@ class _Connection(asyncio.Protocol):
             return
         try:
             is_whole = self._take_chunks() if self._is_chunked else self._take_plain()
-        except ValueError:  # no size of a chunk
+            if self._is_stream:
+                self.answer.events += [(now, event) for event in self._reader.feed(self._body)]
+                self._body.clear()
+        except ValueError:  # no size of a chunk, or an endless event
             self._finish("cut")
             return
-        if self._is_stream:
-            *lines, rest = bytes(self._body).split(b"\n")
-            self._body = bytearray(rest)
-            events = (line[5:].strip() for line in lines if line.startswith(b"data:"))
-            self.answer.events += [(now, event) for event in events]
         if is_whole:
             self._finish("")
 

@@ -12,6 +12,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from peagle.backends.vllm.facts import GUARD_VARIABLE
 from peagle.backends.vllm.flags import has_flag
 from peagle.backends.vllm.installation import VllmInstallation
 from peagle.config import SpeculativeConfig
@@ -23,7 +24,6 @@ from peagle.errors import UserError
 INSIDE = Path(__file__).parent / "inside"
 MODULE = "vllm.entrypoints.openai.api_server"
 MIDDLEWARE = "peagle.serving.vllm_guard.Guard"
-GUARD_VARIABLE = "PEAGLE_VLLM_GUARD"
 # First release with --shutdown-timeout; before, SIGTERM cuts what runs.
 DRAINS_SINCE = (0, 18)
 _GIB = 1 << 30

@@ -12,11 +12,11 @@ one token after another: outputs are right, speed is lost. Four things tell, and
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from peagle.client.counters import DraftCounts
 from peagle.errors import UserError
 
 # Predictable texts: any head that drafts at all is often right here.
@@ -31,67 +31,6 @@ _SKIPPED = "Skipping loading mask_hidden"
 # A second draft token is looked for once so many first ones were accepted, of this share of drafts;
 # fewer than the last share of them means that there is none.
 _ENOUGH, _SHARE, _NONE = 20, 0.2, 0.05
-
-_COUNTER = re.compile(
-    r"^vllm:spec_decode_(?P<name>\w+?)(?:_total)?(?:\{(?P<labels>.*)\})?[ \t]+(?P<value>\S+)$",
-    re.MULTILINE,
-)
-_POSITION = re.compile(r'position="(\d+)"')
-
-
-@dataclass(frozen=True, slots=True)
-class DraftCounts:
-    """Counters of drafts, summed over engines.
-
-    Attributes:
-        num_drafts, num_draft_tokens, num_accepted_tokens: as vLLM counts them.
-        accepted_per_pos: drafts whose first i + 1 tokens were all accepted.
-    """
-
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    accepted_per_pos: tuple[int, ...] = ()
-
-    @classmethod
-    def read(cls, text: str) -> DraftCounts | None:
-        """The counters of GET /metrics (Prometheus's text format); None if it has none."""
-        totals: dict[str, float] = {}
-        per_pos: dict[int, float] = {}
-        for match in _COUNTER.finditer(text):
-            name, value = match["name"], float(match["value"])
-            if name == "num_accepted_tokens_per_pos":
-                position = _POSITION.search(match["labels"] or "")
-                if position is not None:
-                    at = int(position[1])
-                    per_pos[at] = per_pos.get(at, 0.0) + value
-            elif not name.endswith("_created"):
-                totals[name] = totals.get(name, 0.0) + value
-        if "num_drafts" not in totals:
-            return None
-        return cls.of(totals, [per_pos[at] for at in sorted(per_pos)])
-
-    @classmethod
-    def of(cls, totals: Mapping[str, float], per_pos: list[float]) -> DraftCounts:
-        """From sums by name."""
-        names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
-        counts = [round(totals.get(name, 0)) for name in names]
-        return cls(counts[0], counts[1], counts[2], tuple(map(round, per_pos)))
-
-    def since(self, earlier: DraftCounts) -> DraftCounts:
-        """What was counted after `earlier`."""
-        before = earlier.accepted_per_pos or (0,) * len(self.accepted_per_pos)
-        return DraftCounts(
-            self.num_drafts - earlier.num_drafts,
-            self.num_draft_tokens - earlier.num_draft_tokens,
-            self.num_accepted_tokens - earlier.num_accepted_tokens,
-            tuple(a - b for a, b in zip(self.accepted_per_pos, before, strict=True)),
-        )
-
-    def __str__(self) -> str:
-        per_pos = ", ".join(map(str, self.accepted_per_pos))
-        drafted = f"{self.num_drafts} drafts of {self.num_draft_tokens} tokens"
-        return f"{drafted}, accepted by position: {per_pos}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +107,7 @@ def _check_length(expected: Expected, counts: DraftCounts, num_requests: int) ->
 def _check_later_tokens(expected: Expected, counts: DraftCounts) -> tuple[str, ...]:
     if expected.num_speculative_tokens == 1:
         return ()  # one token is one pass either way
-    first, second, *_ = (*counts.accepted_per_pos, 0, 0)
+    first, second, *_ = (*counts.num_accepted_tokens_per_pos, 0, 0)
     if first < max(_ENOUGH, _SHARE * counts.num_drafts):
         return (
             f"too few drafts were accepted to tell from the counters whether they are made in "

@@ -8,31 +8,30 @@ import secrets
 import signal
 import socket
 import time
-import urllib.error
-import urllib.request
 import warnings
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 from peagle.backends.vllm.checks import check_launch
-from peagle.backends.vllm.command import GUARD_VARIABLE, VllmLaunch, on_port, vllm_command
+from peagle.backends.vllm.command import VllmLaunch, on_port, vllm_command
 from peagle.backends.vllm.evidence import (
     PROBE_TOKENS,
     PROBES,
-    DraftCounts,
     Expected,
     judge,
     skips_mask_hidden,
 )
+from peagle.backends.vllm.facts import ENGINE_PATH, GUARD_VARIABLE
 from peagle.backends.vllm.heads import with_head
 from peagle.backends.vllm.installation import VllmInstallation, find_vllm
 from peagle.backends.vllm.process import Child, Watch
+from peagle.client.api import ApiClient, ApiReply, NoAnswer
+from peagle.client.counters import DraftCounts, read_counters
 from peagle.errors import UserError
 
 READY_S = 1800.0
 _POLL_S, _SETTLE_S, _SETTLE_LOOKS = 0.25, 0.1, 20
-_ENGINE_PATH = "/peagle/engine"
 
 Say = Callable[[str], None]
 
@@ -145,8 +144,8 @@ class VllmServer:
 
     def _is_healthy(self) -> bool:
         try:
-            return self._ask("/health", timeout_s=5)[0] == 200
-        except OSError:
+            return self._ask("/health", timeout_s=5).status == 200
+        except NoAnswer:
             return False
 
     # ---- looking ----------------------------------------------------------------------------
@@ -181,13 +180,13 @@ class VllmServer:
 
     def counts(self) -> DraftCounts | None:
         """Its counters of drafts; None if it has none."""
-        status, body = self._ask("/metrics")
-        return DraftCounts.read(body) if status == 200 else None
+        reply = self._ask("/metrics")
+        return read_counters(reply.text, self.model).drafts if reply.status == 200 else None
 
     def engine_facts(self) -> dict[str, Any] | None:
         """What the guard tells of the engine; None if it does not answer."""
-        status, body = self._ask(_ENGINE_PATH)
-        return json.loads(body) if status == 200 else None
+        reply = self._ask(ENGINE_PATH)
+        return json.loads(reply.body) if reply.status == 200 else None
 
     def _settled(self, before: DraftCounts) -> DraftCounts | None:
         """The counters once they stand still: they are written a moment after the tokens."""
@@ -201,7 +200,7 @@ class VllmServer:
 
     def _send_probes(self) -> int:
         """Let it complete the probes, or shorter ones where the context is short."""
-        status, body = 0, ""
+        reply = ApiReply(0, {}, b"")
         for prompts, length in ((PROBES, PROBE_TOKENS), (["1 2 3 4", "a a a a"], 16)):
             request = {
                 "model": self.model,
@@ -210,33 +209,22 @@ class VllmServer:
                 "temperature": 0,
                 "ignore_eos": True,
             }
-            status, body = self._ask("/v1/completions", request, timeout_s=self._timeout_s)
-            if status == 200:
+            reply = self._ask("/v1/completions", request, timeout_s=self._timeout_s)
+            if reply.status == 200:
                 return len(prompts)
         raise UserError(
-            f"vLLM runs, but refuses to complete a prompt (status {status}: {body[:300]}); it was "
-            f"stopped. {self.tail()}"
+            f"vLLM runs, but refuses to complete a prompt (status {reply.status}: "
+            f"{reply.text[:300]}); it was stopped. {self.tail()}"
         )
 
     def _ask(
         self, path: str, body: dict[str, Any] | None = None, *, timeout_s: float = 60
-    ) -> tuple[int, str]:
-        """Status and body of an answer; OSError where there is none."""
-        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        data = None
-        if body is not None:
-            headers["Content-Type"], data = "application/json", json.dumps(body).encode()
+    ) -> ApiReply:
+        """Return an answer, of any status; NoAnswer where there is none."""
         hosts = self.launch.allowed_hosts
-        if hosts and "*" not in hosts:
-            headers["Host"] = hosts[0]
-        request = urllib.request.Request(self.url + path, data, headers)
-        # Not by way of a proxy: it is this machine that is asked.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        try:
-            with opener.open(request, timeout=timeout_s) as answer:
-                return answer.status, answer.read().decode(errors="replace")
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode(errors="replace")
+        headers = {"Host": hosts[0]} if hosts and "*" not in hosts else {}
+        client = ApiClient(self.url, self.api_key, headers=headers)
+        return client.call("GET" if body is None else "POST", path, body, timeout_s=timeout_s)
 
     def tail(self) -> str:
         """The end of its log, for an error message."""
