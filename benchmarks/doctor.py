@@ -50,9 +50,10 @@ from tests.doctor.planting import (
 )
 
 from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET
-from peagle.doctor.examiner import Examiner
+from peagle.doctor.examiner import examine
 from peagle.doctor.files import examine_files
 from peagle.doctor.findings import Examination
+from peagle.doctor.probed_target import ProbedTarget
 from peagle.doctor.questions import Style, choose_texts, usual_style
 from peagle.doctor.served import EngineServing
 from peagle.doctor.serving_side import examine_serving
@@ -145,7 +146,7 @@ class Pair:
         seed: int = 0,
         target: Path | None = None,
         style: Style | None = None,
-    ) -> Examiner:
+    ) -> ProbedTarget:
         """What examines heads with these prompts."""
         target = target or self.target
         model = TargetModel.load(target, dtype=getattr(torch, dtype))
@@ -153,10 +154,10 @@ class Pair:
         head = PAIR2 / "peagle" if self.name == "pair2" else Path(BUNDLED_PEAGLE)
         config, _ = read_head_config(head, num_target_layers=model.num_layers)
         style = style or usual_style(tokenizer)
-        return Examiner.of(model, tokenizer, style, self.texts(seed), k, config.aux_layer_ids)
+        return ProbedTarget.of(model, tokenizer, style, self.texts(seed), k, config.aux_layer_ids)
 
     @cached_property
-    def usual(self) -> Examiner:
+    def usual(self) -> ProbedTarget:
         """In float32, K = 6, on all prompts."""
         return self.examiner()
 
@@ -207,17 +208,17 @@ def healthy(pair: Pair) -> Iterator[Case]:
         if telling != "nothing":
             engine = EngineServing(examiner.target, folder, k)
             serving = engine if telling == "tokens" else Counting(engine)
-        report = examiner.examine(folder, serving)
+        report = examine(examiner, folder, serving)
         name = f"{head} {style} K={k} {dtype} served: {telling}, prompts {seed}"
         yield Case(pair.name, "healthy", name, set(), report, time.monotonic() - start)
 
 
 def _faulty(pair: Pair, part: str, head: str, sets: Sequence[Sequence[Fault]]) -> Iterator[Case]:
-    best = pair.usual.examine(pair.heads[head]).figures["training_side"]["acceptance_length"]
+    best = examine(pair.usual, pair.heads[head]).figures["training_side"]["acceptance_length"]
     for faults in sets:
         start, name = time.monotonic(), " and ".join(fault.name for fault in faults)
         folder = copy_head(pair.heads[head], pair.folder / f"{head} {name}", *faults)
-        report = pair.usual.examine(folder)
+        report = examine(pair.usual, folder)
         causes, seconds = {fault.cause for fault in faults}, time.monotonic() - start
         yield Case(pair.name, part, f"{head}: {name}", causes, report, seconds, best)
 
@@ -242,9 +243,9 @@ def surroundings(pair: Pair) -> Iterator[Case]:
     """A healthy head with prompts, a target, a tokenizer or a type that are not its own."""
     head, part = pair.heads["peagle"], "surroundings"
 
-    def case(name: str, causes: set[str], examiner: Examiner, folder: Path = head) -> Case:
+    def case(name: str, causes: set[str], examiner: ProbedTarget, folder: Path = head) -> Case:
         start = time.monotonic()
-        report = examiner.examine(folder)
+        report = examine(examiner, folder)
         return Case(pair.name, part, name, causes, report, time.monotonic() - start)
 
     if pair.name == "pair2":
@@ -306,13 +307,13 @@ def undertrained(pair: Pair) -> Iterator[Case]:
         start, folder = time.monotonic(), pair.folder / f"undertrained{steps}"
         folder.mkdir()
         head = train_shortly(pair.usual, folder, steps=steps)
-        report = pair.usual.examine(head)
+        report = examine(pair.usual, head)
         # Answers that are easy are learned soon: then there is nothing wrong.
         causes: set[str] = {"training"} if report.causes else set()
         seconds = time.monotonic() - start
         yield Case(pair.name, "undertrained", f"{steps} steps", causes, report, seconds)
         start = time.monotonic()
-        report = pair.usual.examine(copy_head(head, folder / "unrecorded"))
+        report = examine(pair.usual, copy_head(head, folder / "unrecorded"))
         # Nothing tells a head that has learned next to nothing from one of another target.
         causes = {cause.id for cause in report.causes} & {"training", "wrong_target"}
         seconds = time.monotonic() - start

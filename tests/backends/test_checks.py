@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from backends.conftest import HEAD, TARGET
 from peagle.backends.vllm.checks import check_launch, is_scattered
-from peagle.backends.vllm.command import VllmLaunch
+from peagle.backends.vllm.launch import VllmLaunch
 from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.config import SpeculativeConfig
 from peagle.errors import UserError

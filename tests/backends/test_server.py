@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from backends.conftest import HEAD, TARGET
-from peagle.backends.vllm.command import VllmLaunch
+from peagle.backends.vllm.launch import VllmLaunch
 from peagle.backends.vllm.server import VllmServer
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.config import SpeculativeConfig
@@ -110,10 +110,11 @@ def test_a_vllm_that_tells_nothing_of_its_configuration(gpu, monkeypatch):
 
 
 def test_not_ready_in_time(gpu, monkeypatch):
+    monkeypatch.setattr("peagle.backends.vllm.server.READY_S", 1)
     monkeypatch.setenv("FAKE_VLLM_LOAD_S", "60")
     with (
         pytest.raises(UserError, match="not ready after 1 s and was stopped"),
-        VllmServer(LAUNCH, gpu, ready_timeout_s=1),
+        VllmServer(LAUNCH, gpu),
     ):
         pass
 
@@ -151,7 +152,7 @@ def test_workers_of_a_server_that_does_not_end(gpu, monkeypatch):
 
 SCRIPT = """
 import sys
-from peagle.backends.vllm.command import VllmLaunch
+from peagle.backends.vllm.launch import VllmLaunch
 from peagle.backends.vllm.installation import VllmInstallation
 from peagle.backends.vllm.server import VllmServer
 from pathlib import Path

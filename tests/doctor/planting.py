@@ -15,8 +15,9 @@ from torch import Tensor
 
 import peagle.engine.build as engine_build
 import peagle.speculation.proposers as proposers
-from peagle.doctor.examiner import Examiner
-from peagle.doctor.served import EngineServing, Question, Served
+from peagle.doctor.probed_target import ProbedTarget
+from peagle.doctor.questions import Question
+from peagle.doctor.served import EngineServing, Served
 from peagle.models.checkpoint import load_drafter
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
@@ -45,7 +46,7 @@ def copy_head(source: Path, folder: Path, *faults: Fault) -> Path:
     return folder
 
 
-def train_shortly(examiner: Examiner, folder: Path, *, steps: int) -> Path:
+def train_shortly(examiner: ProbedTarget, folder: Path, *, steps: int) -> Path:
     """A new head after some steps on the answers in an examiner's probe."""
     probe, data = examiner.probe, folder / "answers.jsonl"
     with data.open("w") as file:

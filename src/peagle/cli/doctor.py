@@ -111,17 +111,14 @@ def doctor(
     if prompts is not None:
         read_prompts(prompts)  # refuses a file that is not there before torch is imported
     setup.prepare()
-    progress, variables = _progress(), None
-    if thinking is not None:
-        variables = {"enable_thinking": thinking}
-    vllm = None
+    progress, vllm = _progress(), None
     if on_vllm:
-        vllm = _in_vllm(given, flags or [], chat_template, variables, progress)
-    from peagle.doctor.run import Order, run_doctor
+        vllm = _in_vllm(given, flags or [], chat_template, thinking, progress)
+    from peagle.doctor.run import run_doctor
 
-    order = Order(
-        target=setup.target,
-        draft=setup.speculative.model,
+    report = run_doctor(
+        setup.target,
+        setup.speculative.model,
         revision=setup.settings.value("revision"),
         draft_revision=setup.speculative.revision,
         endpoint=endpoint,
@@ -133,8 +130,8 @@ def doctor(
         chat_template=chat_template,
         thinking=thinking,
         engine=setup.engine,
+        progress=progress,
     )
-    report = run_doctor(order, progress)
     if output_format is OutputFormat.JSON:
         print(json.dumps(report.to_json(), indent=2))
     else:
@@ -147,10 +144,10 @@ def _in_vllm(
     given: Given,
     flags: list[str],
     chat_template: str | None,
-    variables: dict[str, bool] | None,
+    thinking: bool | None,
     progress: Callable[[str], None],
 ) -> Callable[[Path, Path, int], Serving]:
-    """What serves a head in vLLM.
+    """Return what makes the serving side of a head in vLLM.
 
     Raises:
         UserError: vLLM is not there.
@@ -159,12 +156,14 @@ def _in_vllm(
     from peagle.doctor.served import VllmServing
 
     installation = find_vllm(given.value("vllm_python"))
+    template = {"chat_template_kwargs": {"enable_thinking": thinking}}
+    extra_body = None if thinking is None else template
 
     def serving(target: Path, head: Path, k: int) -> Serving:
         launch = vllm_engine.launch_for(
             given, flags, target, head, k, max_num_seqs=1, chat_template=chat_template
         )
-        return VllmServing(launch, installation, variables, progress)
+        return VllmServing(launch, installation, extra_body, progress)
 
     return serving
 

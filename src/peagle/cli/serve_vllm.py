@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from peagle.backends.vllm.command import VllmLaunch
+from peagle.backends.vllm.launch import VllmLaunch
 from peagle.cli.flags import Given
 from peagle.cli.settings import SPECULATIVE_VARIABLE
 from peagle.cli.setup import Setup, note

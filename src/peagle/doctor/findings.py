@@ -1,15 +1,16 @@
-"""What an examination finds: checks, one by one, and the causes that they amount to."""
+"""The result of an examination: checks, and the causes of low acceptance."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from peagle.evaluation.training_record import TrainingRecord
 
 Status = Literal["agrees", "differs", "not checked"]
+Where = Literal["head", "prompts", "serving"]
 
-# What may be wrong, as the verdict names it.
+# Names of the causes, by their ids.
 CAUSES = {
     "aux_layers": "aux layers",
     "token_shift": "one-token shift",
@@ -37,12 +38,12 @@ CAUSES = {
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing looked at.
+    """One property that was examined.
 
     Attributes:
-        name: what.
-        status: "agrees" and "differs" say how it stands to what a healthy head has.
-        text: the figures, on one line.
+        name: name of the property.
+        status: whether it agrees with what a healthy head has.
+        text: its figures, on one line.
     """
 
     name: str
@@ -52,23 +53,23 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Something that is wrong.
+    """One cause of low acceptance.
 
     Attributes:
         id: a key of CAUSES.
         where: "head" (its files), "prompts" (how they are rendered) or "serving".
-        evidence: what shows it, with figures.
-        remedy: what to do about it.
+        evidence: the figures that show it.
+        remedy: sentences that say how to remove it.
     """
 
     id: str
-    where: Literal["head", "prompts", "serving"]
+    where: Where
     evidence: str
     remedy: str
 
     @property
     def title(self) -> str:
-        """The name of the cause."""
+        """Name of the cause for people."""
         return CAUSES[self.id]
 
 
@@ -77,8 +78,8 @@ class Examination:
     """The examination of a head.
 
     Attributes:
-        checks: all that was looked at, in order.
-        causes: what is wrong; none in a healthy head.
+        checks: all checks, in order.
+        causes: causes that were found; none in a healthy head.
         figures: acceptance on the training side and served, by position.
         training: how long the head was trained, None where no record tells.
     """
@@ -95,7 +96,7 @@ class Examination:
 
     @property
     def advice(self) -> str:
-        """What to do, in a sentence or two."""
+        """Sentences that say what to do."""
         if self.is_healthy:
             advice = "Keep the head as it is: the training side and the serving side agree."
             if self.training is not None and self.training.is_little:
@@ -106,17 +107,16 @@ class Examination:
         return f"{first.remedy}{' Then run the doctor again: other causes may go.' * bool(others)}"
 
     def check(self, name: str, status: Status, text: str) -> None:
-        """Note a check."""
+        """Add a check."""
         self.checks.append(Check(name, status, text))
 
-    def blame(self, cause: Cause) -> None:
-        """Note a cause; what is known of it already is added to, and the newer remedy holds."""
+    def blame(self, id: str, where: Where, evidence: str, remedy: str) -> None:
+        """Add a cause; of one that is there already evidence is added to, the remedy replaced."""
         for index, known in enumerate(self.causes):
-            if (known.id, known.where) == (cause.id, cause.where):
-                evidence = f"{known.evidence}; {cause.evidence}"
-                self.causes[index] = replace(cause, evidence=evidence)
+            if (known.id, known.where) == (id, where):
+                self.causes[index] = Cause(id, where, f"{known.evidence}; {evidence}", remedy)
                 return
-        self.causes.append(cause)
+        self.causes.append(Cause(id, where, evidence, remedy))
 
     def blames(self, *ids: str) -> bool:
         """Whether one of these causes was found."""

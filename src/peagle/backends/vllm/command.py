@@ -1,4 +1,4 @@
-"""How vLLM is started: its command line and environment, made of our options."""
+"""The command line and the environment that start vLLM, made of our options."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import os
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,11 @@ from typing import Any
 from peagle.backends.vllm.facts import GUARD_VARIABLE
 from peagle.backends.vllm.flags import has_flag
 from peagle.backends.vllm.installation import VllmInstallation
-from peagle.config import SpeculativeConfig
+from peagle.backends.vllm.launch import VllmLaunch, with_head
 from peagle.config.network import LOOPBACK_NAMES, is_loopback
-from peagle.errors import UserError
 
-# What runs inside vLLM's processes, and the way to this peagle; nothing else lies there, so nothing
-# else can be shadowed.
+# The folder on the path of vLLM's processes; it holds nothing but the way to this peagle, so that
+# it shadows no other module.
 INSIDE = Path(__file__).parent / "inside"
 MODULE = "vllm.entrypoints.openai.api_server"
 MIDDLEWARE = "peagle.serving.vllm_guard.Guard"
@@ -41,85 +40,6 @@ SAFE_ENVIRONMENT = {
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
     "VLLM_DEBUG_LOG_API_SERVER_RESPONSE": "0",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class VllmLaunch:
-    """What vLLM shall serve, and how; None leaves a choice to vLLM.
-
-    Attributes:
-        target, revision: folder or hub id, and its revision.
-        speculative: how drafts are made; None decodes plainly.
-        speculative_options: further keys of vLLM's own speculative configuration, which are none
-            of ours: how it runs, not what it drafts.
-        is_parallel: whether the head is one for parallel drafting; None reads it from the head.
-        head_folder: where its files are; None looks for them.
-        dtype, max_model_len, ...: as in EngineConfig.
-        threads: CPU threads.
-        tensor_parallel_size, pipeline_parallel_size, data_parallel_size: GPUs of each kind.
-        host, port: where it listens; port 0 takes a free one.
-        served_model_name: what clients call the model; None takes `target`.
-        chat_template: a file, or a template as text.
-        tool_call_parser: one of vLLM's.
-        keys: that open it; () opens it to everybody on this machine, None makes one.
-        allowed_hosts, allowed_origins, max_body_bytes: as in ServerConfig.
-        drain_timeout_s: for running requests to finish after SIGTERM.
-        log_format, log_prompts, otlp_endpoint: as in ServerConfig.
-        max_queue: requests that may be under way, running or waiting.
-        extra: flags of vLLM, as they are.
-
-    Raises:
-        UserError: the server could be reached from other machines without a key.
-    """
-
-    target: str
-    speculative: SpeculativeConfig | None = None
-    is_parallel: bool | None = None
-    head_folder: str | None = None
-    speculative_options: Mapping[str, Any] = field(default_factory=dict)
-    revision: str | None = None
-    dtype: str = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    gpu_memory_utilization: float | None = None
-    kv_cache_gib: float | None = None
-    num_kv_blocks: int | None = None
-    block_size: int | None = None
-    enable_prefix_caching: bool | None = None
-    enforce_eager: bool = False
-    seed: int | None = None
-    threads: int | None = None
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    data_parallel_size: int = 1
-    host: str = "127.0.0.1"
-    port: int = 8000
-    served_model_name: str | None = None
-    chat_template: str | None = None
-    tool_call_parser: str | None = None
-    keys: tuple[str, ...] | None = field(default=None, repr=False)
-    allowed_hosts: tuple[str, ...] | None = None
-    allowed_origins: tuple[str, ...] = ()
-    max_body_bytes: int = 4 << 20
-    drain_timeout_s: float = 60.0
-    log_format: str = "text"
-    log_prompts: bool = False
-    otlp_endpoint: str | None = None
-    max_queue: int | None = None
-    extra: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.keys == () and not is_loopback(self.host):
-            raise UserError(
-                f"The host is {self.host!r} and there is no API key: everybody who reaches the "
-                "server could use it. Set PEAGLE_API_KEY or --api-key-file, or leave --host out."
-            )
-
-    @property
-    def name(self) -> str:
-        """What clients call the model."""
-        return self.served_model_name or self.target
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +105,6 @@ def vllm_command(launch: VllmLaunch, installation: VllmInstallation) -> VllmComm
     Raises:
         UserError: the head cannot be read, or is asked for what it was not trained for.
     """
-    from peagle.backends.vllm.heads import with_head
-
     launch = with_head(launch)
     arguments = engine_arguments(launch, installation) | _server_arguments(launch, installation)
     argv = [str(installation.python), "-m", MODULE, *_as_flags(arguments), *launch.extra]
@@ -314,8 +232,3 @@ def _cpu_variables(launch: VllmLaunch) -> dict[str, str]:
     if launch.threads is not None:
         variables["OMP_NUM_THREADS"] = str(launch.threads)
     return variables
-
-
-def on_port(launch: VllmLaunch, port: int, keys: tuple[str, ...]) -> VllmLaunch:
-    """The launch with what was open: its port and its keys."""
-    return replace(launch, port=port, keys=keys)
