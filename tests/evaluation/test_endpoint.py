@@ -274,30 +274,6 @@ def test_a_connection_that_the_server_closed_is_made_anew() -> None:
 # ---- failures -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "url", ["localhost:8000", "ftp://x", "http://", "http://h?q", "http://h:x"]
-)
-def test_urls_that_are_none(url: str) -> None:
-    with pytest.raises(UserError, match="expected a URL like http"):
-        EndpointBackend(url)
-
-
-def test_nobody_there() -> None:
-    with endpoint(Script()) as url:
-        pass
-    with pytest.raises(UserError, match=f"No server answers at {url}: .*correct --endpoint"):
-        EndpointBackend(url)
-
-
-def test_a_key_that_is_wrong_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = r"refused the key \(401: no such key\).*PEAGLE_API_KEY"
-    with endpoint(Script(key="secret")) as url, pytest.raises(UserError, match=said):
-        EndpointBackend(url, api_key="wrong")
-    monkeypatch.setenv("PEAGLE_API_KEY", "ké")
-    with pytest.raises(UserError, match="PEAGLE_API_KEY has characters"):
-        EndpointBackend("http://127.0.0.1:1")
-
-
 def test_models_that_are_not_there() -> None:
     with endpoint(Script()) as url, pytest.raises(UserError, match="'x'; it has: m, other"):
         EndpointBackend(url, "x")

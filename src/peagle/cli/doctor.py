@@ -58,29 +58,33 @@ def doctor(
         str | None,
         typer.Option(
             metavar="URL",
-            help="A server with OpenAI's interface that serves the head.",
+            help="URL of a server with OpenAI's interface that serves the head.",
             show_default="our engine, in this process",
         ),
     ] = None,
     endpoint_model: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Its name there.", show_default="the first listed"),
+        typer.Option(
+            metavar="NAME",
+            help="Name of the model on that server.",
+            show_default="the first listed",
+        ),
     ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Prompts of the kind that the head is for, one a line.",
+            help="File of prompts of the kind that the head is for, one a line.",
             show_default="short ones of the bundled sets",
         ),
     ] = None,
     plain: Annotated[
-        bool, typer.Option("--plain", help="Prompts are plain text, without the chat template.")
+        bool, typer.Option("--plain", help="Send prompts as plain text, without the chat template.")
     ] = False,
     chat_template: Annotated[
         str | None,
         typer.Option(
-            help="Jinja file, or the name of one of the tokenizer's templates.",
+            help="Jinja file, or name of one of the tokenizer's templates.",
             show_default="the tokenizer's",
         ),
     ] = None,
@@ -147,11 +151,7 @@ def _in_vllm(
     thinking: bool | None,
     progress: Callable[[str], None],
 ) -> Callable[[Path, Path, int], Serving]:
-    """Return what makes the serving side of a head in vLLM.
-
-    Raises:
-        UserError: vLLM is not there.
-    """
+    """Return what makes the serving side of a head in vLLM."""
     from peagle.backends.vllm.installation import find_vllm
     from peagle.doctor.served import VllmServing
 

@@ -6,17 +6,21 @@ No call uses a proxy or follows a redirect. httpx is imported with the first cal
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import ssl
-from collections.abc import AsyncGenerator, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from peagle.client.events import DONE, EventReader
 from peagle.errors import UserError
+
+if TYPE_CHECKING:
+    from httpx import Response
 
 KEY_VARIABLE = "PEAGLE_API_KEY"
 CONNECT_S = 10.0
@@ -89,38 +93,19 @@ class ApiClient:
     def call(
         self, method: str, path: str, body: Any = None, *, timeout_s: float | None = None
     ) -> ApiReply:
+        """Do as `call_async`, and wait for the answer."""
+        return asyncio.run(self.call_async(method, path, body, timeout_s=timeout_s))
+
+    async def call_async(
+        self, method: str, path: str, body: Any = None, *, timeout_s: float | None = None
+    ) -> ApiReply:
         """Send a request, with `body` as JSON, and return the answer, whatever its status.
 
         Raises:
             NoAnswer: the server cannot be reached, or the answer broke off.
         """
-        import httpx
-
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        with (
-            self._naming_failures(),
-            httpx.Client(**self._options(timeout_s)) as client,
-            client.stream(method, self.base + path, json=body) as response,
-        ):
-            raw = bytearray()
-            for part in response.iter_bytes():
-                _extend(raw, part)
-            return ApiReply(response.status_code, response.headers, bytes(raw))
-
-    async def call_async(self, method: str, path: str, body: Any = None) -> ApiReply:
-        """Do as `call`, in an event loop.
-
-        Raises:
-            NoAnswer: as `call`.
-        """
-        import httpx
-
-        with self._naming_failures():
-            async with (
-                httpx.AsyncClient(**self._options(self._timeout_s)) as client,
-                client.stream(method, self.base + path, json=body) as response,
-            ):
-                return ApiReply(response.status_code, response.headers, await _body(response))
+        async with self._stream(method, path, body, timeout_s or self._timeout_s) as response:
+            return ApiReply(response.status_code, response.headers, await _body(response))
 
     def models(self, *, may_lack_list: bool = False) -> list[dict[str, Any]]:
         """Return the facts of each model that GET /v1/models lists.
@@ -170,40 +155,46 @@ class ApiClient:
                 yield event
 
     async def _events(self, path: str, body: Any) -> AsyncGenerator[dict[str, Any], None]:
-        import httpx
-
-        with self._naming_failures():
-            async with (
-                httpx.AsyncClient(**self._options(None)) as client,
-                client.stream("POST", self.base + path, json=body) as response,
-            ):
-                if response.status_code != 200:
-                    raise self.refusal(response.status_code, await _body(response))
-                kind = response.headers.get("content-type", "").partition(";")[0]
-                if kind != "text/event-stream":
-                    raise self.foreign(f"a body of {kind!r}, not a stream")
-                reader = EventReader()
-                async for raw in response.aiter_bytes():
-                    for data in reader.feed(raw):
-                        if data == DONE:
-                            return
-                        event = self.json_object(data)
-                        if "error" in event:
-                            message = error_message(data)
-                            raise UserError(f"{self.url} ended the answer: {message}")
-                        yield event
+        async with self._stream("POST", path, body, None) as response:
+            if response.status_code != 200:
+                raise self.refusal(response.status_code, await _body(response))
+            kind = response.headers.get("content-type", "").partition(";")[0]
+            if kind != "text/event-stream":
+                raise self.foreign(f"a body of {kind!r}, not a stream")
+            reader = EventReader()
+            async for raw in response.aiter_bytes():
+                for data in reader.feed(raw):
+                    if data == DONE:
+                        return
+                    event = self.json_object(data)
+                    if "error" in event:
+                        raise UserError(f"{self.url} ended the answer: {error_message(data)}")
+                    yield event
         raise self._broken("it ended in the middle of the answer")
 
-    def _options(self, timeout_s: float | None) -> dict[str, Any]:
+    @asynccontextmanager
+    async def _stream(
+        self, method: str, path: str, body: Any, timeout_s: float | None
+    ) -> AsyncIterator[Response]:
+        """Send a request and hold its answer open; failures of the connection are NoAnswer."""
         import httpx
 
         connect_s = CONNECT_S if timeout_s is None else min(timeout_s, CONNECT_S)
-        return {
-            "headers": self.headers,
-            "timeout": httpx.Timeout(timeout_s, connect=connect_s),
-            "trust_env": False,
-            "verify": self._tls,
-        }
+        timeout = httpx.Timeout(timeout_s, connect=connect_s)
+        try:
+            async with (
+                httpx.AsyncClient(
+                    headers=self.headers, timeout=timeout, trust_env=False, verify=self._tls
+                ) as client,
+                client.stream(method, self.base + path, json=body) as response,
+            ):
+                yield response
+        except UserError:
+            raise
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.InvalidURL, UnicodeError) as error:
+            raise self.unreachable(_reason(error)) from None
+        except (httpx.HTTPError, httpx.StreamError, OSError, ValueError) as error:
+            raise self._broken(_reason(error)) from None
 
     # ---- errors -----------------------------------------------------------------------------
 
@@ -240,20 +231,6 @@ class ApiClient:
         if not isinstance(value, dict):
             raise self.foreign(raw[:80].decode(errors="replace"))
         return value
-
-    @contextmanager
-    def _naming_failures(self) -> Iterator[None]:
-        """Turn the failures of a connection into NoAnswer."""
-        import httpx
-
-        try:
-            yield
-        except UserError:
-            raise
-        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.InvalidURL, UnicodeError) as error:
-            raise self.unreachable(_reason(error)) from None
-        except (httpx.HTTPError, httpx.StreamError, OSError, ValueError) as error:
-            raise self._broken(_reason(error)) from None
 
     def _broken(self, reason: str) -> NoAnswer:
         return NoAnswer(f"The connection to {self.url} broke: {reason}. Try again.", reason)
@@ -313,20 +290,19 @@ def _reason(error: BaseException) -> str:
     """Return the operating system's words for a failure, which httpx wraps, else its own."""
     cause: BaseException | None = error
     while cause is not None:
-        if strerror := getattr(cause, "strerror", None):
-            return str(strerror)
+        if isinstance(cause, OSError) and cause.strerror:
+            # asyncio writes words of its own there.
+            return (
+                os.strerror(cause.errno or 0) if cause.errno in errno.errorcode else cause.strerror
+            )
         cause = cause.__cause__ or cause.__context__
     return str(error) or type(error).__name__
 
 
-async def _body(response: Any) -> bytes:
+async def _body(response: Response) -> bytes:
     raw = bytearray()
     async for part in response.aiter_bytes():
-        _extend(raw, part)
+        raw += part
+        if len(raw) > _MAX_BYTES:
+            raise ValueError(f"a body of more than {_MAX_BYTES} bytes")
     return bytes(raw)
-
-
-def _extend(raw: bytearray, part: bytes) -> None:
-    raw += part
-    if len(raw) > _MAX_BYTES:
-        raise ValueError(f"a body of more than {_MAX_BYTES} bytes")

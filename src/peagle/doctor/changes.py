@@ -227,10 +227,7 @@ def _mask_state_repairs(head: Head, probed: ProbedTarget) -> Iterator[Change]:
 def _map_repairs(
     head: Head, now: HeadDrafts, files: HeadFiles, probed: ProbedTarget
 ) -> Iterator[Change]:
-    """Maps by t2d, by the head's rows and by its drafts.
-
-    The latter are blamed on the data that the map was made of if d2t and t2d are in order.
-    """
+    """Maps by t2d, by the head's rows and by its drafts."""
     ids, kept = head.target_ids(), files.kept_ids
     if kept is not None and not torch.equal(kept, ids):
         remedy = "Export d2t and t2d again from the trained head, d2t[i] = target id - i."
@@ -254,20 +251,8 @@ def _map_repairs(
 
 
 def _map_by_rows(ids: Tensor, lm_head: Tensor, target_rows: Tensor, drafts: Tensor) -> Tensor:
-    """Return a map by which the rows of lm_head that drafts use are the target's nearest ones.
-
-    Heads start from the target's rows and stay near them; a map that leads elsewhere was made for
-    another head.
-
-    Args:
-        ids: target id of every draft id, [DV].
-        lm_head: of the head, [DV, D].
-        target_rows: of the target's lm_head, [V, D].
-        drafts: draft ids as the head drafts them.
-
-    Returns:
-        [DV]; may name tokens twice.
-    """
+    """Return a map by which the rows of lm_head that drafts use are the target's nearest ones."""
+    # Heads start from the target's rows and stay near them.
     used, counts = drafts.flatten().unique(return_counts=True)
     chosen = used[counts.argsort(descending=True)][:_NEAREST_ROWS]
     rows = F.normalize(lm_head[chosen].float(), dim=1)
@@ -282,13 +267,7 @@ def _map_by_rows(ids: Tensor, lm_head: Tensor, target_rows: Tensor, drafts: Tens
 
 
 def _map_by_drafts(ids: Tensor, drafts: Tensor, truth: Tensor) -> Tensor:
-    """Return a map by which each draft id stands for the target's commonest token there.
-
-    Args:
-        ids: target id of every draft id, kept for those that are drafted less than three times.
-        drafts: draft ids.
-        truth: the target's tokens in their places.
-    """
+    """Return a map by which each draft id stands for the target's commonest token there."""
     mended = ids.clone()
     for draft in drafts.unique().tolist():
         said = truth[drafts == draft]

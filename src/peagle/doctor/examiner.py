@@ -185,12 +185,7 @@ class _TrainingSide:
         )
 
     def _is_early(self, repaired: Repaired) -> bool:
-        """Whether a head with poor mask slots is early in its training rather than damaged.
-
-        The record of its training tells. Without one, two things do in which mask slots take no
-        part: the first drafts, and how far the weights of the norms have moved from the 1 that they
-        begin at.
-        """
+        """Whether a head with poor mask slots is early in its training rather than damaged."""
         if self.report.training is not None:
             return self.report.training.is_little
         tensors = repaired.head.tensors
@@ -245,11 +240,8 @@ def _check_dtype(repaired: Repaired, files: HeadFiles, probe: Probe, report: Exa
 
 
 def _check_style(head: Head, probed: ProbedTarget, report: Examination) -> None:
-    """Check that prompts reach the model as those that the head was trained on.
-
-    Texts differ between the styles, and some are easier for any head. So first drafts are compared
-    at equal confidence of the target.
-    """
+    """Check that prompts reach the model as those that the head was trained on."""
+    # Some texts are easier for any head: first drafts are compared at equal confidence.
     if not probed.in_other_styles:
         report.check("prompt style", "not checked", "there is one way to prompt this model")
         return
@@ -287,11 +279,7 @@ def _blame_style(style: Style, evidence: str, probed: ProbedTarget, report: Exam
 def _matched_difference(
     one: HeadDrafts, one_probe: Probe, other: HeadDrafts, other_probe: Probe
 ) -> tuple[float, float]:
-    """Return how much more often first drafts match at equal confidence, and its standard error.
-
-    sum over bins of w_b * (match_b(one) - match_b(other)), with weights of both together. The error
-    is that of means over prompts.
-    """
+    """Return how much more often first drafts match at equal confidence, and its standard error."""
 
     def bins(probe: Probe) -> torch.Tensor:
         """The bin of the target's confidence at first drafts, [P, C]."""
@@ -304,6 +292,7 @@ def _matched_difference(
         rest_P = ((matches_PC - mean) * chosen_PC).sum(1)
         return mean, float(rest_P.square().sum().sqrt()) / float(chosen_PC.sum())
 
+    # sum over bins of w_b * (match_b(one) - match_b(other)), with weights of both together.
     ones, others = one.matches[..., 0].double(), other.matches[..., 0].double()
     bins_one, bins_other = bins(one_probe), bins(other_probe)
     total = bins_one.numel() + bins_other.numel()
@@ -333,6 +322,6 @@ def _figures(one: HeadDrafts, probe: Probe) -> dict[str, object]:
         "acceptance_length": one.acceptance_length,
         "match_per_depth": one.match_share,
         "num_prompts": len(probe.lengths),
-        "num_anchors": probe.num_anchors,
+        "num_anchors": probe.anchors_PC.numel(),
         "num_speculative_tokens": probe.num_drafts,
     }

@@ -38,13 +38,7 @@ CAUSES = {
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One property that was examined.
-
-    Attributes:
-        name: name of the property.
-        status: whether it agrees with what a healthy head has.
-        text: its figures, on one line.
-    """
+    """One property that was examined: its name, its state in this head, figures on one line."""
 
     name: str
     status: Status
@@ -91,20 +85,20 @@ class Examination:
 
     @property
     def is_healthy(self) -> bool:
-        """Nothing wrong was found."""
+        """Whether no cause was found."""
         return not self.causes
 
     @property
     def advice(self) -> str:
         """Sentences that say what to do."""
-        if self.is_healthy:
-            advice = "Keep the head as it is: the training side and the serving side agree."
-            if self.training is not None and self.training.is_little:
-                advice += f" It was trained for only {self.training}: more training may raise the "
-                advice += "acceptance length."
-            return advice
-        first, *others = self.causes
-        return f"{first.remedy}{' Then run the doctor again: other causes may go.' * bool(others)}"
+        if self.causes:
+            again = " Then run the doctor again: other causes may go." * (len(self.causes) > 1)
+            return self.causes[0].remedy + again
+        advice = "Keep the head as it is: the training side and the serving side agree."
+        if self.training is not None and self.training.is_little:
+            advice += f" It was trained for only {self.training}: more training may raise the "
+            advice += "acceptance length."
+        return advice
 
     def check(self, name: str, status: Status, text: str) -> None:
         """Add a check."""
@@ -123,7 +117,7 @@ class Examination:
         return any(cause.id in ids for cause in self.causes)
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """Return the examination as a JSON object."""
         return {
             "healthy": self.is_healthy,
             "advice": self.advice,

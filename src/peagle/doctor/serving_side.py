@@ -264,11 +264,7 @@ def _common(one: SpeculationStats, other: SpeculationStats) -> float:
 
 
 def _foreseen(ours: HeadDrafts) -> list[SpeculationStats]:
-    """The counters of each prompt's answer, by a head's drafts at every anchor of it.
-
-    Each draft starts behind the tokens that the one before it brought: of `a` accepted tokens, and
-    the target's own, a + 1.
-    """
+    """The counters of each prompt's answer, by a head's drafts at every anchor of it."""
     found = []
     for accepted_C in ours.accepted_PC.tolist():
         stats, anchor = SpeculationStats(), 0
@@ -332,15 +328,8 @@ def _is_worse(served: SpeculationStats, ours: HeadDrafts) -> bool:
 
 
 def _mask_slot_figures(served: SpeculationStats, ours: HeadDrafts) -> str:
-    """Return figures if first draft tokens are accepted as foreseen, second ones less; else "".
-
-    The first token of a parallel draft comes from the slot that has a real token and a real state,
-    the others from mask slots.
-
-    Args:
-        served: counters of all answers.
-        ours: drafts of a parallel head at every anchor of the same answers.
-    """
+    """Return figures if first draft tokens are accepted as foreseen, second ones less; else ""."""
+    # The first token of a draft comes from a slot with a real token and state, the others do not.
     accepted, matches = served.num_accepted_tokens_per_pos, ours.matches
     if len(accepted) < 2 or matches.shape[2] < 2 or not matches[..., 0].any():
         return ""

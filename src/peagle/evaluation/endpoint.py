@@ -256,11 +256,7 @@ class EndpointBackend:
     # ---- errors -----------------------------------------------------------------------------
 
     def _check(self, reply: Reply) -> None:
-        """Refuse to go on where all requests would fare likewise.
-
-        Raises:
-            UserError: with the reason.
-        """
+        """Refuse to go on where all requests would fare likewise."""
         if reply.status in (401, 403):
             raise self._api.refusal(reply.status, reply.body)
         if reply.status == 404:

@@ -1,4 +1,4 @@
-"""What a server with OpenAI's interface answered, read: texts, times, tokens, drafts."""
+"""Reads the answer of a server with OpenAI's interface: texts, times, tokens, drafts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ForeignAnswer(ValueError):
 
 @dataclass(slots=True)
 class _Piece:
-    """What came of one step of the server, as far as events tell steps apart."""
+    """The output of one step of the server, as far as events separate steps."""
 
     seconds: float
     text: str = ""
@@ -40,12 +40,11 @@ class _Piece:
 
 
 def read_answer(reply: Reply) -> Answer:
-    """The answer to a completion or a chat completion, streamed or whole.
+    """Read the answer to a completion or a chat completion, streamed or whole.
 
-    How many tokens a chunk held is told by our server's reports, by usage in every chunk
-    (`continuous_usage_stats`), else it is estimated: the tokens of the whole answer, shared out by
-    the characters of the chunks. Reasoning counts as output; `text` leaves it out where the server
-    tells it apart.
+    Our server's reports, or usage in every chunk (`continuous_usage_stats`), count the tokens of a
+    chunk; else they are estimated: the tokens of the whole answer, shared out by the characters of
+    the chunks. Reasoning counts as output; `text` leaves it out where the server separates it.
 
     Raises:
         ForeignAnswer: whatever answered knows nothing of completions.
@@ -60,20 +59,20 @@ def read_answer(reply: Reply) -> Answer:
 
 
 def speculation_of(usage: Mapping[str, Any]) -> SpeculationStats | None:
-    """The drafts of a request, where our server's usage tells them."""
-    told = usage.get("speculation")
-    if not isinstance(told, Mapping):
+    """Return the drafts of a request, None where the usage has none (our server's has)."""
+    drafts = usage.get("speculation")
+    if not isinstance(drafts, Mapping):
         return None
     names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
-    per_pos = [int(count) for count in told.get("num_accepted_tokens_per_pos", ())]
-    counts = {name: int(told.get(name, 0)) for name in names}
+    per_pos = [int(count) for count in drafts.get("num_accepted_tokens_per_pos", ())]
+    counts = {name: int(drafts.get(name, 0)) for name in names}
     return SpeculationStats(**counts, num_accepted_tokens_per_pos=per_pos)
 
 
 def _whole(reply: Reply) -> Answer:
     """An answer in one piece: its first token is its last."""
     try:
-        body = reply.json
+        body = json.loads(reply.body)
         choice = body["choices"][0]
         text, content = _texts(choice.get("message") or choice)
         usage = body.get("usage") or {}
@@ -99,15 +98,15 @@ class _Stream:
         self.pieces: list[_Piece] = []
         self.finish_reason = self.error = ""
         self.usage: Mapping[str, Any] = {}
-        self._told = 0  # tokens of the chunks so far, by their usage
+        self._so_far = 0  # tokens of the chunks so far, by their usage
         events: list[tuple[float, Mapping[str, Any]]] = []
         for when, data in reply.events:
             if data != DONE:
                 events.append((when - reply.sent_s, _event(data)))
         written = [event for _, event in events if event.get("choices")]
         # Some put the usage of the whole answer into the last chunk that has text.
-        self._tells_usage = bool(written) and all(event.get("usage") for event in written)
-        self._tells_steps = any(event.get("speculation") for event in written)
+        self._has_usage = bool(written) and all(event.get("usage") for event in written)
+        self._has_steps = any(event.get("speculation") for event in written)
         for seconds, event in events:
             try:
                 self._take(seconds, event)
@@ -129,7 +128,7 @@ class _Stream:
         text, content = _texts(choice.get("delta") or choice)
         piece = self._piece(seconds, event)
         # Without tokens of its own an event goes on with the step before it.
-        is_new = piece.num_tokens if self._tells_steps or self._tells_usage else text
+        is_new = piece.num_tokens if self._has_steps or self._has_usage else text
         if is_new or (text and not self.pieces):
             self.pieces.append(piece)
         if text:
@@ -137,19 +136,19 @@ class _Stream:
             self.pieces[-1].answer += content
 
     def _piece(self, seconds: float, event: Mapping[str, Any]) -> _Piece:
-        if self._tells_steps:
+        if self._has_steps:
             report = event.get("speculation") or {}
             count = len(report.get("tokens", ()))
             step = DecodedStep(count, report.get("num_drafted", 0), report.get("num_accepted", 0))
             return _Piece(seconds, num_tokens=count, step=step)
-        told = int(self.usage.get("completion_tokens") or 0) if self._tells_usage else 0
-        before, self._told = self._told, max(told, self._told)
-        return _Piece(seconds, num_tokens=self._told - before)
+        count = int(self.usage.get("completion_tokens") or 0) if self._has_usage else 0
+        before, self._so_far = self._so_far, max(count, self._so_far)
+        return _Piece(seconds, num_tokens=self._so_far - before)
 
     def _answer(self, seconds: float) -> Answer:
         pieces = self.pieces
         count = self.usage.get("completion_tokens")
-        if not self._tells_steps and not self._tells_usage:
+        if not self._has_steps and not self._has_usage:
             _share_out(pieces, len(pieces) if count is None else int(count))
         steps = [piece.step for piece in pieces if piece.step is not None]
         return Answer(

@@ -121,11 +121,7 @@ class EndpointAnswerer:
     async def _patiently(
         self, method: str, path: str, body: dict[str, Any] | None = None
     ) -> bytes | Failure:
-        """Return the body of an answer of status 200, after as many tries as it takes.
-
-        Raises:
-            UserError: all requests would fare likewise.
-        """
+        """Return the body of an answer of status 200, after as many tries as it takes."""
         tries = 0
         while True:
             tries += 1

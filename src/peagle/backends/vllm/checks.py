@@ -220,15 +220,7 @@ def is_scattered(num_full: int, num_sliding: int, num_draft: int, ratio: float) 
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A target by its small files.
-
-    Attributes:
-        name: as the user calls it.
-        folder: where they are.
-        sizes: vocab_size, hidden_size and num_layers, where they are told.
-        layer_kinds: of attention, as transformers names them; () if all are of full attention.
-        kv_heads, head_dim: heads of keys in a layer, and numbers of each.
-    """
+    """A target by its small files."""
 
     name: str
     folder: Path
@@ -268,14 +260,7 @@ def _read_target(name: str, revision: str | None) -> _Target | None:
 def _check_fits(
     target: _Target, head: DrafterConfig, facts: Mapping[str, Any], folder: str
 ) -> None:
-    """Refuse a head of another target.
-
-    Its sizes are compared, and where the head has a fingerprint of its target, that: the number of
-    layers, the tokenizer, and some rows of lm_head.
-
-    Raises:
-        CheckpointError: naming the first difference.
-    """
+    """Refuse a head of another target."""
     expected = {"vocab_size": head.vocab_size, "hidden_size": head.target_hidden_size}
     trained_for = facts.get("target")
     if isinstance(trained_for, Mapping):

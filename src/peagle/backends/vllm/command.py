@@ -44,31 +44,26 @@ SAFE_ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True)
 class VllmCommand:
-    """A process to start.
-
-    Attributes:
-        argv: its command line.
-        environment: variables that it has beside or over those of this process.
-    """
+    """A process to start: its command line, and the variables that it has over this process's."""
 
     argv: tuple[str, ...]
     environment: Mapping[str, str] = field(repr=False)
 
     def variables(self) -> dict[str, str]:
-        """Its whole environment."""
+        """Return its whole environment."""
         return {**os.environ, **self.environment}
 
     def __str__(self) -> str:
-        """For a shell, secrets left out."""
-        shown = dict(self.environment)
-        guard = json.loads(shown[GUARD_VARIABLE])
-        shown[GUARD_VARIABLE] = json.dumps(guard | {"keys": ["..." for _ in guard["keys"]]})
-        variables = [f"{name}={shlex.quote(value)}" for name, value in shown.items()]
+        """Return a line for a shell, without secrets."""
+        guard = json.loads(self.environment[GUARD_VARIABLE])
+        hidden = json.dumps(guard | {"keys": ["..." for _ in guard["keys"]]})
+        environment = {**self.environment, GUARD_VARIABLE: hidden}
+        variables = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
         return " \\\n  ".join(["env", *variables, shlex.join(self.argv)])
 
 
 def speculative_json(launch: VllmLaunch) -> dict[str, Any] | None:
-    """vLLM's speculative configuration; None decodes plainly.
+    """Return vLLM's speculative configuration; None decodes plainly.
 
     `"method": "eagle3"` is always named: vLLM would take a head for a draft model of its own
     (docs/compatibility.md). `parallel_drafting` is what the head was trained for.
@@ -100,7 +95,7 @@ def speculative_json(launch: VllmLaunch) -> dict[str, Any] | None:
 
 
 def vllm_command(launch: VllmLaunch, installation: VllmInstallation) -> VllmCommand:
-    """The process that serves `launch`.
+    """Return the process that serves `launch`.
 
     Raises:
         UserError: the head cannot be read, or is asked for what it was not trained for.
@@ -117,7 +112,7 @@ def greedy_only(launch: VllmLaunch, installation: VllmInstallation) -> bool:
 
 
 def engine_arguments(launch: VllmLaunch, installation: VllmInstallation) -> dict[str, Any]:
-    """Arguments of vLLM's engine by their names; what is left to vLLM is not there."""
+    """Return arguments of vLLM's engine by their names, without those that vLLM chooses."""
     arguments: dict[str, Any] = {
         "model": launch.target,
         "revision": launch.revision,
@@ -145,7 +140,7 @@ def engine_arguments(launch: VllmLaunch, installation: VllmInstallation) -> dict
 
 
 def _server_arguments(launch: VllmLaunch, installation: VllmInstallation) -> dict[str, Any]:
-    """What concerns HTTP, safety and logs."""
+    """Return the arguments of HTTP, safety and logs."""
     arguments: dict[str, Any] = {
         "host": launch.host,
         "port": launch.port,
@@ -182,12 +177,12 @@ def _as_flags(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def dtype_for(launch: VllmLaunch, installation: VllmInstallation) -> str:
-    """The type of weights: float32 on a CPU unless told, where bfloat16 has ended the process."""
+    """Return the type of weights: float32 by default on a CPU, where bfloat16 ends some runs."""
     return "float32" if launch.dtype == "auto" and installation.is_cpu else launch.dtype
 
 
 def environment(launch: VllmLaunch, installation: VllmInstallation) -> dict[str, str]:
-    """The variables that vLLM has beside or over those of this process."""
+    """Return the variables that vLLM has over those of this process."""
     variables = dict(SAFE_ENVIRONMENT)
     inherited = os.environ.get("PYTHONPATH")
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(INSIDE), inherited)))
@@ -214,7 +209,7 @@ def environment(launch: VllmLaunch, installation: VllmInstallation) -> dict[str,
 
 
 def _hosts(launch: VllmLaunch) -> list[str]:
-    """Host headers that are served: on a loopback address its names, else any, unless told."""
+    """Return the Host headers that are served: by default a loopback address's names, else any."""
     if launch.allowed_hosts is not None:
         return list(launch.allowed_hosts)
     own = f"[{launch.host}]" if ":" in launch.host.strip("[]") else launch.host
@@ -222,7 +217,7 @@ def _hosts(launch: VllmLaunch) -> list[str]:
 
 
 def _cpu_variables(launch: VllmLaunch) -> dict[str, str]:
-    """Memory and threads of a CPU build; binding threads to cores needs rights few have."""
+    """Return memory and threads of a CPU build; few have the right to bind threads to cores."""
     variables = {
         "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
         "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",  # no card to give back
