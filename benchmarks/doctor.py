@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -31,15 +32,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.doctor.planting import (
-    EAGLE3_FAULTS,
     FILE_FAULTS,
     HEAD_CHANGES,
     MAP_FAULTS,
     OVERFLOW,
     Counting,
     Fault,
+    config_of,
     copy_head,
-    prune,
     scramble_tokenizer,
     serve_changed,
     serve_shifted,
@@ -48,6 +48,7 @@ from tests.doctor.planting import (
     turn_target,
     without_fingerprint,
 )
+from tests.models.editing import edit_config, edit_tensors
 
 from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.doctor.examiner import examine
@@ -107,6 +108,28 @@ HEALTHY = {
         ("eagle3", "vllm", 2, "float32", "nothing", 9),
     ],
 }
+
+
+EAGLE3_FAULTS = [
+    *(one for one in FILE_FAULTS if one.cause in ("aux_layers", "norms", "residual", "rope")),
+    Fault("norm_output", "norms", lambda folder: edit_config(folder, norm_output=True)),
+]
+
+
+def prune(source: Path, folder: Path, ids: Sequence[int]) -> Path:
+    """A copy of a head over the whole vocabulary that drafts only these tokens, ascending."""
+    shutil.copytree(source, folder)
+    vocab = config_of(folder)["vocab_size"]
+    kept = torch.tensor(list(ids))
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][kept]
+        tensors["d2t"] = kept - torch.arange(len(kept))
+        tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, kept, True)
+
+    edit_tensors(folder, change)
+    edit_config(folder, draft_vocab_size=len(kept))
+    return folder
 
 
 @dataclass

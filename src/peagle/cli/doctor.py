@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,8 +13,9 @@ import typer
 from peagle.cli import groups, vllm_engine
 from peagle.cli.flags import Given, pick, takes
 from peagle.cli.options import Format, OutputFormat
+from peagle.cli.progress import ProgressLine
 from peagle.cli.setup import Setup
-from peagle.cli.terminal import bright, has_styles
+from peagle.cli.terminal import bright
 from peagle.cli.vllm_engine import VllmFlags
 from peagle.errors import UserError
 from peagle.evaluation.prompts import read_prompts
@@ -115,31 +115,32 @@ def doctor(
     if prompts is not None:
         read_prompts(prompts)  # refuses a file that is not there before torch is imported
     setup.prepare()
-    progress, vllm = _progress(), None
-    if on_vllm:
-        vllm = _in_vllm(given, flags or [], chat_template, thinking, progress)
-    from peagle.doctor.run import run_doctor
+    with ProgressLine("step") as line:
+        vllm = None
+        if on_vllm:
+            vllm = _in_vllm(given, flags or [], chat_template, thinking, line.begin)
+        from peagle.doctor.run import run_doctor
 
-    report = run_doctor(
-        setup.target,
-        setup.speculative.model,
-        revision=setup.settings.value("revision"),
-        draft_revision=setup.speculative.revision,
-        endpoint=endpoint,
-        endpoint_model=endpoint_model,
-        vllm=vllm,
-        num_speculative_tokens=setup.speculative.num_speculative_tokens,
-        prompts=prompts,
-        plain=plain,
-        chat_template=chat_template,
-        thinking=thinking,
-        engine=setup.engine,
-        progress=progress,
-    )
+        report = run_doctor(
+            setup.target,
+            setup.speculative.model,
+            revision=setup.settings.value("revision"),
+            draft_revision=setup.speculative.revision,
+            endpoint=endpoint,
+            endpoint_model=endpoint_model,
+            vllm=vllm,
+            num_speculative_tokens=setup.speculative.num_speculative_tokens,
+            prompts=prompts,
+            plain=plain,
+            chat_template=chat_template,
+            thinking=thinking,
+            engine=setup.engine,
+            progress=line.begin,
+        )
     if output_format is OutputFormat.JSON:
         print(json.dumps(report.to_json(), indent=2))
     else:
-        print(report_text(report))
+        print(_report_text(report))
     if not report.is_healthy:
         raise typer.Exit(1)
 
@@ -168,21 +169,9 @@ def _in_vllm(
     return serving
 
 
-def _progress() -> Callable[[str], None]:
-    """Says on stderr what is going on, on a terminal in one line that changes."""
-    start, alive = time.monotonic(), has_styles(sys.stderr)
-
-    def show(text: str) -> None:
-        line = f"{time.monotonic() - start:5.1f} s  {text}"
-        print(f"\r\x1b[2K{line}" if alive else line, end="" if alive else "\n", file=sys.stderr)
-        sys.stderr.flush()
-
-    return show
-
-
-def report_text(report: Examination) -> str:
-    """The report as text: checks, then the verdict."""
-    clear = "\r\x1b[2K" if has_styles(sys.stderr) and has_styles(sys.stdout) else ""
+def _report_text(report: Examination) -> str:
+    """Return the report as text: checks, then the verdict."""
+    places = {"head": "in the head", "prompts": "in the prompts", "serving": "where it is served"}
     width = max(len(check.name) for check in report.checks)
     lines = [
         f"{_MARKS[check.status]}  {check.name:{width}}  {check.text}" for check in report.checks
@@ -190,16 +179,10 @@ def report_text(report: Examination) -> str:
     if report.is_healthy:
         lines += ["", bright("Healthy: training side and serving side agree.", sys.stdout)]
     for number, cause in enumerate(report.causes, start=1):
-        place = {
-            "head": "in the head",
-            "prompts": "in the prompts",
-            "serving": "where it is served",
-        }
         lines += [
             "",
-            bright(f"Cause {number}: {cause.title}, {place[cause.where]}", sys.stdout),
+            bright(f"Cause {number}: {cause.title}, {places[cause.where]}", sys.stdout),
             f"  shown by  {cause.evidence}",
             f"  remedy    {cause.remedy}",
         ]
-    lines += ["", f"Advice: {report.advice}"]
-    return clear + "\n".join(lines)
+    return "\n".join([*lines, "", f"Advice: {report.advice}"])
