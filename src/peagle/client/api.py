@@ -192,9 +192,9 @@ class ApiClient:
         except UserError:
             raise
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.InvalidURL, UnicodeError) as error:
-            raise self.unreachable(_reason(error)) from None
+            raise self.unreachable(failure_reason(error)) from None
         except (httpx.HTTPError, httpx.StreamError, OSError, ValueError) as error:
-            raise self._broken(_reason(error)) from None
+            raise self._broken(failure_reason(error)) from None
 
     # ---- errors -----------------------------------------------------------------------------
 
@@ -286,7 +286,7 @@ def _checked_key(key: str) -> str:
     return key.strip()
 
 
-def _reason(error: BaseException) -> str:
+def failure_reason(error: BaseException) -> str:
     """Return the operating system's words for a failure, which httpx wraps, else its own."""
     cause: BaseException | None = error
     while cause is not None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from peagle.client.api import failure_reason
 from peagle.client.events import DONE, EventReader
 
 Item = TypeVar("Item")
@@ -181,13 +182,10 @@ class HttpClient:
 
     Args:
         url: like http://127.0.0.1:8000/base; paths are joined to it as they are.
-        headers: of every request.
-        timeout_s: of a request.
+        headers: headers of every request.
+        timeout_s: limit of a request.
         keep_alive: use a connection for the next request when one is done with it. A time to the
             first token holds no handshake either way: clocks start as the request goes out.
-
-    Raises:
-        ValueError: the URL is none of HTTP.
     """
 
     def __init__(
@@ -199,11 +197,7 @@ class HttpClient:
         keep_alive: bool = True,
     ) -> None:
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url!r} is no URL of HTTP")
-        if parts.query or parts.fragment or parts.username:
-            raise ValueError(f"{url!r} has more than a host, a port and a path")
-        self.host = parts.hostname
+        self.host = parts.hostname or ""
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
         self.timeout_s = timeout_s
         self._base = parts.path.rstrip("/")
@@ -225,11 +219,10 @@ class HttpClient:
         """Send a request and wait for all of its answer.
 
         Args:
-            method: of HTTP.
-            path: of the route.
+            method, path: method of HTTP and path below the URL.
             body: an object goes out as JSON, bytes as they are.
-            headers: further ones, or others.
-            drop_after_s: close the connection then, whatever has come.
+            headers: headers over those of every request.
+            drop_after_s: time after which the client closes the connection.
         """
         request = self._request(method, path, body, headers or {})
         limit_s = self.timeout_s if drop_after_s is None else drop_after_s
@@ -247,7 +240,7 @@ class HttpClient:
                 making = loop.create_connection(_Connection, self.host, self.port, **tls)
                 _, connection = await asyncio.wait_for(making, self.timeout_s)
             except (OSError, TimeoutError, UnicodeError) as error:
-                reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+                reason = failure_reason(error)
                 return Reply(problem="refused", reason=reason, sent_s=now, ended_s=now)
             reply = await self._exchange(connection, request, limit_s)
         if drop_after_s is not None and reply.problem == "timeout":
