@@ -39,8 +39,8 @@ from peagle.models.target import TargetModel
 from peagle.models.target_ends import TargetEnds
 
 if TYPE_CHECKING:
-    from peagle.backends.vllm.command import VllmLaunch
     from peagle.backends.vllm.installation import VllmInstallation
+    from peagle.backends.vllm.launch import VllmLaunch
 
     Launched = Callable[[str, int], VllmLaunch]
 
