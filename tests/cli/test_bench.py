@@ -87,7 +87,7 @@ def test_an_interrupted_sweep_goes_on(
     command = ("bench", *pair.options, *short, "-k", 2, "--output", tmp_path)
     monkeypatch.setattr(sweeping, "figures_of", cut)
     done = peagle(*command)
-    assert done.status == 130 and "2 measurements are kept" in done.err
+    assert done.status == 130 and "2 measurements are kept in" in done.err
     done = peagle(*command)
     assert done.status == 0 and "2 measurements are there already" in done.err
     assert made == 3 + 6

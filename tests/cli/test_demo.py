@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from peagle.bundled import BUNDLED, FOLDERS
-from peagle.cli import demo_view
+from peagle.cli.demo import LiveView, identity_text
 from peagle.cli.terminal import command_prefix
 from peagle.evaluation.prompts import Prompt
 from peagle.llm import StreamChunk
@@ -106,7 +106,7 @@ def written(console: Console) -> str:
 
 def test_live_picture(peagle: Peagle, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     console = terminal(no_color=False)
-    monkeypatch.setattr(demo_view, "make_console", lambda _: console)
+    monkeypatch.setattr("peagle.cli.demo.make_console", lambda _: console)
     assert peagle("demo", *options(pair)).status == 0
     shown = written(console)
     assert "HumanEval/0, plain" in shown
@@ -120,7 +120,7 @@ def test_live_picture(peagle: Peagle, pair: Pair, monkeypatch: pytest.MonkeyPatc
 def test_accepted_tokens_are_marked(no_color: bool) -> None:
     console = terminal(no_color=no_color)
     tokenizer = byte_tokenizer()
-    view = demo_view.LiveView(console)
+    view = LiveView(console)
     with view.running({"P-EAGLE": SimpleNamespace(tokenizer=tokenizer)}):  # type: ignore[dict-item]
         view.begin(Prompt("p", ("the prompt ",)), "P-EAGLE")
         for text, num_accepted in (("A", 0), ("BCD", 2), ("E", 0)):
@@ -134,9 +134,12 @@ def test_a_difference_is_reported() -> None:
         "num_different_outputs": 1,
         "num_prompts": 2,
         "dtype": "float32",
-        "methods": [{"different_outputs": []}, {"different_outputs": ["HumanEval/1"]}],
+        "methods": [
+            {"name": "plain", "different_outputs": []},
+            {"name": "P-EAGLE", "different_outputs": ["HumanEval/1"]},
+        ],
     }
-    text = demo_view._identity({"plain": None, "P-EAGLE": None}, report).plain  # type: ignore
+    text = identity_text(report).plain
     assert "Outputs differ (plain, P-EAGLE) on 1 of 2 prompts: HumanEval/1." in text
 
 
@@ -179,5 +182,5 @@ def test_missing_bundled_weights(
 
 
 def test_the_view_needs_no_torch() -> None:
-    code = "import sys; sys.modules['torch'] = None; import peagle.cli.demo_view"
+    code = "import sys; sys.modules['torch'] = None; import peagle.cli.demo"
     subprocess.run([sys.executable, "-c", code], env=environment(), check=True)

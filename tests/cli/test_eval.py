@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from peagle.cli.eval_view import EvalView
 from peagle.evaluation import dialogues, eval_run
 from peagle.models.checkpoint import save_drafter
 from peagle.models.fingerprint import TargetFingerprint
@@ -79,7 +80,7 @@ def test_the_length_of_training_reaches_the_notes(
 
 
 def test_the_bundled_pair_by_default(peagle: Peagle, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peagle.cli.eval.DEFAULT_LIMIT", 6)
+    monkeypatch.setattr("peagle.cli.options.DEFAULT_LIMIT", 6)
     result = peagle("eval", "--max-new-tokens", 12, "--no-ngram")
     assert result.status == 0, result.err
     *tables, advice = result.out.split("\n\n")
@@ -194,13 +195,13 @@ def test_thinking_needs_a_template(peagle: Peagle, pair: Pair) -> None:
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Keys of the entries that are measured, not taken from a file."""
     keys: list[str] = []
-    ask = eval_run._entry
+    begin = EvalView.begin
 
-    def watching(backend: Any, key: Any, *rest: Any, **options: Any) -> Any:
+    def watching(self: EvalView, key: Any, num_requests: int) -> None:
         keys.append(str(key))
-        return ask(backend, key, *rest, **options)
+        begin(self, key, num_requests)
 
-    monkeypatch.setattr(eval_run, "_entry", watching)
+    monkeypatch.setattr(EvalView, "begin", watching)
     return keys
 
 
@@ -212,18 +213,18 @@ def test_an_interrupted_eval_goes_on(
     command = ("eval", *pair.options, *SMALL, "-k", "2,3", "--no-ngram", "--output", out)
     whole = peagle(*command[:-2], "--format", "json")
     measured.clear()
-    advance = dialogues.ask
+    run = eval_run.run_dialogues
 
     def interrupted(*rest: Any, **options: Any) -> Any:
         if len(measured) == 2:
             raise KeyboardInterrupt
-        return advance(*rest, **options)
+        return run(*rest, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(eval_run, "ask", interrupted)
+        patch.setattr(eval_run, "run_dialogues", interrupted)
         stopped = peagle(*command)
     assert stopped.status == 130
-    assert f"finished entries in {out}: 1" in stopped.err
+    assert f"1 measurements are kept in {out}" in stopped.err
     assert len(json.loads((out / "acceptance.json").read_text())["entries"]) == 1
     measured.clear()
     again = peagle(*command, "--format", "json")

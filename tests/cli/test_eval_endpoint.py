@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from peagle.evaluation import certify
 from tests.cli.conftest import Pair, Peagle
 from tests.cli.eval_helpers import entries_of, write_prompts
 from tests.evaluation.fake_endpoint import Script, endpoint, metrics
@@ -131,14 +130,14 @@ def test_the_certificate_decides_the_status(
 ) -> None:
     seen: dict[str, Any] = {}
 
-    def run(target: Any, folder: Path, methods: Any, k: int, *, options: Any, watch: Any) -> Any:
+    def run(target: Any, folder: Path, methods: Any, k: int, options: Any, watch: Any) -> Any:
         seen.update(folder=folder, names=[m.name for m in methods], k=k, options=options)
         watch("a part")
         return SimpleNamespace(
             passed=passed, to_text=lambda: "the certificate", to_json=lambda: {"passed": passed}
         )
 
-    monkeypatch.setattr(certify, "run", run)
+    monkeypatch.setattr("peagle.evaluation.certify.run.run", run)
     result = peagle(
         *("eval", *pair.options, "--certify", "-k", "3,5", "--limit", 4, "--samples", 500),
         *("--temperature", "0,0.9", "--max-new-tokens", 20, "--output", tmp_path),

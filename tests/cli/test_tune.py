@@ -14,9 +14,8 @@ from peagle.config import SpeculativeConfig
 from peagle.errors import UserError
 from peagle.evaluation.journal import Journal
 from peagle.evaluation.tuning.acceptance import AcceptanceByK
-from peagle.evaluation.tuning.grid import Grid
 from peagle.evaluation.tuning.machine import CostPoint, EngineMachine
-from peagle.evaluation.tuning.tune import Tuned, measure_costs
+from peagle.evaluation.tuning.tune import Grid, Tuned, measure_costs
 from tests.cli.conftest import Pair, Peagle
 from tests.evaluation.tuning_machines import RATES, SimulatedMachine, linear
 
@@ -80,7 +79,7 @@ def test_interrupted(
     monkeypatch.setattr(EngineMachine, "measure", interrupted)
     result = peagle("tune", *options, "--output", tmp_path / "out")
     assert result.status == 130
-    assert "goes on from there" in result.err
+    assert "measurements are kept in" in result.err
     assert not (tmp_path / "out" / "tune.json").exists()
     kept = (tmp_path / "out" / "tune_cells.jsonl").read_text()
     monkeypatch.setattr(EngineMachine, "measure", measure)
@@ -142,7 +141,7 @@ def test_mistakes(peagle: Peagle, options: tuple[str, ...], message: str) -> Non
 def test_text(is_parallel: bool, slowdown: float) -> None:
     grid, acceptance = Grid((1, 4, 16), (1, 3, 7)), AcceptanceByK({len(RATES): RATES})
     machine = SimulatedMachine(linear, slowdown=slowdown)
-    costs = measure_costs(machine, grid, 5, Journal(None, {}))
+    costs = measure_costs(machine.measure, grid, 5, Journal(None, {}))
     tuned = Tuned.of(grid, costs, acceptance, threshold=0.03, is_parallel=is_parallel)
     told = {"target": "owner/t", "dtype": "bfloat16", "environment": {"device": "cpu"}}
     data = tuned.to_json(told, {"draft": "owner/h", "context": 256, "temperature": 0.0}, "owner/h")

@@ -14,13 +14,17 @@ import torch
 from peagle import SamplingParams
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.errors import UserError
-from peagle.evaluation.certify import Certificate, Options, run
-from peagle.evaluation.certify.certificate import CertifiedCase
+from peagle.evaluation.certify.certificate import Certificate, CertifiedCase
 from peagle.evaluation.certify.matrix import Case, difference
-from peagle.evaluation.certify.reference import TargetReference, probabilities
+from peagle.evaluation.certify.reference import (
+    Difference,
+    Reference,
+    TargetReference,
+    probabilities,
+)
+from peagle.evaluation.certify.run import Options, run
 from peagle.evaluation.compare import load_target
 from peagle.evaluation.decoding_methods import DecodingMethod
-from peagle.evaluation.identity import Difference, Reference
 from peagle.speculation import verification
 from peagle.speculation.verification import Verified
 from tests.speculation.test_verification import probabilities as textbook

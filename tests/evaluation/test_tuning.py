@@ -16,12 +16,10 @@ from peagle.config import SpeculativeConfig
 from peagle.errors import UserError
 from peagle.evaluation.journal import Journal
 from peagle.evaluation.tuning.acceptance import AcceptanceByK
-from peagle.evaluation.tuning.grid import Grid
 from peagle.evaluation.tuning.machine import CostPoint, StepCost
 from peagle.evaluation.tuning.model import Ramps, Shape, nonnegative_least_squares
-from peagle.evaluation.tuning.run import LOG_NAME
 from peagle.evaluation.tuning.schedule import k_at
-from peagle.evaluation.tuning.tune import Costs, Tuned, measure_costs
+from peagle.evaluation.tuning.tune import LOG_NAME, Costs, Grid, Tuned, measure_costs
 from tests.evaluation.tuning_machines import (
     LENGTHS,
     RATES,
@@ -44,7 +42,7 @@ def tuned(
     acceptance: AcceptanceByK = ACCEPTANCE,
     threshold: float = 0.0,
 ) -> Tuned:
-    costs = measure_costs(machine, grid, rounds, Journal(None, {}))
+    costs = measure_costs(machine.measure, grid, rounds, Journal(None, {}))
     shape = machine.shape
     return Tuned.of(
         grid,
@@ -155,7 +153,7 @@ def test_json() -> None:
     found = tuned(SimulatedMachine(linear), threshold=0.03)
     data = to_json(found)
     assert data["format_version"] == 1
-    assert len(data["costs"]["step_s"]) == len(data["predictions"]) == len(GRID.cells)
+    assert len(data["costs"]["step_s"]) == len(data["predictions"]) == len(GRID.points)
     assert data["costs"]["target_s"][0] == pytest.approx([1, 8e-3 + 6e-4 + 5e-4])
     assert len(data["costs"]["draft_s"]) == 5 * 8
     assert {(b, k) for b, k, _, fitted in data["costs"]["step_s"] if fitted} == {
@@ -178,7 +176,7 @@ def test_json() -> None:
 def test_one_cell_has_nothing_to_check() -> None:
     grid = Grid((1,), (4,))
     found = tuned(SimulatedMachine(linear), grid)
-    assert grid.fitted == set(grid.cells)
+    assert grid.fitted == set(grid.points)
     assert found.check() == {
         "num_unfitted": 0,
         "within_10_percent": 0,
@@ -234,14 +232,14 @@ def test_every_cell_is_visited_in_every_round(
 ) -> None:
     grid = Grid(batches, ks)
     visits = list(grid.visits(rounds, interleave_k=interleave))
-    assert sorted(visits) == sorted((n, cell) for n in range(rounds) for cell in grid.cells)
+    assert sorted(visits) == sorted((n, cell) for n in range(rounds) for cell in grid.points)
     changes = sum(a.k != b.k for (_, a), (_, b) in pairwise(visits))
     if interleave:
         assert [n for n, _ in visits] == sorted(n for n, _ in visits)
     else:
         assert changes == len(ks)
-    assert grid.fitted <= set(grid.cells)
-    corners = {CostPoint(b, k) for b in (batches[0], batches[-1]) for k in (0, ks[0], ks[-1])}
+    assert grid.fitted <= set(grid.points)
+    corners = {CostPoint(b, k) for b in (min(batches), max(batches)) for k in (0, min(ks), max(ks))}
     assert corners <= grid.fitted
 
 
@@ -259,7 +257,7 @@ def test_bad_grids(batches: tuple[int, ...], ks: tuple[int, ...]) -> None:
 def test_the_fastest_visit_counts() -> None:
     slow, fast, other = StepCost(3.0, 2.0, 0.5), StepCost(2.0, 1.0, 0.7), StepCost(2.5, 1.0, 1.0)
     costs = Costs.of({CostPoint(1, 0): [slow, fast, other]})
-    assert costs.by_cell[CostPoint(1, 0)] == fast
+    assert costs.by_point[CostPoint(1, 0)] == fast
     assert costs.spread == pytest.approx(0.25)
 
 
@@ -275,17 +273,17 @@ def test_an_interrupted_measurement_goes_on(tmp_path: Path) -> None:
 
     grid = Grid((1, 2), (1, 2, 3))
     with pytest.raises(KeyboardInterrupt):
-        measure_costs(Interrupted(linear), grid, 2, Journal(tmp_path / LOG_NAME, {"a": 1}))
+        measure_costs(Interrupted(linear).measure, grid, 2, Journal(tmp_path / LOG_NAME, {"a": 1}))
     # As if the last line had been cut by a loss of power.
     file = tmp_path / LOG_NAME
     file.write_bytes(file.read_bytes() + b'{"key": "cost ba')
     machine = SimulatedMachine(linear)
     seen: list[bool] = []
     journal = Journal(tmp_path / LOG_NAME, {"a": 1})
-    costs = measure_costs(machine, grid, 2, journal, lambda cell, there: seen.append(there))
+    costs = measure_costs(machine.measure, grid, 2, journal, lambda cell, there: seen.append(there))
     assert seen == [True] * 10 + [False] * 6
     assert len(machine.visits) == 6
-    assert costs == measure_costs(SimulatedMachine(linear), grid, 2, Journal(None, {}))
+    assert costs == measure_costs(SimulatedMachine(linear).measure, grid, 2, Journal(None, {}))
     again = SimulatedMachine(linear)
-    assert measure_costs(again, grid, 2, Journal(tmp_path / LOG_NAME, {"a": 1})) == costs
+    assert measure_costs(again.measure, grid, 2, Journal(tmp_path / LOG_NAME, {"a": 1})) == costs
     assert again.visits == []

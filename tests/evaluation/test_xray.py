@@ -16,8 +16,8 @@ from peagle.engine import SpeculationStats
 from peagle.evaluation.acceptance import DecodedStep
 from peagle.evaluation.compare import measure
 from peagle.evaluation.decoding import Answer
-from peagle.evaluation.dialogues import ask
-from peagle.evaluation.local import EngineBackend
+from peagle.evaluation.dialogues import run_dialogues
+from peagle.evaluation.engine_backend import EngineBackend
 from peagle.evaluation.prompts import load_prompt_set
 from peagle.evaluation.texts import hardest_texts, pieces
 from peagle.evaluation.xray import (
@@ -53,7 +53,7 @@ def llm() -> LLM:
 
 @pytest.fixture(scope="module")
 def observations(llm: LLM) -> list[Observation]:
-    return ask(EngineBackend(llm), PROMPTS, PARAMS, 4, chat=False).observations
+    return run_dialogues(EngineBackend(llm), PROMPTS, PARAMS, 4, chat=False).observations
 
 
 @pytest.fixture(scope="module")

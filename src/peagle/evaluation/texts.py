@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from peagle.engine.detokenizer import IncrementalDetokenizer
 from peagle.evaluation.acceptance import DecodedStep
-from peagle.evaluation.observation import Observation
+from peagle.evaluation.decoding import Observation
 
 WINDOW = 16  # drafts
 MOST_TEXTS, MOST_SAMPLES = 12, 8

@@ -1,8 +1,9 @@
-"""What the measurements of a sweep amount to: medians, spreads, speed-ups, the best K, goodput."""
+"""The summary of a sweep: medians, spreads, speed-ups, the best K, goodput."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from peagle.evaluation.best_k import Speed, best_k, tied_fastest
@@ -18,7 +19,7 @@ EAGLE3 = "eagle3"
 def summarize(
     measured: Mapping[SweepPoint, Sequence[Figures]], objective: LatencyObjective | None
 ) -> dict[str, Any]:
-    """The tables of throughput.json: "cells", "best_k" and "goodput".
+    """Return the tables of throughput.json: "cells", "best_k" and "goodput".
 
     Of every cell, at equal set and concurrency:
     - median and spread (least and most) of its repeats;
@@ -73,14 +74,14 @@ def _over(
 
 
 def _linearity(cell: SweepPoint, speeds: Mapping[SweepPoint, float]) -> float | None:
-    same = {c.concurrency: v for c, v in speeds.items() if _arm(c) == _arm(cell)}
+    same = {
+        other.concurrency: speed
+        for other, speed in speeds.items()
+        if replace(other, concurrency=cell.concurrency) == cell
+    }
     least = min(same)
     alone = same[least] * cell.concurrency / least
     return speeds[cell] / alone if alone else None
-
-
-def _arm(cell: SweepPoint) -> tuple[Any, ...]:
-    return cell.method, cell.source, cell.engine, cell.k, cell.set
 
 
 def _best_k(
@@ -107,21 +108,15 @@ def _best_k(
 
 
 def _goodput(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    best: dict[tuple[Any, ...], Mapping[str, Any]] = {}
-    for cell in cells:
-        key = cell["method"], cell["engine"], cell["k"], cell["set"]
-        rate = cell["median"]["requests_per_s"]
-        if cell["meets_objective"] and (
-            key not in best or rate > best[key]["median"]["requests_per_s"]
-        ):
-            best[key] = cell
-    return [
-        {
-            "method": cell["method"],
-            "k": cell["k"],
-            "set": cell["set"],
+    """The cell with the most requests/s of each method, K and set that keeps the objective."""
+    best: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for cell in filter(lambda one: one["meets_objective"], cells):
+        key = cell["engine"], cell["method"], cell["k"], cell["set"]
+        found = {name: cell[name] for name in ("method", "k", "set")}
+        found |= {
             "requests_per_s": cell["median"]["requests_per_s"],
             "concurrency": cell["concurrency"],
         }
-        for cell in best.values()
-    ]
+        if key not in best or found["requests_per_s"] > best[key]["requests_per_s"]:
+            best[key] = found
+    return list(best.values())

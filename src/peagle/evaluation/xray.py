@@ -10,9 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from peagle.engine import SpeculationStats
 from peagle.evaluation.acceptance import before_loop
-from peagle.evaluation.decoding import Answer
+from peagle.evaluation.decoding import Answer, Observation
 from peagle.evaluation.intervals import MIN_CLUSTERS
-from peagle.evaluation.observation import Observation
 from peagle.evaluation.slices import Counted, slice_of, slice_of_counters
 from peagle.evaluation.texts import coloured_samples, hardest_texts
 

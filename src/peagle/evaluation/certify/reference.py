@@ -1,26 +1,123 @@
-"""What transformers alone says: greedy outputs under rules, and exact next-token distributions.
+"""Output of transformers alone, the first token at which another output leaves it, and exact
+next-token distributions.
 
 Nothing of our engine is used here but the tokenizer's ids: the model runs with its own attention,
 penalties and minimum lengths are those of `generate`, the rest are textbook formulas.
+
+In float64 there must be no difference. In float32 the shape of a batch moves logits by about 1e-6,
+so a difference is excused only where the reference itself was that undecided: a near-tie. In 16-bit
+types rounding moves them by more, and the bound is wider.
 
 Shapes: N output tokens, B contexts, T their length, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import (
+    AutoModelForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+)
 
 from peagle.config import SamplingParams
-from peagle.evaluation.identity import Reference, load_reference, near_tie_bound
 
+NEAR_TIE = 1e-4
+# Logits of 16-bit models are themselves rounded: in bfloat16 two of size 8 to 16 are 0.0625 apart
+# or equal.
+_NEAR_TIES = {torch.bfloat16: 0.25, torch.float16: 2**-5, torch.float64: 1e-9}
 _BATCH_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Output of transformers for one prompt, and the logits that each token was chosen from."""
+
+    token_ids: list[int]
+    logits_NV: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first token at which an output leaves the reference.
+
+    Attributes:
+        prompt: id of the prompt.
+        position: index in the output.
+        reference_token, token: the choice of transformers, and ours (None: the output ended).
+        gap: reference logit of its token minus that of ours.
+        top2_gap: reference logit of its token minus the next best.
+        bound: gaps below it are near-ties.
+    """
+
+    prompt: str
+    position: int
+    reference_token: int | None
+    token: int | None
+    gap: float
+    top2_gap: float
+    bound: float = NEAR_TIE
+
+    @property
+    def is_near_tie(self) -> bool:
+        """Whether rounding alone can explain it: both gaps below the bound."""
+        return self.gap < self.bound and self.top2_gap < self.bound
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object; a gap where one output ended is null, since JSON has no infinity."""
+        gaps = {
+            name: value if math.isfinite(value) else None
+            for name, value in (("gap", self.gap), ("top2_gap", self.top2_gap))
+        }
+        return {**asdict(self), **gaps, "is_near_tie": self.is_near_tie}
+
+
+def near_tie_bound(dtype: torch.dtype) -> float:
+    """Return the largest gap between two logits that rounding can turn round."""
+    return _NEAR_TIES.get(dtype, NEAR_TIE)
+
+
+def first_difference(
+    prompt: str, token_ids: Sequence[int], reference: Reference, bound: float = NEAR_TIE
+) -> Difference | None:
+    """Return where an output first leaves the reference; None if they are the same.
+
+    Args:
+        prompt: its id.
+        token_ids: our output.
+        reference: that of transformers.
+        bound: of near-ties.
+    """
+    expected = reference.token_ids
+    if list(token_ids) == expected:
+        return None
+    shared = min(len(expected), len(token_ids))
+    at = next((i for i in range(shared) if expected[i] != token_ids[i]), shared)
+    theirs = expected[at] if at < len(expected) else None
+    ours = token_ids[at] if at < len(token_ids) else None
+    if theirs is None or ours is None:
+        # One stopped where the other went on: no rounding does that.
+        return Difference(prompt, at, theirs, ours, float("inf"), float("inf"), bound)
+    logits_V = reference.logits_NV[at].double()
+    best = logits_V.topk(2).values
+    gap = float(logits_V[theirs] - logits_V[ours])
+    return Difference(prompt, at, theirs, ours, gap, float(best[0] - best[1]), bound)
+
+
+def load_reference(folder: str | Path, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
+    """Load the target as transformers runs it, with its own attention."""
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, local_files_only=True, trust_remote_code=False
+    )
+    return model.to(device).eval()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +136,9 @@ class _OutputPenalties(LogitsProcessor):
 
 
 class TargetReference:
-    """The target as transformers runs it.
+    """The target in `folder` as transformers runs it; `bound` is that of near-ties."""
 
-    Args:
-        folder: of the target.
-        dtype: of its weights.
-        device: where it runs.
-    """
-
-    def __init__(self, folder: str | Path, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, folder: str | Path, dtype: torch.dtype, device: str = "cpu") -> None:
         self.model: Any = load_reference(folder, dtype, device)
         self.bound = near_tie_bound(dtype)
         ids = self.model.generation_config.eos_token_id
@@ -55,7 +146,7 @@ class TargetReference:
 
     @torch.inference_mode()
     def greedy(self, prompt: Sequence[int], params: SamplingParams) -> Reference:
-        """What `generate` gives under max_tokens, min_tokens, stop_token_ids and penalties.
+        """Return what `generate` gives under max_tokens, min_tokens, stop_token_ids and penalties.
 
         The logits are those that each token was chosen from, after the rules.
         """
@@ -79,7 +170,7 @@ class TargetReference:
 
     @torch.inference_mode()
     def scored(self, prompt: Sequence[int], token_ids: Sequence[int]) -> Reference:
-        """Any output, with the raw logits that each of its tokens could be chosen from."""
+        """Return any output with the raw logits that each of its tokens could be chosen from."""
         text_1T = torch.tensor([[*prompt, *token_ids]], device=self.model.device)
         logits_NV = self.model(text_1T).logits[0, len(prompt) - 1 : -1]
         return Reference(list(token_ids), logits_NV)

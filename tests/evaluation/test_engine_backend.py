@@ -12,7 +12,7 @@ from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.engine import SpeculationStats
 from peagle.errors import UserError
 from peagle.evaluation.decoding import Answer, Request
-from peagle.evaluation.local import EngineBackend
+from peagle.evaluation.engine_backend import EngineBackend
 from peagle.evaluation.prompts import load_prompt_set
 
 K = 5
