@@ -22,6 +22,7 @@ from peagle.evaluation.tuning.model import Ramps, Shape, nonnegative_least_squar
 from peagle.evaluation.tuning.run import LOG_NAME
 from peagle.evaluation.tuning.schedule import k_at
 from peagle.evaluation.tuning.tune import Costs, Tuned, measure_costs
+from peagle.results import PredictionCheck
 from tests.evaluation.tuning_machines import (
     LENGTHS,
     RATES,
@@ -63,12 +64,9 @@ def true_speed(cost: Cost, batch: int, k: int) -> float:
 
 def test_a_linear_machine_is_recovered_exactly() -> None:
     found = tuned(SimulatedMachine(linear))
-    assert found.check() == {
-        "num_unfitted": 33,
-        "within_10_percent": 33,
-        "share": 1.0,
-        "worst": pytest.approx(0, abs=1e-6),
-    }
+    check = found.check()
+    assert (check.num_unfitted, check.within_10_percent, check.share) == (33, 33, 1.0)
+    assert check.worst == pytest.approx(0, abs=1e-6)
     for batch in range(1, 17):
         speeds = {k: true_speed(linear, batch, k) for k in range(9)}
         for k, speed in speeds.items():
@@ -85,10 +83,10 @@ def test_unmeasured_speed_is_predicted(is_parallel: bool, slowdown: float) -> No
     shape = Shape(LENGTHS, is_parallel, is_padded=True)
     found = tuned(SimulatedMachine(roofline, shape, slowdown), LARGE, rounds=7)
     check = found.check()
-    assert check["num_unfitted"] == 7 * 9 - 16
+    assert check.num_unfitted == 7 * 9 - 16
     # Of seven visits that others slow down by 30% the fastest is still 4% too slow.
-    assert check["share"] >= (0.85 if slowdown else 0.95)
-    assert check["worst"] < (0.25 if slowdown else 0.12)
+    assert check.share >= (0.85 if slowdown else 0.95)
+    assert check.worst < (0.25 if slowdown else 0.12)
     assert (found.costs.spread > 0.1) == bool(slowdown)
     for batch in (1, 3, 8, 24, 48, 64):
         best = max(
@@ -148,7 +146,7 @@ def breaks(found: Tuned) -> list[dict[str, Any]]:
 
 
 def to_json(found: Tuned) -> dict[str, Any]:
-    return found.to_json({"target": "t"}, {}, "owner/head")
+    return found.results({"target": "t"}, {}, "owner/head").to_json()
 
 
 def test_json() -> None:
@@ -179,12 +177,7 @@ def test_one_cell_has_nothing_to_check() -> None:
     grid = Grid((1,), (4,))
     found = tuned(SimulatedMachine(linear), grid)
     assert grid.fitted == set(grid.cells)
-    assert found.check() == {
-        "num_unfitted": 0,
-        "within_10_percent": 0,
-        "share": None,
-        "worst": None,
-    }
+    assert found.check() == PredictionCheck(num_unfitted=0, within_10_percent=0)
     assert found.schedule == [(1, 1, 4)]
 
 

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from peagle.evaluation.endpoint import EndpointBackend
     from peagle.evaluation.sweep import Sweep, SweepPoint
     from peagle.evaluation.timing import Figures, LatencyObjective
+    from peagle.results import ThroughputResults
 
 EXAMPLES = """
 The bundled pair: plain decoding, EAGLE-3 and P-EAGLE; a few minutes on a laptop:
@@ -192,9 +193,8 @@ def bench(
     options.quiet_libraries()
     from peagle.evaluation.eval_run import provenance
     from peagle.evaluation.report.advice import throughput_advice
-    from peagle.evaluation.report.schema import ThroughputFile
     from peagle.evaluation.sweep import Sweep
-    from peagle.evaluation.throughput import FORMAT_VERSION, summarize
+    from peagle.evaluation.throughput import summarize
     from peagle.evaluation.timing import LatencyObjective
     from peagle.evaluation.vllm_server import ENGINE
 
@@ -220,15 +220,16 @@ def bench(
         else:
             who = provenance(_served(servers), "")
         shape = {"chat_template": is_chat, "thinking": thinking, "extra_body": extra}
-        result = {
-            "format_version": FORMAT_VERSION,
-            "provenance": who,
-            "settings": _settings(sweep, params, bounds) | shape,
-        }
+        settings_used = _settings(sweep, params, bounds) | shape
         identity = engines.identity if engines else {}
-        result |= summarize(_measure(sweep, result, identity, output), bounds)
-        result["training"] = engines.training if engines else {}
-        result["advice"] = throughput_advice(ThroughputFile.model_validate(result))
+        result = summarize(
+            _measure(sweep, who, settings_used, identity, output),
+            bounds,
+            provenance=who,
+            settings=settings_used,
+            training=engines.training if engines else {},
+        )
+        result = result.model_copy(update={"advice": throughput_advice(result)})
     for server in servers.values():
         for text in server.notes:
             note(text)
@@ -264,7 +265,11 @@ def _settings(
 
 
 def _measure(
-    sweep: Sweep, head: Mapping[str, Any], identity: Mapping[str, Any], output: Path | None
+    sweep: Sweep,
+    who: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    identity: Mapping[str, Any],
+    output: Path | None,
 ) -> dict[SweepPoint, list[Figures]]:
     """Run a sweep, or go on with the one in the output folder.
 
@@ -275,9 +280,9 @@ def _measure(
     from peagle.evaluation.journal import Journal
     from peagle.evaluation.sweep import LOG_NAME
 
-    who, where = head["provenance"], head["provenance"]["environment"]
+    where = who["environment"]
     same = {name: who[name] for name in ("target", "dtype")}
-    same |= {name: v for name, v in head["settings"].items() if name not in _MAY_DIFFER}
+    same |= {name: v for name, v in settings.items() if name not in _MAY_DIFFER}
     same |= {f"prompts of {name}": _digest(own) for name, own in sweep.sets.items()}
     same |= identity
     same |= {name: where[name] for name in ("peagle", "torch", "device", "cpu", "threads")}
@@ -295,19 +300,19 @@ def _measure(
         ticker.close()
 
 
-def _finish(result: dict[str, Any], output: Path | None, output_format: OutputFormat) -> None:
+def _finish(result: ThroughputResults, output: Path | None, output_format: OutputFormat) -> None:
     from peagle.cli.bench_view import result_text
 
     report: Path | None = None
     if output is not None:
         from peagle.evaluation.report import write_report
-        from peagle.evaluation.throughput import NAME
         from peagle.models.checkpoint.files import write_json
+        from peagle.results import THROUGHPUT
 
-        write_json(output / NAME, result)
+        write_json(output / THROUGHPUT, result.to_json())
         report = write_report(output)
     if output_format is OutputFormat.JSON:
-        print(json.dumps(result, indent=2))
+        print(json.dumps(result.to_json(), indent=2))
         return
     print(result_text(result))
     if report is not None:

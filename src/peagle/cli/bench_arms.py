@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from peagle.evaluation.endpoint import EndpointBackend
     from peagle.evaluation.sweep import Arm
+    from peagle.results import TrainingRecord
 
 DEFAULT_KS = (3, 5, 7)
 _ENDPOINT = re.compile(r"(?P<name>[\w.+-]+)=(?P<url>\S+)")
@@ -135,7 +136,7 @@ class Engines:
     folder: Path
     head: str
     identity: dict[str, Any]
-    training: dict[str, Any]
+    training: dict[str, TrainingRecord]
 
 
 def load_engines(
@@ -159,7 +160,7 @@ def load_engines(
     from peagle.evaluation.eval_run import target_digest
     from peagle.evaluation.local import EngineBackend
     from peagle.evaluation.sweep import Arm
-    from peagle.evaluation.training_record import TrainingRecord
+    from peagle.evaluation.training_record import read_training_record
 
     models = load_models(given, settings, eagle3, methods, ngram=False)
     head_options = settings.section("speculative")
@@ -194,9 +195,9 @@ def load_engines(
             "engine": {**sizes, **head_options},
         },
         {
-            one.method.name: record.to_json()
+            one.method.name: record
             for one in models.methods
-            if one.folder and (record := TrainingRecord.beside(one.folder)) is not None
+            if one.folder and (record := read_training_record(one.folder)) is not None
         },
     )
 

@@ -18,7 +18,7 @@ from peagle.cli.terminal import printable
 from peagle.cli.vllm_engine import say
 from peagle.config import SamplingParams
 from peagle.errors import UserError
-from peagle.evaluation.acceptance_file import FORMAT_VERSION, AcceptanceFile, make_folder
+from peagle.evaluation.acceptance_file import AcceptanceFile, make_folder
 from peagle.evaluation.comparisons import compare_entries
 from peagle.evaluation.decoding import Request
 from peagle.evaluation.endpoint import EndpointBackend
@@ -32,11 +32,11 @@ from peagle.evaluation.eval_run import (
     target_digest,
 )
 from peagle.evaluation.report.advice import acceptance_advice
-from peagle.evaluation.report.schema import AcceptanceRecord as AcceptanceResults
 from peagle.evaluation.vllm_server import ENGINE, vllm_backend
 from peagle.models.checkpoint.files import write_json
 from peagle.models.target import TargetModel
 from peagle.models.target_ends import TargetEnds
+from peagle.results import Entry
 
 if TYPE_CHECKING:
     from peagle.backends.vllm.command import VllmLaunch
@@ -147,17 +147,15 @@ def certified(
         models.folder,
         [one.loadable for one in models.methods],
         max(request.ks or (models.default_k,)),
+        provenance=provenance(models.name, models.dtype, models.target.device),
         options=certify.Options(**options),
         watch=lambda line: print(f"peagle: {printable(line)}", file=sys.stderr, flush=True),
     )
-    data = {
-        "format_version": FORMAT_VERSION,
-        "provenance": provenance(models.name, models.dtype, models.target.device),
-        **certificate.to_json(),
-    }
+    data = certificate.to_json()
     if request.output is not None:
         write_json(request.output / "certificate.json", data)
-    print(json.dumps(data, indent=2) if request.as_json else certificate.to_text())
+    text = json.dumps(data, indent=2) if request.as_json else certify.certificate_text(certificate)
+    print(text)
     return certificate.passed
 
 
@@ -196,9 +194,9 @@ def _measured(
     """Run it, show each entry as it comes, write the report."""
     count = 0
 
-    def show(entry: Mapping[str, Any]) -> None:
+    def show(entry: Entry) -> None:
         nonlocal count
-        text = entry_text(entry, dtype, chat=file.data["settings"]["chat_template"])
+        text = entry_text(entry, dtype, chat=file.results.settings["chat_template"])
         print(("\n" if count else "") + text, flush=True)
         count += 1
 
@@ -211,10 +209,11 @@ def _measured(
             kept = len(file.entries)
             note(f"finished entries in {request.output}: {kept}; the same command goes on there")
         raise
-    file.conclude(comparisons=compare_entries(file.entries, seed=request.params.seed or 0))
-    advice = acceptance_advice(AcceptanceResults.model_validate(file.data))
-    file.conclude(advice=advice)
-    print(json.dumps(file.data, indent=2) if request.as_json else f"\nAdvice: {printable(advice)}")
+    comparisons = compare_entries(file.entries, seed=request.params.seed or 0)
+    advice = acceptance_advice(file.entries, comparisons)
+    file.conclude(comparisons, advice)
+    data = file.results.to_json()
+    print(json.dumps(data, indent=2) if request.as_json else f"\nAdvice: {printable(advice)}")
     if request.output is not None:
         _report(request.output)
 

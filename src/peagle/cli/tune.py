@@ -133,7 +133,7 @@ def tune(
 
     result = run(given, request)
     if request.as_json:
-        print(json.dumps(result, indent=2))
+        print(json.dumps(result.to_json(), indent=2))
         return
     from peagle.cli.tune_view import result_text
 

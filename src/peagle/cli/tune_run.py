@@ -33,6 +33,7 @@ from peagle.models.checkpoint.files import write_json
 from peagle.models.drafter_config import DrafterConfig
 from peagle.models.loading import resolve_model
 from peagle.models.target import TargetModel, load_tokenizer
+from peagle.results import TUNE, TuneResults
 
 MOST_K = 8
 
@@ -63,7 +64,7 @@ class TuneModels:
         return str(self.target.dtype).removeprefix("torch.")
 
 
-def run(given: Given, request: TuneRequest) -> dict[str, Any]:
+def run(given: Given, request: TuneRequest) -> TuneResults:
     """Measure, choose and write; returns what tune.json holds.
 
     Raises:
@@ -125,9 +126,9 @@ def run(given: Given, request: TuneRequest) -> dict[str, Any]:
     )
     settings |= {"rounds": request.rounds, "threshold": request.threshold}
     settings |= {"fitted": [asdict(cell) for cell in sorted(grid.fitted)]}
-    result = tuned.to_json(told, settings, draft)
+    result = tuned.results(told, settings, draft)
     if request.output is not None:
-        write_json(request.output / "tune.json", result)
+        write_json(request.output / TUNE, result.to_json())
         note(f"report: {write_report(request.output)}")
     return result
 

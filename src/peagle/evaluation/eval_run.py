@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -15,19 +15,20 @@ import torch
 from peagle.config import SamplingParams
 from peagle.environment import environment
 from peagle.errors import UserError
-from peagle.evaluation.acceptance_file import AcceptanceFile, Key, digest_of, weights_digest
+from peagle.evaluation.acceptance_file import AcceptanceFile, digest_of, weights_digest
 from peagle.evaluation.compare import build, release
 from peagle.evaluation.decoding import Backend
 from peagle.evaluation.decoding_methods import DecodingMethod
 from peagle.evaluation.dialogues import DialogueResults, PromptSets, ask, num_requests
 from peagle.evaluation.endpoint import EndpointBackend
 from peagle.evaluation.local import EngineBackend
-from peagle.evaluation.training_record import TrainingRecord
+from peagle.evaluation.training_record import read_training_record
 from peagle.evaluation.xray import beyond_training, xray, xray_of_counters
 from peagle.models.checkpoint import load_drafter
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target import TargetModel
 from peagle.models.target_facts import TargetFacts
+from peagle.results import Entry, EntryKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ class LocalMethod:
 class EvaluationView(Protocol):
     """What the user sees meanwhile."""
 
-    def begin(self, key: Key, num_requests: int) -> None:
+    def begin(self, key: EntryKey, num_requests: int) -> None:
         """An entry is begun."""
         ...
 
@@ -112,7 +113,7 @@ class EvaluationView(Protocol):
         """One of its requests ended."""
         ...
 
-    def end(self, entry: Mapping[str, Any], *, was_there: bool) -> None:
+    def end(self, entry: Entry, *, was_there: bool) -> None:
         """It is measured, or was there already."""
         ...
 
@@ -157,7 +158,7 @@ def evaluate(
     view: EvaluationView,
     opened: Opener,
     engine: str = "peagle",
-) -> list[dict[str, Any]]:
+) -> list[Entry]:
     """Measure what the file does not have yet.
 
     Args:
@@ -179,7 +180,7 @@ def evaluate(
     for one, digest in zip(methods, digests, strict=True):
         for key in (key for k in plan.ks for key in _keys(one.method, k, plan, engine)):
             file.find(key, digest)  # a head that has changed is named before anything runs
-    entries: list[dict[str, Any]] = []
+    entries: list[Entry] = []
     for one, digest in zip(methods, digests, strict=True):
         for k in plan.ks:
             with ExitStack() as stack:
@@ -216,12 +217,22 @@ def on_engines(target: TargetModel, plan: EvalPlan, **engine_options: Any) -> Op
     return opened
 
 
-def _keys(method: DecodingMethod, k: int, plan: EvalPlan, engine: str) -> list[Key]:
+def _keys(method: DecodingMethod, k: int, plan: EvalPlan, engine: str) -> list[EntryKey]:
     def sampling(temperature: float) -> str:
         return plan.draft_sampling if method.source and temperature else "argmax"
 
     name, source = method.name, method.source
-    return [Key(name, source, k, t, sampling(t), engine) for t in plan.temperatures]
+    return [
+        EntryKey(
+            method=name,
+            source=source,
+            k=k,
+            temperature=temperature,
+            draft_sampling=sampling(temperature),
+            engine=engine,
+        )
+        for temperature in plan.temperatures
+    ]
 
 
 def _backend(
@@ -240,7 +251,7 @@ def evaluate_endpoint(
     plan: EvalPlan,
     file: AcceptanceFile,
     view: EvaluationView,
-) -> list[dict[str, Any]]:
+) -> list[Entry]:
     """Measure what the file does not have yet, on a server.
 
     Args:
@@ -261,11 +272,17 @@ def evaluate_endpoint(
             f"-k is {plan.ks[0]}, but {backend.name} decides on its own K; leave -k out, and serve "
             "it with that K instead."
         )
-    entries: list[dict[str, Any]] = []
+    entries: list[Entry] = []
     for k in plan.ks or (None,):
         for temperature in plan.temperatures:
             shown = k if k is not None else backend.num_speculative_tokens() or 0
-            key = Key(name, backend.model, shown, temperature, engine=backend.name)
+            key = EntryKey(
+                method=name,
+                source=backend.model,
+                k=shown,
+                temperature=temperature,
+                engine=backend.name,
+            )
             entry = file.find(key, "")
             was_there = entry is not None
             if entry is None:
@@ -279,12 +296,12 @@ def evaluate_endpoint(
 
 def _entry(
     backend: Backend,
-    key: Key,
+    key: EntryKey,
     plan: EvalPlan,
     view: EvaluationView,
     weights_sha256: str = "",
     one: LocalMethod | None = None,
-) -> dict[str, Any]:
+) -> Entry:
     view.begin(key, num_requests(plan.sets))
     params = replace(plan.params, temperature=key.temperature)
     outcome = ask(backend, plan.sets, params, plan.concurrency, chat=plan.chat, watch=view.advance)
@@ -299,18 +316,18 @@ def _entry(
             notes += [lost] if lost else []
     else:
         figures = xray_of_counters(outcome.groups, key.k)
-    training = TrainingRecord.beside(one.folder) if one is not None and one.folder else None
-    return {
-        **key.to_json(),
-        **figures,
-        "training": None if training is None else training.to_json(),
-        "seconds": outcome.seconds,
-        "output_tokens_per_s": outcome.num_tokens / outcome.seconds if outcome.seconds else 0.0,
-        "num_errors": outcome.num_errors,
-        "notes": [*notes, *(backend.notes if is_server else ())],
-        "weights_sha256": weights_sha256,
-        "created": _now(),
-    }
+    training = read_training_record(one.folder) if one is not None and one.folder else None
+    return Entry(
+        **dict(key),
+        **dict(figures),
+        training=training,
+        seconds=outcome.seconds,
+        output_tokens_per_s=outcome.num_tokens / outcome.seconds if outcome.seconds else 0.0,
+        num_errors=outcome.num_errors,
+        notes=[*notes, *(backend.notes if is_server else ())],
+        weights_sha256=weights_sha256,
+        created=_now(),
+    )
 
 
 def _notes(outcome: DialogueResults) -> list[str]:

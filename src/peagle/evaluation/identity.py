@@ -8,7 +8,7 @@ bfloat16 rounding moves them by more, and the bound is wider.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,42 +16,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from peagle.results import Difference
+
 NEAR_TIE = 1e-4
 # Logits of 16-bit models are themselves rounded: two of size 8 to 16 are 0.0625 apart or equal.
 NEAR_TIE_BFLOAT16 = 0.25
 NEAR_TIE_FLOAT16 = 2**-5
 NEAR_TIE_FLOAT64 = 1e-9
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """The first token at which an output leaves the reference.
-
-    Attributes:
-        prompt: id of the prompt.
-        position: index in the output.
-        reference_token, token: what transformers chose, and what we did (None: output ended).
-        gap: reference logit of its token minus that of ours.
-        top2_gap: reference logit of its token minus the next best.
-        bound: gaps below it are near-ties.
-    """
-
-    prompt: str
-    position: int
-    reference_token: int | None
-    token: int | None
-    gap: float
-    top2_gap: float
-    bound: float = NEAR_TIE
-
-    @property
-    def is_near_tie(self) -> bool:
-        """Whether rounding alone can explain it: both gaps below the bound."""
-        return self.gap < self.bound and self.top2_gap < self.bound
-
-    def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
-        return {**asdict(self), "is_near_tie": self.is_near_tie}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +93,10 @@ def first_difference(
     at = next((i for i in range(shared) if expected[i] != token_ids[i]), shared)
     theirs = expected[at] if at < len(expected) else None
     ours = token_ids[at] if at < len(token_ids) else None
+    found = Difference(prompt=prompt, position=at, reference_token=theirs, token=ours, bound=bound)
     if theirs is None or ours is None:
-        # One stopped where the other went on: no rounding does that.
-        return Difference(prompt, at, theirs, ours, float("inf"), float("inf"), bound)
+        return found
     logits_V = reference.logits_NV[at].double()
     best = logits_V.topk(2).values
-    gap = float(logits_V[theirs] - logits_V[ours])
-    return Difference(prompt, at, theirs, ours, gap, float(best[0] - best[1]), bound)
+    gaps = {"gap": logits_V[theirs] - logits_V[ours], "top2_gap": best[0] - best[1]}
+    return found.model_copy(update={name: float(gap) for name, gap in gaps.items()})

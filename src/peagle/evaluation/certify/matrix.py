@@ -240,4 +240,5 @@ def difference(case: Case, token_ids: Sequence[int], bound: float) -> Difference
     found = first_difference(case.id, token_ids, case.reference, bound)
     if found is None or case.params.structured_output is None:
         return found
-    return replace(found, gap=abs(found.gap), top2_gap=abs(found.gap))
+    gap = None if found.gap is None else abs(found.gap)
+    return found.model_copy(update={"gap": gap, "top2_gap": gap})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,6 @@ from peagle.config import SamplingParams
 from peagle.engine.outputs import RequestOutput
 from peagle.errors import UserError
 from peagle.evaluation.acceptance import Completion
-from peagle.evaluation.certify.certificate import Certificate, CertifiedCase, SampledTest
 from peagle.evaluation.certify.distribution import MIN_EXPECTED, Tokens, fit, joint_cells
 from peagle.evaluation.certify.matrix import Case, Feature, FeatureSource, difference
 from peagle.evaluation.certify.reference import TargetReference
@@ -24,6 +23,12 @@ from peagle.evaluation.decoding_methods import NGRAM, PLAIN, DecodingMethod
 from peagle.evaluation.prompt_sets import load
 from peagle.llm import LLM
 from peagle.models.target import TargetModel
+from peagle.results import (
+    CertificateResults,
+    CertifiedCase,
+    Provenance,
+    SampledTest,
+)
 
 Watch = Callable[[str], None]
 # Contexts of the sampled part: the last tokens of a prompt and some of what greedily follows them.
@@ -112,9 +117,10 @@ def run(
     methods: Sequence[DecodingMethod],
     k: int,
     *,
+    provenance: Mapping[str, Any],
     options: Options | None = None,
     watch: Watch | None = None,
-) -> Certificate:
+) -> CertificateResults:
     """Test that drafts change nothing: greedy outputs, the feature matrix, sampled outputs.
 
     Greedy outputs are held against transformers' own: each first difference is a near-tie (the
@@ -128,6 +134,7 @@ def run(
         folder: of the same target; transformers loads it once more.
         methods: to certify; plain decoding and prompt lookup are added.
         k: the largest K.
+        provenance: of the measurement.
         options: how much is tested.
         watch: told what is done next.
 
@@ -150,7 +157,8 @@ def run(
     sampled = source.cases[: options.sampled_prompts] if options.samples else []
     source.cases = source.cases[: options.matrix_prompts]
     features = source.features() if source.cases else []
-    return Certificate(
+    return CertificateResults(
+        provenance=Provenance(**provenance),
         settings={
             "target": target.name,
             "dtype": str(target.dtype).removeprefix("torch."),
@@ -171,11 +179,12 @@ def run(
 
 def _cell(bench: _Bench, feature: Feature, method: DecodingMethod) -> CertifiedCase:
     """One feature under one method."""
-    cell = CertifiedCase(feature.name, method.name)
+    cell = CertifiedCase(feature=feature.name, method=method.name)
     if feature.needs_drafts and method.is_plain:
         return cell
     if not feature.cases:
-        return replace(cell, note="grammars cannot be compiled here: pip install 'peagle[grammar]'")
+        missing = "grammars cannot be compiled here: pip install 'peagle[grammar]'"
+        return cell.model_copy(update={"note": missing})
     bench.watch(f"{feature.name}, {method.name}")
     llm = bench.engine(method, speculative=feature.speculative, **feature.engine)
     outputs: list[RequestOutput] = []
@@ -185,9 +194,10 @@ def _cell(bench: _Bench, feature: Feature, method: DecodingMethod) -> CertifiedC
     except UserError:
         raise
     except Exception as error:  # whatever breaks in an engine is a fault to be named, not the end
-        return replace(cell, faults=[f"the engine failed: {type(error).__name__}: {error}"])
+        fault = f"the engine failed: {type(error).__name__}: {error}"
+        return cell.model_copy(update={"faults": [fault]})
     if feature.used and not feature.used(llm, outputs):
-        return replace(cell, note="not reached with these prompts")
+        return cell.model_copy(update={"note": "not reached with these prompts"})
     return _compared(cell, feature, outputs, bench.reference.bound)
 
 
@@ -212,8 +222,9 @@ def _compared(
             faults.append(f"{case.id}: the text is {output.text!r}, expected {case.text!r}")
         if feature.check and (wrong := feature.check(case, output, found)):
             faults.append(wrong)
-    return replace(
-        cell,
+    return CertifiedCase(
+        feature=cell.feature,
+        method=cell.method,
         num_outputs=len(outputs),
         num_tokens=sum(len(output.token_ids) for output in outputs),
         num_accepted_tokens=sum(output.stats.num_accepted_tokens for output in outputs),
@@ -259,16 +270,23 @@ def _distribution(bench: _Bench, cases: Sequence[Case]) -> Iterator[SampledTest]
                 every = [replace(one, num_speculative_tokens=None) for one in every]
             prompts: list[Any] = [case.prompt] * len(every)
             found = measure(llm, prompts, every).completions
-            yield SampledTest(
-                method.name,
-                sampling,
-                case.id,
+            result = fit(
+                exact,
+                [one.output.token_ids for one in found],
                 options.sampled_tokens,
-                fit(exact, [one.output.token_ids for one in found], options.sampled_tokens,
-                    significance),
                 significance,
-                *_drafted(found, options.sampled_tokens),
-            )  # fmt: skip
+            )
+            drafted, accepted = _drafted(found, options.sampled_tokens)
+            yield SampledTest(
+                method=method.name,
+                draft_sampling=sampling,
+                prompt=case.id,
+                num_tokens=options.sampled_tokens,
+                **asdict(result),
+                significance=significance,
+                num_draft_tokens=drafted,
+                num_accepted_tokens=accepted,
+            )
 
 
 def _context(bench: _Bench, prompt: list[int]) -> list[int]:

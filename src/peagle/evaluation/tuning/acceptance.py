@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from peagle.errors import UserError
-from peagle.evaluation.acceptance_file import NAME, read_acceptance
+from peagle.results import ACCEPTANCE, AcceptanceResults, Entry, read_document
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,35 +88,28 @@ def acceptance_of_file(
     Raises:
         UserError: not readable, not of this format, or without a fitting entry.
     """
-    file = path / NAME if path.is_dir() else path
-    entries = [one for one in _entries(file) if one["k"] and one["method"] != "ngram"]
-    names = sorted({one["method"] for one in entries})
+    file = path / ACCEPTANCE if path.is_dir() else path
+    every = read_document(file, AcceptanceResults).entries
+    entries = [one for one in every if one.k and one.method != "ngram"]
+    names = sorted({one.method for one in entries})
     if method is not None:
-        entries = [one for one in entries if one["method"] == method]
+        entries = [one for one in entries if one.method == method]
     elif len(names) > 1:
-        entries = [one for one in entries if _is_same(one["source"], draft)]
+        entries = [one for one in entries if _is_same(one.source, draft)]
     if not entries:
         wanted = f"method {method!r}" if method else f"the head {draft!r}"
         raise UserError(
             f"{str(file)!r} has no entry of {wanted}; it has {', '.join(names) or 'no head'}. "
             "Choose one with --method."
         )
-    found = {one["k"]: one for one in entries if one["temperature"] == temperature}
+    found = {one.k: one for one in entries if one.temperature == temperature}
     if not found:
-        has = sorted({one["temperature"] for one in entries})
+        has = sorted({one.temperature for one in entries})
         raise UserError(
             f"{str(file)!r} has no entry at temperature {temperature:g}; it has "
             f"{', '.join(f'{t:g}' for t in has)}. Set --temperature to one of them."
         )
-    return AcceptanceByK({k: _per_pos(one, k, file) for k, one in found.items()}, "acceptance.json")
-
-
-def _entries(file: Path) -> list[dict[str, Any]]:
-    entries = read_acceptance(file)["entries"]
-    for entry in entries:
-        if missing := sorted({"method", "source", "k", "temperature", "pooled"} - set(entry)):
-            raise UserError(f"{str(file)!r}: an entry lacks {missing[0]!r}.")
-    return entries
+    return AcceptanceByK({k: _per_pos(one) for k, one in found.items()}, "acceptance.json")
 
 
 def _is_same(source: str, draft: str) -> bool:
@@ -124,9 +117,7 @@ def _is_same(source: str, draft: str) -> bool:
     return source == draft or (Path(source).is_dir() and Path(source).samefile(draft))
 
 
-def _per_pos(entry: Mapping[str, Any], k: int, file: Path) -> list[float]:
-    rates = entry["pooled"].get("unconditional")
-    if not isinstance(rates, list):
-        raise UserError(f"{str(file)!r}: the entry of K = {k} lacks 'unconditional'.")
-    # Positions that were never drafted are not listed.
-    return [*rates, *[0.0] * (k - len(rates))]
+def _per_pos(entry: Entry) -> list[float]:
+    # The file lists no position that was never drafted.
+    rates = entry.pooled.unconditional
+    return [*rates, *[0.0] * (entry.k - len(rates))]

@@ -19,8 +19,16 @@ from peagle.evaluation.tuning.schedule import (
     speculative_config,
     vllm_config,
 )
+from peagle.results import (
+    BreakEven,
+    Prediction,
+    PredictionCheck,
+    Provenance,
+    TunedAcceptance,
+    TunedCosts,
+    TuneResults,
+)
 
-FORMAT_VERSION = 1
 WITHIN = 0.10
 Watch = Callable[[CostPoint, bool], None]
 
@@ -158,38 +166,38 @@ class Tuned:
         """t(b, K) / t(b, 0): the acceptance length from which drafting K is faster than plain."""
         return self.model.seconds(batch, k) / self.model.seconds(batch, 0)
 
-    def predictions(self) -> list[dict[str, Any]]:
+    def predictions(self) -> list[Prediction]:
         """Tokens per second of every cell by the checked model, and as measured."""
         return [
-            {
-                "batch": cell.batch,
-                "k": cell.k,
-                "predicted_tokens_per_s": self.checked.tokens_per_s(cell.batch, cell.k),
-                "measured_tokens_per_s": self.measured_tokens_per_s(cell),
-                "fitted": cell in self.grid.fitted,
-            }
+            Prediction(
+                batch=cell.batch,
+                k=cell.k,
+                predicted_tokens_per_s=self.checked.tokens_per_s(cell.batch, cell.k),
+                measured_tokens_per_s=self.measured_tokens_per_s(cell),
+                fitted=cell in self.grid.fitted,
+            )
             for cell in sorted(self.grid.cells)
         ]
 
-    def check(self) -> dict[str, Any]:
+    def check(self) -> PredictionCheck:
         """How many of the cells that were not fitted are predicted within 10%."""
         errors = [
-            abs(one["predicted_tokens_per_s"] / one["measured_tokens_per_s"] - 1)
+            abs(one.predicted_tokens_per_s / one.measured_tokens_per_s - 1)
             for one in self.predictions()
-            if not one["fitted"]
+            if not one.fitted and one.measured_tokens_per_s
         ]
         within = sum(error <= WITHIN for error in errors)
-        return {
-            "num_unfitted": len(errors),
-            "within_10_percent": within,
-            "share": within / len(errors) if errors else None,
-            "worst": max(errors, default=None),
-        }
+        return PredictionCheck(
+            num_unfitted=len(errors),
+            within_10_percent=within,
+            share=within / len(errors) if errors else None,
+            worst=max(errors, default=None),
+        )
 
-    def to_json(
+    def results(
         self, provenance: Mapping[str, Any], settings: Mapping[str, Any], draft: str
-    ) -> dict[str, Any]:
-        """tune.json.
+    ) -> TuneResults:
+        """Build tune.json.
 
         Args:
             provenance: who measured with what.
@@ -199,36 +207,33 @@ class Tuned:
         shape, cells = self.model.shape, sorted(self.grid.cells)
         by_cell = self.costs.by_cell
         single = [(1, self.grid.batches[-1], self.single_k)]
-        return {
-            "format_version": FORMAT_VERSION,
-            "provenance": dict(provenance),
-            "settings": dict(settings),
-            "costs": {
-                "target_s": sorted([shape.target_rows(c), by_cell[c].target_s] for c in cells),
-                "draft_s": sorted([shape.draft_rows(c), by_cell[c].draft_s] for c in cells if c.k),
-                "step_s": [
-                    [c.batch, c.k, by_cell[c].seconds, c in self.grid.fitted] for c in cells
-                ],
-                "spread": self.costs.spread,
-            },
-            "acceptance": {
-                "source": self.acceptance.source,
-                "acceptance_length": {str(k): self.lengths[k] for k in self.grid.ks},
-                "measured_k": sorted(self.acceptance.per_pos),
-            },
-            "predictions": self.predictions(),
-            "check": self.check(),
-            "schedule": [list(one) for one in self.schedule],
-            "threshold": self.threshold,
-            "best_single_k": self.single_k,
-            "speculative_config": {
+        return TuneResults(
+            provenance=Provenance(**provenance),
+            settings=dict(settings),
+            costs=TunedCosts(
+                target_s=sorted((shape.target_rows(c), by_cell[c].target_s) for c in cells),
+                draft_s=sorted((shape.draft_rows(c), by_cell[c].draft_s) for c in cells if c.k),
+                step_s=[(c.batch, c.k, by_cell[c].seconds, c in self.grid.fitted) for c in cells],
+                spread=self.costs.spread,
+            ),
+            acceptance=TunedAcceptance(
+                source=self.acceptance.source,
+                acceptance_length={k: self.lengths[k] for k in self.grid.ks},
+                measured_k=sorted(self.acceptance.per_pos),
+            ),
+            predictions=self.predictions(),
+            check=self.check(),
+            schedule=self.schedule,
+            threshold=self.threshold,
+            best_single_k=self.single_k,
+            speculative_config={
                 "peagle": speculative_config(draft, self.schedule),
                 "vllm": vllm_config(draft, self.schedule, is_parallel=self.is_parallel),
                 "vllm_single_k": vllm_config(draft, single, is_parallel=self.is_parallel),
             },
-            "break_even": [
-                {"batch": b, "k": k, "acceptance_length": self.break_even(b, k)}
+            break_even=[
+                BreakEven(batch=b, k=k, acceptance_length=self.break_even(b, k))
                 for b in self.grid.batches
                 for k in self.grid.ks
             ],
-        }
+        )
