@@ -284,9 +284,9 @@ def test_a_head_that_changed_is_not_taken_for_measured(
     ("text", "message"),
     [
         ("{", "is not JSON"),
-        ("[]", "format_version is missing"),
+        ("[]", "expected a JSON object"),
         ('{"format_version": 9}', "format_version 9"),
-        ('{"format_version": 1, "provenance": {}, "settings": {}}', "entries is missing"),
+        ('{"format_version": 1, "provenance": {}, "settings": {}}', "malformed at"),
     ],
 )
 def test_a_damaged_file_is_refused(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from peagle.results import CertificateResults, CertifiedCase
 from tests.cli.conftest import Pair, Peagle
 from tests.cli.eval_helpers import entries_of, write_prompts
 from tests.evaluation.fake_endpoint import Script, endpoint, metrics
@@ -130,12 +130,13 @@ def test_the_certificate_decides_the_status(
 ) -> None:
     seen: dict[str, Any] = {}
 
-    def run(target: Any, folder: Path, methods: Any, k: int, options: Any, watch: Any) -> Any:
+    def run(
+        target: Any, folder: Path, methods: Any, k: int, options: Any, provenance: Any, watch: Any
+    ) -> Any:
         seen.update(folder=folder, names=[m.name for m in methods], k=k, options=options)
         watch("a part")
-        return SimpleNamespace(
-            passed=passed, to_text=lambda: "the certificate", to_json=lambda: {"passed": passed}
-        )
+        case = CertifiedCase(feature="f", method="m", faults=[] if passed else ["wrong"])
+        return CertificateResults(provenance=provenance, identity=[case], seconds=1)
 
     monkeypatch.setattr("peagle.evaluation.certify.run.run", run)
     result = peagle(
@@ -143,7 +144,7 @@ def test_the_certificate_decides_the_status(
         *("--temperature", "0,0.9", "--max-new-tokens", 20, "--output", tmp_path),
     )
     assert result.status == (0 if passed else 1)
-    assert "the certificate" in result.out
+    assert "Losslessness certificate" in result.out
     assert "peagle: a part" in result.err
     assert seen["folder"] == pair.target
     assert (seen["names"], seen["k"]) == (["peagle", "ngram"], 5)

@@ -20,10 +20,10 @@ from evaluation.report_pages import Page, page_of, small, some
 from peagle.evaluation.report import write_report
 from peagle.evaluation.report.files import Results, read_results
 from peagle.evaluation.report.page import render
-from peagle.evaluation.report.schema import AcceptanceRecord, ThroughputFile, TuneFile
 from peagle.evaluation.report.series import Cast
 from peagle.evaluation.report.svg import Axis, label, log_axis, spread, value_axis
 from peagle.evaluation.report.text import h, visible
+from peagle.results import AcceptanceResults, ThroughputResults, TuneResults
 
 
 @pytest.fixture(scope="module")
@@ -202,10 +202,9 @@ def test_what_is_not_known_is_left_out(seed, chance):
     rng = random.Random(seed)
     raw = {f"{name}.json": without(document, chance, rng) for name, document in small().items()}
     results = Results(
-        AcceptanceRecord.model_validate(raw["acceptance.json"]),
-        ThroughputFile.model_validate(raw["throughput.json"]),
-        TuneFile.model_validate(raw["tune.json"]),
-        raw,
+        AcceptanceResults.model_validate(raw["acceptance.json"]),
+        ThroughputResults.model_validate(raw["throughput.json"]),
+        TuneResults.model_validate(raw["tune.json"]),
     )
     text = Page(render(results, [])).text("style", "script")
     assert "None" not in text and "nan" not in text.split()

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from peagle.evaluation.journal import Journal
     from peagle.evaluation.prompts import Prompt
     from peagle.evaluation.sweep import Arm, Sweep
+    from peagle.results import TrainingRecord
 
 EXAMPLES = """
 The bundled pair: plain decoding, EAGLE-3 and P-EAGLE; a few minutes on a laptop:
@@ -182,11 +183,11 @@ def bench(
     from peagle.cli.bench_view import Ticker, result_text
     from peagle.evaluation.endpoint import EndpointBackend
     from peagle.evaluation.report.advice import throughput_advice
-    from peagle.evaluation.report.schema import ThroughputFile
     from peagle.evaluation.sweep import Sweep
-    from peagle.evaluation.throughput import FORMAT_VERSION, NAME, summarize
+    from peagle.evaluation.throughput import summarize
     from peagle.evaluation.timing import LatencyObjective
     from peagle.evaluation.vllm_server import ENGINE, vllm_backend
+    from peagle.results import THROUGHPUT
 
     bounds = LatencyObjective.parse(objective) if objective else None
     extra = harness.template_fields(thinking, fields)
@@ -242,18 +243,18 @@ def bench(
         ticker = Ticker()
         with harness.resumable(ticker, output, log):
             measured = sweep.run(log, ticker)
-    result = {
-        "format_version": FORMAT_VERSION,
-        "provenance": provenance,
-        "settings": settings,
-        **summarize(measured, bounds),
-        "training": {} if models is None else _training(models),
-    }
-    result["advice"] = throughput_advice(ThroughputFile.model_validate(result))
+    results = summarize(
+        measured,
+        bounds,
+        provenance=provenance,
+        settings=settings,
+        training={} if models is None else _training(models),
+    )
+    results = results.model_copy(update={"advice": throughput_advice(results)})
     for server in servers.values():
         for text in server.notes:
             note(text)
-    harness.conclude(result, result_text(result), NAME, output, output_format)
+    harness.conclude(results, result_text(results), THROUGHPUT, output, output_format)
 
 
 def _named(option: str, given: Sequence[str] | None, what: str) -> dict[str, str]:
@@ -320,12 +321,12 @@ def _server_arms(servers: Mapping[str, EndpointBackend], engines: Sequence[Arm])
     ]
 
 
-def _training(models: Models) -> dict[str, Any]:
+def _training(models: Models) -> dict[str, TrainingRecord]:
     """The length of each head's training, where a record tells."""
-    from peagle.evaluation.training_record import TrainingRecord
+    from peagle.evaluation.training_record import read_training_record
 
-    records = {one.name: TrainingRecord.beside(one.folder) for one in models.methods if one.folder}
-    return {name: record.to_json() for name, record in records.items() if record is not None}
+    records = {one.name: read_training_record(one.folder) for one in models.methods if one.folder}
+    return {name: record for name, record in records.items() if record is not None}
 
 
 # ---- requests -------------------------------------------------------------------------------

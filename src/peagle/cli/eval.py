@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from peagle.evaluation.acceptance_file import AcceptanceFile
     from peagle.evaluation.endpoint import EndpointBackend
     from peagle.evaluation.eval_run import EvalArm, EvalPlan
+    from peagle.results import Entry
 
 EXAMPLES = """
 The bundled pair on a few prompts, with EAGLE-3 and prompt lookup beside it:
@@ -214,11 +215,12 @@ def eval(
         target_sha256 = models.target_sha256
     from peagle.evaluation.acceptance_file import AcceptanceFile
     from peagle.evaluation.eval_run import EvalPlan
+    from peagle.results import ACCEPTANCE
 
     plan = EvalPlan(prompts, temperatures, params, draft_sampling, concurrency, chat, thinking)
     file = AcceptanceFile(output, provenance, plan.settings(target_sha256))
     text = _measure(arms, plan, file, output, output_format)
-    harness.conclude(file.data, text, "acceptance.json", output, output_format)
+    harness.conclude(file.results, text, ACCEPTANCE, output, output_format)
 
 
 # ---- options --------------------------------------------------------------------------------
@@ -378,20 +380,19 @@ def _measure(
     from peagle.evaluation.comparisons import compare_entries
     from peagle.evaluation.eval_run import evaluate
     from peagle.evaluation.report.advice import acceptance_advice
-    from peagle.evaluation.report.schema import AcceptanceRecord
 
-    dtype = file.data["provenance"]["dtype"]
+    dtype = file.results.provenance.dtype
 
-    def show(entry: Mapping[str, Any]) -> None:
+    def show(entry: Entry) -> None:
         if output_format is OutputFormat.TEXT:
             print(entry_text(entry, dtype, chat=plan.chat) + "\n", flush=True)
 
     view = EvalView(show)
     with harness.resumable(view, output, file.entries):
         evaluate(arms, plan, file, view)
-    file.conclude(comparisons=compare_entries(file.entries, seed=plan.params.seed or 0))
-    advice = acceptance_advice(AcceptanceRecord.model_validate(file.data))
-    file.conclude(advice=advice)
+    comparisons = compare_entries(file.entries, seed=plan.params.seed or 0)
+    advice = acceptance_advice(file.entries, comparisons)
+    file.conclude(comparisons, advice)
     return f"Advice: {printable(advice)}"
 
 
@@ -403,7 +404,8 @@ def _certify(
     output_format: OutputFormat,
 ) -> bool:
     """Print the certificate of losslessness; whether there is no fault."""
-    from peagle.evaluation.acceptance_file import FORMAT_VERSION, make_folder
+    from peagle.evaluation.acceptance_file import make_folder
+    from peagle.evaluation.certify.certificate import certificate_text
     from peagle.evaluation.certify.run import Options, run
     from peagle.models.checkpoint.files import write_json
 
@@ -415,15 +417,11 @@ def _certify(
         models.methods,
         k,
         Options(**options),
+        harness.provenance(models.name, models.dtype, models.target.device),
         lambda line: print(f"peagle: {printable(line)}", file=sys.stderr, flush=True),
     )
-    data = {
-        "format_version": FORMAT_VERSION,
-        "provenance": harness.provenance(models.name, models.dtype, models.target.device),
-        **certificate.to_json(),
-    }
     if output is not None:
-        write_json(output / "certificate.json", data)
+        write_json(output / "certificate.json", certificate.to_json())
     as_json = output_format is OutputFormat.JSON
-    print(json.dumps(data, indent=2) if as_json else certificate.to_text())
+    print(json.dumps(certificate.to_json(), indent=2) if as_json else certificate_text(certificate))
     return certificate.passed

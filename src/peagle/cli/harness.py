@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from peagle.models.target_facts import TargetSizes
+    from peagle.results import Document
 
 DEFAULT_SET = "humaneval"
 _EAGLE3 = "eagle3"
@@ -99,15 +100,9 @@ def template_fields(thinking: bool | None, extra_body: Mapping[str, Any]) -> dic
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """A target and the methods to measure on it.
+    """A target (its TargetEnds where vLLM loads the rest) and the methods to measure on it.
 
-    Attributes:
-        target: a TargetModel; the TargetEnds where vLLM loads the rest.
-        folder: of the target.
-        name: as the user gave it.
-        methods: heads that fit the target, and prompt lookup.
-        engine_options: fields of EngineConfig that were given.
-        has_template: whether the tokenizer has a chat template.
+    `engine_options` are the fields of EngineConfig that were given.
     """
 
     target: Any
@@ -142,11 +137,7 @@ def named_methods(
 ) -> list[DecodingMethod]:
     """Return the methods that --draft, --eagle3 and --method name; by default the bundled heads.
 
-    Args:
-        given: the options of the model.
-        eagle3: the value of --eagle3.
-        methods: the values of --method.
-        ngram: measure prompt lookup too.
+    With `ngram` prompt lookup is among them.
 
     Raises:
         UserError: there is none, or one is plain decoding.
@@ -170,10 +161,8 @@ def named_methods(
 def load_models(given: Given, methods: Sequence[DecodingMethod], *, whole: bool = True) -> Models:
     """Find and load the target and the heads, and check each head before anything runs.
 
-    Args:
-        given: the options of the model and of the engine; no target is the bundled one.
-        methods: to measure; one with a source and no name is named after the kind of its head.
-        whole: load the target; without, only its ends, for another engine.
+    A method with a source and no name is named after the kind of its head. Without `whole` only the
+    ends of the target are loaded, for another engine.
 
     Raises:
         UserError: a model is not there, a head does not fit the target or is of the other kind, or
@@ -288,20 +277,15 @@ def resumable(view: View, output: Path | None, measurements: Sized) -> Iterator[
 
 
 def conclude(
-    result: Mapping[str, Any],
+    results: Document,
     text: str,
     name: str,
     output: Path | None,
     output_format: options.OutputFormat,
 ) -> None:
-    """Write a result's file and the report of all that the folder holds, and print the result.
+    """Write results to their file, report on all that the folder holds, and print the results.
 
-    Args:
-        result: as JSON.
-        text: the same for people.
-        name: of the file.
-        output: the folder; None writes nothing.
-        output_format: of the printed result.
+    Without an output folder nothing is written. `text` holds the results for people.
 
     Raises:
         UserError: the folder cannot be written to.
@@ -311,9 +295,9 @@ def conclude(
         from peagle.evaluation.report import write_report
         from peagle.models.checkpoint.files import write_json
 
-        write_json(output / name, result)
+        write_json(output / name, results.to_json())
         report = write_report(output)
     is_json = output_format is options.OutputFormat.JSON
-    print(json.dumps(result, indent=2) if is_json else text)
+    print(json.dumps(results.to_json(), indent=2) if is_json else text)
     if report is not None:
         note(f"the report is {report}")

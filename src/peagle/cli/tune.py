@@ -138,8 +138,10 @@ def tune(
     from peagle.evaluation.journal import Journal
     from peagle.evaluation.tuning.acceptance import acceptance_of_file, measure_acceptance
     from peagle.evaluation.tuning.machine import EngineMachine, contexts
-    from peagle.evaluation.tuning.tune import LOG_NAME, NAME, Tuned, measure_costs
+    from peagle.evaluation.tuning.model import Shape
+    from peagle.evaluation.tuning.tune import LOG_NAME, measure_costs, tune_results
     from peagle.models.checkpoint import read_head_config
+    from peagle.results import TUNE
 
     name = harness.display_name(draft)
     known = None
@@ -216,19 +218,20 @@ def tune(
             interleave_k=timed.changes_k_cheaply,
         )
     config, _ = read_head_config(head.folder, num_target_layers=target.num_layers)
-    tuned = Tuned.of(
+    settings |= {"rounds": rounds, "threshold": threshold}
+    settings["fitted"] = [asdict(point) for point in sorted(grid.fitted)]
+    is_padded = target.device.type == "cuda"
+    results = tune_results(
         grid,
         costs,
         known,
+        Shape(known.lengths(), config.is_parallel, timed.batch_rows, is_padded),
+        draft=draft,
         threshold=threshold,
-        is_parallel=config.is_parallel,
-        batch_rows=timed.batch_rows,
-        is_padded=target.device.type == "cuda",
+        provenance=provenance,
+        settings=settings,
     )
-    settings |= {"rounds": rounds, "threshold": threshold}
-    settings["fitted"] = [asdict(point) for point in sorted(grid.fitted)]
-    result = tuned.to_json(provenance, settings, draft)
-    harness.conclude(result, result_text(result), NAME, output, output_format)
+    harness.conclude(results, result_text(results), TUNE, output, output_format)
 
 
 def _grid(

@@ -34,7 +34,7 @@ from peagle.doctor.served import Question, Serving
 from peagle.doctor.serving_side import examine_serving
 from peagle.doctor.styles import better_style
 from peagle.errors import UserError
-from peagle.evaluation.training_record import TrainingRecord
+from peagle.evaluation.training_record import read_training_record
 from peagle.llm import LLM
 from peagle.models.target import TargetModel, default_aux_layer_ids
 
@@ -99,7 +99,7 @@ class Examiner(ProbedTarget):
         Raises:
             UserError: the folder is not there, or the serving side cannot be reached.
         """
-        report = Examination(training=TrainingRecord.beside(folder))
+        report = Examination(training=read_training_record(folder))
         if report.training is not None:
             status = "not checked" if report.training.is_little else "agrees"
             report.check("training", status, str(report.training))

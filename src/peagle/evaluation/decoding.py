@@ -20,13 +20,7 @@ Message = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request.
-
-    Attributes:
-        id: of the prompt, for reports.
-        prompt: text to complete, or messages to answer behind the model's chat template.
-        params: how it is sampled.
-    """
+    """A text to complete, or messages to answer behind the model's chat template."""
 
     id: str
     prompt: str | Sequence[Message]
@@ -78,11 +72,9 @@ class Run:
 
 
 class Backend(Protocol):
-    """An engine in this process, or a server.
+    """An engine in this process, or a server; its name is "peagle", or the server's URL.
 
-    Attributes:
-        name: "peagle" for our engine, else the server's URL.
-        tells_steps: whether answers carry `steps` and `token_ids`.
+    With `tells_steps` answers carry `steps` and `token_ids`.
     """
 
     name: str
@@ -94,12 +86,7 @@ class Backend(Protocol):
         concurrency: int,
         watch: Callable[[int, Answer], None] | None = None,
     ) -> Run:
-        """Answer requests, at most `concurrency` in flight.
-
-        Args:
-            requests: what to send, in this order.
-            concurrency: requests in flight, at least 1.
-            watch: called with the index and the answer of each request that ended.
+        """Answer requests, at most `concurrency` in flight, and watch each that ends.
 
         Raises:
             UserError: the server cannot be reached, or refuses the requests.

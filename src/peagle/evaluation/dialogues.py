@@ -54,14 +54,9 @@ class Dialogue:
 
 @dataclass(slots=True)
 class DialogueResults:
-    """The answers to prompt sets.
+    """The requests with a whole answer, in order, and the backend's counters by set and category.
 
-    Attributes:
-        observations: requests with a whole answer, in order.
-        groups: the backend's counters, by set and category.
-        num_errors: requests without a whole answer; the turns after them are not sent.
-        first_error: the reason that the first of them has none.
-        seconds: time of the requests.
+    The turns after a request without a whole answer are not sent.
     """
 
     observations: list[Observation] = field(default_factory=list)

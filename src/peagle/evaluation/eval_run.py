@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from peagle.config import SamplingParams
-from peagle.evaluation.acceptance_file import AcceptanceFile, Key, digest_of, weights_digest
+from peagle.evaluation.acceptance_file import AcceptanceFile, digest_of, weights_digest
 from peagle.evaluation.decoding import Backend
 from peagle.evaluation.decoding_methods import DecodingMethod
 from peagle.evaluation.dialogues import PromptSets, num_requests, run_dialogues
 from peagle.evaluation.endpoint import EndpointBackend
 from peagle.evaluation.engine_backend import EngineBackend
-from peagle.evaluation.training_record import TrainingRecord
+from peagle.evaluation.training_record import read_training_record
 from peagle.evaluation.xray import beyond_training, xray, xray_of_counters
+from peagle.results import Entry, EntryKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,20 +84,25 @@ class EvalArm:
     engine: str = "peagle"
     requested_k: int | None = None
 
-    def keys(self, plan: EvalPlan) -> list[Key]:
+    def keys(self, plan: EvalPlan) -> list[EntryKey]:
         """Return the keys of its entries, one a temperature."""
-        name, source = self.method.name, self.method.source
         return [
-            Key(name, source, self.k, t, plan.draft_sampling if source and t else "argmax",
-                self.engine)
+            EntryKey(
+                method=self.method.name,
+                source=self.method.source,
+                k=self.k,
+                temperature=t,
+                draft_sampling=plan.draft_sampling if self.method.source and t else "argmax",
+                engine=self.engine,
+            )
             for t in plan.temperatures
-        ]  # fmt: skip
+        ]
 
 
 class EvaluationView(Protocol):
     """The progress that the user sees."""
 
-    def begin(self, key: Key, num_requests: int) -> None:
+    def begin(self, key: EntryKey, num_requests: int) -> None:
         """Show that an entry is begun."""
         ...
 
@@ -104,7 +110,7 @@ class EvaluationView(Protocol):
         """Show that one of its requests ended."""
         ...
 
-    def end(self, entry: Mapping[str, Any], *, was_there: bool) -> None:
+    def end(self, entry: Entry, *, was_there: bool) -> None:
         """Show an entry that is measured, or was there already."""
         ...
 
@@ -132,15 +138,20 @@ def evaluate(
                 was_there = entry is not None
                 if entry is None:
                     backend = backend or stack.enter_context(arm.open())
-                    entry = _measure(backend, arm, key, plan, view) | {"weights_sha256": digest}
+                    entry = _measure(backend, arm, key, plan, view, digest)
                     file.add(entry)
                 view.end(entry, was_there=was_there)
             backend = None  # its memory is released with the context
 
 
 def _measure(
-    backend: Backend, arm: EvalArm, key: Key, plan: EvalPlan, view: EvaluationView
-) -> dict[str, Any]:
+    backend: Backend,
+    arm: EvalArm,
+    key: EntryKey,
+    plan: EvalPlan,
+    view: EvaluationView,
+    weights_sha256: str,
+) -> Entry:
     """Measure one entry."""
     view.begin(key, num_requests(plan.sets))
     params = replace(
@@ -163,14 +174,14 @@ def _measure(
         figures = xray_of_counters(found.groups, key.k)
     if isinstance(backend, EndpointBackend):
         notes += backend.notes
-    training = TrainingRecord.beside(method.folder) if method.folder else None
-    return {
-        **key.to_json(),
-        **figures,
-        "training": None if training is None else training.to_json(),
-        "seconds": found.seconds,
-        "output_tokens_per_s": found.num_tokens / found.seconds if found.seconds else 0.0,
-        "num_errors": found.num_errors,
-        "notes": notes,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
+    return Entry(
+        **dict(key),
+        **dict(figures),
+        training=read_training_record(method.folder) if method.folder else None,
+        seconds=found.seconds,
+        output_tokens_per_s=found.num_tokens / found.seconds if found.seconds else 0.0,
+        num_errors=found.num_errors,
+        notes=notes,
+        weights_sha256=weights_sha256,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+    )

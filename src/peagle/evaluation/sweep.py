@@ -24,15 +24,9 @@ WAVES = 3
 
 @dataclass(frozen=True, slots=True)
 class SweepPoint:
-    """One configuration that is measured.
+    """One configuration that is measured, a cell of throughput.json.
 
-    Attributes:
-        method: its name in tables.
-        source: folder or hub id of the head; "" without one.
-        engine: "peagle", or the URL of a server.
-        k: draft tokens per step; 0 for plain decoding, and where a server does not tell.
-        concurrency: requests in flight.
-        set: of prompts.
+    `k` is 0 for plain decoding, and where a server does not tell its K.
     """
 
     method: str
@@ -43,7 +37,7 @@ class SweepPoint:
     set: str
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """The fields by name."""
         return asdict(self)
 
     def key(self, repeat: int) -> dict[str, Any]:
@@ -68,13 +62,10 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class SweepProgress:
-    """How far a sweep is, after each run.
+    """How far a sweep is, after each run; `cell` and `figures` are None while it warms up.
 
-    Attributes:
-        cell, figures: just measured; None while warming up.
-        done, total: runs measured and to measure, those of an earlier sitting included.
-        seconds_left: estimated by the time of equal cells, else by the mean.
-        problem: the first error among the requests of this run, "" without any.
+    `done` and `total` count the runs of an earlier sitting too. `problem` is the first error among
+    the requests of this run.
     """
 
     cell: SweepPoint | None

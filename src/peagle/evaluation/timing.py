@@ -97,12 +97,9 @@ def median_of(repeats: Sequence[Mapping[str, Any]]) -> Figures:
 
 @dataclass(frozen=True, slots=True)
 class LatencyObjective:
-    """A latency that a server has to keep.
+    """Most milliseconds to the first token and between tokens (None is any) at a percentile.
 
-    Attributes:
-        ttft_ms: most milliseconds to the first token; None is any.
-        itl_ms: most milliseconds between tokens; None is any.
-        percentile: of the requests (TTFT) and of the tokens (ITL) that must keep it: 50, 90 or 99.
+    The percentile, 50, 90 or 99, is over requests for TTFT and over tokens for ITL.
     """
 
     ttft_ms: float | None

@@ -26,15 +26,7 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How well samples fit a distribution.
-
-    Attributes:
-        num_samples, num_cells: outputs, and cells after pooling.
-        statistic: X2; None where an output came that cannot come.
-        p_value: the probability of such an X2 or more, if the distribution is right.
-        detectable_shift: probability that a fault must move from one of the two likeliest cells
-            to the other to be found with probability POWER.
-    """
+    """How well samples fit a distribution; see `peagle.results.SampledTest`."""
 
     num_samples: int
     num_cells: int

@@ -18,13 +18,9 @@ import torch
 from peagle.config import SamplingParams, StructuredOutput
 from peagle.engine.outputs import RequestOutput
 from peagle.errors import UserError
-from peagle.evaluation.certify.reference import (
-    Difference,
-    Reference,
-    TargetReference,
-    first_difference,
-)
+from peagle.evaluation.certify.reference import Reference, TargetReference, first_difference
 from peagle.llm import LLM
+from peagle.results import Difference
 
 _PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.3}
 # Both have an end, so that whole outputs can be held against them.
@@ -38,15 +34,7 @@ _LOGPROB_ROUNDING = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A request with the output that it must have.
-
-    Attributes:
-        id: of the prompt, for reports.
-        prompt: token ids.
-        params: of the request.
-        reference: output of transformers, with the logits of each token.
-        text: text of the output; None leaves it unchecked.
-    """
+    """A request and the output of transformers for it; a text of None is not checked."""
 
     id: str
     prompt: list[int]
@@ -221,4 +209,5 @@ def difference(case: Case, token_ids: Sequence[int], bound: float) -> Difference
     found = first_difference(case.id, token_ids, case.reference, bound)
     if found is None or case.params.structured_output is None:
         return found
-    return replace(found, gap=abs(found.gap), top2_gap=abs(found.gap))
+    gap = None if found.gap is None else abs(found.gap)
+    return found.model_copy(update={"gap": gap, "top2_gap": gap})

@@ -13,9 +13,8 @@ Shapes: N output tokens, B contexts, T their length, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from transformers import (
 )
 
 from peagle.config import SamplingParams
+from peagle.results import Difference
 
 NEAR_TIE = 1e-4
 # Logits of 16-bit models are themselves rounded: in bfloat16 two of size 8 to 16 are 0.0625 apart
@@ -43,41 +43,6 @@ class Reference:
 
     token_ids: list[int]
     logits_NV: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """The first token at which an output leaves the reference.
-
-    Attributes:
-        prompt: id of the prompt.
-        position: index in the output.
-        reference_token, token: the choice of transformers, and ours (None: the output ended).
-        gap: reference logit of its token minus that of ours.
-        top2_gap: reference logit of its token minus the next best.
-        bound: gaps below it are near-ties.
-    """
-
-    prompt: str
-    position: int
-    reference_token: int | None
-    token: int | None
-    gap: float
-    top2_gap: float
-    bound: float = NEAR_TIE
-
-    @property
-    def is_near_tie(self) -> bool:
-        """Whether rounding alone can explain it: both gaps below the bound."""
-        return self.gap < self.bound and self.top2_gap < self.bound
-
-    def to_json(self) -> dict[str, Any]:
-        """As a JSON object; a gap where one output ended is null, since JSON has no infinity."""
-        gaps = {
-            name: value if math.isfinite(value) else None
-            for name, value in (("gap", self.gap), ("top2_gap", self.top2_gap))
-        }
-        return {**asdict(self), **gaps, "is_near_tie": self.is_near_tie}
 
 
 def near_tie_bound(dtype: torch.dtype) -> float:
@@ -103,13 +68,20 @@ def first_difference(
     at = next((i for i in range(shared) if expected[i] != token_ids[i]), shared)
     theirs = expected[at] if at < len(expected) else None
     ours = token_ids[at] if at < len(token_ids) else None
-    if theirs is None or ours is None:
-        # One stopped where the other went on: no rounding does that.
-        return Difference(prompt, at, theirs, ours, float("inf"), float("inf"), bound)
-    logits_V = reference.logits_NV[at].double()
-    best = logits_V.topk(2).values
-    gap = float(logits_V[theirs] - logits_V[ours])
-    return Difference(prompt, at, theirs, ours, gap, float(best[0] - best[1]), bound)
+    gap = top2_gap = None
+    if theirs is not None and ours is not None:
+        logits_V = reference.logits_NV[at].double()
+        best = logits_V.topk(2).values
+        gap, top2_gap = float(logits_V[theirs] - logits_V[ours]), float(best[0] - best[1])
+    return Difference(
+        prompt=prompt,
+        position=at,
+        reference_token=theirs,
+        token=ours,
+        gap=gap,
+        top2_gap=top2_gap,
+        bound=bound,
+    )
 
 
 def load_reference(folder: str | Path, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:

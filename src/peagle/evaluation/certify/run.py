@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from peagle.config import SamplingParams
 from peagle.engine.outputs import RequestOutput
 from peagle.errors import UserError
 from peagle.evaluation.acceptance import Completion
-from peagle.evaluation.certify.certificate import Certificate, CertifiedCase, SampledTest
 from peagle.evaluation.certify.distribution import MIN_EXPECTED, Tokens, fit, joint_cells
 from peagle.evaluation.certify.matrix import Case, Feature, difference, features, greedy_case
 from peagle.evaluation.certify.reference import TargetReference
@@ -23,6 +22,7 @@ from peagle.evaluation.decoding_methods import NGRAM, PLAIN, DecodingMethod
 from peagle.evaluation.prompt_sets import load
 from peagle.llm import LLM
 from peagle.models.target import TargetModel
+from peagle.results import CertificateResults, CertifiedCase, Provenance, SampledTest
 
 # Contexts of the sampled part: the last tokens of a prompt and some of its greedy continuation.
 # Any context would do, and short ones are quick.
@@ -109,8 +109,9 @@ def run(
     methods: Sequence[DecodingMethod],
     k: int,
     options: Options,
+    provenance: Mapping[str, Any],
     watch: Callable[[str], None] = lambda _: None,
-) -> Certificate:
+) -> CertificateResults:
     """Test that drafts change nothing: greedy outputs, the feature matrix, sampled outputs.
 
     Greedy outputs are held against transformers' own: each first difference is a near-tie (the
@@ -125,6 +126,7 @@ def run(
         methods: to certify; plain decoding and prompt lookup are added.
         k: the largest K.
         options: extent of the tests.
+        provenance: of the certificate.
         watch: gets a line before each test.
 
     Raises:
@@ -145,7 +147,8 @@ def run(
     ]
     in_matrix = cases[: options.matrix_prompts]
     matrix = features(reference, plain, in_matrix, k) if in_matrix else []
-    return Certificate(
+    return CertificateResults(
+        provenance=Provenance(**provenance),
         settings={
             "target": target.name,
             "dtype": str(target.dtype).removeprefix("torch."),
@@ -166,12 +169,12 @@ def run(
 
 def _certify(subject: _Subject, feature: Feature, method: DecodingMethod) -> CertifiedCase:
     """One feature under one method."""
-    result = CertifiedCase(feature.name, method.name)
+    result = CertifiedCase(feature=feature.name, method=method.name)
     if feature.needs_drafts and method.name == PLAIN:
         return result
     if not feature.cases:
         note = "grammars cannot be compiled here: pip install 'peagle[grammar]'"
-        return replace(result, note=note)
+        return result.model_copy(update={"note": note})
     subject.watch(f"{feature.name}, {method.name}")
     llm = subject.engine(method, feature.speculative, **feature.engine)
     size = feature.together or len(feature.cases)
@@ -185,9 +188,10 @@ def _certify(subject: _Subject, feature: Feature, method: DecodingMethod) -> Cer
     except UserError:
         raise
     except Exception as error:  # an engine that breaks is a fault to be named, not the end
-        return replace(result, faults=[f"the engine failed: {type(error).__name__}: {error}"])
+        fault = f"the engine failed: {type(error).__name__}: {error}"
+        return result.model_copy(update={"faults": [fault]})
     if feature.used and not feature.used(llm, outputs):
-        return replace(result, note="not reached with these prompts")
+        return result.model_copy(update={"note": "not reached with these prompts"})
     differences, faults = [], []
     for case, output in zip(feature.cases, outputs, strict=True):
         found = difference(case, output.token_ids, subject.reference.bound)
@@ -196,8 +200,9 @@ def _certify(subject: _Subject, feature: Feature, method: DecodingMethod) -> Cer
             faults.append(f"{case.id}: the text is {output.text!r}, expected {case.text!r}")
         if feature.check and (fault := feature.check(case, output, found)):
             faults.append(fault)
-    return replace(
-        result,
+    return CertifiedCase(
+        feature=feature.name,
+        method=method.name,
         num_outputs=len(outputs),
         num_tokens=sum(len(output.token_ids) for output in outputs),
         num_accepted_tokens=sum(output.stats.num_accepted_tokens for output in outputs),
@@ -249,14 +254,16 @@ def _test_distribution(subject: _Subject, cases: Sequence[Case]) -> Iterator[Sam
             prompts: list[Any] = [case.prompt] * options.samples
             found = measure(llm, prompts, every).completions
             outputs = [one.output.token_ids for one in found]
+            drafted, accepted = _count_drafts(found, num_tokens)
             yield SampledTest(
-                method.name,
-                sampling,
-                case.id,
-                num_tokens,
-                fit(exact, outputs, num_tokens, significance),
-                significance,
-                *_count_drafts(found, num_tokens),
+                method=method.name,
+                draft_sampling=sampling,
+                prompt=case.id,
+                num_tokens=num_tokens,
+                **asdict(fit(exact, outputs, num_tokens, significance)),
+                significance=significance,
+                num_draft_tokens=drafted,
+                num_accepted_tokens=accepted,
             )
 
 

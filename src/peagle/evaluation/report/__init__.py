@@ -8,13 +8,13 @@ from pathlib import Path
 from peagle.evaluation.report.files import csv_text, read_results, write_bytes
 from peagle.evaluation.report.page import render
 from peagle.evaluation.report.pictures import can_draw, draw_pictures
-from peagle.evaluation.report.schema import FORMAT_VERSION
 from peagle.evaluation.report.tables import (
     ACCEPTANCE_HEADER,
     THROUGHPUT_HEADER,
     acceptance_rows,
     throughput_rows,
 )
+from peagle.results import FORMAT_VERSION
 
 REPORT, RESULTS = "report.html", "results.json"
 _NO_PICTURES = 'No PNG was drawn: matplotlib is not installed (pip install "peagle[report]").'
@@ -41,7 +41,14 @@ def write_report(folder: Path) -> Path:
     results = read_results(folder)
     together = {
         "format_version": FORMAT_VERSION,
-        **{name: results.raw.get(f"{name}.json") for name in ("acceptance", "throughput", "tune")},
+        **{
+            name: None if document is None else document.to_json()
+            for name, document in (
+                ("acceptance", results.acceptance),
+                ("throughput", results.throughput),
+                ("tune", results.tune),
+            )
+        },
     }
     write_bytes(folder / RESULTS, (json.dumps(together, indent=1) + "\n").encode())
     if results.acceptance is not None:

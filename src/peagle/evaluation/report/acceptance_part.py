@@ -17,7 +17,6 @@ from peagle.evaluation.report.html import (
     table,
 )
 from peagle.evaluation.report.plots import Row, dot_plot, histogram
-from peagle.evaluation.report.schema import AcceptanceRecord, Entry, Interval, RangeSlice, Slice
 from peagle.evaluation.report.series import Cast, Condition, conditions
 from peagle.evaluation.report.svg import (
     Axis,
@@ -37,6 +36,7 @@ from peagle.evaluation.report.text import (
     temperature,
     with_interval,
 )
+from peagle.results import AcceptanceResults, Entry, Interval, RangeSlice, Slice
 
 _SIZE = (NARROW, 250.0)
 _MOST_ROWS = 40
@@ -51,7 +51,7 @@ def condition_name(condition: Condition) -> str:
 
 
 def _by_condition(
-    file: AcceptanceRecord, draw: Callable[[Condition], str]
+    file: AcceptanceResults, draw: Callable[[Condition], str]
 ) -> tuple[Condition | None, list[str]]:
     """The lowest temperature open, the others folded."""
     found = conditions(file.entries)
@@ -61,7 +61,7 @@ def _by_condition(
     return found[0], [draw(found[0]), *others]
 
 
-def decay_section(file: AcceptanceRecord, cast: Cast) -> str:
+def decay_section(file: AcceptanceResults, cast: Cast) -> str:
     """Acceptance length by K, and acceptance by position, unconditional and conditional."""
     main, groups = _by_condition(file, lambda condition: _decay(condition, cast))
     if main is None:
@@ -92,8 +92,8 @@ def _decay(condition: Condition, cast: Cast) -> str:
     share = Axis("share of drafts", 0, 1, [(i / 4, f"{25 * i}%") for i in range(5)])
     figures = [figure("Acceptance length by K", first)]
     for title, values_of, ci_of in (
-        ("Unconditional acceptance", _unconditional, lambda s: s.unconditional_ci),
-        ("Conditional acceptance", lambda s: s.conditional, lambda s: s.conditional_ci),
+        ("Unconditional acceptance", _unconditional, lambda s: s.unconditional_ci or []),
+        ("Conditional acceptance", lambda s: s.conditional, lambda s: s.conditional_ci or []),
     ):
         lines = [_position_line(e, cast, values_of(e.pooled), ci_of(e.pooled)) for e in deepest]
         chart = line_chart(
@@ -183,7 +183,7 @@ def _decay_table(condition: Condition, cast: Cast) -> str:
 # ---- by prompt set --------------------------------------------------------------------------
 
 
-def sets_section(file: AcceptanceRecord, cast: Cast) -> str:
+def sets_section(file: AcceptanceResults, cast: Cast) -> str:
     """Acceptance length by prompt set and category; empty where there is one set."""
     main, groups = _by_condition(file, lambda condition: _by_set(condition, cast))
     if main is None or not any(groups):
@@ -265,7 +265,7 @@ def _slice_row(where: str, entry: Entry, piece: Slice, cast: Cast) -> list[str]:
 # ---- by place -------------------------------------------------------------------------------
 
 
-def places_section(file: AcceptanceRecord, cast: Cast) -> str:
+def places_section(file: AcceptanceResults, cast: Cast) -> str:
     """Acceptance length by context length and by output position; empty if neither is told."""
     main, groups = _by_condition(file, lambda condition: _places(condition, cast))
     if main is None or not any(groups):
@@ -344,7 +344,7 @@ def _range_line(
 # ---- over the requests ----------------------------------------------------------------------
 
 
-def requests_section(file: AcceptanceRecord, cast: Cast) -> str:
+def requests_section(file: AcceptanceResults, cast: Cast) -> str:
     """Histograms of the acceptance length of each request; empty where none is told."""
     main, groups = _by_condition(file, lambda condition: _histograms(condition, cast))
     if main is None or not any(groups):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from peagle.evaluation.report.files import ACCEPTANCE, THROUGHPUT, TUNE, Results
+from peagle.evaluation.report.files import Results
 from peagle.evaluation.report.html import section
-from peagle.evaluation.report.schema import Document
 from peagle.evaluation.report.series import Cast, best_cells, conditions, sets_of
 from peagle.evaluation.report.text import h, number, percent, set_name
 from peagle.evaluation.tuning.schedule import k_at
+from peagle.results import ACCEPTANCE, THROUGHPUT, TUNE, Document
 
 _FEW_REQUESTS = 20
 _WIDE_SPREAD = 0.15
@@ -95,7 +95,7 @@ def _of_depths(results: Results, cast: Cast) -> list[str]:
 def _of_documents(results: Results) -> list[str]:
     found = []
     environments = [d.provenance.environment for d in results.documents]
-    if any(d.provenance.synthetic or d.settings.get("synthetic") for d in results.documents):
+    if any(document.is_synthetic for document in results.documents):
         found.append("Acceptance is synthetic: speeds are real, what heads accept is not.")
     for name in _SAME:
         values = list(dict.fromkeys(str(e[name]) for e in environments if e.get(name)))

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peagle.evaluation.report.files import Results, write_bytes
-from peagle.evaluation.report.schema import Entry
 from peagle.evaluation.report.series import Cast, Condition, best_cells, conditions, sets_of
 from peagle.evaluation.report.text import cut, day, depth, set_name, short, temperature, visible
+from peagle.results import Entry
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -77,7 +77,7 @@ def _origin(results: Results) -> str:
     provenance = results.documents[0].provenance
     device = provenance.environment.get("device") or ""
     facts = [short(provenance.target), str(device), provenance.dtype, day(provenance.created)]
-    facts.append("SYNTHETIC acceptance" if provenance.synthetic else "")
+    facts.append("SYNTHETIC acceptance" if results.documents[0].is_synthetic else "")
     return _plain(" · ".join(filter(None, facts)))
 
 

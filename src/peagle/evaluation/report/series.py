@@ -9,8 +9,8 @@ from typing import Protocol
 
 from peagle.evaluation.best_k import Speed, best_k
 from peagle.evaluation.report.files import Results
-from peagle.evaluation.report.schema import CellRecord, Entry
 from peagle.evaluation.report.text import joined, method_name
+from peagle.results import Cell, Entry
 
 _STYLES = {"plain": 0, "peagle": 1, "eagle3": 2, "ngram": 3}
 _FREE = (1, 4, 5, 6, 7, 2, 3)
@@ -84,7 +84,7 @@ class Cast:
         return [key for key in self.styles if key in found]
 
 
-def _hero(keys: Sequence[Key], entries: Sequence[Entry], cells: Sequence[CellRecord]) -> Key | None:
+def _hero(keys: Sequence[Key], entries: Sequence[Entry], cells: Sequence[Cell]) -> Key | None:
     """P-EAGLE by name, else the method that accepts or writes most."""
     heads = [key for key in keys if key[0] not in ("plain", "ngram")]
     heads = heads or [key for key in keys if key[0] == "ngram"]
@@ -134,7 +134,7 @@ def conditions(entries: Iterable[Entry]) -> list[Condition]:
 # ---- throughput -----------------------------------------------------------------------------
 
 
-def sets_of(cells: Iterable[CellRecord]) -> list[str]:
+def sets_of(cells: Iterable[Cell]) -> list[str]:
     """Prompt sets, the one with the most cells first."""
     counts: dict[str, int] = {}
     for cell in cells:
@@ -142,9 +142,9 @@ def sets_of(cells: Iterable[CellRecord]) -> list[str]:
     return sorted(counts, key=lambda name: -counts[name])
 
 
-def best_cells(cells: Iterable[CellRecord], key: Key, name: str) -> list[CellRecord]:
+def best_cells(cells: Iterable[Cell], key: Key, name: str) -> list[Cell]:
     """The cell of a series with the best K on a prompt set at each concurrency, ascending."""
-    loads: dict[int, dict[int, CellRecord]] = {}
+    loads: dict[int, dict[int, Cell]] = {}
     for cell in cells:
         if (cell.method, cell.engine, cell.set) == (*key, name):
             loads.setdefault(cell.concurrency, {})[cell.k or 0] = cell
@@ -153,14 +153,14 @@ def best_cells(cells: Iterable[CellRecord], key: Key, name: str) -> list[CellRec
     ]
 
 
-def speed_of(cell: CellRecord) -> Speed:
+def speed_of(cell: Cell) -> Speed:
     """The speeds of a cell, for the choice of K."""
     median = cell.median.output_tokens_per_s
     least, most = cell.spread.output_tokens_per_s or (median, median)
     return Speed(median, least, most)
 
 
-def depth_runs(best: Iterable[CellRecord]) -> list[tuple[int, list[int]]]:
+def depth_runs(best: Iterable[Cell]) -> list[tuple[int, list[int]]]:
     """(K, the neighbouring concurrencies at which it is best), ascending."""
     drafted = [(cell.k, cell.concurrency) for cell in best if cell.k]
     return [
@@ -168,7 +168,7 @@ def depth_runs(best: Iterable[CellRecord]) -> list[tuple[int, list[int]]]:
     ]
 
 
-def depths_by_load(best: Iterable[CellRecord]) -> str:
+def depths_by_load(best: Iterable[Cell]) -> str:
     """Like "7 from 1 to 16 and 3 at 64", as HTML; nothing where nothing is drafted."""
     runs = depth_runs(best)
     words = [

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import zip_longest
 
-from peagle.evaluation.report.schema import (
-    AcceptanceRecord,
-    CellRecord,
+from peagle.results import (
+    AcceptanceResults,
+    Cell,
     Entry,
     Slice,
-    ThroughputFile,
+    ThroughputResults,
 )
 
 ACCEPTANCE_HEADER = (
@@ -48,7 +48,7 @@ def slices_of(entry: Entry) -> Iterator[tuple[str, str, Slice]]:
         yield from ((kind, f"{r.first:g}-{r.last:g}", r.slice) for r in ranges)
 
 
-def acceptance_rows(file: AcceptanceRecord) -> Iterator[Row]:
+def acceptance_rows(file: AcceptanceResults) -> Iterator[Row]:
     """One row for each slice and draft position; one without a position where nothing is told."""
     for entry in file.entries:
         for kind, name, piece in slices_of(entry):
@@ -62,9 +62,9 @@ def acceptance_rows(file: AcceptanceRecord) -> Iterator[Row]:
                 zip_longest(
                     piece.num_accepted_tokens_per_pos,
                     piece.unconditional,
-                    piece.unconditional_ci,
+                    piece.unconditional_ci or [],
                     piece.conditional,
-                    piece.conditional_ci,
+                    piece.conditional_ci or [],
                 )
             )
             for number, (count, share, share_ci, given, given_ci) in enumerate(positions, 1):
@@ -74,12 +74,12 @@ def acceptance_rows(file: AcceptanceRecord) -> Iterator[Row]:
                 yield [*head, *[None] * (len(ACCEPTANCE_HEADER) - len(head))]
 
 
-def throughput_rows(file: ThroughputFile) -> Iterator[Row]:
+def throughput_rows(file: ThroughputResults) -> Iterator[Row]:
     """One row for each cell, the medians of its repeats."""
     yield from map(_cell_row, file.cells)
 
 
-def _cell_row(cell: CellRecord) -> Row:
+def _cell_row(cell: Cell) -> Row:
     median = cell.median
     times = [
         getattr(time, name)

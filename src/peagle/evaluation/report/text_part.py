@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import groupby
 
 from peagle.evaluation.report.html import fold, section
-from peagle.evaluation.report.schema import AcceptanceRecord, Entry, Hard, SampleRecord
 from peagle.evaluation.report.series import Cast, conditions
 from peagle.evaluation.report.text import (
     LONGEST_TEXT,
@@ -16,12 +15,13 @@ from peagle.evaluation.report.text import (
     set_name,
     temperature,
 )
+from peagle.results import AcceptanceResults, Entry, HardText, OutputSample
 
 _MOST_SAMPLES = 3
 _MOST_HARD = 8
 
 
-def _entries(file: AcceptanceRecord, cast: Cast) -> list[Entry]:
+def _entries(file: AcceptanceResults, cast: Cast) -> list[Entry]:
     """Each method at the lowest temperature and its largest K, the report's head first."""
     found = conditions(file.entries)
     return found[0].deepest_of_all(cast)[::-1] if found else []
@@ -31,7 +31,7 @@ def _name(entry: Entry, cast: Cast) -> str:
     return f"{cast.name_of(entry)}, {depth(entry.k)}, {temperature(entry.temperature)}"
 
 
-def _title(item: SampleRecord | Hard) -> str:
+def _title(item: OutputSample | HardText) -> str:
     """Prompt set and id; the id alone where it begins with the set's name."""
     name = set_name(item.set) if item.set else ""
     parts = [item.id] if name and item.id.lower().startswith(name.lower()) else [name, item.id]
@@ -41,7 +41,7 @@ def _title(item: SampleRecord | Hard) -> str:
 # ---- outputs --------------------------------------------------------------------------------
 
 
-def samples_section(file: AcceptanceRecord, cast: Cast) -> str:
+def samples_section(file: AcceptanceResults, cast: Cast) -> str:
     """Outputs in which accepted drafts are marked; empty without any."""
     entries = [entry for entry in _entries(file, cast) if entry.samples]
     if not entries:
@@ -62,7 +62,7 @@ def _samples(entry: Entry, cast: Cast) -> str:
     return "".join(_sample(sample, entry, cast) for sample in entry.samples[:_MOST_SAMPLES])
 
 
-def _sample(sample: SampleRecord, entry: Entry, cast: Cast) -> str:
+def _sample(sample: OutputSample, entry: Entry, cast: Cast) -> str:
     title = _title(sample)
     parts, left = [], LONGEST_TEXT
     for kind, group in groupby(sample.pieces, key=lambda piece: piece[1]):
@@ -92,7 +92,7 @@ def _sample(sample: SampleRecord, entry: Entry, cast: Cast) -> str:
 # ---- where drafts fail ----------------------------------------------------------------------
 
 
-def hardest_section(file: AcceptanceRecord, cast: Cast) -> str:
+def hardest_section(file: AcceptanceResults, cast: Cast) -> str:
     """Stretches of text where few drafts were accepted; empty without any."""
     entries = [entry for entry in _entries(file, cast) if entry.hardest]
     if not entries:
@@ -109,7 +109,7 @@ def _hard_ones(entry: Entry, cast: Cast) -> str:
     return "".join(_hard(item, entry, cast) for item in entry.hardest[:_MOST_HARD])
 
 
-def _hard(item: Hard, entry: Entry, cast: Cast) -> str:
+def _hard(item: HardText, entry: Entry, cast: Cast) -> str:
     title = _title(item)
     small = f"acceptance length {number(item.acceptance_length)} over {item.num_drafts:,} drafts"
     before = item.text_before[-600:]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from peagle.evaluation.report.html import NARROW, both, figure, fold, legend, panels, section, table
-from peagle.evaluation.report.schema import CellRecord, ThroughputFile
 from peagle.evaluation.report.series import Cast, Key, best_cells, depths_by_load, sets_of
 from peagle.evaluation.report.svg import (
     ChartLine,
@@ -28,11 +27,12 @@ from peagle.evaluation.report.text import (
     set_name,
     times,
 )
+from peagle.results import Cell, ThroughputResults
 
 _MANY = 12
 
 
-def throughput_section(file: ThroughputFile, cast: Cast) -> str:
+def throughput_section(file: ThroughputResults, cast: Cast) -> str:
     """Tokens per second over concurrency, each method with its best K (`best_k`)."""
     if not file.cells:
         return section("throughput", "Throughput", say="Nothing was measured.")
@@ -50,7 +50,7 @@ def throughput_section(file: ThroughputFile, cast: Cast) -> str:
     return section("throughput", "Throughput over concurrency", *parts, say=say)
 
 
-def _says(cells: Sequence[CellRecord], cast: Cast, name: str) -> str:
+def _says(cells: Sequence[Cell], cast: Cast, name: str) -> str:
     if cast.hero is None:
         return ""
     ups = [c for c in best_cells(cells, cast.hero, name) if c.speed_up_over_plain is not None]
@@ -64,7 +64,7 @@ def _says(cells: Sequence[CellRecord], cast: Cast, name: str) -> str:
     )
 
 
-def _load_group(cells: Sequence[CellRecord], cast: Cast, name: str) -> str:
+def _load_group(cells: Sequence[Cell], cast: Cast, name: str) -> str:
     own = [cell for cell in cells if cell.set == name]
     keys, hero = cast.among(own), cast.hero
     loads = sorted({cell.concurrency for cell in own})
@@ -95,7 +95,7 @@ def _load_group(cells: Sequence[CellRecord], cast: Cast, name: str) -> str:
     return panels(figures) + legend(series, narrow=True) + fold("Data", data)
 
 
-def _best_row(cell: CellRecord, cast: Cast) -> list[str]:
+def _best_row(cell: Cell, cast: Cast) -> list[str]:
     return [
         cast.name_of(cell),
         str(cell.k) if cell.k is not None else "–",
@@ -108,7 +108,7 @@ def _best_row(cell: CellRecord, cast: Cast) -> list[str]:
     ]
 
 
-def _tip(cell: CellRecord, cast: Cast) -> str:
+def _tip(cell: Cell, cast: Cast) -> str:
     head = ", ".join(filter(None, [cast.name_of(cell), depth(cell.k)]))
     lines = [head, f"{rate(cell.median.output_tokens_per_s)} tokens/s at {cell.concurrency}"]
     if cell.spread.output_tokens_per_s:
@@ -119,7 +119,7 @@ def _tip(cell: CellRecord, cast: Cast) -> str:
 
 
 def _rates(
-    cast: Cast, best: dict[Key, list[CellRecord]], loads: list[int], width: float, direct: bool
+    cast: Cast, best: dict[Key, list[Cell]], loads: list[int], width: float, direct: bool
 ) -> str:
     lines = []
     for key, cells in best.items():
@@ -146,7 +146,7 @@ def _rates(
 
 
 def _speed_ups(
-    cast: Cast, best: dict[Key, list[CellRecord]], loads: list[int], width: float, direct: bool
+    cast: Cast, best: dict[Key, list[Cell]], loads: list[int], width: float, direct: bool
 ) -> str:
     lines = []
     for key, cells in best.items():
@@ -169,14 +169,14 @@ def _speed_ups(
     )
 
 
-def _one_load(cells: Sequence[CellRecord], cast: Cast, keys: Sequence[Key], name: str) -> str:
+def _one_load(cells: Sequence[Cell], cast: Cast, keys: Sequence[Key], name: str) -> str:
     rows = [_best_row(c, cast) for key in keys for c in best_cells(cells, key, name)]
     header = ["Method", "K", "Concurrency", "Tokens/s", "Least to most", "Over plain"]
     header += ["Over EAGLE-3", "Linearity"]
     return table(f"Best K by method, {set_name(name)}", header, rows)
 
 
-def _cells_table(cells: Sequence[CellRecord], cast: Cast) -> str:
+def _cells_table(cells: Sequence[Cell], cast: Cast) -> str:
     header = ["Method", "Set", "K", "Concurrency", "Tokens/s", "Least to most", "Requests/s"]
     header += ["Acceptance length", "TTFT p50, ms", "p99", "ITL p50, ms", "p90", "p99"]
     header += ["GPU busy", "Over plain", "Over EAGLE-3", "Objective", "Errors"]
@@ -202,7 +202,7 @@ def _cells_table(cells: Sequence[CellRecord], cast: Cast) -> str:
     return table(caption, header, rows, texts=2)
 
 
-def _goodput(file: ThroughputFile) -> str:
+def _goodput(file: ThroughputResults) -> str:
     objective = file.settings.get("objective")
     limits = []
     if isinstance(objective, dict):
@@ -229,7 +229,7 @@ def _goodput(file: ThroughputFile) -> str:
 # ---- by K -----------------------------------------------------------------------------------
 
 
-def sweep_section(file: ThroughputFile, cast: Cast) -> str:
+def sweep_section(file: ThroughputResults, cast: Cast) -> str:
     """Tokens per second by K at each concurrency; empty where only one K was measured."""
     if len({cell.k for cell in file.cells if cell.k}) < 2:
         return ""
@@ -242,7 +242,7 @@ def sweep_section(file: ThroughputFile, cast: Cast) -> str:
     return section("sweep", "Choosing K", *parts, say=say)
 
 
-def _falls(cells: Sequence[CellRecord], cast: Cast, name: str) -> str:
+def _falls(cells: Sequence[Cell], cast: Cast, name: str) -> str:
     if cast.hero is None:
         return ""
     said = depths_by_load(best_cells(cells, cast.hero, name))
@@ -252,7 +252,7 @@ def _falls(cells: Sequence[CellRecord], cast: Cast, name: str) -> str:
     return f"The best K of {hero} is {said} together."
 
 
-def _sweep_group(cells: Sequence[CellRecord], cast: Cast, name: str) -> str:
+def _sweep_group(cells: Sequence[Cell], cast: Cast, name: str) -> str:
     own = [cell for cell in cells if cell.set == name]
     keys = [key for key in cast.among(own) if any(c.k for c in own if _key(c) == key)]
     loads = sorted({cell.concurrency for cell in own if cell.k})
@@ -274,11 +274,11 @@ def _sweep_group(cells: Sequence[CellRecord], cast: Cast, name: str) -> str:
     )
 
 
-def _key(cell: CellRecord) -> Key:
+def _key(cell: Cell) -> Key:
     return cell.method, cell.engine
 
 
-def _sweep(cells: Sequence[CellRecord], cast: Cast, keys: Sequence[Key], load: int) -> str:
+def _sweep(cells: Sequence[Cell], cast: Cast, keys: Sequence[Key], load: int) -> str:
     here = [cell for cell in cells if cell.concurrency == load]
     lines = []
     for key in keys:

@@ -10,7 +10,6 @@ from typing import TypeVar
 
 from peagle.evaluation.report.html import NARROW, WIDE, figure, fold, legend, panels, section, table
 from peagle.evaluation.report.plots import deviations, strip
-from peagle.evaluation.report.schema import Prediction, TuneFile
 from peagle.evaluation.report.svg import (
     Axis,
     ChartLine,
@@ -21,6 +20,7 @@ from peagle.evaluation.report.svg import (
 )
 from peagle.evaluation.report.text import h, joined, number, percent, rate
 from peagle.evaluation.tuning.schedule import k_at
+from peagle.results import Prediction, TuneResults
 
 _SIZE = (NARROW, 250.0)
 _NEED, _TARGET, _DRAFT, _FITTED, _UNFITTED = 2, 0, 1, 0, 1
@@ -34,13 +34,13 @@ _CONFIGS = {
 Number = TypeVar("Number", int, float)
 
 
-def tune_section(file: TuneFile) -> str:
+def tune_section(file: TuneResults) -> str:
     """Cost table, K schedule, predictions and break-even."""
     parts = [_schedule(file), _costs(file), _predictions(file), _break_even(file)]
     return section("cost", "Cost of a step and K by load", *parts, say=_says(file))
 
 
-def _says(file: TuneFile) -> str:
+def _says(file: TuneResults) -> str:
     said = []
     if file.schedule:
         said.append(f"The schedule for this machine: {h(schedule_words(file.schedule))}.")
@@ -64,7 +64,7 @@ def schedule_words(schedule: Sequence[tuple[int, int, int]]) -> str:
     return joined(words) + " sequences together"
 
 
-def _schedule(file: TuneFile) -> str:
+def _schedule(file: TuneResults) -> str:
     if not file.schedule:
         return ""
     title = "K by the number of sequences together: " + schedule_words(file.schedule)
@@ -87,7 +87,7 @@ def _schedule(file: TuneFile) -> str:
 # ---- costs ----------------------------------------------------------------------------------
 
 
-def _costs(file: TuneFile) -> str:
+def _costs(file: TuneResults) -> str:
     figures, tables = [], []
     for what, title, axis, style, costs in (
         ("target", "Target pass", "tokens in the pass", _TARGET, file.costs.target_s),
@@ -131,7 +131,7 @@ def _some(values: Sequence[Number], most: int) -> list[Number]:
     return [own[round(i * (len(own) - 1) / (most - 1))] for i in range(most)]
 
 
-def _check(file: TuneFile) -> str:
+def _check(file: TuneResults) -> str:
     found = [(p, p.measured_tokens_per_s) for p in file.predictions if p.measured_tokens_per_s]
     found = [(p, m) for p, m in found if p.predicted_tokens_per_s > 0]
     if not found:
@@ -165,7 +165,7 @@ def _check(file: TuneFile) -> str:
 # ---- predictions ----------------------------------------------------------------------------
 
 
-def _predictions(file: TuneFile) -> str:
+def _predictions(file: TuneResults) -> str:
     if not file.predictions:
         return ""
     by_place = {(p.batch, p.k): p for p in file.predictions}
@@ -206,7 +206,7 @@ def _predicted(cell: Prediction | None, chosen: int | None) -> str:
 # ---- break-even -----------------------------------------------------------------------------
 
 
-def _break_even(file: TuneFile) -> str:
+def _break_even(file: TuneResults) -> str:
     if not file.break_even:
         return ""
     had = file.acceptance.acceptance_length
@@ -232,7 +232,7 @@ def _break_even(file: TuneFile) -> str:
     )
 
 
-def _needed(file: TuneFile, k: int, had: float | None) -> str:
+def _needed(file: TuneResults, k: int, had: float | None) -> str:
     own = sorted((i for i in file.break_even if i.k == k), key=lambda item: item.batch)
     points = [
         ChartPoint(

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from peagle.evaluation.report.advice import advice_of
 from peagle.evaluation.report.files import Results
-from peagle.evaluation.report.schema import CellRecord, Entry
 from peagle.evaluation.report.series import (
     Cast,
     best_cells,
@@ -31,6 +30,7 @@ from peagle.evaluation.report.text import (
     times,
 )
 from peagle.evaluation.report.tune_part import schedule_words
+from peagle.results import Cell, Entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def head(results: Results, cast: Cast) -> str:
         for f in figures
     )
     large = f'<dl class="figures">{large}</dl>' if large else ""
-    made_up = any(d.provenance.synthetic or d.settings.get("synthetic") for d in results.documents)
+    made_up = any(document.is_synthetic for document in results.documents)
     advice = "".join(
         f'<p class="advice"><strong>Advice:</strong> {h(one)}</p>' for one in advice_of(results)
     )
@@ -84,7 +84,7 @@ def title(results: Results, cast: Cast) -> str:
 
 
 def _source(results: Results, cast: Cast) -> str:
-    items: list[Entry | CellRecord] = [*(results.acceptance.entries if results.acceptance else [])]
+    items: list[Entry | Cell] = [*(results.acceptance.entries if results.acceptance else [])]
     items += results.throughput.cells if results.throughput else []
     own = (i.source for i in items if (i.method, i.engine) == cast.hero and i.source)
     return next(own, "")

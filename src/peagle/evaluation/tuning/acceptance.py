@@ -11,12 +11,12 @@ from typing import Any, Literal
 from peagle.config import SamplingParams, SpeculativeConfig
 from peagle.engine import SpeculationStats
 from peagle.errors import UserError
-from peagle.evaluation.acceptance_file import NAME, read_acceptance
 from peagle.evaluation.decoding_methods import NGRAM
 from peagle.evaluation.dialogues import PromptSets, run_dialogues
 from peagle.evaluation.engine_backend import open_engine
 from peagle.evaluation.journal import Journal
 from peagle.models.target import TargetModel
+from peagle.results import ACCEPTANCE, AcceptanceResults, read_document
 
 _CONCURRENCY = 8
 
@@ -97,34 +97,28 @@ def acceptance_of_file(
     Raises:
         UserError: not readable, not of this format, or without a fitting entry.
     """
-    file = path / NAME if path.is_dir() else path
-    entries = read_acceptance(file)["entries"]
-    for entry in entries:
-        if missing := sorted({"method", "source", "k", "temperature", "pooled"} - set(entry)):
-            raise UserError(f"{str(file)!r}: an entry lacks {missing[0]!r}.")
-    entries = [one for one in entries if one["k"] and one["method"] != NGRAM]
-    names = sorted({one["method"] for one in entries})
+    file = path / ACCEPTANCE if path.is_dir() else path
+    every = read_document(file, AcceptanceResults).entries
+    entries = [one for one in every if one.k and one.method != NGRAM]
+    names = sorted({one.method for one in entries})
     if method is not None:
-        entries = [one for one in entries if one["method"] == method]
+        entries = [one for one in entries if one.method == method]
     elif len(names) > 1:
-        entries = [one for one in entries if _is_same_head(one["source"], draft)]
+        entries = [one for one in entries if _is_same_head(one.source, draft)]
     if not entries:
         wanted = f"method {method!r}" if method else f"the head {draft!r}"
         raise UserError(
             f"{str(file)!r} has no entry of {wanted}; it has {', '.join(names) or 'no head'}. "
             "Choose one with --method."
         )
-    found = {one["k"]: one["pooled"] for one in entries if one["temperature"] == temperature}
+    found = {one.k: one.pooled for one in entries if one.temperature == temperature}
     if not found:
-        has = sorted({one["temperature"] for one in entries})
+        has = sorted({one.temperature for one in entries})
         raise UserError(
             f"{str(file)!r} has no entry at temperature {temperature:g}; it has "
             f"{', '.join(f'{t:g}' for t in has)}. Set --temperature to one of them."
         )
-    for k, pooled in found.items():
-        if not isinstance(pooled.get("unconditional"), list):
-            raise UserError(f"{str(file)!r}: the entry of K = {k} lacks 'unconditional'.")
-    per_pos = {k: _padded(pooled["unconditional"], k) for k, pooled in found.items()}
+    per_pos = {k: _padded(pooled.unconditional, k) for k, pooled in found.items()}
     return AcceptanceByK(per_pos, "acceptance.json")
 
 
@@ -142,16 +136,8 @@ def measure_acceptance(
 ) -> AcceptanceByK:
     """Measure the acceptance of a head on prompts, each K in a run of its own.
 
-    Args:
-        target: loaded.
-        head: folder.
-        ks: draft tokens per step of the runs.
-        sets: prompts by the name of their set.
-        params: of their sampling; the seed is not None.
-        journal: gets the rates of each K as they are measured.
-        chat: prompts go behind the chat template.
-        watch: called after each K.
-        **engine_options: fields of EngineConfig.
+    The journal gets the rates of each K as they are measured, and `watch` is called after each.
+    `params` has a seed; `engine_options` are fields of EngineConfig.
 
     Raises:
         UserError: no prompt has an answer, or an option is not usable.

@@ -36,13 +36,7 @@ class CostPoint:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Seconds of one decode step.
-
-    Attributes:
-        seconds: from one step to the next.
-        target_s: the target's pass and the verification, part of it.
-        draft_s: the drafter, part of it.
-    """
+    """Seconds of one decode step, and of its parts: target with verification, and drafter."""
 
     seconds: float
     target_s: float

@@ -14,25 +14,28 @@ from peagle.evaluation.tuning.acceptance import AcceptanceByK
 from peagle.evaluation.tuning.machine import CostPoint, StepCost
 from peagle.evaluation.tuning.model import CostModel, Shape
 from peagle.evaluation.tuning.schedule import (
-    Schedule,
     best_single_k,
     choose_schedule,
     speculative_config,
     vllm_config,
 )
+from peagle.results import (
+    BreakEven,
+    Prediction,
+    PredictionCheck,
+    Provenance,
+    TunedAcceptance,
+    TunedCosts,
+    TuneResults,
+)
 
-FORMAT_VERSION = 1
-NAME, LOG_NAME = "tune.json", "tune_cells.jsonl"
+LOG_NAME = "tune_cells.jsonl"
 WITHIN = 0.10
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The points of a cost table: every batch size at every K and at K = 0.
-
-    Attributes:
-        batches: ascending, each once.
-        ks: draft tokens per step, ascending, each once; K = 0 comes by itself.
+    """The points of a cost table: every batch size at every K and at K = 0, both ascending.
 
     Raises:
         UserError: a list is empty, not ascending, or has a number below 1.
@@ -85,13 +88,10 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Measured costs.
+    """The fastest visit to each point, since other processes only ever add to a step's time.
 
-    Attributes:
-        by_point: of the fastest visit to each point: other processes only ever add to a step's
-            time.
-        spread: how much longer the middle visit took than the fastest, the median over points; near
-            0 on a quiet machine.
+    `spread` is how much longer the middle visit took, the median over points: near 0 on a quiet
+    machine.
     """
 
     by_point: Mapping[CostPoint, StepCost]
@@ -117,15 +117,10 @@ def measure_costs(
     *,
     interleave_k: bool = True,
 ) -> Costs:
-    """Visit every point `rounds` times, those of the journal left out.
+    """Visit every point `rounds` times, except where the journal has the visit; it gets the others.
 
-    Args:
-        measure: returns the cost of a step.
-        grid: the points.
-        rounds: visits to each.
-        journal: gets each visit as it is finished.
-        watch: called after each visit, with whether it was there already.
-        interleave_k: K may change between any two visits.
+    `watch` is called after each visit, with whether it was there already. With `interleave_k` K may
+    change between any two visits.
     """
     visits: dict[CostPoint, list[StepCost]] = {point: [] for point in grid.points}
     for number, point in grid.visits(rounds, interleave_k=interleave_k):
@@ -139,141 +134,87 @@ def measure_costs(
     return Costs.of(visits)
 
 
-@dataclass(frozen=True, slots=True)
-class Tuned:
-    """The conclusions from measured costs and acceptance.
+def tune_results(
+    grid: Grid,
+    costs: Costs,
+    acceptance: AcceptanceByK,
+    shape: Shape,
+    *,
+    draft: str,
+    threshold: float,
+    provenance: Mapping[str, Any],
+    settings: Mapping[str, Any],
+) -> TuneResults:
+    """Fit the model of costs, check it, and choose K.
+
+    One model is fitted to `grid.fitted` alone, and the other points check it. The schedule and the
+    break-even, t(b, K) / t(b, 0), rest on a model that is fitted to all points. Measured tokens per
+    second are b x acceptance length(K) / seconds of a step.
 
     Args:
         grid: the points.
         costs: of all of them.
         acceptance: of all K of the grid.
-        checked: the model fitted to `grid.fitted` alone, which the other points check.
-        model: fitted to all points: the schedule and the break-even rest on it.
-        schedule: (first, last, K).
-        single_k: the best K for all batch sizes.
+        shape: of the steps, with the acceptance length of each K.
+        draft: the head, as the user calls it.
         threshold: gain below which K stays.
+        provenance, settings: of the measurement.
     """
-
-    grid: Grid
-    costs: Costs
-    acceptance: AcceptanceByK
-    checked: CostModel
-    model: CostModel
-    schedule: Schedule
-    single_k: int
-    threshold: float
-
-    @classmethod
-    def of(
-        cls,
-        grid: Grid,
-        costs: Costs,
-        acceptance: AcceptanceByK,
-        *,
-        threshold: float,
-        is_parallel: bool,
-        batch_rows: Callable[[int], int] = lambda batch: batch,
-        is_padded: bool = False,
-    ) -> Tuned:
-        """Fit, check and choose; `is_parallel`, `batch_rows` and `is_padded` are those of `Shape`.
-
-        Raises:
-            UserError: acceptance at a K is not known.
-        """
-        ks = (0, *grid.ks)
-        lengths = {k: acceptance.lengths()[k] for k in ks}
-        shape = Shape(lengths, is_parallel, batch_rows, is_padded)
-        model = CostModel(shape, costs.by_point)
-        return cls(
-            grid,
-            costs,
-            acceptance,
-            CostModel(shape, {p: c for p, c in costs.by_point.items() if p in grid.fitted}),
-            model,
-            choose_schedule(model.tokens_per_s, grid.batches[-1], ks, threshold),
-            best_single_k(model.tokens_per_s, grid.batches, ks),
-            threshold,
+    by_point, lengths, points = costs.by_point, shape.acceptance_length, sorted(grid.points)
+    model = CostModel(shape, by_point)
+    checked = CostModel(shape, {p: by_point[p] for p in grid.points if p in grid.fitted})
+    predictions = [
+        Prediction(
+            batch=point.batch,
+            k=point.k,
+            predicted_tokens_per_s=checked.tokens_per_s(point.batch, point.k),
+            measured_tokens_per_s=point.batch * lengths[point.k] / by_point[point].seconds,
+            fitted=point in grid.fitted,
         )
-
-    def break_even(self, batch: int, k: int) -> float:
-        """t(b, K) / t(b, 0): the acceptance length from which drafting K is faster than plain."""
-        return self.model.seconds(batch, k) / self.model.seconds(batch, 0)
-
-    def predictions(self) -> list[dict[str, Any]]:
-        """Return the tokens per second of every point by the checked model, and as measured.
-
-        The latter are b x acceptance length(K) / measured seconds of a step.
-        """
-        lengths = self.model.shape.acceptance_length
-        return [
-            {
-                "batch": point.batch,
-                "k": point.k,
-                "predicted_tokens_per_s": self.checked.tokens_per_s(point.batch, point.k),
-                "measured_tokens_per_s": (
-                    point.batch * lengths[point.k] / self.costs.by_point[point].seconds
-                ),
-                "fitted": point in self.grid.fitted,
-            }
-            for point in sorted(self.grid.points)
-        ]
-
-    def check(self) -> dict[str, Any]:
-        """Return how many of the points that were not fitted are predicted within 10%."""
-        errors = [
-            abs(one["predicted_tokens_per_s"] / one["measured_tokens_per_s"] - 1)
-            for one in self.predictions()
-            if not one["fitted"]
-        ]
-        within = sum(error <= WITHIN for error in errors)
-        return {
-            "num_unfitted": len(errors),
-            "within_10_percent": within,
-            "share": within / len(errors) if errors else None,
-            "worst": max(errors, default=None),
-        }
-
-    def to_json(
-        self, provenance: Mapping[str, Any], settings: Mapping[str, Any], draft: str
-    ) -> dict[str, Any]:
-        """Return tune.json.
-
-        Args:
-            provenance: origin of the measurements.
-            settings: of the measurement.
-            draft: the head, as the user calls it.
-        """
-        shape, points = self.model.shape, sorted(self.grid.points)
-        costs = self.costs.by_point
-        single = [(1, self.grid.batches[-1], self.single_k)]
-        return {
-            "format_version": FORMAT_VERSION,
-            "provenance": dict(provenance),
-            "settings": dict(settings),
-            "costs": {
-                "target_s": sorted([shape.target_rows(p), costs[p].target_s] for p in points),
-                "draft_s": sorted([shape.draft_rows(p), costs[p].draft_s] for p in points if p.k),
-                "step_s": [[p.batch, p.k, costs[p].seconds, p in self.grid.fitted] for p in points],
-                "spread": self.costs.spread,
-            },
-            "acceptance": {
-                "source": self.acceptance.source,
-                "acceptance_length": {str(k): shape.acceptance_length[k] for k in self.grid.ks},
-                "measured_k": sorted(self.acceptance.per_pos),
-            },
-            "predictions": self.predictions(),
-            "check": self.check(),
-            "schedule": [list(one) for one in self.schedule],
-            "threshold": self.threshold,
-            "best_single_k": self.single_k,
-            "speculative_config": {
-                "peagle": speculative_config(draft, self.schedule),
-                "vllm": vllm_config(draft, self.schedule, is_parallel=shape.is_parallel),
-                "vllm_single_k": vllm_config(draft, single, is_parallel=shape.is_parallel),
-            },
-            "break_even": [
-                {"batch": b, "k": k, "acceptance_length": self.break_even(b, k)}
-                for b in self.grid.batches
-                for k in self.grid.ks
-            ],
-        }
+        for point in points
+    ]
+    errors = [
+        abs(one.predicted_tokens_per_s / one.measured_tokens_per_s - 1)
+        for one in predictions
+        if not one.fitted and one.measured_tokens_per_s
+    ]
+    within = sum(error <= WITHIN for error in errors)
+    ks = (0, *grid.ks)
+    schedule = choose_schedule(model.tokens_per_s, grid.batches[-1], ks, threshold)
+    single_k = best_single_k(model.tokens_per_s, grid.batches, ks)
+    single = [(1, grid.batches[-1], single_k)]
+    return TuneResults(
+        provenance=Provenance(**provenance),
+        settings=dict(settings),
+        costs=TunedCosts(
+            target_s=sorted((shape.target_rows(p), by_point[p].target_s) for p in points),
+            draft_s=sorted((shape.draft_rows(p), by_point[p].draft_s) for p in points if p.k),
+            step_s=[(p.batch, p.k, by_point[p].seconds, p in grid.fitted) for p in points],
+            spread=costs.spread,
+        ),
+        acceptance=TunedAcceptance(
+            source=acceptance.source,
+            acceptance_length={k: lengths[k] for k in grid.ks},
+            measured_k=sorted(acceptance.per_pos),
+        ),
+        predictions=predictions,
+        check=PredictionCheck(
+            num_unfitted=len(errors),
+            within_10_percent=within,
+            share=within / len(errors) if errors else None,
+            worst=max(errors, default=None),
+        ),
+        schedule=schedule,
+        threshold=threshold,
+        best_single_k=single_k,
+        speculative_config={
+            "peagle": speculative_config(draft, schedule),
+            "vllm": vllm_config(draft, schedule, is_parallel=shape.is_parallel),
+            "vllm_single_k": vllm_config(draft, single, is_parallel=shape.is_parallel),
+        },
+        break_even=[
+            BreakEven(batch=b, k=k, acceptance_length=model.seconds(b, k) / model.seconds(b, 0))
+            for b in grid.batches
+            for k in grid.ks
+        ],
+    )
