@@ -13,6 +13,7 @@ import torch
 
 from peagle import SamplingParams
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
+from peagle.engine import sampler
 from peagle.errors import UserError
 from peagle.evaluation.certify.certificate import certificate_text
 from peagle.evaluation.certify.matrix import Case, difference
@@ -61,9 +62,7 @@ def certify(
     def make(which: slice = slice(None), **options: Any) -> CertificateResults:
         target = load_target(target_folder, dtype="float64", device="cpu")
         chosen = Options(**{**SMALL, "prompt_set": str(prompts), **options})
-        return run(
-            target, target_folder, methods[which], K, provenance={"target": "t"}, options=chosen
-        )
+        return run(target, target_folder, methods[which], K, chosen, {"target": "t"})
 
     return make
 
@@ -106,7 +105,7 @@ def test_a_healthy_pair_passes(certify: Callable[..., CertificateResults]) -> No
 def test_a_fault_in_verification_is_found_and_named(
     certify: Callable[..., CertificateResults], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever accepts the first draft without a look."""
+    """Verification that accepts the first draft without a look."""
     verify = verification._verify_greedy
 
     def careless(logits: Any, rows: Any, *rest: Any) -> Verified:
@@ -115,72 +114,57 @@ def test_a_fault_in_verification_is_found_and_named(
         return replace(verified, num_accepted_B=accepted)
 
     monkeypatch.setattr(verification, "_verify_greedy", careless)
-    certificate = certify(slice(1), samples=0)
+    certificate = certify(slice(1), samples=0, matrix_prompts=0)
     assert not certificate.passed
-    by_method = {cell.method: cell for cell in certificate.identity}
-    assert by_method["plain"].status == "passed"
-    assert by_method["peagle"].status == "fault"
-    assert any(line.startswith("greedy, peagle: 3 of 3 outputs differ") for line in
-               certificate.faults)  # fmt: skip
+    by_method = {case.method: case for case in certificate.identity}
+    assert (by_method["plain"].status, by_method["peagle"].status) == ("passed", "fault")
+    assert certificate.faults[0].startswith("greedy, peagle: 3 of 3 outputs differ")
     assert not any(", plain:" in line for line in certificate.faults)
-    assert "FAILED" in certificate_text(certificate) and "FAULT" in certificate_text(certificate)
+    text = certificate_text(certificate)
+    assert "FAILED" in text and "FAULT" in text
     json.dumps(certificate.to_json(), allow_nan=False)
 
 
-def test_a_feature_that_is_ignored_is_named(
+def test_features_that_fail_are_named(
     certify: Callable[..., CertificateResults], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("peagle.engine.sampling_rules._min_tokens", lambda *_: None)
-    certificate = certify(slice(0), samples=0)
-    bad = {cell for cell, status in statuses(certificate).items() if status == "fault"}
-    assert bad == {("min_tokens", "plain"), ("min_tokens", "ngram")}
-
-
-def test_wrong_logprobs_are_named(
-    certify: Callable[..., CertificateResults], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from peagle.engine import sampler
-
     right = sampler.token_logprobs
     monkeypatch.setattr(sampler, "token_logprobs", lambda rows, *rest: right(rows / 1.01, *rest))
     certificate = certify(slice(0), samples=0)
-    assert certificate.faults and all("log-probabilities are off" in f for f in certificate.faults)
+    bad = {case for case, status in statuses(certificate).items() if status == "fault"}
+    assert bad == {(f, m) for f in ("min_tokens", "logprobs") for m in ("plain", "ngram")}
+    wrong = [fault for fault in certificate.faults if fault.startswith("logprobs")]
+    assert wrong and all("log-probabilities are off" in fault for fault in wrong)
 
 
-def test_a_bias_of_sampling_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A refused draft replaced by a draw from p, the draft included: it comes too often."""
-    monkeypatch.setattr(
-        verification, "_draft_distribution", lambda _d, _p, _a, like: torch.zeros_like(like)
+@pytest.mark.parametrize("is_biased", [False, True])
+def test_a_bias_of_sampling_is_found(is_biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bundled pair, whose drafts are often nearly right, in single precision.
+
+    The bias: a refused draft is replaced by a draw from p, the draft included: it comes too often.
+    """
+    if is_biased:
+        monkeypatch.setattr(
+            verification, "_draft_distribution", lambda _d, _p, _a, like: torch.zeros_like(like)
+        )
+    options = Options(
+        prompts=1, matrix_prompts=0, max_new_tokens=24, samples=200, sampled_prompts=1
     )
-    options = Options(prompts=1, matrix_prompts=0, max_new_tokens=8, samples=200, sampled_prompts=1)
-    # The bundled pair: its head's drafts are often nearly right.
     target = load_target(BUNDLED_TARGET, dtype="float32", device="cpu")
     head = DecodingMethod("peagle", str(BUNDLED_PEAGLE))
-    certificate = run(
-        target, BUNDLED_TARGET, [head], 2, provenance={"target": "t"}, options=options
-    )
-    assert [cell.status for cell in certificate.identity] == ["passed"] * 3
+    certificate = run(target, BUNDLED_TARGET, [head], 2, options, {"target": "t"})
+    assert [case.status for case in certificate.identity] == ["passed"] * 3
+    assert all(case.num_accepted_tokens for case in certificate.identity if case.method != "plain")
     tests = certificate.distribution
     assert all(test.passed for test in tests if test.method == "plain")
-    assert not any(test.passed for test in tests if test.draft_sampling == "argmax")
     assert all(0 < test.detectable_shift < 0.2 for test in tests)
-    assert any(line.startswith("sampling, peagle argmax") for line in certificate.faults)
-
-
-def test_the_bundled_pair_passes() -> None:
-    """In single precision, with drafts that are often right."""
-    target = load_target(BUNDLED_TARGET, dtype="float32", device="cpu")
-    options = Options(
-        prompts=2, matrix_prompts=0, max_new_tokens=24, samples=100, sampled_prompts=1
-    )
-    head = DecodingMethod("peagle", str(BUNDLED_PEAGLE))
-    certificate = run(
-        target, BUNDLED_TARGET, [head], 3, provenance={"target": "t"}, options=options
-    )
-    assert certificate.passed, certificate.faults
-    assert all(cell.num_accepted_tokens for cell in certificate.identity if cell.method != "plain")
-    drafted = [test for test in certificate.distribution if test.method == "peagle"]
+    drafted = [test for test in tests if test.method == "peagle"]
     assert all(0.1 < t.num_accepted_tokens / t.num_draft_tokens < 0.9 for t in drafted)
+    assert certificate.passed == (not is_biased)
+    if is_biased:
+        assert not any(test.passed for test in tests if test.draft_sampling == "argmax")
+        assert any(line.startswith("sampling, peagle argmax") for line in certificate.faults)
 
 
 # ---- parts ----------------------------------------------------------------------------------

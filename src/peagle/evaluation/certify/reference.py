@@ -13,6 +13,7 @@ Shapes: N output tokens, B contexts, T their length, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,11 +69,13 @@ def first_difference(
     at = next((i for i in range(shared) if expected[i] != token_ids[i]), shared)
     theirs = expected[at] if at < len(expected) else None
     ours = token_ids[at] if at < len(token_ids) else None
-    gap = top2_gap = None
+    gaps = [math.inf, math.inf]
     if theirs is not None and ours is not None:
         logits_V = reference.logits_NV[at].double()
         best = logits_V.topk(2).values
-        gap, top2_gap = float(logits_V[theirs] - logits_V[ours]), float(best[0] - best[1])
+        gaps = [float(logits_V[theirs] - logits_V[ours]), float(best[0] - best[1])]
+    # No rounding ends an output, or takes a token whose logit is minus infinity.
+    gap, top2_gap = (one if math.isfinite(one) else None for one in gaps)
     return Difference(
         prompt=prompt,
         position=at,
