@@ -11,7 +11,6 @@ import pytest
 from peagle.cli import tune_view
 from peagle.cli.values import whole_numbers
 from peagle.config import SpeculativeConfig
-from peagle.errors import UserError
 from peagle.evaluation.journal import Journal
 from peagle.evaluation.tuning.acceptance import AcceptanceByK
 from peagle.evaluation.tuning.machine import CostPoint, EngineMachine
@@ -123,6 +122,7 @@ def test_acceptance_of_a_file(peagle: Peagle, options: tuple[object, ...], tmp_p
     [
         (("-k", "0-3"), "-k is '0-3'; expected whole numbers from 1 to 64"),
         (("-k", "3-1"), "expected whole numbers"),
+        (("-k", "65"), "expected whole numbers"),
         (("-k", "all"), "expected whole numbers"),
         (("--batch-sizes", "1,,2"), "--batch-sizes is '1,,2'"),
         (("--target", "./t"), "without --draft"),
@@ -136,8 +136,7 @@ def test_acceptance_of_a_file(peagle: Peagle, options: tuple[object, ...], tmp_p
 def test_mistakes(peagle: Peagle, options: tuple[str, ...], message: str) -> None:
     result = peagle("tune", *options)
     assert result.status == 2
-    assert message in result.err
-    assert "Traceback" not in result.err
+    assert message in result.err and "Traceback" not in result.err
 
 
 @pytest.mark.parametrize("is_parallel", [True, False])
@@ -173,11 +172,11 @@ def test_text(is_parallel: bool, slowdown: float) -> None:
     assert best.split()[1 + speeds.index(max(speeds))].endswith("*")
 
 
-def test_numbers() -> None:
-    assert whole_numbers("-k", "1-3,5, 8..9", 64) == (1, 2, 3, 5, 8, 9)
-    assert whole_numbers("-k", "7,7,1", 64) == (1, 7)
-    with pytest.raises(UserError):
-        whole_numbers("-k", "65", 64)
+@pytest.mark.parametrize(
+    ("text", "numbers"), [("1-3,5, 8..9", (1, 2, 3, 5, 8, 9)), ("7,7,1", (1, 7))]
+)
+def test_numbers(text: str, numbers: tuple[int, ...]) -> None:
+    assert whole_numbers("-k", text, 64) == numbers
 
 
 def test_wide_tables_are_cut() -> None:

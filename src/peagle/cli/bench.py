@@ -374,9 +374,9 @@ def _open_journal(
     for name, requests in sweep.sets.items():
         prompts = json.dumps([request.prompt for request in requests])
         shared[f"prompts of {name}"] = sha256(prompts.encode()).hexdigest()
-    shared |= identity
+    shared |= {"heads_sha256": {}, **identity}
     shared |= {name: machine[name] for name in ("peagle", "torch", "device", "cpu", "threads")}
-    log = Journal(output and output / LOG_NAME, shared)
+    log = Journal(output and output / LOG_NAME, shared, extensible=("heads_sha256",))
     if len(log):
         note(f"{len(log)} measurements are there already")
     return log

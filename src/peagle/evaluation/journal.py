@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,16 @@ class Journal:
         path: of the file, whose folder is made if it is not there; None keeps everything in
             memory alone.
         settings: values that all measurements of one journal share.
+        extensible: names of settings that are objects; a later run may add keys to them.
 
     Raises:
         UserError: the file or its folder is not usable, or its settings are others; the message
             names the first difference.
     """
 
-    def __init__(self, path: Path | None, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, path: Path | None, settings: Mapping[str, Any], extensible: Sequence[str] = ()
+    ) -> None:
         self._path = path
         self._values: dict[str, Any] = {}
         if path is None:
@@ -39,9 +42,10 @@ class Journal:
             path.parent.mkdir(parents=True, exist_ok=True)
             raw = path.read_bytes() if path.exists() else b""
             whole = raw[: raw.rfind(b"\n") + 1]
-            self._read(path, whole.decode("utf-8", "replace").split("\n")[:-1], settings)
-            if not whole:
-                whole = _line({"format_version": FORMAT_VERSION, "settings": settings})
+            lines = whole.decode("utf-8", "replace").split("\n")[:-1]
+            header = self._read(path, lines, settings, extensible)
+            first = _line({"format_version": FORMAT_VERSION, "settings": header})
+            whole = first + whole.partition(b"\n")[2]
             if whole != raw:
                 replace_file(path, whole)
         except OSError as error:
@@ -66,7 +70,15 @@ class Journal:
             file.flush()
             os.fsync(file.fileno())
 
-    def _read(self, path: Path, lines: list[str], settings: Mapping[str, Any]) -> None:
+    def _read(
+        self,
+        path: Path,
+        lines: list[str],
+        settings: Mapping[str, Any],
+        extensible: Sequence[str],
+    ) -> Mapping[str, Any]:
+        """Read the measurements, and return the settings of the file with added keys."""
+        header = settings
         for number, text in enumerate(lines, 1):
             try:
                 record = json.loads(text)
@@ -84,7 +96,16 @@ class Journal:
                     f"{str(path)!r} has format_version {version!r}; this peagle reads "
                     f"{FORMAT_VERSION}. Use the peagle that wrote it, or give another --output."
                 )
-            require_same(path, before, settings)
+            header = before | {n: {**before.get(n, {}), **settings[n]} for n in extensible}
+            require_same(
+                path, before | {n: _shared(before, settings, n) for n in extensible}, settings
+            )
+        return header
+
+
+def _shared(before: Mapping[str, Any], now: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The object `now[name]` with the values that `before[name]` has for its keys."""
+    return {key: before.get(name, {}).get(key, value) for key, value in now[name].items()}
 
 
 def require_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
