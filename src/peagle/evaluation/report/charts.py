@@ -163,7 +163,8 @@ def key(style: int) -> Markup:
         axes = figure.add_axes((0, 0, 1, 1))
         axes.set_axis_off()
         axes.set(xlim=(0, 2), ylim=(-1, 1))
-        axes.plot([0.05, 1.95], [0, 0], **_look(style) | {"marker": ""})
+        line: dict[str, Any] = _look(style) | {"marker": ""}
+        axes.plot([0.05, 1.95], [0, 0], **line)
         axes.plot([1], [0], **_look(style))
         return _write(figure, {}, 'class="chart key" aria-hidden="true"')
 
@@ -206,7 +207,7 @@ def _settings() -> Iterator[None]:
     from matplotlib import rc_context
 
     # Names are users': dollars in them are no formulas.
-    own = {"text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "peagle"}
+    own: Any = {"text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "peagle"}
     with rc_context(own), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
         yield
@@ -236,7 +237,9 @@ def _draw(chart: Chart, axes: Axes) -> dict[str, Sequence[str]]:
     for line in chart.lines if not chart.bars else ():
         name = f"line{len(tips)}"
         tips[name] = [point.tip for point in line.points]
-        look = _look(line.style) | ({} if chart.connected and not chart.rows else {"linestyle": ""})
+        look = _look(line.style)
+        if chart.rows or not chart.connected:
+            look["linestyle"] = ""
         xs, ys = [point.x for point in line.points], [point.y for point in line.points]
         axes.plot(xs, ys, label=_plain(line.name), gid=name, zorder=3, **look)
     if chart.pin is not None:

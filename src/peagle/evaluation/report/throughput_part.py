@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from peagle.evaluation.report.charts import WIDE, Axis, Chart, Line, Point
 from peagle.evaluation.report.parts import Group, Section, Table
@@ -39,7 +40,10 @@ def throughput_sections(file: ThroughputResults, cast: Cast) -> list[Section]:
     names = sets_of(file.cells)
     best = best_cells(file.cells, cast.hero, names[0]) if cast.hero else []
     ups = [cell for cell in best if cell.speed_up_over_plain is not None]
-    facts = {"set": set_name(names[0]), "hero": cast.name(cast.hero) if cast.hero else ""}
+    facts: dict[str, Any] = {
+        "set": set_name(names[0]),
+        "hero": cast.name(cast.hero) if cast.hero else "",
+    }
     facts |= {"first": ups[0] if len(ups) > 1 else None, "last": ups[-1] if ups else None}
     facts["runs"] = k_runs(best)
     groups = [_by_load(file.cells, cast, name, f"On {set_name(name)}" * (name != names[0]))
