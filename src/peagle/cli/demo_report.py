@@ -7,6 +7,7 @@ from typing import Any
 from peagle.cli.demo_view import PLAIN
 from peagle.config import SamplingParams
 from peagle.environment import environment
+from peagle.evaluation.acceptance import acceptance_figures
 from peagle.evaluation.compare import Measurement
 from peagle.evaluation.prompts import Prompt
 from peagle.models.target import TargetModel
@@ -55,7 +56,7 @@ def report(
                 "seconds": result.seconds,
                 "tokens_per_s": result.tokens_per_s,
                 "speed_up": result.tokens_per_s / plain.tokens_per_s,
-                **result.acceptance.to_json(),
+                **acceptance_figures(result.completions),
                 "different_outputs": differences[name],
             }
             for name, result in results.items()

@@ -12,7 +12,6 @@ from peagle.evaluation.report.text import (
     LONGEST_TEXT,
     cut,
     depth,
-    interval,
     number,
     percent,
     set_name,
@@ -22,10 +21,6 @@ from peagle.evaluation.report.text import (
 from peagle.results import AcceptanceResults, Entry, HardText, Interval, OutputSample, Slice
 
 _MOST_ROWS, _MOST_SAMPLES, _MOST_HARD = 40, 3, 8
-_SLICE_HEADER = (
-    *("Where", "Method", "K", "Acceptance length", "Requests", "Drafts", "Loops"),
-    "Before a loop",
-)
 
 
 def acceptance_sections(file: AcceptanceResults, cast: Cast) -> list[Section]:
@@ -116,7 +111,16 @@ def _by_position(condition: Condition, cast: Cast) -> tuple[list[Chart], str, Ta
         x = _whole("position in the draft", positions)
         charts.append(Chart(title, alt, lines, x, _shares("share of drafts")))
     note = ", ".join(f"{cast.name_of(entry)} {depth(entry.k)}" for entry in deepest)
-    return charts, f"By position: {note}.", _position_table(condition, cast)
+    facts = {
+        "condition": condition_name(condition),
+        "positions": list(positions),
+        "rows": [
+            (entry, kind, getattr(entry.pooled, kind))
+            for entry in condition.entries
+            for kind in ("unconditional", "conditional")
+        ],
+    }
+    return charts, f"By position: {note}.", ("positions", facts)
 
 
 def _whole(title: str, values: Sequence[int]) -> Axis:
@@ -147,27 +151,6 @@ def _position_line(
     return Line(cast.name_of(entry), cast.style(entry), points)
 
 
-def _position_table(condition: Condition, cast: Cast) -> Table:
-    deepest = max(len(entry.pooled.unconditional) for entry in condition.entries)
-    header = ["Method", "K", "Acceptance length", "Tokens/step", "Drafts", "Acceptance"]
-    header += [f"{i}" for i in range(1, deepest + 1)]
-    rows = []
-    for entry in condition.entries:
-        pooled = entry.pooled
-        length = with_interval(pooled.length, pooled.acceptance_length_ci)
-        head = [cast.name_of(entry), _k(entry), length, number(pooled.tokens_per_step)]
-        head.append(f"{pooled.num_drafts:,}")
-        for kind in ("unconditional", "conditional"):
-            shares = [percent(value) for value in getattr(pooled, kind)[:deepest]]
-            rows.append([*head, kind, *shares, *[""] * (deepest - len(shares))])
-    caption = f"Acceptance by position, {condition_name(condition)}"
-    return Table(caption, header, rows, sortable=False)
-
-
-def _k(entry: Entry) -> str:
-    return str(entry.k) if entry.k else "–"
-
-
 # ---- by prompt set --------------------------------------------------------------------------
 
 
@@ -190,7 +173,7 @@ def _by_set(condition: Condition, cast: Cast) -> tuple[list[Chart], str, Table] 
                 points.append(Point(point.y, point.x, point.interval, point.tip))
         lines.append(Line(_named(entry, cast), cast.style(entry), points))
     data = [
-        _slice_row(_row_name(name), entry, slices[name], cast)
+        (_row_name(name), entry, slices[name])
         for name in names
         for entry, slices in zip(entries, found, strict=True)
         if name in slices
@@ -207,8 +190,8 @@ def _by_set(condition: Condition, cast: Cast) -> tuple[list[Chart], str, Table] 
         height=26 * len(rows) + 54,
     )
     note = f"The first {_MOST_ROWS} of {len(names)}; the table has all."
-    table = Table("Acceptance length by prompt set", _SLICE_HEADER, data, texts=2)
-    return [chart], note * (len(names) > _MOST_ROWS), table
+    facts = {"caption": "Acceptance length by prompt set", "rows": data}
+    return [chart], note * (len(names) > _MOST_ROWS), ("slices", facts)
 
 
 def _row_name(name: str) -> str:
@@ -229,15 +212,6 @@ def _named_slices(entry: Entry) -> dict[str, Slice]:
     firsts = tuple(f"{name}/" for name in entry.by_set)
     rest = {k: v for k, v in entry.by_category.items() if not k.startswith(firsts)}
     return {**ordered, **rest}
-
-
-def _slice_row(where: str, entry: Entry, piece: Slice, cast: Cast) -> list[str]:
-    return [
-        *(where, cast.name_of(entry), _k(entry)),
-        with_interval(piece.length, piece.acceptance_length_ci),
-        *(f"{piece.num_requests:,}", f"{piece.num_drafts:,}", percent(piece.loop_share)),
-        number(piece.acceptance_length_before_loop),
-    ]
 
 
 # ---- along the text -------------------------------------------------------------------------
@@ -262,7 +236,7 @@ def _along_text(condition: Condition, cast: Cast) -> tuple[list[Chart], str, Tab
                 what = f"{cast.name_of(entry)}, {one.first:g} to {one.last:g} tokens"
                 points += _point(edges.index((one.first, one.last)), one.slice, what)
                 where = f"{title[3:]} {_tokens(one.first)} to {_tokens(one.last)}"
-                rows.append(_slice_row(where, entry, one.slice, cast))
+                rows.append((where, entry, one.slice))
             lines.append(Line(_named(entry, cast), cast.style(entry), points))
         ticks = [(i, f"{_tokens(low)}–{_tokens(high)}") for i, (low, high) in enumerate(edges)]
         charts.append(
@@ -278,7 +252,7 @@ def _along_text(condition: Condition, cast: Cast) -> tuple[list[Chart], str, Tab
         )
     if not charts:
         return None
-    return charts, "", Table("Acceptance length by place", _SLICE_HEADER, rows, texts=2)
+    return charts, "", ("slices", {"caption": "Acceptance length by place", "rows": rows})
 
 
 def _tokens(count: float) -> str:
@@ -313,12 +287,8 @@ def _histograms(condition: Condition, cast: Cast) -> tuple[list[Chart], str, Tab
                 height=220,
             )
         )
-        rows += [
-            [cast.name_of(entry), interval((b.first, b.last)), f"{b.count:,}"]
-            for b in entry.histogram
-        ]
-    header = ["Method", "Acceptance length", "Requests"]
-    return charts, "", Table("Requests by acceptance length", header, rows)
+        rows += [(entry, one) for one in entry.histogram]
+    return charts, "", ("histogram", rows)
 
 
 # ---- texts ----------------------------------------------------------------------------------

@@ -101,6 +101,7 @@ class Page:
                 figures=figures,
                 advice=advice_of(results),
                 sections=self.sections,
+                cast=self._cast,
                 draws=charts.can_draw(),
             )
         )
@@ -346,8 +347,14 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         finalize=lambda value: value if isinstance(value, Markup) else text.visible(str(value)),
     )
-    for convert in (depth, joined, number, percent, rate, set_name, times):
-        environment.filters[convert.__name__] = convert
+    for name in (
+        *("depth", "number", "percent", "rate", "rates", "set_name", "method_name", "times"),
+        *("interval", "milliseconds", "count"),
+    ):
+        environment.filters[name] = getattr(text, name)
+    environment.filters["with_interval"] = lambda piece: text.with_interval(
+        piece.length, piece.acceptance_length_ci
+    )
     environment.globals["key"] = charts.key
     return environment
 

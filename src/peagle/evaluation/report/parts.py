@@ -8,23 +8,8 @@ from typing import Any
 
 from peagle.evaluation.report.charts import Chart
 
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """A table of texts; the first cell of a row is its heading.
-
-    Attributes:
-        caption: says what it shows.
-        header, rows: of equal width.
-        texts: how many of the first columns are words.
-        sortable: a click on a heading sorts.
-    """
-
-    caption: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    texts: int = 1
-    sortable: bool = True
+# The name of a macro of tables.html, and its argument.
+Table = tuple[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +43,6 @@ class Group:
     charts: Sequence[Chart] = ()
     note: str = ""
     data: Sequence[Table] = ()
-    data_title: str = "Data"
     tables: Sequence[Table] = ()
     texts: Sequence[Text] = ()
     facts: Mapping[str, str] = field(default_factory=dict)
@@ -72,7 +56,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A section that the contents link to; the template has its sentences, made from `facts`."""
+    """A section that the contents link to; the template makes its sentences from `facts`."""
 
     name: str
     title: str

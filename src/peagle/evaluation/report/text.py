@@ -64,6 +64,11 @@ def number(value: float | None, digits: int = 2) -> str:
     return _MISSING if value is None else f"{value:,.{digits}f}"
 
 
+def count(value: int | None) -> str:
+    """A whole number; a dash where there is none."""
+    return _MISSING if value is None else f"{value:,}"
+
+
 def rate(value: float | None) -> str:
     """Tokens per second: three digits at least, none behind the point from 100 on."""
     return number(value, 0 if value is None or value >= 100 else 1 if value >= 10 else 2)

@@ -10,10 +10,6 @@ from peagle.evaluation.report.parts import Group, Section, Table
 from peagle.evaluation.report.series import Cast, Key, best_cells, k_runs, key_of, sets_of
 from peagle.evaluation.report.text import (
     depth,
-    method_name,
-    milliseconds,
-    number,
-    percent,
     rate,
     rates,
     set_name,
@@ -22,15 +18,6 @@ from peagle.evaluation.report.text import (
 from peagle.results import Cell, ThroughputResults
 
 _MOST_CHARTS = 12
-_BEST_HEADER = (
-    *("Method", "K", "Concurrency", "Tokens/s", "Least to most", "Over plain"),
-    *("Over EAGLE-3", "Linearity"),
-)
-_CELLS_HEADER = (
-    *("Method", "Set", "K", "Concurrency", "Tokens/s", "Least to most", "Requests/s"),
-    *("Acceptance length", "TTFT p50, ms", "p99", "ITL p50, ms", "p90", "p99"),
-    *("GPU busy", "Over plain", "Over EAGLE-3", "Objective", "Errors"),
-)
 
 
 def throughput_sections(file: ThroughputResults, cast: Cast) -> list[Section]:
@@ -48,7 +35,7 @@ def throughput_sections(file: ThroughputResults, cast: Cast) -> list[Section]:
     facts["runs"] = k_runs(best)
     groups = [_by_load(file.cells, cast, name, f"On {set_name(name)}" * (name != names[0]))
               for name in names]  # fmt: skip
-    groups.append(Group("All cells, with latencies", tables=[_cells_table(file.cells, cast)]))
+    groups.append(Group("All cells, with latencies", tables=[("all_cells", file.cells)]))
     if file.goodput:
         groups.append(Group(tables=[_goodput(file)]))
     sections = [
@@ -66,10 +53,10 @@ def _by_load(cells: Sequence[Cell], cast: Cast, name: str, fold: str) -> Group:
     own = [cell for cell in cells if cell.set == name]
     best = {key: best_cells(own, key, name) for key in cast.among(own)}
     loads = sorted({cell.concurrency for cell in own})
-    rows = [_best_row(cell, cast) for found in best.values() for cell in found]
+    cells = [cell for found in best.values() for cell in found]
+    table = "best_cells", {"several": len(loads) > 1, "set": name, "cells": cells}
     if len(loads) < 2:
-        caption = f"Best K by method, {set_name(name)}"
-        return Group(fold, tables=[Table(caption, _BEST_HEADER, rows)])
+        return Group(fold, tables=[table])
     ticks = Axis("requests in flight", [(load, str(load)) for load in loads], log=True)
     speeds, ups = [], []
     for key, found in best.items():
@@ -118,21 +105,7 @@ def _by_load(cells: Sequence[Cell], cast: Cast, name: str, fold: str) -> Group:
                 height=300,
             )
         )
-    caption = f"Best K by method and concurrency, {set_name(name)}"
-    return Group(fold, charts=charts, data=[Table(caption, _BEST_HEADER, rows)])
-
-
-def _best_row(cell: Cell, cast: Cast) -> list[str]:
-    return [
-        cast.name_of(cell),
-        str(cell.k) if cell.k is not None else "–",
-        str(cell.concurrency),
-        rate(cell.median.output_tokens_per_s),
-        rates(cell.spread.output_tokens_per_s),
-        times(cell.speed_up_over_plain),
-        times(cell.speed_up_over_eagle3),
-        number(cell.linearity),
-    ]
+    return Group(fold, charts=charts, data=[table])
 
 
 def _tip(cell: Cell, cast: Cast) -> str:
@@ -143,29 +116,6 @@ def _tip(cell: Cell, cast: Cast) -> str:
     if cell.speed_up_over_plain is not None and cell.k:
         lines.append(f"{times(cell.speed_up_over_plain)} plain decoding")
     return "\n".join(lines)
-
-
-def _cells_table(cells: Sequence[Cell], cast: Cast) -> Table:
-    rows = []
-    for cell in cells:
-        median = cell.median
-        met = {True: "met", False: "missed", None: "–"}[cell.meets_objective]
-        rows.append(
-            [
-                *(cast.name_of(cell), set_name(cell.set), "–" if cell.k is None else str(cell.k)),
-                *(str(cell.concurrency), rate(median.output_tokens_per_s)),
-                *(rates(cell.spread.output_tokens_per_s), number(median.requests_per_s)),
-                number(median.acceptance_length),
-                *map(milliseconds, (median.ttft_s.p50, median.ttft_s.p99)),
-                *map(milliseconds, (median.itl_s.p50, median.itl_s.p90, median.itl_s.p99)),
-                *(percent(median.gpu_busy), times(cell.speed_up_over_plain)),
-                *(times(cell.speed_up_over_eagle3), met, f"{median.errors:g}"),
-            ]
-        )
-    caption = (
-        "Medians of the repeats. TTFT is the time to the first token, ITL the time between tokens."
-    )
-    return Table(caption, _CELLS_HEADER, rows, texts=2)
 
 
 def _goodput(file: ThroughputResults) -> Table:
@@ -179,18 +129,7 @@ def _goodput(file: ThroughputResults) -> Table:
         ):
             if isinstance(objective.get(key), int | float):
                 limits.append(words.format(objective[key]))
-    caption = "Most requests per second at the latency objective"
-    caption += f" ({', '.join(limits)})" if limits else ""
-    rows = [
-        [
-            *(method_name(item.method), set_name(item.set)),
-            "–" if item.k is None else str(item.k),
-            number(item.requests_per_s),
-            "–" if item.concurrency is None else str(item.concurrency),
-        ]
-        for item in file.goodput
-    ]
-    return Table(caption, ["Method", "Set", "K", "Requests/s", "Concurrency"], rows, texts=2)
+    return "goodput", {"limits": ", ".join(limits), "rows": file.goodput}
 
 
 # ---- by K -----------------------------------------------------------------------------------
@@ -200,16 +139,7 @@ def _by_k(cells: Sequence[Cell], cast: Cast, name: str, fold: str) -> Group:
     own = sorted((cell for cell in cells if cell.set == name), key=lambda cell: cell.concurrency)
     loads = sorted({cell.concurrency for cell in own if cell.k})
     charts = [_sweep_chart(own, cast, load) for load in loads[:_MOST_CHARTS]]
-    rows = [
-        [
-            *(cast.name_of(cell), str(cell.concurrency), "–" if cell.k is None else str(cell.k)),
-            *(rate(cell.median.output_tokens_per_s), number(cell.median.acceptance_length)),
-        ]
-        for cell in own
-    ]
-    header = ["Method", "Concurrency", "K", "Tokens/s", "Acceptance length"]
-    table = Table(f"Tokens per second by K, {set_name(name)}", header, rows)
-    return Group(fold, charts=charts, data=[table])
+    return Group(fold, charts=charts, data=[("by_k", {"set": name, "cells": own})])
 
 
 def _sweep_chart(cells: Sequence[Cell], cast: Cast, load: int) -> Chart:

@@ -9,8 +9,8 @@ from statistics import median
 from typing import TypeVar
 
 from peagle.evaluation.report.charts import Axis, Chart, Line, Point
-from peagle.evaluation.report.parts import Group, Section, Table, Text
-from peagle.evaluation.report.text import joined, number, percent, rate
+from peagle.evaluation.report.parts import Group, Section, Text
+from peagle.evaluation.report.text import joined, number, rate
 from peagle.evaluation.tuning.schedule import k_at
 from peagle.results import Prediction, TuneResults
 
@@ -75,14 +75,13 @@ def _schedule(file: TuneResults) -> list[Group]:
         wide=1000,
         height=200,
     )
-    rows = [[str(low), str(high), str(k)] for low, high, k in file.schedule]
     configs = [
         Text(
             "", _CONFIGS.get(name, name), [("target", json.dumps(config))], _CONFIGS.get(name, name)
         )
         for name, config in file.speculative_config.items()
     ]
-    groups = [Group(charts=[chart], data=[Table("K schedule", ["From", "To", "K"], rows)])]
+    groups = [Group(charts=[chart], data=[("schedule", file.schedule)])]
     return groups + ([Group("Configuration to paste", texts=configs)] if configs else [])
 
 
@@ -111,8 +110,7 @@ def _costs(file: TuneResults) -> list[Group]:
                 Axis("milliseconds", low=0),
             )
         )
-        rows = [[f"{size:,}", number(ms, 3)] for size, ms in measured]
-        tables.append(Table(title, [axis.capitalize(), "Milliseconds"], rows))
+        tables.append(("costs", {"title": title, "axis": axis, "rows": measured}))
     charts += _check(file.predictions)
     return [Group(charts=charts, data=tables)] if charts else []
 
@@ -163,30 +161,18 @@ def _predictions(file: TuneResults) -> list[Group]:
         return []
     speeds = {(p.batch, p.k): p.predicted_tokens_per_s for p in file.predictions}
     ks = sorted({k for _, k in speeds})
-    rows = []
-    for batch in sorted({batch for batch, _ in speeds}):
-        chosen = k_at(file.schedule, batch) if file.schedule else None
-        rows.append(
-            [str(batch)]
-            + [("★ " if k == chosen else "") + rate(speeds.get((batch, k))) for k in ks]
+    rows = [
+        (
+            batch,
+            k_at(file.schedule, batch) if file.schedule else None,
+            [(k, speeds.get((batch, k))) for k in ks],
         )
-    header = ["Batch", *(f"K = {k}" if k else "No drafts" for k in ks)]
-    caption = "Predicted tokens per second by batch size and K; a star marks that of the schedule"
-    measured = [
-        [
-            *(str(p.batch), str(p.k), rate(p.predicted_tokens_per_s)),
-            rate(p.measured_tokens_per_s),
-            percent(p.predicted_tokens_per_s / p.measured_tokens_per_s - 1),
-            "yes" if p.fitted else "no",
-        ]
-        for p in file.predictions
-        if p.measured_tokens_per_s
+        for batch in sorted({batch for batch, _ in speeds})
     ]
-    groups = [Group(tables=[Table(caption, header, rows, sortable=False)])]
-    if measured:
-        beside = ["Batch", "K", "Predicted", "Measured", "Off by", "Fitted"]
-        table = Table("Predicted and measured tokens per second", beside, measured)
-        groups.append(Group("Predictions", tables=[table]))
+    header = ["Batch", *(f"K = {k}" if k else "No drafts" for k in ks)]
+    groups = [Group(tables=[("speeds", {"header": header, "rows": rows})])]
+    if measured := [one for one in file.predictions if one.measured_tokens_per_s]:
+        groups.append(Group("Predictions", tables=[("predictions", measured)]))
     return groups
 
 
@@ -220,23 +206,9 @@ def _break_even(file: TuneResults) -> list[Group]:
                 level=None if length is None else (length, f"the head has {number(length)}"),
             )
         )
-    rows = [
-        [
-            *(str(item.batch), str(item.k), number(item.acceptance_length)),
-            number(lengths.get(item.k)),
-            _pays(lengths.get(item.k), item.acceptance_length),
-        ]
-        for item in file.break_even
-    ]
-    table = Table("Acceptance length to break even", ["Batch", "K", "Needed", "Had", "Pays"], rows)
+    table = "break_even", {"lengths": lengths, "rows": file.break_even}
     say = (
         "The acceptance length from which drafting so many tokens is faster than none. It pays "
         "where the needed line is below what the head has."
     )
     return [Group(heading="Break-even", say=say, charts=charts, data=[table])]
-
-
-def _pays(length: float | None, needed: float) -> str:
-    if length is None:
-        return "–"
-    return "yes" if length > needed else "no"
