@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from peagle.evaluation import sweep as sweeping
-from peagle.evaluation.report.pictures import can_draw
+from peagle.evaluation.report.charts import can_draw
 from peagle.evaluation.timing import figures_of
 from tests.cli.conftest import Pair, Peagle
 from tests.evaluation.fake_endpoint import NUM_TOKENS, Script, endpoint, metrics

@@ -12,7 +12,7 @@ import pytest
 
 from peagle.evaluation.comparisons import compare_entries
 from peagle.evaluation.intervals import acceptance_intervals, paired_difference
-from peagle.evaluation.report import write_report
+from peagle.evaluation.report import charts, write_report
 from peagle.evaluation.report.advice import acceptance_advice, throughput_advice
 from peagle.evaluation.training_record import read_training_record
 from peagle.results import Entry, ThroughputResults, TrainingRecord
@@ -179,7 +179,8 @@ def test_ties_go_to_the_simpler_choice() -> None:
     assert "prompt lookup with K = 5 at 1 together" in told
 
 
-def test_the_report_says_the_same(tmp_path: Path) -> None:
+def test_the_report_says_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(charts, "can_draw", lambda: False)
     entries = [entry("peagle", counts(30)), entry("old", counts(20))]
     data = {"format_version": 1, "provenance": provenance("peagle eval"), "entries": entries}
     found = [Entry.model_validate(one) for one in entries]

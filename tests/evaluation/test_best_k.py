@@ -13,7 +13,7 @@ import pytest
 from peagle.cli import tune_view
 from peagle.cli.bench_view import result_text
 from peagle.evaluation.best_k import Speed, best_k, tied_fastest
-from peagle.evaluation.report import write_report
+from peagle.evaluation.report import charts, write_report
 from peagle.evaluation.report.advice import throughput_advice
 from peagle.evaluation.report.files import read_results
 from peagle.evaluation.report.series import Cast, best_cells
@@ -25,6 +25,11 @@ from tests.evaluation import report_samples
 from tests.evaluation.report_samples import write
 
 LOADS, KS = (1, 4, 16), (2, 3, 5)
+
+
+@pytest.fixture(autouse=True)
+def _undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(charts, "can_draw", lambda: False)
 
 
 def figures(speed: float) -> dict[str, Any]:

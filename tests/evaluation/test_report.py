@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from evaluation import report_samples as samples
-from evaluation.report_pages import Page, small, some
+from evaluation.report_pages import Parsed, small, some
 from peagle.errors import UserError
-from peagle.evaluation.report import pictures, write_report
+from peagle.evaluation.report import charts, write_report
 from peagle.results import AcceptanceResults, ThroughputResults, TuneResults
 
 WRITTEN = {
@@ -52,7 +52,7 @@ def test_whichever_files_are_there(tmp_path, names, whole):
             assert together[name] is None
     for path in folder.glob("*.png"):
         assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n") and path.stat().st_size > 5000
-    shown = {d["id"] for tag, d in Page((folder / "report.html").read_text()).tags
+    shown = {d["id"] for tag, d in Parsed((folder / "report.html").read_text()).tags
              if tag == "section"}  # fmt: skip
     own = {
         "acceptance": {"acceptance", "sets", "places", "requests", "samples", "hardest"},
@@ -69,11 +69,12 @@ def test_the_same_files_again(whole):
 
 
 def test_without_matplotlib(tmp_path, monkeypatch):
-    monkeypatch.setattr(pictures, "find_spec", lambda name: None)
+    monkeypatch.setattr(charts, "find_spec", lambda name: None)
     folder = samples.write(tmp_path, **some("acceptance"))
     page = write_report(folder).read_text()
-    assert not list(folder.glob("*.png"))
-    assert "matplotlib is not installed (pip install &quot;peagle[report]&quot;)" in page
+    assert not list(folder.glob("*.png")) and "<svg" not in page
+    assert "matplotlib is not installed (pip install &#34;peagle[report]&#34;)" in page
+    assert "<details open><summary>Data" in page
     assert (folder / "acceptance.csv").exists()
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from peagle import LLM, SamplingParams
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.engine import SpeculationStats
-from peagle.evaluation.acceptance import DecodedStep
+from peagle.evaluation.acceptance import DecodedStep, acceptance_figures
 from peagle.evaluation.compare import measure
 from peagle.evaluation.decoding import Answer
 from peagle.evaluation.dialogues import run_dialogues
@@ -99,10 +99,10 @@ def test_pooled_figures_are_those_of_a_replay_of_the_drafts(result: AcceptanceFi
 
 
 def test_figures_are_those_of_the_benchmark(llm: LLM, result: AcceptanceFigures) -> None:
-    """benchmarks/acceptance.py prints `measure(...).acceptance.to_json()`."""
+    """benchmarks/acceptance.py and the demo print `acceptance_figures`."""
     for name, prompts in PROMPTS.items():
         run = measure(llm, [prompt.text for prompt in prompts], PARAMS)
-        expected, ours = run.acceptance.to_json(), result.by_set[name]
+        expected, ours = acceptance_figures(run.completions), result.by_set[name]
         for key in (
             "num_tokens",
             "num_drafts",

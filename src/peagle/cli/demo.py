@@ -187,6 +187,7 @@ def _report(
 ) -> dict[str, Any]:
     """All results as one JSON object; the other methods are compared with the plain one."""
     from peagle.environment import environment
+    from peagle.evaluation.acceptance import acceptance_figures
 
     plain = results[PLAIN]
     differences = {
@@ -215,7 +216,7 @@ def _report(
                 "seconds": result.seconds,
                 "tokens_per_s": result.tokens_per_s,
                 "speed_up": result.tokens_per_s / plain.tokens_per_s,
-                **result.acceptance.to_json(),
+                **acceptance_figures(result.completions),
                 "different_outputs": differences[name],
             }
             for name, result in results.items()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from peagle.engine import SpeculationStats
-from peagle.evaluation.acceptance import conditional_acceptance
+from peagle.evaluation.acceptance import conditional_acceptance, tokens_per_step
 from peagle.evaluation.intervals import acceptance_intervals
 from peagle.results import Slice
 
@@ -54,7 +54,7 @@ def slice_of(counted: Sequence[Counted], k: int = 0, *, seed: int = 0) -> Slice:
         num_tokens=sum(one.num_tokens for one in counted),
         **_figures(total, k),
         **_intervals(counted, k, seed),
-        tokens_per_step=1 + total.num_accepted_tokens / num_steps if num_steps else 1.0,
+        tokens_per_step=tokens_per_step(total, num_steps),
         **_loops(counted),
     )
 
@@ -78,7 +78,7 @@ def slice_of_counters(
         num_requests=num_requests,
         num_tokens=num_tokens,
         **figures,
-        tokens_per_step=1 + known.num_accepted_tokens / num_steps if num_steps else 1.0,
+        tokens_per_step=tokens_per_step(known, num_steps),
     )
 
 

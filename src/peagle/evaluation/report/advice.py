@@ -12,7 +12,7 @@ from itertools import groupby
 from peagle.evaluation.best_k import tied_fastest
 from peagle.evaluation.decoding_methods import NGRAM, PLAIN
 from peagle.evaluation.report.files import Results
-from peagle.evaluation.report.series import Cast, best_cells, sets_of, speed_of
+from peagle.evaluation.report.series import Cast, best_cells, key_of, sets_of, speed_of
 from peagle.evaluation.report.text import depth, interval, joined, method_name, number, set_name
 from peagle.results import Cell, Comparison, Entry, ThroughputResults, TrainingRecord
 
@@ -120,7 +120,7 @@ def _choice(here: Sequence[Cell], cells: Iterable[Cell], cast: Cast) -> tuple[st
     order = {PLAIN: 0, NGRAM: 1}
     ranked = sorted(
         (cell for cell in here if _words(cell, cast) in tied),
-        key=lambda c: (order.get(c.method, 2), (c.method, c.engine) != cast.hero),
+        key=lambda c: (order.get(c.method, 2), key_of(c) != cast.hero),
     )
     chosen = ranked[0]
     others = [_words(cell, cast) for cell in ranked[1:]]

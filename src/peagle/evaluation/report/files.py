@@ -1,11 +1,12 @@
-"""The files of an output folder: read and checked, written whole or not at all."""
+"""The files of an output folder: results that are read, and tables that are written."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 from peagle.errors import UserError
@@ -16,11 +17,33 @@ from peagle.results import (
     TUNE,
     AcceptanceResults,
     AnyDocument,
+    Cell,
     Document,
+    Entry,
+    Slice,
     ThroughputResults,
     TuneResults,
     read_document,
 )
+
+_ACCEPTANCE_HEADER = (
+    *("method", "source", "engine", "k", "temperature", "draft_sampling", "slice_kind", "slice"),
+    *("num_requests", "num_tokens", "num_drafts", "num_accepted_tokens"),
+    *("acceptance_length", "acceptance_length_low", "acceptance_length_high", "tokens_per_step"),
+    *("loop_share", "acceptance_length_before_loop", "position", "num_accepted_at_position"),
+    *("unconditional", "unconditional_low", "unconditional_high"),
+    *("conditional", "conditional_low", "conditional_high"),
+)
+_TIMES, _PERCENTILES = ("ttft_s", "itl_s", "e2e_s"), ("p50", "p90", "p99", "mean")
+_THROUGHPUT_HEADER = (
+    *("method", "source", "engine", "k", "set", "concurrency", "num_repeats"),
+    *("output_tokens_per_s", "output_tokens_per_s_low", "output_tokens_per_s_high"),
+    *("requests_per_s", *(f"{time}_{p}" for time in _TIMES for p in _PERCENTILES)),
+    *("acceptance_length", "gpu_busy", "errors", "speed_up_over_plain", "speed_up_over_eagle3"),
+    *("linearity", "meets_objective"),
+)
+
+Row = list[object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +55,15 @@ class Results:
     tune: TuneResults | None = None
 
     @property
-    def documents(self) -> list[Document]:
-        """Those that are there: eval's, bench's, tune's."""
-        return [d for d in (self.acceptance, self.throughput, self.tune) if d is not None]
+    def documents(self) -> dict[str, Document]:
+        """The results that are there, by the name of their file."""
+        every = {ACCEPTANCE: self.acceptance, THROUGHPUT: self.throughput, TUNE: self.tune}
+        return {name: document for name, document in every.items() if document is not None}
+
+    @property
+    def first(self) -> Document:
+        """The first of the results, for what all of them share."""
+        return next(iter(self.documents.values()))
 
 
 def read_results(folder: Path) -> Results:
@@ -61,8 +90,8 @@ def _read(path: Path, model: type[AnyDocument]) -> AnyDocument | None:
     return read_document(path, model) if path.exists() else None
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all, as `replace_file`.
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all.
 
     Raises:
         UserError: it cannot be written.
@@ -73,11 +102,74 @@ def write_bytes(path: Path, data: bytes) -> None:
         raise UserError(f"{str(path)!r} cannot be written: {error.strerror}.") from None
 
 
-def csv_text(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Rows as CSV; None is an empty field."""
+# ---- CSV ------------------------------------------------------------------------------------
+
+
+def acceptance_csv(file: AcceptanceResults) -> bytes:
+    """One row for each slice and draft position; one without a position where there is none."""
+    return _csv(_ACCEPTANCE_HEADER, (row for entry in file.entries for row in _entry_rows(entry)))
+
+
+def throughput_csv(file: ThroughputResults) -> bytes:
+    """One row for each cell, the medians of its repeats."""
+    return _csv(_THROUGHPUT_HEADER, map(_cell_row, file.cells))
+
+
+def _csv(header: Sequence[str], rows: Iterable[Row]) -> bytes:
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(header)
     writer.writerows(rows)
-    # Half of a character, which JSON can hold and UTF-8 cannot.
-    return buffer.getvalue().encode("utf-8", "replace").decode()
+    # JSON can hold half of a character, which UTF-8 cannot.
+    return buffer.getvalue().encode("utf-8", "replace")
+
+
+def _slices(entry: Entry) -> Iterator[tuple[str, str, Slice]]:
+    """Kind, name and slice of all slices of an entry."""
+    yield "pooled", "", entry.pooled
+    yield from (("set", name, piece) for name, piece in entry.by_set.items())
+    yield from (("category", name, piece) for name, piece in entry.by_category.items())
+    for kind, ranges in (
+        ("context", entry.by_context),
+        ("output_position", entry.by_output_position),
+    ):
+        yield from ((kind, f"{r.first:g}-{r.last:g}", r.slice) for r in ranges)
+
+
+def _entry_rows(entry: Entry) -> Iterator[Row]:
+    for kind, name, piece in _slices(entry):
+        head: Row = [
+            *(entry.method, entry.source, entry.engine, entry.k, entry.temperature),
+            *(entry.draft_sampling, kind, name, piece.num_requests, piece.num_tokens),
+            *(piece.num_drafts, piece.num_accepted_tokens, piece.acceptance_length),
+            *(piece.acceptance_length_ci or (None, None)),
+            *(piece.tokens_per_step, piece.loop_share, piece.acceptance_length_before_loop),
+        ]
+        positions = list(
+            zip_longest(
+                piece.num_accepted_tokens_per_pos,
+                piece.unconditional,
+                piece.unconditional_ci or [],
+                piece.conditional,
+                piece.conditional_ci or [],
+            )
+        )
+        for number, (count, share, share_ci, given, given_ci) in enumerate(positions, 1):
+            ends = [*(share_ci or (None, None))]
+            yield [*head, number, count, share, *ends, given, *(given_ci or (None, None))]
+        if not positions:
+            yield [*head, *[None] * (len(_ACCEPTANCE_HEADER) - len(head))]
+
+
+def _cell_row(cell: Cell) -> Row:
+    median = cell.median
+    return [
+        *(cell.method, cell.source, cell.engine, cell.k, cell.set, cell.concurrency),
+        *(len(cell.repeats), median.output_tokens_per_s),
+        *(cell.spread.output_tokens_per_s or (None, None)),
+        median.requests_per_s,
+        *(getattr(getattr(median, time), name) for time in _TIMES for name in _PERCENTILES),
+        *(median.acceptance_length, median.gpu_busy),
+        *(median.errors, cell.speed_up_over_plain, cell.speed_up_over_eagle3),
+        *(cell.linearity, cell.meets_objective),
+    ]
