@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -31,15 +32,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.doctor.planting import (
-    EAGLE3_FAULTS,
     FILE_FAULTS,
     HEAD_CHANGES,
     MAP_FAULTS,
     OVERFLOW,
     Counting,
     Fault,
+    config_of,
     copy_head,
-    prune,
     scramble_tokenizer,
     serve_changed,
     serve_shifted,
@@ -48,11 +48,13 @@ from tests.doctor.planting import (
     turn_target,
     without_fingerprint,
 )
+from tests.models.editing import edit_config, edit_tensors
 
 from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET
-from peagle.doctor.examiner import Examiner
+from peagle.doctor.examiner import examine
 from peagle.doctor.files import examine_files
 from peagle.doctor.findings import Examination
+from peagle.doctor.probed_target import ProbedTarget
 from peagle.doctor.questions import Style, choose_texts, usual_style
 from peagle.doctor.served import EngineServing
 from peagle.doctor.serving_side import examine_serving
@@ -108,6 +110,28 @@ HEALTHY = {
 }
 
 
+EAGLE3_FAULTS = [
+    *(one for one in FILE_FAULTS if one.cause in ("aux_layers", "norms", "residual", "rope")),
+    Fault("norm_output", "norms", lambda folder: edit_config(folder, norm_output=True)),
+]
+
+
+def prune(source: Path, folder: Path, ids: Sequence[int]) -> Path:
+    """A copy of a head over the whole vocabulary that drafts only these tokens, ascending."""
+    shutil.copytree(source, folder)
+    vocab = config_of(folder)["vocab_size"]
+    kept = torch.tensor(list(ids))
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][kept]
+        tensors["d2t"] = kept - torch.arange(len(kept))
+        tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, kept, True)
+
+    edit_tensors(folder, change)
+    edit_config(folder, draft_vocab_size=len(kept))
+    return folder
+
+
 @dataclass
 class Pair:
     """A target with its heads, and examiners of it."""
@@ -145,7 +169,7 @@ class Pair:
         seed: int = 0,
         target: Path | None = None,
         style: Style | None = None,
-    ) -> Examiner:
+    ) -> ProbedTarget:
         """What examines heads with these prompts."""
         target = target or self.target
         model = TargetModel.load(target, dtype=getattr(torch, dtype))
@@ -153,10 +177,10 @@ class Pair:
         head = PAIR2 / "peagle" if self.name == "pair2" else Path(BUNDLED_PEAGLE)
         config, _ = read_head_config(head, num_target_layers=model.num_layers)
         style = style or usual_style(tokenizer)
-        return Examiner.of(model, tokenizer, style, self.texts(seed), k, config.aux_layer_ids)
+        return ProbedTarget.of(model, tokenizer, style, self.texts(seed), k, config.aux_layer_ids)
 
     @cached_property
-    def usual(self) -> Examiner:
+    def usual(self) -> ProbedTarget:
         """In float32, K = 6, on all prompts."""
         return self.examiner()
 
@@ -207,17 +231,17 @@ def healthy(pair: Pair) -> Iterator[Case]:
         if telling != "nothing":
             engine = EngineServing(examiner.target, folder, k)
             serving = engine if telling == "tokens" else Counting(engine)
-        report = examiner.examine(folder, serving)
+        report = examine(examiner, folder, serving)
         name = f"{head} {style} K={k} {dtype} served: {telling}, prompts {seed}"
         yield Case(pair.name, "healthy", name, set(), report, time.monotonic() - start)
 
 
 def _faulty(pair: Pair, part: str, head: str, sets: Sequence[Sequence[Fault]]) -> Iterator[Case]:
-    best = pair.usual.examine(pair.heads[head]).figures["training_side"]["acceptance_length"]
+    best = examine(pair.usual, pair.heads[head]).figures["training_side"]["acceptance_length"]
     for faults in sets:
         start, name = time.monotonic(), " and ".join(fault.name for fault in faults)
         folder = copy_head(pair.heads[head], pair.folder / f"{head} {name}", *faults)
-        report = pair.usual.examine(folder)
+        report = examine(pair.usual, folder)
         causes, seconds = {fault.cause for fault in faults}, time.monotonic() - start
         yield Case(pair.name, part, f"{head}: {name}", causes, report, seconds, best)
 
@@ -242,9 +266,9 @@ def surroundings(pair: Pair) -> Iterator[Case]:
     """A healthy head with prompts, a target, a tokenizer or a type that are not its own."""
     head, part = pair.heads["peagle"], "surroundings"
 
-    def case(name: str, causes: set[str], examiner: Examiner, folder: Path = head) -> Case:
+    def case(name: str, causes: set[str], examiner: ProbedTarget, folder: Path = head) -> Case:
         start = time.monotonic()
-        report = examiner.examine(folder)
+        report = examine(examiner, folder)
         return Case(pair.name, part, name, causes, report, time.monotonic() - start)
 
     if pair.name == "pair2":
@@ -306,13 +330,13 @@ def undertrained(pair: Pair) -> Iterator[Case]:
         start, folder = time.monotonic(), pair.folder / f"undertrained{steps}"
         folder.mkdir()
         head = train_shortly(pair.usual, folder, steps=steps)
-        report = pair.usual.examine(head)
+        report = examine(pair.usual, head)
         # Answers that are easy are learned soon: then there is nothing wrong.
         causes: set[str] = {"training"} if report.causes else set()
         seconds = time.monotonic() - start
         yield Case(pair.name, "undertrained", f"{steps} steps", causes, report, seconds)
         start = time.monotonic()
-        report = pair.usual.examine(copy_head(head, folder / "unrecorded"))
+        report = examine(pair.usual, copy_head(head, folder / "unrecorded"))
         # Nothing tells a head that has learned next to nothing from one of another target.
         causes = {cause.id for cause in report.causes} & {"training", "wrong_target"}
         seconds = time.monotonic() - start

@@ -28,6 +28,7 @@ RANKS = {
     "async_llm": 5,
     "backends": 4,
     "engine": 4,
+    "client": 3,
     "speculation": 3,
     "models": 2,
     "attention": 1,

@@ -5,12 +5,72 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
-from peagle.evaluation.http_client import HttpClient, at_most
-from peagle.evaluation.http_client import Reply as Answer
+from peagle.client.events import DONE
+from peagle.evaluation.http_client import HttpClient, Reply, at_most
 
 __all__ = ["Answer", "Client", "at_most", "fault_in", "is_openai_error", "percentile", "slope"]
+
+
+class Answer(Reply):
+    """A reply, read as a completion, streamed or not."""
+
+    @property
+    def json(self) -> Any:
+        """The body, read.
+
+        Raises:
+            ValueError: it is no JSON.
+        """
+        return json.loads(self.body)
+
+    @property
+    def text(self) -> str:
+        """Of the first choice of a completion, streamed or not."""
+        parts = self.chunks if self.events else [self.json]
+        choices = (choice for part in parts for choice in part.get("choices", ())[:1])
+        return "".join(choice.get("text") or "" for choice in choices)
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Of the first choice."""
+        found = None
+        for part in self.chunks if self.events else [self.json]:
+            for choice in part.get("choices", ())[:1]:
+                found = choice.get("finish_reason") or found
+        return found
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """Tokens, as the body or the last chunk has them; {} where there are none."""
+        return self._last.get("usage") or {}
+
+    @property
+    def error(self) -> dict[str, Any] | None:
+        """The error of the body or of the last event, None if there is none."""
+        return self._last.get("error")
+
+    @property
+    def _last(self) -> dict[str, Any]:
+        """The body or the last chunk; {} for what is no JSON object."""
+        try:
+            last = self.chunks[-1] if self.events else self.json
+        except (ValueError, IndexError):
+            return {}
+        return last if isinstance(last, dict) else {}
+
+    @property
+    def is_complete(self) -> bool:
+        """A whole answer of status 200 that ends as it should."""
+        ended = not self.events or self.events[-1][1] == DONE
+        return self.status == 200 and not self.problem and ended and self.error is None
+
+    @property
+    def first_token_s(self) -> float:
+        """Seconds to the first event."""
+        return self.events[0][0] - self.sent_s
 
 
 class Client(HttpClient):
@@ -32,6 +92,15 @@ class Client(HttpClient):
     ) -> None:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         super().__init__(f"http://{host}:{port}", headers, timeout_s=timeout_s, keep_alive=False)
+
+    async def send(self, *request: Any, **options: Any) -> Answer:
+        """Send as `HttpClient.send`."""
+        reply = await super().send(*request, **options)
+        return Answer(*(getattr(reply, field.name) for field in fields(reply)))
+
+    async def get(self, path: str) -> Answer:
+        """GET a route."""
+        return await self.send("GET", path)
 
     async def complete(
         self, prompt: str, *, drop_after_s: float | None = None, **fields: Any

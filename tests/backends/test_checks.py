@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from backends.conftest import HEAD, TARGET
 from peagle.backends.vllm.checks import check_launch, is_scattered
-from peagle.backends.vllm.command import VllmLaunch
+from peagle.backends.vllm.launch import VllmLaunch
 from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.config import SpeculativeConfig
 from peagle.errors import UserError
@@ -110,17 +110,15 @@ def read_json(folder):
     return json.loads(Path(folder, "config.json").read_text())
 
 
-def changed_target(folder, **changes):
-    copy = folder / "target"
-    shutil.copytree(TARGET, copy)
-    config = read_json(copy)
-    (copy / "config.json").write_text(json.dumps(config | changes))
-    return copy
+def changed_copy(source, folder, **changes):
+    shutil.copytree(source, folder)
+    (folder / "config.json").write_text(json.dumps(read_json(folder) | changes))
+    return folder
 
 
 def test_head_of_a_target_of_the_same_size(gpu, tmp_path):
     """Only the fingerprint tells: its tokenizer, then some rows of lm_head."""
-    copy = changed_target(tmp_path)
+    copy = changed_copy(TARGET, tmp_path / "target")
     launch = VllmLaunch(str(copy), PEAGLE)
     assert check_launch(launch, gpu) == ()
     text = (copy / "tokenizer.json").read_text()
@@ -185,7 +183,7 @@ def test_a_scattered_drafter_is_refused(gpu, tmp_path):
     head = read_json(HEAD)
     width = head["num_key_value_heads"] * head["head_dim"]
     shape = {"num_key_value_heads": 1, "head_dim": width}
-    copy = changed_target(tmp_path, layer_types=kinds, **shape)
+    copy = changed_copy(TARGET, tmp_path / "target", layer_types=kinds, **shape)
     launch = VllmLaunch(str(copy), replace(PEAGLE, check_target=False))
     assert head["num_hidden_layers"] > 1
     with pytest.raises(UserError, match="disable-hybrid-kv-cache-manager"):
@@ -195,24 +193,14 @@ def test_a_scattered_drafter_is_refused(gpu, tmp_path):
 
 
 def test_attention_that_a_cpu_build_does_not_compute(gpu, cpu, tmp_path):
-    target = tmp_path / "target"
-    shutil.copytree(TARGET, target)
-    config = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps(config | {"head_dim": 16}))
-    launch = VllmLaunch(str(target))
+    launch = VllmLaunch(str(changed_copy(TARGET, tmp_path / "target", head_dim=16)))
     with pytest.raises(UserError, match=r"target .* heads of 16 numbers.* expected 32, 64"):
         check_launch(launch, cpu)
     # Another build may compute them: the list was read in 0.32.
     newer = replace(cpu, version="0.33.0+cpu")
     assert "heads" not in " ".join(check_launch(launch, newer))
     assert check_launch(launch, gpu) == ()
-
-
-def test_a_head_that_a_cpu_build_does_not_compute(cpu, tmp_path):
-    head = tmp_path / "head"
-    shutil.copytree(BUNDLED_PEAGLE, head)
-    config = json.loads((head / "config.json").read_text())
-    (head / "config.json").write_text(json.dumps(config | {"head_dim": 24}))
+    head = changed_copy(BUNDLED_PEAGLE, tmp_path / "head", head_dim=24)
     launch = VllmLaunch(str(BUNDLED_TARGET), replace(PEAGLE, model=str(head)))
     with pytest.raises(UserError, match=r"head .* heads of 24 numbers"):
         check_launch(launch, cpu)

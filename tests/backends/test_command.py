@@ -15,12 +15,11 @@ from peagle.backends.vllm.command import (
     INSIDE,
     SAFE_ENVIRONMENT,
     VllmCommand,
-    VllmLaunch,
     speculative_json,
     vllm_command,
 )
-from peagle.backends.vllm.heads import with_head
 from peagle.backends.vllm.installation import VllmInstallation
+from peagle.backends.vllm.launch import VllmLaunch, with_head
 from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE
 from peagle.config import SpeculativeConfig
 from peagle.errors import CheckpointError, UserError

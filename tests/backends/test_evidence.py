@@ -1,10 +1,9 @@
 """What counters, log and configuration say about drafts. Figures are real vLLM's."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from peagle.backends.vllm.evidence import DraftCounts, Expected, judge, skips_mask_hidden
+from peagle.backends.vllm.evidence import Expected, judge, skips_mask_hidden
+from peagle.client.counters import DraftCounts
 from peagle.errors import UserError
 
 PARALLEL = Expected("eagle3", 4, True)
@@ -19,49 +18,11 @@ ONE_BY_ONE = [
     DraftCounts(143, 572, 111, (111, 0, 0, 0)),
     DraftCounts(103, 412, 86, (86, 0, 0, 0)),
 ]
-METRICS = """\
-# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
-vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 10.0
-vllm:spec_decode_num_drafts_total{engine="1",model_name="m"} 5.0
-vllm:spec_decode_num_drafts_created{engine="0",model_name="m"} 1.7e+09
-vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 60.0
-vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 12.0
-vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="1"} 4.0
-vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 6.0
-vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",position="0"} 2.0
-vllm:spec_decode_num_accepted_tokens_per_pos_created{engine="0",position="0"} 1.7e+09
-"""
 
 
 def facts(parallel: bool | None = True, speculative: bool = True) -> dict[str, object]:
     told = {"method": "eagle3", "parallel_drafting": parallel} if speculative else None
     return {"has_config": True, "speculative": told}
-
-
-def test_counters_are_read_as_prometheus_writes_them():
-    assert DraftCounts.read(METRICS) == DraftCounts(15, 60, 12, (8, 4))
-    assert DraftCounts.read("python_info 1.0\n") is None
-
-
-def test_counters_read_by_another_reader(tmp_path):
-    """prometheus_client's own writer, and the reader that evaluation has."""
-    client = pytest.importorskip("prometheus_client")
-    from peagle.evaluation.counters import read_counters
-
-    registry = client.CollectorRegistry()
-    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
-    for at, name in enumerate(names):
-        metric = client.Counter(f"vllm:spec_decode_{name}", "d", ["model_name"], registry=registry)
-        metric.labels("m").inc(10 * (at + 1))
-    name, labels = "vllm:spec_decode_num_accepted_tokens_per_pos", ["model_name", "position"]
-    metric = client.Counter(name, "d", labels, registry=registry)
-    for position, count in enumerate((7, 5, 2)):
-        metric.labels("m", str(position)).inc(count)
-    text = client.generate_latest(registry).decode()
-    found, other = DraftCounts.read(text), read_counters(text, "m").drafts
-    assert found is not None and other is not None
-    assert found == DraftCounts(10, 20, 30, (7, 5, 2))
-    assert list(found.accepted_per_pos) == other.num_accepted_tokens_per_pos
 
 
 @pytest.mark.parametrize("counts", HEALTHY)
@@ -125,22 +86,3 @@ def test_log_line():
         "not configured for parallel drafting. Skipping loading mask_hidden."
     )
     assert skips_mask_hidden(line) and not skips_mask_hidden("Loading drafter model...")
-
-
-counts = st.builds(
-    lambda n, per_pos: DraftCounts(n, 4 * n, sum(per_pos), tuple(sorted(per_pos, reverse=True))),
-    st.integers(0, 1000),
-    st.lists(st.integers(0, 1000), min_size=4, max_size=4),
-)
-
-
-@given(counts, counts)
-def test_differences_of_counters(earlier, added):
-    later = DraftCounts(
-        earlier.num_drafts + added.num_drafts,
-        earlier.num_draft_tokens + added.num_draft_tokens,
-        earlier.num_accepted_tokens + added.num_accepted_tokens,
-        tuple(a + b for a, b in zip(earlier.accepted_per_pos, added.accepted_per_pos)),
-    )
-    assert later.since(earlier) == added
-    assert added.since(DraftCounts()) == added

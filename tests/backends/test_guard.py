@@ -18,11 +18,12 @@ from typing import Any
 
 import pytest
 
-from peagle.backends.vllm.command import INSIDE, MIDDLEWARE, VllmLaunch, vllm_command
-from peagle.backends.vllm.facts import facts_of
+from peagle.backends.vllm.command import INSIDE, MIDDLEWARE, vllm_command
+from peagle.backends.vllm.facts import ENGINE_PATH, facts_of
 from peagle.backends.vllm.installation import VllmInstallation
+from peagle.backends.vllm.launch import VllmLaunch
 from peagle.serving.keys import ApiKeys
-from peagle.serving.vllm_guard import ENGINE_PATH, Guard, _is_alive
+from peagle.serving.vllm_guard import Guard, _is_alive
 from serving.asgi import JSON, LIMIT, Answer, Server, echo
 
 KEY = "0123456789abcdef0123456789abcdef"

@@ -8,8 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from backends.conftest import HEAD, TARGET
-from peagle.backends.vllm.command import VllmLaunch
+from peagle.backends.vllm.launch import VllmLaunch
 from peagle.backends.vllm.server import VllmServer
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
+from peagle.client.api import ApiClient, ApiReply, NoAnswer
 from peagle.config import SpeculativeConfig
 from peagle.errors import UserError
 
@@ -34,14 +33,9 @@ def is_gone(pid: int) -> bool:
     return True
 
 
-def post(server: VllmServer, body: dict, **headers: str):
-    request = urllib.request.Request(
-        f"{server.url}/v1/completions",
-        json.dumps({"prompt": "x", "max_tokens": 2, **body}).encode(),
-        {"Content-Type": "application/json", "Authorization": f"Bearer {server.api_key}"} | headers,
-    )
-    with urllib.request.urlopen(request, timeout=20) as answer:
-        return json.loads(answer.read())
+def post(server: VllmServer, body: dict, key: str | None = None) -> ApiReply:
+    client = ApiClient(server.url, server.api_key if key is None else key)
+    return client.call("POST", "/v1/completions", {"prompt": "x", "max_tokens": 2, **body})
 
 
 def test_a_sound_server(gpu):
@@ -50,12 +44,11 @@ def test_a_sound_server(gpu):
         assert server.url.startswith("http://127.0.0.1:") and server.model == TARGET
         counts = server.counts()
         assert counts is not None and counts.num_draft_tokens == 4 * counts.num_drafts > 0
-        told = post(server, {})["environment"]
+        told = json.loads(post(server, {}).body)["environment"]
         # A key of its own, which no command line has.
         assert len(server.api_key) >= 32 and server.api_key not in str(told)
         assert not any(server.api_key in word for word in server.command.argv)
-        with pytest.raises(urllib.error.HTTPError, match="401"):
-            post(server, {}, Authorization="Bearer wrong")
+        assert post(server, {}, "wrong").status == 401
         pid = server._child.pid
     assert is_gone(pid)
     assert "INFO ready" in logged and any("ready after" in text for text in said)
@@ -65,7 +58,7 @@ def test_a_sound_server(gpu):
 def test_without_a_key_if_none_is_wanted(gpu):
     with VllmServer(replace(LAUNCH, keys=(), speculative=None), gpu) as server:
         assert server.api_key == ""
-        assert post(server, {}, Authorization="")["environment"]["VLLM_API_KEY"] == ""
+        assert json.loads(post(server, {}, "").body)["environment"]["VLLM_API_KEY"] == ""
         assert server.counts() is None
 
 
@@ -110,10 +103,11 @@ def test_a_vllm_that_tells_nothing_of_its_configuration(gpu, monkeypatch):
 
 
 def test_not_ready_in_time(gpu, monkeypatch):
+    monkeypatch.setattr("peagle.backends.vllm.server.READY_S", 1)
     monkeypatch.setenv("FAKE_VLLM_LOAD_S", "60")
     with (
         pytest.raises(UserError, match="not ready after 1 s and was stopped"),
-        VllmServer(LAUNCH, gpu, ready_timeout_s=1),
+        VllmServer(LAUNCH, gpu),
     ):
         pass
 
@@ -131,9 +125,7 @@ def test_notes_are_warnings(cpu):
     drafted = SpeculativeConfig(model=str(BUNDLED_PEAGLE), num_speculative_tokens=4)
     launch = replace(LAUNCH, target=str(BUNDLED_TARGET), speculative=drafted)
     with pytest.warns(UserWarning, match="samples wrongly"), VllmServer(launch, cpu) as server:
-        with pytest.raises(urllib.error.HTTPError, match="400"):
-            post(server, {"temperature": 1})
-        post(server, {"temperature": 0})
+        assert [post(server, {"temperature": t}).status for t in (1, 0)] == [400, 200]
 
 
 def test_workers_of_a_server_that_does_not_end(gpu, monkeypatch):
@@ -151,7 +143,7 @@ def test_workers_of_a_server_that_does_not_end(gpu, monkeypatch):
 
 SCRIPT = """
 import sys
-from peagle.backends.vllm.command import VllmLaunch
+from peagle.backends.vllm.launch import VllmLaunch
 from peagle.backends.vllm.installation import VllmInstallation
 from peagle.backends.vllm.server import VllmServer
 from pathlib import Path
@@ -190,14 +182,10 @@ def until(process: subprocess.Popen, text: str) -> None:
 
 def ask_slowly(url: str, answers: list) -> threading.Thread:
     def ask() -> None:
-        body = json.dumps({"prompt": "x", "max_tokens": 1, "sleep_s": 1.0}).encode()
-        request = urllib.request.Request(
-            f"{url}/v1/completions", body, {"Content-Type": "application/json"}
-        )
+        body = {"prompt": "x", "max_tokens": 1, "sleep_s": 1.0}
         try:
-            with urllib.request.urlopen(request, timeout=20) as answer:
-                answers.append(answer.status)
-        except OSError as error:
+            answers.append(ApiClient(url).call("POST", "/v1/completions", body).status)
+        except NoAnswer as error:
             answers.append(error)
 
     thread = threading.Thread(target=ask)
@@ -229,7 +217,7 @@ def test_second_signal_ends_at_once(process):
         time.sleep(0.1)
     asking.join()
     assert started.wait(10) == 128 + signal.SIGKILL
-    assert isinstance(answers[0], OSError)
+    assert isinstance(answers[0], NoAnswer)
 
 
 def test_signal_while_it_loads(process):
@@ -248,8 +236,8 @@ def test_vllm_does_not_outlive_a_killed_parent(process):
     started.wait()
     for _ in range(60):
         try:
-            urllib.request.urlopen(f"{url}/health", timeout=5).close()
-        except OSError:
+            ApiClient(url).call("GET", "/health")
+        except NoAnswer:
             return
         time.sleep(0.1)
     raise AssertionError("it still answers")

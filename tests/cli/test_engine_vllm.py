@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from peagle.backends.vllm.command import VllmLaunch
 from peagle.backends.vllm.installation import VllmInstallation
+from peagle.backends.vllm.launch import VllmLaunch
 from peagle.errors import UserError
 from tests.cli.conftest import Pair, Peagle
 from tests.cli.eval_helpers import entries_of

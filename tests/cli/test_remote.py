@@ -6,11 +6,9 @@ import io
 import json
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -18,10 +16,11 @@ import pytest
 from peagle.cli.chat_screen import TextScreen
 from peagle.cli.conversation import Conversation
 from peagle.cli.remote import RemoteModel, ReportedPiece
-from peagle.cli.remote_server import RemoteServer
 from peagle.cli.terminal import interrupt_asks
+from peagle.client.api import ApiClient
 from peagle.errors import UserError
 from tests.cli.conftest import Peagle, Result
+from tests.evaluation.fake_endpoint import Script, endpoint
 
 MODEL = {
     "id": "tiny",
@@ -74,91 +73,18 @@ ANSWER = [
 ]
 
 
-class Fake:
-    """The server's answers, and what it was asked.
-
-    `stream` is a list of events; a number in it is a pause in seconds, text goes out as it is.
-    """
-
-    def __init__(self) -> None:
-        self.models: Any = {"object": "list", "data": [MODEL]}
-        self.stream: list[Any] = ANSWER
-        self.status, self.kind = 200, "text/event-stream"
-        self.models_status = 200
-        self.asked: list[dict[str, Any]] = []
-        self.keys: list[str | None] = []
-        self.paths: list[str] = []
-        self.dropped = threading.Event()
-        self.url = ""
-
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    fake: Fake
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        self.fake.paths.append(self.path)
-        self.fake.keys.append(self.headers["Authorization"])
-        raw = self.fake.models
-        body = raw if isinstance(raw, bytes) else json.dumps(raw).encode()
-        self.send_response(self.fake.models_status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def do_POST(self) -> None:
-        self.fake.paths.append(self.path)
-        self.fake.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-        self.send_response(self.fake.status)
-        self.send_header("Content-Type", self.fake.kind)
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-        self.close_connection = True
-        try:
-            for event in self.fake.stream:
-                self._send(event)
-            self.wfile.write(b"0\r\n\r\n")
-        except OSError:
-            self.fake.dropped.set()
-
-    def _send(self, event: Any) -> None:
-        if isinstance(event, int | float):
-            # A closed connection shows as an end of input.
-            self.connection.settimeout(event)
-            try:
-                if self.connection.recv(1) == b"":
-                    raise ConnectionResetError
-            except TimeoutError:
-                return
-        if isinstance(event, bytes):
-            text = event
-        else:
-            text = event if isinstance(event, str) else json.dumps(event)
-            text = f"data: {text}\n\n".encode()
-        self.wfile.write(b"%x\r\n%b\r\n" % (len(text), text))
-
-
 @pytest.fixture
-def fake() -> Iterator[Fake]:
-    fake = Fake()
-    handler = type("FakeHandler", (Handler,), {"fake": fake})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        fake.url = f"http://127.0.0.1:{server.server_port}"
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield fake
-        server.shutdown()
-        thread.join()
+def fake() -> Iterator[Script]:
+    script = Script(models=[MODEL], stream=ANSWER)
+    with endpoint(script):
+        yield script
 
 
 Chat = Callable[..., Result]
 
 
 @pytest.fixture
-def chat(peagle: Peagle, fake: Fake, monkeypatch: pytest.MonkeyPatch) -> Chat:
+def chat(peagle: Peagle, fake: Script, monkeypatch: pytest.MonkeyPatch) -> Chat:
     """chat("line\\nline\\n", "--option") talks with the fake through a pipe."""
 
     def talk(lines: str, *options: object) -> Result:
@@ -171,7 +97,7 @@ def chat(peagle: Peagle, fake: Fake, monkeypatch: pytest.MonkeyPatch) -> Chat:
 # ---- what it says ---------------------------------------------------------------------------
 
 
-def test_a_conversation(chat: Chat, fake: Fake) -> None:
+def test_a_conversation(chat: Chat, fake: Script) -> None:
     result = chat("hello\n/stats\nmore\n", "--system", "Be brief.")
     assert result.status == 0, result.err
     assert result.out == "def f():\ndef f():\n"
@@ -179,7 +105,7 @@ def test_a_conversation(chat: Chat, fake: Fake) -> None:
     assert "5 tokens, " in result.err and "acceptance length 2.50 at K=7" in result.err
     assert "4 of 9 prompt tokens cached" in result.err
     assert "context: 14 of 64 tokens" in result.err
-    first, second = fake.asked
+    first, second = fake.bodies
     assert first["model"] == "tiny" and first["stream"] is True
     assert first["stream_options"] == {"include_usage": True}
     assert first["speculation"] == {"report": True}
@@ -191,12 +117,12 @@ def test_a_conversation(chat: Chat, fake: Fake) -> None:
     assert first.keys() == {"model", "messages", "stream", "stream_options", "speculation"}
 
 
-def test_options_become_fields(chat: Chat, fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_become_fields(chat: Chat, fake: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PEAGLE_SAMPLING", '{"top_p": 0.9, "logit_bias": {"5": "-inf"}}')
     options = ["--temperature", 0.5, "--seed", 3, "--stop", "a", "--stop", "b", "-k", 4]
     options += ["--max-new-tokens", 12, "--no-thinking", "--bad-word", "no"]
     assert chat("hello\n", *options).status == 0
-    (asked,) = fake.asked
+    (asked,) = fake.bodies
     expected = {
         "temperature": 0.5,
         "seed": 3,
@@ -211,50 +137,28 @@ def test_options_become_fields(chat: Chat, fake: Fake, monkeypatch: pytest.Monke
     assert {name: asked[name] for name in expected} == expected
 
 
-def test_structures(chat: Chat, fake: Fake) -> None:
+def test_structures(chat: Chat, fake: Script) -> None:
     assert chat("x\n", "--json-object").status == 0
     assert chat("x\n", "--json-schema", '{"type": "array"}').status == 0
     assert chat("x\n", "--regex", "[ab]+").status == 0
-    json_object, schema, regex = (asked["response_format"] for asked in fake.asked)
+    json_object, schema, regex = (asked["response_format"] for asked in fake.bodies)
     assert json_object == {"type": "json_object"}
     assert regex == {"type": "regex", "pattern": "[ab]+"}
     assert schema["type"] == "json_schema" and schema["json_schema"]["schema"] == {"type": "array"}
 
 
-def test_no_speculation(chat: Chat, fake: Fake) -> None:
+def test_no_speculation(chat: Chat, fake: Script) -> None:
     fake.stream = [chunk("a"), chunk("b", finish="stop"), DONE]
     result = chat("hello\n", "--no-speculation")
-    assert fake.asked[0]["speculation"] == {"report": True, "num_speculative_tokens": 0}
+    assert fake.bodies[0]["speculation"] == {"report": True, "num_speculative_tokens": 0}
     assert "no speculation" in result.err and "2 tokens" in result.err
 
 
-def test_a_server_of_another_kind_is_sent_nothing_of_ours(chat: Chat, fake: Fake) -> None:
-    fake.models = {"data": [{"id": "other"}, {"id": "second"}]}
+def test_a_server_of_another_kind_is_sent_nothing_of_ours(chat: Chat, fake: Script) -> None:
+    fake.models = [{"id": "other"}, {"id": "second"}]
     assert chat("hello\n", "--model", "second").status == 0
-    assert fake.asked[0]["model"] == "second" and "speculation" not in fake.asked[0]
+    assert fake.bodies[0]["model"] == "second" and "speculation" not in fake.bodies[0]
     assert "nothing" in chat("hello\n", "-k", 2).err
-
-
-@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/", "/prefix/v1"])
-def test_urls(chat: Chat, fake: Fake, end: str) -> None:
-    fake.url += end
-    assert chat("hello\n").status == 0
-    base = "/prefix" if "prefix" in end else ""
-    assert fake.paths == [f"{base}/v1/models", f"{base}/v1/chat/completions"]
-
-
-def test_the_key_is_sent_and_never_shown(
-    chat: Chat, fake: Fake, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PEAGLE_API_KEY", "sk-secret,sk-other")
-    fake.models_status, fake.models = 401, {"error": {"message": "Wrong key."}}
-    result = chat("hello\n")
-    assert fake.keys == ["Bearer sk-secret"]
-    assert (result.status, result.out) == (2, "")
-    assert "refused the key (401): Wrong key. Set the variable PEAGLE_API_KEY" in result.err
-    assert "sk-" not in result.err
-    monkeypatch.setenv("PEAGLE_API_KEY", "a\nHost: b")
-    assert "PEAGLE_API_KEY has characters that no key has" in chat("hello\n").err
 
 
 def test_json_facts(chat: Chat) -> None:
@@ -270,8 +174,8 @@ def test_json_facts(chat: Chat) -> None:
 # ---- acceptance as it comes -----------------------------------------------------------------
 
 
-def test_pieces_carry_what_was_accepted(fake: Fake) -> None:
-    model = RemoteModel(RemoteServer(fake.url))
+def test_pieces_carry_what_was_accepted(fake: Script) -> None:
+    model = RemoteModel(ApiClient(fake.url))
     pieces = [p for p in Conversation(model).say("hello") if isinstance(p, ReportedPiece)]
     assert [p.text for p in pieces] == ["hm", "def f", "():"]
     assert pieces[1].tokens == (("def", True), (" f", False))
@@ -294,9 +198,9 @@ def test_accepted_tokens_stand_out_on_a_terminal(monkeypatch: pytest.MonkeyPatch
     assert terminal.getvalue().endswith("\x1b[0mbä")
 
 
-def test_counts_until_the_usage_comes(fake: Fake) -> None:
+def test_counts_until_the_usage_comes(fake: Script) -> None:
     fake.stream = [*ANSWER[:3], 30]
-    talk = Conversation(RemoteModel(RemoteServer(fake.url)))
+    talk = Conversation(RemoteModel(ApiClient(fake.url)))
     pieces = talk.say("hello", lambda: len(seen) == 3)
     seen: list[Any] = []
     for piece in pieces:
@@ -311,9 +215,9 @@ def test_counts_until_the_usage_comes(fake: Fake) -> None:
 # ---- stopping -------------------------------------------------------------------------------
 
 
-def test_ctrl_c_closes_the_connection_while_the_server_is_silent(fake: Fake) -> None:
+def test_ctrl_c_closes_the_connection_while_the_server_is_silent(fake: Script) -> None:
     fake.stream = [chunk("one"), 30]
-    talk = Conversation(RemoteModel(RemoteServer(fake.url)))
+    talk = Conversation(RemoteModel(ApiClient(fake.url)))
     start = time.monotonic()
     with interrupt_asks() as stopped:
         for piece in talk.say("hello", stopped):
@@ -323,7 +227,7 @@ def test_ctrl_c_closes_the_connection_while_the_server_is_silent(fake: Fake) -> 
     assert talk.last.ended == "interrupt" and talk.messages[-1]["content"] == "one"
 
 
-def test_a_context_that_is_full(chat: Chat, fake: Fake) -> None:
+def test_a_context_that_is_full(chat: Chat, fake: Script) -> None:
     usage = {"choices": [], "usage": {"prompt_tokens": 60, "completion_tokens": 4}}
     fake.stream = [chunk("a"), chunk(finish="length"), usage, DONE]
     assert "the context of 64 tokens is full" in chat("x\n").err
@@ -335,44 +239,38 @@ def test_a_context_that_is_full(chat: Chat, fake: Fake) -> None:
 # ---- what goes wrong ------------------------------------------------------------------------
 
 
-def test_nobody_there(peagle: Peagle) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    result = peagle("chat", "--server", f"http://127.0.0.1:{port}")
-    assert (result.status, result.out) == (2, "")
-    assert f"No server answers at http://127.0.0.1:{port}: Connection refused" in result.err
-    assert "`peagle serve`" in result.err
-
-
-@pytest.mark.parametrize(
-    "url", ["localhost:8000", "ftp://x", "http://", "http://h:99999", "http://h/?a=b", "nonsense"]
-)
-def test_urls_that_are_none(peagle: Peagle, url: str) -> None:
-    result = peagle("chat", "--server", url)
-    assert result.status == 2 and f"--server is {url!r}; expected a URL" in result.err
-
-
 @pytest.mark.parametrize(
     ("status", "models", "message"),
     [
-        (404, b"<html>not here</html>", "no server of chat completions: it has no such page (404)"),
-        (200, b"<html>hello</html>", "no JSON object: '<html>hello</html>'"),
-        (200, {"data": "x"}, "its list of models is none"),
-        (200, {"data": []}, "has no model ''; it has: none"),
-        (200, {"data": [{**MODEL, "chat": False}]}, "'tiny' on http://127.0.0.1:"),
-        (200, {"data": [{**MODEL, "chat": False}]}, "has no chat template, so it is no chat model"),
-        (503, {"error": {"message": "loading\x1b[2J"}}, "refused (503): loading\ufffd[2J"),
-        (500, b"", "refused (500): it gave no reason."),
+        (404, "<html>not here</html>", "'no such page (404)', which is not OpenAI's interface"),
+        (200, [], "has no model ''; it has: none"),
+        (200, [{**MODEL, "chat": False}], "has no chat template, so it is no chat model"),
+        (503, '{"error": {"message": "loading\\u001b[2J"}}', "(503: loading [2J). Try again."),
+        (500, "", "refused the request (500: it gave no reason)"),
     ],
 )
 def test_models_that_cannot_be_had(
-    chat: Chat, fake: Fake, status: int, models: Any, message: str
+    chat: Chat, fake: Script, status: int, models: Any, message: str
 ) -> None:
     fake.models_status, fake.models = status, models
     result = chat("hello\n")
     assert (result.status, result.out) == (2, "")
     assert message in result.err and "Traceback" not in result.err
-    assert fake.asked == []
+    assert fake.bodies == []
+
+
+def test_addresses_and_keys(
+    chat: Chat, peagle: Peagle, fake: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """tests/client has the ways in which either may be wrong."""
+    assert "--server is 'nonsense'; expected a URL" in peagle("chat", "--server", "nonsense").err
+    nobody = peagle("chat", "--server", "http://127.0.0.1:9").err
+    assert "No server answers at http://127.0.0.1:9" in nobody and "`peagle serve`" in nobody
+    monkeypatch.setenv("PEAGLE_API_KEY", "sk-secret,sk-other")
+    fake.key = "sk-secret"
+    assert chat("hello\n").status == 0
+    fake.key = "sk-new"
+    assert "sk-" not in (refused := chat("hello\n").err) and "refused the key (401" in refused
 
 
 def test_a_model_that_is_not_there(chat: Chat) -> None:
@@ -383,23 +281,23 @@ def test_a_model_that_is_not_there(chat: Chat) -> None:
 @pytest.mark.parametrize(
     ("status", "kind", "stream", "message"),
     [
-        (400, "application/json", [b'{"error": {"message": "too long"}}'], "(400): too long"),
-        (401, "application/json", [b'{"error": {"message": "key"}}'], "refused the key (401): key"),
-        (404, "text/html", [b"nope"], "no such page (404)"),
-        (200, "text/html", [b"hello"], "answers with 'text/html', not with a stream"),
+        (400, "application/json", ['{"error": {"message": "too long"}}'], "(400: too long)"),
+        (401, "application/json", ['{"error": {"message": "key"}}'], "refused the key (401: key)"),
+        (404, "text/html", ["nope"], "no such page (404)"),
+        (200, "text/html", ["hello"], "a body of 'text/html', not a stream"),
         (200, "text/event-stream", [{"error": {"message": "died"}}], "ended the answer: died"),
         (200, "text/event-stream", [chunk("a"), {"error": {"message": "died"}}], "answer: died"),
         (200, "text/event-stream", [chunk("a")], "broke: it ended in the middle of the answer"),
         (200, "text/event-stream", [chunk("a"), DONE], "ended the answer without a reason"),
-        (200, "text/event-stream", ["{nonsense"], "no JSON object: '{nonsense'"),
+        (200, "text/event-stream", ["{nonsense"], "answered '{nonsense', which is not"),
         (200, "text/event-stream", [{"choices": 5}], "a chunk that is none of a chat completion"),
         (200, "text/event-stream", [{"choices": ["x"]}], "a chunk that is none of a chat comple"),
     ],
 )
 def test_answers_that_fail(
-    chat: Chat, fake: Fake, status: int, kind: str, stream: list[Any], message: str
+    chat: Chat, fake: Script, status: int, kind: str, stream: list[Any], message: str
 ) -> None:
-    fake.status, fake.kind, fake.stream = status, kind, stream
+    fake.status, fake.content_type, fake.stream = status, kind, stream
     result = chat("hello\n", "--format", "json")
     assert result.status == 2
     assert message in result.err and "Traceback" not in result.err
@@ -407,8 +305,8 @@ def test_answers_that_fail(
     assert record["turn"] == 1 and message in record["error"]
 
 
-def test_a_failed_answer_leaves_the_conversation_as_it_was(fake: Fake) -> None:
-    talk = Conversation(RemoteModel(RemoteServer(fake.url)))
+def test_a_failed_answer_leaves_the_conversation_as_it_was(fake: Script) -> None:
+    talk = Conversation(RemoteModel(ApiClient(fake.url)))
     list(talk.say("one"))
     before = list(talk.messages)
     fake.stream = [chunk("half")]
@@ -432,7 +330,9 @@ def test_a_failed_answer_leaves_the_conversation_as_it_was(fake: Fake) -> None:
         ["--show-config"],
     ],
 )
-def test_options_of_a_model_in_this_process(chat: Chat, fake: Fake, options: list[object]) -> None:
+def test_options_of_a_model_in_this_process(
+    chat: Chat, fake: Script, options: list[object]
+) -> None:
     result = chat("hello\n", *options)
     assert result.status == 2 and fake.paths == []
     assert f"{options[0]} and --server contradict each other" in result.err

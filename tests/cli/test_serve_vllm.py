@@ -61,54 +61,57 @@ def test_print_command(peagle: Peagle) -> None:
         assert flag not in found
 
 
+def test_options_have_their_flags(peagle: Peagle) -> None:
+    values: list[tuple[str, object, str, str]] = [
+        ("--dtype", "bfloat16", "--dtype", "bfloat16"),
+        ("--max-model-len", 512, "--max-model-len", "512"),
+        ("--max-num-seqs", 5, "--max-num-seqs", "5"),
+        ("--max-num-batched-tokens", 99, "--max-num-batched-tokens", "99"),
+        ("--kv-cache-gib", 2, "--kv-cache-memory-bytes", str(2 << 30)),
+        ("--gpu-memory-utilization", 0.5, "--gpu-memory-utilization", "0.5"),
+        ("--num-kv-blocks", 9, "--num-gpu-blocks-override", "9"),
+        ("--block-size", 32, "--block-size", "32"),
+        ("--seed", 4, "--seed", "4"),
+        ("--port", 8123, "--port", "8123"),
+        ("--host", "localhost", "--host", "localhost"),
+        ("--served-model-name", "m", "--served-model-name", "m"),
+        ("--chat-template", "{{ messages }}", "--chat-template", "{{ messages }}"),
+        ("--tool-call-parser", "hermes", "--tool-call-parser", "hermes"),
+        ("--allowed-origin", "https://a.b", "--allowed-origins", "[]"),
+        ("--drain-timeout", 7, "--shutdown-timeout", "7"),
+        ("--log-format", "json", "--logging-config", '{"formatter": "json"}'),
+        ("--otlp-endpoint", "http://x:1", "--otlp-traces-endpoint", "http://x:1/v1/traces"),
+        ("--max-queue", 9, "--max-num-queued-reqs", "9"),
+        ("--data-parallel-size", 2, "--data-parallel-size", "2"),
+    ]
+    switches = {
+        "--enforce-eager": "--enforce-eager",
+        "--no-prefix-caching": "--no-enable-prefix-caching",
+        "--log-prompts": "--enable-log-outputs",
+    }
+    given = [word for option, value_, *_ in values for word in (option, value_)]
+    result = peagle(*VLLM, *given, *switches, "--", "--kv-cache-dtype", "fp8")
+    found = {flag: value(result, flag) for _, _, flag, _ in values}
+    assert found == {flag: expected for _, _, flag, expected in values}
+    assert value(result, "--kv-cache-dtype") == "fp8"
+    plain = words(peagle(*VLLM))
+    for flag in (*switches.values(), "--enable-auto-tool-choice"):
+        assert flag in words(result) and flag not in plain
+
+
 @pytest.mark.parametrize(
     ("given", "flag", "expected"),
     [
-        (["--dtype", "bfloat16"], "--dtype", "bfloat16"),
-        (["--max-model-len", 512], "--max-model-len", "512"),
-        (["--max-num-seqs", 5], "--max-num-seqs", "5"),
-        (["--max-num-batched-tokens", 99], "--max-num-batched-tokens", "99"),
-        (["--kv-cache-gib", 2], "--kv-cache-memory-bytes", str(2 << 30)),
-        (["--gpu-memory-utilization", 0.5], "--gpu-memory-utilization", "0.5"),
-        (["--num-kv-blocks", 9], "--num-gpu-blocks-override", "9"),
-        (["--block-size", 32], "--block-size", "32"),
-        (["--seed", 4], "--seed", "4"),
-        (["--port", 8123], "--port", "8123"),
-        (["--host", "localhost"], "--host", "localhost"),
-        (["--served-model-name", "m"], "--served-model-name", "m"),
-        (["--chat-template", "{{ messages }}"], "--chat-template", "{{ messages }}"),
-        (["--tool-call-parser", "hermes"], "--tool-call-parser", "hermes"),
-        (["--allowed-origin", "https://a.b"], "--allowed-origins", "[]"),
-        (["--drain-timeout", 7], "--shutdown-timeout", "7"),
-        (["--log-format", "json"], "--logging-config", '{"formatter": "json"}'),
-        (["--otlp-endpoint", "http://x:1"], "--otlp-traces-endpoint", "http://x:1/v1/traces"),
-        (["--max-queue", 9], "--max-num-queued-reqs", "9"),
         (["--tensor-parallel-size", 4], "--tensor-parallel-size", "4"),
-        (["--data-parallel-size", 2], "--data-parallel-size", "2"),
         (["--no-speculation", "--pipeline-parallel-size", 2], "--pipeline-parallel-size", "2"),
-        (["--", "--kv-cache-dtype", "fp8"], "--kv-cache-dtype", "fp8"),
         (["x", "--no-speculation", "--", "--kv-cache-dtype", "fp8"], "--kv-cache-dtype", "fp8"),
         (["--revision", "abc", "--target", "o/n", "--no-speculation"], "--revision", "abc"),
     ],
 )
-def test_options_have_their_flags(
+def test_options_that_stand_alone(
     peagle: Peagle, given: list[object], flag: str, expected: str
 ) -> None:
     assert value(peagle(*VLLM, *given), flag) == expected
-
-
-@pytest.mark.parametrize(
-    ("given", "flag"),
-    [
-        (["--enforce-eager"], "--enforce-eager"),
-        (["--no-prefix-caching"], "--no-enable-prefix-caching"),
-        (["--log-prompts"], "--enable-log-outputs"),
-        (["--tool-call-parser", "mistral"], "--enable-auto-tool-choice"),
-    ],
-)
-def test_switches_have_their_flags(peagle: Peagle, given: list[str], flag: str) -> None:
-    assert flag in words(peagle(*VLLM, *given))
-    assert flag not in words(peagle(*VLLM))
 
 
 @pytest.mark.parametrize(

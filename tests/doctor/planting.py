@@ -15,8 +15,9 @@ from torch import Tensor
 
 import peagle.engine.build as engine_build
 import peagle.speculation.proposers as proposers
-from peagle.doctor.examiner import Examiner
-from peagle.doctor.served import EngineServing, Question, Served
+from peagle.doctor.probed_target import ProbedTarget
+from peagle.doctor.questions import Question
+from peagle.doctor.served import EngineServing, Served
 from peagle.models.checkpoint import load_drafter
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
@@ -45,7 +46,7 @@ def copy_head(source: Path, folder: Path, *faults: Fault) -> Path:
     return folder
 
 
-def train_shortly(examiner: Examiner, folder: Path, *, steps: int) -> Path:
+def train_shortly(examiner: ProbedTarget, folder: Path, *, steps: int) -> Path:
     """A new head after some steps on the answers in an examiner's probe."""
     probe, data = examiner.probe, folder / "answers.jsonl"
     with data.open("w") as file:
@@ -198,10 +199,6 @@ MAP_FAULTS = [
     Fault("t2d contradicts", "draft_vocabulary", _tensors(_contradict)),
     Fault("map rebuilt", "vocabulary_rebuilt", _tensors(_rebuild_map)),
 ]
-EAGLE3_FAULTS = [
-    *(one for one in FILE_FAULTS if one.cause in ("aux_layers", "norms", "residual", "rope")),
-    Fault("norm_output", "norms", _config(norm_output=True)),
-]
 OVERFLOW = Fault("float16 overflow", "dtype", _tensors(_overflow))
 
 
@@ -244,26 +241,7 @@ def scramble_tokenizer(source: Path, folder: Path) -> Path:
     return folder
 
 
-# ---- a head with a draft vocabulary -----------------------------------------------------------
-
-
-def prune(source: Path, folder: Path, ids: Sequence[int]) -> Path:
-    """A copy of a head over the whole vocabulary that drafts only these tokens, ascending."""
-    shutil.copytree(source, folder)
-    vocab = config_of(folder)["vocab_size"]
-    kept = torch.tensor(list(ids))
-
-    def change(tensors: Tensors) -> None:
-        tensors["lm_head.weight"] = tensors["lm_head.weight"][kept]
-        tensors["d2t"] = kept - torch.arange(len(kept))
-        tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, kept, True)
-
-    edit_tensors(folder, change)
-    edit_config(folder, draft_vocab_size=len(kept))
-    return folder
-
-
-# ---- serving sides that tell little, or run a healthy head wrongly ------------------------------
+# ---- serving sides that report little, or run a healthy head wrongly ----------------------------
 
 
 @dataclass(frozen=True)

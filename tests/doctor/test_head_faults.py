@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from peagle.bundled import BUNDLED_PEAGLE
-from peagle.doctor.examiner import Examiner
+from peagle.doctor.examiner import examine
 from peagle.doctor.findings import Examination
+from peagle.doctor.probed_target import ProbedTarget
 from peagle.doctor.questions import Style
 from peagle.doctor.served import EngineServing
 from peagle.models.checkpoint import convert_head
@@ -55,38 +56,40 @@ def ids(report: Examination) -> set[str]:
     return {cause.id for cause in report.causes}
 
 
-def examine(examiner: Examiner, source: Path, folder: Path, *faults: Fault) -> Examination:
-    return examiner.examine(copy_head(source, folder, *faults))
+def examine_faulty(probed: ProbedTarget, source: Path, folder: Path, *faults: Fault) -> Examination:
+    return examine(probed, copy_head(source, folder, *faults))
 
 
 @pytest.mark.parametrize("name", SINGLE)
-def test_a_fault_in_the_files_is_named(pair2: Examiner, tmp_path: Path, name: str) -> None:
+def test_a_fault_in_the_files_is_named(pair2: ProbedTarget, tmp_path: Path, name: str) -> None:
     fault = FAULTS[name]
-    report = examine(pair2, HEADS["pair2"], tmp_path / "head", fault)
+    report = examine_faulty(pair2, HEADS["pair2"], tmp_path / "head", fault)
     assert ids(report) == {fault.cause}
     assert report.causes[0].where == "head"
     assert SINGLE[name] in report.causes[0].remedy
 
 
 @pytest.mark.parametrize("names", PAIRS, ids=" and ".join)
-def test_two_faults_are_both_named(pair2: Examiner, tmp_path: Path, names: tuple[str, str]) -> None:
+def test_two_faults_are_both_named(
+    pair2: ProbedTarget, tmp_path: Path, names: tuple[str, str]
+) -> None:
     faults = [FAULTS[name] for name in names]
-    report = examine(pair2, HEADS["pair2"], tmp_path / "head", *faults)
+    report = examine_faulty(pair2, HEADS["pair2"], tmp_path / "head", *faults)
     assert ids(report) == {fault.cause for fault in faults}
 
 
-def test_a_fault_of_the_bundled_head(bundled: Examiner, tmp_path: Path) -> None:
+def test_a_fault_of_the_bundled_head(bundled: ProbedTarget, tmp_path: Path) -> None:
     """In the second pair the two norms are too much alike for their exchange to matter."""
-    report = examine(bundled, BUNDLED_PEAGLE, tmp_path / "head", FAULTS["norms exchanged"])
+    report = examine_faulty(bundled, BUNDLED_PEAGLE, tmp_path / "head", FAULTS["norms exchanged"])
     assert ids(report) == {"norms"}
 
 
-def test_prompts_of_another_style(pair2_small: Examiner) -> None:
+def test_prompts_of_another_style(pair2_small: ProbedTarget) -> None:
     """The pair was trained with its chat template, thinking as the template has it."""
     for style, cause in ((Style(False), "chat_template"), (Style(True, None, False), "thinking")):
         like = pair2_small
-        other = Examiner.of(like.target, like.tokenizer, style, like.texts, 6, (2, 4, 5))
-        report = other.examine(HEADS["pair2"])
+        other = ProbedTarget.of(like.target, like.tokenizer, style, like.texts, 6, (2, 4, 5))
+        report = examine(other, HEADS["pair2"])
         assert ids(report) == {cause}, style
         assert report.causes[0].where == "prompts"
 
@@ -95,10 +98,10 @@ def test_a_type_that_cannot_hold_the_head(tmp_path: Path) -> None:
     head = copy_head(HEADS["pair2"], tmp_path / "head", OVERFLOW)
     texts = pair2_texts()[:16]
     whole = make_examiner(PAIR2 / "target", head, texts)
-    assert ids(whole.examine(head)) == set()
+    assert ids(examine(whole, head)) == set()
     half = make_examiner(PAIR2 / "target", head, texts, dtype=torch.float16)
-    assert ids(half.examine(head)) == {"dtype"}
-    assert ids(half.examine(HEADS["pair2"])) == set()
+    assert ids(examine(half, head)) == {"dtype"}
+    assert ids(examine(half, HEADS["pair2"])) == set()
 
 
 @pytest.mark.parametrize("has_fingerprint", [True, False])
@@ -108,31 +111,31 @@ def test_another_target_and_another_tokenizer(tmp_path: Path, has_fingerprint: b
         without_fingerprint(head)
     other = turn_target(PAIR2 / "target", tmp_path / "other")
     texts = pair2_texts()[:16]
-    assert ids(make_examiner(other, head, texts).examine(head)) == {"wrong_target"}
+    assert ids(examine(make_examiner(other, head, texts), head)) == {"wrong_target"}
     scrambled = scramble_tokenizer(PAIR2 / "target", tmp_path / "scrambled")
-    assert ids(make_examiner(scrambled, head, texts).examine(head)) == {"tokenizer"}
+    assert ids(examine(make_examiner(scrambled, head, texts), head)) == {"tokenizer"}
 
 
-def test_healthy_heads(pair2: Examiner, bundled: Examiner, tmp_path: Path) -> None:
+def test_healthy_heads(pair2: ProbedTarget, bundled: ProbedTarget, tmp_path: Path) -> None:
     speculators = tmp_path / "speculators"
     convert_head(HEADS["pair2"], speculators, "speculators", force=False, target=None)
     # The engine does not keep the doctor's texts to a window of 9 tokens.
     short = copy_head(HEADS["pair2"], tmp_path / "short")
     edit_config(short, peagle=config_of(short)["peagle"] | {"max_sequence_length_trained": 9})
     for folder in (HEADS["pair2"], speculators, short):
-        report = pair2.examine(folder, EngineServing(pair2.target, folder, 6))
+        report = examine(pair2, folder, EngineServing(pair2.target, folder, 6))
         assert report.is_healthy, report.causes
-    report = bundled.examine(BUNDLED_PEAGLE)
+    report = examine(bundled, BUNDLED_PEAGLE)
     assert report.is_healthy, report.causes
     assert {check.status for check in report.checks} == {"agrees", "not checked"}
 
 
-def test_a_head_that_cannot_be_read(pair2: Examiner, tmp_path: Path) -> None:
+def test_a_head_that_cannot_be_read(pair2: ProbedTarget, tmp_path: Path) -> None:
     head = copy_head(HEADS["pair2"], tmp_path / "head")
     (head / "model.safetensors").unlink()
-    report = pair2.examine(head)
+    report = examine(pair2, head)
     assert ids(report) == {"weights"}
-    report = pair2.examine(copy_head(HEADS["bundled"], tmp_path / "other"))
+    report = examine(pair2, copy_head(HEADS["bundled"], tmp_path / "other"))
     assert ids(report) == {"wrong_target"}
     assert {check.name for check in report.checks if check.status == "differs"} == {"target"}
 
@@ -143,19 +146,19 @@ def record(head: Path, steps: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def undertrained(pair2_small: Examiner, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undertrained(pair2_small: ProbedTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A new head of the second pair after a dozen steps on answers of its target."""
     return train_shortly(pair2_small, tmp_path_factory.mktemp("undertrained"), steps=12)
 
 
 @pytest.mark.parametrize("has_record", [True, False])
 def test_a_head_that_was_trained_too_little(
-    pair2_small: Examiner, undertrained: Path, tmp_path: Path, has_record: bool
+    pair2_small: ProbedTarget, undertrained: Path, tmp_path: Path, has_record: bool
 ) -> None:
     head = undertrained
     if not has_record:
         head = copy_head(undertrained, tmp_path / "copy")
-    report = pair2_small.examine(head)
+    report = examine(pair2_small, head)
     if has_record:
         assert ids(report) == {"training"}
         assert "trained for 12 steps" in report.causes[0].evidence
@@ -168,11 +171,11 @@ def test_a_head_that_was_trained_too_little(
 
 @pytest.mark.parametrize(("steps", "cause"), [(40, "training"), (12_000, "mask_hidden"), (0, "")])
 def test_the_record_tells_little_training_from_a_lost_mask_hidden(
-    bundled: Examiner, tmp_path: Path, steps: int, cause: str
+    bundled: ProbedTarget, tmp_path: Path, steps: int, cause: str
 ) -> None:
     head = copy_head(BUNDLED_PEAGLE, tmp_path / "head", FAULTS["mask_hidden untrained"])
     if steps:
         record(head, steps)
-    report = bundled.examine(head)
+    report = examine(bundled, head)
     assert ids(report) == {cause or "mask_hidden"}
     assert report.advice.startswith(report.causes[0].remedy)

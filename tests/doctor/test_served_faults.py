@@ -8,13 +8,12 @@ from dataclasses import replace
 import pytest
 
 from peagle.bundled import BUNDLED_PEAGLE
-from peagle.doctor.examiner import Examiner
-from peagle.doctor.faults import agreement
 from peagle.doctor.files import examine_files
 from peagle.doctor.findings import Examination
 from peagle.doctor.forward import drafted
+from peagle.doctor.probed_target import ProbedTarget
 from peagle.doctor.served import EngineServing, Served
-from peagle.doctor.serving_side import examine_serving
+from peagle.doctor.serving_side import agreement, examine_serving
 from peagle.engine import SpeculationStats
 from tests.doctor.conftest import HEADS
 from tests.doctor.planting import (
@@ -29,7 +28,7 @@ HEAD = HEADS["pair2"]
 Sabotage = Callable[[pytest.MonkeyPatch], None]
 
 
-def serve(examiner: Examiner, change: Callable[[Served], Served] | None = None) -> Examination:
+def serve(examiner: ProbedTarget, change: Callable[[Served], Served] | None = None) -> Examination:
     """Examine the serving side alone; `change` makes counters of it all that is told."""
     files, head = examine_files(HEAD, examiner.target)
     assert head is not None
@@ -45,7 +44,7 @@ def named(report: Examination) -> set[tuple[str, str]]:
 
 @pytest.mark.parametrize("name", ["aux layers", "mask id", "no fc", "one by one", "d2t"])
 def test_a_fault_of_the_engine_is_named_by_its_drafts(
-    pair2_small: Examiner, monkeypatch: pytest.MonkeyPatch, name: str
+    pair2_small: ProbedTarget, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     (cause,), change = HEAD_CHANGES[name]
     serve_changed(monkeypatch, change)
@@ -54,7 +53,7 @@ def test_a_fault_of_the_engine_is_named_by_its_drafts(
 
 @pytest.mark.parametrize("name", ["residual", "theta", "mask_hidden 0"])
 def test_a_fault_of_a_server_is_named_by_its_counters(
-    pair2_small: Examiner, monkeypatch: pytest.MonkeyPatch, name: str
+    pair2_small: ProbedTarget, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     (cause,), change = HEAD_CHANGES[name]
     serve_changed(monkeypatch, change)
@@ -66,7 +65,7 @@ def test_a_fault_of_a_server_is_named_by_its_counters(
     [("any mask id", True), ("any mask id", False), ("mask state", False), ("layer noise", False)],
 )
 def test_faults_without_a_name(
-    pair2_small: Examiner, monkeypatch: pytest.MonkeyPatch, name: str, tells_drafts: bool
+    pair2_small: ProbedTarget, monkeypatch: pytest.MonkeyPatch, name: str, tells_drafts: bool
 ) -> None:
     """No known fault makes such drafts; which slots of a draft they come from can be told."""
     causes, change = HEAD_CHANGES[name]
@@ -76,7 +75,9 @@ def test_faults_without_a_name(
     assert found <= {(cause, "serving") for cause in causes}
 
 
-def test_shifted_tokens_and_windows(pair2_small: Examiner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shifted_tokens_and_windows(
+    pair2_small: ProbedTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         serve_shifted(patch)
         assert named(serve(pair2_small)) == {("token_shift", "serving")}
@@ -86,7 +87,7 @@ def test_shifted_tokens_and_windows(pair2_small: Examiner, monkeypatch: pytest.M
     assert named(serve(pair2_small)) == named(serve(pair2_small, lambda one: one)) == set()
 
 
-def test_the_engine_drafts_what_training_foresees(bundled: Examiner) -> None:
+def test_the_engine_drafts_what_training_foresees(bundled: ProbedTarget) -> None:
     """Token by token, to the last draft of an answer, of which its end may cut accepted ones."""
     _, head = examine_files(BUNDLED_PEAGLE, bundled.target)
     assert head is not None
@@ -99,7 +100,7 @@ def test_the_engine_drafts_what_training_foresees(bundled: Examiner) -> None:
     assert found.share > 0.998  # rounding may turn a draft whose two best logits are equal
 
 
-def test_servers_that_differ_in_more_than_drafts(pair2_small: Examiner) -> None:
+def test_servers_that_differ_in_more_than_drafts(pair2_small: ProbedTarget) -> None:
     """Prompts rendered otherwise, other outputs, no drafts, no counters."""
     plain = [len(pair2_small.tokenizer(text).input_ids) for text in pair2_small.texts]
     asked = [pair2_small.texts.index(q.prompt[-1]["content"]) for q in pair2_small.questions[::2]]  # type: ignore

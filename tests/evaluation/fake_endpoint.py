@@ -21,7 +21,11 @@ class Script:
     """How the server behaves, and what it saw.
 
     Attributes:
+        url: where it listens.
         models: what /v1/models lists; None answers 404, text is sent as it is.
+        models_status: status of that answer.
+        stream: events of every answer in place of STEPS: objects, text, or pauses in seconds.
+        status, content_type: of such an answer; with another type its events are its body.
         usage: "continuous" (if it is asked for), "last" (in an event of its own), "final" (in the
             last event with text) or "none".
         refuses: names of stream options that are answered with 400.
@@ -34,7 +38,12 @@ class Script:
         dies_after: answers, in the middle of the next of which it goes away for good.
     """
 
+    url: str = ""
     models: Any = field(default_factory=lambda: [{"id": "m"}, {"id": "other"}])
+    models_status: int = 200
+    stream: list[Any] | None = None
+    status: int = 200
+    content_type: str = "text/event-stream"
     usage: str = "continuous"
     refuses: tuple[str, ...] = ()
     streams: bool = True
@@ -54,6 +63,7 @@ class Script:
     in_flight: int = 0
     most_in_flight: int = 0
     num_answers: int = 0
+    dropped: threading.Event = field(default_factory=threading.Event)
 
 
 class Dead(Exception):
@@ -68,7 +78,8 @@ def endpoint(script: Script) -> Iterator[str]:
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        script.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        yield script.url
     finally:
 
         async def end() -> None:
@@ -125,18 +136,42 @@ async def _answer(
     elif path == "/v1/models":
         listed = script.models
         if isinstance(listed, str):
-            _send(writer, 200, listed.encode())
+            _send(writer, script.models_status, listed.encode())
         elif listed is None:
             _send(writer, 404, b"not here")
         else:
-            _send(writer, 200, json.dumps({"data": listed}).encode())
+            _send(writer, script.models_status, json.dumps({"data": listed}).encode())
     elif path == "/metrics":
         missing = script.metrics is None
         _send(writer, 404 if missing else 200, (script.metrics or "").encode())
     elif path in ("/v1/completions", "/v1/chat/completions"):
-        await _complete(script, json.loads(content), "chat" in path, writer)
+        if script.stream is None:
+            await _complete(script, json.loads(content), "chat" in path, writer)
+        else:
+            script.bodies.append(json.loads(content))
+            await _play(script, script.stream, reader, writer)
     else:
         _send(writer, 404, b"not here")
+
+
+async def _play(
+    script: Script, stream: list[Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    """Answer with the script's events; a client that goes away during a pause is noticed."""
+    head = f"HTTP/1.1 {script.status} X\r\nContent-Type: {script.content_type}\r\n"
+    writer.write(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
+    for event in stream:
+        if isinstance(event, int | float):
+            with suppress(TimeoutError):
+                if await asyncio.wait_for(reader.read(1), event) == b"":
+                    script.dropped.set()
+                    raise ConnectionResetError
+            continue
+        data = event if isinstance(event, str) else json.dumps(event)
+        raw = (f"data: {data}\n\n" if script.content_type == "text/event-stream" else data).encode()
+        writer.write(b"%x\r\n%b\r\n" % (len(raw), raw))
+        await writer.drain()
+    writer.write(b"0\r\n\r\n")
 
 
 async def _complete(

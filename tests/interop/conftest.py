@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from peagle.backends.vllm.command import VllmLaunch, engine_arguments, environment
+from peagle.backends.vllm.command import engine_arguments, environment
 from peagle.backends.vllm.installation import VllmInstallation, find_vllm
+from peagle.backends.vllm.launch import VllmLaunch
 from peagle.config import SpeculativeConfig
 from tests.interop.cases import CASES, MAX_TOKENS, Case, K, Ours
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from peagle.backends.vllm.command import VllmLaunch
 from peagle.backends.vllm.installation import VllmInstallation
+from peagle.backends.vllm.launch import VllmLaunch
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.config import SpeculativeConfig
 from peagle.doctor.examiner import Examiner

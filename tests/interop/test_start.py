@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from peagle.backends.vllm.command import VllmLaunch
 from peagle.backends.vllm.evidence import Expected, judge
 from peagle.backends.vllm.installation import VllmInstallation
+from peagle.backends.vllm.launch import VllmLaunch
 from peagle.backends.vllm.server import VllmServer
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.config import SpeculativeConfig

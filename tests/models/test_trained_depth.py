@@ -73,8 +73,8 @@ def test_it_is_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
 
 
 def test_vllm_is_told_the_same() -> None:
-    from peagle.backends.vllm.command import VllmLaunch, speculative_json
-    from peagle.backends.vllm.heads import with_head
+    from peagle.backends.vllm.command import speculative_json
+    from peagle.backends.vllm.launch import VllmLaunch, with_head
 
     launch = with_head(VllmLaunch(TARGET, SpeculativeConfig(model=HEAD)))
     found = speculative_json(launch)

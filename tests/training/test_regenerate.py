@@ -445,9 +445,9 @@ def test_lasting_failures_are_of_their_prompt(
     [
         (401, "refused the key .*PEAGLE_API_KEY"),
         (404, "--endpoint or --target"),
-        ({"choices": []}, "is no completion"),
-        ({"choices": [{"message": {"content": 3}}]}, "is no completion"),
-        (b"<html>", "is no completion"),
+        ({"choices": []}, "is not OpenAI's interface"),
+        ({"choices": [{"message": {"content": 3}}]}, "is not OpenAI's interface"),
+        (b"<html>", "is not OpenAI's interface"),
     ],
 )
 def test_what_would_fail_for_all_ends_the_run(

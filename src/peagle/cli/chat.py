@@ -22,8 +22,7 @@ from peagle.cli.terminal import dim, interrupt_asks
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
-    from peagle.cli.chat_screen import Screen
-    from peagle.cli.conversation import ChatModel, Conversation
+    from peagle.cli.conversation import ChatModel
     from peagle.cli.local import LocalModel
     from peagle.cli.remote import RemoteModel
 
@@ -48,6 +47,7 @@ Through a pipe, one message a line; for a program, one JSON object an answer:
 MAX_NEW_TOKENS = 2048
 _LENGTH = f"{MAX_NEW_TOKENS}; with --server, as many as there is room for"
 _OWN = "peagle chat"
+_K = "speculative.num_speculative_tokens"
 _DEFAULTS = Layer(
     {
         "engine.max_num_seqs": Setting(1, _OWN),
@@ -59,7 +59,7 @@ _OF_MODEL = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_
 
 
 def _for_chat(flag: Flag) -> Flag:
-    """A flag as it is here: one conversation, and the model's own way to sample."""
+    """Return a flag with this command's defaults: one conversation, the model's own sampling."""
     if flag.key == "target":
         return replace(flag, default="the bundled code model, which needs --chat-template")
     if flag.key == "sampling.max_tokens":
@@ -94,7 +94,7 @@ def chat(
         bool | None,
         typer.Option(
             "--thinking/--no-thinking",
-            help="Let a thinking model reason first, or not; shown dim, beside the answer.",
+            help="Whether a thinking model reasons first; the reasoning is dim, beside the answer.",
             show_default="what its chat template does",
         ),
     ] = None,
@@ -118,7 +118,7 @@ def chat(
     model: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="Which of the server's models.", show_default="its first"
+            metavar="NAME", help="Name of the model on the server.", show_default="its first"
         ),
     ] = None,
     output_format: Format = OutputFormat.TEXT,
@@ -145,7 +145,7 @@ def chat(
 
 
 def _local(setup: Setup, system: str | None, template: dict[str, Any]) -> LocalModel:
-    """The model of a plan, loaded."""
+    """Load the model of a setup."""
     setup.check_paths()
     from peagle.chat import may_have_template
     from peagle.models.loading import resolve_model
@@ -164,12 +164,17 @@ def _local(setup: Setup, system: str | None, template: dict[str, Any]) -> LocalM
 def _remote(
     given: Given, url: str, name: str | None, thinking: bool | None, chat_template: str | None
 ) -> RemoteModel:
-    """The model of a server, with what was given of sampling; the rest is the server's to say.
+    """Return the model of a server, with the sampling that was given; the server chooses the rest.
 
     Raises:
         UserError: an option was given that only a model in this process has.
     """
-    foreign = [s.source for key, s in given.items() if not _is_for_servers(key)]
+    for_servers = ("config", "no_speculation", _K)
+    foreign = [
+        setting.source
+        for key, setting in given.items()
+        if not key.startswith("sampling.") and key not in for_servers
+    ]
     foreign += ["--chat-template"] if chat_template else []
     if foreign:
         raise UserError(
@@ -180,23 +185,16 @@ def _remote(
     typed = Layer({key: s for key, s in given.items() if key.startswith("sampling.")})
     layers = [] if file is None else [file_layer(file)]
     settings = Settings(*layers, *environment_layers(os.environ), typed)
-    from peagle.cli.remote import RemoteModel, sampling_fields
-    from peagle.cli.remote_server import API_KEY_VARIABLE, RemoteServer
+    from peagle.cli.remote import RemoteModel
+    from peagle.client.api import KEY_VARIABLE, ApiClient, key_from_environment
+    from peagle.client.fields import sampling_fields
 
     fields = sampling_fields(settings.build("sampling"), settings.section("sampling"))
     if thinking is not None:
         fields["chat_template_kwargs"] = {"enable_thinking": thinking}
     k = 0 if "no_speculation" in given else given.value(_K)
-    # A server takes several, separated by commas: any of them is one of a client.
-    remote = RemoteServer(url, os.environ.get(API_KEY_VARIABLE, "").partition(",")[0])
-    return RemoteModel(remote, name, fields, num_speculative_tokens=k)
-
-
-_K = "speculative.num_speculative_tokens"
-
-
-def _is_for_servers(key: str) -> bool:
-    return key.startswith("sampling.") or key in ("config", "no_speculation", _K)
+    client = ApiClient(url, key_from_environment(KEY_VARIABLE), option="--server")
+    return RemoteModel(client, name, fields, num_speculative_tokens=k)
 
 
 def _converse(model: ChatModel, name: str, system: str | None, output_format: OutputFormat) -> None:
@@ -210,42 +208,33 @@ def _converse(model: ChatModel, name: str, system: str | None, output_format: Ou
         k = model.num_speculative_tokens
         drafting = f"{k} draft tokens a step" if k else "plain decoding"
         _aside(f"{name}, {drafting}. /help lists the commands, Ctrl-D leaves.")
+    conversation = Conversation(model, system)
     screen = TextScreen(is_live) if is_text else JsonScreen()
-    lines = _typed() if is_live else _piped()
-    if not (_talk(Conversation(model, system), lines, screen, is_live) or is_live):
-        raise typer.Exit(2)
-
-
-def _talk(conversation: Conversation, lines: Iterator[str], screen: Screen, is_live: bool) -> bool:
-    """Answer line by line, to the end; return whether every line could be."""
-    is_fine = True
-    for line in lines:
+    all_answered = True
+    for line in _typed_lines() if is_live else _piped_lines():
         is_command = line.startswith("/") and not line.startswith("//")
         try:
             if is_command:
                 _aside(conversation.command(line))
             elif line.strip():
-                _answer(conversation, line.removeprefix("/"), screen, is_live)
+                # In a pipe, Ctrl-C ends the program as it does elsewhere.
+                with interrupt_asks() if is_live else nullcontext(lambda: False) as stopped:
+                    for piece in conversation.say(line.removeprefix("/"), stopped):
+                        screen.show(piece)
+                screen.end(conversation)
         except UserError as error:
-            is_fine = False
+            all_answered = False
             print(f"peagle: error: {error}", file=sys.stderr)
             if not is_command:
                 screen.refuse(conversation, str(error))
         if conversation.is_over:
             break
-    return is_fine
+    if not (all_answered or is_live):
+        raise typer.Exit(2)
 
 
-def _answer(conversation: Conversation, text: str, screen: Screen, is_live: bool) -> None:
-    # In a pipe, Ctrl-C ends the program as it does elsewhere.
-    with interrupt_asks() if is_live else nullcontext(lambda: False) as stopped:
-        for piece in conversation.say(text, stopped):
-            screen.show(piece)
-    screen.end(conversation)
-
-
-def _typed() -> Iterator[str]:
-    """Lines from a terminal, edited, with those before at hand."""
+def _typed_lines() -> Iterator[str]:
+    """Yield lines from a terminal, with line editing and a history."""
     with suppress(ImportError):
         import readline  # noqa: F401 (input() uses it once it is imported)
     while True:
@@ -264,7 +253,7 @@ def _typed() -> Iterator[str]:
         yield line
 
 
-def _piped() -> Iterator[str]:
+def _piped_lines() -> Iterator[str]:
     try:
         for line in sys.stdin:
             yield line.rstrip("\r\n")
@@ -283,11 +272,7 @@ def _aside(text: str) -> None:
 def _check_template(
     folder: Path, setup: Setup, system: str | None, template: dict[str, Any]
 ) -> None:
-    """Say a first message, before weights are loaded.
-
-    Raises:
-        UserError: the model cannot be talked to in this way; the message names the option.
-    """
+    """Render a first message, before weights are loaded."""
     from peagle.chat import render_chat
     from peagle.models.target import load_tokenizer
 

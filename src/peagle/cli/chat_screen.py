@@ -1,10 +1,10 @@
-"""How `peagle chat` shows an answer: as text while it comes, or as a JSON object."""
+"""The display of an answer of `peagle chat`: text while it comes, or a JSON object."""
 
 from __future__ import annotations
 
 import json
 import sys
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from peagle.cli.conversation import Conversation
 from peagle.cli.remote import ReportedPiece
@@ -12,53 +12,33 @@ from peagle.cli.terminal import bright, dim, has_styles, printable
 from peagle.thinking import Piece
 
 
-class Screen(Protocol):
-    """Where answers go."""
-
-    def show(self, piece: Piece) -> None:
-        """New text of an answer."""
-        ...
-
-    def end(self, conversation: Conversation) -> None:
-        """The answer, the conversation's last, is complete."""
-        ...
-
-    def refuse(self, conversation: Conversation, problem: str) -> None:
-        """A message got no answer."""
-        ...
-
-
 class JsonScreen:
-    """One JSON object a message."""
+    """Prints one JSON object a message, where a program reads."""
 
     def show(self, piece: Piece) -> None:
-        """Nothing: the object comes at the end."""
+        """Print nothing: the object comes at the end."""
 
     def end(self, conversation: Conversation) -> None:
-        """Print the object."""
+        """Print the conversation's last answer."""
         turn = conversation.last
         assert turn.facts is not None
-        self._print(
-            {
-                "turn": len(conversation.turns),
-                "answer": turn.answer,
-                "reasoning": turn.reasoning,
-                **turn.facts,
-                "num_prompt_tokens": turn.num_prompt_tokens,
-            }
-        )
+        record = {
+            "turn": len(conversation.turns),
+            "answer": turn.answer,
+            "reasoning": turn.reasoning,
+            **turn.facts,
+            "num_prompt_tokens": turn.num_prompt_tokens,
+        }
+        print(json.dumps(record), flush=True)
 
     def refuse(self, conversation: Conversation, problem: str) -> None:
-        """Print why, so that a program that waits for an object gets one."""
-        self._print({"turn": len(conversation.turns) + 1, "error": problem})
-
-    @staticmethod
-    def _print(record: dict[str, object]) -> None:
+        """Print why a message got no answer, so that a program that waits gets an object."""
+        record = {"turn": len(conversation.turns) + 1, "error": problem}
         print(json.dumps(record), flush=True)
 
 
 class TextScreen:
-    """Answers as they come, the reasoning apart from them, and a line of figures after each.
+    """Prints answers as they come, the reasoning apart from them, and figures after each.
 
     Args:
         is_live: somebody sits at a terminal and reads the reasoning above the answer; else it goes
@@ -71,7 +51,7 @@ class TextScreen:
         self._is_thinking = False
 
     def show(self, piece: Piece) -> None:
-        """Print it."""
+        """Print new text of an answer."""
         if piece.is_reasoning and not self._is_thinking:
             self._is_thinking = True
             self._label("thinking:")
@@ -80,7 +60,7 @@ class TextScreen:
             if self._is_live:
                 self._label("answer:")
         if piece.is_reasoning:
-            print(dim(_shown(piece.text, self._aside), self._aside), end="", file=self._aside)
+            print(dim(_safe(piece.text, self._aside), self._aside), end="", file=self._aside)
             self._aside.flush()
         else:
             print(_marked(piece), end="", flush=True)
@@ -94,10 +74,10 @@ class TextScreen:
         print(dim(f"[{_figures(conversation)}]", sys.stderr), file=sys.stderr, flush=True)
 
     def refuse(self, conversation: Conversation, problem: str) -> None:
-        """Nothing: the message is on standard error."""
+        """Print nothing: the message is on standard error."""
 
     def _label(self, text: str) -> None:
-        """Words where no style tells reasoning from answer; an answer in a pipe stands alone."""
+        # Where no style separates reasoning from answer; an answer in a pipe stands alone.
         if not has_styles(self._aside):
             print(text, file=self._aside)
 
@@ -106,35 +86,34 @@ class TextScreen:
         print("\n" if self._is_live else "", file=self._aside, flush=True)
 
 
-def _shown(text: str, stream: TextIO) -> str:
+def _safe(text: str, stream: TextIO) -> str:
     return printable(text) if stream.isatty() else text
 
 
 def _marked(piece: Piece) -> str:
-    """Text of an answer; tokens that were accepted from a draft stand out where that is known."""
+    """Return the text of an answer; tokens accepted from a draft stand out where reported."""
     tokens = piece.tokens if isinstance(piece, ReportedPiece) else ()
     if "".join(text for text, _ in tokens) != piece.text:
-        return _shown(piece.text, sys.stdout)
-    shown = ((_shown(text, sys.stdout), is_accepted) for text, is_accepted in tokens)
-    return "".join(bright(text, sys.stdout) if accepted else text for text, accepted in shown)
+        return _safe(piece.text, sys.stdout)
+    safe = ((_safe(text, sys.stdout), is_accepted) for text, is_accepted in tokens)
+    return "".join(bright(text, sys.stdout) if accepted else text for text, accepted in safe)
 
 
 def _figures(conversation: Conversation) -> str:
-    turn = conversation.last
-    limit = conversation.model.max_tokens
-    length = conversation.model.max_model_len
-    cached = f"{turn.num_cached_tokens} of {turn.num_prompt_tokens}"
-    k = conversation.model.num_speculative_tokens
+    turn, model = conversation.last, conversation.model
     notes = {
         "interrupt": "stopped" if turn.answer else "stopped and forgotten",
-        "length": f"cut at --max-new-tokens {limit}" if limit else "cut by the server",
-        "context": f"the context of {length} tokens is full: /undo, /new or a larger "
+        "length": f"cut at --max-new-tokens {model.max_tokens}"
+        if model.max_tokens
+        else "cut by the server",
+        "context": f"the context of {model.max_model_len} tokens is full: /undo, /new or a larger "
         "--max-model-len",
     }
-    parts = [
-        f"{turn.tally.num_tokens} tokens, {turn.tally.tokens_per_s:.1f} tokens/s",
-        *([] if turn.facts is None else [turn.tally.drafting(k)]),
-        *([f"{cached} prompt tokens cached"] if turn.num_prompt_tokens else []),
-        *([notes[turn.ended]] if turn.ended in notes else []),
-    ]
+    parts = [f"{turn.tally.num_tokens} tokens, {turn.tally.tokens_per_s:.1f} tokens/s"]
+    if turn.facts is not None:
+        parts.append(turn.tally.drafting(model.num_speculative_tokens))
+    if turn.num_prompt_tokens:
+        parts.append(f"{turn.num_cached_tokens} of {turn.num_prompt_tokens} prompt tokens cached")
+    if turn.ended in notes:
+        parts.append(notes[turn.ended])
     return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""A conversation with a model: turns, and the slash commands about them. It needs no terminal."""
+"""A conversation with a model: its turns and its slash commands, without a terminal."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Turn:
     """One answer.
 
     Attributes:
-        reasoning: what a thinking model wrote before it.
-        answer: the text.
-        facts: of the finished request, for JSON; None where the answer was stopped.
-        num_prompt_tokens: of the whole conversation before it.
-        num_cached_tokens: those of them whose keys and values were there already.
-        tally: what it took.
+        reasoning: text that a thinking model wrote before the answer.
+        answer: its text.
+        facts: figures of the finished request, for JSON; None where the answer was stopped.
+        num_prompt_tokens: tokens of the conversation before it.
+        num_cached_tokens: prompt tokens whose keys and values were cached.
+        tally: tokens, drafts and seconds of it.
         ended: "stop", "length", "context" (it is full) or "interrupt".
     """
 
@@ -56,7 +56,7 @@ class Turn:
 
 
 class ChatModel(Protocol):
-    """What answers: a model in this process or one on a server."""
+    """A model that answers a conversation: one in this process, or one on a server."""
 
     @property
     def max_tokens(self) -> int:
@@ -76,11 +76,7 @@ class ChatModel(Protocol):
     def answer(
         self, messages: Messages, stopped: Callable[[], bool]
     ) -> Generator[Piece, None, Turn]:
-        """Yield the answer to a conversation as it comes, and return it.
-
-        Args:
-            messages: they end with the user's.
-            stopped: asked often; True ends the answer there.
+        """Yield the answer to `messages` as it comes, and return it; `stopped` may end it early.
 
         Raises:
             UserError: there is no room, or the messages are refused.
@@ -92,13 +88,13 @@ class Conversation:
     """Messages that grow by a turn at a time.
 
     Args:
-        model: what answers.
-        system: the first message, if any.
+        model: the model that answers.
+        system: the system message, if any.
 
     Attributes:
         messages: the conversation so far.
-        turns: those in it.
-        answered: all turns, those taken back or forgotten included.
+        turns: the turns in it.
+        answered: all turns, including those taken back or forgotten.
         is_over: the user wants to leave.
     """
 
@@ -113,23 +109,19 @@ class Conversation:
     # ---- turns ------------------------------------------------------------------------------
 
     def say(self, text: str, stopped: Callable[[], bool] = lambda: False) -> Iterator[Piece]:
-        """Say something and yield the answer as it comes; the conversation then has both.
+        """Send the user's text and yield the answer as it comes; the conversation then has both.
 
         Stopped before there is an answer, it has neither.
-
-        Args:
-            text: the user's.
-            stopped: asked often; True ends the answer there.
 
         Raises:
             UserError: there is no room, or the text is refused. The conversation stays as it was.
         """
-        asked = [*self.messages, {"role": "user", "content": text}]
-        turn = yield from self.model.answer(asked, stopped)
+        messages = [*self.messages, {"role": "user", "content": text}]
+        turn = yield from self.model.answer(messages, stopped)
         self.answered.append(turn)
         if turn.answer or turn.ended != "interrupt":
             self.turns.append(turn)
-            self.messages = [*asked, {"role": "assistant", "content": turn.answer}]
+            self.messages = [*messages, {"role": "assistant", "content": turn.answer}]
 
     @property
     def last(self) -> Turn:
@@ -139,7 +131,7 @@ class Conversation:
     # ---- slash commands ---------------------------------------------------------------------
 
     def command(self, line: str) -> str:
-        """Do what a slash command says and return what there is to tell.
+        """Run a slash command and return its output.
 
         Raises:
             UserError: there is no such command, or it cannot be done.
@@ -176,8 +168,9 @@ class Conversation:
         if not self.turns:
             raise UserError("There is no turn to take back.")
         self.turns.pop()
-        *self.messages, asked, _ = self.messages
-        return f"Took back: {_short(asked['content'])}"
+        *self.messages, question, _ = self.messages
+        text = question["content"]
+        return f"Took back: {text if len(text) <= 60 else f'{text[:57]}...'}"
 
     def exit(self) -> str:
         """Leave."""
@@ -200,7 +193,7 @@ class Conversation:
         return f"Saved {len(self.messages)} messages to {file}"
 
     def stats(self) -> str:
-        """What all answers took, and how full the context is."""
+        """Return tokens, speed and drafts of all answers, and how full the context is."""
         total = Tally()
         for turn in self.answered:
             total.add(turn.tally)
@@ -214,7 +207,3 @@ class Conversation:
             f"prompts: {cached} of {prompts} tokens were cached\n"
             f"context: {used} of {self.model.max_model_len} tokens"
         )
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import asdict
 from functools import partial
@@ -206,8 +205,9 @@ def _remote(
     thinking: bool | None,
     connection: dict[str, Any],
 ) -> tuple[Answerer, dict[str, Any]]:
-    from peagle.cli.remote import sampling_fields
-    from peagle.training.endpoint_answers import KEY_VARIABLE, EndpointAnswerer, Patience
+    from peagle.client.api import KEY_VARIABLE, key_from_environment
+    from peagle.client.fields import sampling_fields
+    from peagle.training.endpoint_answers import EndpointAnswerer, Patience
 
     fields = sampling_fields(setup.params, _sampling(setup))
     if thinking is not None:
@@ -217,7 +217,7 @@ def _remote(
         endpoint,
         setup.settings.value("target"),
         fields,
-        key=os.environ.get(KEY_VARIABLE),
+        key=key_from_environment(KEY_VARIABLE),
         concurrency=connection["concurrency"],
         is_chat=chat is not False,
         patience=patience,

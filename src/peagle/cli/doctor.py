@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,8 +13,9 @@ import typer
 from peagle.cli import groups, vllm_engine
 from peagle.cli.flags import Given, pick, takes
 from peagle.cli.options import Format, OutputFormat
+from peagle.cli.progress import ProgressLine
 from peagle.cli.setup import Setup
-from peagle.cli.terminal import bright, has_styles
+from peagle.cli.terminal import bright
 from peagle.cli.vllm_engine import VllmFlags
 from peagle.errors import UserError
 from peagle.evaluation.prompts import read_prompts
@@ -58,29 +58,33 @@ def doctor(
         str | None,
         typer.Option(
             metavar="URL",
-            help="A server with OpenAI's interface that serves the head.",
+            help="URL of a server with OpenAI's interface that serves the head.",
             show_default="our engine, in this process",
         ),
     ] = None,
     endpoint_model: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Its name there.", show_default="the first listed"),
+        typer.Option(
+            metavar="NAME",
+            help="Name of the model on that server.",
+            show_default="the first listed",
+        ),
     ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Prompts of the kind that the head is for, one a line.",
+            help="File of prompts of the kind that the head is for, one a line.",
             show_default="short ones of the bundled sets",
         ),
     ] = None,
     plain: Annotated[
-        bool, typer.Option("--plain", help="Prompts are plain text, without the chat template.")
+        bool, typer.Option("--plain", help="Send prompts as plain text, without the chat template.")
     ] = False,
     chat_template: Annotated[
         str | None,
         typer.Option(
-            help="Jinja file, or the name of one of the tokenizer's templates.",
+            help="Jinja file, or name of one of the tokenizer's templates.",
             show_default="the tokenizer's",
         ),
     ] = None,
@@ -111,34 +115,32 @@ def doctor(
     if prompts is not None:
         read_prompts(prompts)  # refuses a file that is not there before torch is imported
     setup.prepare()
-    progress, variables = _progress(), None
-    if thinking is not None:
-        variables = {"enable_thinking": thinking}
-    vllm = None
-    if on_vllm:
-        vllm = _in_vllm(given, flags or [], chat_template, variables, progress)
-    from peagle.doctor.run import Order, run_doctor
+    with ProgressLine("step") as line:
+        vllm = None
+        if on_vllm:
+            vllm = _in_vllm(given, flags or [], chat_template, thinking, line.begin)
+        from peagle.doctor.run import run_doctor
 
-    order = Order(
-        target=setup.target,
-        draft=setup.speculative.model,
-        revision=setup.settings.value("revision"),
-        draft_revision=setup.speculative.revision,
-        endpoint=endpoint,
-        endpoint_model=endpoint_model,
-        vllm=vllm,
-        num_speculative_tokens=setup.speculative.num_speculative_tokens,
-        prompts=prompts,
-        plain=plain,
-        chat_template=chat_template,
-        thinking=thinking,
-        engine=setup.engine,
-    )
-    report = run_doctor(order, progress)
+        report = run_doctor(
+            setup.target,
+            setup.speculative.model,
+            revision=setup.settings.value("revision"),
+            draft_revision=setup.speculative.revision,
+            endpoint=endpoint,
+            endpoint_model=endpoint_model,
+            vllm=vllm,
+            num_speculative_tokens=setup.speculative.num_speculative_tokens,
+            prompts=prompts,
+            plain=plain,
+            chat_template=chat_template,
+            thinking=thinking,
+            engine=setup.engine,
+            progress=line.begin,
+        )
     if output_format is OutputFormat.JSON:
         print(json.dumps(report.to_json(), indent=2))
     else:
-        print(report_text(report))
+        print(_report_text(report))
     if not report.is_healthy:
         raise typer.Exit(1)
 
@@ -147,43 +149,29 @@ def _in_vllm(
     given: Given,
     flags: list[str],
     chat_template: str | None,
-    variables: dict[str, bool] | None,
+    thinking: bool | None,
     progress: Callable[[str], None],
 ) -> Callable[[Path, Path, int], Serving]:
-    """What serves a head in vLLM.
-
-    Raises:
-        UserError: vLLM is not there.
-    """
+    """Return what makes the serving side of a head in vLLM."""
     from peagle.backends.vllm.installation import find_vllm
     from peagle.doctor.served import VllmServing
 
     installation = find_vllm(given.value("vllm_python"))
+    template = {"chat_template_kwargs": {"enable_thinking": thinking}}
+    extra_body = None if thinking is None else template
 
     def serving(target: Path, head: Path, k: int) -> Serving:
         launch = vllm_engine.launch_for(
             given, flags, target, head, k, max_num_seqs=1, chat_template=chat_template
         )
-        return VllmServing(launch, installation, variables, progress)
+        return VllmServing(launch, installation, extra_body, progress)
 
     return serving
 
 
-def _progress() -> Callable[[str], None]:
-    """Says on stderr what is going on, on a terminal in one line that changes."""
-    start, alive = time.monotonic(), has_styles(sys.stderr)
-
-    def show(text: str) -> None:
-        line = f"{time.monotonic() - start:5.1f} s  {text}"
-        print(f"\r\x1b[2K{line}" if alive else line, end="" if alive else "\n", file=sys.stderr)
-        sys.stderr.flush()
-
-    return show
-
-
-def report_text(report: Examination) -> str:
-    """The report as text: checks, then the verdict."""
-    clear = "\r\x1b[2K" if has_styles(sys.stderr) and has_styles(sys.stdout) else ""
+def _report_text(report: Examination) -> str:
+    """Return the report as text: checks, then the verdict."""
+    places = {"head": "in the head", "prompts": "in the prompts", "serving": "where it is served"}
     width = max(len(check.name) for check in report.checks)
     lines = [
         f"{_MARKS[check.status]}  {check.name:{width}}  {check.text}" for check in report.checks
@@ -191,16 +179,10 @@ def report_text(report: Examination) -> str:
     if report.is_healthy:
         lines += ["", bright("Healthy: training side and serving side agree.", sys.stdout)]
     for number, cause in enumerate(report.causes, start=1):
-        place = {
-            "head": "in the head",
-            "prompts": "in the prompts",
-            "serving": "where it is served",
-        }
         lines += [
             "",
-            bright(f"Cause {number}: {cause.title}, {place[cause.where]}", sys.stdout),
+            bright(f"Cause {number}: {cause.title}, {places[cause.where]}", sys.stdout),
             f"  shown by  {cause.evidence}",
             f"  remedy    {cause.remedy}",
         ]
-    lines += ["", f"Advice: {report.advice}"]
-    return clear + "\n".join(lines)
+    return "\n".join([*lines, "", f"Advice: {report.advice}"])

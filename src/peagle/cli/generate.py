@@ -63,7 +63,7 @@ Settings in a file, and what they amount to together with variables and flags:
 def generate(
     given: Given,
     prompt: Annotated[
-        str | None, typer.Option(help="The text to complete; streamed as it comes.")
+        str | None, typer.Option(help="Text to complete; the output streams as it comes.")
     ] = None,
     prompts: Annotated[
         str | None,
@@ -117,7 +117,7 @@ def _prompts(prompt: str | None, file: str | None) -> list[Prompt]:
 
 
 def _write(chunk: StreamChunk) -> None:
-    print(_shown(chunk.text), end="" if chunk.output is None else "\n", flush=True)
+    print(_safe(chunk.text), end="" if chunk.output is None else "\n", flush=True)
 
 
 def _in_order(
@@ -147,10 +147,10 @@ def _result(
     if output_format is OutputFormat.JSON:
         index = {} if number is None else {"index": number}
         return json.dumps({"id": prompt.id, **index, **output.to_json()})
-    return f"=== {prompt.id}{'' if number is None else f' #{number}'}\n{_shown(output.text)}"
+    return f"=== {prompt.id}{'' if number is None else f' #{number}'}\n{_safe(output.text)}"
 
 
-def _shown(text: str) -> str:
+def _safe(text: str) -> str:
     return printable(text) if sys.stdout.isatty() else text
 
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from peagle.backends.vllm.command import VllmLaunch
+from peagle.backends.vllm.launch import VllmLaunch
 from peagle.cli.flags import Given
 from peagle.cli.settings import SPECULATIVE_VARIABLE
 from peagle.cli.setup import Setup, note
 from peagle.cli.values import json_object
+from peagle.cli.vllm_engine import say
 from peagle.config import RUNTIME_KEYS
 from peagle.errors import UserError
 from peagle.serving.config import ServerConfig
@@ -80,7 +82,9 @@ def serve_vllm(given: Given, flags: Sequence[str], compare_draft: str | None) ->
             note(text)
         print(server.command)
         return
-    server = VllmServer(launch, find_vllm(python), progress=_say, log=_log)
+    server = VllmServer(
+        launch, find_vllm(python), progress=say, log=partial(print, file=sys.stderr, flush=True)
+    )
     raise typer.Exit(server.run())
 
 
@@ -176,11 +180,3 @@ def _tool_parser(setup: Setup, config: ServerConfig) -> str | None:
             "--tool-call-parser NAME."
         )
     return None if parser in (None, "none") else config.tool_call_parser
-
-
-def _say(text: str) -> None:
-    print(f"peagle: {text}", file=sys.stderr, flush=True)
-
-
-def _log(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -15,8 +15,8 @@ from peagle.cli.serve import refuse_vllm_options
 from peagle.config import SpeculativeConfig
 
 if TYPE_CHECKING:
-    from peagle.backends.vllm.command import VllmLaunch
     from peagle.backends.vllm.installation import VllmInstallation
+    from peagle.backends.vllm.launch import VllmLaunch
 
 OPTIONS = pick(groups.VLLM, "engine_name", "vllm_python", "tensor_parallel_size")
 VllmFlags = Annotated[
@@ -72,7 +72,7 @@ def launch_for(
         k: draft tokens per step.
         **more: further fields of `VllmLaunch`.
     """
-    from peagle.backends.vllm.command import VllmLaunch
+    from peagle.backends.vllm.launch import VllmLaunch
 
     engine = {name: given.value(f"engine.{name}") for name in _ENGINE_KEYS}
     engine["enable_prefix_caching"] = bool(engine["enable_prefix_caching"])

@@ -1,27 +1,30 @@
 """A head's files, examined without running it; what can be mended is, so that the rest can run.
 
 Every contradiction in the files is a cause of its own. The mended head is then tried on texts,
-where repairs compete (`repairs`), so a mend need only be a reasonable beginning.
+where changes compete (`repair`), so a mend need only be a reasonable beginning.
+
+Shapes: DV draft vocabulary, V target vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from peagle.doctor.findings import Status
+from peagle.doctor.findings import Examination
 from peagle.doctor.head import Head, Reading
-from peagle.doctor.head_files import HeadFiles
-from peagle.doctor.maps import mend_maps
-from peagle.doctor.target_check import check_target, fits_target
 from peagle.errors import CheckpointError
-from peagle.models.checkpoint.formats import config_from_json, format_of
+from peagle.models.checkpoint.formats import config_from_json, facts_from_json, format_of
 from peagle.models.checkpoint.head import read_head_json
 from peagle.models.checkpoint.layers import AUX_KEY
 from peagle.models.checkpoint.weights import read_tensors, tensor_shapes
+from peagle.models.drafter import DrafterConfig
+from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target import TargetModel, default_aux_layer_ids
 
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
@@ -29,45 +32,97 @@ _FLOAT16_MAX = 65504.0
 # A head with fewer positions stops drafting in the middle of ordinary answers.
 _FEW_POSITIONS = 1024
 _NORM_TENSORS = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.weight"}
+_ONE_EXPORT = "Put config.json and weights of one export together."
 
 
-def examine_files(folder: Path, target: TargetModel) -> tuple[HeadFiles, Head | None]:
+@dataclass(slots=True)
+class HeadFiles:
+    """What the files of a head say, as far as they are understood.
+
+    Attributes:
+        folder: folder of the head.
+        target: the model that it drafts for.
+        report: gets the checks and the causes.
+        data: config.json, mended.
+        tensors: weights by canonical name, mended.
+        reading: how the mended head is to be run.
+        mask_ids: the mask token ids of config.json, without repeats.
+        window: a sliding window that config.json sets.
+        kept_ids: the tokens that t2d keeps, where they are as many as the draft vocabulary.
+        has_broken_maps: d2t and t2d contradict each other.
+        loads: nothing had to be mended that keeps a runtime from loading the head.
+        lost_weights: some weights have to be exported again; no repair makes up for them.
+    """
+
+    folder: Path
+    target: TargetModel
+    report: Examination
+    data: dict[str, Any]
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    reading: Reading = field(default_factory=Reading)
+    mask_ids: list[int] = field(default_factory=list)
+    window: int | None = None
+    kept_ids: Tensor | None = None
+    has_broken_maps: bool = False
+    loads: bool = True
+    lost_weights: bool = False
+
+    @property
+    def layers(self) -> dict[str, Any]:
+        """The keys of the layers: nested in the speculators style."""
+        return self.data.get("transformer_layer_config") or self.data
+
+    def fault(
+        self, cause: str, check: str, text: str, remedy: str, *, loads: bool = False, why: str = ""
+    ) -> None:
+        """Add a check that differs and its cause in the head.
+
+        Args:
+            cause: key of CAUSES.
+            check: name of the check; "" adds none.
+            text: the figures.
+            remedy: how to remove the cause.
+            loads: a runtime can load the head all the same.
+            why: evidence of the cause, where it is not `text`.
+        """
+        self.loads = self.loads and loads
+        if check:
+            self.report.check(check, "differs", text)
+        self.report.blame(cause, "head", why or text, remedy)
+
+
+def examine_files(
+    folder: Path, target: TargetModel, report: Examination | None = None
+) -> tuple[HeadFiles, Head | None]:
     """Examine a head's files; the head is None where they cannot be made to run.
 
     Raises:
         UserError: no such folder.
     """
-    data = read_head_json(folder)
-    files = HeadFiles(folder, target, data, {})
+    files = HeadFiles(folder, target, report or Examination(), read_head_json(folder))
     try:
         files.tensors = {k: v.clone() for k, v in read_tensors(folder)[0].items()}
     except CheckpointError as error:
-        files.blame("weights", str(error), "Save or copy the weights again.")
+        files.fault("weights", "", str(error), "Save or copy the weights again.")
         return files, None
-    if not fits_target(files):
+    if not _fits_target(files):
         return files, None
-    check_target(files)
-    for examine in (
-        _mend_values,
-        _mend_mask,
-        _mend_window,
-        _mend_norms,
-        _mend_aux,
-        _mend_positions,
-    ):
-        examine(files)
+    _check_fingerprint(files)
+    for mend in (_mend_values, _mend_mask, _mend_window, _mend_norms, _mend_aux, _mend_positions):
+        mend(files)
     return files, _head_of(files)
 
 
 def _head_of(files: HeadFiles) -> Head | None:
-    """The mended head, None where it still does not work out."""
+    """Return the mended head, None where it still does not work out."""
     source, target = str(files.folder / "config.json"), files.target
     try:
         config = config_from_json(files.data, source, num_target_layers=target.num_layers)
     except CheckpointError as error:
-        files.blame("weights", str(error), "Correct config.json, or export the head again.")
+        remedy = "Correct config.json, or export the head again."
+        files.fault("weights", "", str(error), remedy, loads=files.loads)
         return None
-    mend_maps(files, config)
+    _mend_maps(files, config)
     tensors, shapes = files.tensors, tensor_shapes(config)
     same_width = config.hidden_size == target.hidden_size
     if same_width:
@@ -77,55 +132,115 @@ def _head_of(files: HeadFiles) -> Head | None:
     wrong = [n for n, s in shapes.items() if n not in tensors or tuple(tensors[n].shape) != s]
     if wrong:
         found = tuple(tensors[wrong[0]].shape) if wrong[0] in tensors else "missing"
-        files.blame(
-            "weights",
-            f"tensor {wrong[0]!r} is {found}; config.json asks for {shapes[wrong[0]]}",
-            "Put config.json and weights of one export together.",
-        )
+        text = f"tensor {wrong[0]!r} is {found}; config.json asks for {shapes[wrong[0]]}"
+        files.fault("weights", "", text, _ONE_EXPORT)
         return None
     if unknown := sorted(set(tensors) - set(shapes)):
-        files.blame(
-            "weights",
-            f"{len(unknown)} tensors are unknown to this config.json, {unknown[0]!r} first",
-            "Put config.json and weights of one export together.",
-        )
+        text = f"{len(unknown)} tensors are unknown to this config.json, {unknown[0]!r} first"
+        files.fault("weights", "", text, _ONE_EXPORT, loads=True)
     return Head(config, {name: tensors[name] for name in shapes}, files.reading)
+
+
+# ---- the target ------------------------------------------------------------------------------
+
+
+def _fits_target(files: HeadFiles) -> bool:
+    """Whether a head is of the target's size; if not, nothing else can be said of it."""
+    sizes: dict[str, Any] = {
+        "vocab_size": files.layers.get("vocab_size"),
+        "hidden_size": files.data.get("target_hidden_size") or files.layers.get("hidden_size"),
+    }
+    expected, name = _expected_target(files), "a target"
+    if isinstance(expected, TargetFingerprint):
+        sizes["num_layers"], name = expected.num_layers, repr(expected.name)
+    found = TargetFingerprint.of(files.target)
+    wrong = [
+        f"{key} {value} (here {getattr(found, key)})"
+        for key, value in sizes.items()
+        if isinstance(value, int) and value != getattr(found, key)
+    ]
+    if wrong:
+        text = f"the head is for {name} of {', '.join(wrong)}"
+        remedy = "Serve it with that target, or train a head for this one."
+        files.fault("wrong_target", "target", text, remedy)
+    return not wrong
+
+
+def _expected_target(files: HeadFiles) -> TargetFingerprint | str | None:
+    """Return the fingerprint in the head; None without one, text where it cannot be read."""
+    try:
+        facts = facts_from_json(files.data).get("target")
+        return None if facts is None else TargetFingerprint.from_json(facts)
+    except CheckpointError as error:
+        return str(error)
+
+
+def _check_fingerprint(files: HeadFiles) -> None:
+    target, expected = files.target, _expected_target(files)
+    if not isinstance(expected, TargetFingerprint):
+        text = expected or "the head does not say which target it is for"
+        files.report.check("fingerprint", "not checked", text)
+        return
+    found = TargetFingerprint.of(target)
+
+    def differs(name: str) -> bool:
+        one, other = getattr(expected, name), getattr(found, name)
+        return None not in (one, other) and one != other
+
+    other_weights = target.dtype != torch.float16 and differs("lm_head_sha256")
+    if other_weights:
+        files.fault(
+            "wrong_target",
+            "fingerprint",
+            "the target's lm_head_sha256 differ",
+            f"Serve the head with {expected.name!r}, or train one for this target.",
+            loads=True,
+            why=f"the head was trained for {expected.name!r}, whose lm_head_sha256 differ from "
+            f"those of {target.name!r}",
+        )
+    if differs("tokenizer_sha256"):
+        files.fault(
+            "tokenizer",
+            "tokenizer",
+            "the target's tokenizer.json is not the head's",
+            "Put the original tokenizer.json back into the target's folder.",
+            loads=True,
+            why="tokenizer.json of the target is not the one the head was trained with (SHA-256 "
+            f"{str(found.tokenizer_sha256)[:12]}, expected {str(expected.tokenizer_sha256)[:12]})",
+        )
+    elif not other_weights:
+        text = f"the head was trained for {expected.name!r}"
+        files.report.check("fingerprint", "agrees", text)
 
 
 # ---- weights ---------------------------------------------------------------------------------
 
 
 def _mend_values(files: HeadFiles) -> None:
-    """NaN, infinities, and norms that nobody trained."""
+    """NaN, infinities, and norms that were never trained."""
     broken = {
         name: int((~value.isfinite()).sum())
         for name, value in files.tensors.items()
         if value.is_floating_point() and not bool(value.isfinite().all())
     }
     for name in broken:
-        value = files.tensors[name].float()
-        files.tensors[name] = value.nan_to_num(0.0, 0.0, 0.0)
+        files.tensors[name] = files.tensors[name].float().nan_to_num(0.0, 0.0, 0.0)
     if broken:
-        files.loads = False
         name, count = next(iter(broken.items()))
         text = f"{len(broken)} tensors hold NaN or infinite values, {name!r} has {count}"
-        files.check("finite weights", "differs", text)
-        files.blame(
-            "dtype",
-            text,
-            "Export the head again from its float32 weights, as bfloat16 or float32: float16 ends "
-            f"at {_FLOAT16_MAX:.0f}.",
-        )
+        remedy = "Export the head again from its float32 weights, as bfloat16 or float32: "
+        remedy += f"float16 ends at {_FLOAT16_MAX:.0f}."
+        files.fault("dtype", "finite weights", text, remedy)
     else:
-        files.check("finite weights", "agrees", f"{len(files.tensors)} tensors")
+        files.report.check("finite weights", "agrees", f"{len(files.tensors)} tensors")
     norms = {n: v.float() for n, v in files.tensors.items() if n.endswith("norm.weight")}
     blank = [name for name, value in norms.items() if bool((value == 1).all())]
     others = [float((value - 1).abs().mean()) for n, value in norms.items() if n not in blank]
     if blank and others and min(others) > 0.02 and len(blank) <= len(others):
         text = f"{', '.join(blank)}: every weight is exactly 1, unlike the other norms'"
         files.lost_weights = True
-        files.check("norm weights", "differs", text)
-        files.blame("norms", text, f"Export {blank[0]} again: it was lost on the way.")
+        remedy = f"Export {blank[0]} again: it was lost on the way."
+        files.fault("norms", "norm weights", text, remedy, loads=True)
 
 
 def _mend_norms(files: HeadFiles) -> None:
@@ -133,26 +248,23 @@ def _mend_norms(files: HeadFiles) -> None:
     data, tensors = files.data, files.tensors
     eagle = data.get("eagle_config") or {}
     for flag, tensor in _NORM_TENSORS.items():
-        is_set = bool(data.get(flag) or eagle.get(flag))
-        if is_set == (tensor in tensors):
+        is_set, is_there = bool(data.get(flag) or eagle.get(flag)), tensor in tensors
+        if is_set == is_there:
             continue
-        files.loads = False
-        data[flag] = tensor in tensors
+        data[flag] = is_there
         if "eagle_config" in data:
             data["eagle_config"] = {k: v for k, v in eagle.items() if k != flag}
-        has = "is there" if tensor in tensors else "is not there"
+        has = "is there" if is_there else "is not there"
         text = f"{flag} is {json_bool(is_set)} in config.json, but {tensor} {has}"
-        files.check("norm flags", "differs", text)
-        remedy = f"Set {flag} to {json_bool(tensor in tensors)} in config.json."
-        files.blame("norms", text, remedy)
+        remedy = f"Set {flag} to {json_bool(is_there)} in config.json."
+        files.fault("norms", "norm flags", text, remedy)
     width = int(files.layers.get("hidden_size") or 0)
     needed = ["norm.weight", "layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight"]
     if lost := [name for name in needed if name not in tensors]:
-        files.loads, files.lost_weights = False, True
+        files.lost_weights = True
         tensors.update({name: torch.ones(width) for name in lost})
-        text = f"{', '.join(lost)} is missing"
-        files.check("norm weights", "differs", text)
-        files.blame("norms", text, f"Export {lost[0]} again from the trained head.")
+        remedy = f"Export {lost[0]} again from the trained head."
+        files.fault("norms", "norm weights", f"{', '.join(lost)} is missing", remedy)
 
 
 # ---- drafting in parallel --------------------------------------------------------------------
@@ -160,43 +272,40 @@ def _mend_norms(files: HeadFiles) -> None:
 
 def _mend_mask(files: HeadFiles) -> None:
     """Mask token id and mask_hidden: both there, once, and filled."""
-    data, tensors = files.data, files.tensors
+    data, tensors, last = files.data, files.tensors, files.target.vocab_size - 1
     is_nested = format_of(data) == "speculators"
     keys = MASK_KEYS[:1] if is_nested else MASK_KEYS
-    told = {key: data[key] for key in keys if data.get(key) is not None}
-    files.mask_ids = list(dict.fromkeys(told.values()))
+    found = {key: data[key] for key in keys if data.get(key) is not None}
+    files.mask_ids = list(dict.fromkeys(found.values()))
     if len(files.mask_ids) > 1:
-        text = ", ".join(f"{key} {value}" for key, value in told.items())
-        files.check("mask token id", "differs", f"config.json contradicts itself: {text}")
-        files.blame(
+        text = ", ".join(f"{key} {value}" for key, value in found.items())
+        files.fault(
             "mask_token_id",
-            f"config.json names several mask tokens ({text}); runtimes read different ones",
-            f"Set {', '.join(told)} to the one that the head was trained with.",
+            "mask token id",
+            f"config.json contradicts itself: {text}",
+            f"Set {', '.join(found)} to the one that the head was trained with.",
+            loads=True,
+            why=f"config.json names several mask tokens ({text}); runtimes read different ones",
         )
-    vocab = files.target.vocab_size
-    off = [i for i in files.mask_ids if type(i) is not int or not 0 <= i < vocab]
+    off = [i for i in files.mask_ids if type(i) is not int or not 0 <= i <= last]
     if off:
-        files.loads, files.mask_ids = False, [i for i in files.mask_ids if i not in off]
-        files.blame(
-            "mask_token_id",
-            f"the mask token id is {off[0]!r}; the vocabulary ends at {vocab - 1}",
-            "Set it to the id that the head was trained with.",
-        )
-        for key in told:
-            data[key] = files.mask_ids[0] if files.mask_ids else vocab - 1
+        files.mask_ids = [i for i in files.mask_ids if i not in off]
+        text = f"the mask token id is {off[0]!r}; the vocabulary ends at {last}"
+        remedy = "Set it to the id that the head was trained with."
+        files.fault("mask_token_id", "", text, remedy)
+        data.update(dict.fromkeys(found, files.mask_ids[0] if files.mask_ids else last))
     is_eagle3 = data.get("speculators_model_type") == "eagle3"
-    if "mask_hidden" in tensors and (not told or is_eagle3):
-        files.loads = False
-        key = "speculators_model_type" if is_eagle3 else "mask_token_id"
-        found = "eagle3" if is_eagle3 else "missing"
-        text = f"the head has mask_hidden, but {key} is {found}: it would draft token by token"
-        files.check("parallel drafting", "differs", text)
-        wanted = '"peagle"' if is_eagle3 else "the head's mask token"
-        files.blame("parallel_drafting", text, f"Set {key} to {wanted} in config.json.")
-        data["mask_token_id"] = files.mask_ids[0] if files.mask_ids else vocab - 1
+    if "mask_hidden" in tensors and (not found or is_eagle3):
+        key, value, needed = "mask_token_id", "missing", "the head's mask token"
+        if is_eagle3:
+            key, value, needed = "speculators_model_type", "eagle3", '"peagle"'
+        text = f"the head has mask_hidden, but {key} is {value}: it would draft token by token"
+        remedy = f"Set {key} to {needed} in config.json."
+        files.fault("parallel_drafting", "parallel drafting", text, remedy)
+        data["mask_token_id"] = files.mask_ids[0] if files.mask_ids else last
         if is_nested:
             data["speculators_model_type"] = "peagle"
-    if "mask_hidden" in tensors or told:
+    if "mask_hidden" in tensors or found:
         _mend_mask_hidden(files)
 
 
@@ -215,16 +324,66 @@ def _mend_mask_hidden(files: HeadFiles) -> None:
         text, remedy = "mask_hidden is all zeros", "Export it again, or train on: it was not saved."
     else:
         tensors["mask_hidden"] = value.reshape(1, 1, -1)
-        files.check("mask_hidden", "agrees", f"{value.numel()} numbers, not all 0")
+        files.report.check("mask_hidden", "agrees", f"{value.numel()} numbers, not all 0")
         return
-    files.loads = files.loads and value is not None and value.numel() == size
     files.lost_weights = files.lost_weights or value is None or not bool(value.any())
     padded = torch.zeros(1, 1, size)
     if value is not None and value.numel() <= size:
         padded[0, 0, : value.numel()] = value.flatten().float()
     tensors["mask_hidden"] = padded
-    files.check("mask_hidden", "differs", text)
-    files.blame("mask_hidden", text, remedy)
+    loads = value is not None and value.numel() == size
+    files.fault("mask_hidden", "mask_hidden", text, remedy, loads=loads)
+
+
+# ---- draft vocabulary ------------------------------------------------------------------------
+
+
+def _mend_maps(files: HeadFiles, config: DrafterConfig) -> None:
+    """Examine d2t and t2d, and leave maps that select distinct tokens of the vocabulary."""
+    tensors, size, vocab = files.tensors, config.draft_vocab_size, config.vocab_size
+    remedy = "Export d2t and t2d again from the trained head."
+    d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    if not config.is_pruned:
+        if (d2t is not None and bool(d2t.any())) or (t2d is not None and not bool(t2d.all())):
+            text = "d2t and t2d select tokens, but draft_vocab_size is vocab_size"
+            files.fault("draft_vocabulary", "", text, remedy)
+            files.has_broken_maps = True
+        return
+    kept = None if t2d is None or t2d.numel() != vocab else t2d.bool().nonzero().flatten()
+    ids = None if d2t is None or d2t.numel() != size else d2t.long() + torch.arange(size)
+    if problem := _map_problem(ids, kept, config):
+        files.has_broken_maps = True
+        files.fault("draft_vocabulary", "draft vocabulary", problem, remedy)
+    else:
+        text = f"{size} of {vocab} tokens; d2t and t2d agree"
+        files.report.check("draft vocabulary", "agrees", text)
+    if kept is not None and len(kept) == size:
+        files.kept_ids = kept
+    if ids is None or _leaves_vocabulary(ids, config) or len(ids.unique()) < len(ids):
+        ids = torch.arange(size) if files.kept_ids is None else files.kept_ids
+    tensors["d2t"] = ids - torch.arange(size)
+    tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
+
+
+def _leaves_vocabulary(ids: Tensor, config: DrafterConfig) -> bool:
+    return int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size
+
+
+def _map_problem(ids: Tensor | None, kept: Tensor | None, config: DrafterConfig) -> str:
+    """Return what is wrong with the maps by themselves; "" if nothing."""
+    if ids is None:
+        return f"d2t is missing or not of draft_vocab_size ({config.draft_vocab_size})"
+    if _leaves_vocabulary(ids, config):
+        low, high = int(ids.min()), int(ids.max())
+        return f"d2t leads to target ids {low} to {high}, the vocabulary ends before that"
+    if len(ids.unique()) < len(ids):
+        return f"d2t leads to {len(ids.unique())} distinct tokens; expected {len(ids)}"
+    if kept is not None and set(kept.tolist()) != set(ids.tolist()):
+        shared = len(set(kept.tolist()) & set(ids.tolist()))
+        return f"d2t and t2d share {shared} of {len(ids)} tokens; expected all"
+    if bool((ids.diff() <= 0).any()):
+        return "the target ids of d2t do not ascend"
+    return ""
 
 
 # ---- layers ----------------------------------------------------------------------------------
@@ -233,17 +392,14 @@ def _mend_mask_hidden(files: HeadFiles) -> None:
 def _mend_window(files: HeadFiles) -> None:
     layers = files.layers
     kinds, size = layers.get("layer_types") or (), layers.get("sliding_window")
-    is_off = layers.get("use_sliding_window") is False
-    if isinstance(size, int) and size > 0 and not is_off:
+    if isinstance(size, int) and size > 0 and layers.get("use_sliding_window") is not False:
         files.window = size
-    if "sliding_attention" not in kinds:
-        return
-    files.loads = False
-    layers.pop("layer_types")
-    text = f"layer_types of config.json names sliding_attention, sliding_window is {size}"
-    files.check("sliding window", "differs", text)
-    remedy = "Remove layer_types and sliding_window from config.json: P-EAGLE heads attend to all."
-    files.blame("sliding_window", text, remedy)
+    if "sliding_attention" in kinds:
+        layers.pop("layer_types")
+        text = f"layer_types of config.json names sliding_attention, sliding_window is {size}"
+        remedy = "Remove layer_types and sliding_window from config.json: "
+        remedy += "P-EAGLE heads attend to all."
+        files.fault("sliding_window", "sliding window", text, remedy)
 
 
 def _mend_aux(files: HeadFiles) -> None:
@@ -254,69 +410,71 @@ def _mend_aux(files: HeadFiles) -> None:
     fc = files.tensors.get("fc.weight")
     count = 3 if fc is None else fc.shape[1] // target.hidden_size
     given = top or nested
+
+    def all_inside(ids: Any) -> bool:
+        return all(type(i) is int and 0 <= i < target.num_layers for i in ids)
+
     problem = ""
     if top and nested and list(top) != list(nested):
         problem = f"{AUX_KEY} is {top}, in eagle_config {nested}"
-    elif given and any(type(i) is not int or not 0 <= i < target.num_layers for i in given):
+    elif given and not all_inside(given):
         problem = f"{AUX_KEY} is {given}, the target has {target.num_layers} layers"
     elif given and list(given) != sorted(set(given)):
         problem = f"{AUX_KEY} is {given}, not distinct and ascending"
     elif given and len(given) != count:
         problem = f"{AUX_KEY} names {len(given)} layers, fc reads {count}"
     if not problem:
-        files.check("aux layers", "agrees", f"{given or 'the default'}, fc reads {count}")
+        text = f"{given or 'the default'}, fc reads {count}"
+        files.report.check("aux layers", "agrees", text)
         return
     usual = list(default_aux_layer_ids(target.num_layers))
-    lists = [ids for ids in (top, nested, usual) if ids and _is_usable(ids, target, count)]
-    chosen = lists[0] if lists else list(range(count))
-    files.loads = files.loads and chosen == given
+    usable = [
+        ids
+        for ids in (top, nested, usual)
+        if ids and all_inside(ids) and len(ids) == count and list(ids) == sorted(set(ids))
+    ]
+    chosen = usable[0] if usable else list(range(count))
     data[AUX_KEY] = chosen
     if "eagle_config" in data:
         data["eagle_config"] = {**eagle, AUX_KEY: chosen}
-    files.check("aux layers", "differs", problem)
-    files.blame("aux_layers", problem, f"Set both to the layers it was trained on, like {chosen}.")
-
-
-def _is_usable(ids: Any, target: TargetModel, count: int) -> bool:
-    whole = all(type(i) is int and 0 <= i < target.num_layers for i in ids)
-    return whole and len(ids) == count and list(ids) == sorted(set(ids))
+    remedy = f"Set both to the layers it was trained on, like {chosen}."
+    files.fault("aux_layers", "aux layers", problem, remedy, loads=chosen == given)
 
 
 def _mend_positions(files: HeadFiles) -> None:
     """How far the head drafts, and its angles beside the target's."""
     layers, target = files.layers, files.target
-    most = layers.get("max_position_embeddings")
-    if isinstance(most, int) and most < min(target.max_model_len, _FEW_POSITIONS):
-        text = f"max_position_embeddings is {most}, the target's {target.max_model_len}"
-        files.check("maximum position", "differs", f"{text}: longer texts go on without drafts")
-        files.blame(
-            "max_positions",
-            f"{text}: no drafts beyond position {most}",
-            f"Set max_position_embeddings to {target.max_model_len}, or to the length of training.",
-        )
-        layers["max_position_embeddings"] = target.max_model_len
-    elif isinstance(most, int):
-        status: Status = "agrees" if most >= target.max_model_len else "differs"
-        text = f"{most}, the target's {target.max_model_len}"
-        note = "" if status == "agrees" else ": longer texts go on without drafts"
-        files.check("maximum position", status, text + note)
-    theta, own = theta_of(layers), theta_of(_rope_of(target))
-    # Another theta than the target's may be the head's own: the repairs tell.
-    same: Status = "agrees" if theta == own else "not checked"
-    files.check("RoPE theta", same, f"{theta:g}, the target's {own:g}")
+    most, longest = layers.get("max_position_embeddings"), target.max_model_len
+    if isinstance(most, int):
+        text = f"max_position_embeddings is {most}, the target's {longest}"
+        if most < min(longest, _FEW_POSITIONS):
+            layers["max_position_embeddings"] = longest
+            remedy = f"Set max_position_embeddings to {longest}, or to the length of training."
+            check = f"{text}: longer texts go on without drafts"
+            why = f"{text}: no drafts beyond position {most}"
+            files.fault("max_positions", "maximum position", check, remedy, loads=True, why=why)
+        elif most < longest:
+            text = f"{most}, the target's {longest}: longer texts go on without drafts"
+            files.report.check("maximum position", "differs", text)
+        else:
+            files.report.check("maximum position", "agrees", f"{most}, the target's {longest}")
+    theta, own = _theta_of(layers), _theta_of({"rope_parameters": target_rope(target)})
+    # Another theta than the target's may be the head's own: the repairs show it.
+    status = "agrees" if theta == own else "not checked"
+    files.report.check("RoPE theta", status, f"{theta:g}, the target's {own:g}")
 
 
-def _rope_of(target: TargetModel) -> dict[str, Any]:
+def target_rope(target: TargetModel) -> dict[str, Any]:
+    """Return the RoPE parameters of a target's layers of full attention."""
     rope = dict(target.text_config.rope_parameters or {})
-    return {"rope_parameters": dict(rope.get("full_attention", rope))}
+    return dict(rope.get("full_attention", rope))
 
 
-def theta_of(layers: Mapping[str, Any]) -> float:
-    """RoPE's base, by the keys of a configuration."""
+def _theta_of(layers: Mapping[str, Any]) -> float:
     rope = layers.get("rope_parameters") or layers.get("rope_scaling") or {}
     return float(rope.get("rope_theta") or layers.get("rope_theta") or 10000.0)
 
 
 def json_bool(value: bool) -> str:
-    """As config.json has it."""
+    """Return a boolean as config.json writes it."""
     return "true" if value else "false"

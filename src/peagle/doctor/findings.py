@@ -1,15 +1,16 @@
-"""What an examination finds: checks, one by one, and the causes that they amount to."""
+"""The result of an examination: checks, and the causes of low acceptance."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from peagle.results import TrainingRecord
 
 Status = Literal["agrees", "differs", "not checked"]
+Where = Literal["head", "prompts", "serving"]
 
-# What may be wrong, as the verdict names it.
+# Names of the causes, by their ids.
 CAUSES = {
     "aux_layers": "aux layers",
     "token_shift": "one-token shift",
@@ -37,13 +38,7 @@ CAUSES = {
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing looked at.
-
-    Attributes:
-        name: what.
-        status: "agrees" and "differs" say how it stands to what a healthy head has.
-        text: the figures, on one line.
-    """
+    """One property that was examined: its name, its state in this head, figures on one line."""
 
     name: str
     status: Status
@@ -52,23 +47,23 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Something that is wrong.
+    """One cause of low acceptance.
 
     Attributes:
         id: a key of CAUSES.
         where: "head" (its files), "prompts" (how they are rendered) or "serving".
-        evidence: what shows it, with figures.
-        remedy: what to do about it.
+        evidence: the figures that show it.
+        remedy: sentences that say how to remove it.
     """
 
     id: str
-    where: Literal["head", "prompts", "serving"]
+    where: Where
     evidence: str
     remedy: str
 
     @property
     def title(self) -> str:
-        """The name of the cause."""
+        """Name of the cause for people."""
         return CAUSES[self.id]
 
 
@@ -77,8 +72,8 @@ class Examination:
     """The examination of a head.
 
     Attributes:
-        checks: all that was looked at, in order.
-        causes: what is wrong; none in a healthy head.
+        checks: all checks, in order.
+        causes: causes that were found; none in a healthy head.
         figures: acceptance on the training side and served, by position.
         training: how long the head was trained, None where no record tells.
     """
@@ -90,40 +85,39 @@ class Examination:
 
     @property
     def is_healthy(self) -> bool:
-        """Nothing wrong was found."""
+        """Whether no cause was found."""
         return not self.causes
 
     @property
     def advice(self) -> str:
-        """What to do, in a sentence or two."""
-        if self.is_healthy:
-            advice = "Keep the head as it is: the training side and the serving side agree."
-            if self.training is not None and self.training.is_little:
-                advice += f" It was trained for only {self.training}: more training may raise the "
-                advice += "acceptance length."
-            return advice
-        first, *others = self.causes
-        return f"{first.remedy}{' Then run the doctor again: other causes may go.' * bool(others)}"
+        """Sentences that say what to do."""
+        if self.causes:
+            again = " Then run the doctor again: other causes may go." * (len(self.causes) > 1)
+            return self.causes[0].remedy + again
+        advice = "Keep the head as it is: the training side and the serving side agree."
+        if self.training is not None and self.training.is_little:
+            advice += f" It was trained for only {self.training}: more training may raise the "
+            advice += "acceptance length."
+        return advice
 
     def check(self, name: str, status: Status, text: str) -> None:
-        """Note a check."""
+        """Add a check."""
         self.checks.append(Check(name, status, text))
 
-    def blame(self, cause: Cause) -> None:
-        """Note a cause; what is known of it already is added to, and the newer remedy holds."""
+    def blame(self, id: str, where: Where, evidence: str, remedy: str) -> None:
+        """Add a cause; of one that is there already evidence is added to, the remedy replaced."""
         for index, known in enumerate(self.causes):
-            if (known.id, known.where) == (cause.id, cause.where):
-                evidence = f"{known.evidence}; {cause.evidence}"
-                self.causes[index] = replace(cause, evidence=evidence)
+            if (known.id, known.where) == (id, where):
+                self.causes[index] = Cause(id, where, f"{known.evidence}; {evidence}", remedy)
                 return
-        self.causes.append(cause)
+        self.causes.append(Cause(id, where, evidence, remedy))
 
     def blames(self, *ids: str) -> bool:
         """Whether one of these causes was found."""
         return any(cause.id in ids for cause in self.causes)
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """Return the examination as a JSON object."""
         return {
             "healthy": self.is_healthy,
             "advice": self.advice,

@@ -5,7 +5,7 @@ Shapes: P prompts (a row each), N positions, C anchors of a prompt, K depths, M 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,12 +31,12 @@ WORST_LOGPROB = -12.0
 
 @dataclass(frozen=True, slots=True)
 class HeadDrafts:
-    """What a head drafts at the anchors of a probe, all [P, C, K].
+    """The drafts of a head at the anchors of a probe, all [P, C, K].
 
     Attributes:
         draft_ids, tokens: greedy drafts, as draft ids and as target ids.
-        matches: they are the target's tokens.
-        logprobs: of the target's tokens, clamped at WORST_LOGPROB.
+        matches: whether they are the target's tokens.
+        logprobs: log-probabilities of the target's tokens, clamped at WORST_LOGPROB.
     """
 
     draft_ids: Tensor
@@ -82,7 +82,7 @@ def drafted(
         foreign_features: give each prompt the features of another one, which should make a head
             far worse.
     """
-    reading, drafter = head.reading, head.drafter(probe.device)
+    reading, drafter = head.reading, head.drafter(probe.tokens_PN.device)
     anchors_PC = probe.all_anchors_PC if every_anchor else probe.anchors_PC
     batch = probe.batch(anchors_PC, reading.token_shift)
     features = probe.features(head.config.aux_layer_ids, reading.feature_shift).to(reading.dtype)
@@ -90,8 +90,8 @@ def drafted(
         features = features.roll(1, dims=0)
     states = TargetStates(features, features[..., :0])
     shape = (*anchors_PC.shape, probe.num_drafts)
-    draft_ids = torch.zeros(shape, dtype=torch.int64, device=probe.device)
-    logprobs = torch.full(shape, WORST_LOGPROB, dtype=torch.float64, device=probe.device)
+    draft_ids = torch.zeros(shape, dtype=torch.int64, device=probe.tokens_PN.device)
+    logprobs = torch.full(shape, WORST_LOGPROB, dtype=torch.float64, device=probe.tokens_PN.device)
     column_PN = probe.column_of(anchors_PC)
     for graded in _graded(drafter, head, batch, states, probe.num_drafts):
         chosen = graded.selected
@@ -107,7 +107,7 @@ def _graded(
     drafter: Drafter, head: Head, batch: Batch, states: TargetStates, num_drafts: int
 ) -> Iterator[Graded]:
     window = head.reading.window
-    attention = dense_attention if window is None else _Windowed(window)
+    attention = dense_attention if window is None else _windowed_attention(window)
     kind = "peagle" if head.config.is_parallel else "eagle3"
     section = MethodSection.model_validate({"name": kind, "depth": num_drafts})
     method = TrainingMethod(section, attention)
@@ -139,17 +139,12 @@ def _choose(drafter: Drafter, hidden_MD: Tensor, truth_M: Tensor) -> tuple[Tenso
     return torch.cat(drafts), logprob_M.clamp_min(WORST_LOGPROB)
 
 
-@dataclass(frozen=True, slots=True)
-class _Windowed:
-    """The attention rule, and nothing further back than the window."""
+def _windowed_attention(window: int) -> Callable[..., ElementAttention]:
+    """Return the attention rule that looks no further back than the window."""
 
-    window: int
-
-    def __call__(
-        self, queries: Elements, keys: Elements, blocks: BlockTable | None
-    ) -> ElementAttention:
+    def attention(queries: Elements, keys: Elements, blocks: BlockTable | None) -> ElementAttention:
         distance = queries.positions.unsqueeze(2) - keys.positions.unsqueeze(1)
-        mask = attention_mask(queries, keys) & (distance < self.window).unsqueeze(1)
+        mask = attention_mask(queries, keys) & (distance < window).unsqueeze(1)
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             groups = query.shape[2] // key.shape[2]
@@ -159,3 +154,5 @@ class _Windowed:
             return attended.transpose(1, 2)
 
         return attend
+
+    return attention

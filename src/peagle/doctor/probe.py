@@ -1,4 +1,4 @@
-"""What heads are tried on: fixed prompts, the target's own greedy answers, and its features.
+"""The probe on which heads are tried: prompts, the target's greedy answers, and its features.
 
 Shapes: P prompts (a row each, padded at its end), N positions, C anchors of a prompt, K drafts, H
 target width.
@@ -27,7 +27,6 @@ class Probe:
         lengths, prompt_lens: of each row.
         entering: by layer, the hidden states that enter it, [P, N, H].
         confidence_PN: probability of the token at each position, under the target.
-        greedy_PN: the token at each position is the target's first choice.
         num_drafts: K.
         anchors_PC: anchors that are tried, the same number of each prompt.
     """
@@ -37,31 +36,22 @@ class Probe:
     prompt_lens: tuple[int, ...]
     entering: dict[int, Tensor]
     confidence_PN: Tensor
-    greedy_PN: Tensor
     num_drafts: int
     anchors_PC: Tensor
-
-    @property
-    def device(self) -> torch.device:
-        """Where it lies."""
-        return self.tokens_PN.device
 
     @cached_property
     def all_anchors_PC(self) -> Tensor:
         """Every anchor that all prompts have: with K tokens of the answer behind it."""
-        return _anchors(self.lengths, self.prompt_lens, self.num_drafts, 1).to(self.device)
-
-    @property
-    def num_anchors(self) -> int:
-        """Anchors that are tried."""
-        return self.anchors_PC.numel()
+        return _anchors(self.lengths, self.prompt_lens, self.num_drafts, 1).to(
+            self.tokens_PN.device
+        )
 
     def features(self, layers: Sequence[int], shift: int = 0) -> Tensor:
-        """The aux features of these layers, [P, N, A * H]; of `shift` positions before each."""
+        """Return aux features of these layers, [P, N, A * H], of `shift` positions before each."""
         return torch.cat([self.entering[layer] for layer in layers], dim=-1).roll(shift, dims=1)
 
     def part(self, step: int) -> Probe:
-        """Every so manieth prompt of it, from the first."""
+        """Return every `step`th prompt of it, from the first."""
         rows = slice(None, None, step)
         width = max(self.lengths[rows])
         return replace(
@@ -71,30 +61,29 @@ class Probe:
             prompt_lens=self.prompt_lens[rows],
             entering={layer: x[rows, :width] for layer, x in self.entering.items()},
             confidence_PN=self.confidence_PN[rows, :width],
-            greedy_PN=self.greedy_PN[rows, :width],
             anchors_PC=self.anchors_PC[rows],
         )
 
     def column_of(self, anchors_PC: Tensor) -> Tensor:
-        """Where each position stands in `anchors_PC`, int64 [P, N]; 0 where it does not."""
-        columns = torch.arange(anchors_PC.shape[1], device=self.device)
+        """Return the column of each position in `anchors_PC`, int64 [P, N]; 0 where it has none."""
+        columns = torch.arange(anchors_PC.shape[1], device=self.tokens_PN.device)
         empty = torch.zeros_like(self.tokens_PN)
         return empty.scatter(1, anchors_PC, columns.expand_as(anchors_PC))
 
     def truth(self, anchors_PC: Tensor) -> Tensor:
-        """The target's K tokens behind each anchor, [P, C, K]."""
-        depths_K = torch.arange(self.num_drafts, device=self.device)
+        """Return the target's K tokens behind each anchor, [P, C, K]."""
+        depths_K = torch.arange(self.num_drafts, device=self.tokens_PN.device)
         at_PCK = anchors_PC.unsqueeze(-1) + depths_K + 2
         return self.tokens_PN.gather(1, at_PCK.flatten(1)).view(at_PCK.shape)
 
     def batch(self, anchors_PC: Tensor, token_shift: int = 0) -> Batch:
-        """The rows as training has them, with these anchors supervised at every depth."""
+        """Return the rows as training has them, these anchors supervised at every depth."""
         deepest_PN = torch.full_like(self.tokens_PN, -1)
         deepest_PN.scatter_(1, anchors_PC, self.num_drafts - 1)
         places = tuple(Place(row, row, 0, length) for row, length in enumerate(self.lengths))
         return Batch(
             tokens_BN=self.tokens_PN.roll(token_shift, dims=1),
-            documents_BN=_documents(self.lengths, self.tokens_PN.shape[1], self.device),
+            documents_BN=_documents(self.lengths, self.tokens_PN.shape[1], self.tokens_PN.device),
             deepest_BN=deepest_PN,
             places=places,
             max_anchors=anchors_PC.shape[1],
@@ -120,7 +109,7 @@ def make_probe(
         prompts, answers: token ids; an answer has at least K + 2 tokens.
         layers: those whose entering states are kept, ascending.
         num_drafts: K.
-        stride: every so manieth anchor is tried.
+        stride: step between the anchors that are tried.
     """
     texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
     lengths, prompt_lens = tuple(map(len, texts)), tuple(map(len, prompts))
@@ -140,19 +129,16 @@ def make_probe(
         target.tap_aux(before)
     parts = states.features_BNA.split(target.hidden_size, dim=-1)
     confidence_PN = torch.zeros(tokens_PN.shape, dtype=torch.float32, device=target.device)
-    greedy_PN = torch.zeros_like(tokens_PN, dtype=torch.bool)
     for row in range(len(texts)):
         logits = target.compute_logits(states.hidden_BNH[row, :-1]).float()
         next_N = tokens_PN[row, 1:]
         confidence_PN[row, 1:] = logits.softmax(-1).gather(1, next_N.unsqueeze(1)).squeeze(1)
-        greedy_PN[row, 1:] = logits.argmax(-1) == next_N
     return Probe(
         tokens_PN,
         lengths,
         prompt_lens,
         dict(zip(layers, parts, strict=True)),
         confidence_PN,
-        greedy_PN,
         num_drafts,
         anchors_PC,
     )

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from peagle.chat import render_chat
-from peagle.doctor.served import Question
 from peagle.errors import UserError
+from peagle.evaluation.decoding import Message
 from peagle.evaluation.prompts import load_prompt_set, read_prompts
 
 _SETS = ("humaneval", "mt_bench", "gsm8k", "heldout_code")
@@ -18,6 +17,19 @@ _OF_EACH_SET = 16
 _MOST_PROMPTS = 64
 # Of shorter ones too little is known, longer ones take time without telling more.
 _LENGTHS = range(4, 513)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt: as it is asked, and the token ids that the training side makes of it."""
+
+    prompt: str | tuple[Message, ...]
+    token_ids: list[int]
+
+    @property
+    def text(self) -> str:
+        """The user's text."""
+        return self.prompt if isinstance(self.prompt, str) else self.prompt[-1]["content"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +126,3 @@ def choose_texts(file: Path | None, tokenizer: PreTrainedTokenizerBase) -> list[
             "tokens; expected at least 2, better 64."
         )
     return chosen
-
-
-def questions_of(
-    texts: Sequence[str], style: Style, tokenizer: PreTrainedTokenizerBase
-) -> list[Question]:
-    """The texts as questions."""
-    return [style.ask(text, tokenizer) for text in texts]

@@ -1,23 +1,24 @@
-"""The serving side: the same prompts through an engine or a server, and what became of drafts.
+"""The serving side: the same prompts through an engine or a server, and its drafts.
 
-Another serving side is another class with `name` and `answer`.
+Another serving side is another class with `name`, `notes` and `answer`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from peagle.backends.vllm.checks import check_launch
-from peagle.backends.vllm.command import VllmLaunch
 from peagle.backends.vllm.installation import VllmInstallation
+from peagle.backends.vllm.launch import VllmLaunch
 from peagle.config import SamplingParams
+from peagle.doctor.questions import Question
 from peagle.engine import SpeculationStats
 from peagle.errors import CheckpointError, UserError
-from peagle.evaluation.decoding import Message, Request
+from peagle.evaluation.decoding import Request
 from peagle.evaluation.endpoint import EndpointBackend
 from peagle.evaluation.vllm_server import vllm_backend
 from peagle.llm import LLM
@@ -28,25 +29,16 @@ class ServingFailed(UserError):
     """The serving side does not come up with this head, or does not last."""
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A prompt: as it is asked, and the token ids that the training side makes of it."""
-
-    prompt: str | tuple[Message, ...]
-    token_ids: list[int]
-
-
 @dataclass(slots=True)
 class Served:
-    """The answer to a question.
+    """The answer to a question; None where the serving side does not report a figure.
 
     Attributes:
         text: the output.
-        num_prompt_tokens: as the serving side counts them; 0 if it does not tell.
-        stats: drafts of this answer; None if it does not tell.
-        token_ids: of the output; None if it does not tell.
-        drafts: by the number of output tokens before them, the tokens of each draft; None if it
-            does not tell.
+        num_prompt_tokens: as the serving side counts them; 0 if it does not report them.
+        stats: drafts of this answer.
+        token_ids: output tokens.
+        drafts: by the number of output tokens before them, the tokens of each draft.
     """
 
     text: str
@@ -61,12 +53,12 @@ class Serving(Protocol):
 
     @property
     def name(self) -> str:
-        """For reports."""
+        """Its name in reports."""
         ...
 
     @property
     def notes(self) -> Sequence[str]:
-        """What it cannot tell."""
+        """What it cannot report."""
         ...
 
     def answer(self, questions: Sequence[Question], max_tokens: int) -> list[Served]:
@@ -80,7 +72,7 @@ class Serving(Protocol):
 
 @dataclass(slots=True)
 class EngineServing:
-    """Our engine in this process, which tells every draft token.
+    """Our engine in this process, which reports every draft token.
 
     Args:
         target: loaded; shared with the training side.
@@ -107,15 +99,14 @@ class EngineServing:
             "draft_window": 0,  # as the forward pass of training, and as vLLM
         }
         llm = LLM(model=self.target, speculative_config=speculative)
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         prompts = [question.token_ids for question in questions]
         served = [Served("", len(prompt), token_ids=[], drafts={}) for prompt in prompts]
-        for chunk in llm.stream(prompts, params):
+        for chunk in llm.stream(prompts, _greedy(max_tokens)):
             one = served[chunk.index]
             assert one.token_ids is not None and one.drafts is not None
             if chunk.num_drafted:
                 draft = chunk.token_ids[: chunk.num_accepted]
-                # An answer may end within a draft: accepted tokens beyond its end are not told.
+                # An answer may end within a draft: accepted tokens beyond its end are not reported.
                 if len(draft) + len(chunk.rejected_token_ids) == chunk.num_drafted:
                     draft = draft + chunk.rejected_token_ids
                 one.drafts[len(one.token_ids)] = draft
@@ -125,65 +116,52 @@ class EngineServing:
         return served
 
 
+@dataclass(slots=True)
 class EndpointServing:
-    """A server with OpenAI's interface; of drafts it tells counters, if that.
+    """A server with OpenAI's interface, which reports counters of drafts at best."""
 
-    Args:
-        url: of the server.
-        model: its name there; None takes the first.
-        template_kwargs: variables of the chat template, sent with each request.
+    backend: EndpointBackend
 
-    Raises:
-        UserError: as `peagle.evaluation.endpoint.EndpointBackend`.
-    """
-
-    def __init__(
-        self, url: str, model: str | None = None, template_kwargs: Mapping[str, Any] | None = None
-    ) -> None:
-        self.backend = EndpointBackend(url, model, extra_body=_extra_body(template_kwargs))
-        self.name = url
+    @property
+    def name(self) -> str:
+        """The server's URL."""
+        return self.backend.name
 
     @property
     def notes(self) -> list[str]:
-        """What the server cannot tell."""
+        """What the server cannot report."""
         return self.backend.notes
-
-    def num_drafts(self) -> int | None:
-        """K of the server; 0 if it does not draft, None if it does not tell."""
-        return self.backend.num_speculative_tokens()
 
     def answer(self, questions: Sequence[Question], max_tokens: int) -> list[Served]:
         """Answer as `Serving.answer`."""
         return _one_by_one(self.backend, questions, max_tokens)
 
 
+@dataclass(slots=True)
 class VllmServing:
-    """vLLM, which serves the head for as long as it is asked; of drafts it tells counters.
+    """vLLM, which serves the head for as long as it answers; it reports counters of drafts.
 
     Args:
         launch: what it serves, as the head's files say.
-        installation: of vLLM.
-        template_kwargs: variables of the chat template, sent with each request.
-        progress: told what it waits for.
+        installation: vLLM's.
+        extra_body: further fields of each request.
+        progress: gets a line about each wait.
 
     Raises:
         UserError: vLLM is known to fail with such options. What is wrong with the head is not said
             here, but found.
     """
 
-    def __init__(
-        self,
-        launch: VllmLaunch,
-        installation: VllmInstallation,
-        template_kwargs: Mapping[str, Any] | None = None,
-        progress: Callable[[str], None] = lambda text: None,
-    ) -> None:
+    launch: VllmLaunch
+    installation: VllmInstallation
+    extra_body: dict[str, Any] | None
+    progress: Callable[[str], None]
+    name: str = "vLLM"
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
         with suppress(CheckpointError):
-            check_launch(launch, installation)
-        self.launch, self.installation = launch, installation
-        self.name = "vLLM"
-        self.notes: list[str] = []
-        self._template_kwargs, self._progress = template_kwargs, progress
+            check_launch(self.launch, self.installation)
 
     def answer(self, questions: Sequence[Question], max_tokens: int) -> list[Served]:
         """Answer as `Serving.answer`.
@@ -191,10 +169,13 @@ class VllmServing:
         Raises:
             ServingFailed: vLLM does not serve this head.
         """
-        extra = _extra_body(self._template_kwargs)
         # Whether it drafts as asked is what the examination finds out.
         server = vllm_backend(
-            self.launch, self.installation, say=self._progress, extra_body=extra, as_asked=False
+            self.launch,
+            self.installation,
+            say=self.progress,
+            extra_body=self.extra_body,
+            as_asked=False,
         )
         try:
             with server as backend:
@@ -204,18 +185,17 @@ class VllmServing:
             raise ServingFailed(str(error)) from None
 
 
-def _extra_body(template_kwargs: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    return {"chat_template_kwargs": dict(template_kwargs)} if template_kwargs else None
+def _greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
 
 
 def _one_by_one(
     backend: EndpointBackend, questions: Sequence[Question], max_tokens: int
 ) -> list[Served]:
     """Answers, one request at a time, so that counters are each one's."""
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     served = []
     for number, question in enumerate(questions):
-        run = backend.run([Request(str(number), question.prompt, params)], 1)
+        run = backend.run([Request(str(number), question.prompt, _greedy(max_tokens))], 1)
         answer = run.answers[0]
         stats = answer.stats if answer.stats is not None else run.counters
         served.append(Served(answer.text, answer.num_prompt_tokens, stats))

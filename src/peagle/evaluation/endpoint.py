@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
+from peagle.client.api import KEY_VARIABLE, ApiClient, error_message, key_from_environment
+from peagle.client.counters import Counters, DraftCounts, read_counters
+from peagle.client.fields import sampling_fields, served_drafts
 from peagle.config import SamplingParams
+from peagle.engine import SpeculationStats
 from peagle.errors import UserError
-from peagle.evaluation.counters import Counters, read_counters
 from peagle.evaluation.decoding import Answer, Request, Run, require_some
-from peagle.evaluation.endpoint_answers import ForeignAnswer, message_of, read_answer
+from peagle.evaluation.endpoint_answers import ForeignAnswer, read_answer
 from peagle.evaluation.http_client import HttpClient, Reply, at_most
 
-API_KEY_VARIABLES = ("PEAGLE_API_KEY", "OPENAI_API_KEY")
+KEY_VARIABLES = (KEY_VARIABLE, "OPENAI_API_KEY")
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 Watch = Callable[[int, Answer], None]
 T = TypeVar("T")
 
 _USAGE = {"include_usage": True}
-# Streams that tell most come first; servers that know less refuse them or leave them alone.
+# Streams with the most detail come first; servers that know fewer options refuse or ignore them.
 _STREAM_OPTIONS = ({**_USAGE, "continuous_usage_stats": True}, _USAGE, None)
 _UNSENT = ("structured_output", "logprobs", "prompt_logprobs", "n")
 _SETTLE_S, _SETTLE_LOOKS = 0.1, 20
@@ -32,9 +35,9 @@ class EndpointBackend:
     """A server with OpenAI's interface that answers requests, so many in flight at a time.
 
     Text goes to /v1/completions, messages to /v1/chat/completions, both streamed. A request's clock
-    starts as it is written to a connection that stands, and a chunk came when its bytes did.
+    starts as it is written to an open connection, and a chunk came when its bytes did.
 
-    Drafts of a run are told by the server's own counters at /metrics (those of vLLM and ours), read
+    Drafts of a run come from the server's own counters at /metrics (those of vLLM and ours), read
     before and after; a request's own drafts and steps where the server is ours and `report` is set.
 
     Args:
@@ -43,13 +46,13 @@ class EndpointBackend:
         api_key: None takes the variable PEAGLE_API_KEY, else OPENAI_API_KEY, else none.
         extra_body: further fields of every request, over those of its parameters.
         report: ask our server for the drafts of every step, which costs it a little time.
-        timeout_s: of a request.
+        timeout_s: limit of a request.
 
     Attributes:
         name: the URL.
         model: the name that requests go to.
         facts: what the server lists of the model; {} if nothing.
-        notes: what does not work here, each said once.
+        notes: what does not work here, each once.
 
     Raises:
         UserError: the URL or the key is not usable, nobody answers there, or there is no such
@@ -70,27 +73,26 @@ class EndpointBackend:
     ) -> None:
         self.name = url
         self.notes: list[str] = []
-        base, headers = url.rstrip("/").removesuffix("/v1"), _headers(api_key)
-        try:
-            self._client = HttpClient(base, headers, timeout_s=timeout_s)
-        except ValueError:
-            raise UserError(
-                f"The endpoint is {url!r}; expected a URL like http://127.0.0.1:8000."
-            ) from None
-        self.model, self._listed = "", list[str]()
+        key = key_from_environment(*KEY_VARIABLES) if api_key is None else api_key
+        self._api = ApiClient(url, key, timeout_s=timeout_s)
+        self._client = HttpClient(self._api.base, self._api.headers, timeout_s=timeout_s)
         self._report = report
         self._extra_body = dict(extra_body or {})
         self._stream_options: dict[str, Mapping[str, Any] | None] = {}
-        listed = self._blocking(self._models())
-        self.facts = self._find(model, listed)
-        self.model = str(self.facts["id"]) if model is None else model
+        listed = {str(one["id"]): one for one in self._api.models(may_lack_list=True)}
         self._listed = list(listed)
+        if model is None and not listed:
+            raise UserError(f"{url} lists no models; name the one to ask (--model).")
+        if model is not None and listed and model not in listed:
+            raise self._no_model(model)
+        self.model = self._listed[0] if model is None else model
+        self.facts = listed.get(self.model, {})
 
-    # ---- what there is ----------------------------------------------------------------------
+    # ---- facts of the server ----------------------------------------------------------------
 
     @property
     def is_ours(self) -> bool:
-        """Whether this is `peagle serve`, which takes and tells of speculation per request."""
+        """Whether this is `peagle serve`, which takes and reports speculation by request."""
         return isinstance(self.facts.get("speculation"), dict)
 
     @property
@@ -99,60 +101,36 @@ class EndpointBackend:
         return self.facts.get("chat")
 
     def num_speculative_tokens(self) -> int | None:
-        """K, as the server's list of models or its counters tell; 0 is no drafts, None unknown."""
+        """Return K, by the server's list of models or its counters; 0 without drafts, None unknown.
+
+        Raises:
+            UserError: the server cannot be reached.
+        """
         if self.is_ours:
-            told = self.facts["speculation"]
-            by_name = {one["name"]: one for one in told.get("proposers", ())}
-            return int(by_name.get(told.get("default"), {}).get("num_speculative_tokens", 0))
+            return served_drafts(self.facts)
         counters = self.counters()
         if counters is None:
             return None
         return 0 if counters.drafts is None else len(counters.drafts.num_accepted_tokens_per_pos)
 
     def counters(self) -> Counters | None:
-        """What the server counted so far, drafts included; None if it has no page of metrics."""
-        return self._blocking(self._counters())
+        """Return what the server counted so far, None if it has no page of metrics.
 
-    async def _counters(self) -> Counters | None:
-        reply = await self._client.get("/metrics")
-        if reply.status != 200 or reply.problem:
-            return None
-        return read_counters(reply.body.decode(errors="replace"), self.model)
+        Raises:
+            UserError: the server cannot be reached.
+        """
+        reply = self._api.call("GET", "/metrics")
+        return read_counters(reply.text, self.model) if reply.status == 200 else None
 
-    async def _settled(self) -> Counters | None:
-        """The counters once they stand still: servers write them a moment after the tokens."""
-        now = await self._counters()
+    def _settled_counters(self) -> Counters | None:
+        """Return the counters once they stand still: servers write them after the tokens."""
+        now = self.counters()
         for _ in range(_SETTLE_LOOKS):
-            await asyncio.sleep(_SETTLE_S)
-            before, now = now, await self._counters()
+            time.sleep(_SETTLE_S)
+            before, now = now, self.counters()
             if now == before:
                 break
         return now
-
-    async def _models(self) -> dict[str, dict[str, Any]]:
-        """Facts of the models by name; {} where the server lists none."""
-        reply = await self._client.get("/v1/models")
-        self._check(reply)
-        if reply.status in (404, 405):
-            return {}
-        if reply.status >= 500:
-            raise UserError(
-                f"{self.name} is not ready ({reply.status}: {message_of(reply.body)}). Try again."
-            )
-        try:
-            listed = reply.json["data"]
-            return {str(facts["id"]): dict(facts) for facts in listed}
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise self._foreign(reply.body[:80].decode(errors="replace")) from None
-
-    def _find(self, model: str | None, listed: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-        if not listed:
-            if model is None:
-                raise UserError(f"{self.name} lists no models; name the one to ask (--model).")
-            return {}
-        if model is not None and model not in listed:
-            raise UserError(self._no_model(model, list(listed)))
-        return next(iter(listed.values())) if model is None else listed[model]
 
     # ---- a run ------------------------------------------------------------------------------
 
@@ -168,44 +146,46 @@ class EndpointBackend:
                 no server of completions, or answers none of the requests.
         """
         require_some(concurrency)
-        return self._blocking(self._run(requests, concurrency, watch))
-
-    async def _run(self, requests: Sequence[Request], concurrency: int, watch: Watch | None) -> Run:
         for path in dict.fromkeys(_path(request) for request in requests):
             if path not in self._stream_options:
-                self._stream_options[path] = await self._agree(path)
+                self._stream_options[path] = self._blocking(self._agree(path))
+        before = self.counters()
+        run = self._blocking(self._answer(requests, concurrency, watch))
+        if run.answers and all(answer.error for answer in run.answers):
+            raise UserError(
+                f"{self.name} answered none of {len(run.answers)} requests; the first: "
+                f"{run.answers[0].error}"
+            )
+        return self._with_counters(run, before, self._settled_counters())
+
+    async def _answer(
+        self, requests: Sequence[Request], concurrency: int, watch: Watch | None
+    ) -> Run:
         bodies = [json.dumps(self._body(request)).encode() for request in requests]
-        before = await self._counters()
-        replies: list[Reply] = []
-        told: dict[int, Answer] = {}
+        num_done = 0
+        watched: dict[int, Answer] = {}
 
         async def ask(index: int) -> Reply:
+            nonlocal num_done
             reply = await self._client.send("POST", _path(requests[index]), bodies[index])
             if reply.problem == "refused":
                 raise UserError(
-                    f"{self.name} went away after {len(replies)} of {len(requests)} requests: "
+                    f"{self.name} went away after {num_done} of {len(requests)} requests: "
                     f"{reply.reason}. Start it again and run the same command."
                 )
             self._check(reply)
-            replies.append(reply)
+            num_done += 1
             if watch is not None:
-                told[index] = self._read(reply)
-                watch(index, told[index])
+                watched[index] = self._read(reply)
+                watch(index, watched[index])
             return reply
 
         done = await at_most(concurrency, range(len(requests)), ask)
-        after = await self._settled()
         # Reading JSON takes time in which nothing is received: it waits unless somebody watches.
-        read = (told.get(i) or self._read(reply) for i, reply in enumerate(done))
-        run = Run(list(read), 0.0)
+        run = Run([watched.get(i) or self._read(reply) for i, reply in enumerate(done)], 0.0)
         if done:
             run.seconds = max(one.ended_s for one in done) - min(one.sent_s for one in done)
-        if done and all(answer.error for answer in run.answers):
-            raise UserError(
-                f"{self.name} answered none of {len(done)} requests; the first: "
-                f"{run.answers[0].error}"
-            )
-        return self._with_counters(run, before, after)
+        return run
 
     def _with_counters(self, run: Run, before: Counters | None, after: Counters | None) -> Run:
         if before is None or after is None:
@@ -216,7 +196,7 @@ class EndpointBackend:
         elif after.drafts.num_drafts < before.drafts.num_drafts:
             self._note("was restarted during a run: its counters began anew")
         else:
-            run.counters = after.drafts.since(before.drafts)
+            run.counters = _stats(after.drafts.since(before.drafts))
         if before.num_tokens is not None and after.num_tokens is not None:
             own = sum(answer.num_tokens for answer in run.answers)
             others = after.num_tokens - before.num_tokens - own
@@ -227,34 +207,26 @@ class EndpointBackend:
         return run
 
     async def _agree(self, path: str) -> Mapping[str, Any] | None:
-        """The stream options that the server takes, found with requests of one token."""
+        """Return the stream options that the server takes, found with requests of one token."""
         prompt = "Hi" if path == COMPLETIONS else [{"role": "user", "content": "Hi"}]
         request = Request("", prompt, SamplingParams(max_tokens=1))
         for options in _STREAM_OPTIONS:
             self._stream_options[path] = options
-            body = self._body(request)
-            reply = await self._client.send("POST", path, body)
+            reply = await self._client.send("POST", path, self._body(request))
             self._check(reply)
             if reply.problem == "refused":
-                raise self._unreachable(reply)
+                raise self._api.unreachable(reply.reason)
             if reply.status not in (400, 422):
                 break
-        else:  # whatever it refuses is none of these
+        else:  # the server refuses something else
             options = _STREAM_OPTIONS[0]
         if reply.status == 200:
             is_stream = reply.headers.get("content-type", "").startswith("text/event-stream")
             if not is_stream:
                 self._note("does not stream: the time to the first token is that of the answer")
-            elif not self._tells_tokens(reply):
+            elif not _has_token_counts(reply):
                 self._note("does not tell the tokens of a chunk: they are estimated by characters")
         return options
-
-    def _tells_tokens(self, reply: Reply) -> bool:
-        try:
-            chunks = [chunk for chunk in reply.chunks if chunk.get("choices")]
-        except ValueError:
-            return True
-        return any(chunk.get("usage") or chunk.get("speculation") for chunk in chunks)
 
     def _body(self, request: Request) -> dict[str, Any]:
         path = _path(request)
@@ -279,42 +251,21 @@ class EndpointBackend:
         try:
             return read_answer(reply)
         except ForeignAnswer as error:
-            raise self._foreign(str(error)) from None
+            raise self._api.foreign(str(error)) from None
 
     # ---- errors -----------------------------------------------------------------------------
 
     def _check(self, reply: Reply) -> None:
-        """Refuse to go on where all requests would fare likewise.
-
-        Raises:
-            UserError: saying why.
-        """
+        """Refuse to go on where all requests would fare likewise."""
         if reply.status in (401, 403):
-            raise UserError(
-                f"{self.name} refused the key ({reply.status}: {message_of(reply.body)}). Set the "
-                f"variable {API_KEY_VARIABLES[0]} to one that it takes."
-            )
-        if reply.status == 404 and self.model:
-            said = message_of(reply.body)
-            raise UserError(f"{self._no_model(self.model, self._listed)} It says: {said}")
-        if reply.status == 0 and not self.model:
-            raise self._unreachable(reply)
+            raise self._api.refusal(reply.status, reply.body)
+        if reply.status == 404:
+            message = error_message(reply.body)
+            raise UserError(f"{self._no_model(self.model)} It says: {message}")
 
-    def _no_model(self, model: str, listed: list[str]) -> str:
-        names = ", ".join(listed) or "none that it lists"
-        return f"{self.name} has no completions of a model {model!r}; it has: {names}."
-
-    def _unreachable(self, reply: Reply) -> UserError:
-        reason = reply.reason or "it does not speak HTTP"
-        return UserError(
-            f"No server answers at {self.name}: {reason}. Start one, or correct the endpoint."
-        )
-
-    def _foreign(self, what: str) -> UserError:
-        return UserError(
-            f"{self.name} answered {what!r}, which is none of OpenAI's interface. Correct the "
-            "endpoint; it takes the URL up to /v1."
-        )
+    def _no_model(self, model: str) -> UserError:
+        names = ", ".join(self._listed) or "none that it lists"
+        return UserError(f"{self.name} has no completions of a model {model!r}; it has: {names}.")
 
     def _note(self, text: str) -> None:
         note = f"{self.name} {text}"
@@ -335,37 +286,31 @@ def _path(request: Request) -> str:
     return COMPLETIONS if isinstance(request.prompt, str) else CHAT
 
 
+def _has_token_counts(reply: Reply) -> bool:
+    try:
+        chunks = [chunk for chunk in reply.chunks if chunk.get("choices")]
+    except ValueError:
+        return True
+    return any(chunk.get("usage") or chunk.get("speculation") for chunk in chunks)
+
+
+def _stats(counts: DraftCounts) -> SpeculationStats:
+    per_pos = list(counts.num_accepted_tokens_per_pos)
+    totals = counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens
+    return SpeculationStats(*totals, per_pos)
+
+
 def _fields(request: Request) -> dict[str, Any]:
-    """Parameters as fields of a request; those that have their default are left to the server.
+    """Return parameters as fields of a request; the server chooses those that have their default.
 
     Raises:
-        UserError: one is not asked of servers here.
+        UserError: a server is not asked for one of them here.
     """
     params = request.params
-    given = {
-        field.name: value
-        for field in fields(params)
-        if (value := getattr(params, field.name)) != field.default
-    }
+    given = [one.name for one in fields(params) if getattr(params, one.name) != one.default]
     if refused := [name for name in _UNSENT if name in given]:
         raise UserError(
             f"Request {request.id}: {refused[0]} is not asked of a server here; leave it out."
         )
-    given.pop("num_speculative_tokens", None)
-    if bias := given.pop("logit_bias", None):
-        # JSON has no infinity; -100 is what OpenAI's interface calls a ban.
-        given["logit_bias"] = {str(token): max(value, -100.0) for token, value in bias}
-    return {**given, "max_tokens": params.max_tokens, "temperature": params.temperature}
-
-
-def _headers(api_key: str | None) -> dict[str, str]:
-    source = "The key"
-    for variable in API_KEY_VARIABLES:
-        if api_key is None and os.environ.get(variable):
-            # A server's own variable may hold several.
-            api_key, source = os.environ[variable].partition(",")[0], variable
-    if not api_key:
-        return {}
-    if not api_key.isascii() or not api_key.isprintable():
-        raise UserError(f"{source} has characters that no key has; expected ASCII text.")
-    return {"Authorization": f"Bearer {api_key.strip()}"}
+    always = {"max_tokens": params.max_tokens, "temperature": params.temperature}
+    return {**sampling_fields(params, given), **always}

@@ -1,4 +1,4 @@
-"""What a server with OpenAI's interface answered, read: texts, times, tokens, drafts."""
+"""Reads the answer of a server with OpenAI's interface: texts, times, tokens, drafts."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from peagle.client.api import error_message, printable
+from peagle.client.events import DONE
 from peagle.engine import SpeculationStats
 from peagle.evaluation.acceptance import DecodedStep
 from peagle.evaluation.decoding import Answer
-from peagle.evaluation.http_client import DONE, Reply
+from peagle.evaluation.http_client import Reply
 
-_MAX_MESSAGE = 300  # characters of a server's words
 _PROBLEMS = {
     "refused": "no connection",
     "unanswered": "the server closed the connection without an answer",
@@ -29,7 +30,7 @@ class ForeignAnswer(ValueError):
 
 @dataclass(slots=True)
 class _Piece:
-    """What came of one step of the server, as far as events tell steps apart."""
+    """The output of one step of the server, as far as events separate steps."""
 
     seconds: float
     text: str = ""
@@ -39,12 +40,11 @@ class _Piece:
 
 
 def read_answer(reply: Reply) -> Answer:
-    """The answer to a completion or a chat completion, streamed or whole.
+    """Read the answer to a completion or a chat completion, streamed or whole.
 
-    How many tokens a chunk held is told by our server's reports, by usage in every chunk
-    (`continuous_usage_stats`), else it is estimated: the tokens of the whole answer, shared out by
-    the characters of the chunks. Reasoning counts as output; `text` leaves it out where the server
-    tells it apart.
+    Our server's reports, or usage in every chunk (`continuous_usage_stats`), count the tokens of a
+    chunk; else they are estimated: the tokens of the whole answer, shared out by the characters of
+    the chunks. Reasoning counts as output; `text` leaves it out where the server separates it.
 
     Raises:
         ForeignAnswer: whatever answered knows nothing of completions.
@@ -52,44 +52,32 @@ def read_answer(reply: Reply) -> Answer:
     if reply.problem and not reply.events:
         return Answer(seconds=reply.seconds, error=_PROBLEMS[reply.problem])
     if reply.status != 200:
-        return Answer(seconds=reply.seconds, error=f"{reply.status}: {message_of(reply.body)}")
+        return Answer(seconds=reply.seconds, error=f"{reply.status}: {error_message(reply.body)}")
     if reply.headers.get("content-type", "").startswith("text/event-stream"):
         return _Stream(reply).answer
     return _whole(reply)
 
 
-def message_of(raw: bytes) -> str:
-    """What an error's body says, on one line."""
-    try:
-        value = json.loads(raw)
-        error = value.get("error", value.get("message", value.get("detail")))
-        text = error.get("message") if isinstance(error, dict) else error
-    except (ValueError, AttributeError, RecursionError):
-        text = raw.decode(errors="replace").strip()
-    shown = str(text or "it gave no reason")[:_MAX_MESSAGE]
-    return "".join(c if c.isprintable() else " " for c in shown)
-
-
 def speculation_of(usage: Mapping[str, Any]) -> SpeculationStats | None:
-    """The drafts of a request, where our server's usage tells them."""
-    told = usage.get("speculation")
-    if not isinstance(told, Mapping):
+    """Return the drafts of a request, None where the usage has none (our server's has)."""
+    drafts = usage.get("speculation")
+    if not isinstance(drafts, Mapping):
         return None
     names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
-    per_pos = [int(count) for count in told.get("num_accepted_tokens_per_pos", ())]
-    counts = {name: int(told.get(name, 0)) for name in names}
+    per_pos = [int(count) for count in drafts.get("num_accepted_tokens_per_pos", ())]
+    counts = {name: int(drafts.get(name, 0)) for name in names}
     return SpeculationStats(**counts, num_accepted_tokens_per_pos=per_pos)
 
 
 def _whole(reply: Reply) -> Answer:
     """An answer in one piece: its first token is its last."""
     try:
-        body = reply.json
+        body = json.loads(reply.body)
         choice = body["choices"][0]
         text, content = _texts(choice.get("message") or choice)
         usage = body.get("usage") or {}
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
-        raise ForeignAnswer(_shown(reply.body)) from None
+        raise ForeignAnswer(_beginning(reply.body)) from None
     count = int(usage.get("completion_tokens") or bool(text))
     return Answer(
         text=content,
@@ -110,20 +98,20 @@ class _Stream:
         self.pieces: list[_Piece] = []
         self.finish_reason = self.error = ""
         self.usage: Mapping[str, Any] = {}
-        self._told = 0  # tokens of the chunks so far, by their usage
+        self._so_far = 0  # tokens of the chunks so far, by their usage
         events: list[tuple[float, Mapping[str, Any]]] = []
         for when, data in reply.events:
             if data != DONE:
                 events.append((when - reply.sent_s, _event(data)))
         written = [event for _, event in events if event.get("choices")]
         # Some put the usage of the whole answer into the last chunk that has text.
-        self._tells_usage = bool(written) and all(event.get("usage") for event in written)
-        self._tells_steps = any(event.get("speculation") for event in written)
+        self._has_usage = bool(written) and all(event.get("usage") for event in written)
+        self._has_steps = any(event.get("speculation") for event in written)
         for seconds, event in events:
             try:
                 self._take(seconds, event)
             except (ValueError, TypeError, AttributeError, KeyError):
-                raise ForeignAnswer(_shown(json.dumps(event).encode())) from None
+                raise ForeignAnswer(_beginning(json.dumps(event).encode())) from None
         ended = self.finish_reason or (reply.events and reply.events[-1][1] == DONE)
         if not self.error and (reply.problem or not ended):
             self.error = _PROBLEMS[reply.problem or "cut"]
@@ -131,7 +119,7 @@ class _Stream:
 
     def _take(self, seconds: float, event: Mapping[str, Any]) -> None:
         if error := event.get("error"):
-            self.error = message_of(json.dumps({"error": error}).encode())
+            self.error = error_message(json.dumps({"error": error}).encode())
         self.usage = event.get("usage") or self.usage
         if not event.get("choices"):
             return
@@ -140,7 +128,7 @@ class _Stream:
         text, content = _texts(choice.get("delta") or choice)
         piece = self._piece(seconds, event)
         # Without tokens of its own an event goes on with the step before it.
-        is_new = piece.num_tokens if self._tells_steps or self._tells_usage else text
+        is_new = piece.num_tokens if self._has_steps or self._has_usage else text
         if is_new or (text and not self.pieces):
             self.pieces.append(piece)
         if text:
@@ -148,19 +136,19 @@ class _Stream:
             self.pieces[-1].answer += content
 
     def _piece(self, seconds: float, event: Mapping[str, Any]) -> _Piece:
-        if self._tells_steps:
+        if self._has_steps:
             report = event.get("speculation") or {}
             count = len(report.get("tokens", ()))
             step = DecodedStep(count, report.get("num_drafted", 0), report.get("num_accepted", 0))
             return _Piece(seconds, num_tokens=count, step=step)
-        told = int(self.usage.get("completion_tokens") or 0) if self._tells_usage else 0
-        before, self._told = self._told, max(told, self._told)
-        return _Piece(seconds, num_tokens=self._told - before)
+        count = int(self.usage.get("completion_tokens") or 0) if self._has_usage else 0
+        before, self._so_far = self._so_far, max(count, self._so_far)
+        return _Piece(seconds, num_tokens=self._so_far - before)
 
     def _answer(self, seconds: float) -> Answer:
         pieces = self.pieces
         count = self.usage.get("completion_tokens")
-        if not self._tells_steps and not self._tells_usage:
+        if not self._has_steps and not self._has_usage:
             _share_out(pieces, len(pieces) if count is None else int(count))
         steps = [piece.step for piece in pieces if piece.step is not None]
         return Answer(
@@ -184,7 +172,7 @@ def _event(data: bytes) -> Mapping[str, Any]:
         event = None
     # An event about something else has at least one of these.
     if not isinstance(event, dict) or not {"choices", "usage", "error"} & set(event):
-        raise ForeignAnswer(_shown(data))
+        raise ForeignAnswer(_beginning(data))
     return event
 
 
@@ -207,6 +195,5 @@ def _texts(part: Mapping[str, Any]) -> tuple[str, str]:
     return reasoning + content, content
 
 
-def _shown(raw: bytes) -> str:
-    text = raw[:80].decode(errors="replace")
-    return "".join(c if c.isprintable() else " " for c in text)
+def _beginning(raw: bytes) -> str:
+    return printable(raw[:80].decode(errors="replace"))

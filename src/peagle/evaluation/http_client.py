@@ -1,7 +1,7 @@
-"""A lean HTTP client for measurements: asyncio, connections that are used again, no package beside.
+"""The HTTP client that measures load: asyncio, and connections that are used again.
 
-Chunks of a stream are kept as they come, with their times; JSON is read when somebody asks, after
-the clock has stopped.
+It keeps the chunks of a stream with their times and reads JSON after the clock has stopped. httpx
+costs several times the CPU time a chunk (benchmarks/evaluation/client_cost.py).
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from peagle.client.events import DONE, EventReader
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-DONE = b"[DONE]"
 HANDSHAKE_S = 10.0  # of TLS; a server that speaks none may just keep silent
 
 
 @dataclass(slots=True)
 class Reply:
-    """What came of a request.
+    """The answer to a request, or the lack of one.
 
     Attributes:
-        status: of HTTP; 0 if there was no answer.
+        status: status of HTTP; 0 if there was no answer.
         headers: names in lower case.
-        body: unless it was a stream of events.
+        body: the body, unless it was a stream of events.
         events: data of a stream's events, and when each came (perf_counter).
-        sent_s, ended_s: when the request went out on a connection that stands, when the last byte
-            or the end came.
+        sent_s, ended_s: when the request went out on an open connection, when the last byte came.
         problem: "" for an answer that is whole; else "refused" (no connection), "unanswered",
-            "cut" (in the middle), "timeout", or "dropped" (by this client, as it was told).
+            "cut" (in the middle), "timeout", or "dropped" (by this client, as its caller wanted).
         reason: why there was no connection.
     """
 
@@ -48,72 +48,17 @@ class Reply:
 
     @property
     def chunks(self) -> list[dict[str, Any]]:
-        """The events, read."""
+        """The events, parsed."""
         return [json.loads(data) for _, data in self.events if data != DONE]
 
     @property
-    def json(self) -> Any:
-        """The body, read.
-
-        Raises:
-            ValueError: it is no JSON.
-        """
-        return json.loads(self.body)
-
-    @property
-    def text(self) -> str:
-        """Of the first choice of a completion, streamed or not."""
-        parts = self.chunks if self.events else [self.json]
-        choices = (choice for part in parts for choice in part.get("choices", ())[:1])
-        return "".join(choice.get("text") or "" for choice in choices)
-
-    @property
-    def finish_reason(self) -> str | None:
-        """Of the first choice."""
-        found = None
-        for part in self.chunks if self.events else [self.json]:
-            for choice in part.get("choices", ())[:1]:
-                found = choice.get("finish_reason") or found
-        return found
-
-    @property
-    def usage(self) -> dict[str, Any]:
-        """Tokens, as the body or the last chunk has them; {} where there are none."""
-        return self._last.get("usage") or {}
-
-    @property
-    def error(self) -> dict[str, Any] | None:
-        """The error of the body or of the last event, None if there is none."""
-        return self._last.get("error")
-
-    @property
-    def _last(self) -> dict[str, Any]:
-        """The body or the last chunk; {} for what is no JSON object."""
-        try:
-            last = self.chunks[-1] if self.events else self.json
-        except (ValueError, IndexError):
-            return {}
-        return last if isinstance(last, dict) else {}
-
-    @property
-    def is_complete(self) -> bool:
-        """A whole answer of status 200 that ends as it should."""
-        ended = not self.events or self.events[-1][1] == DONE
-        return self.status == 200 and not self.problem and ended and self.error is None
-
-    @property
-    def first_token_s(self) -> float:
-        """Seconds to the first event."""
-        return self.events[0][0] - self.sent_s
-
-    @property
     def seconds(self) -> float:
-        """From the request to the end."""
+        """Seconds from the request to the end."""
         return self.ended_s - self.sent_s
 
 
 class _Connection(asyncio.Protocol):
-    """A connection: one request after the other, and their answers."""
+    """A connection that carries one request after the other."""
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None
@@ -125,11 +70,12 @@ class _Connection(asyncio.Protocol):
         self.answer = Reply()
         self._raw = bytearray()
         self._body = bytearray()
+        self._reader = EventReader()
         self._has_head = self._is_chunked = self._is_stream = False
         self._left: int | None = None  # bytes of the body, None up to the end of the connection
 
     async def ask(self, request: bytes, limit_s: float) -> Reply:
-        """Send a request and wait for its answer, so long at most (problem "timeout")."""
+        """Send a request and wait up to `limit_s` for its answer (problem "timeout")."""
         self._begin()
         self._done = asyncio.get_running_loop().create_future()
         self.answer.sent_s = self.answer.ended_s = time.perf_counter()
@@ -166,14 +112,12 @@ class _Connection(asyncio.Protocol):
             return
         try:
             is_whole = self._take_chunks() if self._is_chunked else self._take_plain()
-        except ValueError:  # no size of a chunk
+            if self._is_stream:
+                self.answer.events += [(now, event) for event in self._reader.feed(self._body)]
+                self._body.clear()
+        except ValueError:  # no size of a chunk, or an endless event
             self._finish("cut")
             return
-        if self._is_stream:
-            *lines, rest = bytes(self._body).split(b"\n")
-            self._body = bytearray(rest)
-            events = (line[5:].strip() for line in lines if line.startswith(b"data:"))
-            self.answer.events += [(now, event) for event in events]
         if is_whole:
             self._finish("")
 
@@ -309,10 +253,6 @@ class HttpClient:
         if drop_after_s is not None and reply.problem == "timeout":
             reply.problem = "dropped"
         return reply
-
-    async def get(self, path: str) -> Reply:
-        """GET a route."""
-        return await self.send("GET", path)
 
     def close(self) -> None:
         """Close the connections that wait for a next request; they belong to one event loop."""

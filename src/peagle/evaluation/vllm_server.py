@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from peagle.backends.vllm.command import VllmLaunch
 from peagle.backends.vllm.installation import VllmInstallation
+from peagle.backends.vllm.launch import VllmLaunch
 from peagle.backends.vllm.server import VllmServer
 from peagle.errors import UserError
 from peagle.evaluation.endpoint import EndpointBackend

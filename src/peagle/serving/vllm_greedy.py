@@ -52,15 +52,15 @@ def check_greedy(path: str, body: bytes) -> None:
             "/v1/responses or /v1/messages, or start the server with --no-speculation.",
             code="route_not_allowed",
         )
-    asked = _object(body)
-    _check_temperature("temperature", asked.get("temperature"))
+    request = _object(body)
+    _check_temperature("temperature", request.get("temperature"))
     for name in _NESTED:
-        inner = asked.get(name)
+        inner = request.get(name)
         if isinstance(inner, dict):
             _check_temperature(f"{name}.temperature", inner.get("temperature"))
         elif inner is not None:
             raise ApiError(400, f"{name} is no object: expected one, or none.", param=name)
-    if path == _BARE and (asked.get("sampling_params") or {}).get("temperature") is None:
+    if path == _BARE and (request.get("sampling_params") or {}).get("temperature") is None:
         raise ApiError(
             400,
             "sampling_params.temperature is absent, which vLLM takes for 1 here: on a CPU, vLLM "
@@ -73,10 +73,10 @@ def _check_temperature(name: str, value: Any) -> None:
     # By type, since True and False are numbers too.
     if value is None or (type(value) in (int, float) and value == 0):
         return
-    shown = value if type(value) in (int, float, bool) else type(value).__name__
+    found = value if type(value) in (int, float, bool) else type(value).__name__
     raise ApiError(
         400,
-        f"{name} is {shown}, expected the number 0 or none: on a CPU, vLLM samples wrongly with "
+        f"{name} is {found}, expected the number 0 or none: on a CPU, vLLM samples wrongly with "
         f"speculative decoding. {_REMEDY}",
         param=name,
     )

@@ -17,7 +17,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from peagle.backends.vllm.facts import facts_of
+from peagle.backends.vllm.facts import ENGINE_PATH, GUARD_VARIABLE, facts_of
 from peagle.serving.errors import ApiError
 from peagle.serving.keys import ApiKeys
 from peagle.serving.security import SecurityMiddleware
@@ -26,8 +26,6 @@ from peagle.serving.vllm_greedy import check_greedy
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-RULES_VARIABLE = "PEAGLE_VLLM_GUARD"
-ENGINE_PATH = "/peagle/engine"
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _WATCH_S = 1.0
 
@@ -46,7 +44,7 @@ class Guard:
     """
 
     def __init__(self, app: ASGIApp, rules: dict[str, Any] | None = None) -> None:
-        options = dict(json.loads(os.environ[RULES_VARIABLE]) if rules is None else rules)
+        options = dict(json.loads(os.environ[GUARD_VARIABLE]) if rules is None else rules)
         parent = options.pop("parent", None)
         self.app = app
         self.greedy_only = bool(options.pop("greedy_only"))

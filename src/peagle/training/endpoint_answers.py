@@ -1,25 +1,18 @@
-"""Questions answered by an endpoint with OpenAI's interface, by the standard library alone."""
+"""Questions answered by a server with OpenAI's interface."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-import queue
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
-from urllib.parse import urlsplit
 
+from peagle.client.api import ApiClient, NoAnswer, error_message
 from peagle.errors import UserError
 from peagle.training.regenerate import Ask, Failure, RegeneratedAnswer
 
-KEY_VARIABLE = "PEAGLE_API_KEY"
-_MAX_BYTES = 64 << 20
-_MAX_MESSAGE = 300  # characters of a server's words
 _MAX_WAIT_S = 60.0
-_POLL_S = 0.2  # between two looks at whether the user wants to stop
 _WORTH_A_RETRY = (408, 409, 425, 429)
 
 
@@ -28,10 +21,10 @@ class Patience:
     """How long to go on with a question.
 
     Attributes:
-        retries: after the first try.
-        first_wait_s: before the first of them; every further wait is twice as long, up to a
-            minute. A server's Retry-After goes over it.
-        timeout_s: of one try.
+        retries: further tries after the first.
+        first_wait_s: wait before the first of them; every further wait is twice as long, up to a
+            minute. A server's Retry-After replaces it.
+        timeout_s: time of one try.
     """
 
     retries: int = 6
@@ -46,23 +39,11 @@ class Patience:
             )
 
     def wait_s(self, tries: int, retry_after: str | None) -> float:
-        """Seconds before the next of `tries` tries."""
+        """Return the seconds to wait after so many tries."""
         wait = self.first_wait_s * 2 ** (tries - 1)
         if retry_after is not None and retry_after.strip().isdigit():
             wait = float(retry_after)
         return min(wait, _MAX_WAIT_S)
-
-
-class _Temporary(Exception):
-    """Another try may do better."""
-
-    def __init__(self, reason: str, *, is_connection: bool, retry_after: str | None = None) -> None:
-        super().__init__(reason)
-        self.is_connection, self.retry_after = is_connection, retry_after
-
-
-class _Refused(Exception):
-    """This question will never be answered."""
 
 
 class EndpointAnswerer:
@@ -71,9 +52,9 @@ class EndpointAnswerer:
     Args:
         url: like https://host:8000, with or without /v1 at its end.
         model: its name there; None takes the first that the server lists.
-        fields: of every request: sampling, and options of the chat template.
-        key: None if it wants none.
-        concurrency: questions under way at a time.
+        fields: fields of every request: sampling, and options of the chat template.
+        key: key of the server, if it wants one.
+        concurrency: number of questions in flight.
         is_chat: ask for chat completions; else for completions.
         patience: with failing tries.
 
@@ -96,190 +77,108 @@ class EndpointAnswerer:
         if concurrency < 1:
             raise UserError(f"--concurrency is {concurrency}; expected at least 1.")
         self.url, self.is_chat = url, is_chat
-        self._address = _address(url)
         self._patience = patience or Patience()
+        self._client = ApiClient(url, key, timeout_s=self._patience.timeout_s)
         self._concurrency = concurrency
-        self._headers = {"Content-Type": "application/json", "Connection": "close"}
-        if key:
-            if not key.isascii() or not key.isprintable():
-                raise UserError(f"{KEY_VARIABLE} has characters that no key has; expected ASCII.")
-            self._headers["Authorization"] = f"Bearer {key.strip()}"
-        self._stopped = threading.Event()
         self.model = model or self._first_model()
         self._fields = {**fields, "model": self.model}
 
     def answers(
         self, take: Callable[[], Ask | None]
     ) -> Iterator[tuple[Ask, RegeneratedAnswer | Failure]]:
-        """Answers in the order in which they come, `concurrency` questions at a time.
+        """Yield answers in the order in which they come, `concurrency` questions at a time.
 
         Raises:
             UserError: the server cannot be reached, refuses the key, or is none of this kind.
         """
-        asks: queue.Queue[Ask | None] = queue.Queue()
-        results: queue.Queue[tuple[Ask, RegeneratedAnswer | Failure | UserError]] = queue.Queue()
-        self._stopped.clear()
-        # Daemons: an interrupted run does not wait for a server that may take minutes.
-        for _ in range(self._concurrency):
-            threading.Thread(target=self._work, args=(asks, results), daemon=True).start()
-        under_way = 0
-        try:
+        asks: dict[asyncio.Task[RegeneratedAnswer | Failure], Ask] = {}
+
+        async def next_done() -> set[asyncio.Task[RegeneratedAnswer | Failure]]:
+            return (await asyncio.wait(asks, return_when=asyncio.FIRST_COMPLETED))[0]
+
+        # Leaving the runner cancels what is in flight: an interrupted run waits for no answer.
+        with asyncio.Runner() as runner:
             while True:
-                while under_way < self._concurrency and (ask := take()) is not None:
-                    asks.put(ask)
-                    under_way += 1
-                if not under_way:
+                while len(asks) < self._concurrency and (ask := take()) is not None:
+                    asks[runner.get_loop().create_task(self._answer(ask))] = ask
+                if not asks:
                     return
-                try:
-                    ask, result = results.get(timeout=_POLL_S)
-                except queue.Empty:
-                    continue
-                under_way -= 1
-                if isinstance(result, UserError):
-                    raise result
-                yield ask, result
-        finally:
-            self._stopped.set()
-            for _ in range(self._concurrency):
-                asks.put(None)
+                done = runner.run(next_done())
+                if errors := [error for task in done if (error := task.exception())]:
+                    raise errors[0]
+                for task in done:
+                    yield asks.pop(task), task.result()
 
-    def _work(self, asks: queue.Queue, results: queue.Queue) -> None:
-        while (ask := asks.get()) is not None and not self._stopped.is_set():
-            try:
-                results.put((ask, self._answer(ask)))
-            except UserError as error:
-                results.put((ask, error))
-            except Exception as error:  # a fault of ours must not leave the user waiting
-                results.put((ask, Failure(f"{type(error).__name__}: {error}")))
-
-    def _answer(self, ask: Ask) -> RegeneratedAnswer | Failure:
+    async def _answer(self, ask: Ask) -> RegeneratedAnswer | Failure:
         body: dict[str, Any] = {**self._fields, "seed": ask.seed}
         if self.is_chat:
             path, body["messages"] = "/v1/chat/completions", [dict(m) for m in ask.messages]
         else:
             path, body["prompt"] = "/v1/completions", ask.messages[-1]["content"]
-        try:
-            reply = self._patiently("POST", path, json.dumps(body).encode())
-        except _Refused as error:
-            return Failure(str(error))
-        try:
-            return _read_answer(reply, self.is_chat)
-        except (KeyError, IndexError, TypeError, ValueError):
-            raise self._foreign(json.dumps(reply)[:_MAX_MESSAGE]) from None
+        raw = await self._patiently("POST", path, body)
+        return raw if isinstance(raw, Failure) else self._read(raw)
+
+    async def _patiently(
+        self, method: str, path: str, body: dict[str, Any] | None = None
+    ) -> bytes | Failure:
+        """Return the body of an answer of status 200, after as many tries as it takes."""
+        tries = 0
+        while True:
+            tries += 1
+            retry_after = None
+            try:
+                reply = await self._client.call_async(method, path, body)
+            except NoAnswer as error:
+                if tries > self._patience.retries:
+                    raise UserError(
+                        f"{self.url} cannot be reached: {error.reason} ({tries} tries). The "
+                        "answers so far are kept: run the same command again to go on."
+                    ) from None
+            else:
+                if reply.status == 200:
+                    return reply.body
+                message = f"{reply.status}: {error_message(reply.body)}"
+                if reply.status in (401, 403):
+                    raise self._client.refusal(reply.status, reply.body)
+                if reply.status == 404 or reply.status < 400:
+                    raise UserError(
+                        f"{self.url} has no {path} for the model ({message}). Correct --endpoint "
+                        "or --target."
+                    )
+                if reply.status not in _WORTH_A_RETRY and reply.status < 500:
+                    return Failure(message)
+                if tries > self._patience.retries:
+                    return Failure(f"{message} ({tries} tries)")
+                retry_after = reply.headers.get("Retry-After")
+            await asyncio.sleep(self._patience.wait_s(tries, retry_after))
 
     def _first_model(self) -> str:
+        raw = asyncio.run(self._patiently("GET", "/v1/models"))
         try:
-            listed = self._patiently("GET", "/v1/models", None)
+            listed = {} if isinstance(raw, Failure) else self._client.json_object(raw)
             return str(listed["data"][0]["id"])
-        except (_Refused, KeyError, IndexError, TypeError):
+        except (KeyError, IndexError, TypeError):
             raise UserError(
                 f"{self.url} lists no models; name the one to ask with --target."
             ) from None
 
-    # ---- one exchange -----------------------------------------------------------------------
-
-    def _patiently(self, method: str, path: str, body: bytes | None) -> dict[str, Any]:
-        """The server's answer, after as many tries as it takes.
-
-        Raises:
-            _Refused: the request is wrong, or the server failed at every try.
-            UserError: all requests would fare likewise.
-        """
-        tries = 0
-        while True:
-            tries += 1
-            try:
-                return self._exchange(method, path, body)
-            except _Temporary as error:
-                if tries > self._patience.retries or self._stopped.is_set():
-                    if error.is_connection:
-                        raise UserError(
-                            f"{self.url} cannot be reached: {error} ({tries} tries). The answers "
-                            "so far are kept: run the same command again to go on."
-                        ) from None
-                    raise _Refused(f"{error} ({tries} tries)") from None
-                self._stopped.wait(self._patience.wait_s(tries, error.retry_after))
-
-    def _exchange(self, method: str, path: str, body: bytes | None) -> dict[str, Any]:
-        kind, host, port, base = self._address
+    def _read(self, raw: bytes) -> RegeneratedAnswer | Failure:
+        """Return the answer in a completion or a chat completion."""
+        reply = self._client.json_object(raw)
         try:
-            with closing(kind(host, port, timeout=self._patience.timeout_s)) as connection:
-                connection.request(method, base + path, body, self._headers)
-                response = connection.getresponse()
-                raw = response.read(_MAX_BYTES)
-        except (OSError, HTTPException) as error:
-            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise _Temporary(reason, is_connection=True) from None
-        status = response.status
-        if status == 200:
-            return self._json(raw)
-        said = f"{status}: {_message(raw)}"
-        if status in _WORTH_A_RETRY or status >= 500:
-            retry_after = response.headers.get("Retry-After")
-            raise _Temporary(said, is_connection=False, retry_after=retry_after)
-        if status in (401, 403):
-            raise UserError(
-                f"{self.url} refused the key ({said}). Set the variable {KEY_VARIABLE} to one that "
-                "it takes."
-            )
-        if status == 404 or status < 400:
-            raise UserError(
-                f"{self.url} has no {path} for the model ({said}). Correct --endpoint or --target."
-            )
-        raise _Refused(said)
-
-    def _json(self, raw: bytes) -> dict[str, Any]:
-        try:
-            value = json.loads(raw)
-        except (ValueError, RecursionError):
-            value = None
-        if not isinstance(value, dict):
-            raise self._foreign(raw[:60].decode(errors="replace"))
-        return value
-
-    def _foreign(self, what: str) -> UserError:
-        return UserError(
-            f"{self.url} answered {what!r}, which is no completion. Correct --endpoint; it takes "
-            "the URL up to /v1."
-        )
-
-
-def _address(url: str) -> tuple[type[HTTPConnection], str, int | None, str]:
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        parts, host, port = urlsplit(""), None, None
-    if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
-        raise UserError(f"--endpoint is {url!r}; expected a URL like http://127.0.0.1:8000.")
-    kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-    return kind, host, port, parts.path.rstrip("/").removesuffix("/v1")
-
-
-def _message(raw: bytes) -> str:
-    try:
-        error = json.loads(raw)["error"]
-        text = error["message"] if isinstance(error, dict) else error
-    except (ValueError, KeyError, TypeError, RecursionError):
-        text = raw.decode(errors="replace").strip()
-    shown = str(text)[:_MAX_MESSAGE] or "it gave no reason"
-    return "".join(c if c.isprintable() else " " for c in shown)
-
-
-def _read_answer(reply: Mapping[str, Any], is_chat: bool) -> RegeneratedAnswer | Failure:
-    choice = reply["choices"][0]
-    reason = choice.get("finish_reason") or "stop"
-    usage = reply.get("usage") or {}
-    num_tokens = usage.get("completion_tokens") or 0
-    if not is_chat:
-        return RegeneratedAnswer(_text(choice["text"]), reason, num_tokens=num_tokens)
-    message = choice["message"]
-    if message.get("tool_calls"):
-        return Failure("the answer is a tool call")
-    reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
-    return RegeneratedAnswer(
-        _text(message.get("content") or ""), reason, _text(reasoning), num_tokens
-    )
+            choice = reply["choices"][0]
+            reason = choice.get("finish_reason") or "stop"
+            num_tokens = (reply.get("usage") or {}).get("completion_tokens") or 0
+            if not self.is_chat:
+                return RegeneratedAnswer(_text(choice["text"]), reason, num_tokens=num_tokens)
+            message = choice["message"]
+            if message.get("tool_calls"):
+                return Failure("the answer is a tool call")
+            reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
+            text = _text(message.get("content") or "")
+            return RegeneratedAnswer(text, reason, _text(reasoning), num_tokens)
+        except (KeyError, IndexError, TypeError, AttributeError):
+            raise self._client.foreign(json.dumps(reply)[:300]) from None
 
 
 def _text(value: Any) -> str:

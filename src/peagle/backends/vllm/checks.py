@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from peagle.backends.vllm.advisories import advisory_note
-from peagle.backends.vllm.command import VllmLaunch, dtype_for, greedy_only
+from peagle.backends.vllm.command import dtype_for, greedy_only
 from peagle.backends.vllm.flags import check_flags, has_flag
-from peagle.backends.vllm.heads import read_head, with_head
 from peagle.backends.vllm.installation import VllmInstallation, version_note
-from peagle.backends.vllm.targets import Target, read_target
-from peagle.errors import UserError
+from peagle.backends.vllm.launch import VllmLaunch, read_head, with_head
+from peagle.errors import CheckpointError, UserError
+from peagle.model_folder import read_json
 
 if TYPE_CHECKING:
     from peagle.models.drafter_config import DrafterConfig
@@ -70,7 +72,7 @@ def _check_build(launch: VllmLaunch, installation: VllmInstallation) -> Iterator
             "on a CPU vLLM samples wrongly with speculative decoding: requests with a temperature "
             "above 0 are refused"
         )
-    if (target := read_target(launch.target, launch.revision)) is not None:
+    if (target := _read_target(launch.target, launch.revision)) is not None:
         _check_cpu_attention(f"target {target.name!r}", target.head_dim, installation)
 
 
@@ -142,7 +144,6 @@ def _check_speculation(launch: VllmLaunch, installation: VllmInstallation) -> It
 
 def _check_head(launch: VllmLaunch, installation: VllmInstallation, folder: str) -> Iterator[str]:
     """Whether the head fits what it is asked for, and its target as far as that is here."""
-    from peagle.backends.vllm.targets import check_fits
     from peagle.models.checkpoint import trained_length
 
     config = launch.speculative
@@ -167,12 +168,12 @@ def _check_head(launch: VllmLaunch, installation: VllmInstallation, folder: str)
             "heads, which vLLM cannot share out evenly. Give it one GPU: "
             '"draft_tensor_parallel_size": 1 in --speculative-config.'
         )
-    target = read_target(launch.target, launch.revision)
+    target = _read_target(launch.target, launch.revision)
     if target is None:
         yield f"the target {launch.target!r} is not here yet: whether the head fits was not checked"
         return
     if config.check_target:
-        check_fits(target, head, facts, folder)
+        _check_fits(target, head, facts, folder)
     _check_groups(launch, installation, head, target)
 
 
@@ -180,7 +181,7 @@ def _check_groups(
     launch: VllmLaunch,
     installation: VllmInstallation,
     head: DrafterConfig,
-    target: Target,
+    target: _Target,
 ) -> None:
     """Refuse a drafter whose layers vLLM would scatter over groups of the KV cache."""
     same = head.num_kv_heads * head.head_dim == target.kv_heads * target.head_dim
@@ -212,3 +213,87 @@ def is_scattered(num_full: int, num_sliding: int, num_draft: int, ratio: float) 
     fewest, most = sorted((num_full, num_sliding))
     size = most if most < fewest * ratio else fewest
     return num_full > size
+
+
+# ---- the target ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A target by its small files."""
+
+    name: str
+    folder: Path
+    sizes: Mapping[str, int]
+    layer_kinds: tuple[str, ...]
+    kv_heads: int
+    head_dim: int
+
+
+def _read_target(name: str, revision: str | None) -> _Target | None:
+    """A target in a folder or in the hub's cache; None if it is not here. Nothing is fetched."""
+    folder = Path(name)
+    if not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        try:
+            found = try_to_load_from_cache(name, "config.json", revision=revision)
+        except ValueError:  # no name of a repository
+            return None
+        if not isinstance(found, str):
+            return None
+        folder = Path(found).parent
+    try:
+        config = read_json(folder / "config.json")
+        text = config.get("text_config") or config
+        heads = text.get("num_key_value_heads") or text.get("num_attention_heads") or 0
+        width = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+        kinds = tuple(text.get("layer_types") or ())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
+        return None
+    keys = {"vocab_size": "vocab_size", "hidden_size": "hidden_size"}
+    keys["num_layers"] = "num_hidden_layers"
+    sizes = {ours: text[theirs] for ours, theirs in keys.items() if theirs in text}
+    return _Target(name, folder, sizes, kinds, heads, width)
+
+
+def _check_fits(
+    target: _Target, head: DrafterConfig, facts: Mapping[str, Any], folder: str
+) -> None:
+    """Refuse a head of another target."""
+    expected = {"vocab_size": head.vocab_size, "hidden_size": head.target_hidden_size}
+    trained_for = facts.get("target")
+    if isinstance(trained_for, Mapping):
+        expected["num_layers"] = trained_for.get("num_layers", target.sizes.get("num_layers", 0))
+    for name, value in expected.items():
+        if target.sizes.get(name, value) != value:
+            raise _other(target, folder, f"{name} is {target.sizes[name]}, expected {value}")
+    deepest, num_layers = max(head.aux_layer_ids), target.sizes.get("num_layers")
+    if num_layers is not None and deepest >= num_layers:
+        raise _other(target, folder, f"it reads layer {deepest} of {num_layers}")
+    if isinstance(trained_for, Mapping):
+        _check_fingerprint(target, dict(trained_for), folder)
+
+
+def _check_fingerprint(target: _Target, trained_for: dict[str, Any], folder: str) -> None:
+    from peagle.models.fingerprint import TargetFingerprint, tokenizer_digest
+    from peagle.models.target_ends import TargetEnds
+
+    fingerprint = TargetFingerprint.from_json(trained_for)
+    if fingerprint.tokenizer_sha256 is not None:
+        found = tokenizer_digest(target.folder)
+        if found not in (None, fingerprint.tokenizer_sha256):
+            raise _other(target, folder, "its tokenizer is another one")
+    try:
+        ends = TargetEnds.load(target.folder)
+    except (CheckpointError, OSError):
+        return  # a target that vLLM knows and peagle does not, or whose ends are quantised
+    if difference := fingerprint.difference(ends, "the head"):
+        raise _other(target, folder, difference)
+
+
+def _other(target: _Target, folder: str, difference: str) -> CheckpointError:
+    return CheckpointError(
+        f"The head {folder!r} was not trained for the target {target.name!r}: {difference}. Use "
+        'its own target, or set "check_target": false if you know that the head fits.'
+    )

@@ -1,4 +1,4 @@
-"""How vLLM is started: its command line and environment, made of our options."""
+"""The command line and the environment that start vLLM, made of our options."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ import math
 import os
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from peagle.backends.vllm.facts import GUARD_VARIABLE
 from peagle.backends.vllm.flags import has_flag
 from peagle.backends.vllm.installation import VllmInstallation
-from peagle.config import SpeculativeConfig
+from peagle.backends.vllm.launch import VllmLaunch, with_head
 from peagle.config.network import LOOPBACK_NAMES, is_loopback
-from peagle.errors import UserError
 
-# What runs inside vLLM's processes, and the way to this peagle; nothing else lies there, so nothing
-# else can be shadowed.
+# The folder on the path of vLLM's processes; it holds nothing but the way to this peagle, so that
+# it shadows no other module.
 INSIDE = Path(__file__).parent / "inside"
 MODULE = "vllm.entrypoints.openai.api_server"
 MIDDLEWARE = "peagle.serving.vllm_guard.Guard"
-GUARD_VARIABLE = "PEAGLE_VLLM_GUARD"
 # First release with --shutdown-timeout; before, SIGTERM cuts what runs.
 DRAINS_SINCE = (0, 18)
 _GIB = 1 << 30
@@ -44,111 +43,27 @@ SAFE_ENVIRONMENT = {
 
 
 @dataclass(frozen=True, slots=True)
-class VllmLaunch:
-    """What vLLM shall serve, and how; None leaves a choice to vLLM.
-
-    Attributes:
-        target, revision: folder or hub id, and its revision.
-        speculative: how drafts are made; None decodes plainly.
-        speculative_options: further keys of vLLM's own speculative configuration, which are none
-            of ours: how it runs, not what it drafts.
-        is_parallel: whether the head is one for parallel drafting; None reads it from the head.
-        head_folder: where its files are; None looks for them.
-        dtype, max_model_len, ...: as in EngineConfig.
-        threads: CPU threads.
-        tensor_parallel_size, pipeline_parallel_size, data_parallel_size: GPUs of each kind.
-        host, port: where it listens; port 0 takes a free one.
-        served_model_name: what clients call the model; None takes `target`.
-        chat_template: a file, or a template as text.
-        tool_call_parser: one of vLLM's.
-        keys: that open it; () opens it to everybody on this machine, None makes one.
-        allowed_hosts, allowed_origins, max_body_bytes: as in ServerConfig.
-        drain_timeout_s: for running requests to finish after SIGTERM.
-        log_format, log_prompts, otlp_endpoint: as in ServerConfig.
-        max_queue: requests that may be under way, running or waiting.
-        extra: flags of vLLM, as they are.
-
-    Raises:
-        UserError: the server could be reached from other machines without a key.
-    """
-
-    target: str
-    speculative: SpeculativeConfig | None = None
-    is_parallel: bool | None = None
-    head_folder: str | None = None
-    speculative_options: Mapping[str, Any] = field(default_factory=dict)
-    revision: str | None = None
-    dtype: str = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    gpu_memory_utilization: float | None = None
-    kv_cache_gib: float | None = None
-    num_kv_blocks: int | None = None
-    block_size: int | None = None
-    enable_prefix_caching: bool | None = None
-    enforce_eager: bool = False
-    seed: int | None = None
-    threads: int | None = None
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    data_parallel_size: int = 1
-    host: str = "127.0.0.1"
-    port: int = 8000
-    served_model_name: str | None = None
-    chat_template: str | None = None
-    tool_call_parser: str | None = None
-    keys: tuple[str, ...] | None = field(default=None, repr=False)
-    allowed_hosts: tuple[str, ...] | None = None
-    allowed_origins: tuple[str, ...] = ()
-    max_body_bytes: int = 4 << 20
-    drain_timeout_s: float = 60.0
-    log_format: str = "text"
-    log_prompts: bool = False
-    otlp_endpoint: str | None = None
-    max_queue: int | None = None
-    extra: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.keys == () and not is_loopback(self.host):
-            raise UserError(
-                f"The host is {self.host!r} and there is no API key: everybody who reaches the "
-                "server could use it. Set PEAGLE_API_KEY or --api-key-file, or leave --host out."
-            )
-
-    @property
-    def name(self) -> str:
-        """What clients call the model."""
-        return self.served_model_name or self.target
-
-
-@dataclass(frozen=True, slots=True)
 class VllmCommand:
-    """A process to start.
-
-    Attributes:
-        argv: its command line.
-        environment: variables that it has beside or over those of this process.
-    """
+    """A process to start: its command line, and the variables that it has over this process's."""
 
     argv: tuple[str, ...]
     environment: Mapping[str, str] = field(repr=False)
 
     def variables(self) -> dict[str, str]:
-        """Its whole environment."""
+        """Return its whole environment."""
         return {**os.environ, **self.environment}
 
     def __str__(self) -> str:
-        """For a shell, secrets left out."""
-        shown = dict(self.environment)
-        guard = json.loads(shown[GUARD_VARIABLE])
-        shown[GUARD_VARIABLE] = json.dumps(guard | {"keys": ["..." for _ in guard["keys"]]})
-        variables = [f"{name}={shlex.quote(value)}" for name, value in shown.items()]
+        """Return a line for a shell, without secrets."""
+        guard = json.loads(self.environment[GUARD_VARIABLE])
+        hidden = json.dumps(guard | {"keys": ["..." for _ in guard["keys"]]})
+        environment = {**self.environment, GUARD_VARIABLE: hidden}
+        variables = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
         return " \\\n  ".join(["env", *variables, shlex.join(self.argv)])
 
 
 def speculative_json(launch: VllmLaunch) -> dict[str, Any] | None:
-    """vLLM's speculative configuration; None decodes plainly.
+    """Return vLLM's speculative configuration; None decodes plainly.
 
     `"method": "eagle3"` is always named: vLLM would take a head for a draft model of its own
     (docs/compatibility.md). `parallel_drafting` is what the head was trained for.
@@ -180,13 +95,11 @@ def speculative_json(launch: VllmLaunch) -> dict[str, Any] | None:
 
 
 def vllm_command(launch: VllmLaunch, installation: VllmInstallation) -> VllmCommand:
-    """The process that serves `launch`.
+    """Return the process that serves `launch`.
 
     Raises:
         UserError: the head cannot be read, or is asked for what it was not trained for.
     """
-    from peagle.backends.vllm.heads import with_head
-
     launch = with_head(launch)
     arguments = engine_arguments(launch, installation) | _server_arguments(launch, installation)
     argv = [str(installation.python), "-m", MODULE, *_as_flags(arguments), *launch.extra]
@@ -199,7 +112,7 @@ def greedy_only(launch: VllmLaunch, installation: VllmInstallation) -> bool:
 
 
 def engine_arguments(launch: VllmLaunch, installation: VllmInstallation) -> dict[str, Any]:
-    """Arguments of vLLM's engine by their names; what is left to vLLM is not there."""
+    """Return arguments of vLLM's engine by their names, without those that vLLM chooses."""
     arguments: dict[str, Any] = {
         "model": launch.target,
         "revision": launch.revision,
@@ -227,7 +140,7 @@ def engine_arguments(launch: VllmLaunch, installation: VllmInstallation) -> dict
 
 
 def _server_arguments(launch: VllmLaunch, installation: VllmInstallation) -> dict[str, Any]:
-    """What concerns HTTP, safety and logs."""
+    """Return the arguments of HTTP, safety and logs."""
     arguments: dict[str, Any] = {
         "host": launch.host,
         "port": launch.port,
@@ -264,12 +177,12 @@ def _as_flags(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def dtype_for(launch: VllmLaunch, installation: VllmInstallation) -> str:
-    """The type of weights: float32 on a CPU unless told, where bfloat16 has ended the process."""
+    """Return the type of weights: float32 by default on a CPU, where bfloat16 ends some runs."""
     return "float32" if launch.dtype == "auto" and installation.is_cpu else launch.dtype
 
 
 def environment(launch: VllmLaunch, installation: VllmInstallation) -> dict[str, str]:
-    """The variables that vLLM has beside or over those of this process."""
+    """Return the variables that vLLM has over those of this process."""
     variables = dict(SAFE_ENVIRONMENT)
     inherited = os.environ.get("PYTHONPATH")
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(INSIDE), inherited)))
@@ -296,7 +209,7 @@ def environment(launch: VllmLaunch, installation: VllmInstallation) -> dict[str,
 
 
 def _hosts(launch: VllmLaunch) -> list[str]:
-    """Host headers that are served: on a loopback address its names, else any, unless told."""
+    """Return the Host headers that are served: by default a loopback address's names, else any."""
     if launch.allowed_hosts is not None:
         return list(launch.allowed_hosts)
     own = f"[{launch.host}]" if ":" in launch.host.strip("[]") else launch.host
@@ -304,7 +217,7 @@ def _hosts(launch: VllmLaunch) -> list[str]:
 
 
 def _cpu_variables(launch: VllmLaunch) -> dict[str, str]:
-    """Memory and threads of a CPU build; binding threads to cores needs rights few have."""
+    """Return memory and threads of a CPU build; few have the right to bind threads to cores."""
     variables = {
         "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
         "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",  # no card to give back
@@ -314,8 +227,3 @@ def _cpu_variables(launch: VllmLaunch) -> dict[str, str]:
     if launch.threads is not None:
         variables["OMP_NUM_THREADS"] = str(launch.threads)
     return variables
-
-
-def on_port(launch: VllmLaunch, port: int, keys: tuple[str, ...]) -> VllmLaunch:
-    """The launch with what was open: its port and its keys."""
-    return replace(launch, port=port, keys=keys)

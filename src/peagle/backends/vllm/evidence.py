@@ -1,7 +1,8 @@
-"""Whether a vLLM that runs really drafts as it was asked to.
+"""The evidence that a running vLLM drafts as it was started to.
 
-A P-EAGLE head that vLLM was not told to draft with in parallel loads with one warning and drafts
-one token after another: outputs are right, speed is lost. Four things tell, and each alone refuses:
+A P-EAGLE head that vLLM was not started to draft with in parallel loads with one warning and drafts
+one token after another: outputs are right, speed is lost. Four kinds of evidence show it, and each
+alone refuses the server:
 
 - the engine's configuration as it came to be (the guard's own route inside vLLM);
 - the line of its log that mask_hidden was left out;
@@ -12,11 +13,11 @@ one token after another: outputs are right, speed is lost. Four things tell, and
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from peagle.client.counters import DraftCounts
 from peagle.errors import UserError
 
 # Predictable texts: any head that drafts at all is often right here.
@@ -32,71 +33,10 @@ _SKIPPED = "Skipping loading mask_hidden"
 # fewer than the last share of them means that there is none.
 _ENOUGH, _SHARE, _NONE = 20, 0.2, 0.05
 
-_COUNTER = re.compile(
-    r"^vllm:spec_decode_(?P<name>\w+?)(?:_total)?(?:\{(?P<labels>.*)\})?[ \t]+(?P<value>\S+)$",
-    re.MULTILINE,
-)
-_POSITION = re.compile(r'position="(\d+)"')
-
-
-@dataclass(frozen=True, slots=True)
-class DraftCounts:
-    """Counters of drafts, summed over engines.
-
-    Attributes:
-        num_drafts, num_draft_tokens, num_accepted_tokens: as vLLM counts them.
-        accepted_per_pos: drafts whose first i + 1 tokens were all accepted.
-    """
-
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    accepted_per_pos: tuple[int, ...] = ()
-
-    @classmethod
-    def read(cls, text: str) -> DraftCounts | None:
-        """The counters of GET /metrics (Prometheus's text format); None if it has none."""
-        totals: dict[str, float] = {}
-        per_pos: dict[int, float] = {}
-        for match in _COUNTER.finditer(text):
-            name, value = match["name"], float(match["value"])
-            if name == "num_accepted_tokens_per_pos":
-                position = _POSITION.search(match["labels"] or "")
-                if position is not None:
-                    at = int(position[1])
-                    per_pos[at] = per_pos.get(at, 0.0) + value
-            elif not name.endswith("_created"):
-                totals[name] = totals.get(name, 0.0) + value
-        if "num_drafts" not in totals:
-            return None
-        return cls.of(totals, [per_pos[at] for at in sorted(per_pos)])
-
-    @classmethod
-    def of(cls, totals: Mapping[str, float], per_pos: list[float]) -> DraftCounts:
-        """From sums by name."""
-        names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
-        counts = [round(totals.get(name, 0)) for name in names]
-        return cls(counts[0], counts[1], counts[2], tuple(map(round, per_pos)))
-
-    def since(self, earlier: DraftCounts) -> DraftCounts:
-        """What was counted after `earlier`."""
-        before = earlier.accepted_per_pos or (0,) * len(self.accepted_per_pos)
-        return DraftCounts(
-            self.num_drafts - earlier.num_drafts,
-            self.num_draft_tokens - earlier.num_draft_tokens,
-            self.num_accepted_tokens - earlier.num_accepted_tokens,
-            tuple(a - b for a, b in zip(self.accepted_per_pos, before, strict=True)),
-        )
-
-    def __str__(self) -> str:
-        per_pos = ", ".join(map(str, self.accepted_per_pos))
-        drafted = f"{self.num_drafts} drafts of {self.num_draft_tokens} tokens"
-        return f"{drafted}, accepted by position: {per_pos}"
-
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """How drafts were asked for.
+    """The drafts that vLLM was started to make.
 
     Attributes:
         method: "eagle3" or "ngram".
@@ -112,7 +52,7 @@ class Expected:
 
 
 def skips_mask_hidden(line: str) -> bool:
-    """Whether a line of vLLM's log says that it drafts one token after another."""
+    """Whether a line of vLLM's log means that it drafts one token after another."""
     return _SKIPPED in line
 
 
@@ -124,55 +64,48 @@ def judge(
     skipped: bool = False,
     num_requests: int = len(PROBES),
 ) -> tuple[str, ...]:
-    """Refuse a server that does not draft as it was asked to.
+    """Refuse a server that does not draft as it was started to.
 
     Args:
-        expected: how it was asked to.
-        counts: of the probes alone; None if there are no counters.
-        facts: what the guard tells of the engine; None if it does not answer.
-        skipped: whether the log says that mask_hidden was left out.
-        num_requests: probes sent.
+        expected: the drafts that it was started to make.
+        counts: counters of the probes alone; None if there are none.
+        facts: the guard's facts of the engine; None if it does not answer.
+        skipped: whether the log has the line that mask_hidden was left out.
+        num_requests: number of probes.
 
     Returns:
-        what could not be told, for the user.
+        notes for the user about evidence that is missing.
 
     Raises:
         UserError: it does not draft, or not in parallel.
     """
-    told = (facts or {}).get("speculative")
-    if (facts or {}).get("has_config") and told is None:
+    running = (facts or {}).get("speculative")
+    if (facts or {}).get("has_config") and running is None:
         raise _refusal("the engine's configuration has no speculation")
     if expected.is_parallel and skipped:
         raise _refusal(f"its log says {_SKIPPED!r}: it drafts one token after another")
-    if told is not None and bool(told.get("parallel_drafting")) != expected.is_parallel:
-        raise _refusal(f"parallel_drafting is {told.get('parallel_drafting')} in the engine")
+    if running is not None and bool(running.get("parallel_drafting")) != expected.is_parallel:
+        raise _refusal(f"parallel_drafting is {running.get('parallel_drafting')} in the engine")
     if counts is None:
         raise _refusal("it has no counters vllm:spec_decode_* at /metrics")
     if not counts.num_drafts:
         if expected.method == "ngram":
             return ("the probes brought no drafts: prompt lookup found nothing to repeat",)
         raise _refusal("its counters show no drafts at all")
-    _check_length(expected, counts, num_requests)
-    return _check_later_tokens(expected, counts) if expected.is_parallel else ()
-
-
-def _check_length(expected: Expected, counts: DraftCounts, num_requests: int) -> None:
-    """K tokens a draft; the last draft of a text may be shorter."""
     k = expected.num_speculative_tokens
     most = k * counts.num_drafts
-    least = most - (k - 1) * num_requests if expected.is_fixed and expected.method != "ngram" else 0
+    # The last draft of a text may be shorter.
+    is_fixed = expected.is_fixed and expected.method != "ngram"
+    least = most - (k - 1) * num_requests if is_fixed else 0
     if not least <= counts.num_draft_tokens <= most:
         raise _refusal(f"its counters show drafts of another length than K = {k} ({counts})")
-
-
-def _check_later_tokens(expected: Expected, counts: DraftCounts) -> tuple[str, ...]:
-    if expected.num_speculative_tokens == 1:
-        return ()  # one token is one pass either way
-    first, second, *_ = (*counts.accepted_per_pos, 0, 0)
+    if not expected.is_parallel or k == 1:  # one token is one pass either way
+        return ()
+    first, second, *_ = (*counts.num_accepted_tokens_per_pos, 0, 0)
     if first < max(_ENOUGH, _SHARE * counts.num_drafts):
         return (
-            f"too few drafts were accepted to tell from the counters whether they are made in "
-            f"parallel ({counts})",
+            "too few drafts were accepted to see in the counters whether they are made in parallel "
+            f"({counts})",
         )
     if second < _NONE * first:
         raise _refusal(

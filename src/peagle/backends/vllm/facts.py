@@ -1,4 +1,4 @@
-"""What the configuration of a vLLM engine came to, read inside its process.
+"""Names that this process and the guard inside vLLM share, and the facts that the guard reports.
 
 Imports the standard library only: vLLM may live in an environment without peagle's packages.
 """
@@ -6,6 +6,9 @@ Imports the standard library only: vLLM may live in an environment without peagl
 from __future__ import annotations
 
 from typing import Any
+
+GUARD_VARIABLE = "PEAGLE_VLLM_GUARD"
+ENGINE_PATH = "/peagle/engine"
 
 
 def facts_of(config: Any) -> dict[str, Any]:

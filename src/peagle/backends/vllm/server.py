@@ -8,31 +8,31 @@ import secrets
 import signal
 import socket
 import time
-import urllib.error
-import urllib.request
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
 from peagle.backends.vllm.checks import check_launch
-from peagle.backends.vllm.command import GUARD_VARIABLE, VllmLaunch, on_port, vllm_command
+from peagle.backends.vllm.command import vllm_command
 from peagle.backends.vllm.evidence import (
     PROBE_TOKENS,
     PROBES,
-    DraftCounts,
     Expected,
     judge,
     skips_mask_hidden,
 )
-from peagle.backends.vllm.heads import with_head
-from peagle.backends.vllm.installation import VllmInstallation, find_vllm
-from peagle.backends.vllm.process import Child, Watch
+from peagle.backends.vllm.facts import ENGINE_PATH, GUARD_VARIABLE
+from peagle.backends.vllm.installation import VllmInstallation
+from peagle.backends.vllm.launch import VllmLaunch, with_head
+from peagle.backends.vllm.process import Child
+from peagle.client.api import ApiClient, ApiReply, NoAnswer
+from peagle.client.counters import DraftCounts, read_counters
 from peagle.errors import UserError
 
 READY_S = 1800.0
 _POLL_S, _SETTLE_S, _SETTLE_LOOKS = 0.25, 0.1, 20
-_ENGINE_PATH = "/peagle/engine"
 
 Say = Callable[[str], None]
 
@@ -42,17 +42,16 @@ class VllmServer:
 
     Args:
         launch: what it serves; without keys it makes one.
-        installation: of vLLM; None finds it.
-        ready_timeout_s: for loading, compiling and probing.
-        progress: told what it waits for.
-        log: told every line that vLLM prints; None keeps the last ones for error messages.
+        installation: vLLM's.
+        progress: gets a line about each wait.
+        log: gets every line that vLLM prints; the last ones are kept for error messages too.
         probe: ask it a few prompts when it is ready and refuse a server that does not draft.
 
     Attributes:
         url: like http://127.0.0.1:8000.
-        model: what clients call the model.
-        api_key: that opens it, "" if none is needed.
-        notes: what the user should know, each said once as a warning.
+        model: the name that clients give the model.
+        api_key: its key, "" if none is needed.
+        notes: what the user should know, each once as a warning.
 
     Raises:
         UserError: a known fault, before anything is started.
@@ -61,27 +60,27 @@ class VllmServer:
     def __init__(
         self,
         launch: VllmLaunch,
-        installation: VllmInstallation | None = None,
+        installation: VllmInstallation,
         *,
-        ready_timeout_s: float = READY_S,
-        progress: Say | None = None,
-        log: Say | None = None,
+        progress: Say = lambda text: None,
+        log: Say = lambda line: None,
         probe: bool = True,
     ) -> None:
-        self.installation = installation or find_vllm()
+        self.installation = installation
         launch = with_head(launch)
-        self.notes = list(check_launch(launch, self.installation))
+        self.notes = list(check_launch(launch, installation))
         keys = (secrets.token_urlsafe(32),) if launch.keys is None else launch.keys
-        self.launch = on_port(launch, launch.port or _free_port(launch.host), keys)
-        self.command = vllm_command(self.launch, self.installation)
+        self.launch = replace(launch, port=launch.port or _free_port(launch.host), keys=keys)
+        self.command = vllm_command(self.launch, installation)
         self.model = self.launch.name
         self.api_key = keys[0] if keys else ""
-        self.url = f"http://{_reachable(self.launch.host)}:{self.launch.port}"
-        self._timeout_s, self._probe = ready_timeout_s, probe
-        self._progress = progress or (lambda text: None)
-        self._watch = Watch(log or (lambda line: None), skips_mask_hidden)
-        self._is_serving = False
-        self._asked = 0
+        self.url = f"http://{_reachable(launch.host)}:{self.launch.port}"
+        hosts = launch.allowed_hosts
+        headers = {"Host": hosts[0]} if hosts and "*" not in hosts else {}
+        self._client = ApiClient(self.url, self.api_key, headers=headers)
+        self._probe, self._progress, self._log = probe, progress, log
+        self._skips_mask_hidden = self._is_serving = False
+        self._num_signals = 0
         self._child: Child | None = None
 
     def __enter__(self) -> VllmServer:
@@ -91,7 +90,7 @@ class VllmServer:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    # ---- starting ---------------------------------------------------------------------------
+    # ---- start ------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start it and wait until it is ready and has been checked.
@@ -100,12 +99,12 @@ class VllmServer:
             UserError: the port is taken, vLLM ends or is not ready in time, or it does not draft
                 as asked. Nothing runs then.
         """
-        _check_free(self.launch.host, self.launch.port)
+        _bound(self.launch.host, self.launch.port).close()  # somebody else would answer for vLLM
         for note in self.notes:
             warnings.warn(note, stacklevel=2)
         self._spawn()
         try:
-            self._await_ready(time.monotonic() + self._timeout_s)
+            self._await_ready()
             if self._probe and self.launch.speculative is not None:
                 self._progress("asking vLLM a few prompts, to see that it drafts as asked")
                 for note in self.check():
@@ -116,15 +115,19 @@ class VllmServer:
             raise
 
     def _spawn(self) -> None:
+        def read(line: str) -> None:
+            self._skips_mask_hidden = self._skips_mask_hidden or skips_mask_hidden(line)
+            self._log(line)
+
         variables = self.command.variables()
         guard = json.loads(variables[GUARD_VARIABLE]) | {"parent": os.getpid()}
         variables[GUARD_VARIABLE] = json.dumps(guard)
-        self._child = Child(self.command.argv, variables, self._watch)
+        self._child = Child(self.command.argv, variables, read)
 
-    def _await_ready(self, end: float) -> None:
+    def _await_ready(self) -> None:
         child = self._child
         assert child is not None
-        started = said = time.monotonic()
+        started = reported = time.monotonic()
         self._progress(f"starting {self.installation}")
         while not self._is_healthy():
             now = time.monotonic()
@@ -132,24 +135,24 @@ class VllmServer:
                 raise UserError(
                     f"vLLM ended with status {status} before it was ready. {child.tail()}"
                 )
-            if now > end:
+            if now - started > READY_S:
                 raise UserError(
-                    f"vLLM was not ready after {self._timeout_s:.0f} s and was stopped; expected "
-                    f"{self.url}/health to answer. Allow it more time. {child.tail()}"
+                    f"vLLM was not ready after {READY_S:.0f} s and was stopped; expected "
+                    f"{self.url}/health to answer. {child.tail()}"
                 )
-            if now - said > 10:
-                said = now
+            if now - reported > 10:
+                reported = now
                 self._progress(f"vLLM has been loading for {now - started:.0f} s")
             time.sleep(_POLL_S)
         self._progress(f"vLLM is ready after {time.monotonic() - started:.0f} s")
 
     def _is_healthy(self) -> bool:
         try:
-            return self._ask("/health", timeout_s=5)[0] == 200
-        except OSError:
+            return self._client.call("GET", "/health", timeout_s=5).status == 200
+        except NoAnswer:
             return False
 
-    # ---- looking ----------------------------------------------------------------------------
+    # ---- checks -----------------------------------------------------------------------------
 
     def check(self) -> tuple[str, ...]:
         """Ask it a few prompts and refuse it unless it drafts as asked.
@@ -175,22 +178,22 @@ class VllmServer:
             expected,
             counts and counts.since(before),
             self.engine_facts(),
-            skipped=self._watch.seen,
+            skipped=self._skips_mask_hidden,
             num_requests=num_requests,
         )
 
     def counts(self) -> DraftCounts | None:
-        """Its counters of drafts; None if it has none."""
-        status, body = self._ask("/metrics")
-        return DraftCounts.read(body) if status == 200 else None
+        """Return its counters of drafts; None if it has none."""
+        reply = self._client.call("GET", "/metrics")
+        return read_counters(reply.text, self.model).drafts if reply.status == 200 else None
 
     def engine_facts(self) -> dict[str, Any] | None:
-        """What the guard tells of the engine; None if it does not answer."""
-        status, body = self._ask(_ENGINE_PATH)
-        return json.loads(body) if status == 200 else None
+        """Return the guard's facts of the engine; None if it does not answer."""
+        reply = self._client.call("GET", ENGINE_PATH)
+        return json.loads(reply.body) if reply.status == 200 else None
 
     def _settled(self, before: DraftCounts) -> DraftCounts | None:
-        """The counters once they stand still: they are written a moment after the tokens."""
+        """Return the counters once they stand still: they are written after the tokens."""
         counts = self.counts()
         for _ in range(_SETTLE_LOOKS):
             time.sleep(_SETTLE_S)
@@ -201,7 +204,7 @@ class VllmServer:
 
     def _send_probes(self) -> int:
         """Let it complete the probes, or shorter ones where the context is short."""
-        status, body = 0, ""
+        reply = ApiReply(0, {}, b"")
         for prompts, length in ((PROBES, PROBE_TOKENS), (["1 2 3 4", "a a a a"], 16)):
             request = {
                 "model": self.model,
@@ -210,39 +213,19 @@ class VllmServer:
                 "temperature": 0,
                 "ignore_eos": True,
             }
-            status, body = self._ask("/v1/completions", request, timeout_s=self._timeout_s)
-            if status == 200:
+            reply = self._client.call("POST", "/v1/completions", request, timeout_s=READY_S)
+            if reply.status == 200:
                 return len(prompts)
         raise UserError(
-            f"vLLM runs, but refuses to complete a prompt (status {status}: {body[:300]}); it was "
-            f"stopped. {self.tail()}"
+            f"vLLM runs, but refuses to complete a prompt (status {reply.status}: "
+            f"{reply.text[:300]}); it was stopped. {self.tail()}"
         )
 
-    def _ask(
-        self, path: str, body: dict[str, Any] | None = None, *, timeout_s: float = 60
-    ) -> tuple[int, str]:
-        """Status and body of an answer; OSError where there is none."""
-        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        data = None
-        if body is not None:
-            headers["Content-Type"], data = "application/json", json.dumps(body).encode()
-        hosts = self.launch.allowed_hosts
-        if hosts and "*" not in hosts:
-            headers["Host"] = hosts[0]
-        request = urllib.request.Request(self.url + path, data, headers)
-        # Not by way of a proxy: it is this machine that is asked.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        try:
-            with opener.open(request, timeout=timeout_s) as answer:
-                return answer.status, answer.read().decode(errors="replace")
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode(errors="replace")
-
     def tail(self) -> str:
-        """The end of its log, for an error message."""
+        """Return the end of its log, for an error message."""
         return self._child.tail() if self._child is not None else ""
 
-    # ---- ending -----------------------------------------------------------------------------
+    # ---- end --------------------------------------------------------------------------------
 
     def run(self) -> int:
         """Start it and wait for its end.
@@ -260,7 +243,11 @@ class VllmServer:
         before = {n: signal.signal(n, self._on_signal) for n in (signal.SIGTERM, signal.SIGINT)}
         try:
             self.start()
-            self._progress(f"{self.model} is served at {self.url}{self._drafting()}")
+            drafting, config = ", without drafts", self.launch.speculative
+            if config is not None:
+                how = "in parallel" if self.launch.is_parallel else f"by {config.method}"
+                drafting = f", K = {config.num_drafts} drafted {how}"
+            self._progress(f"{self.model} is served at {self.url}{drafting}")
             self._is_serving = True
             assert self._child is not None
             status = self._child.wait()
@@ -270,25 +257,15 @@ class VllmServer:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _drafting(self) -> str:
-        config = self.launch.speculative
-        if config is None:
-            return ", without drafts"
-        how = "in parallel" if self.launch.is_parallel else f"by {config.method}"
-        return f", K = {config.num_drafts} drafted {how}"
-
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._asked += 1
+        self._num_signals += 1
         if not self._is_serving:
-            if self._asked == 1:
+            if self._num_signals == 1:
                 raise KeyboardInterrupt
-            return  # it is being ended already
-        if self._child is None:
-            return
-        if self._asked == 1:
+        elif self._child is not None and self._num_signals == 1:
             self._progress("finishing what runs; once more ends it at once")
             self._child.terminate()
-        else:
+        elif self._child is not None:
             self._child.kill()
 
     def stop(self) -> None:
@@ -299,7 +276,7 @@ class VllmServer:
 
 
 def _reachable(host: str) -> str:
-    """The address under which this machine reaches a server bound to `host`."""
+    """Return the address under which this machine reaches a server bound to `host`."""
     name = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1", "[::]": "::1"}.get(host, host)
     return f"[{name}]" if ":" in name and not name.startswith("[") else name
 
@@ -322,8 +299,3 @@ def _bound(host: str, port: int) -> socket.socket:
 def _free_port(host: str) -> int:
     with _bound(host, 0) as bound:
         return bound.getsockname()[1]
-
-
-def _check_free(host: str, port: int) -> None:
-    """Refuse a port where somebody else would answer for vLLM."""
-    _bound(host, port).close()

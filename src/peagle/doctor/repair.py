@@ -1,16 +1,17 @@
-"""Which repairs make a head better: one after the other, as long as one clearly does.
+"""The search for repairs that make a head better: one after the other, as long as one clearly does.
 
 Statistics are paired by prompt: the same prompts, anchors and depths with and without a repair.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
+from peagle.doctor.changes import Change, repairs
+from peagle.doctor.files import HeadFiles
 from peagle.doctor.forward import HeadDrafts, drafted
 from peagle.doctor.head import Head
-from peagle.doctor.repairs import Known, Repair, repairs
+from peagle.doctor.probed_target import ProbedTarget
 
 # A repair counts if it raises the log-probability of the target's tokens by so much (in nats), by
 # so many standard errors; and matches too. Some 40 repairs are tried on a head: a healthy one
@@ -24,8 +25,6 @@ MIN_MATCH = 0.1
 _MOST_ROUNDS = 5
 # Repairs are tried on every fourth prompt first, and the best of them on all.
 _SCREEN, _FINALISTS = 4, 4
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ class Gain:
 
     @property
     def is_clear(self) -> bool:
-        """The head is better with it, and no doubt."""
+        """Whether the head is better beyond doubt."""
         likelier = self.logprob >= MIN_GAIN and self.t >= MIN_T
         accepted = self.matches > 0 and self.ratio >= MIN_RATIO
         return likelier and accepted and self.first_match >= MIN_MATCH
@@ -84,83 +83,78 @@ class Gain:
 
 @dataclass(frozen=True, slots=True)
 class Repaired:
-    """A head with all repairs that count.
-
-    Attributes:
-        head: with them.
-        drafted: what it then drafts on the probe.
-        applied: the repairs and what each brought.
-    """
+    """A head with all repairs that count, its drafts on the probe, and what each repair brought."""
 
     head: Head
     drafted: HeadDrafts
-    applied: tuple[tuple[Repair, Gain], ...]
+    applied: tuple[tuple[Change, Gain], ...] = ()
 
 
-def repair(head: Head, first: HeadDrafts, known: Known, progress: Progress) -> Repaired:
+def repair(head: Head, first: HeadDrafts, files: HeadFiles, probed: ProbedTarget) -> Repaired:
     """Repair a head in memory until no candidate helps any more.
 
     Args:
         head: as its files have it.
-        first: what it drafts on the probe.
-        known: what repairs are made from.
-        progress: told what is being tried.
+        first: its drafts on the probe.
+        files: its files.
+        probed: the target and its answers.
     """
-    applied: list[tuple[Repair, Gain]] = []
-    now = first
+    repaired = Repaired(head, first)
     for number in range(1, _MOST_ROUNDS + 1):
         # The rows that drafts use are others once the head does better.
-        done = {one.cause for one, _ in applied} - {"vocabulary_rebuilt"}
-        candidates = [one for one in repairs(head, now, known) if one.cause not in done]
-        progress(f"trying {len(candidates)} repairs (round {number})")
-        best = _best(head, now, candidates, known)
-        if best is None:
+        done = {one.cause for one, _ in repaired.applied} - {"vocabulary_rebuilt"}
+        candidates = [
+            one
+            for one in repairs(repaired.head, repaired.drafted, files, probed)
+            if one.cause not in done
+        ]
+        probed.progress(f"trying {len(candidates)} repairs (round {number})")
+        better = _best(repaired, candidates, files, probed)
+        if better is None:
             break
-        chosen, after, gain = best
-        applied.append((chosen, gain))
-        head, now = chosen.head, after
-    return Repaired(head, now, tuple(applied))
+        repaired = better
+    return repaired
 
 
 def _best(
-    head: Head, now: HeadDrafts, candidates: list[Repair], known: Known
-) -> tuple[Repair, HeadDrafts, Gain] | None:
-    """The repair that brings most, of those that clearly help."""
-    part = known.probe.part(_SCREEN)
-    base = drafted(head, part)
+    now: Repaired, candidates: list[Change], files: HeadFiles, probed: ProbedTarget
+) -> Repaired | None:
+    """Return the head with the repair that brings most, of those that clearly help."""
+    part = probed.probe.part(_SCREEN)
+    base = drafted(now.head, part)
     screened = [
-        (float((drafted(one.head, part).score_P - base.score_P).mean()), index)
+        (float((drafted(one.apply(now.head), part).score_P - base.score_P).mean()), index)
         for index, one in enumerate(candidates)
     ]
     finalists = [index for gain, index in sorted(screened, reverse=True)[:_FINALISTS] if gain > 0]
-    tried, least = [], MIN_RATIO_WITHOUT_WEIGHTS if known.files.lost_weights else MIN_RATIO
+    tried = []
+    least = MIN_RATIO_WITHOUT_WEIGHTS if files.lost_weights else MIN_RATIO
     for index in finalists:
-        after = drafted(candidates[index].head, known.probe)
-        gain = Gain.of(now, after, candidates[index].rows)
+        chosen = candidates[index]
+        head = chosen.apply(now.head)
+        after = drafted(head, probed.probe)
+        gain = Gain.of(now.drafted, after, chosen.rows)
         if gain.is_clear and gain.ratio >= least:
-            tried.append((gain.logprob, index, after, gain))
-    if not tried:
-        return None
-    _, index, after, gain = max(tried, key=lambda one: one[:2])
-    return candidates[index], after, gain
+            applied = (*now.applied, (chosen, gain))
+            tried.append((gain.logprob, index, Repaired(head, after, applied)))
+    return max(tried, key=lambda one: one[:2])[2] if tried else None
 
 
-def features_matter(head: Head, now: HeadDrafts, known: Known) -> tuple[bool, Gain]:
+def features_matter(now: Repaired, probed: ProbedTarget) -> tuple[bool, Gain]:
     """Whether a head does better with the features of its text than with another text's.
 
     Where it does not, they are not those that it learned from.
     """
-    foreign = drafted(head, known.probe, foreign_features=True)
-    gain = Gain.of(foreign, now)
+    foreign = drafted(now.head, probed.probe, foreign_features=True)
+    gain = Gain.of(foreign, now.drafted)
     return gain.logprob >= MIN_GAIN and gain.t >= MIN_T and gain.matches > 0.02, gain
 
 
 def starved_depth(now: HeadDrafts) -> int | None:
     """The first depth whose drafts match far less often than those above it; None without one."""
     share = now.match_share
-    if share[0] < MIN_MATCH:
-        return None
-    for depth in range(1, min(3, len(share))):
-        if share[depth] < 0.35 * share[depth - 1]:
-            return depth
+    if share[0] >= MIN_MATCH:
+        for depth in range(1, min(3, len(share))):
+            if share[depth] < 0.35 * share[depth - 1]:
+                return depth
     return None

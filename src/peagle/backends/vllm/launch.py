@@ -1,0 +1,175 @@
+"""A launch of vLLM: what it serves and how, with the facts that the head's files add."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from peagle.bundled import expand_bundled
+from peagle.config import SpeculativeConfig
+from peagle.config.network import is_loopback
+from peagle.errors import CheckpointError, UserError
+from peagle.model_folder import read_header
+
+if TYPE_CHECKING:
+    from peagle.models.drafter_config import DrafterConfig
+
+# Only asked for heads that leave their aux layers to the runtime; the kind does not depend on it.
+_ANY_DEPTH = 32
+
+
+@dataclass(frozen=True, slots=True)
+class VllmLaunch:
+    """What vLLM serves, and how; None leaves a choice to vLLM.
+
+    Attributes:
+        target, revision: folder or hub id, and its revision.
+        speculative: how drafts are made; None decodes plainly.
+        speculative_options: further keys of vLLM's own speculative configuration.
+        is_parallel: whether the head is one for parallel drafting; None reads it from the head.
+        head_folder: where its files are; None looks for them.
+        dtype, max_model_len, ...: as in EngineConfig.
+        threads: CPU threads.
+        tensor_parallel_size, pipeline_parallel_size, data_parallel_size: GPUs of each kind.
+        host, port: where it listens; port 0 takes a free one.
+        served_model_name: what clients call the model; None takes `target`.
+        chat_template: a file, or a template as text.
+        tool_call_parser: one of vLLM's.
+        keys: API keys; () opens it to everybody on this machine, None makes one.
+        allowed_hosts, allowed_origins, max_body_bytes: as in ServerConfig.
+        drain_timeout_s: time for running requests to finish after SIGTERM.
+        log_format, log_prompts, otlp_endpoint: as in ServerConfig.
+        max_queue: requests that may be under way, running or waiting.
+        extra: further flags of vLLM.
+
+    Raises:
+        UserError: the server could be reached from other machines without a key.
+    """
+
+    target: str
+    speculative: SpeculativeConfig | None = None
+    is_parallel: bool | None = None
+    head_folder: str | None = None
+    speculative_options: Mapping[str, Any] = field(default_factory=dict)
+    revision: str | None = None
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    gpu_memory_utilization: float | None = None
+    kv_cache_gib: float | None = None
+    num_kv_blocks: int | None = None
+    block_size: int | None = None
+    enable_prefix_caching: bool | None = None
+    enforce_eager: bool = False
+    seed: int | None = None
+    threads: int | None = None
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str | None = None
+    chat_template: str | None = None
+    tool_call_parser: str | None = None
+    keys: tuple[str, ...] | None = field(default=None, repr=False)
+    allowed_hosts: tuple[str, ...] | None = None
+    allowed_origins: tuple[str, ...] = ()
+    max_body_bytes: int = 4 << 20
+    drain_timeout_s: float = 60.0
+    log_format: str = "text"
+    log_prompts: bool = False
+    otlp_endpoint: str | None = None
+    max_queue: int | None = None
+    extra: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.keys == () and not is_loopback(self.host):
+            raise UserError(
+                f"The host is {self.host!r} and there is no API key: everybody who reaches the "
+                "server could use it. Set PEAGLE_API_KEY or --api-key-file, or leave --host out."
+            )
+
+    @property
+    def name(self) -> str:
+        """The name that clients give the model."""
+        return self.served_model_name or self.target
+
+
+def with_head(launch: VllmLaunch) -> VllmLaunch:
+    """Return the launch with the folder of its head, and whether that head drafts in parallel.
+
+    vLLM is given a hub id as it is: on several nodes each fetches it for itself.
+
+    Raises:
+        UserError: the head is not there, or is asked for what it was not trained for.
+    """
+    launch = replace(launch, **_hub_id(launch.target, launch.revision, "target"))
+    config = launch.speculative
+    if config is None or config.model is None or launch.is_parallel is not None:
+        return replace(launch, is_parallel=bool(launch.is_parallel))
+    from peagle.models.loading import with_local_head
+
+    local = with_local_head(config)
+    folder = local.model
+    assert folder is not None
+    head, _ = read_head(folder)
+    _check_kind(config, head, folder)
+    model = expand_bundled(config.model, "draft")
+    config = replace(
+        config,
+        num_speculative_tokens=local.num_speculative_tokens,
+        **_hub_id(model, config.revision, "model"),
+    )
+    return replace(launch, speculative=config, is_parallel=head.is_parallel, head_folder=folder)
+
+
+def _hub_id(name: str, revision: str | None, key: str) -> dict[str, str | None]:
+    """Return name and revision apart, as vLLM takes them; a folder stays as it is."""
+    if not os.path.exists(os.path.expanduser(name)) and "@" in name:
+        name, _, revision = name.partition("@")
+    return {key: os.path.expanduser(name), "revision": revision}
+
+
+def read_head(folder: str) -> tuple[DrafterConfig, dict[str, Any]]:
+    """Return shape and facts of a head.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    from peagle.models.checkpoint import read_head_config
+
+    return read_head_config(folder, num_target_layers=_ANY_DEPTH)
+
+
+def _check_kind(config: SpeculativeConfig, head: DrafterConfig, folder: str) -> None:
+    """Refuse a kind of drafting that the head was not trained for."""
+    asked = config.parallel_drafting
+    if asked is not None and asked != head.is_parallel:
+        kind = "a P-EAGLE head, trained" if head.is_parallel else "an EAGLE-3 head, not trained"
+        raise UserError(
+            f"parallel_drafting is {asked} and the head {config.model!r} is {kind} for parallel "
+            "drafting; vLLM would draft nonsense with it. Leave parallel_drafting out: it is read "
+            "from the head."
+        )
+    if head.is_parallel and not _has_mask_hidden(folder):
+        raise CheckpointError(
+            f"The head {config.model!r} names a mask token but has no tensor mask_hidden, without "
+            "which vLLM does not draft in parallel. Export it again from its training run "
+            "(peagle doctor looks at the rest)."
+        )
+
+
+def _has_mask_hidden(folder: str) -> bool:
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        try:
+            with file.open("rb") as data:
+                names = read_header(data, file.stat().st_size)
+        except ValueError as error:
+            raise CheckpointError(f"{str(file)!r} is cut or damaged: {error}.") from None
+        if any(name.endswith("mask_hidden") for name in names):
+            return True
+    return False

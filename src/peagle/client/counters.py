@@ -1,0 +1,105 @@
+"""A server's counters of drafts and tokens, read from its page of metrics (Prometheus's text)."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+
+_SAMPLE = re.compile(
+    r"^(?:vllm|peagle):(?P<name>(?:spec_decode_)?(?:num_drafts|num_draft_tokens"
+    r"|num_accepted_tokens|num_accepted_tokens_per_pos|generation_tokens))(?:_total)?"
+    r"(?:\{(?P<labels>.*)\})?[ \t]+(?P<value>[-+.\w]+)",
+    re.MULTILINE,
+)
+_LABEL = re.compile(r'(?P<name>\w+)="(?P<value>(?:[^"\\]|\\.)*)"')
+_PER_POS = "num_accepted_tokens_per_pos"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCounts:
+    """Counters of drafts, summed over engines.
+
+    Attributes:
+        num_drafts, num_draft_tokens, num_accepted_tokens: as `SpeculationStats` has them.
+        num_accepted_tokens_per_pos: drafts whose first i + 1 tokens were all accepted.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: tuple[int, ...] = ()
+
+    def since(self, earlier: DraftCounts) -> DraftCounts:
+        """Return what was counted after `earlier`."""
+        per_pos = self.num_accepted_tokens_per_pos
+        before = (*earlier.num_accepted_tokens_per_pos, *(0 for _ in per_pos))
+        return DraftCounts(
+            self.num_drafts - earlier.num_drafts,
+            self.num_draft_tokens - earlier.num_draft_tokens,
+            self.num_accepted_tokens - earlier.num_accepted_tokens,
+            tuple(now - then for now, then in zip(per_pos, before, strict=False)),
+        )
+
+    def __str__(self) -> str:
+        per_pos = ", ".join(map(str, self.num_accepted_tokens_per_pos))
+        drafted = f"{self.num_drafts} drafts of {self.num_draft_tokens} tokens"
+        return f"{drafted}, accepted by position: {per_pos}"
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What a server has counted since it started.
+
+    Attributes:
+        drafts: None for a server that does not draft, or does not count its drafts.
+        num_tokens: output tokens of all its clients; None where it does not count them.
+    """
+
+    drafts: DraftCounts | None
+    num_tokens: int | None
+
+
+def read_counters(text: str, model: str) -> Counters:
+    """Read the counters of vLLM (`vllm:spec_decode_*`) or of ours (`peagle:spec_decode_*`).
+
+    They are summed over engines, processes and all other labels; of several models' counters
+    (label `model_name`) only those of `model` count.
+
+    Args:
+        text: body of GET /metrics.
+        model: the server's name of the model.
+    """
+    samples = [
+        (
+            match["name"].removeprefix("spec_decode_"),
+            {label["name"]: label["value"] for label in _LABEL.finditer(match["labels"] or "")},
+            _number(match["value"]),
+        )
+        for match in _SAMPLE.finditer(text)
+    ]
+    if len({labels.get("model_name", model) for _, labels, _ in samples}) > 1:
+        samples = [one for one in samples if one[1].get("model_name", model) == model]
+    totals: dict[str, float] = defaultdict(float)
+    per_pos: dict[int, float] = defaultdict(float)
+    for name, labels, value in samples:
+        totals[name] += value
+        if name == _PER_POS and labels.get("position", "").isdigit():
+            per_pos[int(labels["position"])] += value
+    drafts = None
+    if {"num_drafts", "num_draft_tokens", "num_accepted_tokens"} <= set(totals):
+        drafts = DraftCounts(
+            round(totals["num_drafts"]),
+            round(totals["num_draft_tokens"]),
+            round(totals["num_accepted_tokens"]),
+            tuple(round(per_pos[at]) for at in range(max(per_pos, default=-1) + 1)),
+        )
+    tokens = totals.get("generation_tokens")
+    return Counters(drafts, None if tokens is None else round(tokens))
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0

@@ -1,0 +1,111 @@
+"""The client of servers with OpenAI's interface, against a server that answers from a script."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peagle.client import api, events
+from peagle.client.api import ApiClient, NoAnswer, key_from_environment
+from peagle.client.events import EventReader
+from peagle.errors import UserError
+from tests.evaluation.fake_endpoint import Script, endpoint
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("localhost:8000", "ftp://x", "http://", "http://h:99999", "http://h/?a=b", "nonsense"),
+        *("http://h#x", "http://h:x", "http://user@h", "http://[::1"),
+    ],
+)
+def test_urls_that_are_none(url: str) -> None:
+    with pytest.raises(UserError, match=r"--server is .*; expected a URL like http"):
+        ApiClient(url, option="--server")
+
+
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
+def test_requests_carry_the_key_and_go_below_the_url(
+    end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # no call uses a proxy
+    script = Script(key="secret")
+    with endpoint(script) as url:
+        client = ApiClient(f"{url}/base{end}", "secret", headers={"Host": "other"})
+        assert client.call("GET", "/v1/models").status == 404
+    assert script.paths == ["/base/v1/models"]
+    assert script.headers[0]["authorization"] == "Bearer secret"
+    assert script.headers[0]["host"] == "other"
+
+
+def test_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FIRST", "")
+    monkeypatch.setenv("SECOND", "a,b")
+    assert key_from_environment("FIRST", "SECOND") == "a"
+    assert key_from_environment("FIRST") is None
+    for key in ("ké", "a\nHost: b"):
+        with pytest.raises(UserError, match="PEAGLE_API_KEY has characters that no key has"):
+            ApiClient("http://h", key)
+
+
+def test_a_wrong_key_is_refused_without_being_shown() -> None:
+    with endpoint(Script(key="secret")) as url, pytest.raises(UserError) as caught:
+        ApiClient(url, "wrong").models()
+    assert "refused the key (401: no such key). Set the variable PEAGLE_API_KEY" in str(
+        caught.value
+    )
+    assert "wrong" not in str(caught.value)
+
+
+@pytest.mark.parametrize("listed", ["<html>hello", "[]", '{"data": 3}', '{"data": [{}]}'])
+def test_a_list_of_models_that_is_none(listed: str) -> None:
+    with endpoint(Script(models=listed)) as url, pytest.raises(UserError, match="not OpenAI's"):
+        ApiClient(url).models()
+
+
+def test_a_server_that_is_not_there() -> None:
+    with endpoint(Script()) as url:
+        pass
+    client = ApiClient(url, option="--server")
+    with pytest.raises(NoAnswer, match=f"No server answers at {url}: .*correct --server") as caught:
+        client.models()
+    assert caught.value.reason == "Connection refused"
+
+
+def test_a_server_without_tls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "CONNECT_S", 0.5)
+    with endpoint(Script()) as url:
+        secure = url.replace("http:", "https:")
+        with pytest.raises(NoAnswer, match=f"No server answers at {secure}: ."):
+            ApiClient(secure).models()
+
+
+def test_a_body_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "_MAX_BYTES", 10)
+    with endpoint(Script()) as url, pytest.raises(NoAnswer, match="broke: a body of more than 10"):
+        ApiClient(url).models()
+
+
+# ---- event streams --------------------------------------------------------------------------
+
+
+@given(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\r\n"))), st.data())
+def test_events_do_not_depend_on_how_their_bytes_are_cut(
+    texts: list[str], data: st.DataObject
+) -> None:
+    wanted = [text.encode() for text in texts]
+    raw = b"".join(b": comment\r\nevent: x\ndata: %b\r\n\n" % one for one in wanted)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(raw)), max_size=8)))
+    reader, found = EventReader(), []
+    for start, end in zip([0, *cuts], [*cuts, len(raw)], strict=True):
+        found += reader.feed(raw[start:end])
+    assert found == [one.strip() for one in wanted]
+
+
+def test_an_event_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "MAX_EVENT_BYTES", 8)
+    reader = EventReader()
+    assert reader.feed(b"data: 12") == []
+    with pytest.raises(ValueError, match="more than 8 bytes"):
+        reader.feed(b"3")
