@@ -10,6 +10,7 @@ from __future__ import annotations
 from common import add_prompts, finish, methods_of, parser, run_guarded, speculative, start
 
 from peagle.config import SamplingParams
+from peagle.evaluation.acceptance import acceptance_figures
 from peagle.evaluation.compare import build, measure, warm_up
 from peagle.evaluation.prompts import load_prompt_set
 
@@ -47,7 +48,7 @@ def main() -> None:
         run = measure(llms[name], texts, params)
         results[name] = {
             "head": folder,
-            **run.acceptance.to_json(),
+            **acceptance_figures(run.completions),
             "seconds": run.seconds,
             "tokens_per_s": run.tokens_per_s,
         }

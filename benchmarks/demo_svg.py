@@ -15,13 +15,13 @@ from typing import Any
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
-from peagle.cli import demo_view
+from peagle.cli import demo
 from peagle.cli.main import run
 
 WIDTH = 92
 
 
-class PictureView(demo_view.LiveView):
+class PictureView(demo.LiveView):
     """Keeps the last text and shows no frames on the way."""
 
     def loading(self) -> AbstractContextManager[Any]:
@@ -44,8 +44,8 @@ def main() -> int:
     console = Console(
         record=True, file=io.StringIO(), force_terminal=True, width=WIDTH, highlight=False
     )
-    demo_view.make_console = lambda no_color: console
-    demo_view.make_view = lambda console, output_format: PictureView(console)
+    demo.make_console = lambda no_color: console
+    demo.make_view = lambda console, output_format: PictureView(console)
     status = run(["demo", *sys.argv[2:]])
     if status == 0:
         picture = console.export_svg(title="peagle demo", theme=MONOKAI)

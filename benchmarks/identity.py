@@ -17,13 +17,8 @@ import torch
 from common import finish, methods_of, parser, run_guarded, speculative, start
 
 from peagle.config import SamplingParams
+from peagle.evaluation.certify.reference import TargetReference, first_difference
 from peagle.evaluation.compare import build
-from peagle.evaluation.identity import (
-    first_difference,
-    load_reference,
-    near_tie_bound,
-    reference_output,
-)
 from peagle.evaluation.prompts import load_prompt_set
 
 
@@ -43,8 +38,7 @@ def main() -> None:
     methods = methods_of(args)
     target = start(args)
     reference_device = args.reference_device or str(target.device)
-    reference = load_reference(args.target, target.dtype, reference_device)
-    bound = near_tie_bound(target.dtype)
+    reference = TargetReference(args.target, target.dtype, reference_device)
     params = SamplingParams(max_tokens=args.max_new_tokens)
     outputs = {}
     for name, folder in methods.items():
@@ -54,11 +48,11 @@ def main() -> None:
     differences = {name: [] for name in methods}
     first = next(iter(methods))
     for i, prompt in enumerate(prompts):
-        expected = reference_output(
-            reference, outputs[first][i].prompt_token_ids, args.max_new_tokens
-        )
+        expected = reference.greedy(outputs[first][i].prompt_token_ids, params)
         for name in methods:
-            found = first_difference(prompt.id, outputs[name][i].token_ids, expected, bound)
+            found = first_difference(
+                prompt.id, outputs[name][i].token_ids, expected, reference.bound
+            )
             differences[name] += [found] if found else []
     excused = target.dtype != torch.float64
     passed = all(excused and d.is_near_tie for found in differences.values() for d in found)
@@ -70,7 +64,7 @@ def main() -> None:
         num_speculative_tokens=args.k,
         concurrency=args.concurrency,
         reference_device=reference_device,
-        near_tie_bound=bound,
+        near_tie_bound=reference.bound,
         passed=passed,
         methods={
             name: {

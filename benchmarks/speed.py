@@ -8,6 +8,7 @@ JSON object.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -15,14 +16,8 @@ from typing import Any
 from common import add_prompts, finish, methods_of, parser, run_guarded, speculative, start
 
 from peagle.config import SamplingParams
-from peagle.evaluation.compare import (
-    Measurement,
-    build,
-    compare,
-    draft_seconds,
-    median_tokens_per_s,
-    warm_up,
-)
+from peagle.engine.model_runner import TargetPass
+from peagle.evaluation.compare import Measurement, build, measure, warm_up
 from peagle.evaluation.prompts import load_prompt_set
 from peagle.llm import LLM
 from peagle.models.target import TargetModel
@@ -49,7 +44,11 @@ def main() -> None:
     llms = build(
         target, {"plain": None, **{key: cell[2] for key, cell in cells.items()}}, max_num_seqs=1
     )
-    runs = compare(llms, prompts, params, repeats=args.repeats)
+    warm_up(llms, prompts[:1])
+    runs: dict[str, list[Measurement]] = {name: [] for name in llms}
+    for _ in range(args.repeats):  # taking turns lets a slow spell of the machine hit all of them
+        for name, llm in llms.items():
+            runs[name].append(measure(llm, prompts, params))
     finish(
         args,
         target,
@@ -68,10 +67,10 @@ def sweeps(
     runs: Mapping[str, Sequence[Measurement]], cells: Mapping[str, tuple[str, int]]
 ) -> dict[str, Any]:
     """The figures of every method and K, and the best K of each."""
-    plain = median_tokens_per_s(runs["plain"])
+    plain = median(run.tokens_per_s for run in runs["plain"])
     table: dict[str, list[dict[str, Any]]] = {}
     for key, (name, k) in cells.items():
-        speed = median_tokens_per_s(runs[key])
+        speed = median(run.tokens_per_s for run in runs[key])
         row = {
             "num_speculative_tokens": k,
             "tokens_per_s": speed,
@@ -114,6 +113,35 @@ def drafting(
         times = {k: 1000 * median(values) for k, values in seconds.items()}
         result[name] = {**times, "ratio": times["7"] / times["1"]}
     return result
+
+
+def draft_seconds(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> list[float]:
+    """Seconds of each drafting while `prompts` are completed, save those after prompt passes.
+
+    Args:
+        llm: what decodes; not plain.
+        prompts: texts.
+        params: for all of them.
+    """
+    drafting = llm.engine.drafting
+    assert drafting is not None, "plain decoding drafts nothing"
+    draft = drafting.draft
+    seconds: list[float] = []
+
+    def timed(done: TargetPass) -> None:
+        start = time.perf_counter()
+        draft(done)
+        sequences = [chunk.sequence for chunk in done.chunks]
+        decoded = all(sequence.num_output_tokens > 1 for sequence in sequences)
+        if decoded and not all(sequence.is_finished for sequence in sequences):
+            seconds.append(time.perf_counter() - start)
+
+    drafting.draft = timed
+    try:
+        llm.generate(prompts, params)
+    finally:
+        drafting.draft = draft
+    return seconds
 
 
 run_guarded(main)

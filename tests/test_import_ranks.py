@@ -39,6 +39,7 @@ RANKS = {
     "config": 0,
     "environment": 0,
     "markers": 0,
+    "results": 0,
     "thinking": 0,
     "extras": -1,
     "model_folder": -1,

@@ -13,7 +13,7 @@ import torch
 from peagle import LLM, SamplingParams
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.cli.options import quiet_libraries
-from peagle.evaluation.identity import Reference, first_difference, load_reference
+from peagle.evaluation.certify.reference import Reference, first_difference, load_reference
 from peagle.evaluation.prompts import load_prompt_set
 
 LENGTHS = (8, 16, 24, 32, 64)

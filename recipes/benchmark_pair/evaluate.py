@@ -16,12 +16,12 @@ from typing import Any
 
 from jobs import Job
 
-from peagle.evaluation.acceptance_file import read_acceptance
-from peagle.evaluation.eval_run import provenance
+from peagle.cli.harness import provenance
 from peagle.evaluation.report import write_report
 from peagle.evaluation.sweep import LOG_NAME, SweepPoint
-from peagle.evaluation.throughput import FORMAT_VERSION, summarize
+from peagle.evaluation.throughput import summarize
 from peagle.models.checkpoint.files import write_json
+from peagle.results import AcceptanceResults, read_document
 
 HEADS = ("peagle", "eagle3", "eagle3_4l", "peagle_8l")
 LARGEST_FILE = 16 * 2**20
@@ -111,7 +111,8 @@ def merge(work: Path) -> Path:
     report = work / "report"
     report.mkdir(parents=True, exist_ok=True)
     acceptance = [f / "acceptance.json" for f in folders if f.name.startswith("eval-")]
-    if found := [read_acceptance(path) for path in acceptance if path.exists()]:
+    found = [read_document(p, AcceptanceResults).to_json() for p in acceptance if p.exists()]
+    if found:
         write_json(report / "acceptance.json", merged_acceptance(found))
     logs = [folder / LOG_NAME for folder in folders if folder.name.startswith("bench-")]
     if logs := [path for path in logs if path.exists()]:
@@ -174,8 +175,7 @@ def merged_throughput(
         "repeats": max(map(len, measured.values())),
         "objective": None,
     }
-    tables = summarize(measured, None)
-    return {"format_version": FORMAT_VERSION, "provenance": who, "settings": settings, **tables}
+    return summarize(measured, None, provenance=who, settings=settings).to_json()
 
 
 def _provenance(folders: Sequence[Path]) -> dict[str, Any]:

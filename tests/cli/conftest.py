@@ -15,8 +15,7 @@ import torch
 
 import peagle as package
 from peagle.cli.main import run
-from peagle.evaluation import report
-from peagle.evaluation.report.pictures import draw_pictures
+from peagle.evaluation.report import charts
 from peagle.models.checkpoint import save_drafter
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target import TargetModel
@@ -33,6 +32,7 @@ class Result:
 
 
 Peagle = Callable[..., Result]
+_can_draw = charts.can_draw
 
 
 def environment() -> dict[str, str]:
@@ -69,16 +69,16 @@ def peagle(capsys: pytest.CaptureFixture[str]) -> Peagle:
 
 @pytest.fixture(autouse=True)
 def _undrawn() -> Iterator[None]:
-    """Pictures of reports are left out: drawing takes longer than measuring the tiny pair."""
+    """Leave out the charts of reports: drawing takes longer than measuring the tiny pair."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "draw_pictures", lambda *_: [])
+        patch.setattr(charts, "can_draw", lambda: False)
         yield
 
 
 @pytest.fixture
 def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures are drawn, as they are outside of tests."""
-    monkeypatch.setattr(report, "draw_pictures", draw_pictures)
+    """Draw the charts of reports, as outside of tests."""
+    monkeypatch.setattr(charts, "can_draw", _can_draw)
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from peagle.evaluation import sweep as sweeping
-from peagle.evaluation.report.pictures import can_draw
+from peagle.evaluation.report.charts import can_draw
 from peagle.evaluation.timing import figures_of
 from tests.cli.conftest import Pair, Peagle
 from tests.evaluation.fake_endpoint import NUM_TOKENS, Script, endpoint, metrics
@@ -87,28 +87,15 @@ def test_an_interrupted_sweep_goes_on(
     command = ("bench", *pair.options, *short, "-k", 2, "--output", tmp_path)
     monkeypatch.setattr(sweeping, "figures_of", cut)
     done = peagle(*command)
-    assert done.status == 130 and "2 measurements are kept" in done.err
+    assert done.status == 130 and "2 measurements are kept in" in done.err
     done = peagle(*command)
     assert done.status == 0 and "2 measurements are there already" in done.err
     assert made == 3 + 6
+    done = peagle(*command, "--method", "ngram")
+    assert done.status == 0 and "8 measurements are there already" in done.err
     done = peagle(*command, "--temperature", 1)
     assert done.status == 2
     assert "made with temperature 0.0, not 1.0" in done.err and "another --output" in done.err
-
-
-def test_methods_of_all_kinds(peagle: Peagle, pair: Pair, short: tuple[object, ...]) -> None:
-    more = ("--method", "ngram", "--method", f"other={pair.peagle}")
-    done = peagle("bench", *pair.options, *more, *short, "-k", 2, "--format", "json")
-    assert done.status == 0, done.err
-    result = json.loads(done.out)
-    methods = ["plain", "peagle", "other", "ngram"]
-    assert list(dict.fromkeys(cell["method"] for cell in result["cells"])) == methods
-    assert [one["source"] for one in result["cells"][::2]] == [
-        "",
-        str(pair.peagle),
-        str(pair.peagle),
-        "",
-    ]
 
 
 def test_servers_alone(peagle: Peagle, server: str) -> None:
@@ -129,13 +116,18 @@ def test_servers_alone(peagle: Peagle, server: str) -> None:
     assert f"{other}/v1 does not tell the tokens of a chunk" in done.err
 
 
-def test_a_server_beside_the_engine(
+def test_methods_of_all_kinds(
     peagle: Peagle, pair: Pair, server: str, short: tuple[object, ...]
 ) -> None:
-    few = (*short, "-k", 2, "--concurrency", 1)
-    done = peagle("bench", *pair.options, "--endpoint", f"theirs={server}", *few)
+    few = (*short, "-k", 2, "--concurrency", 1, "--format", "json")
+    more = ("--method", "ngram", "--method", f"other={pair.peagle}")
+    done = peagle("bench", *pair.options, *more, "--endpoint", f"theirs={server}", *few)
     assert done.status == 0, done.err
-    assert [line.split()[0] for line in done.out.splitlines()[2:5]] == ["plain", "peagle", "theirs"]
+    found = {cell["method"]: cell["source"] for cell in json.loads(done.out)["cells"]}
+    assert found == {
+        **{"plain": "", "peagle": str(pair.peagle), "other": str(pair.peagle)},
+        **{"ngram": "", "theirs": ""},
+    }
     done = peagle("bench", *pair.options, "--endpoint", f"peagle={server}", *few)
     assert done.status == 2 and "give the endpoint another name" in done.err
 
@@ -181,8 +173,3 @@ def test_failing_requests_are_told(peagle: Peagle, tmp_path: Path) -> None:
 def test_mistakes(peagle: Peagle, options: tuple[object, ...], told: str) -> None:
     done = peagle("bench", *options)
     assert done.status == 2 and told in done.err and "Traceback" not in done.err
-
-
-def test_help(peagle: Peagle) -> None:
-    done = peagle("bench", "--help")
-    assert done.status == 0 and "peagle bench --objective ttft=500ms,itl=50ms@p90" in done.out

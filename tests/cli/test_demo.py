@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from peagle.bundled import BUNDLED, FOLDERS
-from peagle.cli import demo_view
+from peagle.cli.demo import LiveView, identity_text
 from peagle.cli.terminal import command_prefix
 from peagle.evaluation.prompts import Prompt
 from peagle.llm import StreamChunk
@@ -29,26 +29,21 @@ def options(pair: Pair) -> tuple[object, ...]:
 
 
 def test_json(peagle: Peagle, pair: Pair) -> None:
-    result = peagle(
-        "demo", *options(pair), "-k", 3, "--dtype", "float64", "--format", "json", "--threads", 1
-    )
+    more = ("-k", 3, "--dtype", "float64", "--format", "json", "--threads", 1)
+    result = peagle("demo", *options(pair), *more)
     assert result.status == 0, result.err
     report = json.loads(result.out)
-    assert report["num_prompts"] == 2
-    assert report["num_speculative_tokens"] == 3
-    assert report["dtype"] == "float64"
-    assert report["temperature"] == 0
+    expected = {"num_prompts": 2, "num_speculative_tokens": 3, "dtype": "float64"}
+    expected |= {"temperature": 0, "identical_outputs": True, "num_different_outputs": 0}
+    assert {name: report[name] for name in expected} == expected
     assert report["environment"]["threads"] == 1
-    assert report["identical_outputs"] is True
-    assert report["num_different_outputs"] == 0
     assert [output["id"] for output in report["outputs"]] == ["HumanEval/0", "HumanEval/1"]
     assert [method["name"] for method in report["methods"]] == METHODS
     plain, *drafted = report["methods"]
     assert plain["speed_up"] == 1 and plain["num_drafts"] == 0
     for method in drafted:
         assert len(method["unconditional_acceptance_per_pos"]) == 3
-        assert method["acceptance_length"] >= 1
-        assert method["tokens_per_s"] > 0
+        assert method["acceptance_length"] >= 1 and method["tokens_per_s"] > 0
         assert method["different_outputs"] == []
 
 
@@ -106,7 +101,7 @@ def written(console: Console) -> str:
 
 def test_live_picture(peagle: Peagle, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     console = terminal(no_color=False)
-    monkeypatch.setattr(demo_view, "make_console", lambda _: console)
+    monkeypatch.setattr("peagle.cli.demo.make_console", lambda _: console)
     assert peagle("demo", *options(pair)).status == 0
     shown = written(console)
     assert "HumanEval/0, plain" in shown
@@ -120,7 +115,7 @@ def test_live_picture(peagle: Peagle, pair: Pair, monkeypatch: pytest.MonkeyPatc
 def test_accepted_tokens_are_marked(no_color: bool) -> None:
     console = terminal(no_color=no_color)
     tokenizer = byte_tokenizer()
-    view = demo_view.LiveView(console)
+    view = LiveView(console)
     with view.running({"P-EAGLE": SimpleNamespace(tokenizer=tokenizer)}):  # type: ignore[dict-item]
         view.begin(Prompt("p", ("the prompt ",)), "P-EAGLE")
         for text, num_accepted in (("A", 0), ("BCD", 2), ("E", 0)):
@@ -134,37 +129,33 @@ def test_a_difference_is_reported() -> None:
         "num_different_outputs": 1,
         "num_prompts": 2,
         "dtype": "float32",
-        "methods": [{"different_outputs": []}, {"different_outputs": ["HumanEval/1"]}],
+        "methods": [
+            {"name": "plain", "different_outputs": []},
+            {"name": "P-EAGLE", "different_outputs": ["HumanEval/1"]},
+        ],
     }
-    text = demo_view._identity({"plain": None, "P-EAGLE": None}, report).plain  # type: ignore
+    text = identity_text(report).plain
     assert "Outputs differ (plain, P-EAGLE) on 1 of 2 prompts: HumanEval/1." in text
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--limit", "0"], "The limit is 0"),
-        (["-k", "0"], "num_speculative_tokens is 0"),
-        (["--max-new-tokens", "0"], "max_tokens is 0"),
-        (["--threads", "-1"], "--threads is -1"),
+        (("--draft", "PEAGLE", "--limit", 0), "The limit is 0"),
+        (("--draft", "PEAGLE", "-k", 0), "num_speculative_tokens is 0"),
+        (("--draft", "PEAGLE", "--max-new-tokens", 0), "max_tokens is 0"),
+        (("--draft", "PEAGLE", "--threads", -1), "--threads is -1"),
+        ((), "was given without --draft"),
+        (("--draft", "EAGLE3"), "expected a head of P-EAGLE, not of EAGLE-3"),
+        (("--draft", "PEAGLE", "--eagle3", "PEAGLE"), "expected a head of EAGLE-3, not of P-EAGLE"),
     ],
 )
-def test_bad_options(peagle: Peagle, pair: Pair, arguments: list[str], message: str) -> None:
-    result = peagle("demo", *pair.options, *arguments)
+def test_mistakes(peagle: Peagle, pair: Pair, arguments: tuple[object, ...], message: str) -> None:
+    heads = {"PEAGLE": pair.peagle, "EAGLE3": pair.eagle3}
+    given = [heads.get(str(one), one) for one in arguments]
+    result = peagle("demo", "--target", pair.target, *given)
     assert (result.status, result.out) == (2, "")
     assert message in result.err
-
-
-def test_bad_models(peagle: Peagle, pair: Pair) -> None:
-    def message(*arguments: object) -> str:
-        result = peagle("demo", "--target", pair.target, *arguments)
-        assert (result.status, result.out) == (2, "")
-        return result.err
-
-    assert "was given without --draft" in message()
-    assert "expected a head of P-EAGLE, not of EAGLE-3" in message("--draft", pair.eagle3)
-    swapped = message("--draft", pair.peagle, "--eagle3", pair.peagle)
-    assert "expected a head of EAGLE-3, not of P-EAGLE" in swapped
 
 
 def test_missing_bundled_weights(
@@ -179,5 +170,5 @@ def test_missing_bundled_weights(
 
 
 def test_the_view_needs_no_torch() -> None:
-    code = "import sys; sys.modules['torch'] = None; import peagle.cli.demo_view"
+    code = "import sys; sys.modules['torch'] = None; import peagle.cli.demo"
     subprocess.run([sys.executable, "-c", code], env=environment(), check=True)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from peagle.evaluation import certify
+from peagle.results import CertificateResults, CertifiedCase
 from tests.cli.conftest import Pair, Peagle
 from tests.cli.eval_helpers import entries_of, write_prompts
 from tests.evaluation.fake_endpoint import Script, endpoint, metrics
@@ -131,20 +129,21 @@ def test_the_certificate_decides_the_status(
 ) -> None:
     seen: dict[str, Any] = {}
 
-    def run(target: Any, folder: Path, methods: Any, k: int, *, options: Any, watch: Any) -> Any:
+    def run(
+        target: Any, folder: Path, methods: Any, k: int, options: Any, provenance: Any, watch: Any
+    ) -> Any:
         seen.update(folder=folder, names=[m.name for m in methods], k=k, options=options)
         watch("a part")
-        return SimpleNamespace(
-            passed=passed, to_text=lambda: "the certificate", to_json=lambda: {"passed": passed}
-        )
+        case = CertifiedCase(feature="f", method="m", faults=[] if passed else ["wrong"])
+        return CertificateResults(provenance=provenance, identity=[case], seconds=1)
 
-    monkeypatch.setattr(certify, "run", run)
+    monkeypatch.setattr("peagle.evaluation.certify.run.run", run)
     result = peagle(
         *("eval", *pair.options, "--certify", "-k", "3,5", "--limit", 4, "--samples", 500),
         *("--temperature", "0,0.9", "--max-new-tokens", 20, "--output", tmp_path),
     )
     assert result.status == (0 if passed else 1)
-    assert "the certificate" in result.out
+    assert "Losslessness certificate" in result.out
     assert "peagle: a part" in result.err
     assert seen["folder"] == pair.target
     assert (seen["names"], seen["k"]) == (["peagle", "ngram"], 5)
@@ -190,17 +189,12 @@ def test_mistakes(
     peagle: Peagle, pair: Pair, tmp_path: Path, options: tuple[str, ...], message: str
 ) -> None:
     (tmp_path / "file").write_text("")
-    swaps: dict[str, Callable[[str], str]] = {
-        "PEAGLE": lambda text: text.replace("PEAGLE", str(pair.peagle)),
-        "FILE": lambda text: text.replace("FILE", str(tmp_path / "file")),
-    }
-    for word, swap in swaps.items():
-        options = tuple(swap(text) if word in text else text for text in options)
+    words = {"PEAGLE": str(pair.peagle), "peagle=PEAGLE": f"peagle={pair.peagle}"}
+    words["FILE"] = str(tmp_path / "file")
+    options = tuple(words.get(text, text) for text in options)
     models = () if "--endpoint" in options else pair.options
     if "--draft" in options:
         models = ("--target", pair.target)
     result = peagle("eval", *models, *options)
-    assert result.status == 2, result.err
-    assert message in result.err
-    assert "Traceback" not in result.err
-    assert not result.out
+    assert (result.status, result.out) == (2, ""), result.err
+    assert message in result.err and "Traceback" not in result.err

@@ -43,8 +43,9 @@ def throughput(path: Path, *, k: int = 7, objective: str | None = None, sets=("c
             cells[cell] = [figures(c, speed * slower)]
         for c, speed in PLAIN.items():
             cells[SweepPoint("plain", "", "peagle", 0, c, set_name)] = [figures(c, speed)]
-    tables = summarize(cells, LatencyObjective.parse(objective) if objective else None)
-    path.write_text(json.dumps({"format_version": 1, "provenance": {"target": "t"}, **tables}))
+    bounds = LatencyObjective.parse(objective) if objective else None
+    results = summarize(cells, bounds, provenance={"target": "t"}, settings={})
+    path.write_text(json.dumps(results.to_json()))
     return path
 
 
@@ -57,6 +58,7 @@ def tune(path: Path) -> Path:
 
     predictions = [one(b, 7, 1.2 * speed, speed) for b, speed in DRAFTING.items()]
     predictions += [one(b, 0, speed, None) for b, speed in PLAIN.items()]
-    data = {"format_version": 1, "predictions": predictions, "best_single_k": 7, "schedule": []}
+    data = {"format_version": 1, "provenance": {"target": "t"}, "predictions": predictions}
+    data |= {"best_single_k": 7, "schedule": []}
     path.write_text(json.dumps(data))
     return path

@@ -134,17 +134,24 @@ def test_a_bound_that_nothing_keeps(tmp_path):
         capacity(curves, Bounds(itl_ms=2))
 
 
+HEAD = '{"format_version": 1, "provenance": {"target": "t"}, '
+CELLS = HEAD + '"cells": [{"method": "a", "k": 7, %s}]}'
+PREDICTIONS = HEAD + '"predictions": [{"batch": 1, "k": 7, "predicted_tokens_per_s": %s}]}'
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         (None, "not readable"),
-        ("", "neither throughput.json"),
-        ("[]", "neither throughput.json"),
+        ("", "is not JSON"),
+        ("[]", "expected a JSON object"),
         ('{"entries": []}', "neither throughput.json"),
-        ('{"cells": []}', "cells"),
-        ('{"cells": [{"method": "a", "k": 7, "concurrency": 0, "median": {}}]}', "concurrency"),
-        ('{"predictions": [{"batch": 1, "k": 7, "predicted_tokens_per_s": 0}]}', "predicted"),
-        ('{"predictions": [{"batch": 1, "k": 7, "predicted_tokens_per_s": NaN}]}', "predicted"),
+        ('{"cells": []}', "neither throughput.json"),
+        ('{"format_version": 2, "cells": [{}]}', "format_version 2, newer"),
+        (CELLS % '"concurrency": 0, "median": {}', "concurrency"),
+        (CELLS % '"concurrency": 1, "median": {"output_tokens_per_s": 0}', "is 0 tokens/s"),
+        (PREDICTIONS % "0", "is 0 tokens/s"),
+        (PREDICTIONS % "NaN", "predicted"),
     ],
 )
 def test_files_that_hold_no_curve(tmp_path, text, said):

@@ -11,7 +11,7 @@ import pytest
 import typer
 from rich.console import Console
 
-from peagle.cli.demo_view import print_next_steps
+from peagle.cli.demo import print_next_steps
 from peagle.cli.main import COMMANDS
 from tests.docs.command_line import NotUnderstoodError, check, check_peagle, check_span
 from tests.docs.pages import NEEDS, PAGES, ROOT, Block, blocks, commands, spans

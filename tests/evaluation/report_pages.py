@@ -10,7 +10,7 @@ from typing import Any
 
 from evaluation import report_samples as samples
 from peagle.evaluation.report.files import read_results
-from peagle.evaluation.report.page import render
+from peagle.evaluation.report.page import Page
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 
@@ -31,11 +31,11 @@ def some(*names: str) -> dict[str, dict[str, Any]]:
 
 
 def page_of(folder: Path, **documents: dict[str, Any]) -> str:
-    """The page, without the pictures, which take their time."""
-    return render(read_results(samples.write(folder, **documents)), [])
+    """The page, without PNGs, which take their time."""
+    return Page(read_results(samples.write(folder, **documents))).html()
 
 
-class Page(HTMLParser):
+class Parsed(HTMLParser):
     """Tags with attributes, and text by tag; fails where a tag is not closed."""
 
     def __init__(self, html: str):
@@ -62,4 +62,5 @@ class Page(HTMLParser):
         self.texts.append((self._open[-1] if self._open else "", data))
 
     def text(self, *without: str) -> str:
+        """The text of the page, without that in some tags."""
         return "".join(text for tag, text in self.texts if tag not in without)

@@ -6,9 +6,9 @@ import pytest
 
 from peagle.engine import SpeculationStats
 from peagle.evaluation.acceptance import (
-    Acceptance,
     Completion,
     DecodedStep,
+    acceptance_figures,
     conditional_acceptance,
     loop_start,
 )
@@ -45,9 +45,8 @@ def test_loop_start(tokens: list[int], start: int | None) -> None:
 def test_pooled_not_averaged() -> None:
     short = completion([1, 2, 3], [(3, 1)])
     long = completion(list(range(9)), [(3, 3), (3, 0), (3, 2)])
-    pooled = Acceptance.of([short, long])
-    assert (pooled.num_outputs, pooled.num_tokens, pooled.num_decode_steps) == (2, 12, 4)
-    result = pooled.to_json()
+    result = acceptance_figures([short, long])
+    assert (result["num_outputs"], result["num_tokens"]) == (2, 12)
     assert result["num_drafts"] == 4
     assert result["acceptance_length"] == 1 + 6 / 4
     assert result["num_accepted_tokens_per_pos"] == [3, 2, 1]
@@ -70,32 +69,32 @@ def test_before_the_loop_only_steps_that_end_there_count() -> None:
     steps = [(7, 2), (7, 7), (7, 7), (7, 7), (7, 7), (7, 3)]
     looping = completion(tokens, steps)
     assert sum(step.num_tokens for step in looping.steps) == len(tokens)
-    result = Acceptance.of([looping]).to_json()
+    result = acceptance_figures([looping])
     assert result["loop_share"] == 1
     assert result["num_drafts_before_loop"] == 3
     assert result["acceptance_length_before_loop"] == 1 + 16 / 3
     assert result["acceptance_length"] == 1 + 33 / 6
     # A step that ends one token later straddles the boundary and is left out.
     straddling = completion([*tokens, 99], [(7, 3), *steps[1:]])
-    assert Acceptance.of([straddling]).to_json()["num_drafts_before_loop"] == 2
+    assert acceptance_figures([straddling])["num_drafts_before_loop"] == 2
 
 
 def test_outputs_with_and_without_loops_pool() -> None:
     looping = completion([5] * 30, [(4, 4)] * 5 + [(4, 3)])
     fresh = completion(list(range(10)), [(4, 2), (4, 2), (4, 2)])
-    pooled = Acceptance.of([looping, fresh])
-    assert pooled.loop_share == 0.5
+    pooled = acceptance_figures([looping, fresh])
+    assert pooled["loop_share"] == 0.5
     # [5] * 17 repeats its first 16-gram at index 1: no step of that output ends that early.
-    assert pooled.to_json()["num_drafts_before_loop"] == 3
+    assert pooled["num_drafts_before_loop"] == 3
 
 
 def test_steps_without_a_draft_count_as_steps() -> None:
     found_once = completion([1, 2, 3, 4, 5, 6], [(0, 0), (3, 2), (0, 0)])
-    pooled = Acceptance.of([found_once])
-    assert pooled.stats.acceptance_length == 3
-    assert pooled.tokens_per_step == 1 + 2 / 3
+    pooled = acceptance_figures([found_once])
+    assert pooled["acceptance_length"] == 3
+    assert pooled["tokens_per_step"] == 1 + 2 / 3
 
 
 def test_nothing_at_all() -> None:
-    result = Acceptance.of([]).to_json()
+    result = acceptance_figures([])
     assert result["acceptance_length"] == 1 and result["loop_share"] == 0

@@ -12,10 +12,10 @@ import pytest
 
 from peagle.evaluation.comparisons import compare_entries
 from peagle.evaluation.intervals import acceptance_intervals, paired_difference
-from peagle.evaluation.report import write_report
+from peagle.evaluation.report import charts, write_report
 from peagle.evaluation.report.advice import acceptance_advice, throughput_advice
-from peagle.evaluation.report.schema import AcceptanceRecord, ThroughputFile
-from peagle.evaluation.training_record import TrainingRecord
+from peagle.evaluation.training_record import read_training_record
+from peagle.results import Entry, ThroughputResults, TrainingRecord
 from tests.evaluation.report_samples import make_cell, make_slice, provenance, write
 
 Counts = np.ndarray
@@ -84,9 +84,8 @@ def counts(accepted: int, steps: int = 10) -> dict[str, list[int]]:
 
 
 def advice(*entries: dict[str, Any]) -> str:
-    data = {"provenance": provenance("peagle eval"), "entries": list(entries)}
-    data["comparisons"] = compare_entries(list(entries))
-    return acceptance_advice(AcceptanceRecord.model_validate(json.loads(json.dumps(data))))
+    found = [Entry.model_validate(one) for one in entries]
+    return acceptance_advice(found, compare_entries(found))
 
 
 def test_better_worse_and_no_difference() -> None:
@@ -117,35 +116,37 @@ def test_prompt_lookup_is_compared_by_tokens_a_step() -> None:
 
 
 def test_a_head_that_was_trained_too_little_is_named() -> None:
-    little = TrainingRecord(60, 60, 122_880).to_json()
+    little = TrainingRecord(steps=60, planned=60, tokens=122_880).to_json()
     told = advice(entry("peagle", counts(20), training=little), entry("old", counts(20)))
     assert told.startswith("P-EAGLE was trained too little to be judged, for 60 steps (122,880")
-    enough = TrainingRecord(12_000, 12_000).to_json()
+    enough = TrainingRecord(steps=12_000, planned=12_000).to_json()
     assert "trained" not in advice(entry("peagle", counts(20), training=enough))
 
 
 def test_records_of_training(tmp_path: Path) -> None:
     head = tmp_path / "head"
     head.mkdir()
-    assert TrainingRecord.beside(head) is None
+    assert read_training_record(head) is None
     record = {"steps": 900, "tokens": 5, "config": {"optimizer": {"steps": 5000}}}
     (tmp_path / "train.json").write_text(json.dumps(record))
-    found = TrainingRecord.beside(head)
-    assert found == TrainingRecord(900, 5000, 5)
+    found = read_training_record(head)
+    assert found == TrainingRecord(steps=900, planned=5000, tokens=5)
     assert str(found) == "900 of 5,000 steps (5 tokens)"
     for steps, planned, early, is_little in (
         *((999, 999, False, True), (1000, 1000, False, False)),
         *((2000, 5000, False, True), (2000, 5000, True, False), (2500, 5000, False, False)),
     ):
-        assert TrainingRecord(steps, planned, None, early).is_little == is_little
+        assert (
+            TrainingRecord(steps=steps, planned=planned, stopped_early=early).is_little == is_little
+        )
     for fresh, is_little in (([], False), (["mask_hidden"], True)):
         start = {"steps": 40, "warm_start": {"fresh": fresh}}
         (head / "train.json").write_text(json.dumps(start))
-        continued = TrainingRecord.beside(head)
+        continued = read_training_record(head)
         assert continued is not None and continued.is_little == is_little
     for broken in ("[]", "{", '{"steps": "many"}', '{"steps": 5, "config": 3}'):
         (head / "train.json").write_text(broken)
-        assert TrainingRecord.beside(head) is None
+        assert read_training_record(head) is None
 
 
 # ---- advice on speed ------------------------------------------------------------------------
@@ -166,21 +167,23 @@ def test_ties_go_to_the_simpler_choice() -> None:
         *(cell("peagle", 3, 16, 990, 1100), cell("peagle", 5, 16, 700, 800)),
     ]
     file = {"provenance": provenance("peagle bench"), "cells": cells}
-    told = throughput_advice(ThroughputFile.model_validate(file))
+    told = throughput_advice(ThroughputResults.model_validate(file))
     assert "take P-EAGLE with K = 3 at 1 together (K = 5 ties)" in told
     assert "plain decoding at 16 together (P-EAGLE with K = 3 ties)" in told
-    file["training"] = {"peagle": TrainingRecord(10, 10, 100).to_json()}
+    file["training"] = {"peagle": TrainingRecord(steps=10, planned=10, tokens=100).to_json()}
     assert "P-EAGLE was trained too little" in throughput_advice(
-        ThroughputFile.model_validate(file)
+        ThroughputResults.model_validate(file)
     )
     faster = [*cells, cell("ngram", 5, 1, 300, 310)]
-    told = throughput_advice(ThroughputFile.model_validate(file | {"cells": faster}))
+    told = throughput_advice(ThroughputResults.model_validate(file | {"cells": faster}))
     assert "prompt lookup with K = 5 at 1 together" in told
 
 
-def test_the_report_says_the_same(tmp_path: Path) -> None:
+def test_the_report_says_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(charts, "can_draw", lambda: False)
     entries = [entry("peagle", counts(30)), entry("old", counts(20))]
     data = {"format_version": 1, "provenance": provenance("peagle eval"), "entries": entries}
-    data["comparisons"] = compare_entries(entries)
+    found = [Entry.model_validate(one) for one in entries]
+    data["comparisons"] = [one.to_json() for one in compare_entries(found)]
     write(tmp_path, acceptance=data)
     assert advice(*entries) in write_report(tmp_path).read_text()

@@ -13,21 +13,26 @@ import pytest
 from peagle.cli import tune_view
 from peagle.cli.bench_view import result_text
 from peagle.evaluation.best_k import Speed, best_k, tied_fastest
-from peagle.evaluation.report import write_report
+from peagle.evaluation.report import charts, write_report
 from peagle.evaluation.report.advice import throughput_advice
 from peagle.evaluation.report.files import read_results
-from peagle.evaluation.report.schema import ThroughputFile
 from peagle.evaluation.report.series import Cast, best_cells
 from peagle.evaluation.sweep import SweepPoint
 from peagle.evaluation.throughput import summarize
 from peagle.evaluation.tuning.schedule import k_at
+from peagle.results import ThroughputResults, TuneResults
 from tests.evaluation import report_samples
 from tests.evaluation.report_samples import write
 
 LOADS, KS = (1, 4, 16), (2, 3, 5)
 
 
-def figures(speed: float) -> dict[str, object]:
+@pytest.fixture(autouse=True)
+def _undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(charts, "can_draw", lambda: False)
+
+
+def figures(speed: float) -> dict[str, Any]:
     """As `timing.figures_of` gives them."""
     percentiles = dict.fromkeys(("p50", "p90", "p99", "mean"), 0.1)
     return {
@@ -37,7 +42,7 @@ def figures(speed: float) -> dict[str, object]:
     }
 
 
-def measured(rng: random.Random) -> dict[SweepPoint, list[dict[str, object]]]:
+def measured(rng: random.Random) -> dict[SweepPoint, list[dict[str, Any]]]:
     """A sweep of random speeds, of which many tie."""
     arms = [("plain", 0), *(("eagle3", k) for k in KS), *(("peagle", k) for k in KS)]
     return {
@@ -50,15 +55,14 @@ def measured(rng: random.Random) -> dict[SweepPoint, list[dict[str, object]]]:
     }
 
 
-def bench(rng: random.Random) -> dict[str, Any]:
-    settings = {"sets": {"humaneval": 4}, "objective": None}
-    result = {
-        "format_version": 1,
-        "provenance": report_samples.provenance("peagle bench"),
-        "settings": settings,
-        **summarize(measured(rng), None),  # type: ignore[arg-type]
-    }
-    return result | {"advice": throughput_advice(ThroughputFile.model_validate(result))}
+def bench(rng: random.Random) -> ThroughputResults:
+    results = summarize(
+        measured(rng),
+        None,
+        provenance=report_samples.provenance("peagle bench"),
+        settings={"sets": {"humaneval": 4}, "objective": None},
+    )
+    return results.model_copy(update={"advice": throughput_advice(results)})
 
 
 def test_the_definition() -> None:
@@ -72,17 +76,17 @@ def test_the_definition() -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_all_places_agree(tmp_path: Path, seed: int) -> None:
     result = bench(random.Random(seed))
-    best = {one["concurrency"]: one["k"] for one in result["best_k"] if one["method"] == "peagle"}
+    best = {one.concurrency: one.k for one in result.best_k if one.method == "peagle"}
     # The definition again, from the repeats themselves.
     for load in LOADS:
         own = {
-            cell["k"]: [one["output_tokens_per_s"] for one in cell["repeats"]]
-            for cell in result["cells"]
-            if cell["method"] == "peagle" and cell["concurrency"] == load
+            cell.k: [one.output_tokens_per_s for one in cell.repeats]
+            for cell in result.cells
+            if cell.method == "peagle" and cell.concurrency == load
         }
         fastest = max(own.values(), key=sum)
         assert best[load] == min(k for k, runs in own.items() if max(runs) >= min(fastest)), load
-    write(tmp_path, throughput=result)
+    write(tmp_path, throughput=result.to_json())
     page = write_report(tmp_path).read_text()
     results = read_results(tmp_path)
     assert results.throughput is not None
@@ -98,9 +102,9 @@ def test_all_places_agree(tmp_path: Path, seed: int) -> None:
     line = text.split("best K of peagle on humaneval, by concurrency: ")[1].splitlines()[0]
     line = re.sub(r" \(tied: [\d, ]+\)", "", line)
     assert line == ", ".join(f"{k} at {load}" for load, k in best.items())
-    for method, k in re.findall(r"(P-EAGLE|EAGLE-3) with K = (\d+)", str(result["advice"])):
+    for method, k in re.findall(r"(P-EAGLE|EAGLE-3) with K = (\d+)", result.advice):
         name = {"P-EAGLE": "peagle", "EAGLE-3": "eagle3"}[method]
-        assert int(k) in {one["k"] for one in result["best_k"] if one["method"] == name}
+        assert int(k) in {one.k for one in result.best_k if one.method == name}
 
 
 def test_the_schedule_is_the_only_k_that_tune_names(tmp_path: Path) -> None:
@@ -120,7 +124,7 @@ def test_the_schedule_is_the_only_k_that_tune_names(tmp_path: Path) -> None:
         assert [k for k, star in zip(ks, stars, strict=True) if star] == [
             k_at(tune["schedule"], batch)
         ]
-    lines = tune_view._speeds(tune)[2:]
+    lines = tune_view._speeds(TuneResults.model_validate(tune))[2:]
     for batch, line in zip(batches, lines, strict=True):
         stars = ["*" in speed for speed in re.findall(r"[\d,]+\*?", line)[1:]]
         assert ks[stars.index(True)] == k_at(tune["schedule"], batch)
@@ -129,9 +133,9 @@ def test_the_schedule_is_the_only_k_that_tune_names(tmp_path: Path) -> None:
 
 def test_a_measured_and_a_predicted_k_are_reconciled(tmp_path: Path) -> None:
     result = bench(random.Random(1))
-    best = {one["concurrency"]: one["k"] for one in result["best_k"] if one["method"] == "peagle"}
+    best = {one.concurrency: one.k for one in result.best_k if one.method == "peagle"}
     tune = report_samples.tune() | {"schedule": [[1, 64, best[4] + 1]]}
-    write(tmp_path, throughput=result, tune=json.loads(json.dumps(tune)))
+    write(tmp_path, throughput=result.to_json(), tune=json.loads(json.dumps(tune)))
     page = write_report(tmp_path).read_text()
     assert f"At 4 together the best K that was measured is {best[4]}" in page
     assert Cast.of(read_results(tmp_path)).hero == ("peagle", "peagle")

@@ -13,14 +13,15 @@ import torch
 
 from peagle import SamplingParams
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
+from peagle.engine import sampler
 from peagle.errors import UserError
-from peagle.evaluation.certify import Certificate, Options, run
-from peagle.evaluation.certify.certificate import CertifiedCase
+from peagle.evaluation.certify.certificate import certificate_text
 from peagle.evaluation.certify.matrix import Case, difference
-from peagle.evaluation.certify.reference import TargetReference, probabilities
+from peagle.evaluation.certify.reference import Reference, TargetReference, probabilities
+from peagle.evaluation.certify.run import Options, run
 from peagle.evaluation.compare import load_target
 from peagle.evaluation.decoding_methods import DecodingMethod
-from peagle.evaluation.identity import Difference, Reference
+from peagle.results import CertificateResults, CertifiedCase, Difference
 from peagle.speculation import verification
 from peagle.speculation.verification import Verified
 from tests.speculation.test_verification import probabilities as textbook
@@ -53,27 +54,27 @@ def methods(head_folders: Callable[..., Path]) -> list[DecodingMethod]:
 @pytest.fixture
 def certify(
     target_folder: Path, methods: list[DecodingMethod], tmp_path: Path
-) -> Callable[..., Certificate]:
+) -> Callable[..., CertificateResults]:
     """certify(**options) runs it on the tiny pairs, in float64."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
 
-    def make(which: slice = slice(None), **options: Any) -> Certificate:
+    def make(which: slice = slice(None), **options: Any) -> CertificateResults:
         target = load_target(target_folder, dtype="float64", device="cpu")
         chosen = Options(**{**SMALL, "prompt_set": str(prompts), **options})
-        return run(target, target_folder, methods[which], K, options=chosen)
+        return run(target, target_folder, methods[which], K, chosen, {"target": "t"})
 
     return make
 
 
-def statuses(certificate: Certificate) -> dict[tuple[str, str], str]:
+def statuses(certificate: CertificateResults) -> dict[tuple[str, str], str]:
     return {(cell.feature, cell.method): cell.status for cell in certificate.matrix}
 
 
 # ---- whole certificates ---------------------------------------------------------------------
 
 
-def test_a_healthy_pair_passes(certify: Callable[..., Certificate]) -> None:
+def test_a_healthy_pair_passes(certify: Callable[..., CertificateResults]) -> None:
     certificate = certify()
     assert certificate.passed and not certificate.faults
     ways = ["plain", "peagle", "eagle3", "ngram"]
@@ -97,14 +98,14 @@ def test_a_healthy_pair_passes(certify: Callable[..., Certificate]) -> None:
     assert all(t.num_draft_tokens for t in certificate.distribution if t.method != "plain")
     data = json.loads(json.dumps(certificate.to_json(), allow_nan=False))
     assert data["passed"] and data["settings"]["k"] == K and len(data["matrix"]) == len(found)
-    text = certificate.to_text()
+    text = certificate_text(certificate)
     assert "PASSED" in text and all(feature in text for feature in FEATURES)
 
 
 def test_a_fault_in_verification_is_found_and_named(
-    certify: Callable[..., Certificate], monkeypatch: pytest.MonkeyPatch
+    certify: Callable[..., CertificateResults], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever accepts the first draft without a look."""
+    """Verification that accepts the first draft without a look."""
     verify = verification._verify_greedy
 
     def careless(logits: Any, rows: Any, *rest: Any) -> Verified:
@@ -113,68 +114,57 @@ def test_a_fault_in_verification_is_found_and_named(
         return replace(verified, num_accepted_B=accepted)
 
     monkeypatch.setattr(verification, "_verify_greedy", careless)
-    certificate = certify(slice(1), samples=0)
+    certificate = certify(slice(1), samples=0, matrix_prompts=0)
     assert not certificate.passed
-    by_method = {cell.method: cell for cell in certificate.identity}
-    assert by_method["plain"].status == "passed"
-    assert by_method["peagle"].status == "fault"
-    assert any(line.startswith("greedy, peagle: 3 of 3 outputs differ") for line in
-               certificate.faults)  # fmt: skip
+    by_method = {case.method: case for case in certificate.identity}
+    assert (by_method["plain"].status, by_method["peagle"].status) == ("passed", "fault")
+    assert certificate.faults[0].startswith("greedy, peagle: 3 of 3 outputs differ")
     assert not any(", plain:" in line for line in certificate.faults)
-    assert "FAILED" in certificate.to_text() and "FAULT" in certificate.to_text()
+    text = certificate_text(certificate)
+    assert "FAILED" in text and "FAULT" in text
     json.dumps(certificate.to_json(), allow_nan=False)
 
 
-def test_a_feature_that_is_ignored_is_named(
-    certify: Callable[..., Certificate], monkeypatch: pytest.MonkeyPatch
+def test_features_that_fail_are_named(
+    certify: Callable[..., CertificateResults], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("peagle.engine.sampling_rules._min_tokens", lambda *_: None)
-    certificate = certify(slice(0), samples=0)
-    bad = {cell for cell, status in statuses(certificate).items() if status == "fault"}
-    assert bad == {("min_tokens", "plain"), ("min_tokens", "ngram")}
-
-
-def test_wrong_logprobs_are_named(
-    certify: Callable[..., Certificate], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from peagle.engine import sampler
-
     right = sampler.token_logprobs
     monkeypatch.setattr(sampler, "token_logprobs", lambda rows, *rest: right(rows / 1.01, *rest))
     certificate = certify(slice(0), samples=0)
-    assert certificate.faults and all("log-probabilities are off" in f for f in certificate.faults)
+    bad = {case for case, status in statuses(certificate).items() if status == "fault"}
+    assert bad == {(f, m) for f in ("min_tokens", "logprobs") for m in ("plain", "ngram")}
+    wrong = [fault for fault in certificate.faults if fault.startswith("logprobs")]
+    assert wrong and all("log-probabilities are off" in fault for fault in wrong)
 
 
-def test_a_bias_of_sampling_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A refused draft replaced by a draw from p, the draft included: it comes too often."""
-    monkeypatch.setattr(
-        verification, "_draft_distribution", lambda _d, _p, _a, like: torch.zeros_like(like)
+@pytest.mark.parametrize("is_biased", [False, True])
+def test_a_bias_of_sampling_is_found(is_biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bundled pair, whose drafts are often nearly right, in single precision.
+
+    The bias: a refused draft is replaced by a draw from p, the draft included: it comes too often.
+    """
+    if is_biased:
+        monkeypatch.setattr(
+            verification, "_draft_distribution", lambda _d, _p, _a, like: torch.zeros_like(like)
+        )
+    options = Options(
+        prompts=1, matrix_prompts=0, max_new_tokens=24, samples=200, sampled_prompts=1
     )
-    options = Options(prompts=1, matrix_prompts=0, max_new_tokens=8, samples=200, sampled_prompts=1)
-    # The bundled pair: its head's drafts are often nearly right.
     target = load_target(BUNDLED_TARGET, dtype="float32", device="cpu")
     head = DecodingMethod("peagle", str(BUNDLED_PEAGLE))
-    certificate = run(target, BUNDLED_TARGET, [head], 2, options=options)
-    assert [cell.status for cell in certificate.identity] == ["passed"] * 3
+    certificate = run(target, BUNDLED_TARGET, [head], 2, options, {"target": "t"})
+    assert [case.status for case in certificate.identity] == ["passed"] * 3
+    assert all(case.num_accepted_tokens for case in certificate.identity if case.method != "plain")
     tests = certificate.distribution
     assert all(test.passed for test in tests if test.method == "plain")
-    assert not any(test.passed for test in tests if test.draft_sampling == "argmax")
-    assert all(0 < test.fit.detectable_shift < 0.2 for test in tests)
-    assert any(line.startswith("sampling, peagle argmax") for line in certificate.faults)
-
-
-def test_the_bundled_pair_passes() -> None:
-    """In single precision, with drafts that are often right."""
-    target = load_target(BUNDLED_TARGET, dtype="float32", device="cpu")
-    options = Options(
-        prompts=2, matrix_prompts=0, max_new_tokens=24, samples=100, sampled_prompts=1
-    )
-    head = DecodingMethod("peagle", str(BUNDLED_PEAGLE))
-    certificate = run(target, BUNDLED_TARGET, [head], 3, options=options)
-    assert certificate.passed, certificate.faults
-    assert all(cell.num_accepted_tokens for cell in certificate.identity if cell.method != "plain")
-    drafted = [test for test in certificate.distribution if test.method == "peagle"]
+    assert all(0 < test.detectable_shift < 0.2 for test in tests)
+    drafted = [test for test in tests if test.method == "peagle"]
     assert all(0.1 < t.num_accepted_tokens / t.num_draft_tokens < 0.9 for t in drafted)
+    assert certificate.passed == (not is_biased)
+    if is_biased:
+        assert not any(test.passed for test in tests if test.draft_sampling == "argmax")
+        assert any(line.startswith("sampling, peagle argmax") for line in certificate.faults)
 
 
 # ---- parts ----------------------------------------------------------------------------------
@@ -195,16 +185,18 @@ def test_bad_options(wrong: dict[str, Any], message: str) -> None:
 
 
 def test_status_of_a_cell() -> None:
-    cell = CertifiedCase("f", "m", num_outputs=2)
-    near = Difference("p", 3, 1, 2, 1e-5, 1e-5)
-    far = replace(near, gap=0.5)
-    assert CertifiedCase("f", "m").status == "not applicable"
-    assert cell.status == "passed"
-    assert replace(cell, differences=[near]).status == "near-ties"
-    assert replace(cell, differences=[near, far]).status == "fault"
-    assert replace(cell, faults=["x"]).status == "fault"
-    endless = replace(near, gap=float("inf"), top2_gap=float("inf"))
-    assert replace(cell, differences=[endless]).to_json()["differences"][0]["gap"] is None
+    def status(num_outputs: int = 2, **more: Any) -> str:
+        case = CertifiedCase(feature="f", method="m", num_outputs=num_outputs, **more)
+        assert CertifiedCase.model_validate(case.to_json()) == case
+        return case.status
+
+    near = Difference(prompt="p", position=3, gap=1e-5, top2_gap=1e-5, bound=1e-4)
+    far, ended = (near.model_copy(update={"gap": gap}) for gap in (0.5, None))
+    assert status(0) == "not applicable"
+    assert status() == "passed"
+    assert status(differences=[near]) == "near-ties"
+    assert status(differences=[near, far]) == status(differences=[ended]) == "fault"
+    assert status(faults=["x"]) == "fault"
 
 
 def test_under_a_grammar_only_the_tokens_that_came_are_compared() -> None:

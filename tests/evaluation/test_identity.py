@@ -10,13 +10,8 @@ import torch
 
 from peagle import LLM, SamplingParams, SpeculativeConfig
 from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET
+from peagle.evaluation.certify.reference import Reference, TargetReference, first_difference
 from peagle.evaluation.compare import build, load_target
-from peagle.evaluation.identity import (
-    Reference,
-    first_difference,
-    load_reference,
-    reference_output,
-)
 from peagle.evaluation.prompts import load_prompt_set
 
 LOGITS = torch.tensor([[0.0, 1.0, 0.5], [2.0, 2.0 - 5e-5, 0.0], [1.0, 0.0, 3.0]])
@@ -45,16 +40,15 @@ def test_first_difference(
         assert (found.position, found.reference_token, found.token, found.is_near_tie) == expected
 
 
-def test_reference_is_what_transformers_generates(
+def test_the_engine_gives_what_transformers_generates(
     target_folder: Path, head_folders: Callable[..., Path]
 ) -> None:
-    model = load_reference(target_folder, torch.float64)
+    params = SamplingParams(max_tokens=30)
     config = {"model": str(head_folders()), "num_speculative_tokens": 3}
-    (output,) = LLM(target_folder, dtype="float64", speculative_config=config).generate(
-        "def f(x):", SamplingParams(max_tokens=30)
-    )
-    reference = reference_output(model, output.prompt_token_ids, 30)
-    assert reference.logits_NV.shape == (len(reference.token_ids), model.config.vocab_size)
+    llm = LLM(target_folder, dtype="float64", speculative_config=config)
+    (output,) = llm.generate("def f(x):", params)
+    model = TargetReference(target_folder, torch.float64)
+    reference = model.greedy(output.prompt_token_ids, params)
     assert reference.logits_NV.argmax(-1).tolist() == reference.token_ids
     assert first_difference("p", output.token_ids, reference) is None
 
@@ -63,17 +57,16 @@ def test_reference_is_what_transformers_generates(
 def test_bundled_pair_equals_transformers_in_float64() -> None:
     # All prompts: benchmarks/identity.py.
     prompts = load_prompt_set("humaneval", 3) + load_prompt_set("mt_bench", 1)
-    texts = [prompt.text for prompt in prompts]
+    params = SamplingParams(max_tokens=48)
     target = load_target(BUNDLED_TARGET, dtype="float64", device="cpu")
     heads = (BUNDLED_EAGLE3, BUNDLED_PEAGLE)
     configs = {folder.name: SpeculativeConfig(model=str(folder)) for folder in heads}
     llms = build(target, {"plain": None, **configs})
-    outputs = {
-        name: llm.generate(texts, SamplingParams(max_tokens=48)) for name, llm in llms.items()
-    }
-    model = load_reference(BUNDLED_TARGET, torch.float64)
+    texts = [prompt.text for prompt in prompts]
+    outputs = {name: llm.generate(texts, params) for name, llm in llms.items()}
+    model = TargetReference(BUNDLED_TARGET, torch.float64)
     for i, prompt in enumerate(prompts):
-        reference = reference_output(model, outputs["plain"][i].prompt_token_ids, 48)
+        reference = model.greedy(outputs["plain"][i].prompt_token_ids, params)
         for name in llms:
             assert first_difference(prompt.id, outputs[name][i].token_ids, reference) is None, name
     for folder in heads:

@@ -64,6 +64,18 @@ def test_other_settings_are_refused_by_name(
         Journal(tmp_path / NAME, others)
 
 
+def test_an_object_may_get_more_keys(tmp_path: Path) -> None:
+    def opened(**heads: str) -> Journal:
+        return Journal(tmp_path / NAME, {"heads": heads, "seed": 1}, extensible=("heads",))
+
+    opened(a="1").add("x", 1)
+    opened(b="2")
+    assert opened(a="1", b="2").get("x") == 1
+    for changed in ({"a": "3"}, {"a": "1", "b": "3"}):
+        with pytest.raises(UserError, match=r'made with heads \{"a": "1"'):
+            opened(**changed)
+
+
 HEAD = json.dumps({"format_version": 1, "settings": {}})
 
 

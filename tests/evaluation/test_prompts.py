@@ -13,7 +13,6 @@ from peagle.evaluation.prompts import (
     PROMPT_SETS,
     Prompt,
     load_prompt_set,
-    parse_prompts,
     read_prompts,
 )
 
@@ -40,14 +39,11 @@ def test_sets_from_held_out_text_are_plain_and_short(name: str) -> None:
     assert len({prompt.category for prompt in prompts}) == 2
 
 
-def test_categories_of_mt_bench() -> None:
-    assert len({prompt.category for prompt in load_prompt_set("mt_bench")}) == 8
-
-
 def test_turns_and_limit() -> None:
     first, second = load_prompt_set("mt_bench", limit=2)
     assert first.id == "mt_bench/81" and len(first.turns) == len(second.turns) == 2
     assert first.text == first.turns[0]
+    assert len({prompt.category for prompt in load_prompt_set("mt_bench")}) == 8
 
 
 @pytest.mark.parametrize(("name", "limit"), [("nothing", None), ("gsm8k", 0), ("gsm8k", -1)])
@@ -56,25 +52,30 @@ def test_bad_sets(name: str, limit: int | None) -> None:
         load_prompt_set(name, limit)
 
 
-def test_json_lines() -> None:
-    first = '{"id": "a", "category": "c", "turns": ["x", "y"], "more": 1}'
-    lines = [first, "", '{"prompt": "z"}', '"q"', ""]
-    assert parse_prompts(lines, "file") == [
-        Prompt("a", ("x", "y"), "c"),
-        Prompt("3", ("z",)),
-        Prompt("4", ("q",)),
-    ]
-
-
-def test_plain_lines() -> None:
-    # Only the first line decides: later ones may look like JSON.
-    lines = ["def f():\r", "   ", '{"a": 1}', '"', "  indented "]
-    assert parse_prompts(lines, "file") == [
-        Prompt("1", ("def f():",)),
-        Prompt("3", ('{"a": 1}',)),
-        Prompt("4", ('"',)),
-        Prompt("5", ("  indented ",)),
-    ]
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (
+            ['{"id": "a", "category": "c", "turns": ["x", "y"], "more": 1}', "", '{"prompt": "z"}',
+             '"q"', ""],
+            [Prompt("a", ("x", "y"), "c"), Prompt("3", ("z",)), Prompt("4", ("q",))],
+        ),
+        (  # Only the first line decides: later ones may look like JSON.
+            ["def f():\r", "   ", '{"a": 1}', '"', "  indented "],
+            [
+                Prompt("1", ("def f():",)),
+                Prompt("3", ('{"a": 1}',)),
+                Prompt("4", ('"',)),
+                Prompt("5", ("  indented ",)),
+            ],
+        ),
+    ],
+    ids=["JSON", "text"],
+)  # fmt: skip
+def test_lines(tmp_path: Path, lines: list[str], expected: list[Prompt]) -> None:
+    path = tmp_path / "prompts"
+    path.write_bytes("\n".join(lines).encode())
+    assert read_prompts(path) == expected
 
 
 def test_files_with_byte_order_mark_and_odd_separators(tmp_path: Path) -> None:

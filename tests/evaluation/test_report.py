@@ -10,15 +10,17 @@ from pathlib import Path
 import pytest
 
 from evaluation import report_samples as samples
-from evaluation.report_pages import Page, small, some
+from evaluation.report_pages import Parsed, small, some
 from peagle.errors import UserError
-from peagle.evaluation.report import pictures, write_report
+from peagle.evaluation.report import charts, write_report
+from peagle.results import AcceptanceResults, ThroughputResults, TuneResults
 
 WRITTEN = {
     "acceptance": {"acceptance.csv", "acceptance.png", "histogram.png"},
     "throughput": {"throughput.csv", "throughput.png", "k_sweep.png"},
     "tune": set(),
 }
+MODELS = {"acceptance": AcceptanceResults, "throughput": ThroughputResults, "tune": TuneResults}
 
 
 # ---- what is written ------------------------------------------------------------------------
@@ -42,10 +44,15 @@ def test_whichever_files_are_there(tmp_path, names, whole):
     expected |= set().union(*(WRITTEN[name] for name in names))
     assert {path.name for path in folder.iterdir()} == expected
     together = json.loads((folder / "results.json").read_text())
-    assert together == {"format_version": 1, **dict.fromkeys(WRITTEN), **some(*names)}
+    assert set(together) == {"format_version", *WRITTEN}
+    for name, model in MODELS.items():
+        if name in names:
+            assert model.model_validate(together[name]) == model.model_validate(small()[name])
+        else:
+            assert together[name] is None
     for path in folder.glob("*.png"):
         assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n") and path.stat().st_size > 5000
-    shown = {d["id"] for tag, d in Page((folder / "report.html").read_text()).tags
+    shown = {d["id"] for tag, d in Parsed((folder / "report.html").read_text()).tags
              if tag == "section"}  # fmt: skip
     own = {
         "acceptance": {"acceptance", "sets", "places", "requests", "samples", "hardest"},
@@ -62,11 +69,12 @@ def test_the_same_files_again(whole):
 
 
 def test_without_matplotlib(tmp_path, monkeypatch):
-    monkeypatch.setattr(pictures, "find_spec", lambda name: None)
+    monkeypatch.setattr(charts, "find_spec", lambda name: None)
     folder = samples.write(tmp_path, **some("acceptance"))
     page = write_report(folder).read_text()
-    assert not list(folder.glob("*.png"))
-    assert "matplotlib is not installed (pip install &quot;peagle[report]&quot;)" in page
+    assert not list(folder.glob("*.png")) and "<svg" not in page
+    assert "matplotlib is not installed (pip install &#34;peagle[report]&#34;)" in page
+    assert "<details open><summary>Data" in page
     assert (folder / "acceptance.csv").exists()
 
 

@@ -69,7 +69,7 @@ def test_figures_of_a_run() -> None:
 
 
 @pytest.mark.parametrize("drafts", [None, SpeculationStats()])
-def test_figures_that_nobody_knows(drafts: SpeculationStats | None) -> None:
+def test_unknown_figures(drafts: SpeculationStats | None) -> None:
     figures = figures_of(Run([Answer(num_tokens=1, chunks=[(0.5, 1)], seconds=1)], 1.0, drafts))
     assert figures["acceptance_length"] is None is figures["itl_s"]["p99"]
 

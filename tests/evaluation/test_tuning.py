@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +16,17 @@ from peagle.config import SpeculativeConfig
 from peagle.errors import UserError
 from peagle.evaluation.journal import Journal
 from peagle.evaluation.tuning.acceptance import AcceptanceByK
-from peagle.evaluation.tuning.grid import Grid
 from peagle.evaluation.tuning.machine import CostPoint, StepCost
-from peagle.evaluation.tuning.model import Ramps, Shape, nonnegative_least_squares
-from peagle.evaluation.tuning.run import LOG_NAME
+from peagle.evaluation.tuning.model import (
+    CostModel,
+    Shape,
+    choose_knots,
+    nonnegative_least_squares,
+    ramps,
+)
 from peagle.evaluation.tuning.schedule import k_at
-from peagle.evaluation.tuning.tune import Costs, Tuned, measure_costs
+from peagle.evaluation.tuning.tune import LOG_NAME, Costs, Grid, measure_costs, tune_results
+from peagle.results import PredictionCheck, TuneResults
 from tests.evaluation.tuning_machines import (
     LENGTHS,
     RATES,
@@ -34,49 +39,55 @@ from tests.evaluation.tuning_machines import (
 
 GRID = Grid((1, 2, 4, 8, 16), tuple(range(1, 9)))
 LARGE = Grid((1, 2, 4, 8, 16, 32, 64), tuple(range(1, 9)))
-ACCEPTANCE = AcceptanceByK({len(RATES): RATES})
+
+
+@dataclass
+class Found:
+    """The results for a machine, and the model that they rest on."""
+
+    results: TuneResults
+    model: CostModel
+
+    @property
+    def schedule(self) -> list[tuple[int, int, int]]:
+        return self.results.schedule
 
 
 def tuned(
-    machine: SimulatedMachine,
-    grid: Grid = GRID,
-    rounds: int = 1,
-    acceptance: AcceptanceByK = ACCEPTANCE,
-    threshold: float = 0.0,
-) -> Tuned:
-    costs = measure_costs(machine, grid, rounds, Journal(None, {}))
-    shape = machine.shape
-    return Tuned.of(
+    machine: SimulatedMachine, grid: Grid = GRID, rounds: int = 1, threshold: float = 0.0
+) -> Found:
+    costs = measure_costs(machine.measure, grid, rounds, Journal(None, {}))
+    results = tune_results(
         grid,
         costs,
-        acceptance,
+        AcceptanceByK({len(RATES): RATES}),
+        machine.shape,
+        draft="owner/head",
         threshold=threshold,
-        is_parallel=shape.is_parallel,
-        batch_rows=shape.batch_rows,
-        is_padded=shape.is_padded,
+        provenance={"target": "t"},
+        settings={},
     )
+    return Found(results, CostModel(machine.shape, costs.by_point))
 
 
-def true_speed(cost: Cost, batch: int, k: int) -> float:
-    return batch * LENGTHS[k] / cost(Shape(LENGTHS), CostPoint(batch, k)).seconds
+def true_speed(cost: Cost, shape: Shape, batch: int, k: int) -> float:
+    return batch * shape.acceptance_length[k] / cost(shape, CostPoint(batch, k)).seconds
 
 
 def test_a_linear_machine_is_recovered_exactly() -> None:
-    found = tuned(SimulatedMachine(linear))
-    assert found.check() == {
-        "num_unfitted": 33,
-        "within_10_percent": 33,
-        "share": 1.0,
-        "worst": pytest.approx(0, abs=1e-6),
-    }
+    found, shape = tuned(SimulatedMachine(linear)), Shape(LENGTHS)
+    assert found.results.check == PredictionCheck(
+        num_unfitted=33, within_10_percent=33, share=1.0, worst=found.results.check.worst
+    )
+    assert found.results.check.worst == pytest.approx(0, abs=1e-6)
     for batch in range(1, 17):
-        speeds = {k: true_speed(linear, batch, k) for k in range(9)}
+        speeds = {k: true_speed(linear, shape, batch, k) for k in range(9)}
         for k, speed in speeds.items():
             assert found.model.tokens_per_s(batch, k) == pytest.approx(speed, rel=1e-6)
-            cost = linear(Shape(LENGTHS), CostPoint(batch, k)).seconds
-            plain = linear(Shape(LENGTHS), CostPoint(batch, 0)).seconds
-            assert found.break_even(batch, k) == pytest.approx(cost / plain, rel=1e-6)
         assert k_at(found.schedule, batch) == max(speeds, key=lambda k: speeds[k])
+    for one in found.results.break_even:
+        cost, plain = (linear(shape, CostPoint(one.batch, k)).seconds for k in (one.k, 0))
+        assert one.acceptance_length == pytest.approx(cost / plain, rel=1e-6)
 
 
 @pytest.mark.parametrize("is_parallel", [True, False])
@@ -84,18 +95,16 @@ def test_a_linear_machine_is_recovered_exactly() -> None:
 def test_unmeasured_speed_is_predicted(is_parallel: bool, slowdown: float) -> None:
     shape = Shape(LENGTHS, is_parallel, is_padded=True)
     found = tuned(SimulatedMachine(roofline, shape, slowdown), LARGE, rounds=7)
-    check = found.check()
-    assert check["num_unfitted"] == 7 * 9 - 16
+    check = found.results.check
+    assert check.num_unfitted == 7 * 9 - 16 and check.share and check.worst
     # Of seven visits that others slow down by 30% the fastest is still 4% too slow.
-    assert check["share"] >= (0.85 if slowdown else 0.95)
-    assert check["worst"] < (0.25 if slowdown else 0.12)
-    assert (found.costs.spread > 0.1) == bool(slowdown)
+    assert check.share >= (0.85 if slowdown else 0.95)
+    assert check.worst < (0.25 if slowdown else 0.12)
+    assert ((found.results.costs.spread or 0) > 0.1) == bool(slowdown)
     for batch in (1, 3, 8, 24, 48, 64):
-        best = max(
-            batch * LENGTHS[k] / roofline(shape, CostPoint(batch, k)).seconds for k in range(9)
-        )
+        best = max(true_speed(roofline, shape, batch, k) for k in range(9))
         k = k_at(found.schedule, batch)
-        assert batch * LENGTHS[k] / roofline(shape, CostPoint(batch, k)).seconds > 0.93 * best
+        assert true_speed(roofline, shape, batch, k) > 0.93 * best
 
 
 def test_rows_of_graphs_are_what_counts() -> None:
@@ -106,8 +115,8 @@ def test_rows_of_graphs_are_what_counts() -> None:
 
     shape = Shape(LENGTHS, batch_rows=graph, is_padded=True)
 
-    def cost(shape: Shape, cell: CostPoint) -> StepCost:
-        whole = linear(shape, CostPoint(graph(cell.batch), cell.k))
+    def cost(shape: Shape, point: CostPoint) -> StepCost:
+        whole = linear(shape, CostPoint(graph(point.batch), point.k))
         return StepCost(whole.target_s + whole.draft_s, whole.target_s, whole.draft_s)
 
     model = tuned(SimulatedMachine(cost, shape)).model
@@ -119,86 +128,52 @@ def test_rows_of_graphs_are_what_counts() -> None:
 
 def test_free_drafts_are_drafted_to_the_end() -> None:
     found = tuned(SimulatedMachine(free_drafts), threshold=0.03)
-    assert found.schedule == [(1, 16, 8)]
-    assert found.single_k == 8
-    assert all(one["acceptance_length"] == pytest.approx(1) for one in breaks(found))
+    assert found.schedule == [(1, 16, 8)] and found.results.best_single_k == 8
+    assert all(one.acceptance_length == pytest.approx(1) for one in found.results.break_even)
 
 
 @pytest.mark.parametrize("cost", [linear, roofline])
 def test_a_head_that_accepts_nothing_is_not_used(cost: Cost) -> None:
-    nothing = AcceptanceByK({8: [0.0] * 8})
-    machine = SimulatedMachine(cost, Shape(dict.fromkeys(range(9), 1.0)))
-    found = tuned(machine, acceptance=nothing)
+    found = tuned(SimulatedMachine(cost, Shape(dict.fromkeys(range(9), 1.0))))
     assert found.schedule == [(1, 16, 0)]
-    configs = to_json(found)["speculative_config"]
-    assert configs == {"peagle": None, "vllm": None, "vllm_single_k": None}
-    assert all(one["acceptance_length"] > 1 for one in breaks(found))
+    assert set(found.results.speculative_config.values() or ()) == {None}
+    assert all(one.acceptance_length > 1 for one in found.results.break_even)
 
 
-def test_break_even_is_where_drafting_is_as_fast_as_plain() -> None:
-    found = tuned(SimulatedMachine(linear))
-    for one in breaks(found):
-        batch, k = one["batch"], one["k"]
-        drafted = batch * one["acceptance_length"] / found.model.seconds(batch, k)
-        assert drafted == pytest.approx(found.model.tokens_per_s(batch, 0))
+def test_the_file() -> None:
+    results = tuned(SimulatedMachine(linear), threshold=0.03).results
+    assert len(results.costs.step_s) == len(results.predictions) == len(GRID.points)
+    assert results.costs.target_s[0] == pytest.approx((1, 8e-3 + 6e-4 + 5e-4))
+    assert len(results.costs.draft_s) == 5 * 8
+    fitted = {CostPoint(b, k) for b, k, _, fitted in results.costs.step_s if fitted}
+    assert fitted == GRID.fitted
+    assert results.acceptance.acceptance_length[8] == pytest.approx(LENGTHS[8])
+    for one in results.predictions:
+        speed = true_speed(linear, Shape(LENGTHS), one.batch, one.k)
+        assert one.measured_tokens_per_s == pytest.approx(speed)
+    configs = results.speculative_config
+    peagle, single = configs["peagle"], configs["vllm_single_k"]
+    assert len(results.schedule) > 1 and peagle and single
+    ours = SpeculativeConfig.parse(peagle)
+    assert ours.num_speculative_tokens == max(k for _, _, k in results.schedule)
+    assert all(ours.tokens_for(n) == k_at(results.schedule, n) for n in range(1, 17))
+    assert configs["vllm"] == peagle | {"parallel_drafting": True}
+    assert single["num_speculative_tokens"] == results.best_single_k
+    assert "num_speculative_tokens_per_batch_size" not in single
 
 
-def breaks(found: Tuned) -> list[dict[str, Any]]:
-    return to_json(found)["break_even"]
-
-
-def to_json(found: Tuned) -> dict[str, Any]:
-    return found.to_json({"target": "t"}, {}, "owner/head")
-
-
-def test_json() -> None:
-    found = tuned(SimulatedMachine(linear), threshold=0.03)
-    data = to_json(found)
-    assert data["format_version"] == 1
-    assert len(data["costs"]["step_s"]) == len(data["predictions"]) == len(GRID.cells)
-    assert data["costs"]["target_s"][0] == pytest.approx([1, 8e-3 + 6e-4 + 5e-4])
-    assert len(data["costs"]["draft_s"]) == 5 * 8
-    assert {(b, k) for b, k, _, fitted in data["costs"]["step_s"] if fitted} == {
-        (c.batch, c.k) for c in GRID.fitted
-    }
-    assert data["acceptance"]["acceptance_length"]["8"] == pytest.approx(LENGTHS[8])
-    for one in data["predictions"]:
-        speed = true_speed(linear, one["batch"], one["k"])
-        assert one["measured_tokens_per_s"] == pytest.approx(speed)
-    schedule, configs = data["schedule"], data["speculative_config"]
-    assert len(schedule) > 1
-    ours = SpeculativeConfig.parse(configs["peagle"])
-    assert ours.num_speculative_tokens == max(k for _, _, k in schedule)
-    assert all(ours.tokens_for(n) == k_at(found.schedule, n) for n in range(1, 17))
-    assert configs["vllm"] == configs["peagle"] | {"parallel_drafting": True}
-    assert configs["vllm_single_k"]["num_speculative_tokens"] == data["best_single_k"]
-    assert "num_speculative_tokens_per_batch_size" not in configs["vllm_single_k"]
-
-
-def test_one_cell_has_nothing_to_check() -> None:
+def test_one_point_has_nothing_to_check() -> None:
     grid = Grid((1,), (4,))
-    found = tuned(SimulatedMachine(linear), grid)
-    assert grid.fitted == set(grid.cells)
-    assert found.check() == {
-        "num_unfitted": 0,
-        "within_10_percent": 0,
-        "share": None,
-        "worst": None,
-    }
-    assert found.schedule == [(1, 1, 4)]
-
-
-def test_unknown_acceptance_is_refused() -> None:
-    with pytest.raises(UserError, match="K = 8 is not known"):
-        AcceptanceByK({3: [0.5, 0.4, 0.3]}).rates(8)
+    results = tuned(SimulatedMachine(linear), grid).results
+    assert grid.fitted == set(grid.points)
+    assert results.check == PredictionCheck(num_unfitted=0, within_10_percent=0)
+    assert results.schedule == [(1, 1, 4)]
 
 
 # ---- the fit ---------------------------------------------------------------------------------
 
-sizes = st.integers(1, 8)
 
-
-@given(sizes, st.integers(1, 20), st.integers(0, 2**31))
+@given(st.integers(1, 8), st.integers(1, 20), st.integers(0, 2**31))
 def test_least_squares_agree_with_scipy(columns: int, rows: int, seed: int) -> None:
     source = np.random.default_rng(seed)
     terms, values = source.normal(size=(rows, columns)), source.normal(size=rows)
@@ -212,36 +187,33 @@ def test_least_squares_agree_with_scipy(columns: int, rows: int, seed: int) -> N
 
 @given(st.lists(st.integers(1, 2000), min_size=1, max_size=30))
 def test_ramps_span_what_was_measured(rows: list[int]) -> None:
-    ramps = Ramps.over(rows)
-    assert ramps.knots[0] == min(rows)
-    assert ramps.knots[-1] == max(rows)
-    assert list(ramps.knots) == sorted(set(ramps.knots))
-    assert all(b >= 2 * a for a, b in pairwise(ramps.knots[:-1]))
+    knots = choose_knots(rows)
+    assert (knots[0], knots[-1]) == (min(rows), max(rows))
+    assert knots == sorted(set(knots))
+    assert all(b >= 2 * a for a, b in pairwise(knots[:-1]))
     # A straight line is a sum of ramps, beyond the last knot too.
-    heights = np.diff(ramps.knots)
-    for size in [*rows, max(rows) * 2] if len(ramps.knots) > 1 else []:
-        assert np.dot(heights, ramps.terms(size)) == pytest.approx(size - ramps.knots[0])
+    for size in [*rows, max(rows) * 2] if len(knots) > 1 else []:
+        assert np.dot(np.diff(knots), ramps(knots, size)) == pytest.approx(size - knots[0])
 
 
-# ---- cells -----------------------------------------------------------------------------------
+# ---- points and visits -----------------------------------------------------------------------
 
 ascending = st.sets(st.integers(1, 64), min_size=1, max_size=8).map(lambda s: tuple(sorted(s)))
 
 
 @given(ascending, ascending, st.integers(1, 5), st.booleans())
-def test_every_cell_is_visited_in_every_round(
+def test_every_point_is_visited_in_every_round(
     batches: tuple[int, ...], ks: tuple[int, ...], rounds: int, interleave: bool
 ) -> None:
     grid = Grid(batches, ks)
     visits = list(grid.visits(rounds, interleave_k=interleave))
-    assert sorted(visits) == sorted((n, cell) for n in range(rounds) for cell in grid.cells)
-    changes = sum(a.k != b.k for (_, a), (_, b) in pairwise(visits))
+    assert sorted(visits) == sorted((n, point) for n in range(rounds) for point in grid.points)
     if interleave:
         assert [n for n, _ in visits] == sorted(n for n, _ in visits)
     else:
-        assert changes == len(ks)
-    assert grid.fitted <= set(grid.cells)
-    corners = {CostPoint(b, k) for b in (batches[0], batches[-1]) for k in (0, ks[0], ks[-1])}
+        assert sum(a.k != b.k for (_, a), (_, b) in pairwise(visits)) == len(ks)
+    assert grid.fitted <= set(grid.points)
+    corners = {CostPoint(b, k) for b in (min(batches), max(batches)) for k in (0, min(ks), max(ks))}
     assert corners <= grid.fitted
 
 
@@ -259,33 +231,27 @@ def test_bad_grids(batches: tuple[int, ...], ks: tuple[int, ...]) -> None:
 def test_the_fastest_visit_counts() -> None:
     slow, fast, other = StepCost(3.0, 2.0, 0.5), StepCost(2.0, 1.0, 0.7), StepCost(2.5, 1.0, 1.0)
     costs = Costs.of({CostPoint(1, 0): [slow, fast, other]})
-    assert costs.by_cell[CostPoint(1, 0)] == fast
+    assert costs.by_point[CostPoint(1, 0)] == fast
     assert costs.spread == pytest.approx(0.25)
-
-
-# ---- going on --------------------------------------------------------------------------------
 
 
 def test_an_interrupted_measurement_goes_on(tmp_path: Path) -> None:
     class Interrupted(SimulatedMachine):
-        def measure(self, cell: CostPoint) -> StepCost:
+        def measure(self, point: CostPoint) -> StepCost:
             if len(self.visits) == 10:
                 raise KeyboardInterrupt
-            return super().measure(cell)
+            return super().measure(point)
 
-    grid = Grid((1, 2), (1, 2, 3))
+    grid, file = Grid((1, 2), (1, 2, 3)), tmp_path / LOG_NAME
     with pytest.raises(KeyboardInterrupt):
-        measure_costs(Interrupted(linear), grid, 2, Journal(tmp_path / LOG_NAME, {"a": 1}))
+        measure_costs(Interrupted(linear).measure, grid, 2, Journal(file, {"a": 1}))
     # As if the last line had been cut by a loss of power.
-    file = tmp_path / LOG_NAME
     file.write_bytes(file.read_bytes() + b'{"key": "cost ba')
-    machine = SimulatedMachine(linear)
-    seen: list[bool] = []
-    journal = Journal(tmp_path / LOG_NAME, {"a": 1})
-    costs = measure_costs(machine, grid, 2, journal, lambda cell, there: seen.append(there))
-    assert seen == [True] * 10 + [False] * 6
-    assert len(machine.visits) == 6
-    assert costs == measure_costs(SimulatedMachine(linear), grid, 2, Journal(None, {}))
+    machine, seen = SimulatedMachine(linear), list[bool]()
+    journal = Journal(file, {"a": 1})
+    costs = measure_costs(machine.measure, grid, 2, journal, lambda _, there: seen.append(there))
+    assert seen == [True] * 10 + [False] * 6 and len(machine.visits) == 6
+    assert costs == measure_costs(SimulatedMachine(linear).measure, grid, 2, Journal(None, {}))
     again = SimulatedMachine(linear)
-    assert measure_costs(again, grid, 2, Journal(tmp_path / LOG_NAME, {"a": 1})) == costs
+    assert measure_costs(again.measure, grid, 2, Journal(file, {"a": 1})) == costs
     assert again.visits == []

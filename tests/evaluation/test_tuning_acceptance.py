@@ -65,7 +65,10 @@ def entry(method: str, k: int, rates: list[float], **more: Any) -> dict[str, Any
         "source": f"./{method}" if method != "ngram" else "",
         "k": k,
         "temperature": 0.0,
-        "pooled": {"unconditional": rates, "acceptance_length": 1 + sum(rates)},
+        "pooled": {
+            **{"num_drafts": 9, "num_accepted_tokens": 9, "unconditional": rates},
+            "acceptance_length": 1 + sum(rates),
+        },
         **more,
     }
 
@@ -85,7 +88,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def write(folder: Path, entries: list[dict[str, Any]]) -> Path:
-    data = {"format_version": 1, "provenance": {}, "settings": {}, "entries": entries}
+    data = {"format_version": 1, "provenance": {"target": "t"}, "entries": entries}
     (folder / "acceptance.json").write_text(json.dumps(data))
     return folder
 
@@ -123,8 +126,8 @@ def test_broken_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not readable"):
         acceptance_of_file(tmp_path / "none.json", draft="x")
     write(tmp_path, [{"method": "peagle"}])
-    with pytest.raises(UserError, match="an entry lacks 'k'"):
+    with pytest.raises(UserError, match=r"malformed at entries\.0\.k"):
         acceptance_of_file(tmp_path, draft="x")
     write(tmp_path, [entry("peagle", 1, [0.5]) | {"pooled": {}}])
-    with pytest.raises(UserError, match="lacks 'unconditional'"):
+    with pytest.raises(UserError, match=r"entries\.0\.pooled\.num_drafts"):
         acceptance_of_file(tmp_path, draft="x")

@@ -17,11 +17,15 @@ from peagle.errors import UserError
 from peagle.evaluation.journal import Journal
 from peagle.evaluation.prompts import Prompt
 from peagle.evaluation.tuning import machine as machine_module
-from peagle.evaluation.tuning.acceptance import AcceptanceByK
-from peagle.evaluation.tuning.grid import Grid
-from peagle.evaluation.tuning.machine import WARM_UP_STEPS, CostPoint, EngineMachine, StepCost
-from peagle.evaluation.tuning.run import LOG_NAME, contexts, make_machine, measure_acceptance
-from peagle.evaluation.tuning.tune import measure_costs
+from peagle.evaluation.tuning.acceptance import AcceptanceByK, measure_acceptance
+from peagle.evaluation.tuning.machine import (
+    WARM_UP_STEPS,
+    CostPoint,
+    EngineMachine,
+    StepCost,
+    contexts,
+)
+from peagle.evaluation.tuning.tune import LOG_NAME, Grid, measure_costs
 from peagle.llm import LLM
 from peagle.models.target import TargetModel, load_tokenizer
 
@@ -32,7 +36,8 @@ STEPS, CONTEXT = 3, 20
 def make(target: TargetModel, head: Path, **options: Any) -> EngineMachine:
     given: dict[str, Any] = {"context": CONTEXT, "steps": STEPS, "temperature": 0.0, **options}
     acceptance = AcceptanceByK({3: [1.0, 0.5, 0.0]})
-    return make_machine(target, str(head), acceptance, SETS, (1, 2, 3), 3, **given)
+    prompts = contexts(target, SETS, 3, given["context"])
+    return EngineMachine(target, str(head), acceptance, (1, 2, 3), prompts, **given)
 
 
 @pytest.mark.parametrize("parallel", [True, False])
@@ -42,7 +47,7 @@ def test_what_is_timed(
     parallel: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    timed = machine_module._timed_steps
+    timed = machine_module.time_steps
     rows: list[int] = []
 
     def watched(llm: LLM, steps: int) -> StepCost:
@@ -58,32 +63,25 @@ def test_what_is_timed(
         finally:
             llm.engine.runner.run = run  # type: ignore[method-assign]
 
-    monkeypatch.setattr(machine_module, "_timed_steps", watched)
+    monkeypatch.setattr(machine_module, "time_steps", watched)
     machine = make(target, head_folders(parallel=parallel))
     for cell in (CostPoint(1, 0), CostPoint(3, 0), CostPoint(2, 1), CostPoint(3, 3)):
         rows.clear()
         cost = machine.measure(cell)
         # Every timed step is one pass over the newest token and K drafts of every sequence.
-        assert rows[-STEPS:] == [cell.num_tokens] * STEPS
+        assert rows[-STEPS:] == [cell.batch * (cell.k + 1)] * STEPS
         assert 0 < cost.target_s < cost.seconds
         assert (cost.draft_s > 0) == (cell.k > 0)
         assert cost.rest_s == pytest.approx(cost.seconds - cost.target_s - cost.draft_s, abs=1e-3)
         llm = machine._llm(cell.k)
-        assert not llm.engine.has_unfinished
-        assert not llm.requests.has_unfinished
+        assert not llm.engine.has_unfinished and not llm.requests.has_unfinished
+        drafting = llm.engine.drafting
+        assert "Stopwatch" not in f"{llm.engine.runner.run}{drafting and drafting.draft}"
     # As synthetic as it was told: of two drafts the first always passes, the second half the time.
     machine.measure(CostPoint(3, 2))
     stats = machine._llm(2).engine.speculation_stats
     assert stats.num_accepted_tokens_per_pos[0] == stats.num_drafts > WARM_UP_STEPS * 3
     assert 0 < stats.num_accepted_tokens_per_pos[1] < stats.num_drafts
-
-
-def test_the_engine_is_as_before(target: TargetModel, head_folders: Callable[..., Path]) -> None:
-    machine = make(target, head_folders(parallel=True))
-    machine.measure(CostPoint(2, 2))
-    engine = machine._llm(2).engine
-    assert "Stopwatch" not in f"{engine.runner.run}{engine.drafting and engine.drafting.draft}"
-    machine._llm(2).generate("x", SamplingParams(max_tokens=4))
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs the interpreter")
@@ -95,9 +93,8 @@ def test_steps_of_graphs(
     monkeypatch.setattr(machine_module, "WARM_UP_STEPS", 0)
     acceptance = AcceptanceByK({1: [1.0]})
     options: dict[str, Any] = {"context": 3, "steps": 1, "temperature": 0.0}
-    machine = make_machine(
-        target, str(head_folders(parallel=True)), acceptance, SETS, (1,), 1, **options
-    )
+    head = str(head_folders(parallel=True))
+    machine = EngineMachine(target, head, acceptance, (1,), contexts(target, SETS, 1, 3), **options)
     for _ in range(2):
         assert machine.measure(CostPoint(1, 1)).seconds > 0
         engine = machine._llm(1).engine
@@ -109,10 +106,10 @@ def test_steps_of_graphs(
 def test_device_parts() -> None:
     before = {2: StepTimes(10, 1.0, 0.1, 0.5)}
     after = {2: StepTimes(14, 1.8, 0.18, 0.9), 4: StepTimes(1, 0.3, 0.02, 0.1)}
-    target_s, draft_s = machine_module._device_parts(before, after) or (0.0, 0.0)
+    target_s, draft_s = machine_module.device_parts(before, after) or (0.0, 0.0)
     assert target_s == pytest.approx((0.8 + 0.08 + 0.3 + 0.02) / 5)
     assert draft_s == pytest.approx((0.4 + 0.1) / 5)
-    assert machine_module._device_parts(before, before) is None
+    assert machine_module.device_parts(before, before) is None
 
 
 def test_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +184,12 @@ def test_one_engine_at_a_time_where_memory_is_dear(
     held: list[list[int]] = []
     grid = Grid((1, 3), (1, 2, 3))
     costs = measure_costs(
-        machine, grid, 2, Journal(None, {}), lambda cell, there: held.append([*machine._llms])
+        machine.measure,
+        grid,
+        2,
+        Journal(None, {}),
+        lambda cell, there: held.append([*machine._llms]),
+        interleave_k=False,
     )
     assert held == [[k] for k in (0, 1, 2, 3) for _ in range(4)]
-    assert set(costs.by_cell) == set(grid.cells)
+    assert set(costs.by_point) == set(grid.points)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,11 +12,11 @@ from hypothesis import strategies as st
 from peagle import LLM, SamplingParams
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.engine import SpeculationStats
-from peagle.evaluation.acceptance import DecodedStep
+from peagle.evaluation.acceptance import DecodedStep, acceptance_figures
 from peagle.evaluation.compare import measure
 from peagle.evaluation.decoding import Answer
-from peagle.evaluation.dialogues import ask
-from peagle.evaluation.local import EngineBackend
+from peagle.evaluation.dialogues import run_dialogues
+from peagle.evaluation.engine_backend import EngineBackend
 from peagle.evaluation.prompts import load_prompt_set
 from peagle.evaluation.texts import hardest_texts, pieces
 from peagle.evaluation.xray import (
@@ -29,6 +28,7 @@ from peagle.evaluation.xray import (
     xray,
     xray_of_counters,
 )
+from peagle.results import AcceptanceFigures
 from tests.engine.engines import watch_drafts
 
 K, MAX_TOKENS = 5, 40
@@ -53,11 +53,11 @@ def llm() -> LLM:
 
 @pytest.fixture(scope="module")
 def observations(llm: LLM) -> list[Observation]:
-    return ask(EngineBackend(llm), PROMPTS, PARAMS, 4, chat=False).observations
+    return run_dialogues(EngineBackend(llm), PROMPTS, PARAMS, 4, chat=False).observations
 
 
 @pytest.fixture(scope="module")
-def result(llm: LLM, observations: list[Observation]) -> dict[str, Any]:
+def result(llm: LLM, observations: list[Observation]) -> AcceptanceFigures:
     return xray(observations, K, llm.tokenizer)
 
 
@@ -75,7 +75,7 @@ def replay(
     return stats
 
 
-def test_pooled_figures_are_those_of_a_replay_of_the_drafts(result: dict[str, Any]) -> None:
+def test_pooled_figures_are_those_of_a_replay_of_the_drafts(result: AcceptanceFigures) -> None:
     watched = make_llm()
     drafts = watch_drafts(watched)
     texts = [prompt.text for prompts in PROMPTS.values() for prompt in prompts]
@@ -89,20 +89,20 @@ def test_pooled_figures_are_those_of_a_replay_of_the_drafts(result: dict[str, An
         replay(truth.prompt_token_ids, truth.token_ids, len(own.token_ids), drafts)
         for truth, own in zip(truths, short, strict=True)
     )
-    pooled = result["pooled"]
+    pooled = result.pooled
     assert total.num_drafts > 50
-    assert pooled["num_drafts"] == total.num_drafts
-    assert pooled["num_draft_tokens"] == total.num_draft_tokens
-    assert pooled["num_accepted_tokens_per_pos"] == total.num_accepted_tokens_per_pos
-    assert pooled["acceptance_length"] == 1 + total.num_accepted_tokens / total.num_drafts
-    assert pooled["num_tokens"] == sum(len(output.token_ids) for output in short)
+    assert pooled.num_drafts == total.num_drafts
+    assert pooled.num_draft_tokens == total.num_draft_tokens
+    assert pooled.num_accepted_tokens_per_pos == total.num_accepted_tokens_per_pos
+    assert pooled.acceptance_length == 1 + total.num_accepted_tokens / total.num_drafts
+    assert pooled.num_tokens == sum(len(output.token_ids) for output in short)
 
 
-def test_figures_are_those_of_the_benchmark(llm: LLM, result: dict[str, Any]) -> None:
-    """benchmarks/acceptance.py prints `measure(...).acceptance.to_json()`."""
+def test_figures_are_those_of_the_benchmark(llm: LLM, result: AcceptanceFigures) -> None:
+    """benchmarks/acceptance.py and the demo print `acceptance_figures`."""
     for name, prompts in PROMPTS.items():
         run = measure(llm, [prompt.text for prompt in prompts], PARAMS)
-        expected, ours = run.acceptance.to_json(), result["by_set"][name]
+        expected, ours = acceptance_figures(run.completions), result.by_set[name]
         for key in (
             "num_tokens",
             "num_drafts",
@@ -113,30 +113,31 @@ def test_figures_are_those_of_the_benchmark(llm: LLM, result: dict[str, Any]) ->
             "loop_share",
             "acceptance_length_before_loop",
         ):
-            assert ours[key] == pytest.approx(expected[key]), key
-        assert ours["unconditional"] == expected["unconditional_acceptance_per_pos"]
-        assert ours["conditional"] == expected["conditional_acceptance_per_pos"]
+            assert getattr(ours, key) == pytest.approx(expected[key]), key
+        assert ours.unconditional == expected["unconditional_acceptance_per_pos"]
+        assert ours.conditional == expected["conditional_acceptance_per_pos"]
 
 
 @pytest.mark.parametrize(
     "parts", ["by_set", "by_category", "by_context", "by_output_position"], ids=str
 )
-def test_parts_add_up_to_the_whole(result: dict[str, Any], parts: str) -> None:
-    slices = result[parts]
-    every = list(slices.values()) if isinstance(slices, dict) else [s["slice"] for s in slices]
+def test_parts_add_up_to_the_whole(result: AcceptanceFigures, parts: str) -> None:
+    slices = getattr(result, parts)
+    every = list(slices.values()) if isinstance(slices, dict) else [s.slice for s in slices]
     assert len(every) >= 2
     for key in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
-        assert sum(one[key] for one in every) == result["pooled"][key]
-    per_pos = [sum(one["num_accepted_tokens_per_pos"][i] for one in every) for i in range(K)]
-    assert per_pos == result["pooled"]["num_accepted_tokens_per_pos"]
+        assert sum(getattr(one, key) for one in every) == getattr(result.pooled, key)
+    per_pos = [sum(one.num_accepted_tokens_per_pos[i] for one in every) for i in range(K)]
+    assert per_pos == result.pooled.num_accepted_tokens_per_pos
 
 
 def test_ranges_hold_the_steps_that_begin_in_them(
-    result: dict[str, Any], observations: list[Observation]
+    result: AcceptanceFigures, observations: list[Observation]
 ) -> None:
     """Every step counted again, each found its range by looking at all of them."""
     for part, prompt_counts in (("by_context", True), ("by_output_position", False)):
-        ranges = [(one["from"], one["to"]) for one in result[part]]
+        slices = getattr(result, part)
+        ranges = [(one.first, one.last) for one in slices]
         assert ranges[0][0] == 0 or part == "by_context"
         assert all(high == 2 * low for low, high in ranges if low)
         drafts: Counter[tuple[int, int]] = Counter()
@@ -147,47 +148,48 @@ def test_ranges_hold_the_steps_that_begin_in_them(
                     (found,) = [r for r in ranges if r[0] <= length < r[1]]
                     drafts[found] += 1
                 length += step.num_tokens
-        assert [drafts[r] for r in ranges] == [one["slice"]["num_drafts"] for one in result[part]]
+        assert [drafts[r] for r in ranges] == [one.slice.num_drafts for one in slices]
 
 
-def test_everything_is_json_and_has_the_promised_keys(result: dict[str, Any]) -> None:
-    assert json.loads(json.dumps(result, allow_nan=False)) == json.loads(json.dumps(result))
-    assert list(result) == [
+def test_everything_is_json_and_has_the_promised_keys(result: AcceptanceFigures) -> None:
+    data = result.to_json()
+    assert AcceptanceFigures.model_validate(json.loads(json.dumps(data, allow_nan=False))) == result
+    assert list(data) == [
         *("pooled", "by_set", "by_category", "by_context", "by_output_position"),
         *("histogram", "loop_share", "by_conversation", "hardest", "samples"),
     ]
-    assert set(result["by_category"]) == {"humaneval/code", "heldout_code/heldout-code"}
-    low, high = result["pooled"]["acceptance_length_ci"]
-    assert low < result["pooled"]["acceptance_length"] < high
-    for i, (low, high) in enumerate(result["pooled"]["unconditional_ci"]):
-        assert low <= result["pooled"]["unconditional"][i] <= high
+    assert set(result.by_category) == {"humaneval/code", "heldout_code/heldout-code"}
+    low, high = result.pooled.acceptance_length_ci
+    assert low < result.pooled.acceptance_length < high
+    for i, (low, high) in enumerate(result.pooled.unconditional_ci):
+        assert low <= result.pooled.unconditional[i] <= high
 
 
 def test_samples_are_the_outputs_in_pieces(
-    result: dict[str, Any], observations: list[Observation]
+    result: AcceptanceFigures, observations: list[Observation]
 ) -> None:
     by_id = {(one.set, one.id): one for one in observations}
-    assert {one["set"] for one in result["samples"]} == set(PROMPTS)
-    lengths = [one["acceptance_length"] for one in result["samples"]]
+    assert {one.set for one in result.samples} == set(PROMPTS)
+    lengths = [one.acceptance_length for one in result.samples]
     every = [o.answer.stats.acceptance_length for o in observations if o.answer.stats]
     assert (max(lengths), min(lengths)) == (max(every), min(every))
-    for sample in result["samples"]:
-        one = by_id[sample["set"], sample["id"]]
-        assert "".join(text for text, _ in sample["pieces"]) == one.answer.text
-        assert one.prompt.endswith(sample["prompt_tail"])
-        assert {kind for _, kind in sample["pieces"]} <= {"accepted", "target"}
+    for sample in result.samples:
+        one = by_id[sample.set, sample.id]
+        assert "".join(text for text, _ in sample.pieces) == one.answer.text
+        assert one.prompt.endswith(sample.prompt_tail)
+        assert {kind for _, kind in sample.pieces} <= {"accepted", "target"}
 
 
 def test_pieces_tell_accepted_tokens_from_the_targets(llm: LLM) -> None:
     words = [llm.tokenizer.encode(text)[0] for text in ("def", " x", " =", " return", " self")]
     steps = [DecodedStep(1, 0, 0), DecodedStep(3, 5, 2), DecodedStep(1, 5, 0)]
     assert pieces(words, steps, llm.tokenizer) == [
-        ["def", "target"],
-        [" x =", "accepted"],
-        [" return", "target"],
-        [" self", "target"],
+        ("def", "target"),
+        (" x =", "accepted"),
+        (" return", "target"),
+        (" self", "target"),
     ]
-    assert pieces(words, steps, llm.tokenizer, most_tokens=1) == [["def", "target"]]
+    assert pieces(words, steps, llm.tokenizer, most_tokens=1) == [("def", "target")]
 
 
 def synthetic(accepted: list[int], *, name: str = "1", k: int = 7) -> Observation:
@@ -211,13 +213,13 @@ def test_hardest_texts_are_the_worst_stretches() -> None:
     hard = synthetic([7] * 10 + [0] * 15 + [1] + [7] * 4, name="hard")
     short = synthetic([0] * 3, name="short")
     first, second = hardest_texts([easy, hard, short])
-    assert (first["id"], second["id"]) == ("hard", "easy")
-    assert first["acceptance_length"] == 1 + 1 / 16
-    assert first["text"] == "".join(f"<{i}>" for i in range(11, 27))
-    assert first["text_before"] == "prompt" + "".join(f"<{i}>" for i in range(11))
+    assert (first.id, second.id) == ("hard", "easy")
+    assert first.acceptance_length == 1 + 1 / 16
+    assert first.text == "".join(f"<{i}>" for i in range(11, 27))
+    assert first.text_before == "prompt" + "".join(f"<{i}>" for i in range(11))
     # Where no output is long enough, the whole of one counts.
     (only,) = hardest_texts([short])
-    assert (only["num_drafts"], only["acceptance_length"]) == (3, 1.0)
+    assert (only.num_drafts, only.acceptance_length) == (3, 1.0)
     assert hardest_texts([]) == []
 
 
@@ -231,8 +233,8 @@ def test_no_stretch_is_harder_than_the_one_found(outputs: list[list[int]]) -> No
         for accepted in outputs
         for i in range(len(accepted) - window + 1)
     )
-    assert found[0]["acceptance_length"] == pytest.approx(1 + least / window)
-    lengths = [one["acceptance_length"] for one in found]
+    assert found[0].acceptance_length == pytest.approx(1 + least / window)
+    lengths = [one.acceptance_length for one in found]
     assert lengths == sorted(lengths)
 
 
@@ -249,7 +251,7 @@ def test_histogram_counts_requests() -> None:
     assert histogram([]) == []
     every = [synthetic([a]).answer.stats for a in (0, 0, 1, 7)]
     bins = histogram(stats for stats in every if stats)
-    assert [(b["from"], b["to"], b["count"]) for b in bins if b["count"]] == [
+    assert [(b.first, b.last, b.count) for b in bins if b.count] == [
         (1.0, 1.5, 2),
         (2.0, 2.5, 1),
         (8.0, 8.5, 1),
@@ -261,9 +263,9 @@ def test_turns_of_a_conversation_are_one_cluster() -> None:
     """Twice the same requests, as second turns, must not make the interval narrower."""
     single = [synthetic([n % 8] * 10, name=str(n)) for n in range(24)]
     twice = single + [synthetic([n % 8] * 10, name=str(n)) for n in range(24)]
-    one, other = (xray(observed, 7)["pooled"] for observed in (single, twice))
-    assert other["num_requests"] == 48
-    assert other["acceptance_length_ci"] == pytest.approx(one["acceptance_length_ci"])
+    one, other = (xray(observed, 7).pooled for observed in (single, twice))
+    assert other.num_requests == 48
+    assert other.acceptance_length_ci == pytest.approx(one.acceptance_length_ci)
 
 
 def test_counters_of_a_server() -> None:
@@ -274,14 +276,14 @@ def test_counters_of_a_server() -> None:
         GroupCounters("gsm8k", "gsm8k", 5, 100, None),
     ]
     result = xray_of_counters(groups, 3)
-    math = result["by_category"]["mt_bench/math"]
-    assert (math["acceptance_length"], math["unconditional"]) == (2.8, [0.9, 0.6, 0.3])
-    assert math["conditional"] == [0.9, pytest.approx(60 / 90), 0.5]
-    assert math["acceptance_length_ci"] is None
-    assert math["tokens_per_step"] == 1 + 180 / 100  # 290 = 10 first tokens + 100 steps + 180
-    assert result["by_set"]["mt_bench"]["acceptance_length"] == 1 + 180 / 150
-    assert result["by_set"]["gsm8k"]["acceptance_length"] is None
-    assert result["pooled"]["num_requests"] == 20
+    math = result.by_category["mt_bench/math"]
+    assert (math.acceptance_length, math.unconditional) == (2.8, [0.9, 0.6, 0.3])
+    assert math.conditional == [0.9, pytest.approx(60 / 90), 0.5]
+    assert math.acceptance_length_ci is None
+    assert math.tokens_per_step == 1 + 180 / 100  # 290 = 10 first tokens + 100 steps + 180
+    assert result.by_set["mt_bench"].acceptance_length == 1 + 180 / 150
+    assert result.by_set["gsm8k"].acceptance_length is None
+    assert result.pooled.num_requests == 20
 
 
 def test_without_steps_requests_still_count() -> None:
@@ -291,10 +293,10 @@ def test_without_steps_requests_still_count() -> None:
     for one in every:
         one.answer.steps = None
     result = xray(every, 7)
-    assert result["histogram"] == expected["histogram"]
-    assert result["pooled"]["tokens_per_step"] == expected["pooled"]["tokens_per_step"]
-    assert result["pooled"]["acceptance_length_ci"] == expected["pooled"]["acceptance_length_ci"]
-    assert (result["by_context"], result["loop_share"], result["samples"]) == ([], None, [])
+    assert result.histogram == expected.histogram
+    assert result.pooled.tokens_per_step == expected.pooled.tokens_per_step
+    assert result.pooled.acceptance_length_ci == expected.pooled.acceptance_length_ci
+    assert (result.by_context, result.loop_share, result.samples) == ([], None, [])
 
 
 # ---- beyond the lengths of training -----------------------------------------------------------

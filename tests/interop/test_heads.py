@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from peagle.evaluation.identity import Reference, first_difference, load_reference
+from peagle.evaluation.certify.reference import Reference, first_difference, load_reference
 from tests.interop.cases import CASES, STYLES, Case, K, Ours
 
 pytestmark = pytest.mark.vllm

@@ -7,7 +7,7 @@ import pytest
 from peagle import LLM, SamplingParams
 from peagle.evaluation.decoding import Request
 from peagle.evaluation.endpoint import EndpointBackend
-from peagle.evaluation.local import EngineBackend
+from peagle.evaluation.engine_backend import EngineBackend
 from peagle.evaluation.prompts import load_prompt_set
 from serving.live import LiveServer
 

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from peagle.cli import groups, options, vllm_engine
-from peagle.cli.bench_arms import (
-    DEFAULT_KS,
-    Endpoints,
-    Engines,
-    connect,
-    endpoint_arms,
-    in_vllm,
-    load_engines,
-)
+from peagle.cli import groups, harness, options, vllm_engine
 from peagle.cli.flags import Flag, Given, group, pick, takes
+from peagle.cli.harness import Eagle3, Models, Sets
 from peagle.cli.options import (
-    DEFAULT_LIMIT,
     Format,
     MoreHeads,
     OutputFormat,
@@ -39,14 +32,16 @@ from peagle.cli.values import json_object, whole_numbers
 from peagle.cli.vllm_engine import VllmFlags
 from peagle.config import MAX_SPECULATIVE_TOKENS
 from peagle.errors import UserError
-from peagle.evaluation.prompts import Prompt
+from peagle.evaluation.decoding_methods import PLAIN, DecodingMethod
 
 if TYPE_CHECKING:
     from peagle.config import SamplingParams
     from peagle.evaluation.decoding import Request
     from peagle.evaluation.endpoint import EndpointBackend
-    from peagle.evaluation.sweep import Sweep, SweepPoint
-    from peagle.evaluation.timing import Figures, LatencyObjective
+    from peagle.evaluation.journal import Journal
+    from peagle.evaluation.prompts import Prompt
+    from peagle.evaluation.sweep import Arm, Sweep
+    from peagle.results import TrainingRecord
 
 EXAMPLES = """
 The bundled pair: plain decoding, EAGLE-3 and P-EAGLE; a few minutes on a laptop:
@@ -69,7 +64,9 @@ the others are compared with:
   peagle bench --target ./Qwen3-0.6B --draft ./head --endpoint vllm=http://127.0.0.1:8001
 """
 
-# Of a sweep that goes on: more of the same may be measured, and judged otherwise.
+_DEFAULT_KS = (3, 5, 7)
+_ENDPOINT = re.compile(r"(?P<name>[\w.+-]+)=(?P<value>\S+)")
+# Settings that may change when a sweep goes on: more of the same is measured, or judged otherwise.
 _MAY_DIFFER = ("concurrency", "repeats", "warm_up", "objective")
 _OF_ENGINES = ("target", "revision", "speculative", "engine.", "threads")
 _PREFIX_CACHING = Flag(
@@ -95,14 +92,7 @@ _PREFIX_CACHING = Flag(
 def bench(
     given: Given,
     flags: VllmFlags = None,
-    eagle3: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="An EAGLE-3 head to compare with, a folder or a hub id.",
-            show_default="the bundled one; none with a target of your own",
-        ),
-    ] = None,
+    eagle3: Eagle3 = None,
     method: MoreHeads = None,
     endpoint: Annotated[
         list[str] | None,
@@ -116,8 +106,8 @@ def bench(
         list[str] | None,
         typer.Option(
             metavar="NAME=MODEL",
-            help="What the endpoint of this name is asked for.",
-            show_default="the first that it lists",
+            help="Name of the model at the endpoint NAME.",
+            show_default="the first that the server lists",
         ),
     ] = None,
     extra_body: Annotated[
@@ -137,18 +127,9 @@ def bench(
         ),
     ] = None,
     concurrency: Annotated[
-        str, typer.Option(metavar="C,...", help="Requests in flight.")
+        str, typer.Option(metavar="C,...", help="Numbers of requests in flight.")
     ] = "1,4,16",
-    sets: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="NAME,...",
-            help="Prompt sets: bundled or of the hub by name, or files, as in peagle eval; of "
-            "several turns the first.",
-            show_default="humaneval",
-        ),
-    ] = None,
+    sets: Sets = None,
     limit: PromptLimit = None,
     shuffle_seed: ShuffleSeed = None,
     chat_template: UseTemplate = None,
@@ -171,8 +152,9 @@ def bench(
 ) -> None:
     """Measure throughput and latency by method, K and concurrency.
 
-    All configurations take turns, so that a machine that slows down favours none; medians and
-    spreads over repeats, speed-up over plain decoding and over EAGLE-3, the best K by load.
+    Of prompts with several turns the first is sent. All configurations take turns, so that a
+    machine that slows down favours none. The result has medians and spreads over repeats, the
+    speed-up over plain decoding and over EAGLE-3, and the best K by load.
     """
     ks = [] if k is None else [*whole_numbers("-k", k, MAX_SPECULATIVE_TOKENS)]
     loads = whole_numbers("--concurrency", concurrency, 4096)
@@ -180,192 +162,221 @@ def bench(
         if value < least:
             raise UserError(f"{name} is {value}; expected at least {least}.")
     thinking = options.thinking_mode(thinking, chat_template)
-    extra = json_object(extra_body, '{"top_k": 20}') if extra_body else {}
-    endpoints = Endpoints.of(endpoint or [], model or [])
+    fields = json_object(extra_body, '{"top_k": 20}') if extra_body else {}
+    urls, names = _named("--endpoint", endpoint, "URL"), _named("--model", model, "MODEL")
+    if unknown := sorted(set(names) - set(urls)):
+        raise UserError(f"--model names the endpoint {unknown[0]!r}; there is no such one.")
     on_vllm = vllm_engine.is_vllm(given, flags or [])
-    if on_vllm:
-        _check_vllm(ks, endpoints)
-    options.check_paths(given.value("target"), given.value("speculative.model"), eagle3, method)
-    settings = Settings(Layer(dict(given)))
-    params = settings.build("sampling")
-    prompts = _prompts(sets, limit, shuffle_seed)
-    options.quiet_libraries()
-    from peagle.evaluation.eval_run import provenance
-    from peagle.evaluation.report.advice import throughput_advice
-    from peagle.evaluation.report.schema import ThroughputFile
-    from peagle.evaluation.sweep import Sweep
-    from peagle.evaluation.throughput import FORMAT_VERSION, summarize
-    from peagle.evaluation.timing import LatencyObjective
-    from peagle.evaluation.vllm_server import ENGINE
-
-    bounds = LatencyObjective.parse(objective) if objective else None
-    servers = connect(endpoints, thinking, extra)
-    engines: Engines | None = None
-    here = [key for key in given if key.startswith(_OF_ENGINES)]
-    if here or eagle3 or method or on_vllm or not servers:
-        most = max(loads)
-        engines = load_engines(given, settings, eagle3, method or [], ks, most, thinking)
-    with ExitStack() as stack:
-        if on_vllm:
-            assert engines is not None
-            vllm = in_vllm(given, flags or [], engines, ks[0], max(loads), thinking, extra)
-            servers[ENGINE] = stack.enter_context(vllm)
-        arms = [*(engines.arms if engines else ()), *endpoint_arms(servers)]
-        _check_names(engines, servers)
-        is_chat = _is_chat(chat_template, engines, servers)
-        requests = {name: _requests(own, params, is_chat) for name, own in prompts.items()}
-        sweep = Sweep(arms, requests, loads, repeats, warm_up)
-        if engines is not None:
-            who = provenance(engines.target, engines.dtype, engines.device)
-        else:
-            who = provenance(_served(servers), "")
-        shape = {"chat_template": is_chat, "thinking": thinking, "extra_body": extra}
-        result = {
-            "format_version": FORMAT_VERSION,
-            "provenance": who,
-            "settings": _settings(sweep, params, bounds) | shape,
-        }
-        identity = engines.identity if engines else {}
-        result |= summarize(_measure(sweep, result, identity, output), bounds)
-        result["training"] = engines.training if engines else {}
-        result["advice"] = throughput_advice(ThroughputFile.model_validate(result))
-    for server in servers.values():
-        for text in server.notes:
-            note(text)
-    _finish(result, output, output_format)
-
-
-def _check_vllm(ks: Sequence[int], endpoints: Endpoints) -> None:
-    if len(ks) != 1:
+    if on_vllm and len(ks) != 1:
         raise UserError(
-            f"--engine vllm serves one K, and -k has {len(ks) or len(DEFAULT_KS)}; give one, like "
+            f"--engine vllm serves one K, and -k has {len(ks) or len(_DEFAULT_KS)}; give one, like "
             "-k 5."
         )
-    if "vllm" in endpoints.urls:
+    if on_vllm and "vllm" in urls:
         raise UserError(
             "--engine vllm and --endpoint vllm=... have one name; give the endpoint another."
         )
+    options.check_paths(given.value("target"), given.value("speculative.model"), eagle3, method)
+    params = Settings(Layer(dict(given))).build("sampling")
+    prompts = harness.load_prompts(sets, limit, shuffle_seed)
+    options.quiet_libraries()
+    from peagle.cli.bench_view import Ticker, result_text
+    from peagle.evaluation.endpoint import EndpointBackend
+    from peagle.evaluation.report.advice import throughput_advice
+    from peagle.evaluation.sweep import Sweep
+    from peagle.evaluation.throughput import summarize
+    from peagle.evaluation.timing import LatencyObjective
+    from peagle.evaluation.vllm_server import ENGINE, vllm_backend
+    from peagle.results import THROUGHPUT
+
+    bounds = LatencyObjective.parse(objective) if objective else None
+    extra = harness.template_fields(thinking, fields)
+    servers = {
+        name: EndpointBackend(url, names.get(name), extra_body=extra, report=False)
+        for name, url in urls.items()
+    }
+    arms: list[Arm] = []
+    models: Models | None = None
+    has_engines = any(key.startswith(_OF_ENGINES) for key in given) or eagle3 or method or on_vllm
+    if has_engines or not servers:
+        heads = harness.named_methods(given, eagle3, method or [], ngram=False)
+        models = harness.load_models(given, heads)
+        ks = ks or sorted({min(k, models.default_k) for k in _DEFAULT_KS})
+        arms, identity = _engine_arms(given, models, ks, max(loads), thinking)
+    with ExitStack() as stack:
+        if on_vllm:
+            assert models is not None
+            launch = vllm_engine.launch_for(
+                *(given, flags or [], models.folder, models.methods[0].folder or None, ks[0]),
+                max_num_seqs=max(loads),
+            )
+            vllm = vllm_backend(
+                launch, vllm_engine.find(given), say=vllm_engine.say, extra_body=extra
+            )
+            servers[ENGINE] = stack.enter_context(vllm)
+        arms += _server_arms(servers, arms)
+        chat = _is_chat(chat_template, models, servers)
+        sweep = Sweep(
+            arms,
+            {name: _requests(own, params, chat) for name, own in prompts.items()},
+            loads,
+            repeats,
+            warm_up,
+        )
+        if models is not None:
+            provenance = harness.provenance(models.name, models.dtype, models.target.device)
+        else:
+            served = dict.fromkeys(server.model for server in servers.values())
+            provenance, identity = harness.provenance(", ".join(served), ""), {}
+        settings = {
+            "sets": {name: len(requests) for name, requests in sweep.sets.items()},
+            "max_new_tokens": params.max_tokens,
+            **{name: getattr(params, name) for name in ("ignore_eos", "temperature", "top_k")},
+            **{name: getattr(params, name) for name in ("top_p", "seed")},
+            "concurrency": list(loads),
+            "repeats": repeats,
+            "warm_up": warm_up,
+            "objective": None if bounds is None else asdict(bounds),
+            **{"chat_template": chat, "thinking": thinking, "extra_body": fields},
+        }
+        log = _open_journal(output, sweep, provenance, settings, identity)
+        ticker = Ticker()
+        with harness.resumable(ticker, output, log):
+            measured = sweep.run(log, ticker)
+    results = summarize(
+        measured,
+        bounds,
+        provenance=provenance,
+        settings=settings,
+        training={} if models is None else _training(models),
+    )
+    results = results.model_copy(update={"advice": throughput_advice(results)})
+    for server in servers.values():
+        for text in server.notes:
+            note(text)
+    harness.conclude(results, result_text(results), THROUGHPUT, output, output_format)
 
 
-def _settings(
-    sweep: Sweep, params: SamplingParams, objective: LatencyObjective | None
-) -> dict[str, Any]:
-    sampling = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "seed")}
-    return {
-        "sets": {name: len(requests) for name, requests in sweep.sets.items()},
-        "max_new_tokens": params.max_tokens,
-        "ignore_eos": params.ignore_eos,
-        **sampling,
-        "concurrency": list(sweep.concurrencies),
-        "repeats": sweep.repeats,
-        "warm_up": sweep.warm_up,
-        "objective": None if objective is None else asdict(objective),
+def _named(option: str, given: Sequence[str] | None, what: str) -> dict[str, str]:
+    """Read NAME=VALUE options; `what` names the value in errors."""
+    found: dict[str, str] = {}
+    for text in given or ():
+        match = _ENDPOINT.fullmatch(text)
+        if match is None or match["name"].lower() in ("http", "https"):
+            raise UserError(
+                f"{option} is {text!r}; expected NAME={what} with a name for tables, like "
+                f"{'vllm=http://127.0.0.1:8000' if what == 'URL' else 'vllm=Qwen/Qwen3-8B'}."
+            )
+        if match["name"] in found:
+            raise UserError(f"{option} is given twice for {match['name']!r}; leave one out.")
+        found[match["name"]] = match["value"]
+    return found
+
+
+# ---- arms -----------------------------------------------------------------------------------
+
+
+def _engine_arms(
+    given: Given, models: Models, ks: Sequence[int], most_in_flight: int, thinking: bool | None
+) -> tuple[list[Arm], dict[str, Any]]:
+    """Plain decoding and every method at every K, an engine each; and what identifies them."""
+    from peagle.evaluation.acceptance_file import weights_digest
+    from peagle.evaluation.compare import build
+    from peagle.evaluation.engine_backend import EngineBackend
+    from peagle.evaluation.sweep import Arm
+
+    head_options = Settings(Layer(dict(given))).section("speculative")
+    head_options.pop("model", None)
+    every = [(DecodingMethod(PLAIN), 0), *((one, k) for one in models.methods for k in ks)]
+    configurations = {
+        f"{one.name} K={k}": one.config(k, **head_options if one.folder else {}) for one, k in every
+    }
+    sizes = {"max_num_seqs": most_in_flight, **models.engine_options}
+    note(f"building {len(every)} engines on {models.name}")
+    llms = build(models.target, configurations, **sizes)
+    device = models.target.device
+    arms = [
+        Arm(one.name, one.source, k, EngineBackend(llm, thinking=thinking), device)
+        for (one, k), llm in zip(every, llms.values(), strict=True)
+    ]
+    return arms, {
+        "target_sha256": models.target_sha256,
+        "heads_sha256": {one.name: weights_digest(one.folder) for one in models.methods},
+        "engine": {**sizes, **head_options},
     }
 
 
-def _measure(
-    sweep: Sweep, head: Mapping[str, Any], identity: Mapping[str, Any], output: Path | None
-) -> dict[SweepPoint, list[Figures]]:
-    """Run a sweep, or go on with the one in the output folder.
+def _server_arms(servers: Mapping[str, EndpointBackend], engines: Sequence[Arm]) -> list[Arm]:
+    """One arm a server, at the K that it tells."""
+    from peagle.evaluation.sweep import Arm
 
-    Raises:
-        UserError: that one is of other models, settings or of another machine.
-    """
-    from peagle.cli.bench_view import Ticker
-    from peagle.evaluation.journal import Journal
-    from peagle.evaluation.sweep import LOG_NAME
-
-    who, where = head["provenance"], head["provenance"]["environment"]
-    same = {name: who[name] for name in ("target", "dtype")}
-    same |= {name: v for name, v in head["settings"].items() if name not in _MAY_DIFFER}
-    same |= {f"prompts of {name}": _digest(own) for name, own in sweep.sets.items()}
-    same |= identity
-    same |= {name: where[name] for name in ("peagle", "torch", "device", "cpu", "threads")}
-    log = Journal(output and output / LOG_NAME, same)
-    if len(log):
-        note(f"{len(log)} measurements are there already")
-    ticker = Ticker()
-    try:
-        return sweep.run(log, ticker)
-    except KeyboardInterrupt:
-        if output is not None:
-            note(f"{len(log)} measurements are kept; the same command goes on with them")
-        raise
-    finally:
-        ticker.close()
-
-
-def _finish(result: dict[str, Any], output: Path | None, output_format: OutputFormat) -> None:
-    from peagle.cli.bench_view import result_text
-
-    report: Path | None = None
-    if output is not None:
-        from peagle.evaluation.report import write_report
-        from peagle.evaluation.throughput import NAME
-        from peagle.models.checkpoint.files import write_json
-
-        write_json(output / NAME, result)
-        report = write_report(output)
-    if output_format is OutputFormat.JSON:
-        print(json.dumps(result, indent=2))
-        return
-    print(result_text(result))
-    if report is not None:
-        print(f"{report}")
-
-
-# ---- what is sent ---------------------------------------------------------------------------
-
-
-def _prompts(
-    sets: Sequence[str] | None, limit: int | None, seed: int | None
-) -> dict[str, list[Prompt]]:
-    from peagle.evaluation import prompt_sets
-
-    names = [name for text in sets or () for name in text.split(",")]
-    if not all(names):
-        raise UserError(f"--set is {','.join(sets or ())!r}; expected names with commas between.")
-    if not names:
-        names, limit = ["humaneval"], DEFAULT_LIMIT if limit is None else limit
-    return {name: prompt_sets.load(name, limit, seed) for name in dict.fromkeys(names)}
-
-
-def _requests(prompts: Sequence[Prompt], params: SamplingParams, is_chat: bool) -> list[Request]:
-    from peagle.evaluation.decoding import Request
-
-    def first(prompt: Prompt) -> Any:
-        return [{"role": "user", "content": prompt.text}] if is_chat else prompt.text
-
-    return [Request(prompt.id, first(prompt), params) for prompt in prompts]
-
-
-def _digest(requests: Sequence[Request]) -> str:
-    """What tells a set from another of the same name."""
-    from hashlib import sha256
-
-    return sha256(json.dumps([request.prompt for request in requests]).encode()).hexdigest()
-
-
-def _is_chat(
-    asked: bool | None, engines: Engines | None, servers: Mapping[str, EndpointBackend]
-) -> bool:
-    """Whether prompts go behind a chat template: all methods get the same ones."""
-    if asked is not None:
-        return asked
-    if engines is not None:
-        return engines.has_template
-    # A server that does not say is asked for what most are there for.
-    return all(server.has_chat is not False for server in servers.values())
-
-
-def _check_names(engines: Engines | None, servers: Mapping[str, EndpointBackend]) -> None:
-    taken = {arm.method for arm in engines.arms} if engines else set()
-    if double := sorted(taken & set(servers)):
+    if double := sorted({arm.method for arm in engines} & set(servers)):
         raise UserError(
             f"A method here is called {double[0]!r} like --endpoint {double[0]}=...; give the "
             "endpoint another name."
         )
+    return [
+        Arm(name, "", server.num_speculative_tokens() or 0, server)
+        for name, server in servers.items()
+    ]
 
 
-def _served(servers: Mapping[str, EndpointBackend]) -> str:
-    return ", ".join(dict.fromkeys(server.model for server in servers.values()))
+def _training(models: Models) -> dict[str, TrainingRecord]:
+    """The length of each head's training, where a record tells."""
+    from peagle.evaluation.training_record import read_training_record
+
+    records = {one.name: read_training_record(one.folder) for one in models.methods if one.folder}
+    return {name: record for name, record in records.items() if record is not None}
+
+
+# ---- requests -------------------------------------------------------------------------------
+
+
+def _requests(prompts: Sequence[Prompt], params: SamplingParams, chat: bool) -> list[Request]:
+    from peagle.evaluation.decoding import Request
+
+    def first(prompt: Prompt) -> Any:
+        return [{"role": "user", "content": prompt.text}] if chat else prompt.text
+
+    return [Request(prompt.id, first(prompt), params) for prompt in prompts]
+
+
+def _is_chat(
+    chosen: bool | None, models: Models | None, servers: Mapping[str, EndpointBackend]
+) -> bool:
+    """Whether prompts go behind a chat template: all methods get the same ones."""
+    if chosen is not None:
+        return chosen
+    if models is not None:
+        return models.has_template
+    # A server that does not say is taken for a chat server.
+    return all(server.has_chat is not False for server in servers.values())
+
+
+def _open_journal(
+    output: Path | None,
+    sweep: Sweep,
+    provenance: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    identity: Mapping[str, Any],
+) -> Journal:
+    """The measurements that the folder has already.
+
+    Raises:
+        UserError: they are of other models, settings or of another machine.
+    """
+    from peagle.evaluation.journal import Journal
+    from peagle.evaluation.sweep import LOG_NAME
+
+    machine = provenance["environment"]
+    shared = {name: provenance[name] for name in ("target", "dtype")}
+    shared |= {name: value for name, value in settings.items() if name not in _MAY_DIFFER}
+    for name, requests in sweep.sets.items():
+        prompts = json.dumps([request.prompt for request in requests])
+        shared[f"prompts of {name}"] = sha256(prompts.encode()).hexdigest()
+    shared |= {"heads_sha256": {}, **identity}
+    shared |= {name: machine[name] for name in ("peagle", "torch", "device", "cpu", "threads")}
+    log = Journal(output and output / LOG_NAME, shared, extensible=("heads_sha256",))
+    if len(log):
+        note(f"{len(log)} measurements are there already")
+    return log

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from peagle.cli.terminal import has_styles, printable
 
 if TYPE_CHECKING:
     from peagle.evaluation.sweep import SweepProgress
+    from peagle.results import BestK, Cell, ThroughputResults
 
 _PLAIN_S = 10.0  # between two lines where there is no terminal
 
@@ -56,18 +57,18 @@ def progress_text(progress: SweepProgress) -> str:
     )
 
 
-def result_text(result: Mapping[str, Any]) -> str:
+def result_text(result: ThroughputResults) -> str:
     """The tables of a sweep."""
-    cells = result["cells"]
+    cells = result.cells
     blocks: list[str] = []
-    for name in dict.fromkeys(cell["set"] for cell in cells):
-        own = [cell for cell in cells if cell["set"] == name]
-        repeats = len(own[0]["repeats"])
+    for name in dict.fromkeys(cell.set for cell in cells):
+        own = [cell for cell in cells if cell.set == name]
+        repeats = len(own[0].repeats)
         of = f"medians of {repeats} runs" if repeats > 1 else "one run"
-        blocks.append(f"{name}, {result['settings']['sets'][name]} prompts, {of}")
+        blocks.append(f"{name}, {result.settings['sets'][name]} prompts, {of}")
         blocks.append(_table(_HEADER, [_row(cell) for cell in own]))
     blocks += _verdicts(result)
-    blocks.append(f"Advice: {printable(result['advice'])}")
+    blocks.append(f"Advice: {printable(result.advice)}")
     return "\n".join(blocks)
 
 
@@ -77,55 +78,57 @@ _HEADER = (
 )
 
 
-def _row(cell: Mapping[str, Any]) -> list[str]:
-    median, (least, most) = cell["median"], cell["spread"]["output_tokens_per_s"]
+def _row(cell: Cell) -> list[str]:
+    median = cell.median
+    speed = median.output_tokens_per_s
+    least, most = cell.spread.output_tokens_per_s or (speed, speed)
     return [
-        cell["method"],
-        str(cell["k"] or "-"),
-        str(cell["concurrency"]),
-        f"{median['output_tokens_per_s']:.1f}",
+        cell.method,
+        str(cell.k or "-"),
+        str(cell.concurrency),
+        f"{speed:.1f}",
         f"{least:.0f}-{most:.0f}",
-        _number(cell["speed_up_over_plain"]),
-        _number(cell["speed_up_over_eagle3"]),
-        _number(median["acceptance_length"]),
-        _ms(median["ttft_s"]["p50"]),
-        _ms(median["ttft_s"]["p99"]),
-        _ms(median["itl_s"]["p50"]),
-        _ms(median["itl_s"]["p99"]),
-        _number(median["requests_per_s"]),
-        _number(cell["linearity"]),
-        _share(median["gpu_busy"]),
-        f"{median['errors']:g}" if any(one["errors"] for one in cell["repeats"]) else "",
+        _number(cell.speed_up_over_plain),
+        _number(cell.speed_up_over_eagle3),
+        _number(median.acceptance_length),
+        _ms(median.ttft_s.p50),
+        _ms(median.ttft_s.p99),
+        _ms(median.itl_s.p50),
+        _ms(median.itl_s.p99),
+        _number(median.requests_per_s),
+        _number(cell.linearity),
+        _share(median.gpu_busy),
+        f"{median.errors:g}" if any(one.errors for one in cell.repeats) else "",
     ]
 
 
-def _verdicts(result: Mapping[str, Any]) -> list[str]:
+def _verdicts(result: ThroughputResults) -> list[str]:
     """The best K of each method by load, and the goodput."""
     lines: list[str] = []
-    keys = dict.fromkeys((one["method"], one["set"]) for one in result["best_k"])
+    keys = dict.fromkeys((one.method, one.set) for one in result.best_k)
     for method, name in keys:
-        own = [one for one in result["best_k"] if (one["method"], one["set"]) == (method, name)]
-        tried = {one["k"] for one in result["cells"] if one["method"] == method}
+        own = [one for one in result.best_k if (one.method, one.set) == (method, name)]
+        tried = {one.k for one in result.cells if one.method == method}
         if len(tried) < 2:
             continue
-        best = ", ".join(f"{one['k']} at {one['concurrency']}{_ties(one)}" for one in own)
+        best = ", ".join(f"{one.k} at {one.concurrency}{_ties(one)}" for one in own)
         lines.append(f"best K of {method} on {name}, by concurrency: {best}")
-    if result["settings"]["objective"] is not None:
-        kept = sorted(result["goodput"], key=lambda one: -one["requests_per_s"])
+    if result.settings["objective"] is not None:
+        kept = sorted(result.goodput, key=lambda one: -(one.requests_per_s or 0.0))
         for one in kept:
-            k = f" K={one['k']}" if one["k"] else ""
+            k = f" K={one.k}" if one.k else ""
             lines.append(
-                f"goodput of {one['method']}{k} on {one['set']}: {one['requests_per_s']:.2f} "
-                f"requests/s at concurrency {one['concurrency']}"
+                f"goodput of {one.method}{k} on {one.set}: {one.requests_per_s or 0.0:.2f} "
+                f"requests/s at concurrency {one.concurrency}"
             )
         if not kept:
             lines.append("no method keeps the objective at any concurrency")
     return lines
 
 
-def _ties(best: Mapping[str, Any]) -> str:
+def _ties(best: BestK) -> str:
     """The larger K that are not faster than the best one, beyond the spread of the repeats."""
-    others = [str(k) for k in best["tied_k"] if k != best["k"]]
+    others = [str(k) for k in best.tied_k if k != best.k]
     return f" (tied: {', '.join(others)})" if others else ""
 
 

@@ -1,25 +1,39 @@
-"""`peagle demo`: three ways to decode the same prompts, watched and compared."""
+"""`peagle demo`: three ways to decode the same prompts, watched and compared.
+
+The screen shows text that grows in a terminal, lines elsewhere, and a table at the end.
+"""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
 from peagle.bundled import BUNDLED, expand_bundled
-from peagle.cli import demo_view, groups, options
-from peagle.cli.demo_view import EAGLE3, PEAGLE, PLAIN, DemoView
+from peagle.cli import groups, options
 from peagle.cli.flags import Flag, Given, group, pick, takes
 from peagle.cli.options import Format, OutputFormat
 from peagle.cli.settings import Layer, Settings
+from peagle.cli.terminal import command_prefix, printable
 from peagle.config import SamplingParams, SpeculativeConfig
 from peagle.errors import UserError
 from peagle.evaluation.prompts import Prompt, load_prompt_set
 
 if TYPE_CHECKING:
+    # torch takes seconds to import, and the spinner should turn by then.
     from peagle.evaluation.compare import Measurement
-    from peagle.llm import LLM
+    from peagle.llm import LLM, StreamChunk
+    from peagle.models.target import TargetModel
 
 EXAMPLES = """
 The bundled pair; nothing is downloaded:
@@ -35,16 +49,17 @@ Models of your own:
 """
 
 DEFAULT_LIMIT = 12
-
-
+PLAIN, EAGLE3, PEAGLE = "plain", "EAGLE-3", "P-EAGLE"
 _K, _REVISION = "speculative.num_speculative_tokens", "speculative.revision"
-
+_FRAMES_PER_S = 30
+_MOST_LINES = 22  # of the panel
+_LINES_BELOW = 10  # the table of the results so far, and the line of the prompt
 _MODELS = group(
     "Model",
     Flag(
         "target",
         str,
-        "The target, a folder or a hub id; needs --draft.",
+        "The target, a folder or a hub id; it needs --draft.",
         metavar="MODEL",
         default="the bundled code model",
     ),
@@ -101,34 +116,17 @@ def demo(
     # Before the view, which would paint over the progress of a download.
     folder = resolve_model(target, given.value("revision"))
     configurations = {kind: with_local_head(one) for kind, one in configurations.items()}
-    console = demo_view.make_console(no_color)
-    view = demo_view.make_view(console, output_format)
+    console = make_console(no_color)
+    view = make_view(console, output_format)
     with view.loading():
         options.set_threads(given.value("threads"))
         options.quiet_libraries()
-        from peagle.cli import demo_report
-        from peagle.evaluation.compare import build, load_target, warm_up
+        from peagle.evaluation.compare import Measurement, build, load_target, measure, warm_up
 
         model = load_target(folder, dtype=engine.dtype, device=engine.device)
         _check_kinds(configurations, model.num_layers)
         llms = build(model, {PLAIN: None, **configurations}, max_num_seqs=1)
         warm_up(llms, [prompts[0].text])
-    results = _complete(llms, prompts, params, view)
-    k = configurations[PEAGLE].num_drafts
-    report = demo_report.report(model, prompts, params, k, results)
-    if output_format is OutputFormat.JSON:
-        print(json.dumps(report, indent=2))
-    else:
-        demo_view.print_report(console, results, report)
-        if "target" not in given:
-            demo_view.print_next_steps(console)
-
-
-def _complete(
-    llms: dict[str, LLM], prompts: list[Prompt], params: SamplingParams, view: DemoView
-) -> dict[str, Measurement]:
-    from peagle.evaluation.compare import Measurement, measure
-
     results = {name: Measurement() for name in llms}
     with view.running(llms):
         for prompt in prompts:
@@ -136,11 +134,20 @@ def _complete(
                 view.begin(prompt, name)
                 results[name].extend(measure(llm, [prompt.text], params, view.show))
                 view.end(results)
-    return results
+    report = _report(model, prompts, params, configurations[PEAGLE].num_drafts, results)
+    if output_format is OutputFormat.JSON:
+        print(json.dumps(report, indent=2))
+        return
+    console.print(_results_table(results))
+    console.print(identity_text(report))
+    for line in _facts(report):
+        console.print(line, style="dim")
+    if "target" not in given:
+        print_next_steps(console)
 
 
 def _heads(given: Given) -> dict[str, SpeculativeConfig]:
-    """How each method drafts, in the order in which they run."""
+    """The speculative configuration of each method, in the order in which they run."""
     target, draft, eagle3 = (given.value(key) for key in ("target", "draft", "eagle3"))
     if (target := options.own_target(target)) is None:
         draft, eagle3 = draft or BUNDLED, eagle3 or BUNDLED
@@ -166,3 +173,273 @@ def _check_kinds(configurations: dict[str, SpeculativeConfig], num_target_layers
             raise UserError(
                 f"{option} is {config.model!r}; expected a head of {kind}, not of {other}."
             )
+
+
+# ---- results --------------------------------------------------------------------------------
+
+
+def _report(
+    target: TargetModel,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    k: int,
+    results: Mapping[str, Measurement],
+) -> dict[str, Any]:
+    """All results as one JSON object; the other methods are compared with the plain one."""
+    from peagle.environment import environment
+    from peagle.evaluation.acceptance import acceptance_figures
+
+    plain = results[PLAIN]
+    differences = {
+        name: [
+            prompt.id
+            for prompt, ours, expected in zip(
+                prompts, result.token_ids, plain.token_ids, strict=True
+            )
+            if ours != expected
+        ]
+        for name, result in results.items()
+    }
+    return {
+        "prompt_set": "humaneval",
+        "num_prompts": len(prompts),
+        "max_new_tokens": params.max_tokens,
+        "temperature": params.temperature,
+        "num_speculative_tokens": k,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "concurrency": 1,
+        "environment": environment(target.device),
+        "methods": [
+            {
+                "name": name,
+                "num_speculative_tokens": 0 if name == PLAIN else k,
+                "seconds": result.seconds,
+                "tokens_per_s": result.tokens_per_s,
+                "speed_up": result.tokens_per_s / plain.tokens_per_s,
+                **acceptance_figures(result.completions),
+                "different_outputs": differences[name],
+            }
+            for name, result in results.items()
+        ],
+        "identical_outputs": not any(differences.values()),
+        "num_different_outputs": len({id for ids in differences.values() for id in ids}),
+        "outputs": [
+            {
+                "id": prompt.id,
+                "prompt": prompt.text,
+                "text": completion.output.text,
+                "token_ids": completion.output.token_ids,
+                "finish_reason": completion.output.finish_reason,
+            }
+            for prompt, completion in zip(prompts, plain.completions, strict=True)
+        ],
+    }
+
+
+def _results_table(results: Mapping[str, Measurement]) -> Table:
+    """The results so far, a row a method."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
+    table.add_column("acceptance\nlength", justify="right")
+    table.add_column("accepted by position, %", justify="left")
+    table.add_column("tokens/s", justify="right")
+    table.add_column("speed-up", justify="right")
+    for name, result in results.items():
+        if not result.completions:
+            continue
+        stats, speed = result.stats, result.tokens_per_s
+        positions = " ".join(f"{100 * share:2.0f}" for share in stats.acceptance_per_pos)
+        table.add_row(
+            name,
+            f"{stats.acceptance_length:.2f}" if stats.num_drafts else "",
+            positions,
+            f"{speed:.0f}",
+            f"{speed / results[PLAIN].tokens_per_s:.2f}x",
+            style="bold" if name == PEAGLE else None,
+        )
+    return table
+
+
+def print_next_steps(console: Console) -> None:
+    """Print commands that the user can type next, as they work in this folder."""
+    peagle = command_prefix()
+    console.print("\nNext:")
+    for arguments, meaning in (
+        ("generate --prompt 'def fibonacci(n):'", "complete a prompt of yours"),
+        ("serve", "serve OpenAI's API, with a page at http://127.0.0.1:8000"),
+        ("eval --limit 8", "measure how many draft tokens are accepted"),
+        ("--help", "see every command"),
+    ):
+        # Text, not markup: a folder's name may hold brackets.
+        line = Text(f"  {peagle} {arguments}").append(f"  # {meaning}", style="dim")
+        console.print(line, soft_wrap=True)
+
+
+def _facts(report: Mapping[str, Any]) -> list[str]:
+    machine = report["environment"]
+    threads = "1 thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
+    hardware = f"{threads} of {machine['cpu']}"
+    if machine["device"] != "cpu":
+        hardware = machine["device"]
+    return [
+        f"{report['num_prompts']} HumanEval prompts, one at a time, up to "
+        f"{report['max_new_tokens']} new tokens each. K={report['num_speculative_tokens']}, "
+        f"temperature {report['temperature']:g}, {report['dtype']}; {hardware}, "
+        f"torch {machine['torch']}.",
+        "Acceptance length: 1 + accepted draft tokens / drafts. By position: share of drafts "
+        "whose first 1, 2, ... K tokens were all accepted (unconditional).",
+        "tokens/s: output tokens by time in the engine, prompt passes included, display left out.",
+    ]
+
+
+def identity_text(report: Mapping[str, Any]) -> Text:
+    """Say whether all methods gave the same outputs."""
+    count, total = report["num_different_outputs"], report["num_prompts"]
+    names = ", ".join(method["name"] for method in report["methods"])
+    if count == 0:
+        return Text(
+            f"Identical outputs, token by token: {names}, on {total} of {total} prompts.",
+            style="green",
+        )
+    which = sorted({id for method in report["methods"] for id in method["different_outputs"]})
+    reason = ""
+    if report["dtype"] != "float64":
+        reason = " In this dtype two tokens can be tied up to rounding; see --dtype float64."
+    return Text(
+        f"Outputs differ ({names}) on {count} of {total} prompts: {', '.join(which)}.{reason}",
+        style="yellow",
+    )
+
+
+# ---- views ----------------------------------------------------------------------------------
+
+
+def make_console(no_color: bool) -> Console:
+    """Standard output; NO_COLOR counts too."""
+    return Console(no_color=True if no_color else None, highlight=False)
+
+
+def make_view(console: Console, output_format: OutputFormat) -> DemoView:
+    """Return the view for the output: nothing beside JSON, a live picture, or lines."""
+    if output_format is OutputFormat.JSON:
+        return DemoView()
+    if console.is_terminal and not console.is_dumb_terminal:
+        return LiveView(console)
+    return LineView(console)
+
+
+class DemoView:
+    """The picture that the user sees while the demo runs; this one shows nothing."""
+
+    def loading(self) -> AbstractContextManager[Any]:
+        """Show that the models are loaded and warmed up."""
+        return nullcontext()
+
+    def running(self, llms: dict[str, LLM]) -> AbstractContextManager[Any]:
+        """Show that prompts are completed."""
+        return nullcontext()
+
+    def begin(self, prompt: Prompt, method: str) -> None:
+        """Begin a method on a prompt."""
+
+    def show(self, chunk: StreamChunk) -> None:
+        """Show new tokens."""
+
+    def end(self, results: dict[str, Measurement]) -> None:
+        """Show the results so far, once a method is done with a prompt."""
+
+
+class LineView(DemoView):
+    """One line a prompt."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.prompt_id = ""
+
+    def begin(self, prompt: Prompt, method: str) -> None:
+        self.prompt_id = prompt.id
+
+    def end(self, results: dict[str, Measurement]) -> None:
+        done = {len(result.completions) for result in results.values()}
+        if len(done) == 1:  # the last method is done with it
+            speeds = ", ".join(f"{name} {r.tokens_per_s:.0f}" for name, r in results.items())
+            self.console.print(f"{self.prompt_id:14} tokens/s so far: {speeds}")
+
+
+class LiveView(DemoView):
+    """The text as it grows, accepted draft tokens coloured, over the results so far."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.accepted_style = "underline" if console.no_color else "bold green"
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._llms: dict[str, LLM] = {}
+        self._results: dict[str, Measurement] = {}
+        self._method = ""
+        self._title = ""
+        self._prompt = self._output = Text()
+        self._last_frame = 0.0
+
+    def loading(self) -> AbstractContextManager[Any]:
+        return self.console.status("Loading the models and warming up")
+
+    def running(self, llms: dict[str, LLM]) -> AbstractContextManager[Any]:
+        self._llms = llms
+        return self
+
+    def __enter__(self) -> None:
+        self._live.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._live.stop()
+        if error[0] is None:
+            self.console.print(self._panel(self._output))
+
+    def begin(self, prompt: Prompt, method: str) -> None:
+        from peagle.engine.detokenizer import IncrementalDetokenizer
+
+        self._method = method
+        self._title = f"{prompt.id}, {method}"
+        self._prompt = Text(printable(prompt.text), style="dim")
+        self._output = Text()
+        self._detokenizer = IncrementalDetokenizer(self._llms[method].tokenizer)
+        self._frame(force=True)
+
+    def show(self, chunk: StreamChunk) -> None:
+        drafted, own = (
+            chunk.token_ids[: chunk.num_accepted],
+            chunk.token_ids[chunk.num_accepted :],
+        )
+        is_last = chunk.output is not None
+        self._output.append(printable(self._detokenizer.add(drafted)), self.accepted_style)
+        self._output.append(printable(self._detokenizer.add(own, final=is_last)))
+        self._frame(force=is_last)
+
+    def end(self, results: dict[str, Measurement]) -> None:
+        self._results = results
+
+    def _frame(self, *, force: bool) -> None:
+        now = time.monotonic()
+        if not force and now - self._last_frame < 1 / _FRAMES_PER_S:
+            return
+        lines = max(4, min(_MOST_LINES, self.console.height - _LINES_BELOW))
+        text = self._prompt + self._output
+        shown = text.wrap(self.console, self.console.width - 4)[-lines:]
+        panel = self._panel(Text("\n").join(shown), height=lines + 2)
+        self._live.update(Group(panel, _results_table(self._results)), refresh=True)
+        self._last_frame = time.monotonic()
+
+    def _panel(self, text: Text, height: int | None = None) -> Panel:
+        legend = Text.assemble(
+            ("accepted draft tokens", f"not dim {self.accepted_style}"), " and the target's own"
+        )
+        has_drafts = self._method != PLAIN
+        return Panel(
+            text,
+            title=self._title,
+            title_align="left",
+            subtitle=legend if has_drafts else None,
+            subtitle_align="right",
+            height=height,
+            border_style="dim",
+        )

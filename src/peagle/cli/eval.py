@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from peagle.cli import groups, vllm_engine
-from peagle.cli.eval_request import EvalRequest
+from peagle.cli import groups, harness, vllm_engine
 from peagle.cli.flags import Given, pick, takes
+from peagle.cli.harness import Eagle3, Models, Sets
 from peagle.cli.options import (
-    DEFAULT_LIMIT,
     Format,
     MoreHeads,
     OutputFormat,
@@ -25,14 +28,18 @@ from peagle.cli.options import (
     check_paths,
     thinking_mode,
 )
-from peagle.cli.settings import Layer, Settings
+from peagle.cli.terminal import printable
 from peagle.cli.values import whole_numbers
 from peagle.cli.vllm_engine import VllmFlags
 from peagle.config import MAX_SPECULATIVE_TOKENS, SamplingParams, SpeculativeConfig
 from peagle.errors import UserError
-from peagle.evaluation.prompts import Prompt
+from peagle.evaluation.decoding_methods import NGRAM, DecodingMethod
 
-T = TypeVar("T", int, float)
+if TYPE_CHECKING:
+    from peagle.evaluation.acceptance_file import AcceptanceFile
+    from peagle.evaluation.endpoint import EndpointBackend
+    from peagle.evaluation.eval_run import EvalArm, EvalPlan
+    from peagle.results import Entry
 
 EXAMPLES = """
 The bundled pair on a few prompts, with EAGLE-3 and prompt lookup beside it:
@@ -49,15 +56,15 @@ Two heads side by side; prompts of your own; long outputs:
 A server, ours or one with vLLM's counters:
   peagle eval --endpoint http://127.0.0.1:8000 --set mt_bench --concurrency 8
 
-A head in vLLM, which is started for it; what follows -- are flags of vLLM's own:
+A head in vLLM, which is started for it; the words after -- are flags of vLLM's own:
   peagle eval --target ./Qwen3-0.6B --draft ./head -k 3,5 --engine vllm --set humaneval
 
 A certificate that the output is that of the target alone; status 1 if it is not:
   peagle eval --certify
 """
 
-DEFAULT_SET = "humaneval"
 _DRAFT_SAMPLING = "speculative.draft_sampling"
+_NAMED_URL = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<url>.+)")
 
 
 @takes(
@@ -72,33 +79,21 @@ _DRAFT_SAMPLING = "speculative.draft_sampling"
 def eval(
     given: Given,
     flags: VllmFlags = None,
-    eagle3: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="An EAGLE-3 head beside it, a folder or a hub id.",
-            show_default="the bundled one; none with a target of your own",
-        ),
-    ] = None,
+    eagle3: Eagle3 = None,
     method: MoreHeads = None,
     ngram: Annotated[
-        bool, typer.Option(help="Prompt lookup, the baseline that needs no head.")
+        bool, typer.Option(help="Measure prompt lookup too, the baseline that needs no head.")
     ] = True,
-    sets: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="NAME,...",
-            help="Prompt sets: bundled or of the hub by name, files (JSONL, text); the bundled "
-            "ones are humaneval, mt_bench, gsm8k, heldout_code, summarization, "
-            "question_answering, structured_json and long_output.",
-            show_default=DEFAULT_SET,
-        ),
-    ] = None,
+    sets: Sets = None,
     limit: PromptLimit = None,
     shuffle_seed: ShuffleSeed = None,
     prompt_column: Annotated[
-        str, typer.Option(metavar="NAME", help="Of a data set of the hub.", show_default=False)
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Column with the prompt, in a data set of the hub.",
+            show_default=False,
+        ),
     ] = "",
     k: Annotated[
         str | None,
@@ -114,7 +109,7 @@ def eval(
     temperature: Annotated[
         str, typer.Option(metavar="T,...", help="Temperatures; 0 is greedy.")
     ] = "0",
-    concurrency: Annotated[int, typer.Option(help="Requests in flight.")] = 16,
+    concurrency: Annotated[int, typer.Option(help="Number of requests in flight.")] = 16,
     chat_template: UseTemplate = None,
     thinking: Thinking = None,
     endpoint: Annotated[
@@ -126,7 +121,9 @@ def eval(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="The server's model.", show_default="the first that it lists"),
+        typer.Option(
+            help="Name of the server's model.", show_default="the first that the server lists"
+        ),
     ] = None,
     certify: Annotated[
         bool, typer.Option("--certify", help="Only certify that decoding is lossless.")
@@ -152,8 +149,8 @@ def eval(
             "--engine vllm and --endpoint contradict each other; leave one of them out."
         )
     if certify and (endpoint or on_vllm):
-        what = "--endpoint" if endpoint else "--engine vllm"
-        raise UserError(f"--certify looks at engines here; leave {what} out.")
+        other = "--endpoint" if endpoint else "--engine vllm"
+        raise UserError(f"--certify looks at engines here; leave {other} out.")
     if samples is not None and not certify:
         raise UserError(f"--samples is {samples} without --certify; leave it out.")
     if model and not endpoint:
@@ -161,73 +158,85 @@ def eval(
     thinking = thinking_mode(thinking, chat_template)
     if not endpoint:
         check_paths(given.value("target"), given.value("speculative.model"), eagle3, method)
-    settings = Settings(Layer(dict(given)))
-    certificate = _certificate_options(given, sets, limit, temperature, samples) if certify else {}
-    request = EvalRequest(
-        prompts={} if certify else _prompt_sets(sets, limit, shuffle_seed, prompt_column),
-        ks=_ks(k, given.value(_DRAFT_SAMPLING, "argmax")),
-        temperatures=_temperatures(temperature),
-        params=_with_seed(settings.build("sampling")),
-        draft_sampling=given.value(_DRAFT_SAMPLING, "argmax"),
-        concurrency=concurrency,
-        chat_template=chat_template,
-        thinking=thinking,
-        output=output,
-        as_json=output_format is OutputFormat.JSON,
+    temperatures = _temperatures(temperature)
+    draft_sampling = given.value(_DRAFT_SAMPLING, "argmax")
+    # Any method will do: only the draft sampling is checked.
+    SpeculativeConfig(method="ngram", draft_sampling=draft_sampling)
+    certificate = (
+        _certificate_options(given, sets, limit, temperatures, samples) if certify else None
     )
+    prompts = {} if certify else harness.load_prompts(sets, limit, shuffle_seed, prompt_column)
+    ks = () if k is None else whole_numbers("-k", k, MAX_SPECULATIVE_TOKENS)
+    params = harness.sampling_params(given)
     if concurrency < 1:
         raise UserError(f"--concurrency is {concurrency}; expected at least 1 request in flight.")
-    if endpoint:
-        _refuse_models(given, eagle3, method)
-        from peagle.cli.eval_flows import on_endpoint
-
-        on_endpoint(endpoint, model, request)
-        return
-    if on_vllm:
-        _on_vllm(given, settings, flags or [], eagle3, method or [], request)
-        return
-    from peagle.cli.eval_flows import certified, on_engine
-    from peagle.cli.eval_models import load_models
-
-    models = load_models(given, settings, eagle3, method or [], ngram=ngram)
-    if not certify:
-        on_engine(models, request)
-    elif not certified(models, request, certificate):
-        raise typer.Exit(1)
-
-
-def _on_vllm(
-    given: Given,
-    settings: Settings,
-    flags: list[str],
-    eagle3: str | None,
-    methods: list[str],
-    request: EvalRequest,
-) -> None:
-    """Measure the heads on vLLM."""
-    if request.draft_sampling != "argmax":
+    if on_vllm and draft_sampling != "argmax":
         raise UserError(
-            f"--draft-sampling is {request.draft_sampling!r}; with --engine vllm drafts are "
+            f"--draft-sampling is {draft_sampling!r}; with --engine vllm drafts are "
             "measured as argmax. Leave it out."
         )
-    from peagle.backends.vllm.installation import find_vllm
+    if on_vllm and NGRAM in (method or ()):
+        raise UserError("--method is 'ngram'; vLLM is measured with heads only. Leave it out.")
+    # Left out, top_p would be the server's own, and the figures not those of the given options.
+    extra = harness.template_fields(thinking, {"top_p": params.top_p})
+    if endpoint:
+        _refuse_models(given, eagle3, method)
+        match = _NAMED_URL.fullmatch(endpoint)
+        name, url = (match["name"], match["url"]) if match else (None, endpoint)
+        from peagle.evaluation.endpoint import EndpointBackend
 
-    installation = find_vllm(given.value("vllm_python"))
-    from peagle.cli import eval_flows
-    from peagle.cli.eval_models import find_models
+        server = EndpointBackend(url, model, extra_body=extra)
+        chat = _converses(server, chat_template, thinking)
+        arms = _server_arms(server, name or "endpoint", ks)
+        provenance = {**harness.provenance(server.model, ""), "endpoint": url}
+        target_sha256 = ""
+    else:
+        arms = []
+        installation = vllm_engine.find(given) if on_vllm else None
+        heads = harness.named_methods(given, eagle3, method or [], ngram=ngram and not on_vllm)
+        models = harness.load_models(given, heads, whole=not on_vllm)
+        ks = ks or (models.default_k,)
+        if certificate is not None:
+            if not _certify(models, max(ks), certificate, output, output_format):
+                raise typer.Exit(1)
+            return
+        chat = models.has_template if chat_template is None else chat_template
+        if thinking and not chat:
+            raise UserError(
+                f"{models.name} has no chat template, so there is no thinking mode to set."
+            )
+        if installation is not None:
+            arms, dtype = _vllm_arms(
+                given, flags or [], models, ks, installation, extra, concurrency
+            )
+        else:
+            arms, dtype = _engine_arms(models, ks, draft_sampling, concurrency, thinking)
+        provenance = harness.provenance(models.name, dtype, models.target.device)
+        target_sha256 = models.target_sha256
+    from peagle.evaluation.acceptance_file import AcceptanceFile
+    from peagle.evaluation.eval_run import EvalPlan
+    from peagle.results import ACCEPTANCE
 
-    models = find_models(given, settings, eagle3, methods)
-    size = {"max_num_seqs": request.concurrency}
-    eval_flows.on_vllm(
-        models,
-        request,
-        installation,
-        lambda head, k: vllm_engine.launch_for(given, flags, models.folder, head, k, **size),
-    )
+    plan = EvalPlan(prompts, temperatures, params, draft_sampling, concurrency, chat, thinking)
+    file = AcceptanceFile(output, provenance, plan.settings(target_sha256))
+    text = _measure(arms, plan, file, output, output_format)
+    harness.conclude(file.results, text, ACCEPTANCE, output, output_format)
+
+
+# ---- options --------------------------------------------------------------------------------
+
+
+def _temperatures(text: str) -> tuple[float, ...]:
+    try:
+        temperatures = tuple(dict.fromkeys(float(one) for one in text.split(",")))
+    except ValueError:
+        raise UserError(f"--temperature is {text!r}; expected numbers like 0,0.7.") from None
+    for one in temperatures:
+        SamplingParams(temperature=one)
+    return temperatures
 
 
 def _refuse_models(given: Given, eagle3: str | None, method: list[str] | None) -> None:
-    """A server has its models already."""
     named = [given[key].source for key in given if not key.startswith("sampling.")]
     named += ["--eagle3"] * (eagle3 is not None) + ["--method"] * bool(method)
     if named:
@@ -238,15 +247,19 @@ def _refuse_models(given: Given, eagle3: str | None, method: list[str] | None) -
 
 
 def _certificate_options(
-    given: Given, sets: list[str] | None, limit: int | None, temperature: str, samples: int | None
-) -> dict[str, object]:
-    """What was given of the certificate's options, by their names there."""
+    given: Given,
+    sets: list[str] | None,
+    limit: int | None,
+    temperatures: Sequence[float],
+    samples: int | None,
+) -> dict[str, Any]:
+    """The given ones of the certificate's options, by their names there."""
     names = [name for one in sets or () for name in one.split(",")]
     if len(names) > 1:
         raise UserError(f"--set names {len(names)} sets; a certificate takes its prompts from one.")
-    above = [one for one in _temperatures(temperature) if one]
+    above = [one for one in temperatures if one]
     if len(above) > 1:
-        raise UserError(f"--temperature is {temperature!r}; a certificate tests one above 0.")
+        raise UserError(f"--temperature is {above}; a certificate tests one above 0.")
     sampling = given.value(_DRAFT_SAMPLING)
     options = {
         "prompts": limit,
@@ -260,43 +273,155 @@ def _certificate_options(
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _prompt_sets(
-    names: list[str] | None, limit: int | None, shuffle_seed: int | None, column: str
-) -> dict[str, list[Prompt]]:
-    """The prompts by the name of their set."""
-    from peagle.evaluation.prompt_sets import load
-
-    if not names:
-        names, limit = [DEFAULT_SET], limit or (DEFAULT_LIMIT if limit is None else limit)
-    # A file's name may hold commas.
-    split = [one for name in names for one in ([name] if Path(name).exists() else name.split(","))]
-    if twice := [name for name in split if split.count(name) > 1]:
-        raise UserError(f"--set names {twice[0]!r} twice; name it once.")
-    return {name: load(name, limit, shuffle_seed, prompt_column=column) for name in split}
+# ---- backends -------------------------------------------------------------------------------
 
 
-def _ks(text: str | None, draft_sampling: str) -> tuple[int, ...]:
-    """The K asked for; () where none was."""
-    ks = () if text is None else whole_numbers("-k", text, MAX_SPECULATIVE_TOKENS)
-    # Any method will do: only how drafts are drawn is looked at.
-    SpeculativeConfig(method="ngram", draft_sampling=draft_sampling)  # type: ignore[arg-type]
-    return ks
+def _engine_arms(
+    models: Models,
+    ks: Sequence[int],
+    draft_sampling: str,
+    concurrency: int,
+    thinking: bool | None,
+) -> tuple[list[EvalArm], str]:
+    """Engines of our own, one at a time, and the data type."""
+    from peagle.evaluation.engine_backend import open_engine
+    from peagle.evaluation.eval_run import EvalArm
+
+    options = {"max_num_seqs": concurrency, **models.engine_options}
+
+    def opened(one: DecodingMethod, k: int) -> AbstractContextManager[Any]:
+        sampling = {"draft_sampling": draft_sampling} if one.folder else {}
+        return open_engine(models.target, one.config(k, **sampling), thinking=thinking, **options)
+
+    arms = [EvalArm(one, k, partial(opened, one, k)) for one in models.methods for k in ks]
+    return arms, models.dtype
 
 
-def _temperatures(text: str) -> tuple[float, ...]:
-    temperatures = _numbers("--temperature", text, float, "numbers like 0,0.7")
-    for one in temperatures:
-        SamplingParams(temperature=one)
-    return temperatures
+def _vllm_arms(
+    given: Given,
+    flags: list[str],
+    models: Models,
+    ks: Sequence[int],
+    installation: Any,
+    extra: Mapping[str, Any],
+    concurrency: int,
+) -> tuple[list[EvalArm], str]:
+    """vLLM, started for each head and K, and the data type that it takes."""
+    from peagle.backends.vllm.command import dtype_for
+    from peagle.evaluation.eval_run import EvalArm
+    from peagle.evaluation.vllm_server import ENGINE, vllm_backend
+
+    def opened(one: DecodingMethod, k: int) -> AbstractContextManager[Any]:
+        return vllm_backend(launch(one, k), installation, say=vllm_engine.say, extra_body=extra)
+
+    def launch(one: DecodingMethod, k: int) -> Any:
+        return vllm_engine.launch_for(
+            given, flags, models.folder, one.folder, k, max_num_seqs=concurrency
+        )
+
+    dtype = dtype_for(launch(models.methods[0], models.default_k), installation)
+    arms = [EvalArm(one, k, partial(opened, one, k), ENGINE) for one in models.methods for k in ks]
+    return arms, models.dtype if dtype == "auto" else dtype
 
 
-def _with_seed(params: SamplingParams) -> SamplingParams:
-    return params if params.seed is not None else replace(params, seed=0)
+def _server_arms(server: EndpointBackend, name: str, ks: Sequence[int]) -> list[EvalArm]:
+    """A server at each K, or at its own."""
+    from peagle.evaluation.eval_run import EvalArm
+
+    if ks and not server.is_ours:
+        raise UserError(
+            f"-k is {ks[0]}, but {server.name} decides on its own K; leave -k out, and serve "
+            "it with that K instead."
+        )
+    method = DecodingMethod(name, server.model)
+    return [
+        EvalArm(
+            method,
+            server.num_speculative_tokens() or 0 if k is None else k,
+            lambda: nullcontext(server),
+            server.name,
+            k,
+        )
+        for k in ks or (None,)
+    ]
 
 
-def _numbers(flag: str, text: str, kind: Callable[[str], T], expected: str) -> tuple[T, ...]:
-    """Numbers between commas, each once."""
-    try:
-        return tuple(dict.fromkeys(kind(one) for one in text.split(",")))
-    except ValueError:
-        raise UserError(f"{flag} is {text!r}; expected {expected}.") from None
+def _converses(server: EndpointBackend, chat_template: bool | None, thinking: bool | None) -> bool:
+    """Whether prompts go to the server as messages: as the option says, else if it answers one."""
+    from peagle.evaluation.decoding import Request
+
+    if chat_template is not None:
+        return chat_template
+    chat = server.has_chat
+    if chat is None:
+        probe = Request("probe", [{"role": "user", "content": "Hi"}], SamplingParams(max_tokens=1))
+        try:
+            server.run([probe], 1)
+            chat = True
+        except UserError:
+            chat = False
+    if not chat and thinking is not None:
+        raise UserError(f"{server.model} at {server.name} does not converse: no thinking mode.")
+    return chat
+
+
+# ---- measuring ------------------------------------------------------------------------------
+
+
+def _measure(
+    arms: Sequence[EvalArm],
+    plan: EvalPlan,
+    file: AcceptanceFile,
+    output: Path | None,
+    output_format: OutputFormat,
+) -> str:
+    """Measure every entry, show each as it comes, and return the advice."""
+    from peagle.cli.eval_view import EvalView, entry_text
+    from peagle.evaluation.comparisons import compare_entries
+    from peagle.evaluation.eval_run import evaluate
+    from peagle.evaluation.report.advice import acceptance_advice
+
+    dtype = file.results.provenance.dtype
+
+    def show(entry: Entry) -> None:
+        if output_format is OutputFormat.TEXT:
+            print(entry_text(entry, dtype, chat=plan.chat) + "\n", flush=True)
+
+    view = EvalView(show)
+    with harness.resumable(view, output, file.entries):
+        evaluate(arms, plan, file, view)
+    comparisons = compare_entries(file.entries, seed=plan.params.seed or 0)
+    advice = acceptance_advice(file.entries, comparisons)
+    file.conclude(comparisons, advice)
+    return f"Advice: {printable(advice)}"
+
+
+def _certify(
+    models: Models,
+    k: int,
+    options: Mapping[str, Any],
+    output: Path | None,
+    output_format: OutputFormat,
+) -> bool:
+    """Print the certificate of losslessness; whether there is no fault."""
+    from peagle.evaluation.acceptance_file import make_folder
+    from peagle.evaluation.certify.certificate import certificate_text
+    from peagle.evaluation.certify.run import Options, run
+    from peagle.models.checkpoint.files import write_json
+
+    if output is not None:
+        make_folder(output)
+    certificate = run(
+        models.target,
+        models.folder,
+        models.methods,
+        k,
+        Options(**options),
+        harness.provenance(models.name, models.dtype, models.target.device),
+        lambda line: print(f"peagle: {printable(line)}", file=sys.stderr, flush=True),
+    )
+    if output is not None:
+        write_json(output / "certificate.json", certificate.to_json())
+    as_json = output_format is OutputFormat.JSON
+    print(json.dumps(certificate.to_json(), indent=2) if as_json else certificate_text(certificate))
+    return certificate.passed

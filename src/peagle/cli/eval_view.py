@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from peagle.cli.terminal import bright, printable
-
-if TYPE_CHECKING:
-    from peagle.evaluation.acceptance_file import Key
+from peagle.results import Entry, EntryKey, Slice
 
 _MOST_COLUMNS = 12
 _LABEL = 18
@@ -27,12 +24,12 @@ class EvalView:
         show: is told of each entry.
     """
 
-    def __init__(self, show: Callable[[Mapping[str, Any]], None]) -> None:
+    def __init__(self, show: Callable[[Entry], None]) -> None:
         self._show = show
         self._console = Console(stderr=True, highlight=False)
         self._progress: Progress | None = None
 
-    def begin(self, key: Key, num_requests: int) -> None:
+    def begin(self, key: EntryKey, num_requests: int) -> None:
         """Say what is begun."""
         what = printable(str(key))
         if not self._console.is_terminal or self._console.is_dumb_terminal:
@@ -60,17 +57,17 @@ class EvalView:
             self._progress.stop()
             self._progress = None
 
-    def end(self, entry: Mapping[str, Any], *, was_there: bool) -> None:
+    def end(self, entry: Entry, *, was_there: bool) -> None:
         """Take the bar away and pass the entry on."""
         self.close()
         if was_there:
-            name = printable(f"{entry['method']}, K={entry['k']}")
-            told = f"{name}, temperature {entry['temperature']:g}: measured before"
+            name = printable(f"{entry.method}, K={entry.k}")
+            told = f"{name}, temperature {entry.temperature:g}: measured before"
             print(f"peagle: {told}", file=sys.stderr)
         self._show(entry)
 
 
-def entry_text(entry: Mapping[str, Any], dtype: str, *, chat: bool) -> str:
+def entry_text(entry: Entry, dtype: str, *, chat: bool) -> str:
     """An entry as a table: the figures of all prompts, and a line for every set and category.
 
     Args:
@@ -78,54 +75,57 @@ def entry_text(entry: Mapping[str, Any], dtype: str, *, chat: bool) -> str:
         dtype: of the target, "" where nobody knows.
         chat: prompts went behind the chat template.
     """
-    pooled = entry["pooled"]
-    k = entry["k"] or "unknown"
-    title = f"{entry['method']}  K={k}  temperature {entry['temperature']:g}"
-    title += f", {entry['draft_sampling']} drafts" if entry["temperature"] else ""
+    pooled = entry.pooled
+    k = entry.k or "unknown"
+    title = f"{entry.method}  K={k}  temperature {entry.temperature:g}"
+    title += f", {entry.draft_sampling} drafts" if entry.temperature else ""
     prompts = "chat template" if chat else "plain prompts"
-    server = "" if entry["engine"] == "peagle" else entry["engine"]
-    where = "  ".join(filter(None, (dtype, prompts, entry["source"], server)))
+    server = "" if entry.engine == "peagle" else entry.engine
+    where = "  ".join(filter(None, (dtype, prompts, entry.source, server)))
     lines = [bright(printable(title), sys.stdout) + printable(f"  {where}")]
     lines.append("  " + _summary(pooled))
-    if pooled["acceptance_length"] is None:
-        lines.append(f"  {entry['output_tokens_per_s']:.1f} output tokens/s")
+    if pooled.acceptance_length is None:
+        lines.append(f"  {entry.output_tokens_per_s:.1f} output tokens/s")
     lines += _positions(pooled)
-    lines += _group_lines(entry["by_set"], entry["by_category"])
-    lines += [printable(f"  note: {note}") for note in entry.get("notes", ())]
+    lines += _group_lines(entry.by_set, entry.by_category)
+    lines += [printable(f"  note: {note}") for note in entry.notes]
     return "\n".join(lines)
 
 
-def _summary(one: Mapping[str, Any]) -> str:
+def _summary(one: Slice) -> str:
     parts = [f"acceptance length {_length(one)}"]
-    length = one["acceptance_length"]
-    if length is not None and abs(one["tokens_per_step"] - length) >= 0.005:
-        parts.append(f"{one['tokens_per_step']:.2f} tokens per step, those without a draft too")
-    if one["loop_share"]:
-        before = one["acceptance_length_before_loop"]
+    length, per_step = one.acceptance_length, one.tokens_per_step
+    if length is not None and per_step is not None and abs(per_step - length) >= 0.005:
+        parts.append(f"{per_step:.2f} tokens per step, those without a draft too")
+    if one.loop_share:
+        before = one.acceptance_length_before_loop
         shown = "" if before is None else f" (before that {before:.2f})"
-        parts.append(f"{one['loop_share']:.0%} of the outputs fall into a loop{shown}")
-    parts.append(f"{one['num_requests']} requests, {one['num_tokens']:,} tokens")
+        parts.append(f"{one.loop_share:.0%} of the outputs fall into a loop{shown}")
+    parts.append(f"{one.num_requests} requests, {one.num_tokens:,} tokens")
     return "; ".join(parts)
 
 
-def _length(one: Mapping[str, Any]) -> str:
-    if one["acceptance_length"] is None:
+def _length(one: Slice) -> str:
+    if one.acceptance_length is None:
         return "unknown"
-    if not one["num_drafts"]:
+    if not one.num_drafts:
         return "1.00 (nothing was drafted)"
-    interval = one["acceptance_length_ci"]
+    interval = one.acceptance_length_ci
     shown = "" if interval is None else " [{:.2f}, {:.2f}]".format(*interval)
-    return f"{one['acceptance_length']:.2f}{shown}"
+    return f"{one.acceptance_length:.2f}{shown}"
 
 
-def _positions(pooled: Mapping[str, Any]) -> list[str]:
-    depth = min(len(pooled["unconditional"]), _MOST_COLUMNS)
+def _positions(pooled: Slice) -> list[str]:
+    depth = min(len(pooled.unconditional), _MOST_COLUMNS)
     if not depth:
         return []
     lines = [f"  {'position':<{_LABEL}}" + "".join(f"{i + 1:>6}" for i in range(depth))]
-    for name in ("unconditional", "conditional"):
-        lines.append(_row(name, pooled[name][:depth]))
-        if (intervals := pooled[f"{name}_ci"]) is not None:
+    for name, shares, intervals in (
+        ("unconditional", pooled.unconditional, pooled.unconditional_ci),
+        ("conditional", pooled.conditional, pooled.conditional_ci),
+    ):
+        lines.append(_row(name, shares[:depth]))
+        if intervals is not None:
             for side, label in enumerate(("  95% from", "  95% to")):
                 ends = [None if one is None else one[side] for one in intervals[:depth]]
                 lines.append(_row(label, ends))
@@ -141,7 +141,7 @@ def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}".removeprefix("0")
 
 
-def _group_lines(by_set: Mapping[str, Any], by_category: Mapping[str, Any]) -> list[str]:
+def _group_lines(by_set: Mapping[str, Slice], by_category: Mapping[str, Slice]) -> list[str]:
     """A line for each set where there are several, and for each category of those with several."""
     lines: list[str] = []
     for name, whole in by_set.items():
@@ -153,5 +153,5 @@ def _group_lines(by_set: Mapping[str, Any], by_category: Mapping[str, Any]) -> l
     return lines
 
 
-def _group_line(name: str, one: Mapping[str, Any]) -> str:
-    return f"  {printable(name):<32} {_length(one):<20} {one['num_requests']:>6} requests"
+def _group_line(name: str, one: Slice) -> str:
+    return f"  {printable(name):<32} {_length(one):<20} {one.num_requests:>6} requests"

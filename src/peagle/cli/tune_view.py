@@ -13,6 +13,7 @@ from peagle.evaluation.tuning.schedule import k_at
 
 if TYPE_CHECKING:
     from peagle.evaluation.tuning.machine import CostPoint
+    from peagle.results import BreakEven, Prediction, TunedAcceptance, TuneResults
 
 _LINE_S = 10.0  # between two lines where there is no terminal
 _MOST_COLUMNS = 10
@@ -66,17 +67,17 @@ class TuneView:
         return f"  {minutes}:{seconds:02d} left"
 
 
-def result_text(result: Mapping[str, Any]) -> str:
+def result_text(result: TuneResults) -> str:
     """tune.json as text: the tables of speed and break-even, the check, the schedule."""
-    settings, told = result["settings"], result["provenance"]
-    title = f"{told['target']} with {settings['draft']}, {told['dtype']}, "
-    title += f"{told['environment']['device']}, context {settings['context']}, "
+    settings, told = result.settings, result.provenance
+    title = f"{told.target} with {settings['draft']}, {told.dtype}, "
+    title += f"{told.environment['device']}, context {settings['context']}, "
     title += f"temperature {settings['temperature']:g}"
     return "\n".join(
         [
             bright(printable(title), sys.stdout),
             "",
-            *_acceptance(result["acceptance"]),
+            *_acceptance(result.acceptance),
             "",
             *_speeds(result),
             *_check(result),
@@ -88,38 +89,40 @@ def result_text(result: Mapping[str, Any]) -> str:
     )
 
 
-def _acceptance(acceptance: Mapping[str, Any]) -> list[str]:
-    lengths = acceptance["acceptance_length"]
-    measured = ", ".join(map(str, acceptance["measured_k"]))
-    where = "measured here" if acceptance["source"] == "measured" else "of acceptance.json"
+def _acceptance(acceptance: TunedAcceptance) -> list[str]:
+    lengths = acceptance.acceptance_length
+    measured = ", ".join(map(str, acceptance.measured_k))
+    where = "measured here" if acceptance.source == "measured" else "of acceptance.json"
     return [
         f"Acceptance length by K ({where} at K = {measured}, else interpolated)",
-        *_table("K", {"": [f"{length:.2f}" for length in lengths.values()]}, list(lengths)),
+        *_table(
+            "K", {"": [f"{length:.2f}" for length in lengths.values()]}, list(map(str, lengths))
+        ),
     ]
 
 
-def _speeds(result: Mapping[str, Any]) -> list[str]:
-    speeds = result["predictions"]
+def _speeds(result: TuneResults) -> list[str]:
+    speeds = result.predictions
     batches, ks = _axes(speeds)
-    at = {(one["batch"], one["k"]): one for one in speeds}
+    at = {(one.batch, one.k): one for one in speeds}
     rows = {}
     for batch in batches:
-        measured = {k: at[batch, k]["measured_tokens_per_s"] for k in ks}
-        chosen = k_at(result["schedule"], batch)
+        measured = {k: (at[batch, k].measured_tokens_per_s or 0.0) for k in ks}
+        chosen = k_at(result.schedule, batch)
         rows[str(batch)] = [f"{measured[k]:,.0f}{'*' if k == chosen else ' '}" for k in ks]
     heading = "Tokens/s by batch size and K, from measured steps (* K of the schedule below)"
     return [heading, *_table("batch", rows, [f"{k} " for k in ks])]
 
 
-def _check(result: Mapping[str, Any]) -> list[str]:
-    check, spread = result["check"], result["costs"]["spread"]
+def _check(result: TuneResults) -> list[str]:
+    check, spread = result.check, result.costs.spread or 0.0
     lines = ["No cell was left to check the predictions on."]
-    if check["num_unfitted"]:
-        fitted = len(result["predictions"]) - check["num_unfitted"]
+    if check.num_unfitted:
+        fitted = len(result.predictions) - check.num_unfitted
         lines = [
-            f"Predicted from {fitted} of these cells, {check['within_10_percent']} of the other "
-            f"{check['num_unfitted']} are within 10% ({check['share']:.0%}), the worst is off by "
-            f"{check['worst']:.0%}."
+            f"Predicted from {fitted} of these cells, {check.within_10_percent} of the other "
+            f"{check.num_unfitted} are within 10% ({check.share:.0%}), the worst is off by "
+            f"{check.worst:.0%}."
         ]
     if spread > NOISY:
         lines.append(
@@ -129,38 +132,38 @@ def _check(result: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _break_even(result: Mapping[str, Any]) -> list[str]:
-    batches, ks = _axes(result["break_even"])
-    at = {(one["batch"], one["k"]): one["acceptance_length"] for one in result["break_even"]}
+def _break_even(result: TuneResults) -> list[str]:
+    batches, ks = _axes(result.break_even)
+    at = {(one.batch, one.k): one.acceptance_length for one in result.break_even}
     rows = {str(batch): [f"{at[batch, k]:.2f}" for k in ks] for batch in batches}
     heading = "Acceptance length from which drafting is faster than not drafting"
     return [heading, *_table("batch", rows, [str(k) for k in ks])]
 
 
-def _schedule(result: Mapping[str, Any]) -> list[str]:
-    lines = [f"K by batch size (K changes where that gains more than {result['threshold']:.0%})"]
-    for first, last, k in result["schedule"]:
+def _schedule(result: TuneResults) -> list[str]:
+    lines = [f"K by batch size (K changes where that gains more than {result.threshold:.0%})"]
+    for first, last, k in result.schedule:
         sizes = str(first) if first == last else f"{first} to {last}"
         lines.append(f"  {sizes:>9}  K = {k}{'' if k else ' (no drafts)'}")
-    configs = result["speculative_config"]
-    if configs["peagle"] is None:
+    configs = result.speculative_config
+    ours, theirs = configs["peagle"], configs["vllm"]
+    if ours is None or theirs is None:
         return [*lines, "", "Drafts do not pay here at any batch size: serve without a head."]
-    lines += ["", "For --speculative-config of peagle serve:", f"  '{_json(configs['peagle'])}'"]
-    lines += ["The same for vLLM:", f"  '{_json(configs['vllm'])}'"]
-    if len(result["schedule"]) == 1 or "parallel_drafting" not in configs["vllm"]:
+    lines += ["", "For --speculative-config of peagle serve:", f"  '{_json(ours)}'"]
+    lines += ["The same for vLLM:", f"  '{_json(theirs)}'"]
+    if len(result.schedule) == 1 or "parallel_drafting" not in theirs:
         return lines
     lines.append("vLLM up to 0.32 crashes on a schedule with parallel drafting; the best single K:")
-    if configs["vllm_single_k"] is None:
-        return [*lines, "  0: leave the head out"]
-    return [*lines, f"  '{_json(configs['vllm_single_k'])}'"]
+    single = configs["vllm_single_k"]
+    return [*lines, "  0: leave the head out" if single is None else f"  '{_json(single)}'"]
 
 
 def _json(config: Mapping[str, Any]) -> str:
     return printable(json.dumps(config))
 
 
-def _axes(cells: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
-    return sorted({one["batch"] for one in cells}), sorted({one["k"] for one in cells})
+def _axes(cells: Sequence[Prediction | BreakEven]) -> tuple[list[int], list[int]]:
+    return sorted({one.batch for one in cells}), sorted({one.k for one in cells})
 
 
 def _table(corner: str, rows: Mapping[str, Sequence[str]], columns: Sequence[str]) -> list[str]:

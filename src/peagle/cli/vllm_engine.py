@@ -1,4 +1,4 @@
-"""`--engine vllm` of the commands that measure: its options, and what vLLM is to serve."""
+"""`--engine vllm` of the commands that measure: its options, and the command line of vLLM."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ from peagle.cli.serve import refuse_vllm_options
 from peagle.config import SpeculativeConfig
 
 if TYPE_CHECKING:
+    from peagle.backends.vllm.installation import VllmInstallation
     from peagle.backends.vllm.launch import VllmLaunch
 
 OPTIONS = pick(groups.VLLM, "engine_name", "vllm_python", "tensor_parallel_size")
 VllmFlags = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[-- FLAGS OF VLLM]", help="Handed on to vLLM as they are.", show_default=False
+        metavar="[-- FLAGS OF VLLM]",
+        help="Flags that vLLM gets as they are.",
+        show_default=False,
     ),
 ]
-# Of EngineConfig: what vLLM has too.
+# Of EngineConfig: the fields that vLLM has too.
 _ENGINE_KEYS = (
     *("dtype", "max_model_len", "max_num_batched_tokens", "kv_cache_gib"),
     *("gpu_memory_utilization", "enable_prefix_caching"),
@@ -32,10 +35,10 @@ _ENGINE_KEYS = (
 
 
 def is_vllm(given: Given, flags: Sequence[str]) -> bool:
-    """Whether vLLM is asked for.
+    """Return whether the options ask for vLLM.
 
     Raises:
-        UserError: an option needs it, and it is not.
+        UserError: an option needs vLLM, and they do not.
     """
     if given.value("engine_name") == "vllm":
         return True
@@ -43,12 +46,23 @@ def is_vllm(given: Given, flags: Sequence[str]) -> bool:
     return False
 
 
+def find(given: Given) -> VllmInstallation:
+    """Return the installation of vLLM that the options name.
+
+    Raises:
+        UserError: it is not there.
+    """
+    from peagle.backends.vllm import installation
+
+    return installation.find_vllm(given.value("vllm_python"))
+
+
 def launch_for(
     given: Given, flags: Sequence[str], target: Path, head: str | Path | None, k: int, **more: Any
 ) -> VllmLaunch:
-    """What vLLM is to serve, on a free port and under a key of its own.
+    """Return a launch of vLLM on a free port and under a key of its own.
 
-    Prompts are computed anew each time unless told otherwise, as in engines of our own.
+    Prompts are computed anew each time unless the options say otherwise, as in engines of our own.
 
     Args:
         given: the options of the command.
@@ -81,5 +95,5 @@ def launch_for(
 
 
 def say(text: str) -> None:
-    """Tell the user what goes on."""
+    """Print a line of progress to standard error."""
     print(f"peagle: {text}", file=sys.stderr, flush=True)

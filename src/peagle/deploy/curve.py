@@ -5,15 +5,20 @@ The curve is throughput.json of `peagle bench --output` or tune.json of `peagle 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from peagle.errors import UserError
+from peagle.results import (
+    Cell,
+    Percentiles,
+    ThroughputResults,
+    TuneResults,
+    parse_document,
+    read_object,
+)
 
 # A new instance takes about as long to start as a rush takes to come, and target tracking holds an
 # average: some requests always find more than the target. So much of what an instance carries is
@@ -168,61 +173,6 @@ def _knee(before: Point, point: Point) -> str:
 # ---- files ----------------------------------------------------------------------------------
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
-
-
-class _Latency(_Part):
-    p50: float | None = None
-    p90: float | None = None
-    p99: float | None = None
-    mean: float | None = None
-
-    def ms(self, percentile: int) -> float | None:
-        """Milliseconds at a percentile."""
-        value = getattr(self, f"p{percentile}")
-        return None if value is None else 1000 * value
-
-
-class _Median(_Part):
-    output_tokens_per_s: float = Field(gt=0)
-    requests_per_s: float | None = None
-    itl_s: _Latency = _Latency()
-    ttft_s: _Latency = _Latency()
-
-
-class _Cell(_Part):
-    method: str
-    k: int = Field(ge=0)
-    concurrency: int = Field(ge=1)
-    set: str = ""
-    engine: str = ""
-    median: _Median
-    speed_up_over_plain: float | None = None
-    meets_objective: bool | None = None
-
-
-class _Throughput(_Part):
-    cells: list[_Cell] = Field(min_length=1)
-
-
-class _Prediction(_Part):
-    batch: int = Field(ge=1)
-    k: int = Field(ge=0)
-    predicted_tokens_per_s: float = Field(gt=0)
-    measured_tokens_per_s: float | None = None
-
-    @property
-    def tokens_per_s(self) -> float:
-        """As measured, else as predicted."""
-        return self.measured_tokens_per_s or self.predicted_tokens_per_s
-
-
-class _Tune(_Part):
-    predictions: list[_Prediction] = Field(min_length=1)
-    best_single_k: int | None = None
-
-
 def read_curves(
     path: Path, *, k: int | None, method: str | None = None, percentile: int = 90
 ) -> list[Curve]:
@@ -238,45 +188,28 @@ def read_curves(
     Raises:
         UserError: not readable, none of both, or nothing in it was measured as it is deployed.
     """
-    try:
-        text = path.expanduser().read_bytes()
-    except OSError as error:
+    path = path.expanduser()
+    data = read_object(path)
+    if data.get("cells"):
+        results = parse_document(path, data, ThroughputResults)
+        curves = _of_throughput(path, results.cells, k, method, percentile)
+    elif data.get("predictions"):
+        curves = _of_tune(path, parse_document(path, data, TuneResults), k)
+    else:
         raise UserError(
-            f"--from is {str(path)!r}, which is not readable: {error.strerror}. Expected "
-            "throughput.json of `peagle bench --output` or tune.json of `peagle tune --output`."
-        ) from None
-    for model, curves in ((_Throughput, _of_throughput), (_Tune, _of_tune)):
-        try:
-            found: Any = model.model_validate_json(text)
-        except ValidationError as error:
-            problems = error.errors()
-            # The file is the other one, where what makes it this one is missing.
-            if not _lacks(problems, "cells" if model is _Throughput else "predictions"):
-                raise _no_curve(path, problems) from None
-            continue
-        read: Callable[..., list[Curve]] = curves
-        return read(path, found, k, method, percentile)
-    raise _no_curve(path, [])
-
-
-def _lacks(problems: Sequence[Any], key: str) -> bool:
-    return any(one["type"] == "missing" and one["loc"] == (key,) for one in problems)
-
-
-def _no_curve(path: Path, problems: Sequence[Any]) -> UserError:
-    first = problems[0] if problems else None
-    where = ".".join(map(str, first["loc"])) if first else ""
-    detail = f" ({where + ': ' if where else ''}{first['msg']})" if first else ""
-    return UserError(
-        f"{path} is neither throughput.json of `peagle bench --output` nor tune.json of "
-        f"`peagle tune --output`{detail}."
-    )
+            f"{path} holds no cells and no predictions: it is neither throughput.json of `peagle "
+            "bench --output` nor tune.json of `peagle tune --output`."
+        )
+    for curve in curves:
+        if any(not point.tokens_per_s for point in curve.points):
+            raise UserError(f"{curve.what}: a speed is 0 tokens/s. Measure it again.")
+    return curves
 
 
 def _of_throughput(
-    path: Path, found: _Throughput, k: int | None, method: str | None, percentile: int
+    path: Path, every: Sequence[Cell], k: int | None, method: str | None, percentile: int
 ) -> list[Curve]:
-    arms = sorted({(cell.method, cell.k) for cell in found.cells})
+    arms = sorted({(cell.method, cell.k or 0) for cell in every})
     fitting = _fitting(arms, k, method)
     if len(fitting) != 1:
         have = ", ".join(f"{name} with K = {arm_k}" for name, arm_k in arms)
@@ -287,7 +220,7 @@ def _of_throughput(
             "or measure it with bench."
         )
     name, arm_k = fitting[0]
-    cells = [cell for cell in found.cells if (cell.method, cell.k) == (name, arm_k)]
+    cells = [cell for cell in every if (cell.method, cell.k or 0) == (name, arm_k)]
     curves = []
     for key in sorted({(cell.set, cell.engine) for cell in cells}):
         points = [_point(c, percentile) for c in cells if (c.set, c.engine) == key]
@@ -306,31 +239,35 @@ def _fitting(
     return fitting or [arm for arm in named if method not in (None, _PLAIN) and not arm[1]]
 
 
-def _point(cell: _Cell, percentile: int) -> Point:
+def _point(cell: Cell, percentile: int) -> Point:
+    def milliseconds(seconds: Percentiles) -> float | None:
+        value = getattr(seconds, f"p{percentile}")
+        return None if value is None else 1000 * value
+
     return Point(
         cell.concurrency,
         cell.median.output_tokens_per_s,
         cell.median.requests_per_s,
-        cell.median.itl_s.ms(percentile),
-        cell.median.ttft_s.ms(percentile),
+        milliseconds(cell.median.itl_s),
+        milliseconds(cell.median.ttft_s),
         None if cell.method == _PLAIN else cell.speed_up_over_plain,
         cell.meets_objective,
     )
 
 
-def _of_tune(
-    path: Path, found: _Tune, k: int | None, method: str | None, percentile: int
-) -> list[Curve]:
-    """Steps do not tell latencies apart: every request gets tokens/s over b, so their mean."""
-    del method, percentile
-    chosen = found.best_single_k if k is None else k
-    speeds = {(one.batch, one.k): one.tokens_per_s for one in found.predictions}
+def _of_tune(path: Path, results: TuneResults, k: int | None) -> list[Curve]:
+    """The curve of mean latencies: steps give every one of b requests tokens/s over b."""
+    chosen = results.best_single_k if k is None else k
+    speeds = {
+        (one.batch, one.k): one.measured_tokens_per_s or one.predicted_tokens_per_s
+        for one in results.predictions
+    }
     points = [
         Point(
             batch,
             speed,
-            itl_ms=1000 * batch / speed,
-            speed_up=speed / speeds[batch, 0] if chosen and (batch, 0) in speeds else None,
+            itl_ms=1000 * batch / speed if speed else None,
+            speed_up=speed / plain if chosen and (plain := speeds.get((batch, 0))) else None,
         )
         for (batch, at_k), speed in sorted(speeds.items())
         if at_k == chosen

@@ -19,7 +19,7 @@ from peagle.doctor.questions import Style
 from peagle.doctor.repair import MIN_MATCH, Gain, Repaired, features_matter, repair, starved_depth
 from peagle.doctor.served import Serving
 from peagle.doctor.serving_side import examine_serving
-from peagle.evaluation.training_record import TrainingRecord
+from peagle.evaluation.training_record import read_training_record
 
 # A target that knows its tokenizer is far from ln(V) on the texts that it knows best.
 _BLIND_SHARE = 0.85
@@ -48,7 +48,7 @@ def examine(probed: ProbedTarget, folder: Path, serving: Serving | None = None) 
     Raises:
         UserError: the folder is not there, or the serving side cannot be reached.
     """
-    report = Examination(training=TrainingRecord.beside(folder))
+    report = Examination(training=read_training_record(folder))
     if report.training is not None:
         status = "not checked" if report.training.is_little else "agrees"
         report.check("training", status, str(report.training))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from peagle.evaluation.training_record import TrainingRecord
+from peagle.results import TrainingRecord
 
 Status = Literal["agrees", "differs", "not checked"]
 Where = Literal["head", "prompts", "serving"]

@@ -6,8 +6,8 @@ what a head is worth on text that goes somewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from peagle.engine import SpeculationStats
@@ -79,86 +79,40 @@ def before_loop(
     return stats, num_steps
 
 
-@dataclass(slots=True)
-class Acceptance:
-    """Pooled counters of a set of outputs.
+def acceptance_figures(completions: Sequence[Completion]) -> dict[str, Any]:
+    """Pooled figures of a set of outputs as a JSON object.
 
-    Attributes:
-        stats: counters of the drafts, taken before stop conditions trim.
-        num_outputs, num_tokens: outputs, and tokens in them.
-        num_decode_steps: steps after the prompt pass, those without a draft included.
-        num_loops: outputs with a repeated 16-gram of tokens.
-        stats_before_loop: counters of the steps that end where the repeat begins or earlier.
-        num_decode_steps_before_loop: those steps.
+    The acceptance length is 1 + accepted draft tokens / drafts. tokens_per_step counts the steps
+    that had nothing to verify too: it is the same for heads, and lower for prompt lookup, which
+    does not always find a draft. Figures "before_loop" are of the steps that end before a loop.
     """
-
-    stats: SpeculationStats = field(default_factory=SpeculationStats)
-    num_outputs: int = 0
-    num_tokens: int = 0
-    num_decode_steps: int = 0
-    num_loops: int = 0
-    stats_before_loop: SpeculationStats = field(default_factory=SpeculationStats)
-    num_decode_steps_before_loop: int = 0
-
-    @classmethod
-    def of(cls, completions: Iterable[Completion]) -> Acceptance:
-        """Pool the counters of `completions`."""
-        pooled = cls()
-        for completion in completions:
-            pooled._add(completion)
-        return pooled
-
-    def _add(self, completion: Completion) -> None:
-        output, steps = completion.output, completion.steps
-        self.num_outputs += 1
-        self.num_tokens += len(output.token_ids)
-        self.num_decode_steps += len(steps) - 1
-        self.stats.add(output.stats)
-        before = before_loop(output.token_ids, steps)
-        if before is None:
-            self.stats_before_loop.add(output.stats)
-            self.num_decode_steps_before_loop += len(steps) - 1
-            return
-        self.num_loops += 1
-        self.stats_before_loop.add(before[0])
-        self.num_decode_steps_before_loop += before[1]
-
-    @property
-    def loop_share(self) -> float:
-        """Share of the outputs that fall into a loop."""
-        return self.num_loops / self.num_outputs if self.num_outputs else 0.0
-
-    @property
-    def tokens_per_step(self) -> float:
-        """1 + accepted draft tokens / decode steps.
-
-        The acceptance length with the steps counted that had nothing to verify: the same for
-        heads, lower for prompt lookup, which does not always find a draft.
-        """
-        return _tokens_per_step(self.stats, self.num_decode_steps)
-
-    def to_json(self) -> dict[str, Any]:
-        """As a JSON object; the acceptance length is 1 + accepted draft tokens / drafts."""
-        before = self.stats_before_loop
-        return {
-            "num_outputs": self.num_outputs,
-            "num_tokens": self.num_tokens,
-            "num_drafts": self.stats.num_drafts,
-            "num_draft_tokens": self.stats.num_draft_tokens,
-            "num_accepted_tokens": self.stats.num_accepted_tokens,
-            "num_accepted_tokens_per_pos": self.stats.num_accepted_tokens_per_pos,
-            "acceptance_length": self.stats.acceptance_length,
-            "unconditional_acceptance_per_pos": self.stats.acceptance_per_pos,
-            "conditional_acceptance_per_pos": conditional_acceptance(self.stats),
-            "tokens_per_step": self.tokens_per_step,
-            "loop_share": self.loop_share,
-            "num_drafts_before_loop": before.num_drafts,
-            "acceptance_length_before_loop": before.acceptance_length,
-            "unconditional_acceptance_per_pos_before_loop": before.acceptance_per_pos,
-            "tokens_per_step_before_loop": _tokens_per_step(
-                before, self.num_decode_steps_before_loop
-            ),
-        }
+    total, before = SpeculationStats(), SpeculationStats()
+    num_steps = num_steps_before = num_loops = 0
+    for one in completions:
+        whole = one.output.stats, len(one.steps) - 1
+        early = before_loop(one.output.token_ids, one.steps)
+        num_loops += early is not None
+        for stats, found in ((total, whole), (before, early or whole)):
+            stats.add(found[0])
+        num_steps += whole[1]
+        num_steps_before += (early or whole)[1]
+    return {
+        "num_outputs": len(completions),
+        "num_tokens": sum(len(one.output.token_ids) for one in completions),
+        "num_drafts": total.num_drafts,
+        "num_draft_tokens": total.num_draft_tokens,
+        "num_accepted_tokens": total.num_accepted_tokens,
+        "num_accepted_tokens_per_pos": total.num_accepted_tokens_per_pos,
+        "acceptance_length": total.acceptance_length,
+        "unconditional_acceptance_per_pos": total.acceptance_per_pos,
+        "conditional_acceptance_per_pos": conditional_acceptance(total),
+        "tokens_per_step": tokens_per_step(total, num_steps),
+        "loop_share": num_loops / len(completions) if completions else 0.0,
+        "num_drafts_before_loop": before.num_drafts,
+        "acceptance_length_before_loop": before.acceptance_length,
+        "unconditional_acceptance_per_pos_before_loop": before.acceptance_per_pos,
+        "tokens_per_step_before_loop": tokens_per_step(before, num_steps_before),
+    }
 
 
 def conditional_acceptance(stats: SpeculationStats) -> list[float | None]:
@@ -168,5 +122,6 @@ def conditional_acceptance(stats: SpeculationStats) -> list[float | None]:
     return [a / r if r else None for a, r in zip(accepted, reached, strict=False)]
 
 
-def _tokens_per_step(stats: SpeculationStats, steps: int) -> float:
+def tokens_per_step(stats: SpeculationStats, steps: int) -> float:
+    """1 + accepted draft tokens / decode steps."""
     return 1 + stats.num_accepted_tokens / steps if steps else 1.0

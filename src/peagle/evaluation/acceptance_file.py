@@ -1,58 +1,33 @@
-"""acceptance.json: what `peagle eval` found, entry by entry, so that nothing is measured twice."""
+"""acceptance.json, written entry by entry, so that nothing is measured twice."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from peagle.errors import UserError
 from peagle.evaluation.journal import require_same
 from peagle.models.checkpoint.files import write_json
-
-FORMAT_VERSION = 1
-NAME = "acceptance.json"
-
-
-@dataclass(frozen=True, slots=True)
-class Key:
-    """What tells one entry from another.
-
-    Attributes:
-        method: its name in tables.
-        source: folder or hub id of the head, "" without one.
-        k: draft tokens per step; 0 where a server does not tell.
-        temperature: of the target's sampling.
-        draft_sampling: "argmax" or "probabilistic".
-        engine: "peagle", or the URL of a server.
-    """
-
-    method: str
-    source: str
-    k: int
-    temperature: float
-    draft_sampling: str = "argmax"
-    engine: str = "peagle"
-
-    def to_json(self) -> dict[str, Any]:
-        """As the first keys of an entry."""
-        return asdict(self)
-
-    def __str__(self) -> str:
-        at = f" on {self.engine}" if self.engine != "peagle" else ""
-        return f"{self.method}{at}, K={self.k or 'unknown'}, temperature {self.temperature:g}"
+from peagle.results import (
+    ACCEPTANCE,
+    AcceptanceResults,
+    Comparison,
+    Entry,
+    EntryKey,
+    Provenance,
+    read_document,
+)
 
 
 class AcceptanceFile:
-    """The file in an output folder; with no folder, what would stand in it.
+    """The acceptance.json of an output folder, or its content alone where there is no folder.
 
     Args:
-        folder: made if it is not there; None keeps nothing.
-        provenance: who measures, with what: "target" and "dtype" among it.
+        folder: made if it is not there; None writes nothing.
+        provenance: of the measurements, "target" and "dtype" among it.
         settings: that all entries share.
 
     Raises:
@@ -62,35 +37,39 @@ class AcceptanceFile:
     def __init__(
         self, folder: Path | None, provenance: Mapping[str, Any], settings: Mapping[str, Any]
     ) -> None:
-        self._path = None if folder is None else folder / NAME
-        self.data: dict[str, Any] = {
-            "format_version": FORMAT_VERSION,
-            "provenance": dict(provenance),
-            "settings": dict(settings),
-            "entries": [],
-        }
-        if self._path is None:
-            return
-        make_folder(self._path.parent)
-        if self._path.exists():
-            self.data["entries"] = self._kept(read_acceptance(self._path))
+        self._path = None if folder is None else folder / ACCEPTANCE
+        entries: list[Entry] = []
+        if self._path is not None:
+            make_folder(self._path.parent)
+            if self._path.exists():
+                before = read_document(self._path, AcceptanceResults)
+                who = before.provenance.to_json()
+                require_same(
+                    self._path,
+                    _shared(who, before.settings),
+                    _shared(provenance, settings),
+                )
+                entries = before.entries
+        self.results = AcceptanceResults(
+            provenance=Provenance(**provenance), settings=dict(settings), entries=entries
+        )
 
     @property
-    def entries(self) -> list[dict[str, Any]]:
-        """Those finished, in the order in which they were measured."""
-        return self.data["entries"]
+    def entries(self) -> list[Entry]:
+        """Finished entries, in the order in which they were measured."""
+        return self.results.entries
 
-    def find(self, key: Key, weights_sha256: str) -> dict[str, Any] | None:
-        """A finished entry; None if it is not there.
+    def find(self, key: EntryKey, weights_sha256: str) -> Entry | None:
+        """Return a finished entry; None if it is not there.
 
         Raises:
             UserError: the head has changed since it was measured.
         """
         wanted = key.to_json()
         for entry in self.entries:
-            if {name: entry.get(name) for name in wanted} != wanted:
+            if entry.model_dump(include=set(wanted)) != wanted:
                 continue
-            if entry.get("weights_sha256", weights_sha256) != weights_sha256:
+            if entry.weights_sha256 and entry.weights_sha256 != weights_sha256:
                 raise UserError(
                     f"The head {key.source!r} has changed since {str(self._path)!r} was made. "
                     "Name another --output, or remove that file to measure anew."
@@ -98,55 +77,26 @@ class AcceptanceFile:
             return entry
         return None
 
-    def add(self, entry: dict[str, Any]) -> None:
-        """Keep a finished entry: the file has it when this returns."""
+    def add(self, entry: Entry) -> None:
+        """Add a finished entry and write the file."""
         self.entries.append(entry)
-        if self._path is not None:
-            write_json(self._path, self.data)
+        self._write()
 
-    def conclude(self, **conclusions: Any) -> None:
-        """Keep what follows from all entries, beside them."""
-        self.data |= conclusions
-        if self._path is not None:
-            write_json(self._path, self.data)
-
-    def _kept(self, before: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The entries of an earlier run with the same settings."""
-
-        def shared(data: Mapping[str, Any]) -> dict[str, Any]:
-            who = {name: data["provenance"].get(name) for name in ("target", "dtype")}
-            return {**who, **data["settings"]}
-
-        assert self._path is not None
-        require_same(self._path, shared(before), shared(self.data))
-        return list(before["entries"])
-
-
-def read_acceptance(path: Path) -> dict[str, Any]:
-    """What an acceptance.json holds.
-
-    Raises:
-        UserError: it is not readable, not one, or of a newer format.
-    """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{str(path)!r} is not readable: {error.strerror}.") from None
-    except ValueError as error:
-        raise UserError(f"{str(path)!r} is not JSON: {error}. Remove it, or restore it.") from None
-    if not isinstance(data, dict) or not isinstance(data.get("format_version"), int):
-        raise UserError(f"{str(path)!r} is no acceptance.json: format_version is missing.")
-    if data["format_version"] > FORMAT_VERSION:
-        raise UserError(
-            f"{str(path)!r} has format_version {data['format_version']}; this peagle reads up to "
-            f"{FORMAT_VERSION}. Use a newer one."
+    def conclude(self, comparisons: list[Comparison], advice: str) -> None:
+        """Set what follows from all entries and write the file."""
+        self.results = self.results.model_copy(
+            update={"comparisons": comparisons, "advice": advice}
         )
-    for name, kind in (("provenance", dict), ("settings", dict), ("entries", list)):
-        if not isinstance(data.get(name), kind):
-            raise UserError(f"{str(path)!r} is no acceptance.json: {name} is missing.")
-    if not all(isinstance(entry, dict) for entry in data["entries"]):
-        raise UserError(f"{str(path)!r} is no acceptance.json: an entry is not an object.")
-    return data
+        self._write()
+
+    def _write(self) -> None:
+        if self._path is not None:
+            write_json(self._path, self.results.to_json())
+
+
+def _shared(provenance: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What every entry of a file has to share."""
+    return {**{name: provenance.get(name) for name in ("target", "dtype")}, **settings}
 
 
 def digest_of(parts: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""Ways to decode, run on the same prompts over one loaded target, and timed."""
+"""Engines on one loaded target, and timed runs of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -15,9 +14,8 @@ import torch
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine import SpeculationStats
 from peagle.engine.memory_plan import free_and_total
-from peagle.engine.model_runner import TargetPass
 from peagle.engine.placement import resolve_device, resolve_dtype
-from peagle.evaluation.acceptance import Acceptance, Completion, DecodedStep
+from peagle.evaluation.acceptance import Completion, DecodedStep
 from peagle.llm import LLM, StreamChunk
 from peagle.models.target import TargetModel
 
@@ -61,11 +59,6 @@ class Measurement:
     def stats(self) -> SpeculationStats:
         """Pooled counters of the drafts."""
         return SpeculationStats.pooled(one.output.stats for one in self.completions)
-
-    @property
-    def acceptance(self) -> Acceptance:
-        """Pooled counters, and those before loops."""
-        return Acceptance.of(self.completions)
 
 
 def load_target(folder: str | Path, *, dtype: str, device: str) -> TargetModel:
@@ -121,35 +114,6 @@ def measure(
     return Measurement([completions[key] for key in sorted(completions)], seconds)
 
 
-def draft_seconds(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> list[float]:
-    """Seconds of each drafting while `prompts` are completed, save those after prompt passes.
-
-    Args:
-        llm: what decodes; not plain.
-        prompts: texts.
-        params: for all of them.
-    """
-    drafting = llm.engine.drafting
-    assert drafting is not None, "plain decoding drafts nothing"
-    draft = drafting.draft
-    seconds: list[float] = []
-
-    def timed(done: TargetPass) -> None:
-        start = time.perf_counter()
-        draft(done)
-        sequences = [chunk.sequence for chunk in done.chunks]
-        decoded = all(sequence.num_output_tokens > 1 for sequence in sequences)
-        if decoded and not all(sequence.is_finished for sequence in sequences):
-            seconds.append(time.perf_counter() - start)
-
-    drafting.draft = timed
-    try:
-        llm.generate(prompts, params)
-    finally:
-        drafting.draft = draft
-    return seconds
-
-
 def build(
     target: TargetModel,
     configurations: Mapping[str, SpeculativeConfig | None],
@@ -197,27 +161,3 @@ def warm_up(llms: Mapping[str, LLM], prompts: Sequence[str]) -> None:
     """Run each a little, so that the first measurement is not slower than the others."""
     for llm in llms.values():
         llm.generate(prompts, SamplingParams(max_tokens=WARM_UP_TOKENS))
-
-
-def compare(
-    llms: Mapping[str, LLM],
-    prompts: Sequence[str],
-    params: SamplingParams | Sequence[SamplingParams],
-    *,
-    repeats: int = 1,
-) -> dict[str, list[Measurement]]:
-    """Measure each of `llms` on the same prompts, `repeats` times, taking turns.
-
-    Taking turns lets a slow spell of the machine hit all of them, not one.
-    """
-    warm_up(llms, prompts[:1])
-    runs: dict[str, list[Measurement]] = {name: [] for name in llms}
-    for _ in range(repeats):
-        for name, llm in llms.items():
-            runs[name].append(measure(llm, prompts, params))
-    return runs
-
-
-def median_tokens_per_s(runs: Sequence[Measurement]) -> float:
-    """The median speed of repeated runs."""
-    return median(run.tokens_per_s for run in runs)

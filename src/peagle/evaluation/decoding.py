@@ -1,4 +1,4 @@
-"""What `peagle eval` and `peagle bench` ask of an engine or a server, and what they learn of it.
+"""The requests that eval, bench and tune send to an engine or a server, and the answers.
 
 A backend keeps a number of requests in flight: as one ends, the next is sent, so that the load
 stays the same for the whole run (a closed loop).
@@ -20,13 +20,7 @@ Message = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request.
-
-    Attributes:
-        id: of the prompt, for reports.
-        prompt: text to complete, or messages to answer behind the model's chat template.
-        params: how it is sampled.
-    """
+    """A text to complete, or messages to answer behind the model's chat template."""
 
     id: str
     prompt: str | Sequence[Message]
@@ -35,18 +29,15 @@ class Request:
 
 @dataclass(slots=True)
 class Answer:
-    """What came of a request. Times are seconds since it was sent.
+    """The answer to a request. Times are seconds since it was sent.
 
     Attributes:
-        text: the output.
         finish_reason: "stop" or "length"; "" where it broke off.
-        num_prompt_tokens, num_tokens: of the prompt and of the output.
         chunks: when each piece of the output came, and how many tokens it held.
-        seconds: to the end.
-        token_ids: of the output, where the backend tells them.
         texts: text of each chunk.
-        steps: one a chunk, the first the prompt pass, where the backend tells them.
-        stats: drafts of this request, where the backend tells them.
+        seconds: to the end.
+        steps: one a chunk, the first the prompt pass; None like `token_ids` and `stats`, the
+            drafts of this request, where the backend does not tell them.
         error: why there is no whole answer; "" where there is.
     """
 
@@ -70,12 +61,9 @@ class Answer:
 
 @dataclass(slots=True)
 class Run:
-    """Some requests answered.
+    """Answers in the order of their requests, and the seconds from first request to last answer.
 
-    Attributes:
-        answers: in the order of the requests.
-        seconds: from the first request to the last answer.
-        counters: drafts of the whole run, by the backend's own counters; None where it has none.
+    `counters` are the drafts of the whole run by the backend's own counters, None without any.
     """
 
     answers: list[Answer]
@@ -84,11 +72,9 @@ class Run:
 
 
 class Backend(Protocol):
-    """Something that answers requests: an engine in this process, or a server.
+    """An engine in this process, or a server; its name is "peagle", or the server's URL.
 
-    Attributes:
-        name: "peagle" for our engine, else the server's URL.
-        tells_steps: answers carry `steps` and `token_ids`.
+    With `tells_steps` answers carry `steps` and `token_ids`.
     """
 
     name: str
@@ -100,15 +86,10 @@ class Backend(Protocol):
         concurrency: int,
         watch: Callable[[int, Answer], None] | None = None,
     ) -> Run:
-        """Answer `requests`, so many in flight at a time.
-
-        Args:
-            requests: what to send, in this order.
-            concurrency: requests in flight, at least 1.
-            watch: called with the index and the answer of each request that ended.
+        """Answer requests, at most `concurrency` in flight, and watch each that ends.
 
         Raises:
-            UserError: the server cannot be reached, or refuses what is asked of it.
+            UserError: the server cannot be reached, or refuses the requests.
         """
         ...
 
@@ -117,3 +98,25 @@ def require_some(concurrency: int) -> None:
     """Refuse to keep no request in flight."""
     if concurrency < 1:
         raise UserError(f"The concurrency is {concurrency}; expected at least 1 request in flight.")
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """A turn of a prompt, counted from 0, and its answer; `prompt` is what the user wrote."""
+
+    set: str
+    category: str
+    id: str
+    turn: int
+    prompt: str
+    answer: Answer
+
+    @property
+    def conversation(self) -> str:
+        """The name that all turns of one prompt share."""
+        return f"{self.set}/{self.id}"
+
+    @property
+    def group(self) -> str:
+        """Set and category."""
+        return f"{self.set}/{self.category}" if self.category else self.set

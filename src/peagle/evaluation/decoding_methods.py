@@ -17,11 +17,18 @@ class DecodingMethod:
 
     Attributes:
         name: in tables.
-        source: folder or hub id of the head; "" for plain decoding and prompt lookup.
+        source: folder or hub id of the head as the user gave it; "" for plain decoding and prompt
+            lookup.
+        folder: where the head was found; "" before it is looked for.
+        trained_length: tokens of the longest sequence that the head was trained on, if it tells.
+        trained_depth: K that the head was trained for, if it tells.
     """
 
     name: str
     source: str = ""
+    folder: str = ""
+    trained_length: int | None = None
+    trained_depth: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> DecodingMethod:
@@ -40,23 +47,17 @@ class DecodingMethod:
             "id of a head, like peagle=./head."
         )
 
-    @property
-    def is_plain(self) -> bool:
-        """Nothing is drafted."""
-        return self.name == PLAIN
-
     def config(self, k: int, **options: Any) -> SpeculativeConfig | None:
-        """How an engine drafts so many tokens a step; None for plain decoding.
+        """Return how an engine drafts k tokens a step; None for plain decoding.
 
-        Args:
-            k: num_speculative_tokens.
-            **options: further fields of SpeculativeConfig, for heads.
+        Further fields of SpeculativeConfig in `options` apply to heads alone.
 
         Raises:
             UserError: K or an option is out of range.
         """
-        if self.is_plain:
+        if self.name == PLAIN:
             return None
         if not self.source:
             return SpeculativeConfig(method="ngram", num_speculative_tokens=k)
-        return SpeculativeConfig(model=self.source, num_speculative_tokens=k, **options)
+        model = self.folder or self.source
+        return SpeculativeConfig(model=model, num_speculative_tokens=k, **options)

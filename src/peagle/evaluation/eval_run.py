@@ -1,46 +1,33 @@
-"""`peagle eval`: every method at every K and temperature, on an engine here or on a server."""
+"""The measurements of `peagle eval`: every method at every K and temperature."""
 
 from __future__ import annotations
 
-import shlex
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-import torch
-
 from peagle.config import SamplingParams
-from peagle.environment import environment
-from peagle.errors import UserError
-from peagle.evaluation.acceptance_file import AcceptanceFile, Key, digest_of, weights_digest
-from peagle.evaluation.compare import build, release
+from peagle.evaluation.acceptance_file import AcceptanceFile, digest_of, weights_digest
 from peagle.evaluation.decoding import Backend
 from peagle.evaluation.decoding_methods import DecodingMethod
-from peagle.evaluation.dialogues import DialogueResults, PromptSets, ask, num_requests
+from peagle.evaluation.dialogues import PromptSets, num_requests, run_dialogues
 from peagle.evaluation.endpoint import EndpointBackend
-from peagle.evaluation.local import EngineBackend
-from peagle.evaluation.training_record import TrainingRecord
+from peagle.evaluation.engine_backend import EngineBackend
+from peagle.evaluation.training_record import read_training_record
 from peagle.evaluation.xray import beyond_training, xray, xray_of_counters
-from peagle.models.checkpoint import load_drafter
-from peagle.models.fingerprint import TargetFingerprint
-from peagle.models.target import TargetModel
-from peagle.models.target_facts import TargetFacts
+from peagle.results import Entry, EntryKey
 
 
 @dataclass(frozen=True, slots=True)
 class EvalPlan:
-    """What is put to every method.
+    """The requests that every method gets.
 
     Attributes:
         sets: prompts by the name of their set.
-        ks: draft tokens per step; each is a run of its own. Reading K = 3 off the first positions
-            of a run at K = 7 would be biased: the steps of a shorter draft begin elsewhere in the
-            text, more of them where drafting is easy. Empty leaves K to a server.
         temperatures: of the target's sampling.
-        params: how to sample otherwise; the seed is not None.
+        params: of sampling otherwise; the seed is not None.
         draft_sampling: of heads, where the temperature is not 0.
         concurrency: requests in flight.
         chat: prompts go behind the chat template.
@@ -48,7 +35,6 @@ class EvalPlan:
     """
 
     sets: PromptSets
-    ks: tuple[int, ...]
     temperatures: tuple[float, ...]
     params: SamplingParams
     draft_sampling: str
@@ -57,7 +43,7 @@ class EvalPlan:
     thinking: bool | None = None
 
     def settings(self, target_sha256: str) -> dict[str, Any]:
-        """What all entries share, as JSON."""
+        """Return the settings that all entries share, as JSON."""
         texts = (
             text
             for name, prompts in self.sets.items()
@@ -79,246 +65,123 @@ class EvalPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class LocalMethod:
-    """A method whose head, if it has one, was found.
+class EvalArm:
+    """A method at one K.
 
     Attributes:
-        method: as the user calls it.
-        folder: of the head, "" without one.
-        trained_length: tokens of the longest sequence that the head was trained on, None if it
-            does not tell.
-        trained_depth: K that the head was trained for, None if it does not tell.
+        method: its name and head.
+        k: draft tokens per step. Each K is a run of its own: reading K = 3 off the first positions
+            of a run at K = 7 would be biased, since the steps of a shorter draft begin elsewhere in
+            the text, more of them where drafting is easy.
+        open: opens the backend, for as long as its context lasts.
+        engine: its name in the entries.
+        requested_k: K that every request asks for; None asks for none.
     """
 
     method: DecodingMethod
-    folder: str = ""
-    trained_length: int | None = None
-    trained_depth: int | None = None
+    k: int
+    open: Callable[[], AbstractContextManager[Backend]]
+    engine: str = "peagle"
+    requested_k: int | None = None
 
-    @property
-    def loadable(self) -> DecodingMethod:
-        """The method with the folder for its source."""
-        return DecodingMethod(self.method.name, self.folder)
+    def keys(self, plan: EvalPlan) -> list[EntryKey]:
+        """Return the keys of its entries, one a temperature."""
+        return [
+            EntryKey(
+                method=self.method.name,
+                source=self.method.source,
+                k=self.k,
+                temperature=t,
+                draft_sampling=plan.draft_sampling if self.method.source and t else "argmax",
+                engine=self.engine,
+            )
+            for t in plan.temperatures
+        ]
 
 
 class EvaluationView(Protocol):
-    """What the user sees meanwhile."""
+    """The progress that the user sees."""
 
-    def begin(self, key: Key, num_requests: int) -> None:
-        """An entry is begun."""
+    def begin(self, key: EntryKey, num_requests: int) -> None:
+        """Show that an entry is begun."""
         ...
 
     def advance(self) -> None:
-        """One of its requests ended."""
+        """Show that one of its requests ended."""
         ...
 
-    def end(self, entry: Mapping[str, Any], *, was_there: bool) -> None:
-        """It is measured, or was there already."""
+    def end(self, entry: Entry, *, was_there: bool) -> None:
+        """Show an entry that is measured, or was there already."""
         ...
-
-
-def provenance(target: str, dtype: str, device: torch.device | None = None) -> dict[str, Any]:
-    """Who measured with what: the command, the time, the machine and the target."""
-    return {
-        "command": shlex.join(["peagle", *sys.argv[1:]]),
-        "created": _now(),
-        "environment": environment(device),
-        "target": target,
-        "dtype": dtype,
-    }
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def check_heads(target: TargetFacts, methods: Iterable[LocalMethod]) -> None:
-    """Load every head once, so that one that does not fit is found before anything runs.
-
-    Raises:
-        UserError: naming the method whose head does not fit.
-    """
-    for one in methods:
-        if not one.folder:
-            continue
-        try:
-            load_drafter(one.folder, target)
-        except UserError as error:
-            raise UserError(f"The head of {one.method.name} is of no use here: {error}") from None
-
-
-Opener = Callable[[LocalMethod, int], AbstractContextManager[Backend]]
 
 
 def evaluate(
-    methods: Sequence[LocalMethod],
-    plan: EvalPlan,
-    file: AcceptanceFile,
-    view: EvaluationView,
-    opened: Opener,
-    engine: str = "peagle",
-) -> list[dict[str, Any]]:
-    """Measure what the file does not have yet.
-
-    Args:
-        methods: none of them plain.
-        plan: what is put to them.
-        file: gets each entry as it is finished.
-        view: is told.
-        opened: what decodes by a method at a K, for as long as its context lasts.
-        engine: its name in the entries.
-
-    Returns:
-        the entries asked for, in order.
+    arms: Sequence[EvalArm], plan: EvalPlan, file: AcceptanceFile, view: EvaluationView
+) -> None:
+    """Measure the entries that the file does not have yet; it gets each as it is finished.
 
     Raises:
-        UserError: an option is not usable, a head has changed since an entry of it was measured,
-            or no prompt of an entry has an answer.
+        UserError: an option is not usable, a head has changed since an entry of it was measured, a
+            server goes away or refuses, or no prompt of an entry has an answer.
     """
-    digests = [weights_digest(one.folder) for one in methods]
-    for one, digest in zip(methods, digests, strict=True):
-        for key in (key for k in plan.ks for key in _keys(one.method, k, plan, engine)):
-            file.find(key, digest)  # a head that has changed is named before anything runs
-    entries: list[dict[str, Any]] = []
-    for one, digest in zip(methods, digests, strict=True):
-        for k in plan.ks:
-            with ExitStack() as stack:
-                backend: Backend | None = None
-                for key in _keys(one.method, k, plan, engine):
-                    if (entry := file.find(key, digest)) is not None:
-                        view.end(entry, was_there=True)
-                        entries.append(entry)
-                        continue
-                    if backend is None:
-                        backend = stack.enter_context(opened(one, k))
-                    entry = _entry(backend, key, plan, view, digest, one)
+    digests = {one.method.folder: weights_digest(one.method.folder) for one in arms}
+    for arm in arms:
+        for key in arm.keys(plan):
+            # A head that has changed is named before anything runs.
+            file.find(key, digests[arm.method.folder])
+    for arm in arms:
+        digest = digests[arm.method.folder]
+        with ExitStack() as stack:
+            backend: Backend | None = None
+            for key in arm.keys(plan):
+                entry = file.find(key, digest)
+                was_there = entry is not None
+                if entry is None:
+                    backend = backend or stack.enter_context(arm.open())
+                    entry = _measure(backend, arm, key, plan, view, digest)
                     file.add(entry)
-                    view.end(entry, was_there=False)
-                    entries.append(entry)
-                backend = None  # what it holds is released with the context
-    return entries
+                view.end(entry, was_there=was_there)
+            backend = None  # its memory is released with the context
 
 
-def on_engines(target: TargetModel, plan: EvalPlan, **engine_options: Any) -> Opener:
-    """Engines of our own for `evaluate`, one at a time.
-
-    Args:
-        target: loaded.
-        plan: what is put to them.
-        **engine_options: fields of EngineConfig.
-    """
-
-    @contextmanager
-    def opened(one: LocalMethod, k: int) -> Iterator[Backend]:
-        yield _backend(target, one, plan, k, engine_options)
-        release(target)
-
-    return opened
-
-
-def _keys(method: DecodingMethod, k: int, plan: EvalPlan, engine: str) -> list[Key]:
-    def sampling(temperature: float) -> str:
-        return plan.draft_sampling if method.source and temperature else "argmax"
-
-    name, source = method.name, method.source
-    return [Key(name, source, k, t, sampling(t), engine) for t in plan.temperatures]
-
-
-def _backend(
-    target: TargetModel, one: LocalMethod, plan: EvalPlan, k: int, engine_options: dict[str, Any]
-) -> EngineBackend:
-    options = {"draft_sampling": plan.draft_sampling} if one.folder else {}
-    config = one.loadable.config(k, **options)
-    engine_options = {"max_num_seqs": plan.concurrency, **engine_options}
-    llm = build(target, {one.method.name: config}, **engine_options)[one.method.name]
-    return EngineBackend(llm, thinking=plan.thinking)
-
-
-def evaluate_endpoint(
-    backend: EndpointBackend,
-    name: str,
-    plan: EvalPlan,
-    file: AcceptanceFile,
-    view: EvaluationView,
-) -> list[dict[str, Any]]:
-    """Measure what the file does not have yet, on a server.
-
-    Args:
-        backend: the server.
-        name: what the method is called.
-        plan: what is put to it; without K the server's own.
-        file: gets each entry as it is finished.
-        view: is told.
-
-    Returns:
-        the entries asked for, in order.
-
-    Raises:
-        UserError: the server goes away or refuses; or K is asked for of a server that has its own.
-    """
-    if plan.ks and not backend.is_ours:
-        raise UserError(
-            f"-k is {plan.ks[0]}, but {backend.name} decides on its own K; leave -k out, and serve "
-            "it with that K instead."
-        )
-    entries: list[dict[str, Any]] = []
-    for k in plan.ks or (None,):
-        for temperature in plan.temperatures:
-            shown = k if k is not None else backend.num_speculative_tokens() or 0
-            key = Key(name, backend.model, shown, temperature, engine=backend.name)
-            entry = file.find(key, "")
-            was_there = entry is not None
-            if entry is None:
-                own = replace(plan, params=replace(plan.params, num_speculative_tokens=k))
-                entry = _entry(backend, key, own, view)
-                file.add(entry)
-            view.end(entry, was_there=was_there)
-            entries.append(entry)
-    return entries
-
-
-def _entry(
+def _measure(
     backend: Backend,
-    key: Key,
+    arm: EvalArm,
+    key: EntryKey,
     plan: EvalPlan,
     view: EvaluationView,
-    weights_sha256: str = "",
-    one: LocalMethod | None = None,
-) -> dict[str, Any]:
+    weights_sha256: str,
+) -> Entry:
+    """Measure one entry."""
     view.begin(key, num_requests(plan.sets))
-    params = replace(plan.params, temperature=key.temperature)
-    outcome = ask(backend, plan.sets, params, plan.concurrency, chat=plan.chat, watch=view.advance)
-    is_server = isinstance(backend, EndpointBackend)
-    tokenizer = backend.llm.tokenizer if isinstance(backend, EngineBackend) else None
-    seed = params.seed or 0
-    notes = _notes(outcome)
-    if all(one.answer.stats is not None for one in outcome.observations):
-        figures = xray(outcome.observations, key.k, tokenizer, seed=seed)
-        if one is not None and one.trained_length is not None:
-            lost = beyond_training(outcome.observations, one.trained_length, key.k, seed=seed)
+    params = replace(
+        plan.params, temperature=key.temperature, num_speculative_tokens=arm.requested_k
+    )
+    found = run_dialogues(
+        backend, plan.sets, params, plan.concurrency, chat=plan.chat, watch=view.advance
+    )
+    notes = []
+    if found.num_errors:
+        notes = [f"{found.num_errors} requests have no answer; the first: {found.first_error}"]
+    seed, method = params.seed or 0, arm.method
+    if all(one.answer.stats is not None for one in found.observations):
+        tokenizer = backend.llm.tokenizer if isinstance(backend, EngineBackend) else None
+        figures = xray(found.observations, key.k, tokenizer, seed=seed)
+        if method.trained_length is not None:
+            lost = beyond_training(found.observations, method.trained_length, key.k, seed=seed)
             notes += [lost] if lost else []
     else:
-        figures = xray_of_counters(outcome.groups, key.k)
-    training = TrainingRecord.beside(one.folder) if one is not None and one.folder else None
-    return {
-        **key.to_json(),
-        **figures,
-        "training": None if training is None else training.to_json(),
-        "seconds": outcome.seconds,
-        "output_tokens_per_s": outcome.num_tokens / outcome.seconds if outcome.seconds else 0.0,
-        "num_errors": outcome.num_errors,
-        "notes": [*notes, *(backend.notes if is_server else ())],
-        "weights_sha256": weights_sha256,
-        "created": _now(),
-    }
-
-
-def _notes(outcome: DialogueResults) -> list[str]:
-    if not outcome.num_errors:
-        return []
-    return [f"{outcome.num_errors} requests have no answer; the first: {outcome.first_error}"]
-
-
-def target_digest(target: TargetFacts) -> str:
-    """What tells a target from another of the same name."""
-    return TargetFingerprint.of(target).lm_head_sha256
+        figures = xray_of_counters(found.groups, key.k)
+    if isinstance(backend, EndpointBackend):
+        notes += backend.notes
+    return Entry(
+        **dict(key),
+        **dict(figures),
+        training=read_training_record(method.folder) if method.folder else None,
+        seconds=found.seconds,
+        output_tokens_per_s=found.num_tokens / found.seconds if found.seconds else 0.0,
+        num_errors=found.num_errors,
+        notes=notes,
+        weights_sha256=weights_sha256,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+    )

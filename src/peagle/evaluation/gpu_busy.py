@@ -4,69 +4,52 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
 _INTERVAL_S = 0.1
-Read = Callable[[], float | None]
 
 
 class _Utilization(ctypes.Structure):
     _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
 
 
-class GpuBusy:
-    """Looks at a GPU ten times a second, within `with`.
+@contextmanager
+def gpu_utilization(device: torch.device | None) -> Iterator[list[float]]:
+    """Yield a list that grows by the GPU's utilization (0 to 1) ten times a second.
 
     NVML, the driver's own library, is read: the share of its last interval (about 0.1 to 1 s) in
-    which at least one kernel ran, by whichever process. It cannot be read on a CPU, without the
-    library, and in a part of a GPU (MIG).
-
-    Args:
-        device: of the engine; None for none.
-        read: the share at this moment (0 to 1), in place of NVML's; None where there is none.
+    which at least one kernel of any process ran. The list stays empty on a CPU (or None), without
+    the library, and in a part of a GPU (MIG).
     """
+    values: list[float] = []
+    read = _reader(device)
+    if read is None or read() is None:
+        yield values
+        return
+    ended = threading.Event()
 
-    def __init__(self, device: torch.device | None, read: Read | None = None) -> None:
-        self._read = read or _reader(device)
-        self._values: list[float] = []
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def __enter__(self) -> GpuBusy:
-        if self._read() is not None:
-            self._thread = threading.Thread(target=self._look, daemon=True)
-            self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._ended.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    @property
-    def share(self) -> float | None:
-        """The mean of what was seen; None where it cannot be read or there was no time to."""
-        return sum(self._values) / len(self._values) if self._values else None
-
-    def _look(self) -> None:
+    def look() -> None:
         # The first value would tell of the time before.
-        while not self._ended.wait(_INTERVAL_S):
-            if (value := self._read()) is not None:
-                self._values.append(value)
+        while not ended.wait(_INTERVAL_S):
+            if (value := read()) is not None:
+                values.append(value)
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield values
+    finally:
+        ended.set()
+        thread.join()
 
 
-def _reader(device: torch.device | None) -> Read:
-    """What reads NVML for a device; what always gives None where it cannot."""
+def _reader(device: torch.device | None) -> Callable[[], float | None] | None:
+    """Return the function that reads NVML for a device; None where there is no NVML."""
     if device is None or device.type != "cuda":
-        return lambda: None
+        return None
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
         uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
@@ -74,11 +57,11 @@ def _reader(device: torch.device | None) -> Read:
         failed = library.nvmlInit_v2()
         failed = failed or library.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle))
     except (OSError, AttributeError):
-        return lambda: None
+        return None
     found = _Utilization()
 
     def read() -> float | None:
         status = library.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(found))
         return None if status else found.gpu / 100
 
-    return (lambda: None) if failed else read
+    return None if failed else read

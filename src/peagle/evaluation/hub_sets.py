@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -18,9 +18,9 @@ from peagle.evaluation.prompts import PROMPT_SETS, Prompt
 
 Row = Mapping[str, Any]
 
-# Where the prompt stands in a data set that nothing else is known of.
-_TEXT_COLUMNS = ("prompt", "question", "instruction", "problem", "query", "text")
+# The usual columns of the prompt: with conversations, and with text.
 _CONVERSATIONS = ("turns", "messages", "conversations")
+_TEXT_COLUMNS = ("prompt", "question", "instruction", "problem", "query", "text")
 _ID_COLUMNS = ("id", "question_id", "task_id", "unique_id")
 _SPLITS = ("test", "validation", "train")
 _SUFFIXES = (".parquet", ".jsonl")
@@ -30,7 +30,7 @@ _LEFT_OUT = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 
 @dataclass(frozen=True, slots=True)
 class HubSet:
-    """Where the prompts of a data set stand.
+    """Place of the prompts in a data set.
 
     Attributes:
         repo: "owner/name".
@@ -48,6 +48,9 @@ class HubSet:
     prompt: str = ""
     category: str = "category"
     text: Callable[[Row], str] | None = None
+
+    def __str__(self) -> str:
+        return repr(":".join([self.repo, self.config, self.split]).rstrip(":"))
 
 
 def _mbpp(row: Row) -> str:
@@ -73,10 +76,7 @@ HUB_SETS = {
 
 
 def read_hub_set(wanted: HubSet) -> Iterator[Prompt]:
-    """The prompts of a data set of the hub, file by file.
-
-    Args:
-        wanted: where they stand.
+    """Read the prompts of a data set of the hub, file by file.
 
     Raises:
         UserError: the hub cannot be reached or refuses, or the data set has no such config, split
@@ -85,7 +85,7 @@ def read_hub_set(wanted: HubSet) -> Iterator[Prompt]:
     left_out = read = 0
     for file in _fetch(wanted):
         for record in read_records(file):
-            prompt = _prompt(record, wanted)
+            prompt = _hub_prompt(record, wanted)
             if any(_LEFT_OUT in turn for turn in prompt.turns):
                 left_out += 1
                 continue
@@ -93,7 +93,7 @@ def read_hub_set(wanted: HubSet) -> Iterator[Prompt]:
             yield prompt
     if left_out and not read:
         raise UserError(
-            f"All {left_out} prompts of {_name(wanted)} are left out there for their licences. Put "
+            f"All {left_out} prompts of {wanted} are left out there for their licences. Put "
             "them together with the script that its page names, and give the JSON Lines file."
         )
 
@@ -101,44 +101,44 @@ def read_hub_set(wanted: HubSet) -> Iterator[Prompt]:
 # ---- rows -----------------------------------------------------------------------------------
 
 
-def _prompt(record: Record, wanted: HubSet) -> Prompt:
-    row = record.data
-    given = next((row[name] for name in _ID_COLUMNS if isinstance(row.get(name), str | int)), "")
-    data: dict[str, Any] = {"id": given if given != "" else record.number}
-    try:
-        data |= {"prompt": wanted.text(row)} if wanted.text else _asked(row, wanted)
-    except KeyError as error:
-        has = ", ".join(sorted(map(str, row))) or "none"
-        raise UserError(
-            f"{_name(wanted)} has no column {error}; it has {has}. Name the one with the prompt by "
-            "--prompt-column."
-        ) from None
-    dialogue = dialogue_of(Record(data, record.number, record.where))
-    category = row.get(wanted.category)
+def prompt_of(record: Record, category_column: str = "category") -> Prompt:
+    """Return the prompt in a record of training data.
+
+    Raises:
+        UserError: it has none, or it is malformed.
+    """
+    dialogue, category = dialogue_of(record), record.data.get(category_column)
     return Prompt(dialogue.id, dialogue.turns, category if isinstance(category, str) else "")
 
 
-def _asked(row: Row, wanted: HubSet) -> dict[str, Any]:
-    """The columns that `dialogue_of` reads.
-
-    Raises:
-        KeyError: there is none.
-    """
+def _hub_prompt(record: Record, wanted: HubSet) -> Prompt:
+    row = record.data
+    ids = (row[name] for name in _ID_COLUMNS if isinstance(row.get(name), str | int))
     usual = (*_CONVERSATIONS, *_TEXT_COLUMNS)
     column = wanted.prompt or next((name for name in usual if name in row), "prompt")
-    value = row[column]
-    if not isinstance(value, list):
-        return {"prompt": value}
-    if all(isinstance(one, str) for one in value):
-        return {"turns": value}
-    return {"conversations" if column == "conversations" else "messages": value}
+    try:
+        value = wanted.text(row) if wanted.text else row[column]
+    except KeyError as error:
+        has = ", ".join(sorted(map(str, row))) or "none"
+        raise UserError(
+            f"{wanted} has no column {error}; it has {has}. Name the one with the prompt by "
+            "--prompt-column."
+        ) from None
+    kind = "prompt"
+    if isinstance(value, list):
+        kind = "conversations" if column == "conversations" else "messages"
+        kind = "turns" if all(isinstance(one, str) for one in value) else kind
+    id = next(ids, "")
+    data = {"id": record.number if id == "" else id, kind: value}
+    data["category"] = row.get(wanted.category)
+    return prompt_of(replace(record, data=data))
 
 
 # ---- files ----------------------------------------------------------------------------------
 
 
 def choose(names: Sequence[str], wanted: HubSet) -> list[str]:
-    """The files of a config and split, among those of a data set.
+    """Return the files of a config and split, among those of a data set.
 
     The usual layouts: CONFIG/SPLIT-00000-of-00001.parquet, data/SPLIT-*.parquet, SPLIT.jsonl,
     CONFIG/SPLIT/0000.parquet. Parquet goes before JSON Lines.
@@ -148,14 +148,13 @@ def choose(names: Sequence[str], wanted: HubSet) -> list[str]:
         wanted: the config and split; "" stands for the only one.
 
     Raises:
-        UserError: there is no such file; those that there are are named.
+        UserError: there is no such file; the message names those that there are.
     """
     files = sorted(name for name in names if PurePosixPath(name).suffix in _SUFFIXES)
     suffix = next((one for one in _SUFFIXES if any(name.endswith(one) for name in files)), "")
     files = [name for name in files if name.endswith(suffix)]
     config = [name for name in files if not wanted.config or _has_config(name, wanted.config)]
-    splits = [wanted.split] if wanted.split else [*_SPLITS, ""]
-    for split in splits:
+    for split in [wanted.split] if wanted.split else [*_SPLITS, ""]:
         if found := [name for name in config if _has_split(name, split)]:
             folders = sorted({str(PurePosixPath(name).parent) for name in found})
             if len(folders) > 1 and not wanted.config:
@@ -167,12 +166,12 @@ def choose(names: Sequence[str], wanted: HubSet) -> list[str]:
     there = f"it has {', '.join(files[:12])}{', ...' if len(files) > 12 else ''}"
     if not files:
         there = "it has no .parquet or .jsonl file. Bring it into one, and give that file"
-    raise UserError(f"{_name(wanted)}: the data set has no such config or split; {there}.")
+    raise UserError(f"{wanted}: the data set has no such config or split; {there}.")
 
 
 def _has_config(name: str, config: str) -> bool:
-    parts = PurePosixPath(name).parts
-    return config in parts[:-1] or (len(parts) > 1 and config == "/".join(parts[:-1]))
+    *folders, _ = PurePosixPath(name).parts
+    return config in folders or (bool(folders) and config == "/".join(folders))
 
 
 def _has_split(name: str, split: str) -> bool:
@@ -182,7 +181,7 @@ def _has_split(name: str, split: str) -> bool:
 
 
 def _fetch(wanted: HubSet) -> list[Path]:
-    """The files, in the hub's cache; those that lie there already need no network.
+    """Fetch the files into the hub's cache; those that lie there already need no network.
 
     Raises:
         UserError: the hub does not give them; the message says why.
@@ -197,9 +196,9 @@ def _fetch(wanted: HubSet) -> list[Path]:
     place: dict[str, Any] = {"repo_type": "dataset", "revision": wanted.revision}
     with no_telemetry():
         try:
-            api = HfApi(endpoint=hub)
-            info = api.dataset_info(
-                wanted.repo, revision=wanted.revision, timeout=constants.HF_HUB_ETAG_TIMEOUT
+            timeout = constants.HF_HUB_ETAG_TIMEOUT
+            info = HfApi(endpoint=hub).dataset_info(
+                wanted.repo, revision=wanted.revision, timeout=timeout
             )
             chosen = choose([file.rfilename for file in info.siblings or []], wanted)
             with progress_bars(shown=os.isatty(2)):
@@ -212,17 +211,14 @@ def _fetch(wanted: HubSet) -> list[Path]:
         except (HTTPError, OSError, ValueError, KeyError, TypeError) as error:
             if cached := _cached(wanted, Path(constants.HF_HUB_CACHE)):
                 return cached
-            raise UserError(_explained(wanted, hub, error)) from None
+            raise UserError(_explanation(wanted, hub, error)) from None
 
 
 def _cached(wanted: HubSet, cache: Path) -> list[Path]:
     """The files where an earlier run has left all of them in the cache, else none."""
     storage = cache / f"datasets--{wanted.repo.replace('/', '--')}"
-    try:
-        commit = (storage / "refs" / wanted.revision).read_text()
-    except OSError:
-        commit = wanted.revision
-    folder = storage / "snapshots" / commit
+    ref = storage / "refs" / wanted.revision
+    folder = storage / "snapshots" / (ref.read_text() if ref.is_file() else wanted.revision)
     names = [one.relative_to(folder).as_posix() for one in folder.rglob("*.*")]
     try:
         chosen = choose(names, wanted)
@@ -232,8 +228,7 @@ def _cached(wanted: HubSet, cache: Path) -> list[Path]:
     return [folder / name for name in chosen] if not number or int(number[1]) == len(chosen) else []
 
 
-def _explained(wanted: HubSet, hub: str, error: Exception) -> str:
-    """What went wrong, and what to do."""
+def _explanation(wanted: HubSet, hub: str, error: Exception) -> str:
     from huggingface_hub.errors import (
         GatedRepoError,
         RepositoryNotFoundError,
@@ -243,11 +238,11 @@ def _explained(wanted: HubSet, hub: str, error: Exception) -> str:
     page = f"{hub}/datasets/{wanted.repo}"
     if isinstance(error, GatedRepoError):
         return (
-            f"{_name(wanted)} is gated. Ask for access at {page}, then set HF_TOKEN to a token of "
+            f"{wanted} is gated. Ask for access at {page}, then set HF_TOKEN to a token of "
             "the account that has it."
         )
     if isinstance(error, RevisionNotFoundError):
-        return f"{_name(wanted)} has no revision {wanted.revision!r}; see {page}/tree/main."
+        return f"{wanted} has no revision {wanted.revision!r}; see {page}/tree/main."
     if isinstance(error, RepositoryNotFoundError):
         return (
             f"{wanted.repo!r} is neither a file here nor a data set that {hub} shows. Check the "
@@ -255,11 +250,6 @@ def _explained(wanted: HubSet, hub: str, error: Exception) -> str:
         )
     reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
     return (
-        f"{_name(wanted)} is not in the cache, and {hub} does not give it: {reason}. These sets "
+        f"{wanted} is not in the cache, and {hub} does not give it: {reason}. These sets "
         f"need no network: {', '.join(PROMPT_SETS)}; nor does a file of prompts."
     )
-
-
-def _name(wanted: HubSet) -> str:
-    parts = [wanted.repo, wanted.config, wanted.split]
-    return repr(":".join(parts).rstrip(":"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from peagle.errors import UserError
 from peagle.models.checkpoint.files import replace_file
 
 FORMAT_VERSION = 1
-_SHOWN_CHARACTERS = 100
+_MOST_CHARACTERS = 100
 
 
 class Journal:
@@ -23,16 +23,18 @@ class Journal:
     Args:
         path: of the file, whose folder is made if it is not there; None keeps everything in
             memory alone.
-        settings: what has to be the same for measurements to belong together.
+        settings: values that all measurements of one journal share.
+        extensible: names of settings that are objects; a later run may add keys to them.
 
     Raises:
         UserError: the file or its folder is not usable, or its settings are others; the message
             names the first difference.
     """
 
-    def __init__(self, path: Path | None, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, path: Path | None, settings: Mapping[str, Any], extensible: Sequence[str] = ()
+    ) -> None:
         self._path = path
-        self._settings: dict[str, Any] = json.loads(json.dumps(settings))
         self._values: dict[str, Any] = {}
         if path is None:
             return
@@ -40,9 +42,10 @@ class Journal:
             path.parent.mkdir(parents=True, exist_ok=True)
             raw = path.read_bytes() if path.exists() else b""
             whole = raw[: raw.rfind(b"\n") + 1]
-            self._read(path, whole.decode("utf-8", "replace").split("\n")[:-1])
-            if not whole:
-                whole = _line({"format_version": FORMAT_VERSION, "settings": self._settings})
+            lines = whole.decode("utf-8", "replace").split("\n")[:-1]
+            header = self._read(path, lines, settings, extensible)
+            first = _line({"format_version": FORMAT_VERSION, "settings": header})
+            whole = first + whole.partition(b"\n")[2]
             if whole != raw:
                 replace_file(path, whole)
         except OSError as error:
@@ -51,11 +54,10 @@ class Journal:
             ) from None
 
     def __len__(self) -> int:
-        """Measurements there are."""
         return len(self._values)
 
     def get(self, key: Any) -> Any:
-        """A measurement; None if it was not made yet."""
+        """Return a measurement; None if it was not made yet."""
         return self._values.get(_name(key))
 
     def add(self, key: Any, value: Any) -> None:
@@ -68,15 +70,22 @@ class Journal:
             file.flush()
             os.fsync(file.fileno())
 
-    def _read(self, path: Path, lines: list[str]) -> None:
+    def _read(
+        self,
+        path: Path,
+        lines: list[str],
+        settings: Mapping[str, Any],
+        extensible: Sequence[str],
+    ) -> Mapping[str, Any]:
+        """Read the measurements, and return the settings of the file with added keys."""
+        header = settings
         for number, text in enumerate(lines, 1):
             try:
                 record = json.loads(text)
-                if number == 1:
-                    version, before = record["format_version"], dict(record["settings"])
-                else:
+                if number > 1:
                     self._values[_name(record["key"])] = record["value"]
                     continue
+                version, before = record["format_version"], dict(record["settings"])
             except (ValueError, KeyError, TypeError):
                 raise UserError(
                     f"{str(path)!r}, line {number}: no line of measurements ({text[:60]!r}). "
@@ -87,7 +96,16 @@ class Journal:
                     f"{str(path)!r} has format_version {version!r}; this peagle reads "
                     f"{FORMAT_VERSION}. Use the peagle that wrote it, or give another --output."
                 )
-            require_same(path, before, self._settings)
+            header = before | {n: {**before.get(n, {}), **settings[n]} for n in extensible}
+            require_same(
+                path, before | {n: _shared(before, settings, n) for n in extensible}, settings
+            )
+        return header
+
+
+def _shared(before: Mapping[str, Any], now: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The object `now[name]` with the values that `before[name]` has for its keys."""
+    return {key: before.get(name, {}).get(key, value) for key, value in now[name].items()}
 
 
 def require_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -105,8 +123,8 @@ def require_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) 
     for name in dict.fromkeys([*now, *before]):
         if now.get(name) != before.get(name):
             raise UserError(
-                f"{str(path)!r} was made with {name} {_shown(before.get(name))}, not "
-                f"{_shown(now.get(name))}. Give the same settings to go on with it, or another "
+                f"{str(path)!r} was made with {name} {_excerpt(before.get(name))}, not "
+                f"{_excerpt(now.get(name))}. Give the same settings to go on with it, or another "
                 "--output."
             )
 
@@ -119,6 +137,6 @@ def _line(record: Mapping[str, Any]) -> bytes:
     return json.dumps(record).encode() + b"\n"
 
 
-def _shown(value: Any) -> str:
+def _excerpt(value: Any) -> str:
     text = json.dumps(value)
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."

@@ -9,13 +9,11 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from peagle.data.readers import dialogue_of, read_records
+from peagle.data.readers import read_records
 from peagle.data.tables import is_folder
 from peagle.errors import UserError
-from peagle.evaluation.hub_sets import HUB_SETS, HubSet, read_hub_set
-from peagle.evaluation.prompts import (
-    PROMPT_SETS as BUNDLED_SETS,
-)
+from peagle.evaluation.hub_sets import HUB_SETS, HubSet, prompt_of, read_hub_set
+from peagle.evaluation.prompts import PROMPT_SETS as BUNDLED_SETS
 from peagle.evaluation.prompts import Prompt, check_limit, load_prompt_set, read_prompts
 
 PROMPT_SETS = (*BUNDLED_SETS, *HUB_SETS)
@@ -26,20 +24,21 @@ _FILES = (".jsonl", ".parquet", ".txt", ".json")
 def load(
     name: str, limit: int | None = None, seed: int | None = None, *, prompt_column: str = ""
 ) -> list[Prompt]:
-    """The prompts of a set.
+    """Load the prompts of a set.
 
     Args:
         name: one of PROMPT_SETS; a file (.jsonl, .parquet, anything else is read line by line), a
             folder of data, "-" for standard input; or a data set of the hub,
             owner/name[@revision][:config][:split]. A file named like a set is ./NAME.
-        limit: take so many; None takes all.
+        limit: number of prompts to take; None takes all.
         seed: take them from all over the set, in a random order that depends on it; None takes
             the first ones.
         prompt_column: of a data set of the hub, where it is not one of the usual names.
 
     Raises:
-        UserError: there is no such set (the nearest names are told), it is empty or not readable,
-            the limit is below 1, or the hub cannot be reached (what needs no network is told).
+        UserError: there is no such set (the message names the nearest), it is empty or not
+            readable, the limit is below 1, or the hub cannot be reached (the message names the sets
+            that need no network).
     """
     check_limit(limit)
     # To take some from all over a set, all of it must be seen.
@@ -57,39 +56,24 @@ def _prompts(name: str, prompt_column: str) -> Iterator[Prompt]:
     if name in HUB_SETS:
         return read_hub_set(HUB_SETS[name])
     path = Path(name)
-    if name == "-" or path.exists() or is_folder(path):
-        return _of_file(path)
-    if name.startswith((".", "/", "~")) or path.suffix in _FILES:
-        raise UserError(
-            f"The prompt file {name!r} is not there. Expected a file, or a set: {_known()}."
-        )
-    if _HUB_ID.fullmatch(name):
-        return read_hub_set(_hub_set(name, prompt_column))
-    near = difflib.get_close_matches(name.lower(), PROMPT_SETS, 2, 0.5)
-    meant = f" Did you mean {' or '.join(near)}?" if near else ""
-    raise UserError(f"No prompt set {name!r}.{meant} There are {_known()}.")
-
-
-def _known() -> str:
-    return (
+    if (path.suffix == ".parquet" and path.exists()) or is_folder(path):
+        # Tables and conversations are read as training data is.
+        return (prompt_of(record) for record in read_records(path))
+    if name == "-" or path.exists():
+        return iter(read_prompts(path))
+    known = (
         f"{', '.join(BUNDLED_SETS)} (in the package), {', '.join(HUB_SETS)} (from the hub), a file "
         "of prompts, or owner/name[:config][:split] of the hub"
     )
-
-
-def _of_file(path: Path) -> Iterator[Prompt]:
-    """Prompts of a file or folder; tables and conversations are read as training data is."""
-    if path.suffix == ".parquet" or is_folder(path):
-        for record in read_records(path):
-            dialogue = dialogue_of(record)
-            category = record.data.get("category")
-            yield Prompt(dialogue.id, dialogue.turns, category if isinstance(category, str) else "")
-        return
-    yield from read_prompts(path)
-
-
-def _hub_set(name: str, prompt_column: str) -> HubSet:
-    place, _, rest = name.partition(":")
-    repo, _, revision = place.partition("@")
-    config, _, split = rest.partition(":")
-    return HubSet(repo, config, split, revision=revision or "main", prompt=prompt_column)
+    if name.startswith((".", "/", "~")) or path.suffix in _FILES:
+        raise UserError(
+            f"The prompt file {name!r} is not there. Expected a file, or a set: {known}."
+        )
+    if _HUB_ID.fullmatch(name):
+        place, _, rest = name.partition(":")
+        repo, _, revision = place.partition("@")
+        config, _, split = rest.partition(":")
+        return read_hub_set(HubSet(repo, config, split, revision or "main", prompt_column))
+    near = difflib.get_close_matches(name.lower(), PROMPT_SETS, 2, 0.5)
+    meant = f" Did you mean {' or '.join(near)}?" if near else ""
+    raise UserError(f"No prompt set {name!r}.{meant} There are {known}.")

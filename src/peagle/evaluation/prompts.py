@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from peagle.bundled import BUNDLED_PROMPTS
 from peagle.errors import UserError
@@ -46,11 +44,7 @@ class Prompt:
 
 
 def load_prompt_set(name: str, limit: int | None = None) -> list[Prompt]:
-    """A bundled prompt set.
-
-    Args:
-        name: one of PROMPT_SETS.
-        limit: take only the first so many.
+    """Read a bundled prompt set, or its first `limit` prompts.
 
     Raises:
         UserError: no such set, or this installation lacks it.
@@ -62,24 +56,17 @@ def load_prompt_set(name: str, limit: int | None = None) -> list[Prompt]:
 
 
 def check_limit(limit: int | None) -> None:
-    """Refuse to take no prompt.
-
-    Raises:
-        UserError: the limit is below 1.
-    """
+    """Refuse to take no prompt."""
     if limit is not None and limit < 1:
         raise UserError(f"The limit is {limit}; expected at least 1 prompt.")
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
-    """Prompts of a file, one a line.
+    """Read the prompts of a file, one a line; "-" is standard input.
 
     The first line that is not blank decides how all are read: if it begins with `{` or `"`, every
     line is JSON ({"id", "turns"}, {"id", "prompt"} or a string; "category" is read too, further
     keys are left alone), otherwise every line is a prompt as it stands. Blank lines are skipped.
-
-    Args:
-        path: the file; "-" is standard input.
 
     Raises:
         UserError: the file is not readable or has no prompt, or a line is not one (its number).
@@ -95,26 +82,12 @@ def read_prompts(path: str | Path) -> list[Prompt]:
         line = raw.count(b"\n", 0, error.start) + 1
         raise UserError(f"{name}, line {line}: not UTF-8 text.") from None
     # Not splitlines(): it also splits at characters that JSON strings may hold as they are.
-    return parse_prompts(text.split("\n"), name)
-
-
-def parse_prompts(lines: Iterable[str], source: str) -> list[Prompt]:
-    """Prompts of the lines of a file, as `read_prompts` describes.
-
-    Args:
-        lines: of the file.
-        source: its name, for errors.
-
-    Raises:
-        UserError: as `read_prompts`.
-    """
-    numbered = [(i, stripped) for i, line in enumerate(lines, 1) if (stripped := line.strip("\r"))]
-    numbered = [(number, line) for number, line in numbered if line.strip()]
-    if not numbered:
-        raise UserError(f"{source} has no prompts: it is empty. Expected one prompt a line.")
-    if not numbered[0][1].lstrip().startswith(("{", '"')):
-        return [Prompt(str(number), (line,)) for number, line in numbered]
-    return [_parse_json(line, str(number), f"{source}, line {number}") for number, line in numbered]
+    lines = [(i, line.strip("\r")) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise UserError(f"{name} has no prompts: it is empty. Expected one prompt a line.")
+    if not lines[0][1].lstrip().startswith(("{", '"')):
+        return [Prompt(str(number), (line,)) for number, line in lines]
+    return [_parse_json(line, str(number), f"{name}, line {number}") for number, line in lines]
 
 
 def _parse_json(line: str, number: str, where: str) -> Prompt:
@@ -130,22 +103,14 @@ def _parse_json(line: str, number: str, where: str) -> Prompt:
             f'{where}: expected {{"id", "turns": [...]}}, {{"id", "prompt"}} or a string; '
             f"got {line[:60]}"
         )
+    id, category = record.get("id", number), record.get("category")
     turns = record["turns"] if "turns" in record else [record["prompt"]]
-    category = record.get("category")
     if category is not None and not isinstance(category, str):
         raise UserError(f"{where}: category is {category!r}; expected a string.")
-    return Prompt(_id(record.get("id", number), where), _turns(turns, where), category or "")
-
-
-def _id(value: Any, where: str) -> str:
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise UserError(f"{where}: id is {value!r}; expected a string or a whole number.")
-    return str(value)
-
-
-def _turns(turns: Any, where: str) -> tuple[str, ...]:
+    if isinstance(id, bool) or not isinstance(id, str | int):
+        raise UserError(f"{where}: id is {id!r}; expected a string or a whole number.")
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
         raise UserError(f"{where}: the prompt is {turns!r}; expected text, or a list of turns.")
     if not all(turns):
         raise UserError(f"{where}: the prompt is empty; expected at least one character.")
-    return tuple(turns)
+    return Prompt(str(id), tuple(turns), category or "")

@@ -1,4 +1,4 @@
-"""Acceptance of some part of an evaluation: counters pooled, figures and their intervals."""
+"""Acceptance of some requests of an evaluation: pooled counters, figures and intervals."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from peagle.engine import SpeculationStats
-from peagle.evaluation.acceptance import conditional_acceptance
+from peagle.evaluation.acceptance import conditional_acceptance, tokens_per_step
 from peagle.evaluation.intervals import acceptance_intervals
+from peagle.results import Slice
 
 
 @dataclass(slots=True)
@@ -34,8 +35,8 @@ class Counted:
     stats_before_loop: SpeculationStats | None = None
 
 
-def slice_of(counted: Sequence[Counted], k: int = 0, *, seed: int = 0) -> dict[str, Any]:
-    """Counters and figures of some requests, as a JSON object.
+def slice_of(counted: Sequence[Counted], k: int = 0, *, seed: int = 0) -> Slice:
+    """Counters and figures of some requests.
 
     acceptance_length = 1 + accepted draft tokens / drafts, from pooled counters; tokens_per_step
     counts the steps that had nothing to verify too. Intervals are of 95%, null below 5
@@ -47,40 +48,41 @@ def slice_of(counted: Sequence[Counted], k: int = 0, *, seed: int = 0) -> dict[s
         seed: of the intervals.
     """
     total = SpeculationStats.pooled(one.stats for one in counted)
-    result = {"num_requests": len(counted), "num_tokens": sum(one.num_tokens for one in counted)}
-    result |= _counters(total, k) | _figures(total) | _intervals(counted, k, seed)
     num_steps = sum(one.num_steps for one in counted)
-    tokens_per_step = 1 + total.num_accepted_tokens / num_steps if num_steps else 1.0
-    return {**result, "tokens_per_step": tokens_per_step, **_loops(counted)}
+    return Slice(
+        num_requests=len(counted),
+        num_tokens=sum(one.num_tokens for one in counted),
+        **_figures(total, k),
+        **_intervals(counted, k, seed),
+        tokens_per_step=tokens_per_step(total, num_steps),
+        **_loops(counted),
+    )
 
 
 def slice_of_counters(
     stats: SpeculationStats | None, num_requests: int, num_tokens: int, k: int = 0
-) -> dict[str, Any]:
-    """The same from the counters of a server, which tell nothing of single requests.
+) -> Slice:
+    """Counters and figures of a server, whose counters do not tell requests apart.
 
-    Every request's first token comes of its prompt, every further step brings the accepted drafts
-    and one token more; so many steps there were. There are no intervals, and without counters
-    (None) no figures: the acceptance length is null then.
+    The prompt pass gives a request its first token, and every further step gives the accepted
+    drafts and one token; the number of steps follows. There are no intervals. Without counters
+    (None) the acceptance length is None.
     """
     known = stats or SpeculationStats()
     decoded = num_tokens - num_requests
     num_steps = max(known.num_drafts, decoded - known.num_accepted_tokens)
-    figures = _figures(known)
+    figures = _figures(known, k)
     if stats is None:
         figures["acceptance_length"] = None
-    return {
-        "num_requests": num_requests,
-        "num_tokens": num_tokens,
-        **_counters(known, k),
+    return Slice(
+        num_requests=num_requests,
+        num_tokens=num_tokens,
         **figures,
-        **dict.fromkeys(("acceptance_length_ci", "unconditional_ci", "conditional_ci")),
-        "tokens_per_step": 1 + known.num_accepted_tokens / num_steps if num_steps else 1.0,
-        **_loops([]),
-    }
+        tokens_per_step=tokens_per_step(known, num_steps),
+    )
 
 
-def _counters(stats: SpeculationStats, k: int) -> dict[str, Any]:
+def _figures(stats: SpeculationStats, k: int) -> dict[str, Any]:
     per_pos = stats.num_accepted_tokens_per_pos
     if stats.num_drafts:
         per_pos.extend([0] * (k - len(per_pos)))
@@ -89,11 +91,6 @@ def _counters(stats: SpeculationStats, k: int) -> dict[str, Any]:
         "num_draft_tokens": stats.num_draft_tokens,
         "num_accepted_tokens": stats.num_accepted_tokens,
         "num_accepted_tokens_per_pos": per_pos,
-    }
-
-
-def _figures(stats: SpeculationStats) -> dict[str, Any]:
-    return {
         "acceptance_length": stats.acceptance_length,
         "unconditional": stats.acceptance_per_pos,
         "conditional": conditional_acceptance(stats),

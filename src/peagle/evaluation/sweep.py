@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle, islice
+from statistics import fmean
 from typing import Any
 
 import torch
 
 from peagle.errors import UserError
 from peagle.evaluation.decoding import Backend, Request
-from peagle.evaluation.gpu_busy import GpuBusy
+from peagle.evaluation.gpu_busy import gpu_utilization
 from peagle.evaluation.journal import Journal
 from peagle.evaluation.timing import Figures, figures_of, first_error
 
@@ -23,15 +24,9 @@ WAVES = 3
 
 @dataclass(frozen=True, slots=True)
 class SweepPoint:
-    """One configuration that is measured.
+    """One configuration that is measured, a cell of throughput.json.
 
-    Attributes:
-        method: its name in tables.
-        source: folder or hub id of the head; "" without one.
-        engine: "peagle", or the URL of a server.
-        k: draft tokens per step; 0 for plain decoding, and where a server does not tell.
-        concurrency: requests in flight.
-        set: of prompts.
+    `k` is 0 for plain decoding, and where a server does not tell its K.
     """
 
     method: str
@@ -42,11 +37,11 @@ class SweepPoint:
     set: str
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """The fields by name."""
         return asdict(self)
 
     def key(self, repeat: int) -> dict[str, Any]:
-        """Of one of its measurements in a journal."""
+        """Return the key of one of its measurements in a journal."""
         return {"cell": self.to_json(), "repeat": repeat}
 
     def __str__(self) -> str:
@@ -56,13 +51,7 @@ class SweepPoint:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A method at one K and what runs it.
-
-    Attributes:
-        method, source, k: as in `SweepPoint`.
-        backend: answers its requests.
-        device: whose use is read; None for a server.
-    """
+    """A method at one K with its backend, and the device whose use is read (None for a server)."""
 
     method: str
     source: str
@@ -73,14 +62,10 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class SweepProgress:
-    """How far a sweep is, after each run.
+    """How far a sweep is, after each run; `cell` and `figures` are None while it warms up.
 
-    Attributes:
-        cell: just measured; None while warming up.
-        figures: of it.
-        done, total: runs measured and to measure, those of an earlier sitting included.
-        seconds_left: estimated by what equal cells took, else by the mean.
-        problem: the first request's that failed in this run, "" if none did.
+    `done` and `total` count the runs of an earlier sitting too. `problem` is the first error among
+    the requests of this run.
     """
 
     cell: SweepPoint | None
@@ -91,12 +76,12 @@ class SweepProgress:
     problem: str = ""
 
 
+Watch = Callable[[SweepProgress], None]
+
+
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What to measure.
-
-    Every cell sends the prompts of its set once; where there are fewer than the concurrency, they
-    come again until every request in flight has one.
+    """The measurements of a benchmark.
 
     Attributes:
         arms: in the order of tables.
@@ -114,7 +99,7 @@ class Sweep:
 
     @property
     def cells(self) -> dict[SweepPoint, Arm]:
-        """All cells, in the order of tables, each with what runs it."""
+        """All cells with their arms, in the order of tables."""
         return {
             SweepPoint(arm.method, arm.source, arm.backend.name, arm.k, concurrency, name): arm
             for name in self.sets
@@ -123,7 +108,7 @@ class Sweep:
         }
 
     def requests(self, cell: SweepPoint) -> list[Request]:
-        """What a cell sends: all prompts, again and again until every slot had a few.
+        """Return the requests of a cell: all prompts, again and again until every slot had a few.
 
         With fewer, the time in which the slots fill and run dry would count for much.
         """
@@ -131,7 +116,7 @@ class Sweep:
         return list(islice(cycle(own), max(len(own), WAVES * slots if slots > 1 else 1)))
 
     def order(self) -> list[tuple[int, SweepPoint]]:
-        """(repeat, cell) in the order of measurement.
+        """Return (repeat, cell) in the order of measurement.
 
         All cells take turns, and each round begins at another one: a machine that grows slower
         over the sweep, or over a round, favours none.
@@ -143,77 +128,54 @@ class Sweep:
             order += [(repeat, cell) for cell in cells[first:] + cells[:first]]
         return order
 
-    def run(
-        self, log: Journal, watch: Callable[[SweepProgress], None] | None = None
-    ) -> dict[SweepPoint, list[Figures]]:
-        """Measure what the log does not have yet, and keep it there.
+    def run(self, log: Journal, watch: Watch = lambda _: None) -> dict[SweepPoint, list[Figures]]:
+        """Measure the cells that the log does not have yet, and keep them there.
 
         Returns:
             the repeats of every cell, in the order of the repeats.
 
         Raises:
             UserError: a server cannot be reached, or no request of a cell is answered (all prompts
-                are too long, say). What was measured is in the log.
+                are too long, say). Finished measurements are in the log.
         """
         cells, order = self.cells, self.order()
         due = [(repeat, cell) for repeat, cell in order if log.get(cell.key(repeat)) is None]
-        self._warm_up([cell for _, cell in due], watch, len(order) - len(due), len(order))
-        clock = _Clock()
+        done = len(order) - len(due)
+        self._warm_up([cell for _, cell in due], lambda: watch(_warming_up(done, len(order))))
+        seconds_of: dict[SweepPoint, float] = {}
         for number, (repeat, cell) in enumerate(due, 1):
             started, arm = time.perf_counter(), cells[cell]
-            with GpuBusy(arm.device) as busy:
+            with gpu_utilization(arm.device) as busy:
                 run = arm.backend.run(self.requests(cell), cell.concurrency)
+            problem = first_error(run.answers)
             if all(answer.error for answer in run.answers):
-                raise UserError(f"{cell}: no request was answered: {first_error(run.answers)}")
-            figures = figures_of(run, busy.share)
+                raise UserError(f"{cell}: no request was answered: {problem}")
+            figures = figures_of(run, fmean(busy) if busy else None)
             log.add(cell.key(repeat), figures)
-            clock.took(cell, time.perf_counter() - started)
-            if watch is not None:
-                done, left = len(order) - len(due) + number, due[number:]
-                seconds = clock.expect([cell for _, cell in left])
-                problem = first_error(run.answers)
-                watch(SweepProgress(cell, figures, done, len(order), seconds, problem))
+            seconds_of[cell] = time.perf_counter() - started
+            mean = fmean(seconds_of.values())
+            left = sum(seconds_of.get(cell, mean) for _, cell in due[number:])
+            watch(SweepProgress(cell, figures, done + number, len(order), left, problem))
         every = {cell: [log.get(cell.key(r)) for r in range(self.repeats)] for cell in cells}
         return {cell: [one for one in found if one] for cell, found in every.items()}
 
-    def _warm_up(
-        self,
-        due: Sequence[SweepPoint],
-        watch: Callable[[SweepProgress], None] | None,
-        done: int,
-        total: int,
-    ) -> None:
-        """Run each arm shortly at each concurrency still to be measured."""
+    def _warm_up(self, due: Sequence[SweepPoint], watch: Callable[[], None]) -> None:
+        """Run each arm shortly at each concurrency still to be measured, on one set."""
         cells = self.cells
-        # One set does: it is the same work.
         once = {(id(cells[cell]), cell.concurrency): cell for cell in reversed(due)}
         for cell in reversed(once.values()):
-            requests = [_short(one) for one in self.requests(cell)[: cell.concurrency]]
+            requests = [_shortened(one) for one in self.requests(cell)[: cell.concurrency]]
             for _ in range(self.warm_up):
                 cells[cell].backend.run(requests, cell.concurrency)
-                if watch is not None:
-                    watch(SweepProgress(None, None, done, total))
+                watch()
 
 
-class _Clock:
-    """Foretells how long cells take."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[SweepPoint, float] = {}
-
-    def took(self, cell: SweepPoint, seconds: float) -> None:
-        self._seconds[cell] = seconds
-
-    def expect(self, cells: Sequence[SweepPoint]) -> float:
-        known = self._seconds
-        mean = sum(known.values()) / len(known)
-        return sum(known.get(cell, mean) for cell in cells)
+def _warming_up(done: int, total: int) -> SweepProgress:
+    return SweepProgress(None, None, done, total)
 
 
-def _short(request: Request) -> Request:
+def _shortened(request: Request) -> Request:
     params = request.params
     most = min(params.max_tokens, WARM_UP_TOKENS)
-    return replace(
-        request,
-        params=replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most)),
-    )
+    least = min(params.min_tokens, most)
+    return replace(request, params=replace(params, max_tokens=most, min_tokens=least))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from peagle.engine.detokenizer import IncrementalDetokenizer
 from peagle.evaluation.acceptance import DecodedStep
-from peagle.evaluation.observation import Observation
+from peagle.evaluation.decoding import Observation
+from peagle.results import HardText, OutputSample
 
 WINDOW = 16  # drafts
 MOST_TEXTS, MOST_SAMPLES = 12, 8
@@ -19,7 +19,7 @@ ACCEPTED, TARGET = "accepted", "target"
 
 def hardest_texts(
     observations: Sequence[Observation], window: int = WINDOW, most: int = MOST_TEXTS
-) -> list[dict[str, Any]]:
+) -> list[HardText]:
     """The stretches of so many drafts with the least accepted tokens, the worst of each request.
 
     Args:
@@ -56,26 +56,24 @@ def _least(steps: Sequence[DecodedStep], numbers: Sequence[int], window: int) ->
     )
 
 
-def _hard_text(
-    one: Observation, first: int, last: int, length: float, window: int
-) -> dict[str, Any]:
+def _hard_text(one: Observation, first: int, last: int, length: float, window: int) -> HardText:
     texts = one.answer.texts
     before = one.prompt + "".join(texts[:first])
-    return {
-        "set": one.set,
-        "id": one.id,
-        "text_before": before[-_BEFORE:],
-        "text": "".join(texts[first : last + 1]),
-        "acceptance_length": length,
-        "num_drafts": window,
-    }
+    return HardText(
+        set=one.set,
+        id=one.id,
+        text_before=before[-_BEFORE:],
+        text="".join(texts[first : last + 1]),
+        acceptance_length=length,
+        num_drafts=window,
+    )
 
 
 def coloured_samples(
     observations: Sequence[Observation],
     tokenizer: PreTrainedTokenizerBase,
     most: int = MOST_SAMPLES,
-) -> list[dict[str, Any]]:
+) -> list[OutputSample]:
     """Outputs of every kind: the middle one of each set, then the best and the worst of all.
 
     Args:
@@ -103,14 +101,14 @@ def _acceptance_length(one: Observation) -> float:
     return one.answer.stats.acceptance_length
 
 
-def _sample(one: Observation, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    return {
-        "set": one.set,
-        "id": one.id,
-        "acceptance_length": _acceptance_length(one),
-        "prompt_tail": one.prompt[-_TAIL:],
-        "pieces": pieces(one.answer.token_ids or [], one.answer.steps or [], tokenizer),
-    }
+def _sample(one: Observation, tokenizer: PreTrainedTokenizerBase) -> OutputSample:
+    return OutputSample(
+        set=one.set,
+        id=one.id,
+        acceptance_length=_acceptance_length(one),
+        prompt_tail=one.prompt[-_TAIL:],
+        pieces=pieces(one.answer.token_ids or [], one.answer.steps or [], tokenizer),
+    )
 
 
 def pieces(
@@ -118,7 +116,7 @@ def pieces(
     steps: Sequence[DecodedStep],
     tokenizer: PreTrainedTokenizerBase,
     most_tokens: int = _MOST_TOKENS,
-) -> list[list[str]]:
+) -> list[tuple[str, str]]:
     """The beginning of an output, cut where it changes from accepted drafts to the target's tokens.
 
     A character that spans tokens goes to the piece that completes it.
@@ -127,7 +125,7 @@ def pieces(
         pairs of a text and "accepted" or "target".
     """
     text = IncrementalDetokenizer(tokenizer)
-    cut: list[list[str]] = []
+    cut: list[tuple[str, str]] = []
     start = 0
     for step in steps:
         if start >= most_tokens:
@@ -135,8 +133,8 @@ def pieces(
         middle, end = start + step.num_accepted, start + step.num_tokens
         for ids, kind in ((token_ids[start:middle], ACCEPTED), (token_ids[middle:end], TARGET)):
             if new := text.add(list(ids)):
-                cut.append([new, kind])
+                cut.append((new, kind))
         start = end
     if rest := text.add([], final=True):
-        cut.append([rest, TARGET])
+        cut.append((rest, TARGET))
     return cut

@@ -1,14 +1,11 @@
 """Speed and latency of a run, as `peagle bench` tells them.
 
-Definitions, all in seconds on the clock of whoever asks:
+Definitions, all in seconds on the clock of the client:
 - TTFT, time to first token: from the request's writing to the first chunk that holds a token.
 - ITL, inter-token latency: (time since the previous chunk) / (tokens of the chunk), counted once
   for each of these tokens. Speculation brings tokens in bursts; a reader sees the pace of tokens,
   not of bursts. Chunks that one read of the connection brought are one chunk.
-  Elsewhere: guidellm divides, request by request, the time from the first to the last token by
-  the tokens after the first and weighs requests by these tokens, so that its mean is ours, while
-  its percentiles are over requests. `vllm bench serve` calls the time between chunks ITL, whatever
-  they hold, so that drafts seem to cost latency; its TPOT is guidellm's ITL.
+  docs/evaluation.md compares this with guidellm's and vLLM's definitions.
 - E2E: from the request's writing to the end of its answer.
 - output tokens/s and requests/s: over the time from the first request to the last answer.
 
@@ -34,7 +31,7 @@ Figures = dict[str, Any]
 
 
 def figures_of(run: Run, gpu_busy: float | None = None) -> Figures:
-    """What a run amounts to; requests without a whole answer count as errors and nowhere else.
+    """Return the figures of a run; requests without a whole answer count as errors alone.
 
     Args:
         run: at least one of its answers whole.
@@ -61,7 +58,7 @@ def figures_of(run: Run, gpu_busy: float | None = None) -> Figures:
 
 
 def token_gaps(chunks: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
-    """(seconds a token, tokens) of each chunk after the first that holds any.
+    """Return (seconds a token, tokens) of each chunk after the first that holds any.
 
     [(0.5, 1), (0.7, 2), (0.7, 2), (0.8, 1)] gives [(0.05, 4), (0.1, 1)]: 0.2 s for four tokens
     that came at once, 0.1 s for one.
@@ -77,7 +74,7 @@ def token_gaps(chunks: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
 
 
 def spread_of(values: Sequence[float], times: Sequence[int] | None = None) -> Figures:
-    """Mean and percentiles of values, each counted so many times; None without any."""
+    """Return mean and percentiles of values, each counted so many times; None without any."""
     names = [*(f"p{p}" for p in PERCENTILES), "mean"]
     if not values:
         return dict.fromkeys(names)
@@ -87,7 +84,7 @@ def spread_of(values: Sequence[float], times: Sequence[int] | None = None) -> Fi
 
 
 def median_of(repeats: Sequence[Mapping[str, Any]]) -> Figures:
-    """The median of each figure over repeats; None where no repeat has it."""
+    """Return the median of each figure over repeats; None where no repeat has it."""
     found: Figures = {}
     for name, first in repeats[0].items():
         if isinstance(first, Mapping):
@@ -100,12 +97,9 @@ def median_of(repeats: Sequence[Mapping[str, Any]]) -> Figures:
 
 @dataclass(frozen=True, slots=True)
 class LatencyObjective:
-    """A latency that a server has to keep.
+    """Most milliseconds to the first token and between tokens (None is any) at a percentile.
 
-    Attributes:
-        ttft_ms: most milliseconds to the first token; None is any.
-        itl_ms: most milliseconds between tokens; None is any.
-        percentile: of the requests (TTFT) and of the tokens (ITL) that must keep it: 50, 90 or 99.
+    The percentile, 50, 90 or 99, is over requests for TTFT and over tokens for ITL.
     """
 
     ttft_ms: float | None
@@ -117,7 +111,7 @@ class LatencyObjective:
         """Read "ttft=500ms,itl=50ms@p90"; a part may be missing, seconds do as well ("ttft=1s").
 
         Raises:
-            UserError: it is none of this form.
+            UserError: the text does not have this form.
         """
         bounds, at, percentile = text.replace(" ", "").lower().partition("@")
         parts = [re.fullmatch(r"(ttft|itl)=(\d+\.?\d*|\.\d+)(ms|s)", p) for p in bounds.split(",")]
@@ -131,12 +125,12 @@ class LatencyObjective:
         return cls(found.get("ttft"), found.get("itl"), int(percentile[1:]) if at else 99)
 
     def is_met(self, figures: Mapping[str, Any]) -> bool:
-        """Whether these figures keep it; a figure that nobody knows does not."""
+        """Return whether these figures keep it; an unknown figure does not."""
         bounds = (("ttft_s", self.ttft_ms), ("itl_s", self.itl_ms))
         values = [(figures[name][f"p{self.percentile}"], most) for name, most in bounds if most]
         return all(value is not None and value * 1e3 <= most for value, most in values)
 
 
 def first_error(answers: Sequence[Answer]) -> str:
-    """The first error among answers, "" if there is none."""
+    """Return the first error among answers, "" if there is none."""
     return next((answer.error for answer in answers if answer.error), "")

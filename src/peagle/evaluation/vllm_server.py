@@ -1,4 +1,4 @@
-"""vLLM as what answers the requests of an evaluation: started for it, and ended with it."""
+"""vLLM as a backend of an evaluation: started for it, and ended with it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def vllm_backend(
     extra_body: Mapping[str, Any] | None = None,
     as_asked: bool = True,
 ) -> Iterator[EndpointBackend]:
-    """A server of vLLM on a free port of this machine, under a key of its own.
+    """Run a server of vLLM on a free port of this machine, under a key of its own.
 
     Args:
-        launch: what it serves.
+        launch: the model and options that it serves.
         installation: of vLLM.
-        say: told what it waits for.
+        say: gets a line about each thing that is waited for.
         extra_body: further fields of every request.
         as_asked: refuse a server that does not draft as asked; without, that is for the caller.
 
@@ -52,7 +52,7 @@ def vllm_backend(
     except UserError as error:
         if as_asked:
             raise
-        # Nothing was asked of it before: it may have ended at the first request.
+        # No request went to it before: it may have ended at the first one.
         raise UserError(f"{error} {server.tail()}") from None
     finally:
         server.stop()

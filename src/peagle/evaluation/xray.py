@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from peagle.engine import SpeculationStats
 from peagle.evaluation.acceptance import before_loop
-from peagle.evaluation.decoding import Answer
+from peagle.evaluation.decoding import Answer, Observation
 from peagle.evaluation.intervals import MIN_CLUSTERS
-from peagle.evaluation.observation import Observation
 from peagle.evaluation.slices import Counted, slice_of, slice_of_counters
 from peagle.evaluation.texts import coloured_samples, hardest_texts
+from peagle.results import AcceptanceFigures, HistogramBin, RangeSlice, Slice
 
 # Ranges of lengths begin at 0 and these powers of two.
 FIRST_CONTEXT, FIRST_OUTPUT = 64, 32
@@ -72,7 +71,7 @@ def xray(
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     seed: int = 0,
-) -> dict[str, Any]:
+) -> AcceptanceFigures:
     """All figures of one entry, from answers that tell their drafts.
 
     Args:
@@ -82,7 +81,7 @@ def xray(
         seed: of the intervals.
     """
 
-    def by(key: Callable[[Observation], str]) -> dict[str, Any]:
+    def by(key: Callable[[Observation], str]) -> dict[str, Slice]:
         names = dict.fromkeys(map(key, observations))
         return {
             name: slice_of([_counted(o) for o in observations if key(o) == name], k, seed=seed)
@@ -91,36 +90,38 @@ def xray(
 
     pooled = slice_of([_counted(one) for one in observations], k, seed=seed)
     stepped = [one for one in observations if one.answer.steps is not None]
-    return {
-        "pooled": pooled,
-        "by_set": by(lambda one: one.set),
-        "by_category": by(lambda one: one.group),
-        "by_context": _by_length(stepped, lambda s: s.context, FIRST_CONTEXT, k, seed),
-        "by_output_position": _by_length(stepped, lambda s: s.output, FIRST_OUTPUT, k, seed),
-        "histogram": histogram(o.answer.stats for o in observations if o.answer.stats),
-        "loop_share": pooled["loop_share"],
-        "by_conversation": _by_conversation(observations),
-        "hardest": hardest_texts(stepped),
-        "samples": coloured_samples(stepped, tokenizer) if tokenizer else [],
-    }
+    return AcceptanceFigures(
+        pooled=pooled,
+        by_set=by(lambda one: one.set),
+        by_category=by(lambda one: one.group),
+        by_context=_by_length(stepped, lambda s: s.context, FIRST_CONTEXT, k, seed),
+        by_output_position=_by_length(stepped, lambda s: s.output, FIRST_OUTPUT, k, seed),
+        histogram=histogram(o.answer.stats for o in observations if o.answer.stats),
+        loop_share=pooled.loop_share,
+        by_conversation=_by_conversation(observations),
+        hardest=hardest_texts(stepped),
+        samples=coloured_samples(stepped, tokenizer) if tokenizer else [],
+    )
 
 
-def _by_conversation(observations: Sequence[Observation]) -> dict[str, list[int]]:
-    """[drafts, accepted draft tokens, decode steps] of each conversation, for paired comparison."""
-    found: dict[str, list[int]] = {}
+def _by_conversation(observations: Sequence[Observation]) -> dict[str, tuple[int, int, int]]:
+    """(drafts, accepted draft tokens, decode steps) of each conversation."""
+    found: dict[str, tuple[int, int, int]] = {}
     for one in observations:
         counted = _counted(one)
-        sums = found.setdefault(one.conversation, [0, 0, 0])
-        sums[0] += counted.stats.num_drafts
-        sums[1] += counted.stats.num_accepted_tokens
-        sums[2] += counted.num_steps
+        drafts, accepted, steps = found.get(one.conversation, (0, 0, 0))
+        found[one.conversation] = (
+            drafts + counted.stats.num_drafts,
+            accepted + counted.stats.num_accepted_tokens,
+            steps + counted.num_steps,
+        )
     return found
 
 
-def xray_of_counters(groups: Sequence[GroupCounters], k: int) -> dict[str, Any]:
-    """The same from the counters that a server kept by group, which tell nothing of requests."""
+def xray_of_counters(groups: Sequence[GroupCounters], k: int) -> AcceptanceFigures:
+    """The figures of one entry, from the counters that a server kept for each group of prompts."""
 
-    def pooled(chosen: Sequence[GroupCounters]) -> dict[str, Any]:
+    def pooled(chosen: Sequence[GroupCounters]) -> Slice:
         known = [one.stats for one in chosen if one.stats is not None]
         return slice_of_counters(
             SpeculationStats.pooled(known) if known else None,
@@ -130,17 +131,11 @@ def xray_of_counters(groups: Sequence[GroupCounters], k: int) -> dict[str, Any]:
         )
 
     sets = dict.fromkeys(one.set for one in groups)
-    return {
-        "pooled": pooled(groups),
-        "by_set": {name: pooled([one for one in groups if one.set == name]) for name in sets},
-        "by_category": {one.group: pooled([one]) for one in groups},
-        "by_context": [],
-        "by_output_position": [],
-        "histogram": [],
-        "loop_share": None,
-        "hardest": [],
-        "samples": [],
-    }
+    return AcceptanceFigures(
+        pooled=pooled(groups),
+        by_set={name: pooled([one for one in groups if one.set == name]) for name in sets},
+        by_category={one.group: pooled([one]) for one in groups},
+    )
 
 
 def _counted(one: Observation) -> Counted:
@@ -165,15 +160,15 @@ def _by_length(
     first: int,
     k: int,
     seed: int,
-) -> list[dict[str, Any]]:
+) -> list[RangeSlice]:
     """Slices of the steps by a length at which they begin, in ranges that double."""
     ranges = _sorted_into(observations, lambda step: (length(step) // first).bit_length())
     return [
-        {
-            "from": first << (number - 1) if number else 0,
-            "to": first << number,
-            "slice": slice_of(counted, k, seed=seed),
-        }
+        RangeSlice(
+            first=first << (number - 1) if number else 0,
+            last=first << number,
+            slice=slice_of(counted, k, seed=seed),
+        )
         for number, counted in sorted(ranges.items())
     ]
 
@@ -216,25 +211,25 @@ def beyond_training(
     within, beyond = (slice_of(sides[number], k, seed=seed) for number in (0, 1))
     if not _is_shorter(beyond, within):
         return None
-    share = beyond["num_drafts"] / (within["num_drafts"] + beyond["num_drafts"])
+    share = beyond.num_drafts / (within.num_drafts + beyond.num_drafts)
     return (
         f"{share:.0%} of the drafts stand beyond the {length:,} tokens that the head was trained "
-        f"on: acceptance length {beyond['acceptance_length']:.2f} there, "
-        f"{within['acceptance_length']:.2f} before; train it on texts as long as those it serves"
+        f"on: acceptance length {beyond.acceptance_length:.2f} there, "
+        f"{within.acceptance_length:.2f} before; train it on texts as long as those it serves"
     )
 
 
-def _is_shorter(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def _is_shorter(one: Slice, other: Slice) -> bool:
     """Whether the acceptance length of a slice is below another's, beyond doubt."""
-    if one["num_requests"] < MIN_CLUSTERS or other["acceptance_length_ci"] is None:
+    if one.num_requests < MIN_CLUSTERS or other.acceptance_length_ci is None:
         return False
-    if one["acceptance_length_ci"] is None:
+    if one.acceptance_length_ci is None:
         # Where every draft was rejected there is no interval, and no doubt either.
-        return one["num_drafts"] > 0 and not one["num_accepted_tokens"]
-    return one["acceptance_length_ci"][1] < other["acceptance_length_ci"][0]
+        return one.num_drafts > 0 and not one.num_accepted_tokens
+    return one.acceptance_length_ci[1] < other.acceptance_length_ci[0]
 
 
-def histogram(every: Iterable[SpeculationStats]) -> list[dict[str, Any]]:
+def histogram(every: Iterable[SpeculationStats]) -> list[HistogramBin]:
     """How many requests have an acceptance length from here to there, in bins of a half."""
     lengths = [stats.acceptance_length for stats in every if stats.num_drafts]
     if not lengths:
@@ -243,6 +238,6 @@ def histogram(every: Iterable[SpeculationStats]) -> list[dict[str, Any]]:
     for one in lengths:
         bins[int((one - 1) / _BIN)] += 1
     return [
-        {"from": 1 + number * _BIN, "to": 1 + (number + 1) * _BIN, "count": count}
+        HistogramBin(first=1 + number * _BIN, last=1 + (number + 1) * _BIN, count=count)
         for number, count in enumerate(bins)
     ]

@@ -11,9 +11,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,15 +26,7 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How well samples fit a distribution.
-
-    Attributes:
-        num_samples, num_cells: outputs, and cells after pooling.
-        statistic: X2; None where an output came that cannot come.
-        p_value: the probability of such an X2 or more, if the distribution is right.
-        detectable_shift: probability that a fault must move from one of the two likeliest cells
-            to the other to be found with probability POWER.
-    """
+    """How well samples fit a distribution; see `peagle.results.SampledTest`."""
 
     num_samples: int
     num_cells: int
@@ -43,15 +34,11 @@ class Fit:
     p_value: float
     detectable_shift: float
 
-    def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
-        return asdict(self)
-
 
 def joint_cells(
     next_probs: Callable[[list[Tokens]], Tensor], num_tokens: int, least: float
 ) -> dict[Tokens, float]:
-    """A partition of all outputs by their first tokens, with exact probabilities.
+    """Return a partition of all outputs by their first tokens, with exact probabilities.
 
     The key (a, b, c) stands for outputs that begin so; a shorter key for those that begin so and
     then as no longer key does.
@@ -59,7 +46,7 @@ def joint_cells(
     Args:
         next_probs: p(next token | beginning) of beginnings of one length, [B, V].
         num_tokens: tokens of the longest keys.
-        least: beginnings of less probability are not told apart.
+        least: smallest probability of a longer key.
     """
     cells: dict[Tokens, float] = {}
     beginnings: dict[Tokens, float] = {(): 1.0}
@@ -78,7 +65,7 @@ def joint_cells(
 
 
 def cell_of(cells: Mapping[Tokens, float], output: Sequence[int], num_tokens: int) -> Tokens:
-    """The cell that an output falls into: the longest key that it begins with."""
+    """Return the cell of an output: the longest key that it begins with."""
     begin = tuple(output[:num_tokens])
     while begin not in cells:
         begin = begin[:-1]
@@ -101,22 +88,20 @@ def fit(
     """
     observed = Counter(cell_of(cells, output, num_tokens) for output in outputs)
     total = observed.total()
-    cannot = any(cells[cell] < _NO_MASS for cell in observed)
     masses = {cell: mass for cell, mass in cells.items() if mass >= _NO_MASS}
     pooled = _pooled(masses, total)
-    shift = detectable_shift([sum(masses[c] for c in group) for group in pooled], total,
-                             significance)  # fmt: skip
-    if cannot:
+    pooled_masses = [sum(masses[cell] for cell in group) for group in pooled]
+    shift = detectable_shift(pooled_masses, total, significance)
+    if any(cell not in masses for cell in observed):
         return Fit(total, len(pooled), None, 0.0, shift)
     statistic = 0.0
-    for group in pooled:
-        expected = total * sum(masses[cell] for cell in group)
-        statistic += (sum(observed[cell] for cell in group) - expected) ** 2 / expected
+    for group, mass in zip(pooled, pooled_masses):
+        statistic += (sum(observed[cell] for cell in group) - total * mass) ** 2 / (total * mass)
     return Fit(total, len(pooled), statistic, chi_square_tail(statistic, len(pooled) - 1), shift)
 
 
 def _pooled(masses: Mapping[Tokens, float], total: int) -> list[list[Tokens]]:
-    """Cells in groups of at least MIN_EXPECTED outputs: large ones alone, small ones together."""
+    """Group the cells: those of at least MIN_EXPECTED outputs alone, smaller ones together."""
     ranked = sorted(masses, key=lambda cell: masses[cell], reverse=True)
     groups = [[cell] for cell in ranked if total * masses[cell] >= MIN_EXPECTED]
     small = ranked[len(groups) :]
@@ -134,7 +119,7 @@ def chi_square_tail(statistic: float, degrees: int) -> float:
 
 
 def detectable_shift(masses: Sequence[float], total: int, significance: float) -> float:
-    """The mass d to move between the two likeliest cells, so that it is found with POWER.
+    """Return the mass d that is found with POWER when it moves between the two likeliest cells.
 
     X2 then has the noncentrality n d^2 (1/p + 1/q); its distribution is approximated by a normal
     one of the same mean and variance. 1 where no shift can be found.
@@ -155,7 +140,7 @@ def detectable_shift(masses: Sequence[float], total: int, significance: float) -
 
 
 def _bisect(is_enough: Callable[[float], bool], low: float, high: float) -> float:
-    """The least number that is enough."""
+    """Return the least number that is enough."""
     for _ in range(80):
         middle = (low + high) / 2
         low, high = (low, middle) if is_enough(middle) else (middle, high)

@@ -1,13 +1,19 @@
-"""What transformers alone says: greedy outputs under rules, and exact next-token distributions.
+"""Output of transformers alone, the first token at which another output leaves it, and exact
+next-token distributions.
 
 Nothing of our engine is used here but the tokenizer's ids: the model runs with its own attention,
 penalties and minimum lengths are those of `generate`, the rest are textbook formulas.
+
+In float64 there must be no difference. In float32 the shape of a batch moves logits by about 1e-6,
+so a difference is excused only where the reference itself was that undecided: a near-tie. In 16-bit
+types rounding moves them by more, and the bound is wider.
 
 Shapes: N output tokens, B contexts, T their length, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +21,78 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import (
+    AutoModelForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+)
 
 from peagle.config import SamplingParams
-from peagle.evaluation.identity import Reference, load_reference, near_tie_bound
+from peagle.results import Difference
 
+NEAR_TIE = 1e-4
+# Logits of 16-bit models are themselves rounded: in bfloat16 two of size 8 to 16 are 0.0625 apart
+# or equal.
+_NEAR_TIES = {torch.bfloat16: 0.25, torch.float16: 2**-5, torch.float64: 1e-9}
 _BATCH_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Output of transformers for one prompt, and the logits that each token was chosen from."""
+
+    token_ids: list[int]
+    logits_NV: Tensor
+
+
+def near_tie_bound(dtype: torch.dtype) -> float:
+    """Return the largest gap between two logits that rounding can turn round."""
+    return _NEAR_TIES.get(dtype, NEAR_TIE)
+
+
+def first_difference(
+    prompt: str, token_ids: Sequence[int], reference: Reference, bound: float = NEAR_TIE
+) -> Difference | None:
+    """Return where an output first leaves the reference; None if they are the same.
+
+    Args:
+        prompt: its id.
+        token_ids: our output.
+        reference: that of transformers.
+        bound: of near-ties.
+    """
+    expected = reference.token_ids
+    if list(token_ids) == expected:
+        return None
+    shared = min(len(expected), len(token_ids))
+    at = next((i for i in range(shared) if expected[i] != token_ids[i]), shared)
+    theirs = expected[at] if at < len(expected) else None
+    ours = token_ids[at] if at < len(token_ids) else None
+    gaps = [math.inf, math.inf]
+    if theirs is not None and ours is not None:
+        logits_V = reference.logits_NV[at].double()
+        best = logits_V.topk(2).values
+        gaps = [float(logits_V[theirs] - logits_V[ours]), float(best[0] - best[1])]
+    # No rounding ends an output, or takes a token whose logit is minus infinity.
+    gap, top2_gap = (one if math.isfinite(one) else None for one in gaps)
+    return Difference(
+        prompt=prompt,
+        position=at,
+        reference_token=theirs,
+        token=ours,
+        gap=gap,
+        top2_gap=top2_gap,
+        bound=bound,
+    )
+
+
+def load_reference(folder: str | Path, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
+    """Load the target as transformers runs it, with its own attention."""
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, local_files_only=True, trust_remote_code=False
+    )
+    return model.to(device).eval()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +111,9 @@ class _OutputPenalties(LogitsProcessor):
 
 
 class TargetReference:
-    """The target as transformers runs it.
+    """The target in `folder` as transformers runs it; `bound` is that of near-ties."""
 
-    Args:
-        folder: of the target.
-        dtype: of its weights.
-        device: where it runs.
-    """
-
-    def __init__(self, folder: str | Path, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, folder: str | Path, dtype: torch.dtype, device: str = "cpu") -> None:
         self.model: Any = load_reference(folder, dtype, device)
         self.bound = near_tie_bound(dtype)
         ids = self.model.generation_config.eos_token_id
@@ -55,7 +121,7 @@ class TargetReference:
 
     @torch.inference_mode()
     def greedy(self, prompt: Sequence[int], params: SamplingParams) -> Reference:
-        """What `generate` gives under max_tokens, min_tokens, stop_token_ids and penalties.
+        """Return what `generate` gives under max_tokens, min_tokens, stop_token_ids and penalties.
 
         The logits are those that each token was chosen from, after the rules.
         """
@@ -79,7 +145,7 @@ class TargetReference:
 
     @torch.inference_mode()
     def scored(self, prompt: Sequence[int], token_ids: Sequence[int]) -> Reference:
-        """Any output, with the raw logits that each of its tokens could be chosen from."""
+        """Return any output with the raw logits that each of its tokens could be chosen from."""
         text_1T = torch.tensor([[*prompt, *token_ids]], device=self.model.device)
         logits_NV = self.model(text_1T).logits[0, len(prompt) - 1 : -1]
         return Reference(list(token_ids), logits_NV)

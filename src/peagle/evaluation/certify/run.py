@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +14,29 @@ from peagle.config import SamplingParams
 from peagle.engine.outputs import RequestOutput
 from peagle.errors import UserError
 from peagle.evaluation.acceptance import Completion
-from peagle.evaluation.certify.certificate import Certificate, CertifiedCase, SampledTest
 from peagle.evaluation.certify.distribution import MIN_EXPECTED, Tokens, fit, joint_cells
-from peagle.evaluation.certify.matrix import Case, Feature, FeatureSource, difference
+from peagle.evaluation.certify.matrix import Case, Feature, difference, features, greedy_case
 from peagle.evaluation.certify.reference import TargetReference
 from peagle.evaluation.compare import build, measure
 from peagle.evaluation.decoding_methods import NGRAM, PLAIN, DecodingMethod
 from peagle.evaluation.prompt_sets import load
 from peagle.llm import LLM
 from peagle.models.target import TargetModel
+from peagle.results import CertificateResults, CertifiedCase, Provenance, SampledTest
 
-Watch = Callable[[str], None]
-# Contexts of the sampled part: the last tokens of a prompt and some of what greedily follows them.
+# Contexts of the sampled part: the last tokens of a prompt and some of its greedy continuation.
 # Any context would do, and short ones are quick.
 _TAIL_TOKENS, _MORE_TOKENS = 16, 24
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How much is tested.
+    """Extent of the tests.
 
     Attributes:
         prompts: of the greedy part.
-        matrix_prompts: of each cell of the matrix; 0 leaves it out.
-        prompt_set: where all of them come from.
+        matrix_prompts: of each case of the matrix; 0 leaves it out.
+        prompt_set: source of all prompts.
         max_new_tokens: of each greedy output.
         samples: outputs of each prompt in the sampled part; 0 leaves it out.
         sampled_prompts: of that part.
@@ -87,21 +85,20 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class _Bench:
-    """What all parts run on."""
+class _Subject:
+    """The models and options of all parts."""
 
     target: TargetModel
     reference: TargetReference
     methods: list[DecodingMethod]
     k: int
     options: Options
-    watch: Watch
+    watch: Callable[[str], None]
 
-    def engine(self, method: DecodingMethod, *, speculative: dict[str, Any] | None = None,
-               **options: Any) -> LLM:  # fmt: skip
+    def engine(self, method: DecodingMethod, speculative: dict[str, Any], **options: Any) -> LLM:
         """An engine of its own, without prefix caching unless asked for."""
-        config = method.config(self.k, **(speculative or {}) if method.source else {})
-        if config is not None and speculative and not method.source:
+        config = method.config(self.k)
+        if config is not None:
             config = replace(config, **speculative)
         return build(self.target, {method.name: config}, **options)[method.name]
 
@@ -111,10 +108,10 @@ def run(
     folder: str | Path,
     methods: Sequence[DecodingMethod],
     k: int,
-    *,
-    options: Options | None = None,
-    watch: Watch | None = None,
-) -> Certificate:
+    options: Options,
+    provenance: Mapping[str, Any],
+    watch: Callable[[str], None] = lambda _: None,
+) -> CertificateResults:
     """Test that drafts change nothing: greedy outputs, the feature matrix, sampled outputs.
 
     Greedy outputs are held against transformers' own: each first difference is a near-tie (the
@@ -128,29 +125,30 @@ def run(
         folder: of the same target; transformers loads it once more.
         methods: to certify; plain decoding and prompt lookup are added.
         k: the largest K.
-        options: how much is tested.
-        watch: told what is done next.
+        options: extent of the tests.
+        provenance: of the certificate.
+        watch: gets a line before each test.
 
     Raises:
         UserError: a head does not fit the target, or a prompt is too long for it.
     """
-    options = options or Options()
     started = time.perf_counter()
     names = [method.name for method in methods]
     every = [*methods, *(DecodingMethod(name) for name in (PLAIN, NGRAM) if name not in names)]
-    every.sort(key=lambda method: not method.is_plain)
+    every.sort(key=lambda method: method.name != PLAIN)
     reference = TargetReference(folder, target.dtype, str(target.device))
-    bench = _Bench(target, reference, every, k, options, watch or (lambda _: None))
-    prompts = [(p.id, p.text) for p in load(options.prompt_set, options.prompts)]
-    bench.watch("greedy outputs of transformers")
-    plain = bench.engine(DecodingMethod(PLAIN))
-    source = FeatureSource(reference, plain, prompts, options.max_new_tokens, k)
-    greedy = Feature("greedy", source.cases)
-    identity = [_cell(bench, greedy, method) for method in every]
-    sampled = source.cases[: options.sampled_prompts] if options.samples else []
-    source.cases = source.cases[: options.matrix_prompts]
-    features = source.features() if source.cases else []
-    return Certificate(
+    subject = _Subject(target, reference, every, k, options, watch)
+    watch("greedy outputs of transformers")
+    plain = subject.engine(DecodingMethod(PLAIN), {})
+    params = SamplingParams(max_tokens=options.max_new_tokens)
+    cases = [
+        greedy_case(reference, prompt.id, plain.requests.encode(prompt.text), params)
+        for prompt in load(options.prompt_set, options.prompts)
+    ]
+    in_matrix = cases[: options.matrix_prompts]
+    matrix = features(reference, plain, in_matrix, k) if in_matrix else []
+    return CertificateResults(
+        provenance=Provenance(**provenance),
         settings={
             "target": target.name,
             "dtype": str(target.dtype).removeprefix("torch."),
@@ -159,9 +157,9 @@ def run(
             "near_tie_bound": reference.bound,
             **asdict(options),
         },
-        identity=identity,
-        matrix=[_cell(bench, feature, method) for feature in features for method in every],
-        distribution=list(_distribution(bench, sampled)),
+        identity=[_certify(subject, Feature("greedy", cases), method) for method in every],
+        matrix=[_certify(subject, feature, method) for feature in matrix for method in every],
+        distribution=list(_test_distribution(subject, cases)) if options.samples else [],
         seconds=time.perf_counter() - started,
     )
 
@@ -169,51 +167,42 @@ def run(
 # ---- greedy ---------------------------------------------------------------------------------
 
 
-def _cell(bench: _Bench, feature: Feature, method: DecodingMethod) -> CertifiedCase:
+def _certify(subject: _Subject, feature: Feature, method: DecodingMethod) -> CertifiedCase:
     """One feature under one method."""
-    cell = CertifiedCase(feature.name, method.name)
-    if feature.needs_drafts and method.is_plain:
-        return cell
+    result = CertifiedCase(feature=feature.name, method=method.name)
+    if feature.needs_drafts and method.name == PLAIN:
+        return result
     if not feature.cases:
-        return replace(cell, note="grammars cannot be compiled here: pip install 'peagle[grammar]'")
-    bench.watch(f"{feature.name}, {method.name}")
-    llm = bench.engine(method, speculative=feature.speculative, **feature.engine)
+        note = "grammars cannot be compiled here: pip install 'peagle[grammar]'"
+        return result.model_copy(update={"note": note})
+    subject.watch(f"{feature.name}, {method.name}")
+    llm = subject.engine(method, feature.speculative, **feature.engine)
+    size = feature.together or len(feature.cases)
     outputs: list[RequestOutput] = []
     try:
         for _ in range(feature.rounds):
-            outputs = _generate(llm, feature)
+            outputs = []
+            for i in range(0, len(feature.cases), size):
+                part = feature.cases[i : i + size]
+                outputs += llm.generate([c.prompt for c in part], [c.params for c in part])
     except UserError:
         raise
-    except Exception as error:  # whatever breaks in an engine is a fault to be named, not the end
-        return replace(cell, faults=[f"the engine failed: {type(error).__name__}: {error}"])
+    except Exception as error:  # an engine that breaks is a fault to be named, not the end
+        fault = f"the engine failed: {type(error).__name__}: {error}"
+        return result.model_copy(update={"faults": [fault]})
     if feature.used and not feature.used(llm, outputs):
-        return replace(cell, note="not reached with these prompts")
-    return _compared(cell, feature, outputs, bench.reference.bound)
-
-
-def _generate(llm: LLM, feature: Feature) -> list[RequestOutput]:
-    cases = feature.cases
-    size = feature.together or len(cases)
-    outputs: list[RequestOutput] = []
-    for i in range(0, len(cases), size):
-        part = cases[i : i + size]
-        outputs += llm.generate([c.prompt for c in part], [c.params for c in part])
-    return outputs
-
-
-def _compared(
-    cell: CertifiedCase, feature: Feature, outputs: Sequence[RequestOutput], bound: float
-) -> CertifiedCase:
+        return result.model_copy(update={"note": "not reached with these prompts"})
     differences, faults = [], []
     for case, output in zip(feature.cases, outputs, strict=True):
-        found = difference(case, output.token_ids, bound)
+        found = difference(case, output.token_ids, subject.reference.bound)
         differences += [found] if found else []
         if found is None and case.text is not None and output.text != case.text:
             faults.append(f"{case.id}: the text is {output.text!r}, expected {case.text!r}")
-        if feature.check and (wrong := feature.check(case, output, found)):
-            faults.append(wrong)
-    return replace(
-        cell,
+        if feature.check and (fault := feature.check(case, output, found)):
+            faults.append(fault)
+    return CertifiedCase(
+        feature=feature.name,
+        method=method.name,
         num_outputs=len(outputs),
         num_tokens=sum(len(output.token_ids) for output in outputs),
         num_accepted_tokens=sum(output.stats.num_accepted_tokens for output in outputs),
@@ -225,53 +214,60 @@ def _compared(
 # ---- sampled --------------------------------------------------------------------------------
 
 
-def _distribution(bench: _Bench, cases: Sequence[Case]) -> Iterator[SampledTest]:
+def _test_distribution(subject: _Subject, cases: Sequence[Case]) -> Iterator[SampledTest]:
     """Every prompt under every method and draft sampling."""
-    options = bench.options
+    options, num_tokens = subject.options, subject.options.sampled_tokens
+    cases = cases[: options.sampled_prompts]
     ways = [
         (method, sampling)
-        for method in bench.methods
+        for method in subject.methods
         for sampling in (options.draft_samplings if method.source else ("",))
     ]
     significance = options.alpha / max(1, len(ways) * len(cases))
     params = SamplingParams(
         # One more than is tested, so that the last of them may be a draft.
-        max_tokens=options.sampled_tokens + 1,
+        max_tokens=num_tokens + 1,
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,
         ignore_eos=True,
     )
-    depths = range(1, min(bench.k, options.sampled_tokens - 1) + 1)
-    cases = [replace(case, prompt=_context(bench, case.prompt)) for case in cases]
-    cells = [_cells(bench, case, params) for case in cases]
+    cases = [replace(case, prompt=_context(subject, case.prompt)) for case in cases]
+    cells = [_exact_cells(subject, case.prompt, params) for case in cases]
+    depths = range(1, min(subject.k, num_tokens - 1) + 1)
     for method, sampling in ways:
-        fields = {"draft_sampling": sampling} if sampling else None
-        llm = bench.engine(method, speculative=fields, enable_prefix_caching=True, max_num_seqs=64)
+        speculative = {"draft_sampling": sampling} if sampling else {}
+        llm = subject.engine(method, speculative, enable_prefix_caching=True, max_num_seqs=64)
         for number, (case, exact) in enumerate(zip(cases, cells, strict=True)):
-            bench.watch(f"sampling, {method.name} {sampling}".rstrip() + f", {case.id}")
+            subject.watch(f"sampling, {method.name} {sampling}".rstrip() + f", {case.id}")
             first = (options.seed << 32) + number * options.samples
             every = [
-                replace(params, seed=first + i, num_speculative_tokens=depths[i % len(depths)])
+                replace(
+                    params,
+                    seed=first + i,
+                    num_speculative_tokens=(
+                        None if method.name == PLAIN else depths[i % len(depths)]
+                    ),
+                )
                 for i in range(options.samples)
             ]
-            if method.is_plain:
-                every = [replace(one, num_speculative_tokens=None) for one in every]
-            prompts: list[Any] = [case.prompt] * len(every)
+            prompts: list[Any] = [case.prompt] * options.samples
             found = measure(llm, prompts, every).completions
+            outputs = [one.output.token_ids for one in found]
+            drafted, accepted = _count_drafts(found, num_tokens)
             yield SampledTest(
-                method.name,
-                sampling,
-                case.id,
-                options.sampled_tokens,
-                fit(exact, [one.output.token_ids for one in found], options.sampled_tokens,
-                    significance),
-                significance,
-                *_drafted(found, options.sampled_tokens),
-            )  # fmt: skip
+                method=method.name,
+                draft_sampling=sampling,
+                prompt=case.id,
+                num_tokens=num_tokens,
+                **asdict(fit(exact, outputs, num_tokens, significance)),
+                significance=significance,
+                num_draft_tokens=drafted,
+                num_accepted_tokens=accepted,
+            )
 
 
-def _context(bench: _Bench, prompt: list[int]) -> list[int]:
+def _context(subject: _Subject, prompt: list[int]) -> list[int]:
     """A context behind which drafts are as often right as wrong, where a fault would show most.
 
     Of the places in a greedy output, with p_j the probability of its token there, that of the
@@ -279,15 +275,15 @@ def _context(bench: _Bench, prompt: list[int]) -> list[int]:
     one, and those after it, which are drafted, are in doubt.
     """
     tail = prompt[-_TAIL_TOKENS:]
-    found = bench.reference.greedy(tail, SamplingParams(max_tokens=_MORE_TOKENS))
-    p = torch.softmax(found.logits_NV.double() / bench.options.temperature, -1).amax(-1).tolist()
+    found = subject.reference.greedy(tail, SamplingParams(max_tokens=_MORE_TOKENS))
+    p = torch.softmax(found.logits_NV.double() / subject.options.temperature, -1).amax(-1).tolist()
     v = [one * (1 - one) for one in p]
     scores = [p[j] * (v[j + 1] + p[j + 1] * v[j + 2]) for j in range(len(p) - 2)]
     place = scores.index(max(scores)) if scores else 0
     return tail + found.token_ids[:place]
 
 
-def _drafted(completions: Sequence[Completion], num_tokens: int) -> tuple[int, int]:
+def _count_drafts(completions: Sequence[Completion], num_tokens: int) -> tuple[int, int]:
     """Draft tokens for the first tokens of outputs, and how many of them were accepted."""
     drafted = accepted = 0
     for completion in completions:
@@ -300,10 +296,12 @@ def _drafted(completions: Sequence[Completion], num_tokens: int) -> tuple[int, i
     return drafted, accepted
 
 
-def _cells(bench: _Bench, case: Case, params: SamplingParams) -> dict[Tokens, float]:
-    def next_probs(prompt: list[int], beginnings: list[Tokens]) -> Any:
-        contexts = [[*prompt, *beginning] for beginning in beginnings]
-        return bench.reference.next_token_probs(contexts, params)
+def _exact_cells(
+    subject: _Subject, context: list[int], params: SamplingParams
+) -> dict[Tokens, float]:
+    def next_probs(beginnings: list[Tokens]) -> torch.Tensor:
+        contexts = [[*context, *beginning] for beginning in beginnings]
+        return subject.reference.next_token_probs(contexts, params)
 
-    least = MIN_EXPECTED / bench.options.samples
-    return joint_cells(partial(next_probs, case.prompt), bench.options.sampled_tokens, least)
+    least = MIN_EXPECTED / subject.options.samples
+    return joint_cells(next_probs, subject.options.sampled_tokens, least)

@@ -1,23 +1,21 @@
-"""One report from what `peagle eval`, `peagle bench` and `peagle tune` wrote into a folder."""
+"""One report of the results of `peagle eval`, `peagle bench` and `peagle tune` in a folder."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-from peagle.evaluation.report.files import csv_text, read_results, write_bytes
-from peagle.evaluation.report.page import render
-from peagle.evaluation.report.pictures import can_draw, draw_pictures
-from peagle.evaluation.report.schema import FORMAT_VERSION
-from peagle.evaluation.report.tables import (
-    ACCEPTANCE_HEADER,
-    THROUGHPUT_HEADER,
-    acceptance_rows,
-    throughput_rows,
+from peagle.evaluation.report import charts
+from peagle.evaluation.report.files import (
+    acceptance_csv,
+    read_results,
+    throughput_csv,
+    write_file,
 )
+from peagle.evaluation.report.page import Page
+from peagle.results import FORMAT_VERSION
 
 REPORT, RESULTS = "report.html", "results.json"
-_NO_PICTURES = 'No PNG was drawn: matplotlib is not installed (pip install "peagle[report]").'
 
 
 def write_report(folder: Path) -> Path:
@@ -39,18 +37,22 @@ def write_report(folder: Path) -> Path:
             peagle, or the folder cannot be written to.
     """
     results = read_results(folder)
-    together = {
-        "format_version": FORMAT_VERSION,
-        **{name: results.raw.get(f"{name}.json") for name in ("acceptance", "throughput", "tune")},
-    }
-    write_bytes(folder / RESULTS, (json.dumps(together, indent=1) + "\n").encode())
+    together = {"format_version": FORMAT_VERSION, "acceptance": None, "throughput": None}
+    together |= {"tune": None}
+    for name, document in results.documents.items():
+        together[name.removesuffix(".json")] = document.to_json()
+    write_file(folder / RESULTS, (json.dumps(together, indent=1) + "\n").encode())
     if results.acceptance is not None:
-        rows = csv_text(ACCEPTANCE_HEADER, acceptance_rows(results.acceptance))
-        write_bytes(folder / "acceptance.csv", rows.encode())
+        write_file(folder / "acceptance.csv", acceptance_csv(results.acceptance))
     if results.throughput is not None:
-        rows = csv_text(THROUGHPUT_HEADER, throughput_rows(results.throughput))
-        write_bytes(folder / "throughput.csv", rows.encode())
-    notes = [] if can_draw() else [_NO_PICTURES]
-    draw_pictures(results, folder)
-    write_bytes(folder / REPORT, render(results, notes).encode())
+        write_file(folder / "throughput.csv", throughput_csv(results.throughput))
+    page = Page(results)
+    if charts.can_draw():
+        for section, name in (
+            *(("throughput", "throughput.png"), ("sweep", "k_sweep.png")),
+            *(("acceptance", "acceptance.png"), ("requests", "histogram.png")),
+        ):
+            if drawn := page.charts_of(section):
+                write_file(folder / name, charts.png(drawn[:6], page.origin))
+    write_file(folder / REPORT, page.html().encode())
     return folder / REPORT

@@ -12,17 +12,18 @@ from itertools import groupby
 from peagle.evaluation.best_k import tied_fastest
 from peagle.evaluation.decoding_methods import NGRAM, PLAIN
 from peagle.evaluation.report.files import Results
-from peagle.evaluation.report.schema import AcceptanceRecord, CellRecord, Comparison, ThroughputFile
-from peagle.evaluation.report.series import Cast, best_cells, sets_of, speed_of
+from peagle.evaluation.report.series import Cast, best_cells, key_of, sets_of, speed_of
 from peagle.evaluation.report.text import depth, interval, joined, method_name, number, set_name
-from peagle.evaluation.training_record import TrainingRecord
+from peagle.results import Cell, Comparison, Entry, ThroughputResults, TrainingRecord
 
 _NO_HEAD = "prompt lookup, which needs no head (--method ngram)"
 
 
 def advice_of(results: Results) -> list[str]:
     """The advice of eval and of bench, those that there are."""
-    found = [acceptance_advice(results.acceptance)] if results.acceptance else []
+    found = []
+    if file := results.acceptance:
+        found.append(acceptance_advice(file.entries, file.comparisons))
     found += [throughput_advice(results.throughput)] if results.throughput else []
     return [one for one in found if one]
 
@@ -30,9 +31,9 @@ def advice_of(results: Results) -> list[str]:
 # ---- acceptance -----------------------------------------------------------------------------
 
 
-def acceptance_advice(file: AcceptanceRecord) -> str:
+def acceptance_advice(entries: Sequence[Entry], comparisons: Sequence[Comparison]) -> str:
     """What `peagle eval` advises: on the first head, at the lowest temperature and largest K."""
-    heads = [one for one in file.entries if one.pooled.num_drafts and one.method != NGRAM]
+    heads = [one for one in entries if one.pooled.num_drafts and one.method != NGRAM]
     if not heads:
         return "No head drafted anything here, so that none is judged."
     own = [entry for entry in heads if entry.method == heads[0].method]
@@ -41,7 +42,7 @@ def acceptance_advice(file: AcceptanceRecord) -> str:
     name = method_name(entry.method)
     said = _little({name: entry.training})
     key = entry.method, entry.k, entry.temperature, entry.engine
-    for one in file.comparisons:
+    for one in comparisons:
         if (one.method, one.k, one.temperature, one.engine) == key:
             said.append(_compared(one))
     if not said:
@@ -84,7 +85,7 @@ def _compared(one: Comparison) -> str:
 # ---- throughput -----------------------------------------------------------------------------
 
 
-def throughput_advice(file: ThroughputFile) -> str:
+def throughput_advice(file: ThroughputResults) -> str:
     """What `peagle bench` advises: the simplest of the fastest methods at each load.
 
     A method takes part with its best K. Those whose repeats overlap those of the fastest tie with
@@ -93,7 +94,7 @@ def throughput_advice(file: ThroughputFile) -> str:
     if not file.cells:
         return ""
     said = _little({method_name(name): record for name, record in file.training.items()})
-    cast = Cast.of(Results(None, file, None, {}))
+    cast = Cast.of(Results(throughput=file))
     name = sets_of(file.cells)[0]
     by_key = {key: best_cells(file.cells, key, name) for key in cast.among(file.cells)}
     loads = sorted({cell.concurrency for cells in by_key.values() for cell in cells})
@@ -113,22 +114,20 @@ def throughput_advice(file: ThroughputFile) -> str:
     return " ".join(said)
 
 
-def _choice(
-    here: Sequence[CellRecord], cells: Iterable[CellRecord], cast: Cast
-) -> tuple[str, tuple[str, ...]]:
+def _choice(here: Sequence[Cell], cells: Iterable[Cell], cast: Cast) -> tuple[str, tuple[str, ...]]:
     """The method and K to take among the best cells at one load, and what ties with it."""
     tied = tied_fastest({_words(cell, cast): speed_of(cell) for cell in here})
     order = {PLAIN: 0, NGRAM: 1}
     ranked = sorted(
         (cell for cell in here if _words(cell, cast) in tied),
-        key=lambda c: (order.get(c.method, 2), (c.method, c.engine) != cast.hero),
+        key=lambda c: (order.get(c.method, 2), key_of(c) != cast.hero),
     )
     chosen = ranked[0]
     others = [_words(cell, cast) for cell in ranked[1:]]
     return _words(chosen, cast), (*_other_ks(chosen, cells), *others)
 
 
-def _other_ks(chosen: CellRecord, cells: Iterable[CellRecord]) -> list[str]:
+def _other_ks(chosen: Cell, cells: Iterable[Cell]) -> list[str]:
     """Larger K of the chosen method that tie with its best."""
     key = chosen.method, chosen.engine, chosen.set, chosen.concurrency
     own = [c for c in cells if c.k and (c.method, c.engine, c.set, c.concurrency) == key]
@@ -136,7 +135,7 @@ def _other_ks(chosen: CellRecord, cells: Iterable[CellRecord]) -> list[str]:
     return [depth(k) for k in sorted(k for k in tied if k and k != chosen.k)]
 
 
-def _words(cell: CellRecord, cast: Cast) -> str:
+def _words(cell: Cell, cast: Cast) -> str:
     name = cast.name_of(cell)
     name = name[0].lower() + name[1:] if cell.method in (PLAIN, NGRAM) else name
     return f"{name} with {depth(cell.k)}" if cell.k else name

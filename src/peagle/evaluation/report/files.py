@@ -1,50 +1,69 @@
-"""The files of an output folder: read and checked, written whole or not at all."""
+"""The files of an output folder: results that are read, and tables that are written."""
 
 from __future__ import annotations
 
 import csv
 import io
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TypeVar
-
-from pydantic import ValidationError
 
 from peagle.errors import UserError
-from peagle.evaluation.report.schema import (
-    FORMAT_VERSION,
-    AcceptanceRecord,
-    Document,
-    ThroughputFile,
-    TuneFile,
-)
 from peagle.models.checkpoint.files import replace_file
+from peagle.results import (
+    ACCEPTANCE,
+    THROUGHPUT,
+    TUNE,
+    AcceptanceResults,
+    AnyDocument,
+    Cell,
+    Document,
+    Entry,
+    Slice,
+    ThroughputResults,
+    TuneResults,
+    read_document,
+)
 
-ACCEPTANCE, THROUGHPUT, TUNE = "acceptance.json", "throughput.json", "tune.json"
+_ACCEPTANCE_HEADER = (
+    *("method", "source", "engine", "k", "temperature", "draft_sampling", "slice_kind", "slice"),
+    *("num_requests", "num_tokens", "num_drafts", "num_accepted_tokens"),
+    *("acceptance_length", "acceptance_length_low", "acceptance_length_high", "tokens_per_step"),
+    *("loop_share", "acceptance_length_before_loop", "position", "num_accepted_at_position"),
+    *("unconditional", "unconditional_low", "unconditional_high"),
+    *("conditional", "conditional_low", "conditional_high"),
+)
+_TIMES, _PERCENTILES = ("ttft_s", "itl_s", "e2e_s"), ("p50", "p90", "p99", "mean")
+_THROUGHPUT_HEADER = (
+    *("method", "source", "engine", "k", "set", "concurrency", "num_repeats"),
+    *("output_tokens_per_s", "output_tokens_per_s_low", "output_tokens_per_s_high"),
+    *("requests_per_s", *(f"{time}_{p}" for time in _TIMES for p in _PERCENTILES)),
+    *("acceptance_length", "gpu_busy", "errors", "speed_up_over_plain", "speed_up_over_eagle3"),
+    *("linearity", "meets_objective"),
+)
 
-AnyDocument = TypeVar("AnyDocument", bound=Document)
+Row = list[object]
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What an output folder holds.
+    """The results in an output folder: those of eval, bench and tune that are there."""
 
-    Attributes:
-        acceptance, throughput, tune: of eval, bench and tune, those that are there.
-        raw: the same as they were read, by file name.
-    """
-
-    acceptance: AcceptanceRecord | None
-    throughput: ThroughputFile | None
-    tune: TuneFile | None
-    raw: dict[str, dict[str, Any]]
+    acceptance: AcceptanceResults | None = None
+    throughput: ThroughputResults | None = None
+    tune: TuneResults | None = None
 
     @property
-    def documents(self) -> list[Document]:
-        """Those that are there: eval's, bench's, tune's."""
-        return [d for d in (self.acceptance, self.throughput, self.tune) if d is not None]
+    def documents(self) -> dict[str, Document]:
+        """The results that are there, by the name of their file."""
+        every = {ACCEPTANCE: self.acceptance, THROUGHPUT: self.throughput, TUNE: self.tune}
+        return {name: document for name, document in every.items() if document is not None}
+
+    @property
+    def first(self) -> Document:
+        """The first of the results, for what all of them share."""
+        return next(iter(self.documents.values()))
 
 
 def read_results(folder: Path) -> Results:
@@ -54,68 +73,25 @@ def read_results(folder: Path) -> Results:
         UserError: there is none of them, or one is not what its command writes (file and key), or
             a newer peagle wrote it.
     """
-    raw: dict[str, dict[str, Any]] = {}
-    acceptance = _read(folder / ACCEPTANCE, AcceptanceRecord, raw)
-    throughput = _read(folder / THROUGHPUT, ThroughputFile, raw)
-    tune = _read(folder / TUNE, TuneFile, raw)
-    if not raw:
+    results = Results(
+        _read(folder / ACCEPTANCE, AcceptanceResults),
+        _read(folder / THROUGHPUT, ThroughputResults),
+        _read(folder / TUNE, TuneResults),
+    )
+    if not results.documents:
         raise UserError(
             f"Nothing to report on in {str(folder)!r}: it has none of {ACCEPTANCE}, {THROUGHPUT} "
             f"and {TUNE}. Write them with peagle eval, bench or tune, each with --output."
         )
-    return Results(acceptance, throughput, tune, raw)
+    return results
 
 
-def _read(
-    path: Path, model: type[AnyDocument], raw: dict[str, dict[str, Any]]
-) -> AnyDocument | None:
-    try:
-        text = path.read_bytes().decode()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise UserError(f"{str(path)!r} is not readable: {error.strerror}.") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{str(path)!r} is not UTF-8 text; expected JSON.") from None
-    try:
-        data = json.loads(text)
-    except ValueError as error:
-        raise UserError(f"{str(path)!r} is not JSON: {error}. Run its command again.") from None
-    except RecursionError:
-        raise UserError(f"{str(path)!r} is nested too deeply to be a result.") from None
-    if not isinstance(data, dict):
-        raise UserError(f"{str(path)!r} holds {type(data).__name__}; expected a JSON object.")
-    _check_version(data.get("format_version"), path)
-    try:
-        document = model.model_validate(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"])) or "the whole file"
-        given = repr(first["input"])
-        given = given if len(given) <= 60 else given[:57] + "..."
-        raise UserError(
-            f"{str(path)!r} is malformed at {key}: {first['msg']} (it holds {given}). "
-            "Run its command again."
-        ) from None
-    raw[path.name] = data
-    return document
+def _read(path: Path, model: type[AnyDocument]) -> AnyDocument | None:
+    return read_document(path, model) if path.exists() else None
 
 
-def _check_version(version: object, path: Path) -> None:
-    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise UserError(
-            f"{str(path)!r} is malformed at format_version: it is {version!r}; expected a whole "
-            "number from 1."
-        )
-    if version > FORMAT_VERSION:
-        raise UserError(
-            f"{str(path)!r} has format_version {version}, newer than this peagle reads "
-            f"({FORMAT_VERSION}). Update peagle."
-        )
-
-
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all, as `replace_file`.
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all.
 
     Raises:
         UserError: it cannot be written.
@@ -126,11 +102,74 @@ def write_bytes(path: Path, data: bytes) -> None:
         raise UserError(f"{str(path)!r} cannot be written: {error.strerror}.") from None
 
 
-def csv_text(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Rows as CSV; None is an empty field."""
+# ---- CSV ------------------------------------------------------------------------------------
+
+
+def acceptance_csv(file: AcceptanceResults) -> bytes:
+    """One row for each slice and draft position; one without a position where there is none."""
+    return _csv(_ACCEPTANCE_HEADER, (row for entry in file.entries for row in _entry_rows(entry)))
+
+
+def throughput_csv(file: ThroughputResults) -> bytes:
+    """One row for each cell, the medians of its repeats."""
+    return _csv(_THROUGHPUT_HEADER, map(_cell_row, file.cells))
+
+
+def _csv(header: Sequence[str], rows: Iterable[Row]) -> bytes:
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(header)
     writer.writerows(rows)
-    # Half of a character, which JSON can hold and UTF-8 cannot.
-    return buffer.getvalue().encode("utf-8", "replace").decode()
+    # JSON can hold half of a character, which UTF-8 cannot.
+    return buffer.getvalue().encode("utf-8", "replace")
+
+
+def _slices(entry: Entry) -> Iterator[tuple[str, str, Slice]]:
+    """Kind, name and slice of all slices of an entry."""
+    yield "pooled", "", entry.pooled
+    yield from (("set", name, piece) for name, piece in entry.by_set.items())
+    yield from (("category", name, piece) for name, piece in entry.by_category.items())
+    for kind, ranges in (
+        ("context", entry.by_context),
+        ("output_position", entry.by_output_position),
+    ):
+        yield from ((kind, f"{r.first:g}-{r.last:g}", r.slice) for r in ranges)
+
+
+def _entry_rows(entry: Entry) -> Iterator[Row]:
+    for kind, name, piece in _slices(entry):
+        head: Row = [
+            *(entry.method, entry.source, entry.engine, entry.k, entry.temperature),
+            *(entry.draft_sampling, kind, name, piece.num_requests, piece.num_tokens),
+            *(piece.num_drafts, piece.num_accepted_tokens, piece.acceptance_length),
+            *(piece.acceptance_length_ci or (None, None)),
+            *(piece.tokens_per_step, piece.loop_share, piece.acceptance_length_before_loop),
+        ]
+        positions = list(
+            zip_longest(
+                piece.num_accepted_tokens_per_pos,
+                piece.unconditional,
+                piece.unconditional_ci or [],
+                piece.conditional,
+                piece.conditional_ci or [],
+            )
+        )
+        for number, (count, share, share_ci, given, given_ci) in enumerate(positions, 1):
+            ends = [*(share_ci or (None, None))]
+            yield [*head, number, count, share, *ends, given, *(given_ci or (None, None))]
+        if not positions:
+            yield [*head, *[None] * (len(_ACCEPTANCE_HEADER) - len(head))]
+
+
+def _cell_row(cell: Cell) -> Row:
+    median = cell.median
+    return [
+        *(cell.method, cell.source, cell.engine, cell.k, cell.set, cell.concurrency),
+        *(len(cell.repeats), median.output_tokens_per_s),
+        *(cell.spread.output_tokens_per_s or (None, None)),
+        median.requests_per_s,
+        *(getattr(getattr(median, time), name) for time in _TIMES for name in _PERCENTILES),
+        *(median.acceptance_length, median.gpu_busy),
+        *(median.errors, cell.speed_up_over_plain, cell.speed_up_over_eagle3),
+        *(cell.linearity, cell.meets_objective),
+    ]

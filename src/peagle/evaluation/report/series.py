@@ -1,16 +1,16 @@
-"""Who stands in the charts: series with their names and styles, and what each is judged by."""
+"""The series of a report, with their names and styles, and the entries and cells of each."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol
 
 from peagle.evaluation.best_k import Speed, best_k
 from peagle.evaluation.report.files import Results
-from peagle.evaluation.report.schema import CellRecord, Entry
-from peagle.evaluation.report.text import joined, method_name
+from peagle.evaluation.report.text import method_name
+from peagle.results import Cell, Entry
 
 _STYLES = {"plain": 0, "peagle": 1, "eagle3": 2, "ngram": 3}
 _FREE = (1, 4, 5, 6, 7, 2, 3)
@@ -18,13 +18,9 @@ _FREE = (1, 4, 5, 6, 7, 2, 3)
 Key = tuple[str, str]
 
 
-class Measured(Protocol):
-    """Something measured of a method on an engine."""
-
-    @property
-    def method(self) -> str: ...
-    @property
-    def engine(self) -> str: ...
+def key_of(item: Entry | Cell) -> Key:
+    """The series of an entry or a cell: its method and its engine."""
+    return item.method, item.engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +43,7 @@ class Cast:
         """The series of all files."""
         cells = results.throughput.cells if results.throughput else []
         entries = results.acceptance.entries if results.acceptance else []
-        keys = list(dict.fromkeys((m.method, m.engine) for m in [*entries, *cells]))
+        keys = list(dict.fromkeys(map(key_of, [*entries, *cells])))
         hero = _hero(keys, entries, cells)
         keys.sort(key=lambda key: (key == hero, key[0] != "plain", key[0] != "ngram"))
         styles: dict[Key, int] = {}
@@ -63,37 +59,37 @@ class Cast:
         ordered = {key: styles[key] for key in keys}
         return cls(ordered, hero, len({engine for _, engine in keys}) > 1)
 
-    def style(self, item: Measured) -> int:
-        """The style of what was measured."""
-        return self.styles[item.method, item.engine]
+    def style(self, item: Entry | Cell) -> int:
+        """The style of an entry or a cell."""
+        return self.styles[key_of(item)]
 
     def name(self, key: Key) -> str:
-        """What a series is called."""
+        """The name of a series."""
         method, engine = key
         if not self.many_engines or engine == "peagle":
             return method_name(method)
         return f"{method_name(method)} on {engine.partition('://')[2] or engine}"
 
-    def name_of(self, item: Measured) -> str:
-        """The name of what was measured."""
-        return self.name((item.method, item.engine))
+    def name_of(self, item: Entry | Cell) -> str:
+        """The name of the series of an entry or a cell."""
+        return self.name(key_of(item))
 
-    def among(self, items: Iterable[Measured]) -> list[Key]:
+    def among(self, items: Iterable[Entry | Cell]) -> list[Key]:
         """The series that have one of `items`, in the order of drawing."""
-        found = {(item.method, item.engine) for item in items}
+        found = set(map(key_of, items))
         return [key for key in self.styles if key in found]
 
 
-def _hero(keys: Sequence[Key], entries: Sequence[Entry], cells: Sequence[CellRecord]) -> Key | None:
-    """P-EAGLE by name, else the method that accepts or writes most."""
+def _hero(keys: Sequence[Key], entries: Sequence[Entry], cells: Sequence[Cell]) -> Key | None:
+    """The series that the report is about: P-EAGLE by name, else what accepts or writes most."""
     heads = [key for key in keys if key[0] not in ("plain", "ngram")]
     heads = heads or [key for key in keys if key[0] == "ngram"]
     if not heads:
         return None
 
     def merit(key: Key) -> tuple[bool, bool, float, float]:
-        lengths = [e.pooled.length or 0 for e in entries if (e.method, e.engine) == key]
-        rates = [c.median.output_tokens_per_s for c in cells if (c.method, c.engine) == key]
+        lengths = [e.pooled.length or 0 for e in entries if key_of(e) == key]
+        rates = [c.median.output_tokens_per_s for c in cells if key_of(c) == key]
         most = (max(lengths, default=0.0), max(rates, default=0.0))
         return key[0] == "peagle", key[1] == "peagle", *most
 
@@ -111,10 +107,13 @@ class Condition:
     draft_sampling: str
     entries: tuple[Entry, ...]
 
+    def of(self, key: Key) -> list[Entry]:
+        """The entries of a series."""
+        return [entry for entry in self.entries if key_of(entry) == key]
+
     def deepest(self, key: Key) -> Entry | None:
-        """A series' entry with the largest K."""
-        own = [e for e in self.entries if (e.method, e.engine) == key]
-        return max(own, key=lambda e: e.depth, default=None)
+        """The entry of a series with the largest K."""
+        return max(self.of(key), key=lambda entry: entry.depth, default=None)
 
     def deepest_of_all(self, cast: Cast) -> list[Entry]:
         """Each series' entry with the largest K, in the order of drawing."""
@@ -134,46 +133,32 @@ def conditions(entries: Iterable[Entry]) -> list[Condition]:
 # ---- throughput -----------------------------------------------------------------------------
 
 
-def sets_of(cells: Iterable[CellRecord]) -> list[str]:
+def sets_of(cells: Iterable[Cell]) -> list[str]:
     """Prompt sets, the one with the most cells first."""
-    counts: dict[str, int] = {}
-    for cell in cells:
-        counts[cell.set] = counts.get(cell.set, 0) + 1
-    return sorted(counts, key=lambda name: -counts[name])
+    return [name for name, _ in Counter(cell.set for cell in cells).most_common()]
 
 
-def best_cells(cells: Iterable[CellRecord], key: Key, name: str) -> list[CellRecord]:
+def best_cells(cells: Iterable[Cell], key: Key, name: str) -> list[Cell]:
     """The cell of a series with the best K on a prompt set at each concurrency, ascending."""
-    loads: dict[int, dict[int, CellRecord]] = {}
+    loads: dict[int, dict[int, Cell]] = {}
     for cell in cells:
-        if (cell.method, cell.engine, cell.set) == (*key, name):
+        if (key_of(cell), cell.set) == (key, name):
             loads.setdefault(cell.concurrency, {})[cell.k or 0] = cell
     return [
         own[best_k({k: speed_of(c) for k, c in own.items()})] for _, own in sorted(loads.items())
     ]
 
 
-def speed_of(cell: CellRecord) -> Speed:
+def speed_of(cell: Cell) -> Speed:
     """The speeds of a cell, for the choice of K."""
     median = cell.median.output_tokens_per_s
     least, most = cell.spread.output_tokens_per_s or (median, median)
     return Speed(median, least, most)
 
 
-def depth_runs(best: Iterable[CellRecord]) -> list[tuple[int, list[int]]]:
+def k_runs(best: Iterable[Cell]) -> list[tuple[int, list[int]]]:
     """(K, the neighbouring concurrencies at which it is best), ascending."""
     drafted = [(cell.k, cell.concurrency) for cell in best if cell.k]
     return [
         (k, [load for _, load in group]) for k, group in groupby(drafted, key=lambda item: item[0])
     ]
-
-
-def depths_by_load(best: Iterable[CellRecord]) -> str:
-    """Like "7 from 1 to 16 and 3 at 64", as HTML; nothing where nothing is drafted."""
-    runs = depth_runs(best)
-    words = [
-        f"<strong>{k}</strong> "
-        + (f"at {loads[0]}" if len(loads) == 1 else f"from {loads[0]} to {loads[-1]}")
-        for k, loads in runs
-    ]
-    return joined(words) if words else ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from datetime import datetime
-from html import escape
 from pathlib import PurePath
 
 # Longer ones would make a page that nobody can open.
@@ -32,19 +31,19 @@ _MISSING = "–"
 
 
 def method_name(method: str) -> str:
-    """How a method is called in a sentence: "peagle" is P-EAGLE."""
+    """The name of a method in a sentence: "peagle" is P-EAGLE."""
     return _NAMES.get(method, method)
 
 
 def set_name(name: str) -> str:
-    """How a prompt set or a category of it is called: "mt_bench/math" is MT-Bench, math."""
+    """The name of a prompt set or of a category: "mt_bench/math" is MT-Bench, math."""
     first, slash, rest = name.partition("/")
     shown = _SET_NAMES.get(first, first or "all prompts")
     return f"{shown}, {rest.replace('_', ' ')}" if slash else shown
 
 
 def visible(text: str) -> str:
-    """Text in which control characters and halves of characters can be seen and do nothing."""
+    """Replace control characters and halves of characters by characters that can be seen."""
 
     def shown(match: re.Match[str]) -> str:
         code = ord(match.group())
@@ -55,16 +54,6 @@ def visible(text: str) -> str:
     return _HIDDEN.sub(shown, text.replace("\r\n", "\n"))
 
 
-def h(value: object) -> str:
-    """Any value as text of an HTML page, in quotes too."""
-    return escape(visible(str(value)), quote=True)
-
-
-def name_html(name: str) -> str:
-    """A name that is not broken at its hyphen."""
-    return f'<span class="name">{h(name)}</span>' if len(name) < 20 else h(name)
-
-
 def cut(text: str, most: int = LONGEST_TEXT) -> str:
     """The beginning of a text, with an ellipsis where some was left out."""
     return text if len(text) <= most else text[:most] + " …"
@@ -73,6 +62,11 @@ def cut(text: str, most: int = LONGEST_TEXT) -> str:
 def number(value: float | None, digits: int = 2) -> str:
     """With so many digits behind the point; a dash where there is none."""
     return _MISSING if value is None else f"{value:,.{digits}f}"
+
+
+def count(value: int | None) -> str:
+    """A whole number; a dash where there is none."""
+    return _MISSING if value is None else f"{value:,}"
 
 
 def rate(value: float | None) -> str:

@@ -8,22 +8,13 @@ from itertools import groupby
 from statistics import median
 from typing import TypeVar
 
-from peagle.evaluation.report.html import NARROW, WIDE, figure, fold, legend, panels, section, table
-from peagle.evaluation.report.plots import deviations, strip
-from peagle.evaluation.report.schema import Prediction, TuneFile
-from peagle.evaluation.report.svg import (
-    Axis,
-    ChartLine,
-    ChartPoint,
-    line_chart,
-    log_axis,
-    value_axis,
-)
-from peagle.evaluation.report.text import h, joined, number, percent, rate
+from peagle.evaluation.report.charts import Axis, Chart, Line, Point
+from peagle.evaluation.report.parts import Group, Section, Text
+from peagle.evaluation.report.text import joined, number, rate
 from peagle.evaluation.tuning.schedule import k_at
+from peagle.results import Prediction, TuneResults
 
-_SIZE = (NARROW, 250.0)
-_NEED, _TARGET, _DRAFT, _FITTED, _UNFITTED = 2, 0, 1, 0, 1
+_PLAIN, _HEAD, _NEED = 0, 1, 2  # styles
 _MOST_PANELS = 3
 _CONFIGS = {
     "peagle": "peagle, as --speculative-config",
@@ -34,28 +25,17 @@ _CONFIGS = {
 Number = TypeVar("Number", int, float)
 
 
-def tune_section(file: TuneFile) -> str:
-    """Cost table, K schedule, predictions and break-even."""
-    parts = [_schedule(file), _costs(file), _predictions(file), _break_even(file)]
-    return section("cost", "Cost of a step and K by load", *parts, say=_says(file))
-
-
-def _says(file: TuneFile) -> str:
-    said = []
-    if file.schedule:
-        said.append(f"The schedule for this machine: {h(schedule_words(file.schedule))}.")
-    check = file.check
-    if check.share is not None and check.num_unfitted:
-        said.append(
-            f"<strong>{percent(check.share)}</strong> of the {check.num_unfitted} measurements "
-            "that nothing was fitted to lie within 10% of the prediction"
-            + (f"; the worst is {percent(check.worst)} off." if check.worst is not None else ".")
-        )
-    return " ".join(said)
+def tune_section(file: TuneResults) -> Section:
+    """Schedule, costs, predictions and break-even."""
+    facts = {"schedule": schedule_words(file.schedule), "check": file.check}
+    parts = [*_schedule(file), *_costs(file), *_predictions(file), *_break_even(file)]
+    return Section("cost", "Cost of a step and K by load", "Cost", parts or [Group()], facts)
 
 
 def schedule_words(schedule: Sequence[tuple[int, int, int]]) -> str:
-    """A K schedule in words."""
+    """A K schedule in words; "" for none."""
+    if not schedule:
+        return ""
     words = [
         (f"K = {k}" if k else "no drafts")
         + (f" for {low}" if low == high else f" for {low} to {high}")
@@ -64,193 +44,171 @@ def schedule_words(schedule: Sequence[tuple[int, int, int]]) -> str:
     return joined(words) + " sequences together"
 
 
-def _schedule(file: TuneFile) -> str:
-    if not file.schedule:
-        return ""
-    title = "K by the number of sequences together: " + schedule_words(file.schedule)
-    wide = strip(title, file.schedule, 2 * WIDE)
-    narrow = strip(title, file.schedule, NARROW)
-    rows = [[str(low), str(high), str(k)] for low, high, k in file.schedule]
-    chart = f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
-    data = table("K schedule", ["From", "To", "K"], rows)
-    head = figure("K schedule", chart, "By sequences decoding together")
-    configs = "".join(
-        f'<p class="note">{h(_CONFIGS.get(name, name))}</p>'
-        f'<div class="text" role="region" tabindex="0" aria-label="{h(_CONFIGS.get(name, name))}">'
-        f"{h(json.dumps(config))}</div>"
-        for name, config in file.speculative_config.items()
-    )
-    paste = fold("Configuration to paste", configs) if configs else ""
-    return f'<div class="group">{head}</div>{fold("Data", data)}{paste}'
-
-
-# ---- costs ----------------------------------------------------------------------------------
-
-
-def _costs(file: TuneFile) -> str:
-    figures, tables = [], []
-    for what, title, axis, style, costs in (
-        ("target", "Target pass", "tokens in the pass", _TARGET, file.costs.target_s),
-        ("drafter", "Drafter pass", "rows in the pass", _DRAFT, file.costs.draft_s),
-    ):
-        measured = sorted((max(1, round(n)), 1000 * s) for n, s in costs)
-        if not measured:
-            continue
-        points = [
-            _cost_point(n, [ms for _, ms in same], axis.split()[0])
-            for n, same in groupby(measured, key=lambda cost: cost[0])
-        ]
-        sizes = [point.x for point in points]
-        chart = line_chart(
-            f"Line chart of the milliseconds of a {what} pass; the table Data has the numbers.",
-            [ChartLine(title, style, points)],
-            log_axis(axis, sizes, _some(sizes, 5)),
-            value_axis("milliseconds", [ms for _, ms in measured], low=0),
-            _SIZE,
-        )
-        figures.append(figure(title, chart))
-        rows = [[f"{n:,}", number(ms, 3)] for n, ms in measured]
-        tables.append(table(title, [axis.capitalize(), "Milliseconds"], rows))
-    if check := _check(file):
-        figures.append(check)
-    return panels(figures) + (fold("Data", *tables) if tables else "") if figures else ""
-
-
-def _cost_point(size: int, times: list[float], unit: str) -> ChartPoint:
-    """The median of the steps of one size, and the least and most of several."""
-    middle = median(times)
-    ends = (min(times), max(times)) if len(times) > 1 else None
-    return ChartPoint(size, middle, ends, f"{size:,} {unit}\n{middle:.3f} ms")
+def _sizes(title: str, values: Sequence[Number]) -> Axis:
+    """A logarithmic axis with at most five of some values as ticks, the first and the last too."""
+    ticks = [(value, f"{value:,g}") for value in _some(values, 5)]
+    low, high = min(values), max(values)
+    return Axis(title, ticks, low / 1.1, high * 1.1, log=True)
 
 
 def _some(values: Sequence[Number], most: int) -> list[Number]:
-    """At most so many of the values, the first and the last among them."""
     own = sorted(set(values))
     if len(own) <= most:
         return own
     return [own[round(i * (len(own) - 1) / (most - 1))] for i in range(most)]
 
 
-def _check(file: TuneFile) -> str:
-    found = [(p, p.measured_tokens_per_s) for p in file.predictions if p.measured_tokens_per_s]
-    found = [(p, m) for p, m in found if p.predicted_tokens_per_s > 0]
-    if not found:
-        return ""
-    fitted, others = [], []
-    for p, m in found:
-        predicted = p.predicted_tokens_per_s
-        tip = (
-            f"batch {p.batch}, K = {p.k}\npredicted {rate(predicted)}, measured {rate(m)} tokens/s"
-        )
-        (fitted if p.fitted else others).append(ChartPoint(m, predicted / m - 1, tip=tip))
-    most = max(0.15, *(abs(p.y) * 1.1 for p in [*fitted, *others]))
-    ends = [-most, 0.0, most] if most > 0.3 else [-0.1, 0.0, 0.1]
-    chart = deviations(
-        "How far predictions are off; the table Predictions has the numbers.",
-        [ChartLine("fitted", _FITTED, fitted), ChartLine("not fitted", _UNFITTED, others)],
-        log_axis("measured tokens/s", [m for _, m in found], most_ticks=5),
-        Axis(
-            "prediction off by",
-            -most,
-            most,
-            [(end, f"{100 * end:+.0f}%" if end else "0%") for end in ends],
-        ),
-        _SIZE,
-        0.1,
+def _schedule(file: TuneResults) -> list[Group]:
+    if not file.schedule:
+        return []
+    points = []
+    for low, high, k in file.schedule:
+        tip = f"{f'K = {k}' if k else 'no drafts'} for {low} to {high} sequences together"
+        points += [Point(low, k, tip=tip), Point(high, k, tip=tip)]
+    chart = Chart(
+        "K schedule",
+        f"K by the number of sequences together: {schedule_words(file.schedule)}",
+        [Line("K of the schedule", _HEAD, points)],
+        _sizes("sequences together", [*(low for low, *_ in file.schedule), file.schedule[-1][1]]),
+        Axis("K", low=0),
+        "By sequences decoding together",
+        wide=1000,
+        height=200,
     )
-    names = legend([(_UNFITTED, "not fitted"), (_FITTED, "fitted")])
-    return figure("Predictions against measurements", chart + names, "The band is 10% either way")
+    configs = [
+        Text(
+            "", _CONFIGS.get(name, name), [("target", json.dumps(config))], _CONFIGS.get(name, name)
+        )
+        for name, config in file.speculative_config.items()
+    ]
+    groups = [Group(charts=[chart], data=[("schedule", file.schedule)])]
+    return groups + ([Group("Configuration to paste", texts=configs)] if configs else [])
+
+
+# ---- costs ----------------------------------------------------------------------------------
+
+
+def _costs(file: TuneResults) -> list[Group]:
+    charts, tables = [], []
+    for title, alt, axis, style, costs in (
+        ("Target pass", "a target", "tokens in the pass", _PLAIN, file.costs.target_s),
+        ("Drafter pass", "a drafter", "rows in the pass", _HEAD, file.costs.draft_s),
+    ):
+        measured = sorted((max(1, round(size)), 1000 * seconds) for size, seconds in costs)
+        if not measured:
+            continue
+        points = [
+            _cost_point(size, [ms for _, ms in same], axis.split()[0])
+            for size, same in groupby(measured, key=lambda cost: cost[0])
+        ]
+        charts.append(
+            Chart(
+                title,
+                f"Line chart of the milliseconds of {alt} pass; the table Data has the numbers.",
+                [Line(title, style, points)],
+                _sizes(axis, [point.x for point in points]),
+                Axis("milliseconds", low=0),
+            )
+        )
+        tables.append(("costs", {"title": title, "axis": axis, "rows": measured}))
+    charts += _check(file.predictions)
+    return [Group(charts=charts, data=tables)] if charts else []
+
+
+def _cost_point(size: int, times: list[float], unit: str) -> Point:
+    """The median of the steps of one size, and the least and most of several."""
+    middle = median(times)
+    ends = (min(times), max(times)) if len(times) > 1 else None
+    return Point(size, middle, ends, f"{size:,} {unit}\n{middle:.3f} ms")
+
+
+def _check(predictions: Sequence[Prediction]) -> list[Chart]:
+    points: dict[bool, list[Point]] = {False: [], True: []}
+    for one in predictions:
+        predicted, measured = one.predicted_tokens_per_s, one.measured_tokens_per_s
+        if measured and predicted:
+            tip = (
+                f"batch {one.batch}, K = {one.k}\npredicted {rate(predicted)}, measured "
+                f"{rate(measured)} tokens/s"
+            )
+            points[one.fitted].append(Point(measured, predicted / measured - 1, tip=tip))
+    if not any(points.values()):
+        return []
+    most = max(0.15, *(abs(point.y) * 1.1 for own in points.values() for point in own))
+    lines = [
+        Line("not fitted", _HEAD, points[False]),
+        Line("fitted", _PLAIN, points[True]),
+    ]
+    return [
+        Chart(
+            "Predictions against measurements",
+            "How far predictions are off; the table Predictions has the numbers.",
+            lines,
+            Axis("measured tokens/s", log=True),
+            Axis("prediction off by", low=-most, high=most, is_share=True),
+            "The band is 10% either way",
+            connected=False,
+            band=(-0.1, 0.1),
+        )
+    ]
 
 
 # ---- predictions ----------------------------------------------------------------------------
 
 
-def _predictions(file: TuneFile) -> str:
+def _predictions(file: TuneResults) -> list[Group]:
     if not file.predictions:
-        return ""
-    by_place = {(p.batch, p.k): p for p in file.predictions}
-    batches = sorted({p.batch for p in file.predictions})
-    ks = sorted({p.k for p in file.predictions})
-    rows = []
-    for batch in batches:
-        cells = [by_place.get((batch, k)) for k in ks]
-        chosen = k_at(file.schedule, batch) if file.schedule else None
-        rows.append([str(batch), *(_predicted(cell, chosen) for cell in cells)])
-    header = ["Batch", *(f"K = {k}" if k else "No drafts" for k in ks)]
-    caption = "Predicted tokens per second by batch size and K; a star marks that of the schedule"
-    measured = [
-        [
-            *(str(p.batch), str(p.k), rate(p.predicted_tokens_per_s)),
-            rate(p.measured_tokens_per_s),
-            percent(p.predicted_tokens_per_s / p.measured_tokens_per_s - 1),
-            "yes" if p.fitted else "no",
-        ]
-        for p in file.predictions
-        if p.measured_tokens_per_s
+        return []
+    speeds = {(p.batch, p.k): p.predicted_tokens_per_s for p in file.predictions}
+    ks = sorted({k for _, k in speeds})
+    rows = [
+        (
+            batch,
+            k_at(file.schedule, batch) if file.schedule else None,
+            [(k, speeds.get((batch, k))) for k in ks],
+        )
+        for batch in sorted({batch for batch, _ in speeds})
     ]
-    beside = ["Batch", "K", "Predicted", "Measured", "Off by", "Fitted"]
-    return table(caption, header, rows, sortable=False) + (
-        fold("Predictions", table("Predicted and measured tokens per second", beside, measured))
-        if measured
-        else ""
-    )
-
-
-def _predicted(cell: Prediction | None, chosen: int | None) -> str:
-    if cell is None:
-        return "–"
-    star = "★ " if cell.k == chosen else ""
-    return star + rate(cell.predicted_tokens_per_s)
+    header = ["Batch", *(f"K = {k}" if k else "No drafts" for k in ks)]
+    groups = [Group(tables=[("speeds", {"header": header, "rows": rows})])]
+    if measured := [one for one in file.predictions if one.measured_tokens_per_s]:
+        groups.append(Group("Predictions", tables=[("predictions", measured)]))
+    return groups
 
 
 # ---- break-even -----------------------------------------------------------------------------
 
 
-def _break_even(file: TuneFile) -> str:
+def _break_even(file: TuneResults) -> list[Group]:
     if not file.break_even:
-        return ""
-    had = file.acceptance.acceptance_length
-    ks = sorted({item.k for item in file.break_even})
-    figures = [_needed(file, k, had.get(k)) for k in _some(ks, _MOST_PANELS)]
-    rows = [
-        [
-            *(str(item.batch), str(item.k), number(item.acceptance_length)),
-            number(had.get(item.k)),
-            ("yes" if had[item.k] > item.acceptance_length else "no") if item.k in had else "–",
+        return []
+    lengths = file.acceptance.acceptance_length
+    charts = []
+    for k in _some([item.k for item in file.break_even], _MOST_PANELS):
+        own = sorted((item for item in file.break_even if item.k == k), key=lambda one: one.batch)
+        points = [
+            Point(
+                item.batch,
+                item.acceptance_length,
+                tip=f"batch {item.batch}, K = {k}\nneeds {number(item.acceptance_length)}",
+            )
+            for item in own
         ]
-        for item in file.break_even
-    ]
-    header = ["Batch", "K", "Needed", "Had", "Pays"]
-    names = [(_NEED, "acceptance length that is needed")]
-    return (
-        '<h3 class="group">Break-even</h3><p class="say">The acceptance length from which drafting '
-        "so many tokens is faster than none. It pays where the needed line is below what the head "
-        "has.</p>"
-        + panels(figures)
-        + legend(names)
-        + fold("Data", table("Acceptance length to break even", header, rows))
-    )
-
-
-def _needed(file: TuneFile, k: int, had: float | None) -> str:
-    own = sorted((i for i in file.break_even if i.k == k), key=lambda item: item.batch)
-    points = [
-        ChartPoint(
-            i.batch,
-            i.acceptance_length,
-            tip=f"batch {i.batch}, K = {k:g}\nneeds {number(i.acceptance_length)}",
+        length = lengths.get(k)
+        charts.append(
+            Chart(
+                f"K = {k}",
+                f"Line chart of the acceptance length needed with K = {k}; the table Data has the "
+                "numbers.",
+                [Line("acceptance length that is needed", _NEED, points)],
+                _sizes("sequences together", [item.batch for item in own]),
+                Axis("tokens a step", low=1),
+                level=None if length is None else (length, f"the head has {number(length)}"),
+            )
         )
-        for i in own
-    ]
-    batches = [float(item.batch) for item in own]
-    values = [1.0, *(p.y for p in points), *([had] if had is not None else [])]
-    chart = line_chart(
-        f"Line chart of the acceptance length needed with K = {k:g}; the table Data has the "
-        "numbers.",
-        [ChartLine("needed", _NEED, points)],
-        log_axis("sequences together", batches, _some(batches, 5)),
-        value_axis("tokens a step", [value * 1.1 for value in values], low=1),
-        _SIZE,
-        reference=None if had is None else (had, f"the head has {number(had)}", True),
+    table = "break_even", {"lengths": lengths, "rows": file.break_even}
+    say = (
+        "The acceptance length from which drafting so many tokens is faster than none. It pays "
+        "where the needed line is below what the head has."
     )
-    return figure(f"K = {k:g}", chart)
+    return [Group(heading="Break-even", say=say, charts=charts, data=[table])]

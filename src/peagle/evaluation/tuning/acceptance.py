@@ -1,20 +1,29 @@
-"""Acceptance length by K, from runs at some K."""
+"""Acceptance length by K, from a file of `peagle eval` or measured here at some K."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+from peagle.config import SamplingParams, SpeculativeConfig
+from peagle.engine import SpeculationStats
 from peagle.errors import UserError
-from peagle.evaluation.acceptance_file import NAME, read_acceptance
+from peagle.evaluation.decoding_methods import NGRAM
+from peagle.evaluation.dialogues import PromptSets, run_dialogues
+from peagle.evaluation.engine_backend import open_engine
+from peagle.evaluation.journal import Journal
+from peagle.models.target import TargetModel
+from peagle.results import ACCEPTANCE, AcceptanceResults, read_document
+
+_CONCURRENCY = 8
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceByK:
-    """How many drafts pass, by K.
+    """The share of drafts that are accepted, by K.
 
     Between two K that were measured, unconditional acceptance of a position is interpolated; below
     the smallest it is that of the smallest. (A run with K = 7 cut after 3 is not a run with K = 3,
@@ -22,7 +31,7 @@ class AcceptanceByK:
 
     Args:
         per_pos: by measured K, P(the first i drafts are all accepted) for i = 1 to K.
-        source: where it comes from.
+        source: origin of the figures.
 
     Raises:
         UserError: a list does not have K probabilities that never rise.
@@ -44,11 +53,11 @@ class AcceptanceByK:
 
     @property
     def most(self) -> int:
-        """The largest K that is known."""
+        """The largest known K."""
         return max(self.per_pos)
 
     def rates(self, k: int) -> tuple[float, ...]:
-        """Unconditional acceptance of the K positions.
+        """Return the unconditional acceptance of the K positions.
 
         Raises:
             UserError: K is above the largest that was measured.
@@ -69,7 +78,7 @@ class AcceptanceByK:
         return tuple(accumulate(mixed, min))
 
     def lengths(self) -> dict[int, float]:
-        """Acceptance length 1 + sum of the rates for K = 0 to the largest; never falling."""
+        """Return 1 + sum of the rates for K = 0 to the largest; the lengths never fall."""
         lengths = (1 + sum(self.rates(k)) for k in range(1, self.most + 1))
         return dict(enumerate(accumulate(lengths, max, initial=1.0)))
 
@@ -77,7 +86,7 @@ class AcceptanceByK:
 def acceptance_of_file(
     path: Path, *, draft: str, method: str | None = None, temperature: float = 0.0
 ) -> AcceptanceByK:
-    """Acceptance of a head from the acceptance.json of `peagle eval`.
+    """Read the acceptance of a head from the acceptance.json of `peagle eval`.
 
     Args:
         path: the file, or the folder that holds it.
@@ -88,45 +97,72 @@ def acceptance_of_file(
     Raises:
         UserError: not readable, not of this format, or without a fitting entry.
     """
-    file = path / NAME if path.is_dir() else path
-    entries = [one for one in _entries(file) if one["k"] and one["method"] != "ngram"]
-    names = sorted({one["method"] for one in entries})
+    file = path / ACCEPTANCE if path.is_dir() else path
+    every = read_document(file, AcceptanceResults).entries
+    entries = [one for one in every if one.k and one.method != NGRAM]
+    names = sorted({one.method for one in entries})
     if method is not None:
-        entries = [one for one in entries if one["method"] == method]
+        entries = [one for one in entries if one.method == method]
     elif len(names) > 1:
-        entries = [one for one in entries if _is_same(one["source"], draft)]
+        entries = [one for one in entries if _is_same_head(one.source, draft)]
     if not entries:
         wanted = f"method {method!r}" if method else f"the head {draft!r}"
         raise UserError(
             f"{str(file)!r} has no entry of {wanted}; it has {', '.join(names) or 'no head'}. "
             "Choose one with --method."
         )
-    found = {one["k"]: one for one in entries if one["temperature"] == temperature}
+    found = {one.k: one.pooled for one in entries if one.temperature == temperature}
     if not found:
-        has = sorted({one["temperature"] for one in entries})
+        has = sorted({one.temperature for one in entries})
         raise UserError(
             f"{str(file)!r} has no entry at temperature {temperature:g}; it has "
             f"{', '.join(f'{t:g}' for t in has)}. Set --temperature to one of them."
         )
-    return AcceptanceByK({k: _per_pos(one, k, file) for k, one in found.items()}, "acceptance.json")
+    per_pos = {k: _padded(pooled.unconditional, k) for k, pooled in found.items()}
+    return AcceptanceByK(per_pos, "acceptance.json")
 
 
-def _entries(file: Path) -> list[dict[str, Any]]:
-    entries = read_acceptance(file)["entries"]
-    for entry in entries:
-        if missing := sorted({"method", "source", "k", "temperature", "pooled"} - set(entry)):
-            raise UserError(f"{str(file)!r}: an entry lacks {missing[0]!r}.")
-    return entries
+def measure_acceptance(
+    target: TargetModel,
+    head: str,
+    ks: Sequence[int],
+    sets: PromptSets,
+    params: SamplingParams,
+    journal: Journal,
+    *,
+    chat: bool,
+    watch: Callable[[int], None] = lambda k: None,
+    **engine_options: Any,
+) -> AcceptanceByK:
+    """Measure the acceptance of a head on prompts, each K in a run of its own.
+
+    The journal gets the rates of each K as they are measured, and `watch` is called after each.
+    `params` has a seed; `engine_options` are fields of EngineConfig.
+
+    Raises:
+        UserError: no prompt has an answer, or an option is not usable.
+    """
+    per_pos: dict[int, list[float]] = {}
+    options = {"max_num_seqs": _CONCURRENCY, **engine_options}
+    for k in ks:
+        rates = journal.get(f"acceptance k={k}")
+        if rates is None:
+            config = SpeculativeConfig(model=head, num_speculative_tokens=k)
+            with open_engine(target, config, **options) as backend:
+                found = run_dialogues(backend, sets, params, _CONCURRENCY, chat=chat).observations
+                del backend  # its memory is released with the context
+            stats = SpeculationStats.pooled(o.answer.stats for o in found if o.answer.stats)
+            rates = _padded(stats.acceptance_per_pos if stats.num_drafts else [], k)
+            journal.add(f"acceptance k={k}", rates)
+        per_pos[k] = rates
+        watch(k)
+    return AcceptanceByK(per_pos)
 
 
-def _is_same(source: str, draft: str) -> bool:
-    """Whether two names mean one head: equal, or the same folder."""
-    return source == draft or (Path(source).is_dir() and Path(source).samefile(draft))
-
-
-def _per_pos(entry: Mapping[str, Any], k: int, file: Path) -> list[float]:
-    rates = entry["pooled"].get("unconditional")
-    if not isinstance(rates, list):
-        raise UserError(f"{str(file)!r}: the entry of K = {k} lacks 'unconditional'.")
-    # Positions that were never drafted are not listed.
+def _padded(rates: Sequence[float], k: int) -> list[float]:
+    """Rates of K positions; positions that were never drafted are not listed and pass nothing."""
     return [*rates, *[0.0] * (k - len(rates))]
+
+
+def _is_same_head(source: str, draft: str) -> bool:
+    return source == draft or (Path(source).is_dir() and Path(source).samefile(draft))

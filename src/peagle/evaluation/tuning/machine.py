@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -15,8 +15,11 @@ from peagle.engine.graph_runner import buckets
 from peagle.engine.stats import StepTimes
 from peagle.errors import UserError
 from peagle.evaluation.compare import release
+from peagle.evaluation.dialogues import PromptSets
+from peagle.evaluation.tuning.acceptance import AcceptanceByK
 from peagle.llm import LLM
-from peagle.models.target import TargetModel
+from peagle.models.checkpoint import read_head_config
+from peagle.models.target import TargetModel, load_tokenizer
 
 Clock = Callable[[], float]
 # Steps before those that count: the first ones find cold caches.
@@ -25,31 +28,15 @@ WARM_UP_STEPS = 3
 
 @dataclass(frozen=True, slots=True, order=True)
 class CostPoint:
-    """What one measurement is about.
-
-    Attributes:
-        batch: sequences that decode together.
-        k: draft tokens of each; 0 decodes plainly.
-    """
+    """A batch of sequences that decode together with k draft tokens each; 0 decodes plainly."""
 
     batch: int
     k: int
 
-    @property
-    def num_tokens(self) -> int:
-        """Rows of the target's pass: the newest token and K drafts of every sequence."""
-        return self.batch * (self.k + 1)
-
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Seconds of one decode step.
-
-    Attributes:
-        seconds: from one step to the next.
-        target_s: the target's pass and the verification, part of it.
-        draft_s: the drafter, part of it.
-    """
+    """Seconds of one decode step, and of its parts: target with verification, and drafter."""
 
     seconds: float
     target_s: float
@@ -57,76 +44,68 @@ class StepCost:
 
     @property
     def rest_s(self) -> float:
-        """All else: scheduling, text, gaps."""
+        """Seconds of all else: scheduling, text, gaps."""
         return max(0.0, self.seconds - self.target_s - self.draft_s)
-
-    @classmethod
-    def median(cls, costs: Sequence[StepCost]) -> StepCost:
-        """The medians of each part; at least one cost."""
-        return cls(
-            median(cost.seconds for cost in costs),
-            median(cost.target_s for cost in costs),
-            median(cost.draft_s for cost in costs),
-        )
-
-
-class Machine(Protocol):
-    """Something whose steps can be measured.
-
-    Attributes:
-        changes_k_cheaply: K may change between any two measurements.
-    """
-
-    changes_k_cheaply: bool
-
-    def measure(self, cell: CostPoint) -> StepCost:
-        """The cost of a step of this cell."""
-        ...
 
 
 class EngineMachine:
     """This machine, with the engine that serves on it.
 
-    A measurement runs `cell.batch` sequences of `context` tokens together and times `steps` decode
-    steps after a few that warm up. On a GPU, where steps are graphs, the parts are the device's own
-    stamps; on a CPU the time in the target's pass and in drafting. Where all is computed by one
-    thread its own time counts, so that a busy machine measures like a quiet one.
+    A measurement runs sequences of `context` tokens together and times `steps` decode steps after a
+    few that warm up. On a GPU, where steps are graphs, the parts are the device's own stamps; on a
+    CPU the time in the target's pass and in drafting. Where one thread computes everything its own
+    time counts, so that a busy machine measures like a quiet one. Drafts are accepted as often as
+    the head's acceptance says, whatever the text.
 
     Args:
         target: the target.
-        configurations: how to draft, for each K; None for K = 0.
+        head: folder of the head.
+        acceptance: of the head, for all of `ks`.
+        ks: draft tokens per step; 0 comes by itself.
         prompts: token ids, at least `context` of each; one for every sequence of the largest batch.
         context: tokens of a sequence when the steps begin.
-        steps: that are timed.
-        longest: tokens up to which the target and the head go.
+        steps: number of timed steps.
         temperature: of the requests.
         **engine_options: fields of EngineConfig.
 
+    Attributes:
+        changes_k_cheaply: whether K may change between any two measurements: a CPU keeps an engine
+            for each K, a GPU has room for one.
+
     Raises:
-        UserError: the context with the tokens of the steps is longer than that.
+        UserError: the context with the tokens of the steps is longer than target and head go.
     """
 
     def __init__(
         self,
         target: TargetModel,
-        configurations: Mapping[int, SpeculativeConfig | None],
+        head: str,
+        acceptance: AcceptanceByK,
+        ks: Sequence[int],
         prompts: Sequence[Sequence[int]],
         *,
         context: int,
         steps: int,
-        longest: int,
         temperature: float = 0.0,
         **engine_options: Any,
     ) -> None:
         self.target = target
         self.changes_k_cheaply = target.device.type == "cpu"
-        self._configurations = configurations
+        self._configurations: dict[int, SpeculativeConfig | None] = {0: None}
+        for k in ks:
+            self._configurations[k] = SpeculativeConfig(
+                model=head,
+                num_speculative_tokens=k,
+                synthetic_acceptance_rates=acceptance.rates(k),
+            )
         self._prompts = [list(prompt[:context]) for prompt in prompts]
         self._steps = steps
-        # Who has its prompt decodes while others still read theirs; one more step is in flight.
+        # Sequences decode while others still read their prompts; one more step is in flight.
         chunk = EngineConfig().max_num_batched_tokens
         most_steps = -(-len(prompts) * context // chunk) + WARM_UP_STEPS + steps + 3
-        most = most_steps * (max(configurations) + 1)
+        most = most_steps * (max(self._configurations) + 1)
+        config, _ = read_head_config(head, num_target_layers=target.num_layers)
+        longest = min(target.max_model_len, config.max_position_embeddings)
         if context + most > longest:
             raise UserError(
                 f"A context of {context} tokens and {most} for the steps make {context + most}; "
@@ -140,33 +119,31 @@ class EngineMachine:
         }
         self._llms: dict[int, LLM] = {}
 
-    @property
-    def batch_rows(self) -> Callable[[int], int]:
-        """Sequences for which a step has rows, of those that run: on a GPU the graph's."""
+    def batch_rows(self, batch: int) -> int:
+        """Return the sequences for which a step has rows: on a GPU the graph's."""
         if self.target.device.type != "cuda":
-            return lambda batch: batch
-        sizes = buckets(len(self._prompts))
-        return lambda batch: next((size for size in sizes if size >= batch), batch)
+            return batch
+        return next((size for size in buckets(len(self._prompts)) if size >= batch), batch)
 
-    def measure(self, cell: CostPoint) -> StepCost:
-        llm = self._llm(cell.k)
-        running = llm.requests
-        for index in range(cell.batch):
-            running.add(index, self._prompts[index], self._params)
+    def measure(self, point: CostPoint) -> StepCost:
+        """Measure a step."""
+        llm = self._llm(point.k)
+        engine = llm.requests
+        for index in range(point.batch):
+            engine.add(index, self._prompts[index], self._params)
         try:
-            waiting = set(range(cell.batch))
+            waiting = set(range(point.batch))
             while waiting:
-                waiting -= {chunk.index for chunk in running.step()}
+                waiting -= {chunk.index for chunk in engine.step()}
             for _ in range(WARM_UP_STEPS):
-                running.step()
-            cost = _timed_steps(llm, self._steps)
-            assert len(llm.engine.scheduler.running) == cell.batch, "a sequence ended meanwhile"
+                engine.step()
+            cost = time_steps(llm, self._steps)
+            assert len(llm.engine.scheduler.running) == point.batch, "a sequence ended meanwhile"
             return cost
         finally:
-            running.cancel_all()
+            engine.cancel_all()
 
     def _llm(self, k: int) -> LLM:
-        """The engine of that K: a CPU keeps all of them, a GPU has room for one."""
         if k not in self._llms:
             if not self.changes_k_cheaply:
                 self._llms.clear()
@@ -174,50 +151,56 @@ class EngineMachine:
             self._llms[k] = LLM(
                 model=self.target, speculative_config=self._configurations[k], **self._options
             )
-            self.measure(CostPoint(1, k))  # warms up: what follows is not slower than later visits
+            self.measure(CostPoint(1, k))  # warms up: the first visit is as fast as later ones
         return self._llms[k]
 
 
-def clock_of(device: torch.device) -> Clock:
-    """What tells the time: of this thread where it alone computes, else of the clock on the wall.
+def contexts(target: TargetModel, sets: PromptSets, count: int, length: int) -> list[list[int]]:
+    """Return `count` texts of `length` token ids: the prompts in a row, begun at many places."""
+    tokenizer = load_tokenizer(target.name)
+    text = "\n".join(turn for prompts in sets.values() for one in prompts for turn in one.turns)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    starts = (number * len(ids) // count for number in range(count))
+    return [[ids[(start + i) % len(ids)] for i in range(length)] for start in starts]
 
-    What other processes take of the machine is left out of the former.
+
+def clock_of(device: torch.device) -> Clock:
+    """Return the clock of this thread where it alone computes, else the clock on the wall.
+
+    The thread's clock leaves out the time that other processes take of the machine.
     """
     is_alone = device.type == "cpu" and torch.get_num_threads() == 1
     return time.thread_time if is_alone else time.perf_counter
 
 
-def _timed_steps(llm: LLM, steps: int) -> StepCost:
-    """Time steps of the sequences that run."""
+def time_steps(llm: LLM, steps: int) -> StepCost:
+    """Return the medians over steps of the sequences that run."""
     engine, drafting = llm.engine, llm.engine.drafting
     clock = clock_of(llm.target.device)
-    target, draft = _Stopwatch(engine.runner.run, clock), None
-    engine.runner.run = target  # type: ignore[method-assign]
-    if drafting is not None:
-        draft = _Stopwatch(drafting.draft, clock)
-        drafting.draft = draft  # type: ignore[method-assign]
-    costs: list[StepCost] = []
+    parts = [(engine.runner, "run"), *([(drafting, "draft")] if drafting is not None else [])]
+    stopwatches = [_Stopwatch(getattr(owner, name), clock) for owner, name in parts]
+    for (owner, name), stopwatch in zip(parts, stopwatches):
+        setattr(owner, name, stopwatch)
+    rows: list[tuple[float, ...]] = []
     before = engine.stats.step_times
     try:
         for _ in range(steps):
             start = clock()
             llm.requests.step()
-            seconds = clock() - start
-            costs.append(StepCost(seconds, target.take(), draft.take() if draft else 0.0))
+            rows.append((clock() - start, *(stopwatch.take() for stopwatch in stopwatches)))
     finally:
-        engine.runner.run = target.call  # type: ignore[method-assign]
-        if drafting is not None and draft is not None:
-            drafting.draft = draft.call  # type: ignore[method-assign]
-    cost = StepCost.median(costs)
-    if (device := _device_parts(before, engine.stats.step_times)) is not None:
-        return StepCost(cost.seconds, *device)
-    return cost
+        for (owner, name), stopwatch in zip(parts, stopwatches):
+            setattr(owner, name, stopwatch.call)
+    seconds, *own_parts = (median(column) for column in zip(*rows))
+    on_device = device_parts(before, engine.stats.step_times)
+    target_s, draft_s, *_ = on_device or (*own_parts, 0.0)
+    return StepCost(seconds, target_s, draft_s)
 
 
-def _device_parts(
+def device_parts(
     before: Mapping[int, StepTimes], after: Mapping[int, StepTimes]
 ) -> tuple[float, float] | None:
-    """Mean seconds of target and drafter in the steps that ran as graphs; None without one."""
+    """Return mean seconds of target and drafter in steps that ran as graphs; None without one."""
     steps = target = draft = 0.0
     for rows, times in after.items():
         earlier = before.get(rows, StepTimes())
@@ -242,6 +225,6 @@ class _Stopwatch:
             self._seconds += self._clock() - start
 
     def take(self) -> float:
-        """The seconds since the last call of this."""
+        """Return the seconds since the last call of this."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds

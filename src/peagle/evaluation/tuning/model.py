@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,68 +61,44 @@ def nonnegative_least_squares(terms_NM: Array, values_N: Array) -> Array:
     return x_M
 
 
-@dataclass(frozen=True, slots=True)
-class Ramps:
-    """A function of rows that never falls, linear between knots: terms for a fit.
+def choose_knots(rows: Sequence[float]) -> list[float]:
+    """Return ascending knots among these sizes, the smallest and the largest too."""
+    ordered = sorted(set(rows))
+    knots = ordered[:1]
+    for size in ordered[1:]:
+        if size >= KNOT_RATIO * knots[-1]:
+            knots.append(size)
+    if knots[-1] != ordered[-1]:
+        knots[max(1, len(knots) - 1) :] = ordered[-1:]
+    return knots
 
-    Attributes:
-        knots: ascending.
+
+def ramps(knots: Sequence[float], rows: float) -> list[float]:
+    """Return how far into each stretch between knots the rows are, 0 to 1; the last goes on.
+
+    A function that never falls and is linear between knots is a sum of these terms.
     """
-
-    knots: tuple[float, ...]
-
-    @classmethod
-    def over(cls, rows: Sequence[float]) -> Ramps:
-        """Knots among these sizes, the smallest and the largest too."""
-        ordered = sorted(set(rows))
-        knots = ordered[:1]
-        for size in ordered[1:]:
-            if size >= KNOT_RATIO * knots[-1]:
-                knots.append(size)
-        if knots[-1] != ordered[-1]:
-            knots[max(1, len(knots) - 1) :] = ordered[-1:]
-        return cls(tuple(knots))
-
-    def terms(self, rows: float) -> list[float]:
-        """How far into each stretch the rows are, 0 to 1; beyond the last knot it goes on."""
-        terms = []
-        last = len(self.knots) - 2
-        for index, (low, high) in enumerate(zip(self.knots, self.knots[1:], strict=False)):
-            share = max(0.0, (rows - low) / (high - low))
-            terms.append(share if index == last else min(1.0, share))
-        return terms
+    shares = [max(0.0, (rows - low) / (high - low)) for low, high in pairwise(knots)]
+    return [*(min(1.0, share) for share in shares[:-1]), *shares[-1:]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """One part of a step's cost: seconds = coefficients x terms."""
-
-    terms: Callable[[CostPoint], list[float]]
-    coefficients: Array
-
-    @classmethod
-    def fit(
-        cls,
-        terms: Callable[[CostPoint], list[float]],
-        seconds: Mapping[CostPoint, float],
-        least: float,
-    ) -> _Part:
-        """Least squares of the error relative to the measured seconds, or to `least` if larger."""
-        weights_N = np.array([1 / max(value, least) for value in seconds.values()])
-        terms_NM = np.array([terms(cell) for cell in seconds]) * weights_N[:, None]
-        values_N = np.array(list(seconds.values())) * weights_N
-        return cls(terms, nonnegative_least_squares(terms_NM, values_N))
-
-    def seconds(self, cell: CostPoint) -> float:
-        return float(np.dot(self.coefficients, self.terms(cell)))
+def _fit(
+    terms: Callable[[CostPoint], list[float]], seconds: Mapping[CostPoint, float], least: float
+) -> Callable[[CostPoint], float]:
+    """Fit seconds = coefficients x terms to the error relative to max(seconds, least)."""
+    weights_N = np.array([1 / max(value, least) for value in seconds.values()])
+    terms_NM = np.array([terms(point) for point in seconds]) * weights_N[:, None]
+    values_N = np.array(list(seconds.values())) * weights_N
+    x_M = nonnegative_least_squares(terms_NM, values_N)
+    return lambda point: float(np.dot(x_M, terms(point)))
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a step's rows are made of.
+    """The composition of a step's rows.
 
     Attributes:
-        acceptance_length: by K, K = 0 too: a drafter reads what was accepted.
+        acceptance_length: by K, K = 0 too: a drafter reads the accepted tokens.
         is_parallel: all drafts in one pass of the drafter; else a pass for each.
         batch_rows: sequences for which a step has rows, of those that run.
         is_padded: the drafter has 2K rows for each sequence, whatever was accepted (graphs).
@@ -132,22 +109,22 @@ class Shape:
     batch_rows: Callable[[int], int] = lambda batch: batch
     is_padded: bool = False
 
-    def target_rows(self, cell: CostPoint) -> int:
+    def target_rows(self, point: CostPoint) -> int:
         """Rows of the target's pass: b (K + 1)."""
-        return self.batch_rows(cell.batch) * (cell.k + 1)
+        return self.batch_rows(point.batch) * (point.k + 1)
 
-    def draft_rows(self, cell: CostPoint) -> float:
+    def draft_rows(self, point: CostPoint) -> float:
         """Rows of the drafter's passes: b (acceptance length + K - 1), 0 without drafts."""
-        if not cell.k:
+        if not point.k:
             return 0.0
-        batch = self.batch_rows(cell.batch)
+        batch = self.batch_rows(point.batch)
         if self.is_padded:
-            return 2.0 * batch * cell.k
-        return batch * (self.acceptance_length[cell.k] + cell.k - 1)
+            return 2.0 * batch * point.k
+        return batch * (self.acceptance_length[point.k] + point.k - 1)
 
-    def draft_passes(self, cell: CostPoint) -> int:
+    def draft_passes(self, point: CostPoint) -> int:
         """Passes of the drafter."""
-        return min(cell.k, 1) if self.is_parallel else cell.k
+        return min(point.k, 1) if self.is_parallel else point.k
 
 
 class CostModel:
@@ -161,31 +138,30 @@ class CostModel:
     def __init__(self, shape: Shape, costs: Mapping[CostPoint, StepCost]) -> None:
         self.shape = shape
         least = 0.02 * min(cost.seconds for cost in costs.values())
-        drafting = {cell: cost for cell, cost in costs.items() if cell.k}
-        target_ramps = Ramps.over([shape.target_rows(cell) for cell in costs])
-        draft_ramps = Ramps.over([shape.draft_rows(cell) for cell in drafting])
+        drafting = {point: cost for point, cost in costs.items() if point.k}
+        target_knots = choose_knots([shape.target_rows(point) for point in costs])
+        draft_knots = choose_knots([shape.draft_rows(point) for point in drafting])
 
-        def target_terms(cell: CostPoint) -> list[float]:
-            rows = shape.target_rows(cell)
-            return [1.0, float(shape.batch_rows(cell.batch)), *target_ramps.terms(rows)]
+        def target_terms(point: CostPoint) -> list[float]:
+            batch = float(shape.batch_rows(point.batch))
+            return [1.0, batch, *ramps(target_knots, shape.target_rows(point))]
 
-        def draft_terms(cell: CostPoint) -> list[float]:
-            passes, batch = shape.draft_passes(cell), shape.batch_rows(cell.batch)
-            ramps = draft_ramps.terms(shape.draft_rows(cell))
-            return [float(passes), float(passes * batch), *ramps]
+        def draft_terms(point: CostPoint) -> list[float]:
+            passes, batch = shape.draft_passes(point), shape.batch_rows(point.batch)
+            rows = ramps(draft_knots, shape.draft_rows(point))
+            return [float(passes), float(passes * batch), *rows]
 
-        def rest_terms(cell: CostPoint) -> list[float]:
-            return [1.0, float(cell.batch), cell.batch * shape.acceptance_length[cell.k]]
+        def rest_terms(point: CostPoint) -> list[float]:
+            return [1.0, float(point.batch), point.batch * shape.acceptance_length[point.k]]
 
-        self._target = _Part.fit(target_terms, {c: t.target_s for c, t in costs.items()}, least)
-        self._draft = _Part.fit(draft_terms, {c: t.draft_s for c, t in drafting.items()}, least)
-        self._rest = _Part.fit(rest_terms, {c: t.rest_s for c, t in costs.items()}, least)
+        self._target = _fit(target_terms, {c: t.target_s for c, t in costs.items()}, least)
+        self._draft = _fit(draft_terms, {c: t.draft_s for c, t in drafting.items()}, least)
+        self._rest = _fit(rest_terms, {c: t.rest_s for c, t in costs.items()}, least)
 
     def seconds(self, batch: int, k: int) -> float:
         """t(b, K)."""
-        cell = CostPoint(batch, k)
-        draft = self._draft.seconds(cell) if k else 0.0
-        return self._target.seconds(cell) + draft + self._rest.seconds(cell)
+        point = CostPoint(batch, k)
+        return self._target(point) + (self._draft(point) if k else 0.0) + self._rest(point)
 
     def tokens_per_s(self, batch: int, k: int) -> float:
         """b x acceptance length(K) / t(b, K)."""

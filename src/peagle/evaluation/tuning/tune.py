@@ -1,234 +1,220 @@
-"""`peagle tune`: costs measured and joined with acceptance; what tune.json holds."""
+"""`peagle tune`: costs measured and joined with acceptance; the contents of tune.json."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import log2
 from statistics import median
 from typing import Any
 
+from peagle.errors import UserError
 from peagle.evaluation.journal import Journal
 from peagle.evaluation.tuning.acceptance import AcceptanceByK
-from peagle.evaluation.tuning.grid import Grid
-from peagle.evaluation.tuning.machine import CostPoint, Machine, StepCost
+from peagle.evaluation.tuning.machine import CostPoint, StepCost
 from peagle.evaluation.tuning.model import CostModel, Shape
 from peagle.evaluation.tuning.schedule import (
-    Schedule,
     best_single_k,
     choose_schedule,
     speculative_config,
     vllm_config,
 )
+from peagle.results import (
+    BreakEven,
+    Prediction,
+    PredictionCheck,
+    Provenance,
+    TunedAcceptance,
+    TunedCosts,
+    TuneResults,
+)
 
-FORMAT_VERSION = 1
+LOG_NAME = "tune_cells.jsonl"
 WITHIN = 0.10
-Watch = Callable[[CostPoint, bool], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The points of a cost table: every batch size at every K and at K = 0, both ascending.
+
+    Raises:
+        UserError: a list is empty, not ascending, or has a number below 1.
+    """
+
+    batches: tuple[int, ...]
+    ks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for name, numbers in (("--batch-sizes", self.batches), ("-k", self.ks)):
+            if not numbers or list(numbers) != sorted(set(numbers)) or numbers[0] < 1:
+                raise UserError(
+                    f"{name} is {', '.join(map(str, numbers)) or 'empty'}; expected ascending "
+                    "whole numbers of at least 1."
+                )
+
+    @property
+    def points(self) -> list[CostPoint]:
+        """All of them, K = 0 first."""
+        return [CostPoint(batch, k) for k in (0, *self.ks) for batch in self.batches]
+
+    @property
+    def fitted(self) -> frozenset[CostPoint]:
+        """The points that the checked model is fitted to; the others are its check.
+
+        Every second batch size and the largest; K = 0, the smallest, the largest and one between:
+        near a power of two less one, so that points of unlike batch sizes share their token counts,
+        and the cost of a sequence is told apart from that of a token.
+        """
+        batches = {*self.batches[::2], self.batches[-1]}
+        first, last = self.ks[0], self.ks[-1]
+        middle = 2 ** round(log2((last + 1) / 2))
+        between = min(self.ks[1:-1] or self.ks, key=lambda k: (abs(k + 1 - middle), k))
+        return frozenset(CostPoint(b, k) for b in batches for k in {0, first, between, last})
+
+    def visits(self, rounds: int, *, interleave_k: bool) -> Iterator[tuple[int, CostPoint]]:
+        """Return (round, point) in the order of measurement.
+
+        All points take turns, beginning with another one in each round, so that a slow spell hits
+        all of them and not one. Where a change of K is dear, batch sizes alone take turns.
+        """
+        groups = [self.points]
+        if not interleave_k:
+            groups = [[point for point in self.points if point.k == k] for k in (0, *self.ks)]
+        for points in groups:
+            for number in range(rounds):
+                shift = number * len(points) // rounds
+                yield from ((number, point) for point in [*points[shift:], *points[:shift]])
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Measured costs.
+    """The fastest visit to each point, since other processes only ever add to a step's time.
 
-    Attributes:
-        by_cell: of the fastest visit to each cell: what others take of a machine only ever adds to
-            a step's time.
-        spread: how much longer the middle visit took than the fastest, the median over cells; near
-            0 on a quiet machine.
+    `spread` is how much longer the middle visit took, the median over points: near 0 on a quiet
+    machine.
     """
 
-    by_cell: Mapping[CostPoint, StepCost]
+    by_point: Mapping[CostPoint, StepCost]
     spread: float
 
     @classmethod
     def of(cls, visits: Mapping[CostPoint, Sequence[StepCost]]) -> Costs:
-        """Those of all visits, at least one to each cell."""
+        """Join all visits, at least one to each point."""
         fastest = {c: min(costs, key=lambda cost: cost.seconds) for c, costs in visits.items()}
         spreads = (
-            StepCost.median(costs).seconds / fastest[cell].seconds - 1
-            for cell, costs in visits.items()
+            median(cost.seconds for cost in costs) / fastest[point].seconds - 1
+            for point, costs in visits.items()
         )
         return cls(fastest, median(spreads))
 
 
 def measure_costs(
-    machine: Machine,
+    measure: Callable[[CostPoint], StepCost],
     grid: Grid,
     rounds: int,
     journal: Journal,
-    watch: Watch = lambda cell, was_there: None,
+    watch: Callable[[CostPoint, bool], None] = lambda point, was_there: None,
+    *,
+    interleave_k: bool = True,
 ) -> Costs:
-    """Visit every cell `rounds` times, those of the journal left out.
+    """Visit every point `rounds` times, except where the journal has the visit; it gets the others.
 
-    Args:
-        machine: what is measured.
-        grid: the cells.
-        rounds: visits to each.
-        journal: gets each visit as it is finished.
-        watch: called after each visit, with whether it was there already.
+    `watch` is called after each visit, with whether it was there already. With `interleave_k` K may
+    change between any two visits.
     """
-    visits: dict[CostPoint, list[StepCost]] = {cell: [] for cell in grid.cells}
-    for number, cell in grid.visits(rounds, interleave_k=machine.changes_k_cheaply):
-        key = f"cost batch={cell.batch} k={cell.k} visit={number}"
+    visits: dict[CostPoint, list[StepCost]] = {point: [] for point in grid.points}
+    for number, point in grid.visits(rounds, interleave_k=interleave_k):
+        key = f"cost batch={point.batch} k={point.k} visit={number}"
         found = journal.get(key)
-        cost = machine.measure(cell) if found is None else StepCost(**found)
+        cost = measure(point) if found is None else StepCost(**found)
         if found is None:
             journal.add(key, asdict(cost))
-        visits[cell].append(cost)
-        watch(cell, found is not None)
+        visits[point].append(cost)
+        watch(point, found is not None)
     return Costs.of(visits)
 
 
-@dataclass(frozen=True, slots=True)
-class Tuned:
-    """What the measurements amount to.
+def tune_results(
+    grid: Grid,
+    costs: Costs,
+    acceptance: AcceptanceByK,
+    shape: Shape,
+    *,
+    draft: str,
+    threshold: float,
+    provenance: Mapping[str, Any],
+    settings: Mapping[str, Any],
+) -> TuneResults:
+    """Fit the model of costs, check it, and choose K.
 
-    Attributes:
-        grid: the cells.
-        costs: measured.
-        acceptance: by K.
-        checked: the model fitted to `grid.fitted` alone, which the other cells check.
-        model: fitted to all cells: what the schedule and the break-even rest on.
-        schedule: (first, last, K).
-        single_k: the best K for all batch sizes.
-        is_parallel: the head drafts in one pass.
+    One model is fitted to `grid.fitted` alone, and the other points check it. The schedule and the
+    break-even, t(b, K) / t(b, 0), rest on a model that is fitted to all points. Measured tokens per
+    second are b x acceptance length(K) / seconds of a step.
+
+    Args:
+        grid: the points.
+        costs: of all of them.
+        acceptance: of all K of the grid.
+        shape: of the steps, with the acceptance length of each K.
+        draft: the head, as the user calls it.
         threshold: gain below which K stays.
+        provenance, settings: of the measurement.
     """
-
-    grid: Grid
-    costs: Costs
-    acceptance: AcceptanceByK
-    checked: CostModel
-    model: CostModel
-    schedule: Schedule
-    single_k: int
-    is_parallel: bool
-    threshold: float
-
-    @classmethod
-    def of(
-        cls,
-        grid: Grid,
-        costs: Costs,
-        acceptance: AcceptanceByK,
-        *,
-        threshold: float,
-        is_parallel: bool,
-        batch_rows: Callable[[int], int] = lambda batch: batch,
-        is_padded: bool = False,
-    ) -> Tuned:
-        """Fit, check and choose.
-
-        Args:
-            grid: the cells.
-            costs: of all of them.
-            acceptance: of all K of the grid.
-            threshold: gain below which K stays.
-            is_parallel, batch_rows, is_padded: as in `Shape`.
-
-        Raises:
-            UserError: acceptance at a K is not known.
-        """
-        lengths = {k: acceptance.lengths()[k] for k in (0, *grid.ks)}
-        shape = Shape(lengths, is_parallel, batch_rows, is_padded)
-        fitted = {cell: costs.by_cell[cell] for cell in grid.cells if cell in grid.fitted}
-        model = CostModel(shape, costs.by_cell)
-        ks = (0, *grid.ks)
-        return cls(
-            grid,
-            costs,
-            acceptance,
-            CostModel(shape, fitted),
-            model,
-            choose_schedule(model.tokens_per_s, grid.batches[-1], ks, threshold),
-            best_single_k(model.tokens_per_s, grid.batches, ks),
-            is_parallel,
-            threshold,
+    by_point, lengths, points = costs.by_point, shape.acceptance_length, sorted(grid.points)
+    model = CostModel(shape, by_point)
+    checked = CostModel(shape, {p: by_point[p] for p in grid.points if p in grid.fitted})
+    predictions = [
+        Prediction(
+            batch=point.batch,
+            k=point.k,
+            predicted_tokens_per_s=checked.tokens_per_s(point.batch, point.k),
+            measured_tokens_per_s=point.batch * lengths[point.k] / by_point[point].seconds,
+            fitted=point in grid.fitted,
         )
-
-    @property
-    def lengths(self) -> Mapping[int, float]:
-        """Acceptance length by K, 1 for K = 0."""
-        return self.model.shape.acceptance_length
-
-    def measured_tokens_per_s(self, cell: CostPoint) -> float:
-        """b x acceptance length(K) / measured seconds of a step."""
-        return cell.batch * self.lengths[cell.k] / self.costs.by_cell[cell].seconds
-
-    def break_even(self, batch: int, k: int) -> float:
-        """t(b, K) / t(b, 0): the acceptance length from which drafting K is faster than plain."""
-        return self.model.seconds(batch, k) / self.model.seconds(batch, 0)
-
-    def predictions(self) -> list[dict[str, Any]]:
-        """Tokens per second of every cell by the checked model, and as measured."""
-        return [
-            {
-                "batch": cell.batch,
-                "k": cell.k,
-                "predicted_tokens_per_s": self.checked.tokens_per_s(cell.batch, cell.k),
-                "measured_tokens_per_s": self.measured_tokens_per_s(cell),
-                "fitted": cell in self.grid.fitted,
-            }
-            for cell in sorted(self.grid.cells)
-        ]
-
-    def check(self) -> dict[str, Any]:
-        """How many of the cells that were not fitted are predicted within 10%."""
-        errors = [
-            abs(one["predicted_tokens_per_s"] / one["measured_tokens_per_s"] - 1)
-            for one in self.predictions()
-            if not one["fitted"]
-        ]
-        within = sum(error <= WITHIN for error in errors)
-        return {
-            "num_unfitted": len(errors),
-            "within_10_percent": within,
-            "share": within / len(errors) if errors else None,
-            "worst": max(errors, default=None),
-        }
-
-    def to_json(
-        self, provenance: Mapping[str, Any], settings: Mapping[str, Any], draft: str
-    ) -> dict[str, Any]:
-        """tune.json.
-
-        Args:
-            provenance: who measured with what.
-            settings: of the measurement.
-            draft: the head, as the user calls it.
-        """
-        shape, cells = self.model.shape, sorted(self.grid.cells)
-        by_cell = self.costs.by_cell
-        single = [(1, self.grid.batches[-1], self.single_k)]
-        return {
-            "format_version": FORMAT_VERSION,
-            "provenance": dict(provenance),
-            "settings": dict(settings),
-            "costs": {
-                "target_s": sorted([shape.target_rows(c), by_cell[c].target_s] for c in cells),
-                "draft_s": sorted([shape.draft_rows(c), by_cell[c].draft_s] for c in cells if c.k),
-                "step_s": [
-                    [c.batch, c.k, by_cell[c].seconds, c in self.grid.fitted] for c in cells
-                ],
-                "spread": self.costs.spread,
-            },
-            "acceptance": {
-                "source": self.acceptance.source,
-                "acceptance_length": {str(k): self.lengths[k] for k in self.grid.ks},
-                "measured_k": sorted(self.acceptance.per_pos),
-            },
-            "predictions": self.predictions(),
-            "check": self.check(),
-            "schedule": [list(one) for one in self.schedule],
-            "threshold": self.threshold,
-            "best_single_k": self.single_k,
-            "speculative_config": {
-                "peagle": speculative_config(draft, self.schedule),
-                "vllm": vllm_config(draft, self.schedule, is_parallel=self.is_parallel),
-                "vllm_single_k": vllm_config(draft, single, is_parallel=self.is_parallel),
-            },
-            "break_even": [
-                {"batch": b, "k": k, "acceptance_length": self.break_even(b, k)}
-                for b in self.grid.batches
-                for k in self.grid.ks
-            ],
-        }
+        for point in points
+    ]
+    errors = [
+        abs(one.predicted_tokens_per_s / one.measured_tokens_per_s - 1)
+        for one in predictions
+        if not one.fitted and one.measured_tokens_per_s
+    ]
+    within = sum(error <= WITHIN for error in errors)
+    ks = (0, *grid.ks)
+    schedule = choose_schedule(model.tokens_per_s, grid.batches[-1], ks, threshold)
+    single_k = best_single_k(model.tokens_per_s, grid.batches, ks)
+    single = [(1, grid.batches[-1], single_k)]
+    return TuneResults(
+        provenance=Provenance(**provenance),
+        settings=dict(settings),
+        costs=TunedCosts(
+            target_s=sorted((shape.target_rows(p), by_point[p].target_s) for p in points),
+            draft_s=sorted((shape.draft_rows(p), by_point[p].draft_s) for p in points if p.k),
+            step_s=[(p.batch, p.k, by_point[p].seconds, p in grid.fitted) for p in points],
+            spread=costs.spread,
+        ),
+        acceptance=TunedAcceptance(
+            source=acceptance.source,
+            acceptance_length={k: lengths[k] for k in grid.ks},
+            measured_k=sorted(acceptance.per_pos),
+        ),
+        predictions=predictions,
+        check=PredictionCheck(
+            num_unfitted=len(errors),
+            within_10_percent=within,
+            share=within / len(errors) if errors else None,
+            worst=max(errors, default=None),
+        ),
+        schedule=schedule,
+        threshold=threshold,
+        best_single_k=single_k,
+        speculative_config={
+            "peagle": speculative_config(draft, schedule),
+            "vllm": vllm_config(draft, schedule, is_parallel=shape.is_parallel),
+            "vllm_single_k": vllm_config(draft, single, is_parallel=shape.is_parallel),
+        },
+        break_even=[
+            BreakEven(batch=b, k=k, acceptance_length=model.seconds(b, k) / model.seconds(b, 0))
+            for b in grid.batches
+            for k in grid.ks
+        ],
+    )

@@ -1,0 +1,303 @@
+"""The harness of eval, bench and tune: prompts, models, servers, results, interrupts."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+import typer
+
+from peagle.bundled import BUNDLED, BUNDLED_TARGET, expand_bundled
+from peagle.cli import options
+from peagle.cli.flags import Given
+from peagle.cli.settings import Layer, Settings
+from peagle.cli.setup import note
+from peagle.config import SamplingParams
+from peagle.errors import UserError
+from peagle.evaluation.decoding_methods import NGRAM, PLAIN, DecodingMethod
+from peagle.evaluation.prompts import Prompt
+
+if TYPE_CHECKING:
+    import torch
+
+    from peagle.models.target_facts import TargetSizes
+    from peagle.results import Document
+
+DEFAULT_SET = "humaneval"
+_EAGLE3 = "eagle3"
+
+Eagle3 = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODEL",
+        help="An EAGLE-3 head to compare with, a folder or a hub id.",
+        show_default="the bundled one; none with a target of your own",
+    ),
+]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="NAME,...",
+        help="Prompt sets: bundled or of the hub by name, files (JSONL, text); the bundled "
+        "ones are humaneval, mt_bench, gsm8k, heldout_code, summarization, "
+        "question_answering, structured_json and long_output.",
+        show_default=DEFAULT_SET,
+    ),
+]
+
+
+# ---- requests -------------------------------------------------------------------------------
+
+
+def load_prompts(
+    names: Sequence[str] | None, limit: int | None, seed: int | None = None, column: str = ""
+) -> dict[str, list[Prompt]]:
+    """Load the prompts that --set, --limit and --shuffle-seed choose, by the name of their set.
+
+    Without a set a few prompts of the default one are taken.
+
+    Raises:
+        UserError: a name is empty or stands twice, or a set is not there.
+    """
+    from peagle.evaluation.prompt_sets import load
+
+    if not names:
+        names, limit = [DEFAULT_SET], options.DEFAULT_LIMIT if limit is None else limit
+    # A file's name may hold commas.
+    split = [one for name in names for one in ([name] if Path(name).exists() else name.split(","))]
+    if not all(split):
+        raise UserError(f"--set is {','.join(names)!r}; expected names with commas between.")
+    if twice := [name for name in split if split.count(name) > 1]:
+        raise UserError(f"--set names {twice[0]!r} twice; name it once.")
+    return {name: load(name, limit, seed, prompt_column=column) for name in split}
+
+
+def sampling_params(given: Given) -> SamplingParams:
+    """Return how requests are sampled, with a seed."""
+    params = Settings(Layer(dict(given))).build("sampling")
+    return params if params.seed is not None else replace(params, seed=0)
+
+
+def template_fields(thinking: bool | None, extra_body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the further fields of every request to a server, with the thinking mode among them."""
+    extra = dict(extra_body)
+    if thinking is not None:
+        variables = extra.get("chat_template_kwargs", {})
+        extra["chat_template_kwargs"] = {**variables, "enable_thinking": thinking}
+    return extra
+
+
+# ---- models ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """A target (its TargetEnds where vLLM loads the rest) and the methods to measure on it.
+
+    `engine_options` are the fields of EngineConfig that were given.
+    """
+
+    target: Any
+    folder: Path
+    name: str
+    methods: list[DecodingMethod]
+    engine_options: dict[str, Any]
+    has_template: bool
+
+    @property
+    def default_k(self) -> int:
+        """K where none is given: one that every head was trained for, at most 7."""
+        from peagle.models.trained_depth import default_depth
+
+        return min(default_depth(one.trained_depth) for one in self.methods)
+
+    @property
+    def dtype(self) -> str:
+        """Data type of the target."""
+        return str(self.target.dtype).removeprefix("torch.")
+
+    @property
+    def target_sha256(self) -> str:
+        """Digest that tells the target from another of the same name."""
+        from peagle.models.fingerprint import TargetFingerprint
+
+        return TargetFingerprint.of(self.target).lm_head_sha256
+
+
+def named_methods(
+    given: Given, eagle3: str | None, methods: Sequence[str], *, ngram: bool
+) -> list[DecodingMethod]:
+    """Return the methods that --draft, --eagle3 and --method name; by default the bundled heads.
+
+    With `ngram` prompt lookup is among them.
+
+    Raises:
+        UserError: there is none, or one is plain decoding.
+    """
+    named = [DecodingMethod.parse(text) for text in methods]
+    if any(one.name == PLAIN for one in named):
+        raise UserError("Plain decoding drafts nothing to accept; `peagle bench` measures it.")
+    own, draft = options.own_target(given.value("target")), given.value("speculative.model")
+    if own is None:
+        draft, eagle3 = draft or BUNDLED, eagle3 or BUNDLED
+    heads = [DecodingMethod("", draft)] if draft else []
+    heads += [DecodingMethod(_EAGLE3, expand_bundled(eagle3, _EAGLE3))] if eagle3 else []
+    heads += [one for one in named if one.source]
+    if ngram or NGRAM in [one.name for one in named]:
+        heads.append(DecodingMethod(NGRAM))
+    if not heads:
+        raise UserError(f"There is no head to measure on {own!r}; name one with --draft.")
+    return heads
+
+
+def load_models(given: Given, methods: Sequence[DecodingMethod], *, whole: bool = True) -> Models:
+    """Find and load the target and the heads, and check each head before anything runs.
+
+    A method with a source and no name is named after the kind of its head. Without `whole` only the
+    ends of the target are loaded, for another engine.
+
+    Raises:
+        UserError: a model is not there, a head does not fit the target or is of the other kind, or
+            two methods have one name.
+    """
+    from peagle.evaluation.compare import load_target
+    from peagle.models.checkpoint import load_drafter
+    from peagle.models.loading import resolve_model
+    from peagle.models.target import load_tokenizer
+    from peagle.models.target_ends import TargetEnds
+
+    settings = Settings(Layer(dict(given)))
+    engine = settings.build("engine")
+    options.set_threads(given.value("threads"))
+    options.quiet_libraries()
+    own = options.own_target(given.value("target"))
+    folder = resolve_model(own or BUNDLED, given.value("revision"))
+    methods = [replace(one, source=expand_bundled(one.source, "draft")) for one in methods]
+    heads = [resolve_model(one.source, role="draft") if one.source else None for one in methods]
+    if whole:
+        target = load_target(folder, dtype=engine.dtype, device=engine.device)
+    else:
+        target = TargetEnds.load(folder)
+    found = [_with_head(one, head, target) for one, head in zip(methods, heads, strict=True)]
+    names = [one.name for one in found]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(
+            f"Two methods are called {twice[0]!r}; name one of them with --method NAME=FOLDER."
+        )
+    for one in found:
+        try:
+            if one.folder:
+                load_drafter(one.folder, target)
+        except UserError as error:
+            raise UserError(f"The head of {one.name} is of no use here: {error}") from None
+    # The target is loaded as dtype and device say already.
+    engine_options = {name: asdict(engine)[name] for name in settings.section("engine")}
+    return Models(
+        target,
+        folder,
+        display_name(own or str(BUNDLED_TARGET)),
+        found,
+        engine_options | {"dtype": "auto", "device": "auto"},
+        bool(getattr(load_tokenizer(folder), "chat_template", None)),
+    )
+
+
+def _with_head(one: DecodingMethod, folder: Path | None, target: TargetSizes) -> DecodingMethod:
+    from peagle.models.checkpoint import read_head_config, trained_length
+
+    if folder is None:
+        return one
+    config, facts = read_head_config(folder, num_target_layers=target.num_layers)
+    kind = "peagle" if config.is_parallel else _EAGLE3
+    if one.name == _EAGLE3 != kind:
+        raise UserError(
+            f"--eagle3 is {one.source!r}, a P-EAGLE head; name it with --draft, or with --method."
+        )
+    return DecodingMethod(
+        one.name or kind,
+        display_name(one.source),
+        str(folder),
+        trained_length(facts),
+        config.trained_depth,
+    )
+
+
+def display_name(source: str) -> str:
+    """Return a model as it was named; one of the bundled by its name alone."""
+    path = Path(source)
+    return f"bundled/{path.name}" if path.parent == BUNDLED_TARGET.parent else source
+
+
+# ---- results --------------------------------------------------------------------------------
+
+
+def provenance(target: str, dtype: str, device: torch.device | None = None) -> dict[str, Any]:
+    """Return the origin of measurements: the command, the time, the machine and the target."""
+    from peagle.environment import environment
+
+    return {
+        "command": shlex.join(["peagle", *sys.argv[1:]]),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "environment": environment(device),
+        "target": target,
+        "dtype": dtype,
+    }
+
+
+class View(Protocol):
+    """The progress of a command on standard error."""
+
+    def close(self) -> None:
+        """Leave the line that changes."""
+        ...
+
+
+@contextmanager
+def resumable(view: View, output: Path | None, measurements: Sized) -> Iterator[None]:
+    """Measure; after an interruption or an error, say what is kept for the same command."""
+    try:
+        yield
+    except BaseException:
+        view.close()
+        if output is not None and len(measurements):
+            note(
+                f"{len(measurements)} measurements are kept in {output}; the same command goes on "
+                "with them"
+            )
+        raise
+    view.close()
+
+
+def conclude(
+    results: Document,
+    text: str,
+    name: str,
+    output: Path | None,
+    output_format: options.OutputFormat,
+) -> None:
+    """Write results to their file, report on all that the folder holds, and print the results.
+
+    Without an output folder nothing is written. `text` holds the results for people.
+
+    Raises:
+        UserError: the folder cannot be written to.
+    """
+    report: Path | None = None
+    if output is not None:
+        from peagle.evaluation.report import write_report
+        from peagle.models.checkpoint.files import write_json
+
+        write_json(output / name, results.to_json())
+        report = write_report(output)
+    is_json = output_format is options.OutputFormat.JSON
+    print(json.dumps(results.to_json(), indent=2) if is_json else text)
+    if report is not None:
+        note(f"the report is {report}")

@@ -1,0 +1,437 @@
+"""Charts, drawn by matplotlib: as SVG in the colours of the page, and as PNG."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
+
+from markupsafe import Markup, escape
+
+from peagle.evaluation.report.text import cut, visible
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+NARROW, WIDE = 344, 520
+# Light colours; the page replaces each by its variable, which has a dark value too.
+_SERIES = ("#5f646b", "#0b6e63", "#b0560a", "#5648c7", "#a3246e", "#1d66a8", "#6b5a10", "#8c1d18")
+_TEXT, _MUTED, _LINE, _PAGE = "#1b1d1f", "#5a5f66", "#e2e2dc", "#fbfbf9"
+_VARIABLES = {colour: f"var(--s{i})" for i, colour in enumerate(_SERIES)} | {
+    **{_TEXT: "var(--text)", _MUTED: "var(--muted)", _LINE: "var(--line)", _PAGE: "var(--page)"}
+}
+_MARKERS = "oosD^vP*"
+_DASHES: tuple[Any, ...] = (
+    *((0, (1, 2)), "-", (0, (4, 2)), (0, (5, 2, 1, 2)), (0, (2, 2)), (0, (7, 2))),
+    *((0, (1, 2, 4, 2)), (0, (4, 1, 1, 1))),
+)
+_CHARACTER = 6.9  # pixels
+_ATTRIBUTES = {"fill", "fill-opacity", "opacity", "stroke", "stroke-width", "stroke-dasharray",
+               "stroke-linejoin", "font-size", "font-weight", "text-anchor"}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One point: where it is, its interval, its tooltip, and a note above it."""
+
+    x: float
+    y: float
+    interval: tuple[float, float] | None = None
+    tip: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A series: its name, its style, and its points from left to right."""
+
+    name: str
+    style: int
+    points: Sequence[Point]
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One side of a chart.
+
+    Attributes:
+        title: what it shows, with the unit.
+        ticks: values and their labels; None takes round numbers.
+        low, high: ends; None takes them from the data.
+        log: equal factors have equal lengths.
+        is_share: ticks are percentages.
+    """
+
+    title: str
+    ticks: Sequence[tuple[float, str]] | None = None
+    low: float | None = None
+    high: float | None = None
+    log: bool = False
+    is_share: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A chart.
+
+    Attributes:
+        title: caption.
+        alt: the text alternative.
+        lines: drawn in this order, the last on top.
+        x, y: axes.
+        small: a second line of the caption.
+        connected: lines join their points.
+        rows: y is a row; intervals lie along x.
+        bars: of a histogram, (low, high, count, tooltip), in the style of the first line.
+        level: a value of y to compare with, and its name.
+        pin: a marked value of x, and its name.
+        band: two values of y, and what lies between them is shaded.
+        wide: width on a large screen, in pixels; 0 has one chart for all screens.
+        height: in pixels.
+    """
+
+    title: str
+    alt: str
+    lines: Sequence[Line]
+    x: Axis
+    y: Axis
+    small: str = ""
+    connected: bool = True
+    rows: bool = False
+    bars: Sequence[tuple[float, float, int, str]] = ()
+    level: tuple[float, str] | None = None
+    pin: tuple[float, str] | None = None
+    band: tuple[float, float] | None = None
+    wide: int = 0
+    height: int = 260
+
+    @property
+    def legend(self) -> list[tuple[int, str]]:
+        """Style and name of each line."""
+        return [] if self.bars else [(line.style, line.name) for line in self.lines]
+
+    def svgs(self) -> list[tuple[str, Markup]]:
+        """The chart as SVG, each with the class of screens that it is for."""
+        if not self.wide:
+            return [("", _svg(self, NARROW))]
+        return [("wide", _svg(self, self.wide)), ("narrow", _svg(self, NARROW))]
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is installed."""
+    return find_spec("matplotlib") is not None
+
+
+def png(charts: Sequence[Chart], heading: str) -> bytes:
+    """Charts beside each other as a PNG, with one legend."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with _settings():
+        size = (max(4.2, 3.5 * len(charts)) + 0.6, 4.4)
+        figure = Figure(figsize=size, layout="constrained", facecolor="white")
+        FigureCanvasAgg(figure)
+        figure.suptitle(_plain(heading), x=0.012, ha="left", fontsize=9, color=_MUTED)
+        panels = figure.subplots(1, len(charts), squeeze=False)[0]
+        for chart, axes in zip(charts, panels, strict=True):
+            _draw(chart, axes)
+            _annotate(chart, axes)
+            axes.set_title(_plain(chart.title), loc="left", fontsize=11, fontweight="bold", pad=12)
+            axes.set_ylabel(_plain(chart.y.title), fontsize=9.5, color=_TEXT)
+        handles, labels = panels[0].get_legend_handles_labels()
+        if handles:
+            place: Any = "outside lower center"
+            columns = min(5, len(handles))
+            figure.legend(handles, labels, loc=place, ncols=columns, frameon=False, fontsize=9)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=160, metadata={"Software": None})
+        return buffer.getvalue()
+
+
+@cache
+def key(style: int) -> Markup:
+    """The line and the marker of a style, for a legend."""
+    with _settings():
+        figure = _new_figure(34, 14)
+        axes = figure.add_axes((0, 0, 1, 1))
+        axes.set_axis_off()
+        axes.set(xlim=(0, 2), ylim=(-1, 1))
+        line: dict[str, Any] = _look(style) | {"marker": ""}
+        axes.plot([0.05, 1.95], [0, 0], **line)
+        axes.plot([1], [0], **_look(style))
+        return _write(figure, {}, 'class="chart key" aria-hidden="true"')
+
+
+def _svg(chart: Chart, width: int) -> Markup:
+    with _settings():
+        figure = _new_figure(width, chart.height)
+        axes = figure.add_axes((0, 0, 1, 1))
+        tips = _draw(chart, axes)
+        labels = [label.get_text() for label in axes.get_yticklabels()]
+        longest = max(map(len, labels), default=0)
+        left = min(longest * _CHARACTER + 12, 0.5 * width)
+        top = 26 if chart.y.title else 12
+        axes.set_position(
+            (
+                left / width,
+                42 / chart.height,
+                1 - (left + 16) / width,
+                1 - (42 + top) / chart.height,
+            )
+        )
+        figure.text(0, 1 - 12 / chart.height, _plain(chart.y.title), color=_TEXT, fontsize=12)
+        _annotate(chart, axes)
+        alt = escape(visible(chart.alt))
+        return _write(figure, tips, f'class="chart" role="img" aria-label="{alt}"')
+
+
+def _new_figure(width: float, height: float) -> Figure:
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width / 72, height / 72))
+    FigureCanvasSVG(figure)
+    figure.patch.set_visible(False)
+    return figure
+
+
+@contextmanager
+def _settings() -> Iterator[None]:
+    from matplotlib import rc_context
+
+    # Names are users': dollars in them are no formulas.
+    own: Any = {"text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "peagle"}
+    with rc_context(own), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
+        yield
+
+
+# ---- drawing --------------------------------------------------------------------------------
+
+
+def _draw(chart: Chart, axes: Axes) -> dict[str, Sequence[str]]:
+    """Draw a chart; returns the tooltips by the id of what they belong to."""
+    tips: dict[str, Sequence[str]] = {}
+    axes.patch.set_visible(False)
+    axes.set_xscale("log" if chart.x.log else "linear")
+    axes.set_yscale("log" if chart.y.log else "linear")
+    axes.margins(x=0 if chart.bars else 0.05, y=0.1)
+    if chart.band is not None:
+        axes.axhspan(*chart.band, color=_SERIES[1], alpha=0.12, linewidth=0, clip_on=False)
+    if chart.level is not None:
+        axes.axhline(chart.level[0], color=_MUTED, linestyle=(0, (3, 4)), linewidth=1, zorder=1.5)
+    for low, high, count, tip in chart.bars:
+        name = f"bar{len(tips)}"
+        tips[name] = [tip]
+        colour = _SERIES[chart.lines[0].style]
+        axes.bar(low, count, high - low, align="edge", color=colour, edgecolor=_PAGE, gid=name)
+    for line in chart.lines:
+        _draw_intervals(chart, axes, line)
+    for line in chart.lines if not chart.bars else ():
+        name = f"line{len(tips)}"
+        tips[name] = [point.tip for point in line.points]
+        look = _look(line.style)
+        if chart.rows or not chart.connected:
+            look["linestyle"] = ""
+        xs, ys = [point.x for point in line.points], [point.y for point in line.points]
+        axes.plot(xs, ys, label=_plain(line.name), gid=name, zorder=3, **look)
+    if chart.pin is not None:
+        axes.axvline(chart.pin[0], color=_TEXT, linewidth=1.5)
+    _set_ticks(chart, axes)
+    return tips
+
+
+def _look(style: int) -> dict[str, Any]:
+    look = {"color": _SERIES[style], "marker": _MARKERS[style], "linestyle": _DASHES[style]}
+    more = {"markersize": 8 if style > 5 else 7, "linewidth": 2.25, "markeredgecolor": _PAGE}
+    return look | more | {"clip_on": False}
+
+
+def _draw_intervals(chart: Chart, axes: Axes, line: Line) -> None:
+    """A band where several neighbouring points have intervals, whiskers elsewhere."""
+    held = [(point.x, point.y, *point.interval) for point in line.points if point.interval]
+    if not held:
+        return
+    xs, ys, lows, highs = zip(*held, strict=True)
+    if (floor := (chart.x if chart.rows else chart.y).low) is not None:
+        lows = [max(low, floor) for low in lows]
+    colour = _SERIES[line.style]
+    if chart.rows:
+        axes.hlines(ys, lows, highs, color=colour, linewidth=2, alpha=0.5)
+    elif len(held) > 1 and chart.connected:
+        axes.fill_between(xs, lows, highs, color=colour, alpha=0.12, linewidth=0)
+    else:
+        axes.vlines(xs, lows, highs, color=colour, linewidth=2, alpha=0.5)
+
+
+def _set_ticks(chart: Chart, axes: Axes) -> None:
+    """Fix limits and ticks, and style what is not data."""
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+
+    for axis, own in ((chart.x, axes.xaxis), (chart.y, axes.yaxis)):
+        low, high = sorted(own.get_view_interval())
+        low = low if axis.low is None else axis.low
+        high = high if axis.high is None else axis.high
+        limits = (low, high) if high > low else (low, low + 1)
+        (axes.set_xlim if own is axes.xaxis else axes.set_ylim)(*limits)
+        ticks = axis.ticks
+        if ticks is None:
+            locators: list[Any] = [MaxNLocator(5, steps=[1, 2, 2.5, 5, 10])]
+            if axis.log:
+                locators = [LogLocator(subs=subs) for subs in ((1, 2, 5), (1, 3), (1,))]
+            slack, most = 1e-9 * (high - low), 8 if own is axes.yaxis else 6
+            found: list[float] = []
+            for locator in locators:
+                if not found or len(found) > most:
+                    values = map(float, locator.tick_values(low, high))
+                    found = [tick for tick in values if low - slack <= tick <= high + slack]
+            ticks = [(t, tick_label(t, axis, found)) for t in found]
+        own.set_minor_locator(NullLocator())
+        own.set_ticks([t for t, _ in ticks], [_plain(text) for _, text in ticks])
+        own.set_tick_params(which="both", length=0, left=False, bottom=False, labelsize=12)
+        own.set_tick_params(labelcolor=_MUTED, pad=6)
+    if chart.rows:
+        axes.invert_yaxis()
+    axes.grid(axis="x" if chart.rows else "y", color=_LINE, linewidth=1)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(_MUTED)
+    axes.set_xlabel(_plain(chart.x.title), color=_TEXT, fontsize=12)
+
+
+def tick_label(value: float, axis: Axis, ticks: Sequence[float]) -> str:
+    """The text of a tick, with as many digits as tell the ticks apart."""
+    if axis.is_share:
+        return f"{100 * value:.0f}%"
+    for digits in range(9):
+        texts = [f"{tick:.{digits}f}" for tick in ticks]
+        if axis.log and float(f"{value:.{digits}f}") == value:
+            return f"{value:,.{digits}f}"
+        if not axis.log and all(abs(float(t) - v) < 1e-9 for t, v in zip(texts, ticks)):
+            return f"{value:,.{digits}f}"
+    return f"{value:g}"
+
+
+def _annotate(chart: Chart, axes: Axes) -> None:
+    """Notes above points where no other marker is in the way, and names of marked values."""
+    pixel = axes.transData.transform
+    taken = [pixel((point.x, point.y)) for line in chart.lines for point in line.points]
+    for line in chart.lines:
+        for point in line.points:
+            x, y = pixel((point.x, point.y))
+            is_free = not any(abs(a - x) < 24 and 0 < b - y < 26 for a, b in taken)
+            if point.note and is_free:
+                _write_note(axes, point.note, (point.x, point.y), "center", _SERIES[line.style])
+    left, right = axes.get_xlim()
+    if chart.level is not None and chart.level[1]:
+        _write_note(axes, chart.level[1], (left, chart.level[0]), "left", _MUTED)
+    if chart.pin is not None:
+        beyond = chart.pin[0] > (left + right) / 2
+        place = (chart.pin[0], axes.get_ylim()[1])
+        _write_note(axes, chart.pin[1], place, "right" if beyond else "left", _TEXT, down=14)
+
+
+def _write_note(
+    axes: Axes, text: str, place: tuple[float, float], side: Any, colour: str, down: int = 0
+) -> None:
+    across = {"center": 0, "left": 6, "right": -6}[side]
+    axes.annotate(
+        _plain(text),
+        place,
+        xytext=(across, 8 - 2 * down if down else 8),
+        textcoords="offset points",
+        ha=side,
+        fontsize=11,
+        fontweight="bold",
+        color=colour,
+        gid="halo",
+        zorder=5,
+    )
+
+
+def _plain(text: str) -> str:
+    """A name as a chart can show it: on one line, not too long."""
+    return cut(visible(text), 90).replace("\n", " ")
+
+
+# ---- SVG ------------------------------------------------------------------------------------
+
+
+def _write(figure: Figure, tips: dict[str, Sequence[str]], attributes: str) -> Markup:
+    """The figure as inline SVG of paths and texts alone: no style, id, link or clip."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    root = ElementTree.fromstring(buffer.getvalue())
+    shapes = {item.get("id"): item for item in root.iter() if _tag(item) == "path"}
+    body = "".join(_elements(root, shapes, tips, []))
+    width, height = (72 * side for side in figure.get_size_inches())
+    size = f'viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}"'
+    return Markup(f"<svg {attributes} {size}>{body}</svg>")
+
+
+def _elements(
+    parent: ElementTree.Element,
+    shapes: dict[str | None, ElementTree.Element],
+    tips: dict[str, Sequence[str]],
+    own_tips: list[str],
+    kind: str = "",
+) -> Iterator[str]:
+    """Paths and texts within an element; markers and bars take the tips of their group."""
+    for item in parent:
+        tag = _tag(item)
+        if tag == "g":
+            name = item.get("id", "")
+            inner = list(tips[name]) if name in tips else own_tips
+            yield from _elements(item, shapes, tips, inner, name if name in tips else kind or name)
+        elif tag == "text":
+            halo = ' class="halo"' if kind == "halo" else ""
+            place = f'x="{float(item.get("x", 0)):.1f}" y="{float(item.get("y", 0)):.1f}"'
+            yield f"<text{halo} {place}{_style(item)}>{escape(item.text or '')}</text>"
+        elif tag == "path":
+            path = f'<path d="{_path(item)}"{_style(item)}/>'
+            yield _hit(path, own_tips, "") if kind.startswith("bar") else path
+        elif tag == "use":
+            shape = shapes[item.get(_LINK, "#").removeprefix("#")]
+            x, y = float(item.get("x", 0)), float(item.get("y", 0))
+            path = (
+                f'<path d="{_path(shape)}" transform="translate({x:.1f} {y:.1f})"{_style(item)}/>'
+            )
+            yield _hit(path, own_tips, f'<circle class="area" cx="{x:.1f}" cy="{y:.1f}" r="13"/>')
+
+
+_LINK = "{http://www.w3.org/1999/xlink}href"
+
+
+def _tag(item: ElementTree.Element) -> str:
+    return item.tag.rpartition("}")[2]
+
+
+def _hit(shape: str, tips: list[str], area: str) -> str:
+    """A shape with the next tooltip."""
+    tip = tips.pop(0) if tips else ""
+    if not tip:
+        return shape
+    return f'<g class="hit" data-tip="{escape(visible(tip))}">{area}{shape}</g>'
+
+
+def _path(item: ElementTree.Element) -> str:
+    words = item.get("d", "").split()
+    return " ".join(word if word.isalpha() else f"{float(word):.1f}" for word in words)
+
+
+def _style(item: ElementTree.Element) -> str:
+    """Declarations as attributes: the page's policy forbids inline styles."""
+    pairs = (part.partition(":")[::2] for part in item.get("style", "").split(";"))
+    found = {name.strip(): value.strip() for name, value in pairs}
+    return "".join(
+        f' {name}="{_VARIABLES.get(value, value)}"'
+        for name, value in found.items()
+        if name in _ATTRIBUTES
+    )

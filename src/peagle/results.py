@@ -1,0 +1,647 @@
+"""Results in files: acceptance.json of `peagle eval`, throughput.json of bench, tune.json of tune.
+
+Writers build these models and readers get them back, so that a key is named in one place. A file of
+an earlier peagle may lack a key that has a default, and null stands for a default too. A key that
+is not listed is refused, except in `provenance` and `settings`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    computed_field,
+    field_validator,
+    model_validator,
+)
+
+from peagle.errors import UserError
+
+FORMAT_VERSION = 1
+# Fewer optimizer steps than this have not made a good head of a real model yet.
+FEW_STEPS = 1000
+ACCEPTANCE, THROUGHPUT, TUNE = "acceptance.json", "throughput.json", "tune.json"
+
+Interval = tuple[float, float]
+Number = int | float
+Count = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0)]
+_FROM = Field(validation_alias=AliasChoices("from", "first"), serialization_alias="from")
+_TO = Field(validation_alias=AliasChoices("to", "last"), serialization_alias="to")
+
+
+class Record(BaseModel):
+    """An object of one of the files. Null counts as the default of its key, if it has one.
+
+    Computed keys are written, and computed again when a file is read.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_default(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        optional = {name for name, field in cls.model_fields.items() if not field.is_required()}
+        computed = cls.model_computed_fields
+        return {
+            key: value
+            for key, value in data.items()
+            if key not in computed and (value is not None or key not in optional)
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as a JSON object."""
+        return self.model_dump(mode="json", by_alias=True)
+
+
+def _text(value: Any) -> Any:
+    return "" if value is None else value
+
+
+class Provenance(Record):
+    """Where the numbers of a file come from; further keys are kept."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    command: str = ""
+    created: str = ""
+    environment: dict[str, Any] = {}
+    target: str
+    dtype: Annotated[str, BeforeValidator(_text)] = ""
+
+
+class Document(Record):
+    """The keys that every file has."""
+
+    format_version: int = FORMAT_VERSION
+    provenance: Provenance
+    settings: dict[str, Any] = {}
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether acceptance was set instead of measured."""
+        extra = self.provenance.model_extra or {}
+        return bool(extra.get("synthetic") or self.settings.get("synthetic"))
+
+
+class TrainingRecord(Record):
+    """The length of a head's training.
+
+    Attributes:
+        steps: optimizer steps done.
+        planned: optimizer steps asked for; None where that is not recorded.
+        tokens: tokens that went through the head; None where that is not recorded.
+        stopped_early: the training ended before its plan because validation did not improve.
+        continues: the training began with a whole head of the same kind, so that the steps come on
+            top of that head's.
+    """
+
+    steps: Count
+    planned: Count | None = None
+    tokens: Count | None = None
+    stopped_early: bool = False
+    continues: bool = False
+
+    @property
+    def is_little(self) -> bool:
+        """Whether the head cannot be judged yet: few steps, or less than half of the plan."""
+        unfinished = self.planned is not None and 2 * self.steps < self.planned
+        few = self.steps < FEW_STEPS and not self.continues
+        return few or (unfinished and not self.stopped_early)
+
+    def __str__(self) -> str:
+        of = f" of {self.planned:,}" if self.planned not in (None, self.steps) else ""
+        tokens = "" if self.tokens is None else f" ({self.tokens:,} tokens)"
+        return f"{self.steps:,}{of} steps{tokens}"
+
+
+# ---- acceptance.json ------------------------------------------------------------------------
+
+
+class Slice(Record):
+    """Pooled counters of some of the requests, and the figures that follow from them."""
+
+    num_requests: Count = 0
+    num_tokens: Count = 0
+    num_drafts: Count
+    num_draft_tokens: Count = 0
+    num_accepted_tokens: Count
+    num_accepted_tokens_per_pos: list[Count] = []
+    acceptance_length: float | None
+    unconditional: list[float] = []
+    conditional: list[float | None] = []
+    acceptance_length_ci: Interval | None = None
+    unconditional_ci: list[Interval | None] | None = None
+    conditional_ci: list[Interval | None] | None = None
+    tokens_per_step: float | None = None
+    loop_share: float | None = None
+    acceptance_length_before_loop: float | None = None
+
+    @property
+    def length(self) -> float | None:
+        """The acceptance length; None where nothing was drafted."""
+        return self.acceptance_length if self.num_drafts else None
+
+
+class RangeSlice(Record):
+    """The drafts that began with so many tokens of context, or so far into the output."""
+
+    first: Number = _FROM
+    last: Number = _TO
+    slice: Slice
+
+
+class HistogramBin(Record):
+    """Number of requests whose acceptance length lies in [first, last)."""
+
+    first: float = _FROM
+    last: float = _TO
+    count: Count
+
+
+class HardText(Record):
+    """A stretch of output where few drafts were accepted."""
+
+    set: str = ""
+    id: str = ""
+    text_before: str = ""
+    text: str
+    acceptance_length: float | None = None
+    num_drafts: Count = 0
+
+
+class OutputSample(Record):
+    """An output in pieces, each "accepted" (drafts) or "target" (tokens of the target)."""
+
+    set: str = ""
+    id: str = ""
+    acceptance_length: float | None = None
+    prompt_tail: str = ""
+    pieces: list[tuple[str, str]] = []
+
+
+class AcceptanceFigures(Record):
+    """The acceptance of one way to decode: pooled, by part, and with texts."""
+
+    pooled: Slice
+    by_set: dict[str, Slice] = {}
+    by_category: dict[str, Slice] = {}
+    by_context: list[RangeSlice] = []
+    by_output_position: list[RangeSlice] = []
+    histogram: list[HistogramBin] = []
+    loop_share: float | None = None
+    # [drafts, accepted draft tokens, decode steps] of each conversation.
+    by_conversation: dict[str, tuple[int, int, int]] = {}
+    hardest: list[HardText] = []
+    samples: list[OutputSample] = []
+
+
+class EntryKey(Record):
+    """What tells one entry from another.
+
+    Attributes:
+        method: name in tables.
+        source: folder or hub id of the head, "" without one.
+        k: draft tokens per step; 0 where a server does not tell.
+        temperature: of the target's sampling.
+        draft_sampling: "argmax" or "probabilistic".
+        engine: "peagle", "vllm", or the URL of a server.
+    """
+
+    method: str
+    source: str = ""
+    k: Count
+    temperature: float = 0.0
+    draft_sampling: str = "argmax"
+    engine: str = "peagle"
+
+    def __str__(self) -> str:
+        at = f" on {self.engine}" if self.engine != "peagle" else ""
+        return f"{self.method}{at}, K={self.k or 'unknown'}, temperature {self.temperature:g}"
+
+
+class Entry(AcceptanceFigures, EntryKey):
+    """One method at one K and one temperature."""
+
+    training: TrainingRecord | None = None
+    seconds: float | None = None
+    output_tokens_per_s: float | None = None
+    num_errors: Count = 0
+    notes: list[str] = []
+    weights_sha256: str = ""
+    created: str = ""
+
+    @property
+    def depth(self) -> int:
+        """K, or the number of positions in the counters where a server does not tell K."""
+        return self.k or len(self.pooled.num_accepted_tokens_per_pos)
+
+
+class Comparison(Record):
+    """The paired difference of a figure of two methods on the same prompts."""
+
+    method: str
+    over: str
+    k: Count
+    temperature: float = 0.0
+    engine: str = "peagle"
+    measure: str
+    difference: float
+    ci: Interval | None = None
+    num_requests: Count = 0
+
+
+class AcceptanceResults(Document):
+    """acceptance.json."""
+
+    entries: list[Entry]
+    comparisons: list[Comparison] = []
+    advice: str = ""
+
+
+# ---- throughput.json ------------------------------------------------------------------------
+
+
+class Percentiles(Record):
+    """Percentiles and mean of some seconds."""
+
+    p50: float | None = None
+    p90: float | None = None
+    p99: float | None = None
+    mean: float | None = None
+
+
+class RunFigures(Record):
+    """Speed and latency of one repeat of a cell, or the medians of its repeats."""
+
+    seconds: float | None = None
+    num_requests: Number | None = None
+    num_tokens: Number | None = None
+    output_tokens_per_s: Share
+    requests_per_s: float | None = None
+    ttft_s: Percentiles = Percentiles()
+    itl_s: Percentiles = Percentiles()
+    e2e_s: Percentiles = Percentiles()
+    acceptance_length: float | None = None
+    gpu_busy: float | None = None
+    errors: Number = 0
+
+
+class CellSpread(Record):
+    """Least and most of the repeats."""
+
+    output_tokens_per_s: Interval | None = None
+
+
+class Cell(Record):
+    """One method at one K and one concurrency on one prompt set."""
+
+    method: str
+    source: str = ""
+    engine: str = "peagle"
+    k: Count | None = None
+    concurrency: Annotated[int, Field(ge=1)]
+    set: str = ""
+    repeats: list[RunFigures] = []
+    median: RunFigures
+    spread: CellSpread = CellSpread()
+    speed_up_over_plain: float | None = None
+    speed_up_over_eagle3: float | None = None
+    linearity: float | None = None
+    meets_objective: bool | None = None
+
+
+class BestK(Record):
+    """The best K of a method at one load, and every K that ties with the fastest."""
+
+    method: str
+    set: str = ""
+    concurrency: int
+    k: Count
+    output_tokens_per_s: float | None = None
+    tied_k: list[int] = []
+
+
+class Goodput(Record):
+    """Most requests per second of a method at one K that keep the latency objective."""
+
+    method: str
+    k: Count | None = None
+    set: str = ""
+    requests_per_s: float | None = None
+    concurrency: int | None = None
+
+
+class ThroughputResults(Document):
+    """throughput.json."""
+
+    cells: list[Cell]
+    best_k: list[BestK] = []
+    goodput: list[Goodput] = []
+    training: dict[str, TrainingRecord] = {}
+    advice: str = ""
+
+
+# ---- tune.json ------------------------------------------------------------------------------
+
+
+class TunedCosts(Record):
+    """Measured seconds of decode steps and of their parts."""
+
+    target_s: list[tuple[Number, float]] = []  # tokens in the pass, seconds
+    draft_s: list[tuple[Number, float]] = []  # rows in the pass, seconds
+    step_s: list[tuple[int, int, float, bool]] = []  # batch, K, seconds, whether it was fitted
+    spread: float | None = None
+
+
+class TunedAcceptance(Record):
+    """Acceptance length by K, and the K at which it was measured."""
+
+    source: str = ""
+    acceptance_length: dict[int, float] = {}
+    measured_k: list[int] = []
+
+
+class Prediction(Record):
+    """Tokens per second at one batch size and K."""
+
+    batch: Annotated[int, Field(ge=1)]
+    k: Count
+    predicted_tokens_per_s: Share
+    measured_tokens_per_s: Share | None = None
+    fitted: bool = False
+
+
+class PredictionCheck(Record):
+    """How far predictions are off at the cells that were not fitted."""
+
+    num_unfitted: Count = 0
+    within_10_percent: Number | None = None
+    share: float | None = None
+    worst: float | None = None
+
+
+class BreakEven(Record):
+    """The acceptance length from which drafting is faster than not drafting."""
+
+    batch: Annotated[int, Field(ge=1)]
+    k: Count
+    acceptance_length: float
+
+
+class TuneResults(Document):
+    """tune.json."""
+
+    costs: TunedCosts = TunedCosts()
+    acceptance: TunedAcceptance = TunedAcceptance()
+    predictions: list[Prediction] = []
+    check: PredictionCheck = PredictionCheck()
+    schedule: list[tuple[int, int, int]] = []  # first and last batch size, K
+    threshold: float | None = None
+    best_single_k: Count | None = None
+    speculative_config: dict[str, dict[str, Any] | None] = {}
+    break_even: list[BreakEven] = []
+
+    @field_validator("schedule")
+    @classmethod
+    def _ascends(cls, schedule: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+        ends = [end for low, high, _ in schedule for end in (low, high + 1)]
+        if any(k < 0 for *_, k in schedule) or [1, *ends] != sorted([1, *ends]):
+            raise ValueError("expected ascending ranges of batch sizes from 1, each with a K")
+        return schedule
+
+
+# ---- certificate.json -----------------------------------------------------------------------
+
+CaseStatus = Literal["passed", "near-ties", "fault", "not applicable"]
+
+
+class Difference(Record):
+    """The first token at which an output leaves the reference.
+
+    Attributes:
+        prompt: id of the prompt.
+        position: index in the output.
+        reference_token, token: what transformers chose, and what we did (None: the output ended).
+        gap: reference logit of its token minus that of ours; None where one output ended, which no
+            rounding does.
+        top2_gap: reference logit of its token minus the next best; None where one output ended.
+        bound: gaps below it are near-ties.
+    """
+
+    prompt: str
+    position: Count
+    reference_token: int | None = None
+    token: int | None = None
+    gap: float | None = None
+    top2_gap: float | None = None
+    bound: float
+
+    @computed_field
+    @property
+    def is_near_tie(self) -> bool:
+        """Whether rounding alone can explain the difference: both gaps are below the bound."""
+        if self.gap is None or self.top2_gap is None:
+            return False
+        return self.gap < self.bound and self.top2_gap < self.bound
+
+
+class CertifiedCase(Record):
+    """One feature under one way to decode, greedy, against the reference.
+
+    Attributes:
+        feature, method: names.
+        num_outputs, num_tokens: compared.
+        num_accepted_tokens: drafts accepted meanwhile: what speculation had to do with it.
+        differences: the first one of each output that has one.
+        faults: other faults, in words.
+        note: why the case is not applicable.
+    """
+
+    feature: str
+    method: str
+    num_outputs: Count = 0
+    num_tokens: Count = 0
+    num_accepted_tokens: Count = 0
+    differences: list[Difference] = []
+    faults: list[str] = []
+    note: str = ""
+
+    @computed_field
+    @property
+    def status(self) -> CaseStatus:
+        """Passed, passed but for near-ties, fault, or not applicable."""
+        if self.num_faults:
+            return "fault"
+        if not self.num_outputs:
+            return "not applicable"
+        return "near-ties" if self.differences else "passed"
+
+    @computed_field
+    @property
+    def num_near_ties(self) -> int:
+        """Outputs whose first difference is a near-tie."""
+        return sum(one.is_near_tie for one in self.differences)
+
+    @computed_field
+    @property
+    def num_faults(self) -> int:
+        """Outputs whose first difference is no near-tie, and other faults."""
+        return len(self.differences) - self.num_near_ties + len(self.faults)
+
+
+class SampledTest(Record):
+    """A test of the distribution of one prompt's outputs under one way to decode.
+
+    Attributes:
+        method, draft_sampling: names; the latter is "" without a head.
+        prompt: its id.
+        num_tokens: first tokens of an output whose joint distribution is tested.
+        num_samples, num_cells: outputs, and cells of the test after pooling.
+        statistic: X2; None where an output came that cannot come.
+        p_value: probability of such an X2 or more if the distribution is right.
+        detectable_shift: probability that a fault must move between the two likeliest cells to be
+            found nine times in ten.
+        significance: a p-value below it is a fault (the certificate's, divided by the tests).
+        num_draft_tokens, num_accepted_tokens: drafts for the tokens that are tested.
+    """
+
+    method: str
+    draft_sampling: str = ""
+    prompt: str
+    num_tokens: Count
+    num_samples: Count
+    num_cells: Count
+    statistic: float | None = None
+    p_value: float
+    detectable_shift: float
+    significance: float
+    num_draft_tokens: Count
+    num_accepted_tokens: Count
+
+    @computed_field
+    @property
+    def passed(self) -> bool:
+        """Whether the p-value is at least the significance."""
+        return self.p_value >= self.significance
+
+
+class CertificateResults(Document):
+    """certificate.json: greedy outputs, the feature matrix and the tests of distributions."""
+
+    identity: list[CertifiedCase]
+    matrix: list[CertifiedCase] = []
+    distribution: list[SampledTest] = []
+    seconds: float
+
+    @computed_field
+    @property
+    def passed(self) -> bool:
+        """Whether there is no fault; near-ties are none."""
+        return not self.faults
+
+    @computed_field
+    @property
+    def faults(self) -> list[str]:
+        """The faults, each in a line."""
+        return [
+            f"{case.feature}, {case.method}: {_faults_of(case)}"
+            for case in [*self.identity, *self.matrix]
+            if case.status == "fault"
+        ] + [
+            f"sampling, {test.method} {test.draft_sampling}".rstrip()
+            + f", {test.prompt}: p = {test.p_value:.2g}, below {test.significance:.2g}"
+            for test in self.distribution
+            if not test.passed
+        ]
+
+
+def _faults_of(case: CertifiedCase) -> str:
+    found = list(case.faults)
+    if wrong := [one for one in case.differences if not one.is_near_tie]:
+        one = wrong[0]
+        gap = "" if one.gap is None else f", gap {one.gap:.3g}"
+        found.append(
+            f"{len(wrong)} of {case.num_outputs} outputs differ; {one.prompt} at token "
+            f"{one.position}: {one.token} in place of {one.reference_token}{gap}"
+        )
+    return "; ".join(found)
+
+
+# ---- reading --------------------------------------------------------------------------------
+
+AnyDocument = TypeVar("AnyDocument", bound=Document)
+
+
+def read_document(path: Path, model: type[AnyDocument]) -> AnyDocument:
+    """Read one of the files.
+
+    Args:
+        path: of the file.
+        model: what it holds.
+
+    Raises:
+        UserError: the file is not readable, malformed (the message names the key), or newer.
+    """
+    return parse_document(path, read_object(path), model)
+
+
+def parse_document(path: Path, data: dict[str, Any], model: type[AnyDocument]) -> AnyDocument:
+    """Check the object that a file holds; `path` names it in messages.
+
+    Raises:
+        UserError: it is malformed (the message names the key), or newer.
+    """
+    version = data.get("format_version")
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise UserError(
+            f"{str(path)!r} is malformed at format_version: it is {version!r}; expected a whole "
+            "number from 1."
+        )
+    if version > FORMAT_VERSION:
+        raise UserError(
+            f"{str(path)!r} has format_version {version}, newer than this peagle reads "
+            f"({FORMAT_VERSION}). Update peagle."
+        )
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"])) or "the whole file"
+        given = repr(first["input"])
+        given = given if len(given) <= 60 else given[:57] + "..."
+        raise UserError(
+            f"{str(path)!r} is malformed at {key}: {first['msg']} (it holds {given}). "
+            "Run its command again."
+        ) from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a file that holds a JSON object.
+
+    Raises:
+        UserError: it is not readable, or holds something else.
+    """
+    try:
+        data = json.loads(path.read_bytes().decode())
+    except OSError as error:
+        raise UserError(f"{str(path)!r} is not readable: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{str(path)!r} is not UTF-8 text; expected JSON.") from None
+    except RecursionError:
+        raise UserError(f"{str(path)!r} is nested too deeply to be a result.") from None
+    except ValueError as error:
+        raise UserError(f"{str(path)!r} is not JSON: {error}. Run its command again.") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{str(path)!r} holds {type(data).__name__}; expected a JSON object.")
+    return data
