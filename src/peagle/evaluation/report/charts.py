@@ -83,7 +83,7 @@ class Chart:
 
     Attributes:
         title: caption.
-        alt: the text alternative.
+        about: what it shows, for the text alternative; "" takes the title.
         lines: drawn in this order, the last on top.
         x, y: axes.
         small: a second line of the caption.
@@ -98,10 +98,10 @@ class Chart:
     """
 
     title: str
-    alt: str
     lines: Sequence[Line]
     x: Axis
     y: Axis
+    about: str = ""
     small: str = ""
     connected: bool = True
     rows: bool = False
@@ -188,7 +188,8 @@ def _svg(chart: Chart, width: int) -> Markup:
         )
         figure.text(0, 1 - 12 / chart.height, _plain(chart.y.title), color=_TEXT, fontsize=12)
         _annotate(chart, axes)
-        alt = escape(visible(chart.alt))
+        about = f"{chart.about or chart.title}: {chart.y.title or 'rows'} over {chart.x.title}"
+        alt = escape(visible(f"Chart of {about}. The tables have the numbers."))
         return _write(figure, tips, f'class="chart" role="img" aria-label="{alt}"')
 
 
