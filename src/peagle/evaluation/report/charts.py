@@ -61,12 +61,7 @@ class Line:
 class Axis:
     """One side of a chart.
 
-    Attributes:
-        title: what it shows, with the unit.
-        ticks: values and their labels; None takes round numbers.
-        low, high: ends; None takes them from the data.
-        log: equal factors have equal lengths.
-        is_share: ticks are percentages.
+    Where they are None, ticks are round numbers and ends follow the data.
     """
 
     title: str
@@ -74,7 +69,7 @@ class Axis:
     low: float | None = None
     high: float | None = None
     log: bool = False
-    is_share: bool = False
+    is_share: bool = False  # ticks are percentages
 
 
 @dataclass(frozen=True, slots=True)
