@@ -20,8 +20,8 @@ from peagle.results import (
     read_object,
 )
 
-# The share of an instance's capacity that autoscaling aims at: a new instance takes about as long to
-# start as a rush takes to come, and target tracking holds an average, which some requests exceed.
+# The share of an instance's capacity that autoscaling aims at: a new instance takes about as long
+# to start as a rush takes to come, and target tracking holds an average, which some exceed.
 HEADROOM = 0.7
 # More requests at once must bring this share of the speed that as many more instances would.
 LEAST_GAIN = 0.25

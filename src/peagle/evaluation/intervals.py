@@ -28,8 +28,8 @@ Counts = NDArray[np.int64]
 class Intervals:
     """Intervals of the figures of a set of requests, those of positions in a list.
 
-    An interval is None where too few requests bear on it, or where all drafts were accepted or none:
-    the resamples show no spread then, and say nothing of other requests.
+    An interval is None where too few requests bear on it, or where all drafts were accepted or
+    none: the resamples show no spread then, and say nothing of other requests.
     """
 
     acceptance_length: Interval | None

@@ -59,10 +59,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One side of a chart.
-
-    Where they are None, ticks are round numbers and ends follow the data.
-    """
+    """One side of a chart; without ticks and ends, round numbers about the data."""
 
     title: str
     ticks: Sequence[tuple[float, str]] | None = None
