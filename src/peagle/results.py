@@ -95,22 +95,13 @@ class Document(Record):
 
 
 class TrainingRecord(Record):
-    """The length of a head's training.
+    """The length of a head's training; None where it is not recorded."""
 
-    Attributes:
-        steps: optimizer steps done.
-        planned: optimizer steps asked for; None where that is not recorded.
-        tokens: tokens that went through the head; None where that is not recorded.
-        stopped_early: the training ended before its plan because validation did not improve.
-        continues: the training began with a whole head of the same kind, so that the steps come on
-            top of that head's.
-    """
-
-    steps: Count
+    steps: Count  # optimizer steps done
     planned: Count | None = None
     tokens: Count | None = None
-    stopped_early: bool = False
-    continues: bool = False
+    stopped_early: bool = False  # validation did not improve
+    continues: bool = False  # began with a whole head of the same kind
 
     @property
     def is_little(self) -> bool:
@@ -207,23 +198,14 @@ class AcceptanceFigures(Record):
 
 
 class EntryKey(Record):
-    """What tells one entry from another.
-
-    Attributes:
-        method: name in tables.
-        source: folder or hub id of the head, "" without one.
-        k: draft tokens per step; 0 where a server does not tell.
-        temperature: of the target's sampling.
-        draft_sampling: "argmax" or "probabilistic".
-        engine: "peagle", "vllm", or the URL of a server.
-    """
+    """What tells one entry from another."""
 
     method: str
     source: str = ""
-    k: Count
+    k: Count  # 0 where a server does not tell
     temperature: float = 0.0
     draft_sampling: str = "argmax"
-    engine: str = "peagle"
+    engine: str = "peagle"  # or "vllm", or the URL of a server
 
     def __str__(self) -> str:
         at = f" on {self.engine}" if self.engine != "peagle" else ""
@@ -427,25 +409,16 @@ CaseStatus = Literal["passed", "near-ties", "fault", "not applicable"]
 
 
 class Difference(Record):
-    """The first token at which an output leaves the reference.
-
-    Attributes:
-        prompt: id of the prompt.
-        position: index in the output.
-        reference_token, token: what transformers chose, and what we did (None: the output ended).
-        gap: reference logit of its token minus that of ours; None where one output ended, which no
-            rounding does.
-        top2_gap: reference logit of its token minus the next best; None where one output ended.
-        bound: gaps below it are near-ties.
-    """
+    """The first token at which an output leaves the reference; a token is None at an end."""
 
     prompt: str
     position: Count
     reference_token: int | None = None
     token: int | None = None
+    # Logit of the reference's token minus that of ours, and minus the next best.
     gap: float | None = None
     top2_gap: float | None = None
-    bound: float
+    bound: float  # gaps below it are near-ties
 
     @computed_field
     @property
@@ -459,13 +432,8 @@ class Difference(Record):
 class CertifiedCase(Record):
     """One feature under one way to decode, greedy, against the reference.
 
-    Attributes:
-        feature, method: names.
-        num_outputs, num_tokens: compared.
-        num_accepted_tokens: drafts accepted meanwhile: what speculation had to do with it.
-        differences: the first one of each output that has one.
-        faults: other faults, in words.
-        note: why the case is not applicable.
+    `differences` has the first one of each output, `faults` names others in words, and `note` says
+    why a case is not applicable.
     """
 
     feature: str
@@ -501,20 +469,7 @@ class CertifiedCase(Record):
 
 
 class SampledTest(Record):
-    """A test of the distribution of one prompt's outputs under one way to decode.
-
-    Attributes:
-        method, draft_sampling: names; the latter is "" without a head.
-        prompt: its id.
-        num_tokens: first tokens of an output whose joint distribution is tested.
-        num_samples, num_cells: outputs, and cells of the test after pooling.
-        statistic: X2; None where an output came that cannot come.
-        p_value: probability of such an X2 or more if the distribution is right.
-        detectable_shift: probability that a fault must move between the two likeliest cells to be
-            found nine times in ten.
-        significance: a p-value below it is a fault (the certificate's, divided by the tests).
-        num_draft_tokens, num_accepted_tokens: drafts for the tokens that are tested.
-    """
+    """Pearson's test of the first tokens of one prompt's outputs under one way to decode."""
 
     method: str
     draft_sampling: str = ""
@@ -522,10 +477,10 @@ class SampledTest(Record):
     num_tokens: Count
     num_samples: Count
     num_cells: Count
-    statistic: float | None = None
+    statistic: float | None = None  # X2; None where an output came that cannot come
     p_value: float
     detectable_shift: float
-    significance: float
+    significance: float  # a p-value below it is a fault
     num_draft_tokens: Count
     num_accepted_tokens: Count
 

@@ -25,30 +25,17 @@ CHANCES = {"peagle": (0.79, 0.978), "eagle3": (0.76, 0.90), "ngram": (0.32, 1.02
 SETS = {"humaneval": (164, 1.0), "mt_bench": (160, 0.88), "gsm8k": (200, 1.04)}
 CATEGORIES = {
     "mt_bench/writing": 0.80,
-    "mt_bench/roleplay": 0.79,
-    "mt_bench/reasoning": 0.90,
     "mt_bench/math": 1.04,
     "mt_bench/coding": 1.02,
-    "mt_bench/extraction": 0.95,
-    "mt_bench/stem": 0.86,
-    "mt_bench/humanities": 0.81,
     "structured/json": 1.10,
 }
-STEP_MS = {1: 6.1, 4: 6.4, 16: 6.9, 64: 9.0}
 CODE = {
-    "def has_close_elements(numbers, threshold) -> bool:\n": '''\
-    """Check if in given list of numbers, are any two numbers closer to each other."""
-    for idx, elem in enumerate(numbers):
-        for idx2, elem2 in enumerate(numbers):
-            if idx != idx2:
-                distance = abs(elem - elem2)
-                if distance < threshold:
-                    return True
-    return False
-''',
-    "def mean_absolute_deviation(numbers) -> float:\n": """\
-    mean = sum(numbers) / len(numbers)
-    return sum(abs(x - mean) for x in numbers) / len(numbers)
+    "def mean(numbers) -> float:\n": "    return sum(numbers) / len(numbers)\n",
+    "def is_close(a, b, threshold) -> bool:\n": """\
+    for first, second in zip(a, b):
+        if abs(first - second) > threshold:
+            return False
+    return True
 """,
 }
 
@@ -130,12 +117,8 @@ def make_entry(method: str, k: int, temperature: float, rng: random.Random) -> d
     bins = [(1 + i / 2, 1.5 + i / 2) for i in range(2 * k + 1)]
     chance = 1 - 1 / pooled["acceptance_length"]
     return {
-        "method": method,
-        "source": SOURCES[method],
-        "k": k,
-        "temperature": temperature,
-        "draft_sampling": "argmax",
-        "engine": "peagle",
+        **{"method": method, "source": SOURCES[method], "k": k, "temperature": temperature},
+        **{"draft_sampling": "argmax", "engine": "peagle"},
         "pooled": pooled,
         "by_set": {
             name: make_slice(method, k, cooled * factor, 8000, size)
@@ -154,20 +137,8 @@ def make_entry(method: str, k: int, temperature: float, rng: random.Random) -> d
         "loop_share": 0.06,
         "hardest": [
             {
-                "set": "mt_bench",
-                "id": "127",
-                "text_before": "The quantum analogy of a thermostat would be ",
-                "text": "Zeno's arrow: observed, it never leaves; unobserved, it always has",
-                "acceptance_length": 1.06,
-                "num_drafts": 16,
-            },
-            {
-                "set": "humaneval",
-                "id": "HumanEval/39",
-                "text_before": "    primes = [",
-                "text": "433494437, 2971215073, 1836311903, 28657, 514229",
-                "acceptance_length": 1.19,
-                "num_drafts": 16,
+                **{"set": "humaneval", "id": "HumanEval/39", "text_before": "    primes = ["},
+                **{"text": "433494437, 2971215073", "acceptance_length": 1.19, "num_drafts": 16},
             },
         ],
         "samples": [
@@ -192,9 +163,7 @@ def acceptance(
     rng = random.Random(7)
     return {
         "format_version": 1,
-        "provenance": provenance(
-            "peagle eval --target ./code-150m --draft ./heads/peagle -k 3,5,7 --output results"
-        ),
+        "provenance": provenance("peagle eval --draft ./heads/peagle -k 3,5,7 --output results"),
         "settings": {
             "sets": {name: size for name, (size, _) in SETS.items()},
             "max_new_tokens": 512,
@@ -254,12 +223,8 @@ def make_cell(
     rates = [r["output_tokens_per_s"] for r in repeats]
     base = speed(method, k, 1) * factor
     return {
-        "method": method,
-        "source": SOURCES[method],
-        "engine": "peagle",
-        "k": k,
-        "concurrency": concurrency,
-        "set": name,
+        **{"method": method, "source": SOURCES[method], "engine": "peagle", "k": k},
+        **{"concurrency": concurrency, "set": name},
         "repeats": repeats,
         "median": median,
         "spread": {"output_tokens_per_s": [rates[0], rates[-1]]},
@@ -287,10 +252,7 @@ def throughput(
     ]
     return {
         "format_version": 1,
-        "provenance": provenance(
-            "peagle bench --target ./code-150m --draft ./heads/peagle --eagle3 ./heads/eagle3 "
-            "-k 3,5,7 --concurrency 1,4,16,64 --output results"
-        ),
+        "provenance": provenance("peagle bench --draft ./heads/peagle --output results"),
         "settings": {
             "sets": dict.fromkeys(sets, 64),
             "max_new_tokens": 256,
@@ -328,9 +290,7 @@ def tune() -> dict[str, Any]:
             predicted = speed("peagle", k, batch) if k else speed("plain", 0, batch)
             predictions.append(
                 {
-                    "batch": batch,
-                    "k": k,
-                    "predicted_tokens_per_s": predicted,
+                    **{"batch": batch, "k": k, "predicted_tokens_per_s": predicted},
                     "measured_tokens_per_s": predicted * rng.gauss(1, 0.04),
                     "fitted": (batch, k) in fitted,
                 }

@@ -294,15 +294,15 @@ def heights(svg: str) -> list[tuple[str, float]]:
 
 
 def test_points_stand_at_their_values(html):
-    rates = heights(chart(html, "output tokens per second over concurrency"))
+    rates = heights(chart(html, "Output tokens per second"))
     assert len(rates) == 3 * 2
     for tip, value in rates:
         shown = float(re.findall(r"\n([\d,.]+) tokens/s", tip)[0].replace(",", ""))
         assert value == pytest.approx(shown, rel=0.02)
-    ups = heights(chart(html, "speed-up over plain"))
+    ups = heights(chart(html, "Speed-up over plain"))
     for tip, value in ups:
         assert value == pytest.approx(float(re.findall(r"([\d.]+)× plain", tip)[0]), abs=0.02)
-    lengths = heights(chart(html, "acceptance length by K"))
+    lengths = heights(chart(html, "Acceptance length by K"))
     pooled = {
         ("P-EAGLE" if e["method"] == "peagle" else "EAGLE-3", e["k"]): e["pooled"]
         for e in small()["acceptance"]["entries"]
@@ -313,7 +313,7 @@ def test_points_stand_at_their_values(html):
         name, k = re.findall(r"^(.*), K = (\d)", tip)[0]
         assert value == pytest.approx(pooled[name, int(k)]["acceptance_length"], abs=0.02)
     for kind in ("unconditional", "conditional"):
-        points = heights(chart(html, f"Line chart of {kind} acceptance"))
+        points = heights(chart(html, f"{kind.capitalize()} acceptance"))
         expected = [
             value
             for method in ("eagle3", "peagle")
@@ -325,7 +325,7 @@ def test_points_stand_at_their_values(html):
 
 
 def test_bars_have_their_counts(html):
-    svg = chart(html, "requests, P-EAGLE, K = 7")
+    svg = chart(html, "Requests by acceptance length, P-EAGLE, K = 7")
     bars = re.findall(r'data-tip="[^:]*: ([\d,]+) requests"><path d="([^"]*)"', svg)
     (entry,) = (
         e
@@ -349,7 +349,7 @@ def test_bars_have_their_counts(html):
 def test_a_chart_holds_its_points(values, low, log):
     points = [Point(i, value, tip=str(value)) for i, value in enumerate(values, 1)]
     y = Axis("y", log=True) if log else Axis("y", low=low)
-    drawn = Chart("", "x", [Line("a", 1, points)], Axis("x"), y)
+    drawn = Chart("", [Line("a", 1, points)], Axis("x"), y)
     ((_, svg),) = drawn.svgs()
     hits = [(float(x), float(y)) for _, x, y in HIT.findall(svg)]
     assert len(hits) == len(values)

@@ -2,59 +2,38 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from peagle.cli.terminal import has_styles, printable
+from peagle.cli.progress import ProgressLine
+from peagle.cli.terminal import printable
 
 if TYPE_CHECKING:
     from peagle.evaluation.sweep import SweepProgress
     from peagle.results import BestK, Cell, ThroughputResults
 
-_PLAIN_S = 10.0  # between two lines where there is no terminal
-
 
 class Ticker:
-    """Tells on standard error how far a sweep is: one line that changes, or a line now and then."""
+    """Tells on standard error how far a sweep is, and the first request that failed."""
 
     def __init__(self) -> None:
-        self._is_live = has_styles(sys.stderr)
-        self._next = 0.0
-        self._told_problem = False
+        self._line = ProgressLine("run")
+        self._has_problem = False
 
     def __call__(self, progress: SweepProgress) -> None:
-        if progress.problem and not self._told_problem:
-            self._told_problem = True
-            self._end()
-            print(f"peagle: a request failed: {printable(progress.problem)}", file=sys.stderr)
-        text = f"peagle: {progress_text(progress)}"
-        if self._is_live:
-            print(f"\r\x1b[2K{text}", end="", file=sys.stderr, flush=True)
-        elif time.monotonic() >= self._next or progress.done == progress.total:
-            self._next = time.monotonic() + _PLAIN_S
-            print(text, file=sys.stderr)
+        if progress.problem and not self._has_problem:
+            self._has_problem = True
+            self._line.print(f"a request failed: {printable(progress.problem)}")
+        if progress.cell is None or progress.figures is None:
+            self._line.begin(f"warming up; {progress.done} of {progress.total} runs are there")
+            return
+        text = f"{progress.cell}: {progress.figures['output_tokens_per_s']:.1f} tokens/s"
+        line = f"run {progress.done}/{progress.total}  {text}"
+        self._line.update(progress.done, progress.total, text, line=line)
 
     def close(self) -> None:
-        """Leave the line as it is."""
-        self._end()
-
-    def _end(self) -> None:
-        if self._is_live:
-            print(file=sys.stderr)
-
-
-def progress_text(progress: SweepProgress) -> str:
-    """How far a sweep is, on one line."""
-    if progress.cell is None or progress.figures is None:
-        return f"warming up; {progress.done} of {progress.total} runs are there"
-    minutes, seconds = divmod(round(progress.seconds_left or 0.0), 60)
-    speed = progress.figures["output_tokens_per_s"]
-    return (
-        f"run {progress.done}/{progress.total}  {progress.cell}: {speed:.1f} tokens/s; "
-        f"{minutes}:{seconds:02d} left"
-    )
+        """Take the line away."""
+        self._line.__exit__()
 
 
 def result_text(result: ThroughputResults) -> str:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
+from peagle.cli.progress import ProgressLine
 from peagle.cli.terminal import bright, printable
 from peagle.results import Entry, EntryKey, Slice
 
@@ -18,52 +16,36 @@ _LABEL = 18
 class EvalView:
     """Progress on standard error; finished entries go to `show`.
 
-    A bar on a terminal, elsewhere a line as an entry is begun.
-
     Args:
         show: is told of each entry.
     """
 
     def __init__(self, show: Callable[[Entry], None]) -> None:
         self._show = show
-        self._console = Console(stderr=True, highlight=False)
-        self._progress: Progress | None = None
+        self._line = ProgressLine("request")
+        self._done = self._total = 0
 
     def begin(self, key: EntryKey, num_requests: int) -> None:
-        """Say what is begun."""
-        what = printable(str(key))
-        if not self._console.is_terminal or self._console.is_dumb_terminal:
-            print(f"peagle: {what}: {num_requests} requests", file=sys.stderr, flush=True)
-            return
-        self._progress = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=self._console,
-            transient=True,
-        )
-        self._progress.add_task(what, total=num_requests)
-        self._progress.start()
+        """Say which entry is begun."""
+        self._line = ProgressLine("request")
+        self._line.begin(f"{printable(str(key))}: {num_requests} requests")
+        self._done, self._total = 0, num_requests
 
     def advance(self) -> None:
-        """Move the bar."""
-        if self._progress is not None:
-            self._progress.advance(self._progress.task_ids[0])
+        """Count a request."""
+        self._done += 1
+        self._line.update(self._done, self._total, "")
 
     def close(self) -> None:
-        """Take the bar away."""
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        """Take the line away."""
+        self._line.__exit__()
 
     def end(self, entry: Entry, *, was_there: bool) -> None:
-        """Take the bar away and pass the entry on."""
+        """Take the line away and pass the entry on."""
         self.close()
         if was_there:
-            name = printable(f"{entry.method}, K={entry.k}")
-            told = f"{name}, temperature {entry.temperature:g}: measured before"
-            print(f"peagle: {told}", file=sys.stderr)
+            name = printable(f"{entry.method}, K={entry.k}, temperature {entry.temperature:g}")
+            print(f"peagle: {name}: measured before", file=sys.stderr)
         self._show(entry)
 
 

@@ -4,67 +4,46 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from peagle.cli.terminal import bright, has_styles, printable
+from peagle.cli.progress import ProgressLine
+from peagle.cli.terminal import bright, printable
 from peagle.evaluation.tuning.schedule import k_at
 
 if TYPE_CHECKING:
     from peagle.evaluation.tuning.machine import CostPoint
     from peagle.results import BreakEven, Prediction, TunedAcceptance, TuneResults
 
-_LINE_S = 10.0  # between two lines where there is no terminal
 _MOST_COLUMNS = 10
 NOISY = 0.15
 
 
 class TuneView:
-    """Tells on standard error how far it is: a line that changes, or a line now and then.
+    """Tells on standard error how far it is.
 
     Args:
         total: visits to cells.
     """
 
     def __init__(self, total: int) -> None:
-        self._total = total
-        self._done = self._measured = 0
-        self._is_live = has_styles(sys.stderr)
-        self._has_line = False
-        self._start = time.monotonic()
-        self._next = 0.0
+        self._total, self._done = total, 0
+        self._line = ProgressLine("cost")
 
     def say(self, text: str) -> None:
-        """Tell something that stays."""
-        self.close()
-        print(f"peagle: {text}", file=sys.stderr, flush=True)
-        self._start = time.monotonic()
+        """Print a line that stays."""
+        self._line.print(text)
 
     def visited(self, cell: CostPoint, was_there: bool) -> None:
         """Count a visit."""
         self._done += 1
-        self._measured += not was_there
-        text = f"cost {self._done}/{self._total}  batch {cell.batch}, K = {cell.k}{self._left()}"
-        if self._is_live:
-            self._has_line = True
-            print(f"\r\x1b[2Kpeagle: {text}", end="", file=sys.stderr, flush=True)
-        elif time.monotonic() >= self._next or self._done == self._total:
-            self._next = time.monotonic() + _LINE_S
-            print(f"peagle: {text}", file=sys.stderr, flush=True)
+        text = f"batch {cell.batch}, K = {cell.k}{', measured before' if was_there else ''}"
+        line = f"cost {self._done}/{self._total}  {text}"
+        self._line.update(self._done, self._total, text, line=line)
 
     def close(self) -> None:
-        """Leave the line that changes."""
-        if self._has_line:
-            print(file=sys.stderr)
-            self._has_line = False
-
-    def _left(self) -> str:
-        if not self._measured:
-            return ""
-        each = (time.monotonic() - self._start) / self._measured
-        minutes, seconds = divmod(round(each * (self._total - self._done)), 60)
-        return f"  {minutes}:{seconds:02d} left"
+        """Take the line away."""
+        self._line.__exit__()
 
 
 def result_text(result: TuneResults) -> str:

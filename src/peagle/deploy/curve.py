@@ -20,9 +20,8 @@ from peagle.results import (
     read_object,
 )
 
-# A new instance takes about as long to start as a rush takes to come, and target tracking holds an
-# average: some requests always find more than the target. So much of what an instance carries is
-# aimed at.
+# The share of an instance's capacity that autoscaling aims at: a new instance takes about as long
+# to start as a rush takes to come, and target tracking holds an average, which some exceed.
 HEADROOM = 0.7
 # More requests at once must bring this share of the speed that as many more instances would.
 LEAST_GAIN = 0.25
@@ -39,29 +38,20 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What was measured at one concurrency, with drafts as they are deployed.
-
-    Attributes:
-        concurrency: requests at once.
-        tokens_per_s: output tokens of all of them.
-        requests_per_s: None where not measured.
-        itl_ms, ttft_ms: between tokens and to the first one; None where not measured.
-        speed_up: tokens/s over those without drafts; None where not measured.
-        meets: whether the objective of the measurement itself was kept; None if it had none.
-    """
+    """Speed and latency at one concurrency, with drafts as they are deployed; None is unknown."""
 
     concurrency: int
-    tokens_per_s: float
+    tokens_per_s: float  # of all requests
     requests_per_s: float | None = None
     itl_ms: float | None = None
     ttft_ms: float | None = None
-    speed_up: float | None = None
-    meets: bool | None = None
+    speed_up: float | None = None  # over decoding without drafts
+    meets: bool | None = None  # whether the measurement's own objective was kept
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Points by ascending concurrency; `what` says of what, and which latency."""
+    """Points by ascending concurrency; `what` and `latency` name what was measured."""
 
     points: tuple[Point, ...]
     what: str
@@ -70,14 +60,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What one instance carries.
-
-    Attributes:
-        concurrency: the largest that holds.
-        requests_per_s: at it; None where not measured.
-        why: what ends it, for people.
-        what: of what curve.
-    """
+    """The load that one instance carries, what ends it, and the name of the curve."""
 
     concurrency: int
     requests_per_s: float | None

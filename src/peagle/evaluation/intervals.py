@@ -26,15 +26,10 @@ Counts = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Intervals:
-    """Intervals of the figures of a set of requests.
+    """Intervals of the figures of a set of requests, those of positions in a list.
 
-    None where too few requests bear on one, or where all drafts of all requests fared alike (none
-    accepted, or all): drawing them again shows no spread then, and says nothing of others.
-
-    Attributes:
-        acceptance_length: of 1 + accepted draft tokens / drafts.
-        unconditional: by position, of P(the first i drafts are all accepted).
-        conditional: by position, of P(draft i accepted | those before it accepted).
+    An interval is None where too few requests bear on it, or where all drafts were accepted or
+    none: the resamples show no spread then, and say nothing of other requests.
     """
 
     acceptance_length: Interval | None

@@ -1,4 +1,4 @@
-"""The acceptance of one way to decode, seen from all sides: what `peagle eval` writes of it."""
+"""The figures of one way to decode that `peagle eval` writes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BIN = 0.5
 
 @dataclass(frozen=True, slots=True)
 class GroupCounters:
-    """What a server counted while it answered the prompts of one group."""
+    """The counters of a server while it answered the prompts of one group."""
 
     set: str
     group: str
@@ -33,17 +33,10 @@ class GroupCounters:
 
 @dataclass(frozen=True, slots=True)
 class DraftedStep:
-    """A decode step and where it began.
+    """A decode step, and the tokens before it; drafts count before stop conditions trim."""
 
-    Attributes:
-        context: tokens of prompt and output before it.
-        output: tokens of the output before it.
-        num_tokens: that it added.
-        num_drafted, num_accepted: draft tokens, before stop conditions trim.
-    """
-
-    context: int
-    output: int
+    context: int  # tokens of prompt and output before the step
+    output: int  # tokens of the output before the step
     num_tokens: int
     num_drafted: int
     num_accepted: int
@@ -193,10 +186,10 @@ def _sorted_into(
 def beyond_training(
     observations: Sequence[Observation], length: int, k: int, *, seed: int = 0
 ) -> str | None:
-    """What contexts longer than those of training cost a head; None where that is not seen.
+    """Say what contexts longer than those of training cost a head; None where nothing is lost.
 
-    It is seen where the intervals of the acceptance length on both sides do not touch, or where no
-    draft passes any more.
+    A loss shows where the intervals of the acceptance length on both sides do not touch, or where
+    no draft passes any more.
 
     Args:
         observations: whole answers; those without steps tell nothing.

@@ -89,7 +89,6 @@ def _by_position(condition: Condition, cast: Cast) -> tuple[list[Chart], str, Ta
     charts = [
         Chart(
             "Acceptance length by K",
-            "Line chart of the acceptance length by K; the table Data has the numbers.",
             lengths,
             _whole("K, draft tokens a step", ks),
             Axis("tokens a step", low=1),
@@ -106,10 +105,9 @@ def _by_position(condition: Condition, cast: Cast) -> tuple[list[Chart], str, Ta
             )
             for entry in deepest
         ]
-        alt = f"Line chart of {kind} acceptance by position; the table Data has the numbers."
         title = f"{kind.capitalize()} acceptance"
         x = _whole("position in the draft", positions)
-        charts.append(Chart(title, alt, lines, x, _shares("share of drafts")))
+        charts.append(Chart(title, lines, x, _shares("share of drafts")))
     note = ", ".join(f"{cast.name_of(entry)} {depth(entry.k)}" for entry in deepest)
     facts = {
         "condition": condition_name(condition),
@@ -181,10 +179,10 @@ def _by_set(condition: Condition, cast: Cast) -> tuple[list[Chart], str, Table] 
     rows = [(place, _short_name(_row_name(name))) for name, place in places.items()]
     chart = Chart(
         "",
-        "Dot plot of the acceptance length by prompt set; the table Data has the numbers.",
         lines,
         Axis("acceptance length, tokens a step", low=1),
         Axis("", rows, len(rows) - 0.5, -0.5),
+        "Acceptance length by prompt set",
         rows=True,
         wide=1000,
         height=26 * len(rows) + 54,
@@ -242,11 +240,10 @@ def _along_text(condition: Condition, cast: Cast) -> tuple[list[Chart], str, Tab
         charts.append(
             Chart(
                 title,
-                f"Line chart of the acceptance length {title.lower()}; the table Data has the "
-                "numbers.",
                 [line for line in lines if line.points],
                 Axis(axis, ticks[:: -(-len(ticks) // 5)], -0.35, len(edges) - 0.65),
                 Axis("tokens a step", low=1),
+                f"Acceptance length {title.lower()}",
                 wide=520,
             )
         )
@@ -278,10 +275,10 @@ def _histograms(condition: Condition, cast: Cast) -> tuple[list[Chart], str, Tab
         charts.append(
             Chart(
                 name,
-                f"Histogram of the acceptance length of requests, {name}; see the table Data.",
                 [Line(cast.name_of(entry), cast.style(entry), [])],
                 Axis("acceptance length", low=1, high=max(end, 2.0)),
                 Axis("requests", low=0, high=1.15 * max(count for *_, count, _ in bars)),
+                f"Requests by acceptance length, {name}",
                 bars=bars,
                 pin=(length, number(length)),
                 height=220,

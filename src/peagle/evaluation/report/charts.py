@@ -59,22 +59,14 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One side of a chart.
-
-    Attributes:
-        title: what it shows, with the unit.
-        ticks: values and their labels; None takes round numbers.
-        low, high: ends; None takes them from the data.
-        log: equal factors have equal lengths.
-        is_share: ticks are percentages.
-    """
+    """One side of a chart; without ticks and ends, round numbers about the data."""
 
     title: str
     ticks: Sequence[tuple[float, str]] | None = None
     low: float | None = None
     high: float | None = None
     log: bool = False
-    is_share: bool = False
+    is_share: bool = False  # ticks are percentages
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +75,7 @@ class Chart:
 
     Attributes:
         title: caption.
-        alt: the text alternative.
+        about: what it shows, for the text alternative; "" takes the title.
         lines: drawn in this order, the last on top.
         x, y: axes.
         small: a second line of the caption.
@@ -98,10 +90,10 @@ class Chart:
     """
 
     title: str
-    alt: str
     lines: Sequence[Line]
     x: Axis
     y: Axis
+    about: str = ""
     small: str = ""
     connected: bool = True
     rows: bool = False
@@ -188,7 +180,8 @@ def _svg(chart: Chart, width: int) -> Markup:
         )
         figure.text(0, 1 - 12 / chart.height, _plain(chart.y.title), color=_TEXT, fontsize=12)
         _annotate(chart, axes)
-        alt = escape(visible(chart.alt))
+        about = f"{chart.about or chart.title}: {chart.y.title or 'rows'} over {chart.x.title}"
+        alt = escape(visible(f"Chart of {about}. The tables have the numbers."))
         return _write(figure, tips, f'class="chart" role="img" aria-label="{alt}"')
 
 

@@ -81,12 +81,10 @@ def _by_load(cells: Sequence[Cell], cast: Cast, name: str, fold: str) -> Group:
     charts = [
         Chart(
             "Output tokens per second",
-            "Line chart of output tokens per second over concurrency; the table Data has the "
-            "numbers.",
             speeds,
             ticks,
             Axis("tokens/s", log=True),
-            f"Logarithmic{hero}",
+            small=f"Logarithmic{hero}",
             wide=WIDE,
             height=300,
         )
@@ -95,11 +93,10 @@ def _by_load(cells: Sequence[Cell], cast: Cast, name: str, fold: str) -> Group:
         charts.append(
             Chart(
                 "Speed-up over plain decoding",
-                "Line chart of the speed-up over plain decoding; the table Data has the numbers.",
                 ups,
                 ticks,
                 Axis("times plain decoding", low=0),
-                "At the same concurrency",
+                small="At the same concurrency",
                 level=(1.0, "plain decoding"),
                 wide=WIDE,
                 height=300,
@@ -157,7 +154,6 @@ def _sweep_chart(cells: Sequence[Cell], cast: Cast, load: int) -> Chart:
             lines.append(Line(cast.name(key), cast.styles[key], ends))
     return Chart(
         "One request" if load == 1 else f"{load} requests together",
-        f"Tokens per second by K at concurrency {load}; the table Data has the numbers.",
         lines,
         Axis(
             "K, draft tokens a step",
@@ -166,6 +162,7 @@ def _sweep_chart(cells: Sequence[Cell], cast: Cast, load: int) -> Chart:
             ks[-1] + 0.35,
         ),
         Axis("tokens/s", low=0),
+        f"Tokens per second by K at concurrency {load}",
     )
 
 

@@ -67,10 +67,10 @@ def _schedule(file: TuneResults) -> list[Group]:
         points += [Point(low, k, tip=tip), Point(high, k, tip=tip)]
     chart = Chart(
         "K schedule",
-        f"K by the number of sequences together: {schedule_words(file.schedule)}",
         [Line("K of the schedule", _HEAD, points)],
         _sizes("sequences together", [*(low for low, *_ in file.schedule), file.schedule[-1][1]]),
         Axis("K", low=0),
+        f"K schedule ({schedule_words(file.schedule)})",
         "By sequences decoding together",
         wide=1000,
         height=200,
@@ -90,9 +90,9 @@ def _schedule(file: TuneResults) -> list[Group]:
 
 def _costs(file: TuneResults) -> list[Group]:
     charts, tables = [], []
-    for title, alt, axis, style, costs in (
-        ("Target pass", "a target", "tokens in the pass", _PLAIN, file.costs.target_s),
-        ("Drafter pass", "a drafter", "rows in the pass", _HEAD, file.costs.draft_s),
+    for title, axis, style, costs in (
+        ("Target pass", "tokens in the pass", _PLAIN, file.costs.target_s),
+        ("Drafter pass", "rows in the pass", _HEAD, file.costs.draft_s),
     ):
         measured = sorted((max(1, round(size)), 1000 * seconds) for size, seconds in costs)
         if not measured:
@@ -104,7 +104,6 @@ def _costs(file: TuneResults) -> list[Group]:
         charts.append(
             Chart(
                 title,
-                f"Line chart of the milliseconds of {alt} pass; the table Data has the numbers.",
                 [Line(title, style, points)],
                 _sizes(axis, [point.x for point in points]),
                 Axis("milliseconds", low=0),
@@ -141,12 +140,11 @@ def _check(predictions: Sequence[Prediction]) -> list[Chart]:
     ]
     return [
         Chart(
-            "Predictions against measurements",
-            "How far predictions are off; the table Predictions has the numbers.",
+            "Errors of predictions",
             lines,
             Axis("measured tokens/s", log=True),
             Axis("prediction off by", low=-most, high=most, is_share=True),
-            "The band is 10% either way",
+            small="The band is 10% either way",
             connected=False,
             band=(-0.1, 0.1),
         )
@@ -198,11 +196,10 @@ def _break_even(file: TuneResults) -> list[Group]:
         charts.append(
             Chart(
                 f"K = {k}",
-                f"Line chart of the acceptance length needed with K = {k}; the table Data has the "
-                "numbers.",
                 [Line("acceptance length that is needed", _NEED, points)],
                 _sizes("sequences together", [item.batch for item in own]),
                 Axis("tokens a step", low=1),
+                f"Acceptance length that is needed with K = {k}",
                 level=None if length is None else (length, f"the head has {number(length)}"),
             )
         )
