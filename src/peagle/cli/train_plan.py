@@ -45,10 +45,9 @@ def show_plan(
         UserError: it cannot run as it is; the plan is printed before.
     """
     quiet_libraries()
-    from peagle.training.plan_text import plan_text
     from peagle.training.training_plan import Where, make_plan
 
     plan = make_plan(config, Where(gpu_memory_gib, gpus, tokens_per_s))
-    print(json.dumps(plan.to_json()) if as_json else plan_text(plan), flush=True)
+    print(json.dumps(plan.to_json()) if as_json else plan, flush=True)
     if plan.problem:
         raise UserError(plan.problem)

@@ -6,7 +6,7 @@ Shapes: B rows, N positions of a row, T tokens of all sequences of a batch.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -263,9 +263,17 @@ class BatchStream:
         begin = index * self.num_rows + first
         # An epoch shorter than a batch goes round.
         chosen = (self._order[i % len(self._order)] for i in range(begin, begin + share))
+        return self._make(chosen, first)
+
+    def largest(self) -> Batch:
+        """One process's share of a batch whose rows have the most supervised anchors."""
+        order = sorted(range(len(self._rows)), key=lambda row: -self.anchors[row])
+        return self._make(order[: self.num_rows // self.world_size], 0)
+
+    def _make(self, chosen: Iterable[int], first_row: int) -> Batch:
         rows = [self._rows[row] for row in chosen]
         return make_batch(
-            self.dataset, rows, self.row_length, first_row=first, num_rows=self.num_rows
+            self.dataset, rows, self.row_length, first_row=first_row, num_rows=self.num_rows
         )
 
 

@@ -83,12 +83,12 @@ class Processes:
             dist.all_reduce(tensor)
         return tensor
 
-    def least(self, value: int) -> int:
-        """The smallest of all processes' values; all processes meet here."""
+    def most(self, value: int) -> int:
+        """The largest of all processes' values; all processes meet here."""
         if self.world_size == 1:
             return value
         answer = torch.tensor(value)
-        dist.all_reduce(answer, dist.ReduceOp.MIN)
+        dist.all_reduce(answer, dist.ReduceOp.MAX)
         return int(answer)
 
     def share(self, count: int) -> range:

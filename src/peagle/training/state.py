@@ -137,6 +137,16 @@ def load_state(
     return record["step"], record.get("progress", {})
 
 
+def read_progress(folder: Path) -> dict:
+    """The progress that `save_state` wrote; empty without a readable checkpoint."""
+    for place in (folder, _previous(folder)):
+        try:
+            return json.loads((place / "state.json").read_text()).get("progress", {})
+        except (OSError, json.JSONDecodeError, AttributeError):
+            continue
+    return {}
+
+
 def _files(tensors: dict[str, Tensor]) -> dict[str, int]:
     """The number of the file, from 1, that each tensor goes to."""
     written, files = 0, {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target_facts import TargetFacts
 from peagle.models.target_shape import TargetShape
 from peagle.training.batches import Batch, BatchStream, ValidationStream
-from peagle.training.budget import Budget, choose_memory
 from peagle.training.config import TrainConfig
 from peagle.training.data import data_facts
 from peagle.training.distributed import ALONE, Processes
@@ -28,16 +28,16 @@ from peagle.training.element_attention import dense_attention, flex_attention
 from peagle.training.features import TargetStates
 from peagle.training.history import History
 from peagle.training.inputs import Inputs
-from peagle.training.memory import StepMemory
 from peagle.training.objective import Objective
 from peagle.training.optimizers import build_optimizers
 from peagle.training.provenance import provenance
 from peagle.training.reporting import TrainingReport, ValidationWindow, Window, require_finite
 from peagle.training.selection import Selection
 from peagle.training.sharded_masters import build_masters
-from peagle.training.state import load_state, save_state
+from peagle.training.state import load_state, read_progress, save_state
 from peagle.training.step import GradedElements, TrainingStep
-from peagle.training.step_shape import BatchShape, StepShape, kernels_of
+from peagle.training.step_estimate import BatchShape, StepMemory, StepShape, kernels_of
+from peagle.training.step_probe import Budget, StepProbe, choose_memory, step_ways
 from peagle.training.training_methods import TrainingMethod
 from peagle.training.vocabulary import vocabulary_report
 
@@ -88,7 +88,7 @@ class Trainer:
         if self.device.type == "cuda":
             # The frozen target in float32: TF32 products are twice as exact as bfloat16 ones.
             torch.set_float32_matmul_precision("high")
-        budget = Budget.of(run, self.device).shared(processes)
+        budget = Budget.of(run, self.device)
         begin("loading the target, reading the data")
         self.inputs = Inputs.load(config, self.device)
         self.target, data = self.inputs.target, config.data
@@ -105,13 +105,11 @@ class Trainer:
         built = self.inputs.build_head()
         self.drafter, self.warm_start = built.drafter, built.warm_start
         self.vocabulary = vocabulary_report(self.drafter, self.dataset, self.validation)
-        self.memory = _plan_memory(config, self.drafter, self.stream, self.device, budget)
         precision = resolve_dtype(run.precision, self.device)
         self.masters = build_masters(self.drafter, precision, processes)
         self.optimizers = build_optimizers(self.masters.named(), config.optimizer)
-        self._step = _build_step(
-            config, self.drafter, self.target, self.device, processes, self.memory
-        )
+        self.memory = self._choose_memory(budget)
+        self._step = self._build_step(self.memory.segments, self.memory.recompute, processes)
         self.step = 0
         self.num_tokens = 0
         self.seconds = self._before = 0.0
@@ -209,6 +207,80 @@ class Trainer:
             window.add(self._step.evaluate(batch, states), batch)
         return self._reported("validation", window)
 
+    def measure_memory(self) -> StepMemory:
+        """The memory of a step as this run takes it, measured on its GPU."""
+        if not self.memory.parts:
+            return self.memory
+        segments, recompute = self.memory.segments, self.memory.recompute
+        with self._probe() as probe:
+            peak = probe.peak(segments, recompute)
+        return self.memory if peak is None else StepMemory(segments, recompute, peak, {})
+
+    def measure_speed(self, steps: int = 4) -> float:
+        """Tokens a second of a few steps after the first, which compiles; they move the weights."""
+        num_tokens, started = 0, 0.0
+        for index, (batch, states) in enumerate(self.inputs.source(self._batch_at).range(0, steps)):
+            self._train_step(batch, states)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            if index == 0:
+                started = time.perf_counter()
+            else:
+                num_tokens += batch.num_tokens
+        return num_tokens / (time.perf_counter() - started)
+
+    def _choose_memory(self, budget: Budget) -> StepMemory:
+        """Segments and recomputation, where the configuration leaves them open."""
+        config, device, world_size = self.config, self.device, self.processes.world_size
+        target, batch = TargetShape.read(config.target), BatchShape.of(self.stream)
+        shape = StepShape(config, self.drafter.config, target, batch, device, world_size)
+        stored = read_progress(config.output / "checkpoint").get("step_memory")
+        choose = partial(
+            choose_memory,
+            shape,
+            config.run,
+            budget,
+            stored=None if stored is None else (stored["segments"], stored["recompute_layers"]),
+            processes=self.processes,
+        )
+        is_fixed = len(list(step_ways(config.run, config.method.name))) == 1
+        if device.type != "cuda" or (is_fixed and not budget.is_given):
+            return choose()
+        self._begin("measuring the memory of a step")
+        with self._probe() as probe:
+            return choose(measure=probe.peak)
+
+    def _probe(self) -> StepProbe:
+        return StepProbe(
+            self.drafter,
+            self.masters,
+            self.optimizers,
+            self.inputs,
+            self.stream.largest(),
+            partial(self._build_step, processes=ALONE),
+        )
+
+    def _build_step(self, segments: int, recompute: bool, processes: Processes) -> TrainingStep:
+        """What computes gradients, as the run section says."""
+        run, section = self.config.run, self.config.method
+        flex, compiled = kernels_of(self.config, self.device)
+        attention = flex_attention if flex else dense_attention
+        method = TrainingMethod(
+            section, attention, flex=flex, recompute=recompute, compiled=compiled
+        )
+        training, validation = (
+            Objective(
+                self.drafter,
+                self.target,
+                section,
+                run.loss_chunk_rows,
+                whole_vocabulary=whole,
+                temperature=run.validation_temperature if whole else 0.0,
+            )
+            for whole in (False, True)
+        )
+        return TrainingStep(self.drafter, method, training, validation, segments, processes)
+
     def _agree(self, batch: Batch) -> bool:
         """Meet the other processes: does one of them stop, how many tokens did all learn from?"""
         stops, num_tokens = self.processes.sum(
@@ -252,6 +324,10 @@ class Trainer:
             "seconds": self.seconds,
             "tokens": self.num_tokens,
             "selection": self.selection.to_json(),
+            "step_memory": {
+                "segments": self.memory.segments,
+                "recompute_layers": self.memory.recompute,
+            },
         }
         save_state(
             checkpoint,
@@ -386,52 +462,6 @@ class Trainer:
                 if folder.is_dir():
                     write_json(folder / _RECORD_NAME, record)
         return record
-
-
-def _plan_memory(
-    config: TrainConfig,
-    drafter: Drafter,
-    stream: BatchStream,
-    device: torch.device,
-    budget: Budget,
-) -> StepMemory:
-    """Segments and recomputation, where the configuration leaves them open."""
-    target, batch = TargetShape.read(config.target), BatchShape.of(stream)
-    world_size = stream.world_size
-    shape = StepShape.of(config, drafter.config, target, batch, device, world_size=world_size)
-    return choose_memory(shape, config.run, budget)
-
-
-def _build_step(
-    config: TrainConfig,
-    drafter: Drafter,
-    target: TargetFacts,
-    device: torch.device,
-    processes: Processes,
-    memory: StepMemory,
-) -> TrainingStep:
-    """What computes gradients, as the run section says."""
-    run, section = config.run, config.method
-    flex, compiled = kernels_of(config, device)
-    method = TrainingMethod(
-        section,
-        flex_attention if flex else dense_attention,
-        flex=flex,
-        recompute=memory.recompute,
-        compiled=compiled,
-    )
-    training, validation = (
-        Objective(
-            drafter,
-            target,
-            section,
-            run.loss_chunk_rows,
-            whole_vocabulary=whole,
-            temperature=run.validation_temperature if whole else 0.0,
-        )
-        for whole in (False, True)
-    )
-    return TrainingStep(drafter, method, training, validation, memory.segments, processes)
 
 
 def save_head(
