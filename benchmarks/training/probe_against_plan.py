@@ -28,10 +28,10 @@ from peagle.training.config import TrainConfig
 from peagle.training.data import ResponseDataset
 from peagle.training.element_attention import flex_attention
 from peagle.training.features import TargetStates
+from peagle.training.inputs import Source
 from peagle.training.masters import Masters
 from peagle.training.objective import Objective
 from peagle.training.optimizers import build_optimizers
-from peagle.training.source import Source
 from peagle.training.step import TrainingStep
 from peagle.training.step_estimate import BatchShape, StepShape, estimate_memory
 from peagle.training.step_probe import StepProbe

@@ -91,7 +91,7 @@ def test_a_store_has_the_planned_size(config: TrainConfig) -> None:
     facts = StoreFacts.of(trainer.dataset, trainer.target, aux, "bf16", "float32")
     shards = plan_shards(trainer.dataset, facts)
     size = sum(shard.layout.size - len(shard.layout.header) for shard in shards)
-    assert plan.disk.store == size - 8 * len(trainer.dataset)  # numbers of the sequences
+    assert plan.disk["store"] == size - 8 * len(trainer.dataset)  # numbers of the sequences
 
 
 def plan_of(config: TrainConfig, where: Where, **sections: dict[str, Any]) -> TrainingPlan:
@@ -151,7 +151,7 @@ def test_stored_features_spare_the_target(config: TrainConfig, tmp_path: Path) -
     index = Index(facts, 1, ())
     (tmp_path / "store" / "index.json").write_text(json.dumps(index.to_json()))
     wide = plan_of(config, Where(), data={"features": tmp_path / "store"})
-    assert wide.disk.store == 2 * stored.disk.store
+    assert wide.disk["store"] == 2 * stored.disk["store"]
 
 
 @pytest.fixture
@@ -161,16 +161,16 @@ def _any_step_tells_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_any_step_tells_the_pace")
 def test_hours_from_arithmetic_or_from_a_measurement(config: TrainConfig) -> None:
-    assert plan_of(config, Where()).pace is None
+    assert plan_of(config, Where()).hours is None
     run = {"device": "auto", "memory_gib": None}
     on_gpu = plan_of(config, Where(gpu_memory_gib=80), run=run)
     assert on_gpu.shape.device.type == "cuda" and on_gpu.shape.dtype == torch.bfloat16
-    assert on_gpu.pace is not None and f"{GPU_TFLOPS:g} TFLOP/s" in on_gpu.pace.basis
+    assert on_gpu.hours is not None and f"{GPU_TFLOPS:g} TFLOP/s" in on_gpu.basis
     seconds = 4 * sum(on_gpu.flops.values()) / (GPU_TFLOPS * 1e12)
-    assert on_gpu.pace.hours * 3600 == pytest.approx(seconds)
+    assert on_gpu.hours * 3600 == pytest.approx(seconds)
     measured = plan_of(config, Where(tokens_per_s=50.0))
-    assert measured.pace is not None
-    assert measured.pace.hours * 3600 * 50 == pytest.approx(4 * measured.stream.tokens_per_step)
+    assert measured.hours is not None
+    assert measured.hours * 3600 * 50 == pytest.approx(4 * measured.stream.tokens_per_step)
 
 
 @pytest.mark.usefixtures("_any_step_tells_the_pace")
@@ -181,8 +181,8 @@ def test_several_gpus_share_rows_and_states(config: TrainConfig) -> None:
     half = plan_of(config, Where(gpu_memory_gib=80, num_gpus=2), run=run, data=data)
     assert one.stream.num_rows == half.stream.num_rows == 2 * half.shape.batch.rows
     assert half.memory.parts["optimizer"] == one.memory.parts["optimizer"] // 2
-    assert half.pace is not None and one.pace is not None
-    assert half.pace.hours == pytest.approx(one.pace.hours / 2, rel=0.01)
+    assert half.hours is not None and one.hours is not None
+    assert half.hours == pytest.approx(one.hours / 2, rel=0.01)
     with pytest.raises(UserError, match="cannot share these evenly"):
         plan_of(config, Where(gpu_memory_gib=80, num_gpus=4), run=run, data=data)
 

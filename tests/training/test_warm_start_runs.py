@@ -15,7 +15,8 @@ from peagle import LLM, SamplingParams
 from peagle.errors import UserError
 from peagle.models.checkpoint import load_drafter
 from peagle.models.target import TargetModel
-from peagle.training.trainer import Report, Trainer, TrainingStopped
+from peagle.training.reporting import TrainingReport
+from peagle.training.trainer import Trainer, TrainingStopped
 from peagle.training.warm_start import InitHead
 from tests.conftest import make_drafter
 from tests.training.checkpoints import read_checkpoint
@@ -98,9 +99,11 @@ def fine_tuned(folder: Path, source: Path) -> Path:
     return folder
 
 
-def train(target: Path, data: Path, output: Path, init: Path | None, **optimizer: Any) -> Report:
+def train(
+    target: Path, data: Path, output: Path, init: Path | None, **optimizer: Any
+) -> TrainingReport:
     """The last validation of a run."""
-    reports: list[Report] = []
+    reports: list[TrainingReport] = []
     config = configure(
         target,
         output,

@@ -23,8 +23,8 @@ from peagle.training.config import MethodSection, TrainConfig
 from peagle.training.data import ResponseDataset
 from peagle.training.distributed import ALONE, Processes
 from peagle.training.features import TargetStates
+from peagle.training.masters import ShardedMasters, build_masters
 from peagle.training.objective import Objective
-from peagle.training.sharded_masters import ShardedMasters, build_masters
 from peagle.training.step import TrainingStep
 from peagle.training.trainer import Trainer, TrainingStopped
 from peagle.training.training_methods import TrainingMethod

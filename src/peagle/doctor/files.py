@@ -18,9 +18,8 @@ from peagle.doctor.head_files import HeadFiles
 from peagle.doctor.maps import mend_maps
 from peagle.doctor.target_check import check_target, fits_target
 from peagle.errors import CheckpointError
-from peagle.models.checkpoint.formats import config_from_json, format_of
+from peagle.models.checkpoint.formats import AUX_KEY, config_from_json, format_of
 from peagle.models.checkpoint.head import read_head_json
-from peagle.models.checkpoint.layers import AUX_KEY
 from peagle.models.checkpoint.weights import read_tensors, tensor_shapes
 from peagle.models.target import TargetModel, default_aux_layer_ids
 

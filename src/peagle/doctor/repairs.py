@@ -18,7 +18,7 @@ from peagle.doctor.head import Head
 from peagle.doctor.head_files import HeadFiles
 from peagle.doctor.maps import by_drafts, by_rows
 from peagle.doctor.probe import Probe
-from peagle.models.checkpoint.layers import AUX_KEY
+from peagle.models.checkpoint.formats import AUX_KEY
 from peagle.models.target import TargetModel, default_aux_layer_ids
 
 _THETAS = (1e4, 1e5, 5e5, 1e6, 5e6)

@@ -16,9 +16,8 @@ from peagle.models.target import TargetModel, default_aux_layer_ids
 from peagle.models.target_facts import TargetFacts, TargetSizes
 from peagle.training.config import TrainConfig
 from peagle.training.data import ResponseDataset
-from peagle.training.mask_hidden import features_by, start_mask_hidden
 from peagle.training.vocabulary import always_kept, choose_draft_vocabulary
-from peagle.training.warm_start import InitHead, WarmStart
+from peagle.training.warm_start import InitHead, WarmStart, features_by, start_mask_hidden
 
 MASK_TOKEN = "<|mask|>"
 

@@ -73,18 +73,18 @@ def save_state(
                 tensors[f"{_OPTIMIZER}{key}.{names[id(parameter)]}"] = value.detach()
 
     def begin() -> None:
-        with _told(folder):
+        with _write_errors(folder):
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
 
     def finish() -> None:
-        with _told(folder):
+        with _write_errors(folder):
             (partial / "state.json").write_text(json.dumps(record, indent=2) + "\n")
             _replace(folder, partial)
 
     try:
         processes.first(begin)
-        with _told(folder), _quiet():
+        with _write_errors(folder), _quiet():
             writer = HuggingFaceStorageWriter(
                 str(partial), fqn_to_index_mapping=_files(tensors), save_distributed=True
             )
@@ -224,7 +224,7 @@ def _previous(folder: Path) -> Path:
 
 
 @contextmanager
-def _told(folder: Path) -> Iterator[None]:
+def _write_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, CheckpointException) as error:
@@ -249,7 +249,7 @@ def _cause(error: BaseException) -> BaseException:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """DCP warns of a single process; it is told that there is one."""
+    """Without DCP's warning about a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

@@ -2,10 +2,10 @@
 
 Nothing is loaded and nothing runs. `peagle train --plan --gpu-memory-gib` uses the estimate for a
 GPU that is not here, and a CPU, where torch counts no bytes, chooses S by it. On a GPU
-`training.step_probe` measures instead.
+`training.step_probe` measures instead. The estimate asks for too much rather than too little: by 0
+to 25% (docs/training.md).
 
-Sizes: B rows, N positions of a row, T = B * N, E deeper elements of a segment's row, D and I widths
-of the head and of its MLP, Q and K widths of all query heads and of all key heads of a layer.
+Sizes: B rows, N positions of a row, T = B * N, E deeper elements of a segment's row.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from peagle.training.chunked_loss import default_chunk_rows
 from peagle.training.config import DataSection, MethodSection, TrainConfig
 from peagle.training.element_attention import BLOCK
 from peagle.training.feature_format import HIDDEN_DTYPES, INDEX_NAME, Index, StoredDtype
+from peagle.training.inputs import AHEAD
 from peagle.training.optimizers import suits_muon
-from peagle.training.source import AHEAD
 
-# Bytes of libraries on a GPU.
-_WORKSPACE = 256 * 2**20
+_WORKSPACE = 64 * 2**20  # of libraries on a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +86,6 @@ class BatchShape:
             context=float(lengths.square().sum() / lengths.sum() / 2),
         )
 
-    @property
-    def positions(self) -> int:
-        """T."""
-        return self.rows * self.length
-
     def deeper(self, method: MethodSection, multiple: int) -> int:
         """Elements of a row below depth 0, as `sample_elements` makes room for them."""
         rest = sum(depth_counts(self.max_anchors, method.depth, method.cod_ratio, method.cod_floor))
@@ -100,10 +94,8 @@ class BatchShape:
     def segment(self, segments: int, method: MethodSection, multiple: int) -> int:
         """E, as `split_by_anchor` makes segments; an upper bound where nothing is padded."""
         rest = self.deeper(method, multiple)
-        if not rest:
-            return 0
         size = min(rest, -(-rest // segments) + method.depth - 2)
-        return size + -size % multiple
+        return size + -size % multiple if rest else 0
 
 
 @dataclass(frozen=True)
@@ -126,27 +118,24 @@ class StepShape:
     world_size: int = 1
 
     @cached_property
+    def _skeleton(self) -> Drafter:
+        with torch.device("meta"):
+            return Drafter(self.head)
+
+    @cached_property
     def parameters(self) -> dict[str, int]:
         """Numbers in each parameter of the head, by name."""
-        return {name: shape.numel() for name, shape in self._skeleton[0].items()}
+        return {name: p.numel() for name, p in self._skeleton.named_parameters()}
 
     @property
     def num_parameters(self) -> int:
         """Numbers in all parameters of the head."""
         return sum(self.parameters.values())
 
-    @cached_property
-    def _skeleton(self) -> tuple[dict[str, torch.Size], int]:
-        with torch.device("meta"):
-            head = Drafter(self.head)
-        buffers = sum(buffer.nbytes for buffer in head.buffers())
-        return {name: p.shape for name, p in head.named_parameters()}, buffers
-
     @property
     def num_frozen(self) -> int:
         """Numbers in the head's embeddings, if they are frozen."""
-        frozen = self.config.head.freeze_embeddings
-        return self.parameters["embed_tokens.weight"] if frozen else 0
+        return self.parameters["embed_tokens.weight"] * self.config.head.freeze_embeddings
 
     @property
     def num_trained(self) -> int:
@@ -154,26 +143,21 @@ class StepShape:
         return self.num_parameters - self.num_frozen
 
     @property
-    def num_in_layers(self) -> int:
-        """Numbers in the head's decoder layers."""
-        return sum(n for name, n in self.parameters.items() if name.startswith("layers."))
-
-    @property
-    def largest_in_layers(self) -> int:
-        """Numbers in the largest matrix of a decoder layer."""
-        return max(n for name, n in self.parameters.items() if name.startswith("layers."))
+    def in_layers(self) -> dict[str, int]:
+        """`parameters` of the decoder layers."""
+        return {name: n for name, n in self.parameters.items() if name.startswith("layers.")}
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the maps of the head's vocabulary."""
-        return self._skeleton[1]
+        return sum(buffer.nbytes for buffer in self._skeleton.buffers())
 
-    @cached_property
+    @property
     def dtype(self) -> torch.dtype:
         """In which the head computes."""
         return resolve_dtype(self.config.run.precision, self.device)
 
-    @cached_property
+    @property
     def target_dtype(self) -> torch.dtype:
         """In which the target computes."""
         return resolve_dtype(self.config.run.target_dtype, self.device)
@@ -183,7 +167,7 @@ class StepShape:
         """Whether features come from a store, not from a target in this process."""
         return self.config.data.features is not None
 
-    @cached_property
+    @property
     def kernels(self) -> tuple[bool, bool]:
         """Whether FlexAttention and torch.compile run."""
         return kernels_of(self.config, self.device)
@@ -197,9 +181,9 @@ class StepShape:
     @property
     def optimizer_bytes(self) -> int:
         """Its float32 states, of all processes together: Muon has one a weight, AdamW two."""
-        sizes = self._skeleton[0].items()
+        named = self._skeleton.named_parameters()
         uses_muon = self.config.optimizer.name == "muon"
-        muon = sum(s.numel() for n, s in sizes if uses_muon and suits_muon(n, len(s)))
+        muon = sum(p.numel() for n, p in named if uses_muon and suits_muon(n, p.ndim))
         return 4 * (2 * self.num_trained - muon)
 
 
@@ -229,17 +213,16 @@ def estimate_memory(shape: StepShape, segments: int, recompute: bool) -> StepMem
         segments, recompute: of the two-pass partition; EAGLE-3 has neither.
     """
     trained, narrow = 4 * shape.num_trained, shape.dtype.itemsize < 4
-    embeddings = 0 if shape.num_frozen else 4 * shape.parameters["embed_tokens.weight"]
+    embeddings = 0 if shape.num_frozen else shape.parameters["embed_tokens.weight"]
     # AdamW is one kernel on a GPU; elsewhere it computes denominator and step of a parameter.
     update = 0 if shape.device.type == "cuda" else 8 * max(shape.parameters.values())
     if shape.config.optimizer.name == "muon":
         # Momenta of the matrices of one shape, their stack, two iterates and the update.
-        update = max(update, 20 * shape.head.num_layers * shape.largest_in_layers)
-    passes = _passes(shape, segments, recompute)
+        update = max(update, 20 * shape.head.num_layers * max(shape.in_layers.values()))
     moments = [
         # The gradient of the embeddings comes last of all, when the activations are gone.
-        {"gradients": (passes.pop("gradients")), **passes},
-        {"gradients": trained, "embeddings": embeddings // 2 if narrow else 0},
+        _passes(shape, segments, recompute),
+        {"gradients": trained, "embeddings": 2 * embeddings if narrow else 0},
         {"gradients": trained, "optimizer's step": update},
     ]
     comes = max(moments, key=lambda parts: sum(parts.values()))
@@ -248,23 +231,22 @@ def estimate_memory(shape: StepShape, segments: int, recompute: bool) -> StepMem
 
 
 def _stays(shape: StepShape) -> dict[str, int]:
-    target, share = shape.target, shape.world_size
+    target, share, batch = shape.target, shape.world_size, shape.batch
     has_masters = shape.dtype != torch.float32 or share > 1
     in_target = target.num_lm_head if shape.is_stored else target.num_parameters
     if shape.graded_vocabulary < shape.head.vocab_size:
         in_target += shape.graded_vocabulary * target.hidden_size  # rows of lm_head, copied
-    states = shape.head.feature_size + target.hidden_size
+    states = (shape.head.feature_size + target.hidden_size) * shape.target_dtype.itemsize
     if shape.is_stored:
+        states //= shape.target_dtype.itemsize
         states *= HIDDEN_DTYPES[stored_dtype(shape.config.data)].itemsize * (AHEAD + 1)
-    else:
-        states *= shape.target_dtype.itemsize
     return {
         "head": shape.num_parameters * shape.dtype.itemsize + shape.buffer_bytes,
         "float32 weights": 4 * shape.num_trained // share if has_masters else 0,
         "optimizer": shape.optimizer_bytes // share,
         "target": in_target * shape.target_dtype.itemsize,
         # With int64 tokens, documents and depths.
-        "features": shape.batch.positions * (states + 24 * (AHEAD + 1)),
+        "features": batch.rows * batch.length * (states + 24 * (AHEAD + 1)),
         "workspaces": _WORKSPACE if shape.device.type == "cuda" else 0,
     }
 
@@ -272,8 +254,8 @@ def _stays(shape: StepShape) -> dict[str, int]:
 def _passes(shape: StepShape, segments: int, recompute: bool) -> dict[str, int]:
     """What the head's forward and backward passes take at their peak."""
     head, batch, method = shape.head, shape.batch, shape.config.method
-    positions, size, layers = batch.positions, shape.dtype.itemsize, head.num_layers
-    flex, _ = shape.kernels
+    positions, size, layers = batch.rows * batch.length, shape.dtype.itemsize, head.num_layers
+    flex, compiled = shape.kernels
     context_scores = positions * batch.length if batch.is_packed else 0
     if method.name == "eagle3":  # Each depth attends to itself and to those before.
         pairs = method.depth * (method.depth + 1) // 2 - 1
@@ -290,35 +272,30 @@ def _passes(shape: StepShape, segments: int, recompute: bool) -> dict[str, int]:
     is_light = segments > 1 and elements > 0 and not recompute
     context = _layer_bytes(shape, positions, positions, context_scores, is_light=is_light)
     segment = _layer_bytes(shape, elements, keys, scores)
-    again = max(context, segment) if recompute else 0
+    states = 3 * head.hidden_size + (4 if compiled else 2) * head.intermediate_size
+    backward = max(positions, elements) * states * size
+    backward += max(shape.in_layers.values()) * (size + (4 if size < 4 else 0))
     if recompute:
+        backward += max(context, segment)
         context, segment = (n * head.hidden_size * size for n in (positions, elements))
-    per_number = 4 + size // (1 if recompute else 2) + (size if segments > 1 or size < 4 else 0)
-    masks = 0 if flex else context_scores + scores
-    lm_head, in_layers = shape.parameters["lm_head.weight"], shape.num_in_layers
-    backward = again + _layer_gradients(shape, max(positions, elements))
+    # Keys and values, the float32 sums of their gradients, and the gradients of one segment.
+    lent = 4 + size // (1 if recompute else 2) + (size if segments > 1 or size < 4 else 0)
+    in_layers = sum(shape.in_layers.values())
+    # The layers' gradients of the first backward pass come as their activations go.
+    gradients = in_layers // layers if segments == 1 else in_layers
     return {
         "depth 0": layers * context + 2 * positions * head.hidden_size * size,
-        "deeper elements": layers * segment + masks,
-        # float32 sums of their gradients, and the gradients of one segment.
-        "keys and values lent": borrowed * per_number,
+        "deeper elements": layers * segment + (0 if flex else context_scores + scores),
+        "keys and values lent": borrowed * lent,
         "a loss, or a layer's gradients": max(_loss_bytes(shape, graded), backward),
-        # The layers' gradients of the first backward pass come as their activations go.
-        "gradients": 4 * lm_head + 4 * (in_layers // layers if segments == 1 else in_layers),
+        "gradients": 4 * (shape.parameters["lm_head.weight"] + gradients),
     }
 
 
 def _layer_bytes(
     shape: StepShape, elements: int, keys: int, scores: int, *, is_light: bool = False
 ) -> int:
-    """What a layer keeps for its backward pass.
-
-    Args:
-        shape: of the step.
-        elements, keys: queries, and the elements that they attend to.
-        scores: pairs of the two; a dense mask is a number of each.
-        is_light: the MLP is computed again.
-    """
+    """What a layer keeps of elements that attend to so many keys; `is_light`: less of its MLP."""
     head, size = shape.head, shape.dtype.itemsize
     flex, compiled = shape.kernels
     query, key = (n * head.head_dim for n in (head.num_attention_heads, head.num_kv_heads))
@@ -334,9 +311,8 @@ def _layer_bytes(
         numbers += query + 2 * key
         wide += 0 if compiled else query + key
     kept = elements * (numbers * size + 4 * wide)
-    if flex:
-        return kept + 2 * key * size * keys
-    return kept + (2 * query * keys + scores) * size
+    # A dense mask is a number for each pair, and repeats the keys for all heads.
+    return kept + (2 * key * keys if flex else 2 * query * keys + scores) * size
 
 
 def _loss_bytes(shape: StepShape, graded: int) -> int:
@@ -352,13 +328,6 @@ def _loss_bytes(shape: StepShape, graded: int) -> int:
     return graded * head.hidden_size * 4 * size + max(chunk, rounded) + 4 * matrix
 
 
-def _layer_gradients(shape: StepShape, elements: int) -> int:
-    """Gradients of the states inside of one layer, and of its largest matrix."""
-    head, size = shape.head, shape.dtype.itemsize
-    states = 3 * head.hidden_size + (4 if shape.kernels[1] else 2) * head.intermediate_size
-    return elements * states * size + shape.largest_in_layers * (size + (4 if size < 4 else 0))
-
-
 # ---- arithmetic -----------------------------------------------------------------------------
 
 
@@ -368,24 +337,24 @@ def estimate_flops(shape: StepShape, recompute: bool) -> dict[str, int]:
     Matrix products count, and pairs of elements that see each other; norms, losses, copies and
     padding of the deeper elements do not. A backward pass is two forward ones.
     """
-    head, batch, method = shape.head, shape.batch, shape.config.method
-    positions, target = batch.positions, shape.target
-    counts = depth_counts(1_000_000, method.depth, method.cod_ratio, method.cod_floor)
-    deeper = [1.0] * (method.depth - 1) if method.name == "eagle3" else [n / 1e6 for n in counts]
-    graded = batch.rows * batch.anchors * (1 + sum(deeper))
-    elements = positions + (
-        positions if method.name == "eagle3" else batch.rows * batch.anchors
-    ) * sum(deeper)
-    passes = 4 if recompute else 3
+    head, batch, method, target = shape.head, shape.batch, shape.config.method, shape.target
+    positions, anchors = batch.rows * batch.length, batch.rows * batch.anchors
+    if method.name == "eagle3":
+        deeper = method.depth - 1.0
+        elements = positions * method.depth
+    else:
+        deeper = sum(depth_counts(10**6, method.depth, method.cod_ratio, method.cod_floor)) / 10**6
+        elements = positions + anchors * deeper
+    graded, passes = anchors * (1 + deeper), 4 if recompute else 3
     width = head.num_attention_heads * head.head_dim * head.num_layers
-    target_rows = batch.rows * batch.anchors * min(2, 1 + len(deeper))
+    vocabulary = 6 * graded * head.hidden_size * head.draft_vocab_size
+    target_rows = anchors * (2 if deeper else 1)
     parts = {
-        "layers": 2 * passes * shape.num_in_layers * elements
         # The features want no gradient.
+        "layers": 2 * passes * sum(shape.in_layers.values()) * elements
         + 4 * head.feature_size * head.hidden_size * positions,
         "attention": (2 + 4 * passes) * elements * batch.context * width,
-        "vocabulary": 6 * graded * head.hidden_size * head.draft_vocab_size
-        + 2 * target_rows * target.hidden_size * shape.graded_vocabulary,
+        "vocabulary": vocabulary + 2 * target_rows * target.hidden_size * shape.graded_vocabulary,
         "target": 0 if shape.is_stored else 2 * target.num_active * positions,
     }
     return {name: round(count) for name, count in parts.items() if count}

@@ -21,9 +21,8 @@ from peagle.models.drafter import Drafter
 from peagle.training.batches import Batch
 from peagle.training.config import RunSection
 from peagle.training.distributed import ALONE, Processes
-from peagle.training.inputs import Inputs
+from peagle.training.inputs import AHEAD, Inputs
 from peagle.training.masters import Masters
-from peagle.training.source import AHEAD
 from peagle.training.step import TrainingStep
 from peagle.training.step_estimate import StepMemory, StepShape, estimate_memory
 from peagle.training.tensor_maps import map_tensors

@@ -16,9 +16,7 @@ from peagle.config import require_writable_folder
 from peagle.engine.placement import resolve_dtype
 from peagle.errors import UserError
 from peagle.models.checkpoint import LENGTH_KEY, save_drafter, write_json
-from peagle.models.drafter import Drafter
 from peagle.models.fingerprint import TargetFingerprint
-from peagle.models.target_facts import TargetFacts
 from peagle.models.target_shape import TargetShape
 from peagle.training.batches import Batch, BatchStream, ValidationStream
 from peagle.training.config import TrainConfig
@@ -26,14 +24,19 @@ from peagle.training.data import data_facts
 from peagle.training.distributed import ALONE, Processes
 from peagle.training.element_attention import dense_attention, flex_attention
 from peagle.training.features import TargetStates
-from peagle.training.history import History
 from peagle.training.inputs import Inputs
+from peagle.training.masters import build_masters
 from peagle.training.objective import Objective
 from peagle.training.optimizers import build_optimizers
 from peagle.training.provenance import provenance
-from peagle.training.reporting import TrainingReport, ValidationWindow, Window, require_finite
+from peagle.training.reporting import (
+    History,
+    TrainingReport,
+    ValidationWindow,
+    Window,
+    require_finite,
+)
 from peagle.training.selection import Selection
-from peagle.training.sharded_masters import build_masters
 from peagle.training.state import load_state, read_progress, save_state
 from peagle.training.step import GradedElements, TrainingStep
 from peagle.training.step_estimate import BatchShape, StepMemory, StepShape, kernels_of
@@ -63,8 +66,8 @@ class Trainer:
         report: receives progress, in the first process.
         processes: those that share the rows of every batch; all of them make a trainer and call
             the same methods of it.
-        begin: is told by name what the trainer begins to do, before and between steps.
-        stepped: is told of each step that is done.
+        begin: receives the name of what the trainer begins to do, before and between steps.
+        stepped: receives the number of each step that is done.
 
     Raises:
         UserError: target, data or configuration are not usable.
@@ -86,7 +89,7 @@ class Trainer:
         self.history = History(config.output, write=processes.is_first)
         self.device = processes.device(run.device)
         if self.device.type == "cuda":
-            # The frozen target in float32: TF32 products are twice as exact as bfloat16 ones.
+            # For a frozen target in float32: TF32 products are twice as exact as bfloat16 ones.
             torch.set_float32_matmul_precision("high")
         budget = Budget.of(run, self.device)
         begin("loading the target, reading the data")
@@ -150,7 +153,10 @@ class Trainer:
                     f"optimizer.steps is {config.optimizer.steps}, but the checkpoint "
                     f"{str(checkpoint)!r} is of step {self.step}; expected at least that many."
                 )
-            self._restore(progress)
+            # Checkpoints of older versions lack these.
+            self.seconds = progress.get("seconds", 0.0)
+            self.num_tokens = progress.get("tokens", 0)
+            self.selection.restore(progress.get("selection", {}))
         elif checkpoint.exists():
             raise UserError(
                 f"{str(checkpoint)!r} holds an earlier run; go on with --resume or choose another "
@@ -341,19 +347,19 @@ class Trainer:
         if self.selection.best is None:
             self._save_head()
 
-    def _restore(self, progress: dict[str, Any]) -> None:
-        """Go on from what `_save` wrote; checkpoints of older versions lack it."""
-        self.seconds = progress.get("seconds", 0.0)
-        self.num_tokens = progress.get("tokens", 0)
-        self.selection.restore(progress.get("selection", {}))
-
     def _save_head(self) -> None:
         folder, dtype = self.config.output / "head", self.config.run.save_dtype
         longest = self.dataset.longest
-        record = self._record()
+        record, fingerprint = self._record(), TargetFingerprint.of(self.target)
 
         def save() -> None:
-            save_head(self.drafter, self.target, folder, dtype, longest)
+            save_drafter(
+                folder,
+                self.drafter,
+                fingerprint=fingerprint,
+                extra={LENGTH_KEY: longest},
+                dtype=getattr(torch, dtype),
+            )
             write_json(folder / _RECORD_NAME, record)
 
         self.processes.first(save)
@@ -426,7 +432,11 @@ class Trainer:
 
     def _record(self) -> dict[str, Any]:
         """What train.json holds: where the run comes from, how far it is, how good the head is."""
-        planned = self.config.optimizer.steps
+        planned, reason = self.config.optimizer.steps, None
+        if self.step == planned:
+            reason = "steps"
+        elif self.selection.exhausted:
+            reason = "patience"
         self.seconds = self._before + time.perf_counter() - self._started
         return {
             **self._origin,
@@ -442,17 +452,11 @@ class Trainer:
             "planned_memory_bytes": self.memory.total,
             "tokens": self.num_tokens,
             "seconds": self.seconds,
-            "stop_reason": self._stop_reason(),
+            "stop_reason": reason,  # none while other steps are to follow
             "final": self.history.last(),
             "validation": self.history.last("validation"),
             "best": self.selection.best,
         }
-
-    def _stop_reason(self) -> str | None:
-        """Why no step follows the last one; None while others are to follow."""
-        if self.step == self.config.optimizer.steps:
-            return "steps"
-        return "patience" if self.selection.exhausted else None
 
     def _finish(self) -> dict[str, Any]:
         """Write the record of the run, beside the head and with it."""
@@ -462,11 +466,3 @@ class Trainer:
                 if folder.is_dir():
                     write_json(folder / _RECORD_NAME, record)
         return record
-
-
-def save_head(
-    drafter: Drafter, target: TargetFacts, folder: Path, dtype: str, longest: int
-) -> None:
-    """Write the head as it stands, vLLM style, with the target's fingerprint and its reach."""
-    mark, facts = TargetFingerprint.of(target), {LENGTH_KEY: longest}
-    save_drafter(folder, drafter, fingerprint=mark, extra=facts, dtype=getattr(torch, dtype))

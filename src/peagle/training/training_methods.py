@@ -192,24 +192,24 @@ class TrainingMethod:
 
 @cache
 def _compiled_layer() -> tuple[Callable[..., tuple[Tensor, ...]], Callable[..., Tensor]]:
-    """The layer's parts before and after attention, compiled for each shape."""
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    return _compiled(DrafterLayer.before_attention), _compiled(DrafterLayer.after_attention)
+    """The layer's parts before and after attention, compiled for each shape.
 
-
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled function that computes again going backward what costs no product.
-
-    By itself the compiler keeps whatever a product reads, silu(gate) * up and the normed states
-    among it: 40 of 124 KiB for an element and layer of a head of width 4,096.
+    Going backward they compute again what costs no product. By itself the compiler keeps whatever a
+    product reads, silu(gate) * up and the normed states among it: 40 of 124 KiB for an element and
+    layer of a head of width 4,096.
     """
-    run = torch.compile(function, dynamic=False)
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
 
-    def call(*arguments: Any) -> Any:
-        with functorch_config.patch(ban_recompute_materialized_backward=False):
-            return run(*arguments)
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        run = torch.compile(function, dynamic=False)
 
-    return call
+        def call(*arguments: Any) -> Any:
+            with functorch_config.patch(ban_recompute_materialized_backward=False):
+                return run(*arguments)
+
+        return call
+
+    return compiled(DrafterLayer.before_attention), compiled(DrafterLayer.after_attention)
 
 
 def tokens_after(tokens_BN: Tensor) -> Tensor:

@@ -41,7 +41,8 @@ GPU_TFLOPS = 450.0
 # Of a shorter step the arithmetic says little: launching kernels and reading data decide.
 LEAST_STEP_SECONDS = 0.05
 _SHOWN_SEGMENTS = (1, 2, 4, 8)
-Row = tuple[str, str]
+# A name with its text, or a heading without one.
+Row = tuple[str, str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,42 +61,6 @@ class Where:
 
 
 @dataclass(frozen=True, slots=True)
-class Disk:
-    """Bytes on disk.
-
-    Attributes:
-        checkpoint, head: in the output folder.
-        store: stored features of the training data.
-        free: where the output folder lies.
-    """
-
-    checkpoint: int
-    head: int
-    store: int
-    free: int
-
-    @property
-    def needed(self) -> int:
-        """What a run writes: the new checkpoint and head appear beside the old ones."""
-        return 2 * (self.checkpoint + self.head)
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """The speed of a run.
-
-    Attributes:
-        tokens_per_s: without padding, of the whole run.
-        hours: of all steps; validation and saving are left out.
-        basis: what that rests on.
-    """
-
-    tokens_per_s: float
-    hours: float
-    basis: str
-
-
-@dataclass(frozen=True, slots=True)
 class TrainingPlan:
     """A run, planned.
 
@@ -107,8 +72,10 @@ class TrainingPlan:
         memory: the way to run a step, or the one that takes least where none fits.
         by_segments: estimates at some numbers of segments, layers recomputed as chosen.
         flops: of a step of one process, by what they are for.
-        disk: what is written, and what is free.
-        pace: None where nothing says how fast the machine is.
+        disk: bytes of the checkpoint, of the head and of the stored features, and those that are
+            free where the output folder lies.
+        tokens_per_s, basis: speed of the whole run, padding left out, and what that rests on; None
+            and "" where nothing tells it.
         problem: why the run is refused; "" if it is not.
     """
 
@@ -119,14 +86,23 @@ class TrainingPlan:
     memory: StepMemory
     by_segments: tuple[StepMemory, ...]
     flops: dict[str, int]
-    disk: Disk
-    pace: Pace | None
+    disk: dict[str, int]
+    tokens_per_s: float | None
+    basis: str
     problem: str
+
+    @property
+    def hours(self) -> float | None:
+        """Of all steps; validation and saving are left out."""
+        if self.tokens_per_s is None:
+            return None
+        tokens = self.config.optimizer.steps * self.stream.tokens_per_step
+        return tokens / self.tokens_per_s / 3600
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object; sizes in bytes."""
         config, shape, stream = self.config, self.shape, self.stream
-        parameters = {"total": shape.num_parameters, "trained": shape.num_trained}
+        pace = {"tokens_per_s": self.tokens_per_s, "hours": self.hours, "basis": self.basis}
         return {
             "target": {
                 "name": shape.target.name,
@@ -135,7 +111,7 @@ class TrainingPlan:
             },
             "head": {
                 **dataclasses.asdict(shape.head),
-                "parameters": parameters,
+                "parameters": {"total": shape.num_parameters, "trained": shape.num_trained},
                 "dtype": _name(shape.dtype),
             },
             "data": {
@@ -158,88 +134,91 @@ class TrainingPlan:
                 **_memory_json(self.memory),
                 "by_segments": [_memory_json(memory) for memory in self.by_segments],
             },
-            "disk": dataclasses.asdict(self.disk),
+            "disk": self.disk,
             "flops_per_step": {**self.flops, "total": sum(self.flops.values())},
-            "pace": None if self.pace is None else dataclasses.asdict(self.pace),
+            "pace": None if self.tokens_per_s is None else pace,
             "problem": self.problem,
         }
 
     def __str__(self) -> str:
-        peak = f"memory: {size_text(self.memory.total)} at the peak"
-        peak += ", estimated" if self.memory.parts else ", measured"
-        sections = [("", self._run_rows()), (peak, self._memory_rows())]
-        sections += [("disk", self._disk_rows()), ("time", self._time_rows())]
-        width = max(len(name) for _, rows in sections for name, _ in rows)
-        lines = [f"{self.config.method.name} head for {self.shape.target.name}"]
-        for title, rows in sections:
-            lines += [title] if title else []
-            lines += [f"  {name:<{width}}  {text}" for name, text in rows]
-        return "\n".join(lines)
+        source = "estimated" if self.memory.parts else "measured"
+        rows = [
+            *self._run_rows(),
+            (f"memory: {size_text(self.memory.total)} at the peak, {source}", None),
+            *self._memory_rows(),
+            ("disk", None),
+            *self._disk_rows(),
+            ("time", None),
+            *self._time_rows(),
+        ]
+        width = max(len(name) for name, text in rows if text is not None)
+        lines = [name if text is None else f"  {name:<{width}}  {text}" for name, text in rows]
+        return "\n".join([f"{self.config.method.name} head for {self.shape.target.name}", *lines])
 
     def _run_rows(self) -> list[Row]:
         shape, stream = self.shape, self.stream
-        head, dataset = shape.head, stream.dataset
+        head, dataset, target = shape.head, stream.dataset, shape.target
         steps, epoch = self.config.optimizer.steps, stream.steps_per_epoch
+        stored = ", from stored features" if shape.is_stored else ""
         vocabulary = f"{head.draft_vocab_size:,} of {head.vocab_size:,} tokens"
-        parameters = f"{shape.num_parameters / 1e6:,.1f}M parameters"
-        if shape.num_frozen:
-            parameters += f", {shape.num_frozen / 1e6:,.1f}M of them frozen"
-        target = f"{shape.target.num_parameters / 1e6:,.1f}M parameters"
-        target += f" in {_name(shape.target_dtype)}"
-        shared = f" on {shape.world_size} GPUs" if shape.world_size > 1 else ""
-        tokens = f"{len(dataset):,} sequences, {len(dataset.tokens):,} tokens"
+        frozen = f", {shape.num_frozen / 1e6:,.1f}M of them frozen" if shape.num_frozen else ""
+        gpus = f" on {shape.world_size} GPUs" if shape.world_size > 1 else ""
+        batch = f"{stream.num_rows} x {stream.row_length:,} positions{gpus}, {stream.fill:.0%}"
         return [
-            ("target", target + (", from stored features" if shape.is_stored else "")),
-            ("head", f"{head.num_layers} layers of width {head.hidden_size:,}, {vocabulary}"),
-            ("", f"{parameters} in {_name(shape.dtype)}"),
-            ("data", f"{tokens}, the longest has {dataset.longest:,}"),
             (
-                "batch",
-                f"{stream.num_rows} x {stream.row_length:,} positions{shared}, {stream.fill:.0%} "
-                f"of them tokens: {stream.tokens_per_step:,.0f} tokens",
+                "target",
+                f"{_millions(target.num_parameters)} in {_name(shape.target_dtype)}{stored}",
             ),
+            ("head", f"{head.num_layers} layers of width {head.hidden_size:,}, {vocabulary}"),
+            ("", f"{_millions(shape.num_parameters)}{frozen} in {_name(shape.dtype)}"),
+            (
+                "data",
+                f"{len(dataset):,} sequences, {len(dataset.tokens):,} tokens, the longest has "
+                f"{dataset.longest:,}",
+            ),
+            ("batch", f"{batch} of them tokens: {stream.tokens_per_step:,.0f} tokens"),
             ("steps", f"{steps:,}, {epoch:,} an epoch: {steps / epoch:,.2f} epochs"),
         ]
 
     def _memory_rows(self) -> list[Row]:
-        memory = self.memory
-        parts = sorted(memory.parts.items(), key=lambda part: -part[1])
-        rows = [(name, size_text(size)) for name, size in parts]
+        memory, parts = self.memory, self.memory.parts.items()
+        rows: list[Row] = [(n, size_text(s)) for n, s in sorted(parts, key=lambda part: -part[1])]
         rows.append(("may take", f"{size_text(self.budget.size)} ({self.budget.source})"))
         if self.config.method.name == "peagle":
             layers = "recomputed" if memory.recompute else "kept"
             segments = f"{memory.segments} segment" + "s" * (memory.segments > 1)
             title = "takes least" if memory.total > self.budget.size else "chosen"
-            rows.append((title, f"{segments}, layers {layers}"))
             peaks = ", ".join(f"S={m.segments} {size_text(m.total)}" for m in self.by_segments)
+            rows.append((title, f"{segments}, layers {layers}"))
             rows.append(("by segments", f"{peaks}, estimated"))
         return rows
 
     def _disk_rows(self) -> list[Row]:
         disk, stored = self.disk, "" if self.shape.is_stored else "would take "
+        too_little = ", too little" if _needed_on_disk(disk) > disk["free"] else ""
         dtype = stored_dtype(self.config.data)
         return [
-            ("checkpoint", f"{size_text(disk.checkpoint)}, twice while it is written"),
-            ("head", size_text(disk.head)),
-            ("stored features", f"{stored}{size_text(disk.store)} in {dtype}"),
-            ("free", size_text(disk.free) + (", too little" if disk.needed > disk.free else "")),
+            ("checkpoint", f"{size_text(disk['checkpoint'])}, twice while it is written"),
+            ("head", size_text(disk["head"])),
+            ("stored features", f"{stored}{size_text(disk['store'])} in {dtype}"),
+            ("free", size_text(disk["free"]) + too_little),
         ]
 
     def _time_rows(self) -> list[Row]:
-        total, pace = sum(self.flops.values()), self.pace
+        total, hours = sum(self.flops.values()), self.hours
         parts = sorted(self.flops.items(), key=lambda part: -part[1])
         shares = ", ".join(f"{name} {size / total:.0%}" for name, size in parts)
         size = f"{total / 1e12:,.0f} TFLOP" if total >= 1e13 else f"{total / 1e9:,.1f} GFLOP"
-        rows = [("a step", f"about {size} ({shares})")]
-        if pace is None:
+        rows: list[Row] = [("a step", f"about {size} ({shares})")]
+        if hours is None:
             is_gpu = self.shape.device.type == "cuda"
             why = "the step is too small to tell" if is_gpu else "not known"
             return [*rows, ("all steps", f"{why}; measure a few steps and give --tokens-per-s")]
-        hours = f"{pace.hours:,.1f} hours" if pace.hours >= 1 else f"{pace.hours * 60:,.1f} minutes"
+        time = f"{hours:,.1f} hours" if hours >= 1 else f"{hours * 60:,.1f} minutes"
         return [
             *rows,
-            ("speed", f"{pace.tokens_per_s:,.0f} tokens/s, {pace.basis}"),
-            ("all steps", f"{hours}, without validation and saving"),
+            ("speed", f"{self.tokens_per_s:,.0f} tokens/s, {self.basis}"),
+            ("all steps", f"{time}, without validation and saving"),
         ]
 
 
@@ -277,19 +256,15 @@ def make_plan(config: TrainConfig, where: Where) -> TrainingPlan:
         ways = (estimate_memory(shape, *w) for w in step_ways(config.run, config.method.name))
         memory, problem = min(ways, key=lambda way: way.total), str(error)
     flops, disk = estimate_flops(shape, memory.recompute), _disk(shape, dataset)
-    if where.gpu_memory_gib is None and disk.needed > disk.free:
+    if where.gpu_memory_gib is None and (needed := _needed_on_disk(disk)) > disk["free"]:
         problem += (
-            f" A run writes {size_text(disk.needed)} to {str(config.output)!r}, where "
-            f"{size_text(disk.free)} are free; name another output, or free some."
+            f" A run writes {size_text(needed)} to {str(config.output)!r}, where "
+            f"{size_text(disk['free'])} are free; name another output, or free some."
         )
     seconds = sum(flops.values()) / (GPU_TFLOPS * 1e12)
     if speed is None and device.type == "cuda" and seconds >= LEAST_STEP_SECONDS:
         speed = stream.tokens_per_step / seconds
         basis = f"if an H100-class GPU sustains {GPU_TFLOPS:g} TFLOP/s"
-    pace = None
-    if speed is not None:
-        tokens = config.optimizer.steps * stream.tokens_per_step
-        pace = Pace(speed, tokens / speed / 3600, basis)
     shown = _SHOWN_SEGMENTS if config.method.name == "peagle" else (1,)
     by_segments = tuple(estimate_memory(shape, count, memory.recompute) for count in shown)
     return TrainingPlan(
@@ -301,7 +276,8 @@ def make_plan(config: TrainConfig, where: Where) -> TrainingPlan:
         by_segments=by_segments,
         flops=flops,
         disk=disk,
-        pace=pace,
+        tokens_per_s=speed,
+        basis="" if speed is None else basis,
         problem=problem.strip(),
     )
 
@@ -323,24 +299,10 @@ def _device(config: TrainConfig, where: Where) -> torch.device:
     return torch.device("cuda")
 
 
-def _disk(shape: StepShape, dataset: ResponseDataset) -> Disk:
-    config = shape.config
+def _disk(shape: StepShape, dataset: ResponseDataset) -> dict[str, int]:
+    config, target = shape.config, shape.target
     weights = 4 * shape.num_trained + shape.dtype.itemsize * shape.num_frozen + shape.buffer_bytes
     save_size = getattr(torch, config.run.save_dtype).itemsize
-    folder = config.output.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    return Disk(
-        checkpoint=weights + shape.optimizer_bytes,
-        head=save_size * shape.num_parameters + shape.buffer_bytes,
-        store=_store_bytes(dataset, shape),
-        free=shutil.disk_usage(folder).free,
-    )
-
-
-def _store_bytes(dataset: ResponseDataset, shape: StepShape) -> int:
-    """What `peagle data features` writes, but for headers."""
-    target = shape.target
     sizes = (target.vocab_size, target.hidden_size, target.num_layers)
     facts = StoreFacts(
         dataset_sha256="",
@@ -350,10 +312,24 @@ def _store_bytes(dataset: ResponseDataset, shape: StepShape) -> int:
         target=TargetFingerprint(Path(target.name).name, *sizes, None, ""),
         target_dtype="bfloat16",
         aux_layer_ids=shape.head.aux_layer_ids,
-        dtype=stored_dtype(shape.config.data),
+        dtype=stored_dtype(config.data),
     )
     graded = int(num_graded(dataset).sum())
-    return facts.num_tokens * facts.position_bytes + graded * facts.graded_bytes
+    folder = config.output.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return {
+        "checkpoint": weights + shape.optimizer_bytes,
+        "head": save_size * shape.num_parameters + shape.buffer_bytes,
+        # What `peagle data features` writes, but for headers.
+        "store": facts.num_tokens * facts.position_bytes + graded * facts.graded_bytes,
+        "free": shutil.disk_usage(folder).free,
+    }
+
+
+def _needed_on_disk(disk: dict[str, int]) -> int:
+    """What a run writes: the new checkpoint and head appear beside the old ones."""
+    return 2 * (disk["checkpoint"] + disk["head"])
 
 
 def _memory_json(memory: StepMemory) -> dict[str, Any]:
@@ -364,6 +340,10 @@ def _memory_json(memory: StepMemory) -> dict[str, Any]:
         "is_measured": not memory.parts,
         "parts": memory.parts,
     }
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:,.1f}M parameters"
 
 
 def _name(dtype: torch.dtype) -> str:
