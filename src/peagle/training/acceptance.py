@@ -103,11 +103,8 @@ class ServedAcceptance:
     ) -> None:
         """Pool rows of one sequence each; every element of them comes in the same call.
 
-        Args:
-            row_M, anchor_M, depth_M: which elements.
-            follows_M: bool, the chain goes on behind them.
-            chance_M: in [0, 1], that the target accepts their draft.
-            shape: (B, N).
+        `follows_M` says that the chain goes on behind an element, `chance_M` in [0, 1] how likely
+        the target accepts its draft; `shape` is (B, N).
         """
         at, full = (row_M, anchor_M, depth_M), (*shape, self.num_depths)
         # Chances lie in [0, 1]: -1 marks where there is no element.
@@ -156,9 +153,7 @@ class ServedAcceptance:
 def _walk(lengths: list[int], k: int) -> list[int]:
     """Anchors of the drafts at K = k: each starts behind the last one's accepted tokens.
 
-    Args:
-        lengths: of every anchor's chain, -1 where it is not known in full.
-        k: drafts of a step.
+    `lengths` are those of every anchor's chain, -1 where it is not known in full.
     """
     anchors = []
     anchor = next((a for a, length in enumerate(lengths) if length >= 0), len(lengths))

@@ -99,33 +99,20 @@ def projected_loss(
     return loss, match
 
 
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """What the target thinks of the greedy drafts, over its full vocabulary.
-
-    Attributes:
-        loss: weighted sum of the losses, a scalar.
-        match_M: the draft is the target's most likely token.
-        tokens_M: the drafts, as target ids.
-        chance_M: the probability that the target gives them, in at least float32.
-    """
-
-    loss: Tensor
-    match_M: Tensor
-    tokens_M: Tensor
-    chance_M: Tensor
-
-
 @torch.no_grad()
 def judged_loss(
     hidden_MD: Tensor, weight_VD: Tensor, projection: Projection, temperature: float
-) -> Judged:
-    """What `projected_loss` gives, without gradients, and the chances of the drafts.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `projected_loss` gives, without gradients, and what the target thinks of the drafts.
 
     Args:
         hidden_MD, weight_VD, projection: as in `projected_loss`; target logits are of the full
             vocabulary.
         temperature: of the target's distribution, above 0.
+
+    Returns:
+        the sum; bool [M], the draft is the target's most likely token; [M], the greedy drafts as
+        target ids; [M], the probability that the target gives them, in at least float32.
     """
     total = torch.zeros((), dtype=projection.weights_M.dtype, device=hidden_MD.device)
     match_M = torch.empty(len(hidden_MD), dtype=torch.bool, device=hidden_MD.device)
@@ -147,7 +134,7 @@ def judged_loss(
         tokens_M[rows], chance_M[rows] = judge(
             logits_RV, target_PV, index_R, draft_ids, temperature
         )
-    return Judged(total, match_M, tokens_M, chance_M)
+    return total, match_M, tokens_M, chance_M
 
 
 class _ProjectedLoss(torch.autograd.Function):

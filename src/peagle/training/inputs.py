@@ -104,14 +104,9 @@ class Inputs:
 class Source:
     """Batches on the device, with the target's states.
 
-    A thread makes the next batches, reads their states where a store has them, and copies both to
-    the GPU on a stream of its own.
-
-    Args:
-        batch_at: makes the batch of a step, on the host.
-        device: where they go.
-        compute: states of a batch on the device, from the target in this process; or
-        read: states of a batch from a store, on the host.
+    A thread makes the next batches with `batch_at`, on the host, and copies them to the GPU on a
+    stream of its own. Their states come from the target in this process (`compute`, on the device)
+    or from a store (`read`, on the host, also ahead).
     """
 
     def __init__(

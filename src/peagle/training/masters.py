@@ -172,11 +172,7 @@ class _Root(nn.Module):
 
 
 class _Block(nn.Module):
-    """Masters of some weights of the head.
-
-    Args:
-        heads: these weights; copied here as they are now.
-    """
+    """Masters of some weights of the head, copies of what they are now."""
 
     def __init__(self, heads: list[nn.Parameter]) -> None:
         super().__init__()

@@ -73,12 +73,7 @@ class TrainingReport:
 
 
 class Window:
-    """Figures of training since the last report; nothing waits for the device before a read.
-
-    Args:
-        num_depths: K_train.
-        device: of what is added.
-    """
+    """Figures of training since the last report; nothing waits for the device before a read."""
 
     def __init__(self, num_depths: int, device: torch.device) -> None:
         self.anchors = AnchorAcceptance(num_depths, device)
@@ -139,9 +134,7 @@ class Window:
 class ValidationWindow(Window):
     """Figures of a validation, which has one sequence a row and all of its elements.
 
-    Args:
-        num_depths, device: as in `Window`.
-        temperature: of the sampled figures; 0 leaves them out.
+    A temperature of 0 leaves out the sampled figures.
     """
 
     def __init__(self, num_depths: int, device: torch.device, temperature: float) -> None:
@@ -191,10 +184,7 @@ class ValidationWindow(Window):
 def require_finite(window: Window, step: int, config: TrainConfig) -> None:
     """Refuse to go on with weights that a loss or gradient without a value has spoilt.
 
-    Args:
-        window: what to look at; waits for the device.
-        step: steps taken, those of the window included.
-        config: the run.
+    Waits for the device. `step` counts the steps of the window.
 
     Raises:
         UserError: naming the step, and what to do.
@@ -218,9 +208,7 @@ def require_finite(window: Window, step: int, config: TrainConfig) -> None:
 class History:
     """The reports of a run: in memory, and in metrics.jsonl of its output folder, one a line.
 
-    Args:
-        folder: the run's output.
-        write: write the file; of several processes one does.
+    Of several processes one writes the file.
 
     Attributes:
         earlier: those of the run that this one goes on.
@@ -246,7 +234,6 @@ class History:
         os.replace(partial, self._file)
 
     def add(self, report: TrainingReport) -> None:
-        """Keep a report."""
         self.entries.append(asdict(report))
         if self._writes:
             with self._file.open("a", encoding="utf-8") as lines:

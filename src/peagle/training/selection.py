@@ -15,14 +15,10 @@ class Selection:
     The figure is the simulated acceptance length of serving, at `run.select_k`, greedy or at the
     validation's temperature as `run.select` says. Of equal ones the lower loss is better.
 
-    Args:
-        run: the run's options.
-        depth: K_train, which `run.select_k` is where it is left out.
-
     Attributes:
         best: step, k, select ("greedy" or "sampled"), temperature, acceptance_length and the whole
             validation of the best head; None before the first.
-        stale: validations since.
+        stale: validations since then.
     """
 
     def __init__(self, run: RunSection, depth: int) -> None:

@@ -58,7 +58,7 @@ def save_state(
     """Write a checkpoint beside the last one, then put it in its place.
 
     An interrupt, a killed process or a full disk while writing leaves the last checkpoint whole.
-    `progress` is JSON that the resumed run gets back.
+    `progress` is JSON, which `load_state` gives back.
 
     Raises:
         UserError: it could not be written (a full disk for one); in all processes.

@@ -114,11 +114,8 @@ class TrainingMethod:
     ) -> Elements:
         """P-EAGLE's elements of a batch.
 
-        Args:
-            batch: the rows.
-            generator: of the element sampling; it draws for the whole batch, so that what a row
-                gets does not depend on how many processes share the rows.
-            everything: no conditional drop, as validation wants it.
+        The generator draws for the whole batch, so that what a row gets does not depend on how many
+        processes share the rows. `everything`: no conditional drop, for validation.
         """
         section, deepest_BN = self.section, batch.deepest_BN
         shape = (batch.num_rows, deepest_BN.shape[1])
@@ -148,8 +145,8 @@ class TrainingMethod:
 
         Args:
             drafter: the head.
-            embedding, hidden: [..., D]; dimensions of 1 stand for equal rows until attention tells
-                them apart by position, so that layer 0 projects one row for all mask slots.
+            embedding, hidden: [..., D]; a dimension of 1 stands for equal rows, which attention tells
+                apart, so that layer 0 projects one row for all mask slots.
             positions: int64 [...], which decides the shape of the result.
             attend: as in `Drafter.forward`; with `recompute` it is called again going backward.
             light: keep no inner states of the MLPs; they are computed again going backward.
