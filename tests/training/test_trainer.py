@@ -163,7 +163,7 @@ def test_resume_refuses_another_configuration(
     other = make_config(
         target_folder, responses, tmp_path, run={"seed": 9}, optimizer={"steps": 10}
     )
-    with pytest.raises(UserError, match=r"made with run.seed 0 \(now 9\)\. To go on") as caught:
+    with pytest.raises(UserError, match=r"made with run.seed 0 \(now 9\)\. To resume") as caught:
         Trainer(other).run(resume=True)
     assert "{" not in str(caught.value)
     slower = {"steps": 20, "learning_rate": 1e-4}

@@ -29,10 +29,10 @@ EXAMPLES = """
 # A head for the bundled code model; the file's first lines say how its data are made
 peagle train recipes/quickstart.toml
 
-# Go on after an interruption: the same steps an uninterrupted run would have taken
+# Continue after an interruption: the same steps an uninterrupted run would have taken
 peagle train head.toml --resume
 
-# Go on for longer; the learning rate is then that of a run of 4,000 steps
+# Train for longer; the learning rate is then that of a run of 4,000 steps
 peagle train head.toml --resume --set optimizer.steps=4000
 
 # On both GPUs of a machine: each takes half of the rows of every batch

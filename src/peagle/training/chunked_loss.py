@@ -36,7 +36,7 @@ class TargetOrder:
     Attributes:
         rows_P: int64, the rows, each once.
         which_M: int64, index into them of each element, ascending.
-        on_host: `which_M` on the host, so that nobody waits for the device to cut chunks.
+        on_host: `which_M` on the host, so that cutting chunks does not wait for the device.
     """
 
     rows_P: Tensor
@@ -241,7 +241,7 @@ def _compiled_judge() -> Any:
 
 
 def _chunks(projection: Projection) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Slices of the elements, the target rows of each, and who of the slice reads which."""
+    """Slices of the elements, the target rows of each, and the row that each element reads."""
     order = projection.order
     for start in range(0, len(order.on_host), projection.chunk_rows):
         rows = slice(start, start + projection.chunk_rows)

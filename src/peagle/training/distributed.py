@@ -5,8 +5,8 @@ process group: NCCL between GPUs, gloo between the processes themselves.
 
 A process that dies closes its connections, so that the others' next gloo call fails at once; one
 that hangs is given up after `TIMEOUT`. Both end in one clear line. A process that waits for its GPU
-by then cannot tell, because NCCL's kernels wait without an end: torchrun, which sees the death, or
-NCCL's own watchdog ends it.
+by then cannot report it, because NCCL's kernels wait without an end: torchrun, which sees the
+death, or NCCL's own watchdog ends it.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Processes:
     """The processes of a run, seen from one of them.
 
     Attributes:
-        rank: which one this is, from 0.
-        world_size: how many there are; 1 means no process group.
-        local_rank: which one of this machine, and which GPU.
+        rank: number of this process, from 0.
+        world_size: number of processes; 1 means no process group.
+        local_rank: number of this process on its machine, and of its GPU.
     """
 
     rank: int = 0
@@ -52,7 +52,7 @@ class Processes:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the one that prints and writes records."""
+        """Whether this process prints and writes records."""
         return self.rank == 0
 
     def device(self, name: str) -> torch.device:
@@ -77,7 +77,7 @@ class Processes:
         return torch.device("cuda", self.local_rank)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all processes, in place; nobody waits for a GPU."""
+        """The sum over all processes, in place; the host does not wait for a GPU."""
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
@@ -91,7 +91,7 @@ class Processes:
         return int(answer)
 
     def share(self, count: int) -> range:
-        """Which of `count` things are this process's."""
+        """Indices of this process's share of `count` things."""
         return range(self.rank, count, self.world_size)
 
     def first(self, action: Callable[[], object]) -> None:
@@ -165,7 +165,7 @@ def joined(timeout: timedelta = TIMEOUT) -> Iterator[Processes]:
         raise UserError(
             "Another process of this run has ended, or has not answered for "
             f"{timeout.total_seconds():g} s ({_gist(error)}). A checkpoint from before is whole: "
-            "go on with --resume."
+            "continue with --resume."
         ) from None
 
 

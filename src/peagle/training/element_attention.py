@@ -39,7 +39,7 @@ def dense_attention(
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """The rule where it is plain causality: depth 0 of rows with one document each.
 
-    Padding stands at the end, where nobody who counts sees it.
+    Padding is at the end, where no counted element sees it.
     """
     if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
         return _with_all_heads(query, key, value, mask=None)
@@ -64,7 +64,7 @@ def _with_all_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
 def flex_attention(
     queries: Elements, keys: Elements, blocks: BlockTable | None = None
 ) -> ElementAttention:
-    """The same without a mask in memory: FlexAttention skips the blocks that nobody sees.
+    """The same without a mask in memory: FlexAttention skips the blocks that no query sees.
 
     GPU only; compiled at first use for each shape.
     """
@@ -210,7 +210,7 @@ def _blocks(x_BE: Tensor, beyond: int) -> Tensor:
 
 
 def _listed(wanted_BQK: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks each query block wants, [B, 1, Q], and which, those first, [B, 1, Q, K]."""
+    """Number of blocks that each query block reads, [B, 1, Q]; all blocks, those first."""
     order = wanted_BQK.int().argsort(dim=-1, descending=True, stable=True)
     counts, indices = wanted_BQK.sum(-1, dtype=torch.int32), order.to(torch.int32)
     return counts.unsqueeze(1).contiguous(), indices.unsqueeze(1).contiguous()

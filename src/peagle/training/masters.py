@@ -21,7 +21,7 @@ from peagle.training.distributed import Processes
 
 
 class Masters:
-    """What the optimizers move: float32 copies of the head's weights, or these themselves.
+    """The weights that the optimizers update: float32 copies of the head's, or the head's own.
 
     Args:
         drafter: the head, with its first weights in float32 or wider.
@@ -42,7 +42,7 @@ class Masters:
         self._own = own
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names and what optimizers may move."""
+        """Names and weights that optimizers may update."""
         for name, parameter in self._own.items():
             if parameter.requires_grad:
                 yield name, self._copies.get(name, parameter)
@@ -50,12 +50,12 @@ class Masters:
     def state(self) -> dict[str, Tensor]:
         """All weights and maps of the head, trained ones as precise as there are; no copies.
 
-        Whoever writes to them calls `publish`.
+        Call `publish` after writing to them.
         """
         return {**self.drafter.state_dict(), **{n: p.detach() for n, p in self._copies.items()}}
 
     def collect(self) -> list[Tensor]:
-        """Hand the head's gradients to the masters; returns those there are."""
+        """Hand the head's gradients to the masters; returns the masters that have one."""
         for name, master in self._copies.items():
             gradient, self._own[name].grad = self._own[name].grad, None
             master.grad = None if gradient is None else gradient.to(master.dtype)
@@ -96,8 +96,8 @@ class ShardedMasters(Masters):
     processes, not averaged: the loss has one denominator for the rows of all.
 
     Args:
-        drafter: the head, with its first weights in float32 or wider; those of the first shares
-            are what every process goes on with.
+        drafter: the head, with its first weights in float32 or wider; every process continues
+            with those of the first one.
         dtype: in which the head computes.
         processes: at least two.
     """
@@ -161,7 +161,7 @@ def _block_of(name: str) -> str:
 
 
 class _Root(nn.Module):
-    """All blocks: FSDP2 wants a module above them."""
+    """All blocks: FSDP2 needs a module above them."""
 
     def __init__(self, blocks: list[_Block]) -> None:
         super().__init__()

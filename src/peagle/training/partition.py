@@ -40,7 +40,8 @@ def split_by_anchor(
     """The supervised elements below depth 0, in segments of about equal size.
 
     A segment holds a range of each row's anchors with all of their depths, in the order of
-    (anchor, depth). Elements that count nowhere are left out: nobody who counts attends to them.
+    (anchor, depth). Elements that are not supervised are left out: no supervised element attends to
+    them.
 
     Args:
         elements: depth 0 of every position first, chains whole, as `sample_elements` makes them.
@@ -79,13 +80,13 @@ def split_by_anchor(
 
 @dataclass(frozen=True, slots=True)
 class PartitionLayout:
-    """What the passes over a batch compute, decided before the first of them.
+    """The elements that the passes over a batch compute, decided before the first pass.
 
     Attributes:
         context: the elements of depth 0, [B, N].
         parts: the deeper ones in segments, [B, E] each.
         graded: which of the context and of each part count.
-        blocks: of the context's attention and of each part's, where FlexAttention wants them.
+        blocks: of the context's attention and of each part's, where FlexAttention needs them.
         is_causal: rows of the context have one document each, and padding at most at their end.
     """
 

@@ -1,4 +1,4 @@
-"""What a run says while it goes on: figures since the last report."""
+"""The reports of a run: figures since the last report, and the file that keeps them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from peagle.training.step import GradedElements
 
 @dataclass(frozen=True, slots=True)
 class TrainingReport:
-    """What the trainer says while it runs.
+    """Figures of a run since the last report.
 
-    What begins with "sampled" is at `temperature`, all other acceptance greedy; per_pos is along
-    the walk of serving at K = K_train (`training.acceptance` defines all of it).
+    Fields that begin with "sampled" are at `temperature`, all other acceptance is greedy. Fields that
+    end with "per_pos" are along the walk of serving at K = K_train (see `training.acceptance`).
 
     Attributes:
         kind: "train" or "validation".
@@ -43,8 +43,8 @@ class TrainingReport:
         is_best: this is the best head so far, by the figure that `run.select` names.
         num_drafts: drafts of the walk at K_train; none if every response is too short for one.
         unconditional_acceptance_per_pos: P(positions 1 to i all accepted).
-        conditional_acceptance_per_pos: P(position i accepted | those before it); None where nobody
-            got that far.
+        conditional_acceptance_per_pos: P(position i accepted | those before it); None where no
+            draft got that far.
         temperature: of the sampled figures; None without.
         sampled_acceptance_lengths, sampled_unconditional_acceptance_per_pos,
             sampled_conditional_acceptance_per_pos: the same at the temperature.
@@ -116,7 +116,7 @@ class Window:
         self.num_tokens = int(processes.sum(torch.tensor(self.num_tokens)))
 
     def figures(self) -> dict[str, Any]:
-        """What a report says of them, by its fields' names."""
+        """The figures, by the names of the report's fields."""
         anchors = self.anchors
         norms = float(torch.stack(self._norms).mean()) if self._norms else None
         return {
@@ -163,7 +163,7 @@ class ValidationWindow(Window):
         self._losses = [total / count]
 
     def figures(self) -> dict[str, Any]:
-        """What a report says of them, by its fields' names."""
+        """The figures, by the names of the report's fields."""
         k = self.greedy.num_depths
         figures = super().figures() | {
             "num_drafts": self.greedy.num_drafts(k),
@@ -182,7 +182,7 @@ class ValidationWindow(Window):
 
 
 def require_finite(window: Window, step: int, config: TrainConfig) -> None:
-    """Refuse to go on with weights that a loss or gradient without a value has spoilt.
+    """Stop a run whose weights a loss or gradient without a value has spoilt.
 
     Waits for the device. `step` counts the steps of the window.
 
@@ -211,7 +211,7 @@ class History:
     Of several processes one writes the file.
 
     Attributes:
-        earlier: those of the run that this one goes on.
+        earlier: those of the run that this one resumes.
         entries: those of this process.
     """
 
@@ -222,7 +222,7 @@ class History:
         self.entries: list[dict[str, Any]] = []
 
     def begin(self, step: int) -> None:
-        """Go on from a step: reports beyond it, which this run will make again, are dropped."""
+        """Start at a step; drop later reports, which this run will make again."""
         self.earlier = []
         if self._file.is_file():
             found = (_entry(line) for line in self._file.read_text(encoding="utf-8").splitlines())

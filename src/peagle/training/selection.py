@@ -1,4 +1,4 @@
-"""Which head of a run is the best one, and when no better one is to be expected."""
+"""The best head of a run, and when to stop waiting for a better one."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Selection:
         return {"best": self.best, "stale": self.stale}
 
     def restore(self, data: dict[str, Any]) -> None:
-        """Go on from what `to_json` gave; a best by another figure counts no more."""
+        """Take what `to_json` gave; a best head by another figure is forgotten."""
         best = data.get("best")
         figure = {"k": self.k, "select": self.select, "temperature": self.temperature}
         if best and figure.items() <= best.items():

@@ -35,7 +35,7 @@ _WEIGHTS = "weights."
 _OPTIMIZER = "optimizer."
 # A file is put together in memory before it is written.
 _FILE_BYTES = 2 << 30
-# The only fact in which a resumed run may differ from the one that it goes on.
+# The only fact that a resumed run may change.
 _MAY_CHANGE = "optimizer.steps"
 # Facts by the keys of the configuration, where those are other ones.
 _KEYS = {
@@ -103,7 +103,7 @@ def load_state(
     facts: dict,
     processes: Processes = ALONE,
 ) -> tuple[int, dict]:
-    """Put a checkpoint into model and optimizer; returns the step to go on from, and the progress.
+    """Put a checkpoint into model and optimizer; returns its step and the progress.
 
     Raises:
         UserError: there is none, it is broken, or `facts` differ in more than `optimizer.steps`.
@@ -186,9 +186,9 @@ def _require_same(folder: Path, record: dict, facts: dict) -> None:
     ]
     if changes:
         raise UserError(
-            f"The checkpoint {str(folder)!r} was made with {', '.join(changes)}. To go on, restore "
-            f"what it was made with; only {_MAY_CHANGE} may change. Or start anew in another "
-            "output folder."
+            f"The checkpoint {str(folder)!r} was made with {', '.join(changes)}. To resume, "
+            f"restore what it was made with; only {_MAY_CHANGE} may change. Or start anew in "
+            "another output folder."
         )
 
 

@@ -52,7 +52,7 @@ class TrainingStopped(Exception):
     """A requested stop: the checkpoint holds the step that was reached."""
 
     def __init__(self, step: int, steps: int) -> None:
-        super().__init__(f"stopped at step {step} of {steps}; go on with --resume")
+        super().__init__(f"stopped at step {step} of {steps}; continue with --resume")
 
 
 class Trainer:
@@ -129,11 +129,11 @@ class Trainer:
 
         The head that is kept is the best one by `selection`, or without validation data the newest;
         the end comes early where no better one is to be expected (`run.patience`). Once
-        `stop_requested` is set, the step at hand is finished and saved, and `TrainingStopped` says
-        where to go on.
+        `stop_requested` is set, the step at hand is finished and saved, and `TrainingStopped` names
+        the step.
 
         Args:
-            resume: go on from the checkpoint in the output folder.
+            resume: continue from the checkpoint in the output folder.
 
         Raises:
             UserError: no checkpoint to resume from, or one beyond the last step; one that would be
@@ -159,8 +159,8 @@ class Trainer:
             self.selection.restore(progress.get("selection", {}))
         elif checkpoint.exists():
             raise UserError(
-                f"{str(checkpoint)!r} holds an earlier run; go on with --resume or choose another "
-                "output."
+                f"{str(checkpoint)!r} holds an earlier run; continue with --resume or choose "
+                "another output."
             )
         steps, run = config.optimizer.steps, config.run
         self._begin("hashing the data")
@@ -288,7 +288,7 @@ class Trainer:
         return TrainingStep(self.drafter, method, training, validation, segments, processes)
 
     def _agree(self, batch: Batch) -> bool:
-        """Meet the other processes: does one of them stop, how many tokens did all learn from?"""
+        """Whether a process asks to stop; adds the tokens of all processes."""
         stops, num_tokens = self.processes.sum(
             torch.tensor([int(self.stop_requested), batch.num_tokens])
         ).tolist()
@@ -296,7 +296,7 @@ class Trainer:
         return stops > 0
 
     def _due(self, every: int) -> bool:
-        """Whether it is time for what is done every so many steps, and at the end."""
+        """Whether a task of every so many steps, and of the last step, is to be done now."""
         return self.step % every == 0 or self.step == self.config.optimizer.steps
 
     def _select(self) -> None:
@@ -402,7 +402,7 @@ class Trainer:
             self.report(report)
 
     def _facts(self) -> dict[str, Any]:
-        """What a resumed run must have in common with the one that it goes on."""
+        """Facts that a resumed run must share with its checkpoint."""
         config = self.config
         return {
             "method": config.method.facts(),
@@ -415,7 +415,7 @@ class Trainer:
         }
 
     def _provenance(self) -> dict[str, Any]:
-        """Where the run comes from, taken before it: commit and files may change meanwhile."""
+        """The origin of the run, read before it starts: commit and files may change meanwhile."""
         config, data = self.config, self.config.data
         sets = {"train": data_facts(data.train, self.dataset), "validation": None}
         if data.validation is not None and self.validation is not None:
@@ -431,7 +431,7 @@ class Trainer:
         }
 
     def _record(self) -> dict[str, Any]:
-        """What train.json holds: where the run comes from, how far it is, how good the head is."""
+        """The content of train.json: origin and progress of the run, and quality of its head."""
         planned, reason = self.config.optimizer.steps, None
         if self.step == planned:
             reason = "steps"

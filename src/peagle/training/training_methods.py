@@ -1,4 +1,4 @@
-"""What the training methods share: graded elements, and the head's layers run on them.
+"""Code that both training methods share: graded elements, and the head's layers run on them.
 
 Shapes: B rows, N positions, E elements, M graded elements, D drafter width.
 """
@@ -145,8 +145,8 @@ class TrainingMethod:
 
         Args:
             drafter: the head.
-            embedding, hidden: [..., D]; a dimension of 1 stands for equal rows, which attention tells
-                apart, so that layer 0 projects one row for all mask slots.
+            embedding, hidden: [..., D]; a dimension of 1 stands for equal rows, which attention
+                distinguishes, so that layer 0 projects one row for all mask slots.
             positions: int64 [...], which decides the shape of the result.
             attend: as in `Drafter.forward`; with `recompute` it is called again going backward.
             light: keep no inner states of the MLPs; they are computed again going backward.
@@ -210,7 +210,7 @@ def _compiled_layer() -> tuple[Callable[..., tuple[Tensor, ...]], Callable[..., 
 
 
 def tokens_after(tokens_BN: Tensor) -> Tensor:
-    """x[a+1] of each anchor a, [B, N] (of the last one: itself; nobody learns from it)."""
+    """x[a+1] of each anchor a, [B, N]; the last one, which is not graded, repeats x[a]."""
     return torch.cat((tokens_BN[:, 1:], tokens_BN[:, -1:]), dim=1)
 
 

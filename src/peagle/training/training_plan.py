@@ -75,7 +75,7 @@ class TrainingPlan:
         disk: bytes of the checkpoint, of the head and of the stored features, and those that are
             free where the output folder lies.
         tokens_per_s, basis: speed of the whole run, padding left out, and what that rests on; None
-            and "" where nothing tells it.
+            and "" where the speed is unknown.
         problem: why the run is refused; "" if it is not.
     """
 
@@ -212,7 +212,7 @@ class TrainingPlan:
         rows: list[Row] = [("a step", f"about {size} ({shares})")]
         if hours is None:
             is_gpu = self.shape.device.type == "cuda"
-            why = "the step is too small to tell" if is_gpu else "not known"
+            why = "unknown, the step is too small" if is_gpu else "unknown"
             return [*rows, ("all steps", f"{why}; measure a few steps and give --tokens-per-s")]
         time = f"{hours:,.1f} hours" if hours >= 1 else f"{hours * 60:,.1f} minutes"
         return [

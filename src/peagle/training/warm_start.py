@@ -55,7 +55,7 @@ _NUM_SEQUENCES = 16
 
 @dataclass(frozen=True, slots=True)
 class WarmStart:
-    """What a head started from, for the record of the run.
+    """The head that a run started from, for its record.
 
     Attributes:
         name: folder of the init head, its last two parts.
@@ -267,7 +267,7 @@ class InitHead:
 def _compare(
     fingerprint: TargetFingerprint | None, target: TargetFacts, folder: Path
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Differences between the head's own target and this one, and what nobody can tell."""
+    """Differences between the head's own target and this one, and what could not be checked."""
     if fingerprint is None:
         return (), (
             "the head does not say which target and tokenizer it was trained with; make sure that "
@@ -383,7 +383,7 @@ def start_mask_hidden(
 def features_by(
     target: TargetModel, dataset: ResponseDataset, aux_layer_ids: tuple[int, ...]
 ) -> Callable[[int], Tensor]:
-    """Features as `start_mask_hidden` wants them, from the target itself; its taps are not kept."""
+    """A function for `start_mask_hidden` that computes features with the target."""
     target.tap_aux(aux_layer_ids)
 
     def features_of(index: int) -> Tensor:

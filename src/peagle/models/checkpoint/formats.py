@@ -302,7 +302,7 @@ def _write_layers(config: DrafterConfig) -> dict[str, Any]:
     """Keys of a transformers configuration for the layers of `config`.
 
     From the speculators style vLLM builds its configuration out of these keys and a few others, so
-    what it would not find otherwise stands here: a number of aux states other than three, and
+    the keys that it would not find otherwise are here: a number of aux states other than three, and
     `fc_norm` of a P-EAGLE head.
     """
     data: dict[str, Any] = {
