@@ -39,7 +39,7 @@ from peagle.training.training_methods import TrainingMethod
 
 GIB = 1 << 30
 DEVICE = torch.device("cuda")
-SHAPES: dict[str, dict[str, int]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     "bundled": {
         "hidden_size": 160,
         "intermediate_size": 448,

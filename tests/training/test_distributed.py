@@ -20,10 +20,12 @@ from peagle.training.batches import BatchStream
 from peagle.training.config import TrainConfig
 from peagle.training.data import ResponseDataset
 from peagle.training.distributed import ALONE
+from peagle.training.step_estimate import estimate_memory
 from peagle.training.trainer import Trainer
 from tests.training import runs, together
 from tests.training.checkpoints import read_checkpoint
 from tests.training.processes import Ending, run_together, values
+from tests.training.step_runs import Case
 
 STEPS = 6
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -93,6 +95,13 @@ def test_gradients_travel_once_a_step_however_many_segments() -> None:
 
 def test_a_bfloat16_head_is_rounded_from_float32_shares() -> None:
     assert values(run_together(together.bfloat16_publishes_what_the_optimizer_moved, 2)) == [[], []]
+
+
+def test_all_processes_take_the_segments_of_the_one_with_least_memory() -> None:
+    shape = Case(rows=4, length=512, method={"depth": 8}).shape
+    needed = [estimate_memory(shape, segments, False).total for segments in (1, 3)]
+    for sizes in (needed, needed[::-1]):
+        assert values(run_together(together.segments_chosen, 2, sizes)) == [3, 3]
 
 
 def test_two_processes_train_as_one(target_folder: Path, responses: Path, tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ from peagle.training.step import GradedElements
 class TrainingReport:
     """Figures of a run since the last report.
 
-    Fields that begin with "sampled" are at `temperature`, all other acceptance is greedy. Fields that
-    end with "per_pos" are along the walk of serving at K = K_train (see `training.acceptance`).
+    Fields that begin with "sampled" are at `temperature`, all other acceptance is greedy. Fields
+    that end with "per_pos" are along the walk of serving at K = K_train (`training.acceptance`).
 
     Attributes:
         kind: "train" or "validation".
