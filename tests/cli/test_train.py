@@ -141,6 +141,6 @@ def test_interrupt_saves_and_resumes(config: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=240)
     assert process.returncode == 130, errors
-    assert "go on with --resume" in errors and "Traceback" not in errors
+    assert "continue with --resume" in errors and "Traceback" not in errors
     record = json.loads((config.parent / "run" / "checkpoint" / "state.json").read_text())
     assert record["step"] >= 1

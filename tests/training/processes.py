@@ -40,8 +40,8 @@ def run_together(
     function: Callable[..., Any],
     count: int,
     *arguments: Any,
-    timeout: float = 60,
-    patience: float = 30,
+    timeout: float = 300,
+    patience: float = 120,
     joins: bool = True,
     fresh: bool = False,
 ) -> list[Ending]:

@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from peagle import LLM, SamplingParams
 from peagle.training.config import TrainConfig
 
 
@@ -31,6 +34,21 @@ def write_rows(path: Path, rows: list[dict[str, list[int]]]) -> Path:
     """A data file, one row a line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def write_responses(target: Path, path: Path) -> Path:
+    """Greedy responses of a target to random prompts, as JSONL."""
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(2, 300, (6,), generator=generator).tolist() for _ in range(48)]
+    llm = LLM(target, max_num_seqs=48)
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True))
+    return write_rows(
+        path,
+        [
+            {"prompt_token_ids": prompt, "response_token_ids": output.token_ids}
+            for prompt, output in zip(prompts, outputs, strict=True)
+        ],
+    )
 
 
 def twelve_steps(**run: Any) -> dict[str, dict[str, Any]]:

@@ -138,20 +138,21 @@ def test_chances_are_the_targets_over_its_whole_vocabulary(
 ) -> None:
     case = Case(pruned=pruned)
     projection = replace(case.projection, chunk_rows=chunk_rows)
-    judged = judged_loss(case.hidden, case.weight, projection, temperature)
+    judged, *drafts, chance_M = judged_loss(case.hidden, case.weight, projection, temperature)
+    match_M, tokens_M = drafts
     draft = (case.hidden @ case.weight.T).argmax(-1)
     draft = draft if case.draft_ids is None else case.draft_ids[draft]
-    assert judged.tokens_M.tolist() == draft.tolist()
+    assert tokens_M.tolist() == draft.tolist()
     chances = (case.target_logits / temperature).softmax(-1)[case.positions, draft]
-    torch.testing.assert_close(judged.chance_M, chances, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(chance_M, chances, atol=1e-12, rtol=1e-12)
     assert chances.max() > 4 * chances.min()
     loss, match = projected_loss(case.hidden, case.weight, projection)
-    assert judged.loss.item() == loss.item() and torch.equal(judged.match_M, match)
+    assert judged.item() == loss.item() and torch.equal(match_M, match)
 
 
 def test_chances_of_narrow_logits_are_computed_wide() -> None:
     case = Case(pruned=False, dtype=torch.bfloat16)
-    chances = judged_loss(case.hidden, case.weight, case.projection, 0.7).chance_M
+    chances = judged_loss(case.hidden, case.weight, case.projection, 0.7)[-1]
     draft = (case.hidden @ case.weight.T).argmax(-1)
     exact = (case.target_logits.double() / 0.7).softmax(-1)[case.positions, draft]
     assert chances.dtype == torch.float32

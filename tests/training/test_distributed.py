@@ -20,10 +20,12 @@ from peagle.data.dataset import ResponseDataset
 from peagle.errors import UserError
 from peagle.training.config import TrainConfig
 from peagle.training.distributed import ALONE
+from peagle.training.step_estimate import estimate_memory
 from peagle.training.trainer import Trainer
-from tests.training import together
+from tests.training import runs, together
 from tests.training.checkpoints import read_checkpoint
 from tests.training.processes import Ending, run_together, values
+from tests.training.step_runs import Case
 
 STEPS = 6
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -43,21 +45,11 @@ def responses(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_config(target: Path, responses: Path, output: Path, **changes: Any) -> TrainConfig:
-    sections: dict[str, dict[str, Any]] = {
-        "head": {"num_layers": 1},
-        "data": {
-            "train": responses,
-            "validation": responses,
-            "batch_tokens": 128,
-            "length_multiple": 8,
-        },
-        "method": {"name": "peagle", "depth": 4},
-        "optimizer": {"steps": STEPS, "learning_rate": 3e-3},
-        "run": {"log_every": 1, "validate_every": 4, "save_every": 2, "device": "cpu"},
-    }
-    for name, section in changes.items():
-        sections[name] = {**sections[name], **section}
-    return TrainConfig.model_validate({"target": target, "output": output, **sections})
+    every = {"log_every": 1, "validate_every": 4, "save_every": 2}
+    changes["optimizer"] = {"steps": STEPS, **changes.get("optimizer", {})}
+    changes["data"] = {"batch_tokens": 128, **changes.get("data", {})}
+    changes["run"] = {**every, **changes.get("run", {})}
+    return runs.make_config(target, responses, output, **changes)
 
 
 def assert_same_run(one: dict[str, Any], other: dict[str, Any], start: int = 0) -> None:
@@ -103,6 +95,13 @@ def test_gradients_travel_once_a_step_however_many_segments() -> None:
 
 def test_a_bfloat16_head_is_rounded_from_float32_shares() -> None:
     assert values(run_together(together.bfloat16_publishes_what_the_optimizer_moved, 2)) == [[], []]
+
+
+def test_all_processes_take_the_segments_of_the_one_with_least_memory() -> None:
+    shape = Case(rows=4, length=512, method={"depth": 8}).shape
+    needed = [estimate_memory(shape, segments, False).total for segments in (1, 3)]
+    for sizes in (needed, needed[::-1]):
+        assert values(run_together(together.segments_chosen, 2, sizes)) == [3, 3]
 
 
 def test_two_processes_train_as_one(target_folder: Path, responses: Path, tmp_path: Path) -> None:
@@ -164,7 +163,7 @@ def test_resumed_on_any_number_of_processes(
 # ---- accidents --------------------------------------------------------------------------------
 
 
-def assert_told(ending: Ending) -> None:
+def assert_reported_loss(ending: Ending) -> None:
     assert ending.status == 0 and ending.error.startswith("UserError: Another process"), ending
     assert "--resume" in ending.error
 
@@ -173,10 +172,10 @@ def test_a_killed_process_ends_the_run_at_once(
     target_folder: Path, responses: Path, tmp_path: Path
 ) -> None:
     config = make_config(target_folder, responses, tmp_path)
-    survivor, killed = run_together(together.die_in_a_step, 2, config, 3)
+    survivor, killed = run_together(together.die_in_a_step, 2, config, 3, timeout=200, patience=150)
     assert killed.status == -signal.SIGKILL
-    assert_told(survivor)
-    assert survivor.seconds < 20
+    assert_reported_loss(survivor)
+    assert survivor.seconds < 140, "it does not wait for the patience to end"
     rest = together.resume(ALONE, config)["entries"]
     assert rest[0]["step"] == 3 and rest[-1]["step"] == STEPS
 
@@ -186,8 +185,7 @@ def test_a_process_that_hangs_is_given_up(
 ) -> None:
     config = make_config(target_folder, responses, tmp_path)
     waiting, _ = run_together(together.hang_in_a_step, 2, config, patience=2)
-    assert_told(waiting)
-    assert waiting.seconds < 12
+    assert_reported_loss(waiting)
 
 
 @pytest.mark.parametrize("how", ["killed", "full"])
@@ -198,7 +196,7 @@ def test_a_save_that_fails_leaves_the_last_checkpoint(
     first, second = run_together(together.fail_in_a_save, 2, config, 2, how)
     if how == "killed":
         assert second.status == -signal.SIGKILL
-        assert_told(first)
+        assert_reported_loss(first)
     else:
         errors = sorted((first.error, second.error))
         assert errors[0] == "SystemExit: 2", "told once"

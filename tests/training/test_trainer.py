@@ -163,7 +163,7 @@ def test_resume_refuses_another_configuration(
     other = make_config(
         target_folder, responses, tmp_path, run={"seed": 9}, optimizer={"steps": 10}
     )
-    with pytest.raises(UserError, match=r"made with run.seed 0 \(now 9\)\. To go on") as caught:
+    with pytest.raises(UserError, match=r"made with run.seed 0 \(now 9\)\. To resume") as caught:
         Trainer(other).run(resume=True)
     assert "{" not in str(caught.value)
     slower = {"steps": 20, "learning_rate": 1e-4}
@@ -200,19 +200,6 @@ def test_a_resumed_run_may_have_more_steps_or_fewer(
     assert run(16, resume=True) == []
 
 
-def test_a_head_that_is_not_finished_says_so(
-    target_folder: Path, responses: Path, tmp_path: Path
-) -> None:
-    config = make_config(target_folder, responses, tmp_path)
-    trainer = Trainer(config, lambda r: setattr(trainer, "stop_requested", r.step == 20))
-    with pytest.raises(TrainingStopped):
-        trainer.run()
-    record = json.loads((tmp_path / "head" / "train.json").read_text())
-    assert (record["steps"], record["planned_steps"], record["stop_reason"]) == (20, 40, None)
-    assert record["best"]["step"] == 20 and record["tokens"] > 0
-    assert not (tmp_path / "train.json").exists()
-
-
 def test_draft_vocabulary_is_the_most_frequent_response_tokens(
     target_folder: Path, responses: Path, tmp_path: Path
 ) -> None:
@@ -239,6 +226,10 @@ def test_a_requested_stop_saves_the_step_at_hand(
     trainer = Trainer(config, lambda r: setattr(trainer, "stop_requested", r.step == 7))
     with pytest.raises(TrainingStopped, match="step 7 of 12"):
         trainer.run()
+    record = json.loads((tmp_path / "head" / "train.json").read_text())
+    assert (record["steps"], record["planned_steps"], record["stop_reason"]) == (7, 12, None)
+    assert record["best"] is None and record["tokens"] > 0
+    assert not (tmp_path / "train.json").exists(), "the run is not finished"
     resumed = Trainer(config)
     resumed.run(resume=True)
     assert next(e["step"] for e in resumed.history.entries if e["kind"] == "train") == 8

@@ -22,7 +22,7 @@ from peagle.models.target import TargetModel, load_tokenizer
 from peagle.models.target_ends import TargetEnds
 from peagle.training.build import build
 from peagle.training.config import TrainConfig
-from peagle.training.mask_hidden import features_by, start_mask_hidden
+from peagle.training.warm_start import features_by, start_mask_hidden
 from tests.conftest import make_drafter, make_target_folder
 from tests.models.editing import edit_tensors
 from tests.models.reference_head import ReferenceHead

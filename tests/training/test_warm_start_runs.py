@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from peagle import LLM, SamplingParams
 from peagle.errors import UserError
 from peagle.models.checkpoint import load_drafter
 from peagle.models.target import TargetModel
@@ -20,6 +18,7 @@ from peagle.training.trainer import Trainer, TrainingStopped
 from peagle.training.warm_start import InitHead
 from tests.conftest import make_drafter
 from tests.training.checkpoints import read_checkpoint
+from tests.training.runs import write_responses
 from tests.training.warm_starting import configure, save, write_data
 
 
@@ -73,19 +72,6 @@ def test_a_warm_started_run_resumes_exactly(
 # ---- a fine-tuned target --------------------------------------------------------------------
 
 
-def answers(folder: Path, path: Path) -> Path:
-    """Responses of a target, as JSONL."""
-    generator = torch.Generator().manual_seed(5)
-    prompts = [torch.randint(2, 300, (6,), generator=generator).tolist() for _ in range(48)]
-    llm = LLM(folder, max_num_seqs=48)
-    outputs = llm.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True))
-    with path.open("w") as lines:
-        for prompt, output in zip(prompts, outputs, strict=True):
-            row = {"prompt_token_ids": prompt, "response_token_ids": output.token_ids}
-            lines.write(json.dumps(row) + "\n")
-    return path
-
-
 def fine_tuned(folder: Path, source: Path) -> Path:
     """The target with every weight a little different."""
     shutil.copytree(source, folder)
@@ -118,11 +104,12 @@ def train(
     return [report for report in reports if report.kind == "validation"][-1]
 
 
-def test_a_head_goes_on_for_a_fine_tuned_target(target_folder: Path, tmp_path: Path) -> None:
-    data = answers(target_folder, tmp_path / "old.jsonl")
-    train(target_folder, data, tmp_path / "old", None, steps=150, learning_rate=3e-3)
+def test_a_head_goes_on_for_a_fine_tuned_target(
+    target_folder: Path, responses: Path, tmp_path: Path
+) -> None:
+    train(target_folder, responses, tmp_path / "old", None, steps=150, learning_rate=3e-3)
     tuned = fine_tuned(tmp_path / "tuned", target_folder)
-    data = answers(tuned, tmp_path / "new.jsonl")
+    data = write_responses(tuned, tmp_path / "new.jsonl")
     head = tmp_path / "old/head"
     with pytest.raises(UserError, match="was trained for target"):
         load_drafter(head, TargetModel.load(tuned))

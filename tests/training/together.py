@@ -23,12 +23,14 @@ from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.training import state
 from peagle.training.config import MethodSection, TrainConfig
 from peagle.training.distributed import ALONE, Processes
+from peagle.training.masters import ShardedMasters, build_masters
 from peagle.training.objective import Objective
-from peagle.training.sharded_masters import ShardedMasters, build_masters
 from peagle.training.step import TrainingStep
+from peagle.training.step_probe import Budget, choose_memory
 from peagle.training.trainer import Trainer, TrainingStopped
 from peagle.training.training_methods import TrainingMethod
 from tests.training.reference import peagle_forward
+from tests.training.step_runs import Case
 
 HIDDEN, VOCAB = 12, 50
 SECTION = MethodSection(depth=5, depth_decay=0.9, cod_ratio=0.8, cod_floor=0.3)  # type: ignore[call-arg]
@@ -164,6 +166,13 @@ class _Collectives(TorchDispatchMode):
         if func.namespace == "c10d":
             self.calls[func.overloadpacket.__name__] += 1
         return func(*args, **(kwargs or {}))
+
+
+def segments_chosen(processes: Processes, sizes: list[int]) -> int:
+    """S of a step for which each process has another budget."""
+    budget = Budget(sizes[processes.rank], "so much", True)
+    case = Case(rows=4, length=512, method={"depth": 8})
+    return choose_memory(case.shape, case.config.run, budget, processes=processes).segments
 
 
 # ---- whole runs -------------------------------------------------------------------------------

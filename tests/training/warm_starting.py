@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target import TargetModel, load_tokenizer
 from peagle.training.build import Built, build
 from peagle.training.config import TrainConfig
+from tests.training.runs import write_rows
 
 
 def save(folder: Path, target: TargetModel, drafter: Drafter, **options: Any) -> Path:
@@ -23,9 +23,9 @@ def save(folder: Path, target: TargetModel, drafter: Drafter, **options: Any) ->
 
 
 def write_data(path: Path, responses: list[list[int]]) -> Path:
-    rows = ({"prompt_token_ids": [3, 4], "response_token_ids": r} for r in responses)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_rows(
+        path, [{"prompt_token_ids": [3, 4], "response_token_ids": r} for r in responses]
+    )
 
 
 def configure(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -14,7 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from peagle.cli.main import INTERRUPTED
+from peagle.cli.options import quiet_libraries
 from peagle.cli.progress import ProgressLine
+from peagle.errors import UserError
 
 if TYPE_CHECKING:
     from peagle.training.config import TrainConfig
@@ -26,16 +29,16 @@ EXAMPLES = """
 # A head for the bundled code model; the file's first lines say how its data are made
 peagle train recipes/quickstart.toml
 
-# Go on after an interruption: the same steps an uninterrupted run would have taken
+# Continue after an interruption: the same steps an uninterrupted run would have taken
 peagle train head.toml --resume
 
-# Go on for longer; the learning rate is then that of a run of 4,000 steps
+# Train for longer; the learning rate is then that of a run of 4,000 steps
 peagle train head.toml --resume --set optimizer.steps=4000
 
 # On both GPUs of a machine: each takes half of the rows of every batch
 torchrun --nproc-per-node 2 -m peagle train head.toml
 
-# What would it take on a GPU of 80 GiB? Nothing runs, and no weights are needed
+# Memory and hours on a GPU of 80 GiB, estimated: nothing runs, and no weights are needed
 peagle train head.toml --plan --gpu-memory-gib 80
 
 # A short trial elsewhere, with machine-readable progress
@@ -44,36 +47,49 @@ peagle train head.toml --output /tmp/trial --set optimizer.steps=50 --format jso
 
 
 def train(
-    config: Annotated[Path, typer.Argument(help="TOML file with the whole run.", metavar="CONFIG")],
+    config: Annotated[
+        Path, typer.Argument(help="TOML file that describes the run.", metavar="CONFIG")
+    ],
     resume: Annotated[
         bool,
         typer.Option(
             "--resume",
-            help="Go on from the checkpoint in the output folder; only optimizer.steps may change.",
+            help="Continue from the output folder's checkpoint; only optimizer.steps may differ.",
         ),
     ] = False,
     output: Annotated[
-        Path | None, typer.Option(help="Output folder, in place of the file's.")
+        Path | None, typer.Option(help="Output folder, instead of the one in the file.")
     ] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Put a value over the file's; repeatable."),
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Override a value of the file; may be repeated."
+        ),
     ] = None,
     format: Annotated[
         Literal["text", "json"], typer.Option(help="Progress as text or as one JSON object a line.")
     ] = "text",
     plan: Annotated[
         bool,
-        typer.Option("--plan", help="Say what memory, disk and hours it takes, and run nothing."),
+        typer.Option(
+            "--plan", help="Print memory, disk space and hours of the run, and do not train."
+        ),
     ] = False,
     gpu_memory_gib: Annotated[
         float | None,
-        typer.Option(help="With --plan: of a GPU that need not be here.", show_default="this one"),
+        typer.Option(
+            help="With --plan: memory of a GPU that is not here, in GiB.", show_default="this one"
+        ),
     ] = None,
-    gpus: Annotated[int, typer.Option(min=1, help="With --plan: processes that share it.")] = 1,
+    gpus: Annotated[
+        int, typer.Option(min=1, help="With --plan: number of GPUs that share the run.")
+    ] = 1,
     tokens_per_s: Annotated[
         float | None,
-        typer.Option(help="With --plan: speed as training prints it.", show_default="computed"),
+        typer.Option(
+            help="With --plan: tokens per second, as training prints them.",
+            show_default="measured or computed",
+        ),
     ] = None,
 ) -> None:
     """Train a P-EAGLE or EAGLE-3 draft head on responses that the target generated.
@@ -81,11 +97,10 @@ def train(
     Writes to the output folder: head/ (vLLM style; the best one where there is validation data),
     checkpoint/ (to resume from), metrics.jsonl and train.json.
     """
-    from peagle.cli.train_plan import check_options, show_plan
     from peagle.config import require_writable_folder
     from peagle.training.config import TrainConfig
 
-    check_options(plan, gpu_memory_gib, gpus, tokens_per_s)
+    _check_plan_options(plan, gpu_memory_gib, gpus, tokens_per_s)
 
     def read() -> TrainConfig:
         run = TrainConfig.read(config, overrides or [])
@@ -108,15 +123,42 @@ def train(
             if not plan:
                 result = _train(run, processes, progress, resume=resume, as_json=format == "json")
             elif processes.is_first:
-                show_plan(
-                    run,
-                    gpu_memory_gib=gpu_memory_gib,
-                    gpus=max(gpus, processes.world_size),
-                    tokens_per_s=tokens_per_s,
-                    as_json=format == "json",
-                )
+                count = max(gpus, processes.world_size)
+                _print_plan(run, gpu_memory_gib, count, tokens_per_s, as_json=format == "json")
     if result is not None:
         print(result)
+
+
+def _check_plan_options(
+    is_plan: bool, gpu_memory_gib: float | None, gpus: int, tokens_per_s: float | None
+) -> None:
+    """Refuse numbers that are not above 0, and options of --plan without it."""
+    given = {"--gpu-memory-gib": gpu_memory_gib, "--tokens-per-s": tokens_per_s}
+    for name, value in given.items():
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise UserError(f"{name} is {value}; expected a number above 0.")
+    given["--gpus"] = gpus if gpus > 1 else None
+    for name, value in given.items():
+        if value is not None and not is_plan:
+            raise UserError(f"{name} is {value:g}; it goes with --plan. Leave one of them out.")
+
+
+def _print_plan(
+    run: TrainConfig,
+    gpu_memory_gib: float | None,
+    gpus: int,
+    tokens_per_s: float | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Print the plan of a run, and raise its problem if it has one."""
+    quiet_libraries()
+    from peagle.training.training_plan import Where, make_plan
+
+    plan = make_plan(run, Where(gpu_memory_gib, gpus, tokens_per_s))
+    print(json.dumps(plan.to_json()) if as_json else plan, flush=True)
+    if plan.problem:
+        raise UserError(plan.problem)
 
 
 def _shows_progress(format: str) -> bool:
@@ -155,7 +197,7 @@ def _train(
 
 
 def _facts(trainer: Trainer) -> Iterator[str]:
-    """What a run consists of, a line each."""
+    """The size of the run, its warm start, memory and vocabulary, a line each."""
     plan = trainer.config
     parameters = sum(p.numel() for p in trainer.drafter.parameters())
     yield (
@@ -181,7 +223,7 @@ def _stop_on_interrupt(trainer: Trainer, progress: ProgressLine) -> None:
 
     def stop(number: int, frame: object) -> None:
         if trainer.processes.is_first:
-            print("peagle: saving after this step; once more to stop at once", file=sys.stderr)
+            print("peagle: saving after this step; press again to stop at once", file=sys.stderr)
         trainer.stop_requested = True
         signal.signal(number, signal.default_int_handler)
 

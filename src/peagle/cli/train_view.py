@@ -16,7 +16,7 @@ _LABEL = 27
 
 
 class TrainView:
-    """What a run says, on its progress line and as text on standard output.
+    """Prints a run: on its progress line and as text on standard output.
 
     Where the line is live and standard output is the same terminal, reports of training are on the
     line only, and validations are text above it.
@@ -31,7 +31,7 @@ class TrainView:
         self._figures = ""
 
     def stepped(self, step: int) -> None:
-        """Move the line."""
+        """Show the number of a finished step."""
         self._progress.update(step, self._steps, self._figures)
 
     def report(self, report: TrainingReport) -> None:
@@ -61,7 +61,7 @@ def progress_text(report: TrainingReport) -> str:
 
 
 def result_text(record: dict[str, Any], folder: str) -> str:
-    """What a finished run left."""
+    """The text for the end of a run: why it stopped, and where its head is."""
     best, lines = record["best"], []
     if record["stop_reason"] == "patience":
         patience = record["config"]["run"]["patience"]
@@ -82,7 +82,7 @@ def _acceptance_rows(report: TrainingReport) -> list[str]:
     depth = len(report.acceptance_lengths)
     if not report.num_drafts:
         return [f"  no acceptance: every response is shorter than {depth + 2} tokens"]
-    columns = shown_numbers(depth, _MOST_COLUMNS)
+    columns = chosen_columns(depth, _MOST_COLUMNS)
     at = f"T={report.temperature:g}" if report.temperature is not None else ""
     rows: list[tuple[str, Sequence[float | None], bool]] = [
         ("acceptance length, greedy", report.acceptance_lengths, False),
@@ -102,11 +102,11 @@ def _acceptance_rows(report: TrainingReport) -> list[str]:
 
 
 def _share(value: float | None) -> str:
-    """Without the leading 0; - where nobody knows."""
+    """A share without the leading 0; "-" where it is unknown."""
     return "-" if value is None else f"{value:.2f}".removeprefix("0")
 
 
-def shown_numbers(count: int, most: int) -> list[int]:
+def chosen_columns(count: int, most: int) -> list[int]:
     """Indices 0 to count - 1, or with more than `most`: 0, 1, 3, 7, ... and the last."""
     if count <= most:
         return list(range(count))

@@ -6,7 +6,7 @@ Shapes: B rows, N positions of a row, T tokens of all sequences of a batch.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,14 +72,7 @@ def make_batch(
     first_row: int = 0,
     num_rows: int | None = None,
 ) -> Batch:
-    """Sequences side by side in rows.
-
-    Args:
-        dataset: the sequences.
-        rows: indices of the sequences of each row; they fit.
-        length: N.
-        first_row, num_rows: as in `Batch`.
-    """
+    """Put the sequences of each row, which fit into `length` tokens, side by side."""
     places: list[Place] = []
     sizes = dataset.start_loc.diff()
     for row, indices in enumerate(rows):
@@ -132,11 +125,6 @@ def pack(lengths: Sequence[int], row_length: int, generator: torch.Generator) ->
     """Rows of sequences that fit into `row_length` tokens: shuffled, then best fit decreasing.
 
     Each sequence is in exactly one row. Only neighbours in the shuffled order share a row.
-
-    Args:
-        lengths: of the sequences, each at most `row_length`.
-        row_length: tokens of a row.
-        generator: of the order.
     """
     order = torch.randperm(len(lengths), generator=generator).tolist()
     packed: list[list[int]] = []
@@ -164,20 +152,15 @@ def by_length(
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
     batches: list[tuple[int, list[list[int]]]] = []
     rows: list[list[int]] = []
+    size = 0  # of the longest so far
     for index in order:
-        size = lengths[index] + -lengths[index] % length_multiple
-        if rows and size * (len(rows) + 1) > batch_tokens:
-            batches.append((_longest(rows, lengths, length_multiple), rows))
+        grown = lengths[index] + -lengths[index] % length_multiple
+        if rows and grown * (len(rows) + 1) > batch_tokens:
+            batches.append((size, rows))
             rows = []
         rows.append([index])
-    if rows:
-        batches.append((_longest(rows, lengths, length_multiple), rows))
-    return batches
-
-
-def _longest(rows: list[list[int]], lengths: Sequence[int], multiple: int) -> int:
-    longest = max(lengths[index] for [index] in rows)
-    return longest + -longest % multiple
+        size = grown
+    return [*batches, (size, rows)] if rows else batches
 
 
 class BatchStream:
@@ -238,14 +221,12 @@ class BatchStream:
         missing = -self.num_rows % self.world_size
         if not missing:
             return
-        more, most = self.num_rows + missing, len(self._rows)
-        if more <= most:
-            advice = f"set data.batch_tokens to {more * self.row_length}, which holds {more} rows"
-        elif most < self.world_size:
+        most, rows = len(self._rows), self.num_rows + missing
+        if rows > most:
+            rows -= self.world_size
+        advice = f"set data.batch_tokens to {rows * self.row_length}, which holds {rows} rows"
+        if most < self.world_size:
             advice = f"all of the data fills {most} rows: start at most {most} processes"
-        else:
-            fewer = more - self.world_size
-            advice = f"set data.batch_tokens to {fewer * self.row_length}, which holds {fewer} rows"
         raise UserError(
             f"data.batch_tokens {batch_tokens} holds {self.num_rows} rows of {self.row_length} "
             f"tokens, and {self.world_size} processes cannot share these evenly; {advice}."
@@ -263,20 +244,22 @@ class BatchStream:
         begin = index * self.num_rows + first
         # An epoch shorter than a batch goes round.
         chosen = (self._order[i % len(self._order)] for i in range(begin, begin + share))
+        return self._make(chosen, first)
+
+    def largest(self) -> Batch:
+        """One process's share of a batch whose rows have the most supervised anchors."""
+        order = sorted(range(len(self._rows)), key=lambda row: -self.anchors[row])
+        return self._make(order[: self.num_rows // self.world_size], 0)
+
+    def _make(self, chosen: Iterable[int], first_row: int) -> Batch:
         rows = [self._rows[row] for row in chosen]
         return make_batch(
-            self.dataset, rows, self.row_length, first_row=first, num_rows=self.num_rows
+            self.dataset, rows, self.row_length, first_row=first_row, num_rows=self.num_rows
         )
 
 
 class ValidationStream:
-    """Batches with one sequence a row, every sequence once, for walking responses as serving does.
-
-    Args:
-        dataset: the sequences.
-        batch_tokens, length_multiple: as in `BatchStream`.
-        limit: most batches.
-    """
+    """At most `limit` batches with one sequence a row, for walking responses as serving does."""
 
     def __init__(
         self, dataset: ResponseDataset, batch_tokens: int, length_multiple: int, limit: int
@@ -292,6 +275,6 @@ class ValidationStream:
         return len(self._batches)
 
     def at(self, index: int) -> Batch:
-        """A batch."""
+        """The batch of an index."""
         length, rows = self._batches[index]
         return make_batch(self.dataset, rows, length)

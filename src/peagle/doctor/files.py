@@ -19,9 +19,8 @@ from torch import Tensor
 from peagle.doctor.findings import Examination
 from peagle.doctor.head import Head, Reading
 from peagle.errors import CheckpointError
-from peagle.models.checkpoint.formats import config_from_json, facts_from_json, format_of
+from peagle.models.checkpoint.formats import AUX_KEY, config_from_json, facts_from_json, format_of
 from peagle.models.checkpoint.head import read_head_json
-from peagle.models.checkpoint.layers import AUX_KEY
 from peagle.models.checkpoint.weights import read_tensors, tensor_shapes
 from peagle.models.drafter import DrafterConfig
 from peagle.models.fingerprint import TargetFingerprint

@@ -1,11 +1,10 @@
-"""What serving will accept of a head's drafts, simulated on responses of the target.
+"""The drafts of a head that serving will accept, simulated on responses of the target.
 
-Two figures of an element (anchor, depth) are all it takes: `chance`, with which probability the
-target accepts its draft, and `follows`, whether the response goes on with that draft. Only then is
-the next element of the chain judged in the context that serving would be in; elsewhere the target
-never said what it thinks. So
+The simulation needs two figures of an element (anchor, depth): `chance`, the probability that the
+target accepts its draft, and `follows`, whether the response continues with that draft. Only if it
+does is the next element of the chain judged in the context that serving would be in. So
 
-- a chain goes on while its drafts follow, and serving's next draft starts where it ends: the walk;
+- a chain continues while its drafts follow, and serving's next draft starts at its end: the walk;
 - conditional acceptance at position i is the mean chance over the drafts of the walk whose first
   i - 1 tokens follow; unconditional acceptance is the product of the conditional ones down to i.
 
@@ -21,7 +20,7 @@ than the event at the last draft of a chain only removes noise, and no random nu
 the response is from another temperature, chances are still exact in their contexts, but these are
 visited as the response's temperature would: the figures then tend to lie between those of the two.
 
-Chains that the response's end cuts short are left out: nobody knows their fate.
+Chains that the response's end cuts short are left out: their length is unknown.
 
 Shapes: B rows, N positions, M elements, K depths, D drafts of a walk.
 """
@@ -62,7 +61,7 @@ class AnchorAcceptance:
         self.counters.index_add_(1, depth_M, values_3M)
 
     def accuracy(self) -> list[float]:
-        """P(the draft at depth d matches), whatever stands above it."""
+        """P(the draft at depth d matches), regardless of the drafts before it."""
         count_K, matched_K, _ = self.counters
         return (matched_K / count_K.clamp_min(1)).tolist()
 
@@ -103,11 +102,8 @@ class ServedAcceptance:
     ) -> None:
         """Pool rows of one sequence each; every element of them comes in the same call.
 
-        Args:
-            row_M, anchor_M, depth_M: which elements.
-            follows_M: bool, the chain goes on behind them.
-            chance_M: in [0, 1], that the target accepts their draft.
-            shape: (B, N).
+        `follows_M` says that the chain continues after an element, `chance_M` in [0, 1] how likely
+        the target accepts its draft; `shape` is (B, N).
         """
         at, full = (row_M, anchor_M, depth_M), (*shape, self.num_depths)
         # Chances lie in [0, 1]: -1 marks where there is no element.
@@ -132,7 +128,7 @@ class ServedAcceptance:
         return round(float(self.counters[k - 1, 0, 0]))
 
     def conditional(self, k: int) -> list[float | None]:
-        """P(position i accepted | the ones before it accepted); None where nobody got that far."""
+        """P(position i accepted | those before it accepted); None where no draft got that far."""
         reached, accepted = self.counters[k - 1, :, :k].tolist()
         return [a / r if r else None for r, a in zip(reached, accepted, strict=True)]
 
@@ -156,9 +152,7 @@ class ServedAcceptance:
 def _walk(lengths: list[int], k: int) -> list[int]:
     """Anchors of the drafts at K = k: each starts behind the last one's accepted tokens.
 
-    Args:
-        lengths: of every anchor's chain, -1 where it is not known in full.
-        k: drafts of a step.
+    `lengths` are those of every anchor's chain, -1 where it is not known in full.
     """
     anchors = []
     anchor = next((a for a, length in enumerate(lengths) if length >= 0), len(lengths))

@@ -16,9 +16,8 @@ from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.models.target import TargetModel, default_aux_layer_ids
 from peagle.models.target_facts import TargetFacts, TargetSizes
 from peagle.training.config import TrainConfig
-from peagle.training.mask_hidden import features_by, start_mask_hidden
 from peagle.training.vocabulary import always_kept, choose_draft_vocabulary
-from peagle.training.warm_start import InitHead, WarmStart
+from peagle.training.warm_start import InitHead, WarmStart, features_by, start_mask_hidden
 
 MASK_TOKEN = "<|mask|>"
 
@@ -44,8 +43,8 @@ def build(
     the training responses and those that end a text (`training.vocabulary.vocabulary_report` says
     what it covers).
 
-    A new `mask_hidden` of a warm start needs features (`mask_hidden.start_mask_hidden`). Where the
-    target has no layers here to make them, it is random, and whoever has stored ones calls that.
+    A new `mask_hidden` of a warm start needs features (`warm_start.start_mask_hidden`). Where the
+    target has no layers here to make them, it is random, and the caller starts it from stored ones.
 
     Raises:
         UserError: the geometry does not work out, or the head to start from is not usable.
@@ -69,7 +68,7 @@ def planned_shape(
     """The shape of the head that `build` makes; weights of target and head stay unread.
 
     Raises:
-        UserError: as `build`, as far as shapes tell.
+        UserError: as `build`, where shapes alone show the mistake.
     """
     mask_token_id = _mask_token_id(config, target, tokenizer)
     if config.head.init is None:
@@ -104,7 +103,7 @@ def _warm(
 
 
 def _ready(drafter: Drafter, config: TrainConfig, target: TargetFacts) -> Drafter:
-    """The head as training wants it: on the device, with angles for the longest row."""
+    """Move the head to the device and give it angles for the longest row."""
     data = config.data
     drafter.reserve_positions(max(data.max_length, data.batch_tokens) + config.method.depth)
     drafter.embed_tokens.requires_grad_(not config.head.freeze_embeddings)

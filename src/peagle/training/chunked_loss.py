@@ -36,7 +36,7 @@ class TargetOrder:
     Attributes:
         rows_P: int64, the rows, each once.
         which_M: int64, index into them of each element, ascending.
-        on_host: `which_M` on the host, so that nobody waits for the device to cut chunks.
+        on_host: `which_M` on the host, so that cutting chunks does not wait for the device.
     """
 
     rows_P: Tensor
@@ -99,33 +99,20 @@ def projected_loss(
     return loss, match
 
 
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """What the target thinks of the greedy drafts, over its full vocabulary.
-
-    Attributes:
-        loss: weighted sum of the losses, a scalar.
-        match_M: the draft is the target's most likely token.
-        tokens_M: the drafts, as target ids.
-        chance_M: the probability that the target gives them, in at least float32.
-    """
-
-    loss: Tensor
-    match_M: Tensor
-    tokens_M: Tensor
-    chance_M: Tensor
-
-
 @torch.no_grad()
 def judged_loss(
     hidden_MD: Tensor, weight_VD: Tensor, projection: Projection, temperature: float
-) -> Judged:
-    """What `projected_loss` gives, without gradients, and the chances of the drafts.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `projected_loss` gives, without gradients, and what the target thinks of the drafts.
 
     Args:
         hidden_MD, weight_VD, projection: as in `projected_loss`; target logits are of the full
             vocabulary.
         temperature: of the target's distribution, above 0.
+
+    Returns:
+        the sum; bool [M], the draft is the target's most likely token; [M], the greedy drafts as
+        target ids; [M], the probability that the target gives them, in at least float32.
     """
     total = torch.zeros((), dtype=projection.weights_M.dtype, device=hidden_MD.device)
     match_M = torch.empty(len(hidden_MD), dtype=torch.bool, device=hidden_MD.device)
@@ -147,7 +134,7 @@ def judged_loss(
         tokens_M[rows], chance_M[rows] = judge(
             logits_RV, target_PV, index_R, draft_ids, temperature
         )
-    return Judged(total, match_M, tokens_M, chance_M)
+    return total, match_M, tokens_M, chance_M
 
 
 class _ProjectedLoss(torch.autograd.Function):
@@ -254,7 +241,7 @@ def _compiled_judge() -> Any:
 
 
 def _chunks(projection: Projection) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Slices of the elements, the target rows of each, and who of the slice reads which."""
+    """Slices of the elements, the target rows of each, and the row that each element reads."""
     order = projection.order
     for start in range(0, len(order.on_host), projection.chunk_rows):
         rows = slice(start, start + projection.chunk_rows)

@@ -54,7 +54,7 @@ class HeadSection(_Section):
         init: folder of a head to start from in place of random weights, P-EAGLE or EAGLE-3;
             "bundled" and "bundled-eagle3" are the bundled heads. What is left out above is then
             that head's, what is given must agree with it; num_layers may be larger
-            (`training.warm_start`). Not part of a dump: the record of the warm start tells it.
+            (`training.warm_start`). Not part of a dump: the record of the warm start has it.
     """
 
     num_layers: int = Field(4, ge=1)
@@ -205,7 +205,7 @@ class RunSection(_Section):
 
     Attributes:
         seed: of initial weights, order of the data and element sampling.
-        device: "auto" takes the GPU where there is one.
+        device: "auto" takes the GPU if there is one.
         target_dtype: of the frozen target; "auto" is float32 on a CPU, bfloat16 on a GPU.
         precision: of the head's matrix products; weights are kept in float32.
         save_dtype: of the head written at the end.
@@ -222,8 +222,8 @@ class RunSection(_Section):
         segments: of the two-pass partition (`training.partition`), P-EAGLE only: depth 0 runs
             once, the deeper elements in this many segments, one after another in memory; the
             gradients are the same. "auto" takes the fewest that fit into memory
-            (`training.budget`). Gradients of different numbers agree but for rounding: to resume
-            bit for bit where another amount of memory is free, write the number.
+            (`training.step_probe`), and a resumed run keeps its number where it still fits.
+            Gradients of different numbers agree but for rounding.
         recompute_layers: activation checkpointing, P-EAGLE only: keep the input of each layer and
             run the layer again for its gradients. Less memory, a third more time. "auto" does so
             if nothing fits without.

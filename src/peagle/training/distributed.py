@@ -1,13 +1,12 @@
 """The processes of a run: alone, or as many as torchrun started.
 
 `joined` reads what torchrun put into the environment, gives each process its GPU and makes one
-process group: NCCL between GPUs, gloo between the processes themselves. Without torchrun there is
-no group, and every helper here does nothing.
+process group: NCCL between GPUs, gloo between the processes themselves.
 
 A process that dies closes its connections, so that the others' next gloo call fails at once; one
-that hangs is given up after `TIMEOUT`. Both end in one clear line. Who waits for its GPU by then
-cannot tell, for NCCL's kernels wait without an end: torchrun ends it, which knows of the death, or
-else NCCL's own watchdog after `TIMEOUT`.
+that hangs is given up after `TIMEOUT`. Both end in one clear line. A process that waits for its GPU
+by then cannot report it, because NCCL's kernels wait without an end: torchrun, which sees the
+death, or NCCL's own watchdog ends it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from peagle.errors import UserError
 
 # Longer than any process writes a head or compiles a layer while the others wait for it.
 TIMEOUT = timedelta(minutes=10)
-# Seconds that failing processes give each other to tell of it only once.
+# Seconds that failing processes wait for each other, so that one of them reports.
 _FAREWELL = 2.0
 # Seconds until the kernel ends a process that cannot end itself.
 _LAST_SECONDS = 30
@@ -42,9 +41,9 @@ class Processes:
     """The processes of a run, seen from one of them.
 
     Attributes:
-        rank: which one this is, from 0.
-        world_size: how many there are; 1 means no process group.
-        local_rank: which one of this machine, and which GPU.
+        rank: number of this process, from 0.
+        world_size: number of processes; 1 means no process group.
+        local_rank: number of this process on its machine, and of its GPU.
     """
 
     rank: int = 0
@@ -53,7 +52,7 @@ class Processes:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the one that prints and writes records."""
+        """Whether this process prints and writes records."""
         return self.rank == 0
 
     def device(self, name: str) -> torch.device:
@@ -78,21 +77,21 @@ class Processes:
         return torch.device("cuda", self.local_rank)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all processes, in place; nobody waits for a GPU."""
+        """The sum over all processes, in place; the host does not wait for a GPU."""
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
 
-    def least(self, value: int) -> int:
-        """The smallest of all processes' values; all processes meet here."""
+    def most(self, value: int) -> int:
+        """The largest of all processes' values; all processes meet here."""
         if self.world_size == 1:
             return value
         answer = torch.tensor(value)
-        dist.all_reduce(answer, dist.ReduceOp.MIN)
+        dist.all_reduce(answer, dist.ReduceOp.MAX)
         return int(answer)
 
     def share(self, count: int) -> range:
-        """Which of `count` things are this process's."""
+        """Indices of this process's share of `count` things."""
         return range(self.rank, count, self.world_size)
 
     def first(self, action: Callable[[], object]) -> None:
@@ -130,7 +129,7 @@ def joined(timeout: timedelta = TIMEOUT) -> Iterator[Processes]:
     Raises:
         UserError: one that the body raised, where this process is the first to raise one; or
             another process is gone or does not answer.
-        SystemExit: with status 2, where another process has told of its error already.
+        SystemExit: with status 2, where another process has reported its error already.
     """
     if any(not os.environ.get(name) for name in _VARIABLES) or os.environ["WORLD_SIZE"] == "1":
         yield ALONE
@@ -153,32 +152,28 @@ def joined(timeout: timedelta = TIMEOUT) -> Iterator[Processes]:
         yield processes
         dist.destroy_process_group()
     except UserError:
-        _leave_if_told(store, processes)
+        _exit_if_reported(store, processes)
         raise
     except RuntimeError as error:
-        if not _is_loss(error):
+        # gloo's errors have no class of their own.
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
         if on_gpu:
             # NCCL's kernels wait for the lost process, and the driver for them.
             signal.alarm(_LAST_SECONDS)
-        _leave_if_told(store, processes)
+        _exit_if_reported(store, processes)
         raise UserError(
             "Another process of this run has ended, or has not answered for "
             f"{timeout.total_seconds():g} s ({_gist(error)}). A checkpoint from before is whole: "
-            "go on with --resume."
+            "continue with --resume."
         ) from None
 
 
-def _is_loss(error: RuntimeError) -> bool:
-    """Whether a collective failed; gloo's errors have no class of their own."""
-    return isinstance(error, dist.DistError) or "gloo" in str(error)
-
-
-def _leave_if_told(store: dist.Store | None, processes: Processes) -> None:
-    """Of the processes that fail the first one tells why; the others end here."""
+def _exit_if_reported(store: dist.Store | None, processes: Processes) -> None:
+    """Let the first process that fails report why; the others end here."""
     try:
-        told = store is not None and store.add(_FAILURES, 1) > 1
-        # Whoever holds the store stays until the others have looked; torchrun's agent does, too.
+        reported = store is not None and store.add(_FAILURES, 1) > 1
+        # The process that holds the store stays until the others have looked.
         holds = processes.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         deadline = time.monotonic() + _FAREWELL
         while store is not None and holds and time.monotonic() < deadline:
@@ -187,7 +182,7 @@ def _leave_if_told(store: dist.Store | None, processes: Processes) -> None:
             time.sleep(0.02)
     except RuntimeError:
         return  # the process that held the store is gone
-    if told:
+    if reported:
         # torchrun ends all when it sees one end.
         time.sleep(_FAREWELL / 4)
         raise SystemExit(2) from None

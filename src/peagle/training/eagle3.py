@@ -32,7 +32,7 @@ def eagle3_forward(
 ) -> Iterator[tuple[Elements, Tensor]]:
     """Training-time test: depth after depth, each fed with the head's own previous output.
 
-    Depth j of anchor a stands at position a + j, with token x[a+j+1] and the head's output for
+    Depth j of anchor a has position a + j, token x[a+j+1] and the head's output for
     (a, j-1); it attends as a P-EAGLE element does. (EAGLE-3, Li et al., 2025.)
 
     Yields:

@@ -39,7 +39,7 @@ def dense_attention(
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """The rule where it is plain causality: depth 0 of rows with one document each.
 
-    Padding stands at the end, where nobody who counts sees it.
+    Padding is at the end, where no counted element sees it.
     """
     if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
         return _with_all_heads(query, key, value, mask=None)
@@ -64,7 +64,7 @@ def _with_all_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
 def flex_attention(
     queries: Elements, keys: Elements, blocks: BlockTable | None = None
 ) -> ElementAttention:
-    """The same without a mask in memory: FlexAttention skips the blocks that nobody sees.
+    """The same without a mask in memory: FlexAttention skips the blocks that no query sees.
 
     GPU only; compiled at first use for each shape.
     """
@@ -103,7 +103,7 @@ class BlockTable:
     @classmethod
     def of(cls, queries: Elements, keys: Elements) -> BlockTable:
         """Classify the blocks."""
-        full, partial = _classify(_Ranges.of(queries), _Ranges.of(keys))
+        full, partial = _classify(queries, keys)
         tables = (_listed(x) for x in (partial, full, partial.mT, full.mT))
         return cls(*tables)
 
@@ -111,7 +111,10 @@ class BlockTable:
         """FlexAttention's `BlockMask`, on the device of table and elements."""
         from torch.nn.attention.flex_attention import BlockMask
 
-        q, k = (_as_int32(x) for x in (queries, keys))
+        q, k = (
+            Elements(x.anchors.int(), x.depths.int(), x.documents.int(), x.supervised)
+            for x in (queries, keys)
+        )
 
         def rule(row: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return may_attend(
@@ -162,41 +165,34 @@ class _Ranges:
     whole: Tensor
 
     @classmethod
-    def of(cls, elements: Elements) -> _Ranges:
+    def of(cls, elements: Elements, *, unsqueeze: int) -> _Ranges:
+        """Of the blocks of elements, with a dimension of 1 to compare them with others."""
         top = torch.iinfo(torch.int32).max
         anchors, is_deep = elements.anchors, elements.depths > 0
         first, last = _least(elements.documents), _greatest(elements.documents)
         ends = _least(torch.ones_like(anchors), beyond=0) == 0
-        return cls(
-            low=_least(anchors),
-            high=_greatest(anchors),
-            context_low=_least(anchors.masked_fill(is_deep, top)),
-            chain_low=_least(anchors.masked_fill(~is_deep, top)),
-            chain_high=_greatest(anchors.masked_fill(~is_deep, -1)),
-            first=first,
-            last=last,
-            only_context=_greatest(is_deep.int()) <= 0,
-            whole=(first >= 0) & ~ends,
+        ranges = (
+            _least(anchors),
+            _greatest(anchors),
+            _least(anchors.masked_fill(is_deep, top)),
+            _least(anchors.masked_fill(~is_deep, top)),
+            _greatest(anchors.masked_fill(~is_deep, -1)),
+            first,
+            last,
+            _greatest(is_deep.int()) <= 0,
+            (first >= 0) & ~ends,
         )
+        return cls(*(x.unsqueeze(unsqueeze) for x in ranges))
 
 
-def _classify(q: _Ranges, k: _Ranges) -> tuple[Tensor, Tensor]:
+def _classify(queries: Elements, keys: Elements) -> tuple[Tensor, Tensor]:
     """Bool [B, Q, K] twice: every pair of elements may attend; some pairs might."""
-    one_document = (_q(q.first) == _k(k.first)) & (_q(q.last) == _k(k.last)) & _q(q.first == q.last)
-    behind = _k(k.high) <= _q(q.low)
-    full = one_document & behind & _k(k.only_context & k.whole) & _q(q.whole)
-    shared = (_q(q.first) <= _k(k.last)) & (_k(k.first) <= _q(q.last))
-    context = _k(k.context_low) <= _q(q.high)
-    chain = (_k(k.chain_low) <= _q(q.high)) & (_q(q.low) <= _k(k.chain_high))
-    return full, shared & (context | chain) & ~full
-
-
-def _q(x_BQ: Tensor) -> Tensor:
-    return x_BQ.unsqueeze(2)
-
-
-def _k(x_BK: Tensor) -> Tensor:
-    return x_BK.unsqueeze(1)
+    q, k = _Ranges.of(queries, unsqueeze=2), _Ranges.of(keys, unsqueeze=1)
+    one_document = (q.first == k.first) & (q.last == k.last) & (q.first == q.last)
+    full = one_document & (k.high <= q.low) & k.only_context & k.whole & q.whole
+    shared = (q.first <= k.last) & (k.first <= q.last)
+    chain = (k.chain_low <= q.high) & (q.low <= k.chain_high)
+    return full, shared & ((k.context_low <= q.high) | chain) & ~full
 
 
 def _least(x_BE: Tensor, beyond: int = torch.iinfo(torch.int32).max) -> Tensor:
@@ -214,16 +210,10 @@ def _blocks(x_BE: Tensor, beyond: int) -> Tensor:
 
 
 def _listed(wanted_BQK: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks each query block wants, [B, 1, Q], and which, those first, [B, 1, Q, K]."""
+    """Number of blocks that each query block reads, [B, 1, Q]; all blocks, those first."""
     order = wanted_BQK.int().argsort(dim=-1, descending=True, stable=True)
     counts, indices = wanted_BQK.sum(-1, dtype=torch.int32), order.to(torch.int32)
     return counts.unsqueeze(1).contiguous(), indices.unsqueeze(1).contiguous()
-
-
-def _as_int32(elements: Elements) -> Elements:
-    numbers = (elements.anchors, elements.depths, elements.documents)
-    anchors, depths, documents = (x.to(torch.int32) for x in numbers)
-    return Elements(anchors, depths, documents, elements.supervised)
 
 
 @cache

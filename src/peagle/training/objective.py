@@ -111,8 +111,9 @@ class Objective:
         if not drafter.config.norm_output:
             hidden_MD = drafter.norm(hidden_MD)
         if self.temperature:
-            judged = judged_loss(hidden_MD, drafter.lm_head.weight, projection, self.temperature)
-            weight = weights_M.sum()
-            return Grade(judged.loss, weight, judged.match_M, judged.tokens_M, judged.chance_M)
+            loss, *judged = judged_loss(
+                hidden_MD, drafter.lm_head.weight, projection, self.temperature
+            )
+            return Grade(loss, weights_M.sum(), *judged)
         loss, match_M = projected_loss(hidden_MD, drafter.lm_head.weight, projection)
         return Grade(loss, weights_M.sum(), match_M)

@@ -53,11 +53,7 @@ class Muon(Optimizer):
     launches a step for a deep small model; here matrices of one shape are one batch, divided among
     the processes where there are several.
 
-    Args:
-        params: matrices, each [m, n].
-        lr: learning rate.
-        momentum: of the running mean of the gradient.
-        weight_decay: decoupled, as AdamW's.
+    The parameters are matrices; weight decay is decoupled, as AdamW's.
     """
 
     def __init__(
@@ -103,12 +99,8 @@ def _own_share(tensor: Tensor) -> Tensor:
 def _orthogonalized(shares: Sequence[Tensor], like: Tensor) -> Tensor:
     """`orthogonalize` of matrices of one shape, of which each process has a share of the rows.
 
-    The iteration needs whole matrices. They travel so that each process has some of them whole,
-    and back again.
-
-    Args:
-        shares: this process's rows of N matrices.
-        like: one of the matrices, as a DTensor where they are divided.
+    The iteration needs whole matrices. They travel so that each process has some of them whole, and
+    back again. `like` is one of them, as a DTensor where they are divided.
     """
     stacked = torch.stack(list(shares))
     if not isinstance(like, DTensor):

@@ -40,7 +40,8 @@ def split_by_anchor(
     """The supervised elements below depth 0, in segments of about equal size.
 
     A segment holds a range of each row's anchors with all of their depths, in the order of
-    (anchor, depth). Elements that count nowhere are left out: nobody who counts attends to them.
+    (anchor, depth). Elements that are not supervised are left out: no supervised element attends to
+    them.
 
     Args:
         elements: depth 0 of every position first, chains whole, as `sample_elements` makes them.
@@ -53,14 +54,14 @@ def split_by_anchor(
     Returns:
         S segments, [B, E] each; fewer where there are too few elements.
     """
-    deeper = _columns(elements, slice(length, None))
+    deeper = _mapped(elements, lambda x: x[:, length:])
     num_rest = deeper.anchors.shape[1]
     if not num_rest:
         return []
     key_BR = deeper.anchors * num_depths + deeper.depths
     last = torch.iinfo(torch.int64).max
     order_BR = torch.where(deeper.supervised, key_BR, last).argsort(dim=1)
-    ordered = _gather(deeper, order_BR)
+    ordered = _mapped(deeper, lambda x: x.gather(1, order_BR))
     count_B1 = ordered.supervised.sum(1, keepdim=True)
     # Depths 1, 2, ... of an anchor stand side by side: all belong where the first one does.
     first_BR = torch.arange(num_rest, device=count_B1.device) - (ordered.depths - 1)
@@ -79,13 +80,13 @@ def split_by_anchor(
 
 @dataclass(frozen=True, slots=True)
 class PartitionLayout:
-    """What the passes over a batch compute, decided before the first of them.
+    """The elements that the passes over a batch compute, decided before the first pass.
 
     Attributes:
         context: the elements of depth 0, [B, N].
         parts: the deeper ones in segments, [B, E] each.
         graded: which of the context and of each part count.
-        blocks: of the context's attention and of each part's, where FlexAttention wants them.
+        blocks: of the context's attention and of each part's, where FlexAttention needs them.
         is_causal: rows of the context have one document each, and padding at most at their end.
     """
 
@@ -100,7 +101,7 @@ class PartitionLayout:
         cls, elements: Elements, length: int, segments: int, method: TrainingMethod
     ) -> PartitionLayout:
         """Split elements, as `sample_elements` makes them, of rows of `length` positions."""
-        context = _columns(elements, slice(length))
+        context = _mapped(elements, lambda x: x[:, :length])
         depths = method.section.depth
         parts = split_by_anchor(elements, length, segments, depths, method.multiple)
         graded = (Selected.of(part, length) for part in (context, *parts))
@@ -125,14 +126,8 @@ def two_pass_backward(
 ) -> Tensor:
     """Add the gradients of a batch to the head's parameters; returns the loss, without a graph.
 
-    The sum of the parts' losses and their gradients are what one pass over `elements` would give.
-
-    Args:
-        drafter: the head.
-        batch, states: what it reads.
-        layout: the elements.
-        loss_of: loss of graded elements, with one denominator for the whole batch.
-        method: how elements attend, and whether activations are computed again.
+    The sum of the parts' losses, which `loss_of` gives with one denominator for the whole batch,
+    and their gradients are what one pass over all elements would give.
     """
     # What the first pass keeps stays through all segments: where these are to save memory, it
     # keeps no inner states of its MLPs.
@@ -219,9 +214,9 @@ class _ContextPass:
 
 
 class _Borrowed:
-    """Tensors of the first pass that the segments use as leaves, with their gradients' sums.
+    """Tensors of the first pass that the segments use as leaves, with sums of their gradients.
 
-    Sums are kept in at least float32, whatever the type of the tensors.
+    The sums are at least float32, whatever the type of the tensors.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -283,26 +278,20 @@ def _segment(
     )
 
 
-def _columns(elements: Elements, columns: slice) -> Elements:
-    return Elements(*(x[:, columns] for x in _fields(elements)))
-
-
-def _gather(elements: Elements, index_BE: Tensor) -> Elements:
-    return Elements(*(x.gather(1, index_BE) for x in _fields(elements)))
+def _mapped(elements: Elements, function: Callable[[Tensor], Tensor]) -> Elements:
+    fields = (elements.anchors, elements.depths, elements.documents, elements.supervised)
+    return Elements(*(function(field) for field in fields))
 
 
 def _slice(ordered: Elements, border_B2: Tensor, size: int) -> Elements:
     """Columns from the first border to before the second, padded to `size`."""
     column_BE = border_B2[:, :1] + torch.arange(size, device=border_B2.device)
     inside_BE = column_BE < border_B2[:, 1:]
-    part = _gather(ordered, column_BE.clamp_max(ordered.anchors.shape[1] - 1))
+    column_BE = column_BE.clamp_max(ordered.anchors.shape[1] - 1)
+    part = _mapped(ordered, lambda x: x.gather(1, column_BE))
     return Elements(
         anchors=part.anchors.where(inside_BE, 0),
         depths=part.depths.where(inside_BE, 0),
         documents=part.documents.where(inside_BE, PADDING_ROW),
         supervised=part.supervised & inside_BE,
     )
-
-
-def _fields(elements: Elements) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return elements.anchors, elements.depths, elements.documents, elements.supervised

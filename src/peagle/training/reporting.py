@@ -1,9 +1,12 @@
-"""What a run says while it goes on: figures since the last report."""
+"""The reports of a run: figures since the last report, and the file that keeps them."""
 
 from __future__ import annotations
 
+import json
+import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +22,10 @@ from peagle.training.step import GradedElements
 
 @dataclass(frozen=True, slots=True)
 class TrainingReport:
-    """What the trainer says while it runs.
+    """Figures of a run since the last report.
 
-    What begins with "sampled" is at `temperature`, all other acceptance greedy; per_pos is along
-    the walk of serving at K = K_train (`training.acceptance` defines all of it).
+    Fields that begin with "sampled" are at `temperature`, all other acceptance is greedy. Fields
+    that end with "per_pos" are along the walk of serving at K = K_train (`training.acceptance`).
 
     Attributes:
         kind: "train" or "validation".
@@ -40,8 +43,8 @@ class TrainingReport:
         is_best: this is the best head so far, by the figure that `run.select` names.
         num_drafts: drafts of the walk at K_train; none if every response is too short for one.
         unconditional_acceptance_per_pos: P(positions 1 to i all accepted).
-        conditional_acceptance_per_pos: P(position i accepted | those before it); None where nobody
-            got that far.
+        conditional_acceptance_per_pos: P(position i accepted | those before it); None where no
+            draft got that far.
         temperature: of the sampled figures; None without.
         sampled_acceptance_lengths, sampled_unconditional_acceptance_per_pos,
             sampled_conditional_acceptance_per_pos: the same at the temperature.
@@ -70,12 +73,7 @@ class TrainingReport:
 
 
 class Window:
-    """Figures of training since the last report; nothing waits for the device before a read.
-
-    Args:
-        num_depths: K_train.
-        device: of what is added.
-    """
+    """Figures of training since the last report; nothing waits for the device before a read."""
 
     def __init__(self, num_depths: int, device: torch.device) -> None:
         self.anchors = AnchorAcceptance(num_depths, device)
@@ -118,7 +116,7 @@ class Window:
         self.num_tokens = int(processes.sum(torch.tensor(self.num_tokens)))
 
     def figures(self) -> dict[str, Any]:
-        """What a report says of them, by its fields' names."""
+        """The figures, by the names of the report's fields."""
         anchors = self.anchors
         norms = float(torch.stack(self._norms).mean()) if self._norms else None
         return {
@@ -136,9 +134,7 @@ class Window:
 class ValidationWindow(Window):
     """Figures of a validation, which has one sequence a row and all of its elements.
 
-    Args:
-        num_depths, device: as in `Window`.
-        temperature: of the sampled figures; 0 leaves them out.
+    A temperature of 0 leaves out the sampled figures.
     """
 
     def __init__(self, num_depths: int, device: torch.device, temperature: float) -> None:
@@ -167,7 +163,7 @@ class ValidationWindow(Window):
         self._losses = [total / count]
 
     def figures(self) -> dict[str, Any]:
-        """What a report says of them, by its fields' names."""
+        """The figures, by the names of the report's fields."""
         k = self.greedy.num_depths
         figures = super().figures() | {
             "num_drafts": self.greedy.num_drafts(k),
@@ -186,12 +182,9 @@ class ValidationWindow(Window):
 
 
 def require_finite(window: Window, step: int, config: TrainConfig) -> None:
-    """Refuse to go on with weights that a loss or gradient without a value has spoilt.
+    """Stop a run whose weights a loss or gradient without a value has spoilt.
 
-    Args:
-        window: what to look at; waits for the device.
-        step: steps taken, those of the window included.
-        config: the run.
+    Waits for the device. `step` counts the steps of the window.
 
     Raises:
         UserError: naming the step, and what to do.
@@ -210,3 +203,55 @@ def require_finite(window: Window, step: int, config: TrainConfig) -> None:
         f"folder."
         + (f" The checkpoint {str(checkpoint)!r} is from before." if checkpoint.exists() else "")
     )
+
+
+class History:
+    """The reports of a run: in memory, and in metrics.jsonl of its output folder, one a line.
+
+    Of several processes one writes the file.
+
+    Attributes:
+        earlier: those of the run that this one resumes.
+        entries: those of this process.
+    """
+
+    def __init__(self, folder: Path, *, write: bool = True) -> None:
+        self._writes = write
+        self._file = folder / "metrics.jsonl"
+        self.earlier: list[dict[str, Any]] = []
+        self.entries: list[dict[str, Any]] = []
+
+    def begin(self, step: int) -> None:
+        """Start at a step; drop later reports, which this run will make again."""
+        self.earlier = []
+        if self._file.is_file():
+            found = (_entry(line) for line in self._file.read_text(encoding="utf-8").splitlines())
+            self.earlier = [entry for entry in found if entry and entry["step"] <= step]
+        if not self._writes:
+            return
+        partial = self._file.with_name(self._file.name + ".part")
+        partial.write_text("".join(json.dumps(e) + "\n" for e in self.earlier), encoding="utf-8")
+        os.replace(partial, self._file)
+
+    def add(self, report: TrainingReport) -> None:
+        self.entries.append(asdict(report))
+        if self._writes:
+            with self._file.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps(self.entries[-1]) + "\n")
+
+    def every(self, kind: str | None = None) -> list[dict[str, Any]]:
+        """All reports of the run, of a kind, in order."""
+        return [e for e in (*self.earlier, *self.entries) if kind in (None, e["kind"])]
+
+    def last(self, kind: str | None = None) -> dict[str, Any] | None:
+        """The last report, of a kind."""
+        return next(iter(reversed(self.every(kind))), None)
+
+
+def _entry(line: str) -> dict[str, Any] | None:
+    """A line of metrics.jsonl; None where the process died while writing it."""
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return entry if isinstance(entry, dict) and {"kind", "step"} <= entry.keys() else None

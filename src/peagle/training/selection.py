@@ -1,4 +1,4 @@
-"""Which head of a run is the best one, and when no better one is to be expected."""
+"""The best head of a run, and when to stop waiting for a better one."""
 
 from __future__ import annotations
 
@@ -15,14 +15,10 @@ class Selection:
     The figure is the simulated acceptance length of serving, at `run.select_k`, greedy or at the
     validation's temperature as `run.select` says. Of equal ones the lower loss is better.
 
-    Args:
-        run: the run's options.
-        depth: K_train, which `run.select_k` is where it is left out.
-
     Attributes:
         best: step, k, select ("greedy" or "sampled"), temperature, acceptance_length and the whole
             validation of the best head; None before the first.
-        stale: validations since.
+        stale: validations since then.
     """
 
     def __init__(self, run: RunSection, depth: int) -> None:
@@ -67,7 +63,7 @@ class Selection:
         return {"best": self.best, "stale": self.stale}
 
     def restore(self, data: dict[str, Any]) -> None:
-        """Go on from what `to_json` gave; a best by another figure counts no more."""
+        """Take what `to_json` gave; a best head by another figure is forgotten."""
         best = data.get("best")
         figure = {"k": self.k, "select": self.select, "temperature": self.temperature}
         if best and figure.items() <= best.items():

@@ -35,7 +35,7 @@ _WEIGHTS = "weights."
 _OPTIMIZER = "optimizer."
 # A file is put together in memory before it is written.
 _FILE_BYTES = 2 << 30
-# The only fact in which a resumed run may differ from the one that it goes on.
+# The only fact that a resumed run may change.
 _MAY_CHANGE = "optimizer.steps"
 # Facts by the keys of the configuration, where those are other ones.
 _KEYS = {
@@ -58,7 +58,7 @@ def save_state(
     """Write a checkpoint beside the last one, then put it in its place.
 
     An interrupt, a killed process or a full disk while writing leaves the last checkpoint whole.
-    `progress` is JSON that the resumed run gets back.
+    `progress` is JSON, which `load_state` gives back.
 
     Raises:
         UserError: it could not be written (a full disk for one); in all processes.
@@ -73,18 +73,18 @@ def save_state(
                 tensors[f"{_OPTIMIZER}{key}.{names[id(parameter)]}"] = value.detach()
 
     def begin() -> None:
-        with _told(folder):
+        with _write_errors(folder):
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
 
     def finish() -> None:
-        with _told(folder):
+        with _write_errors(folder):
             (partial / "state.json").write_text(json.dumps(record, indent=2) + "\n")
             _replace(folder, partial)
 
     try:
         processes.first(begin)
-        with _told(folder), _quiet():
+        with _write_errors(folder), _quiet():
             writer = HuggingFaceStorageWriter(
                 str(partial), fqn_to_index_mapping=_files(tensors), save_distributed=True
             )
@@ -103,7 +103,7 @@ def load_state(
     facts: dict,
     processes: Processes = ALONE,
 ) -> tuple[int, dict]:
-    """Put a checkpoint into model and optimizer; returns the step to go on from, and the progress.
+    """Put a checkpoint into model and optimizer; returns its step and the progress.
 
     Raises:
         UserError: there is none, it is broken, or `facts` differ in more than `optimizer.steps`.
@@ -135,6 +135,16 @@ def load_state(
                 if names[id(parameter)] in states:
                     optimizer.state[parameter] = states[names[id(parameter)]]
     return record["step"], record.get("progress", {})
+
+
+def read_progress(folder: Path) -> dict:
+    """The progress that `save_state` wrote; empty without a readable checkpoint."""
+    for place in (folder, _previous(folder)):
+        try:
+            return json.loads((place / "state.json").read_text()).get("progress", {})
+        except (OSError, json.JSONDecodeError, AttributeError):
+            continue
+    return {}
 
 
 def _files(tensors: dict[str, Tensor]) -> dict[str, int]:
@@ -176,9 +186,9 @@ def _require_same(folder: Path, record: dict, facts: dict) -> None:
     ]
     if changes:
         raise UserError(
-            f"The checkpoint {str(folder)!r} was made with {', '.join(changes)}. To go on, restore "
-            f"what it was made with; only {_MAY_CHANGE} may change. Or start anew in another "
-            "output folder."
+            f"The checkpoint {str(folder)!r} was made with {', '.join(changes)}. To resume, "
+            f"restore what it was made with; only {_MAY_CHANGE} may change. Or start anew in "
+            "another output folder."
         )
 
 
@@ -214,7 +224,7 @@ def _previous(folder: Path) -> Path:
 
 
 @contextmanager
-def _told(folder: Path) -> Iterator[None]:
+def _write_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, CheckpointException) as error:
@@ -239,7 +249,7 @@ def _cause(error: BaseException) -> BaseException:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """DCP warns of a single process; it is told that there is one."""
+    """Without DCP's warning about a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

@@ -22,6 +22,7 @@ from peagle.training.training_methods import Graded, Selected, TrainingMethod
 
 # Pairs of elements that a mask may hold.
 _VALIDATION_PAIRS = 1 << 27
+Parts = list[tuple[Selected, Grade]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class TrainingStep:
         method: how its elements are chosen and computed.
         training, validation: how they are graded.
         segments: of the two-pass partition.
-        processes: who else has rows of the same batch.
+        processes: those that share the rows of a batch.
     """
 
     def __init__(
@@ -76,8 +77,7 @@ class TrainingStep:
     def lay_out(self, batch: Batch, generator: torch.Generator) -> PartitionLayout | None:
         """Sample the elements of a batch and split them; None for EAGLE-3, which has all.
 
-        On the host, ahead of the step, it costs nothing: on a GPU each of its decisions would let
-        the device run dry.
+        It runs on the host, ahead of the step: on a GPU each decision would make the device wait.
         """
         if self.method.section.name == "eagle3":
             return None
@@ -93,9 +93,11 @@ class TrainingStep:
             batch, states: on the device of the head.
             generator: of the element sampling, where the batch has no layout yet.
         """
-        parts: list[tuple[Selected, Grade]] = []
+        parts: Parts = []
         if self.method.section.name == "eagle3":
-            weight = self._weight(self._weight_down_to(batch.deepest_BN))
+            depths_K = torch.arange(self.method.section.depth, device=batch.deepest_BN.device)
+            counts_K = (batch.deepest_BN.unsqueeze(-1) >= depths_K).sum((0, 1))
+            weight = self._weight((self.training.weights(depths_K) * counts_K).sum())
             graded = eagle3_graded(self.drafter, batch, states, self.method)
             loss = self._graded_loss(graded, states, weight, parts)
             loss.backward()
@@ -148,25 +150,15 @@ class TrainingStep:
         """The denominator of the loss: the weights of all processes' elements."""
         return self.processes.sum(own).clamp_min(1)
 
-    def _weight_down_to(self, deepest_BN: Tensor) -> Tensor:
-        """Sum of the weights of all elements down to the deepest of each anchor."""
-        depths_K = torch.arange(self.method.section.depth, device=deepest_BN.device)
-        counts_K = (deepest_BN.unsqueeze(-1) >= depths_K).sum((0, 1))
-        return (self.training.weights(depths_K) * counts_K).sum()
-
     def _graded_loss(
-        self,
-        graded: Graded,
-        states: TargetStates,
-        weight: Tensor,
-        parts: list[tuple[Selected, Grade]],
+        self, graded: Graded, states: TargetStates, weight: Tensor, parts: Parts
     ) -> Tensor:
         grade = self.training.grade(graded, states)
         parts.append((graded.selected, grade))
         return grade.loss / weight
 
 
-def _joined(parts: list[tuple[Selected, Grade]], loss: Tensor) -> GradedElements:
+def _joined(parts: Parts, loss: Tensor) -> GradedElements:
     """All parts as one, since a chain is spread over them."""
     return GradedElements(
         row=torch.cat([selected.row for selected, _ in parts]),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
-# For `dataclasses.field`: this one is read on the host and stays there.
+# Metadata of a dataclass field whose tensor stays on the host.
 ON_HOST = {"on_host": True}
 
 
@@ -32,7 +32,7 @@ def map_tensors(thing: T, function: Callable[[Tensor], Tensor]) -> T:
 
 
 def moved(thing: T, device: torch.device) -> T:
-    """On a device; from pinned memory nobody waits for the copies."""
+    """Copy to a device; copies from pinned memory are asynchronous."""
     return map_tensors(thing, lambda tensor: tensor.to(device, non_blocking=True))
 
 
@@ -42,7 +42,7 @@ def pinned(thing: T) -> T:
 
 
 def owned_by(thing: T, stream: torch.cuda.Stream) -> T:
-    """The same, its memory not reused before what `stream` has been given is done."""
+    """Keep the memory of `thing` until `stream` has done its work on it."""
 
     def record(tensor: Tensor) -> Tensor:
         if tensor.is_cuda:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +19,28 @@ from peagle.data.features import TargetStates
 from peagle.engine.placement import resolve_dtype
 from peagle.errors import UserError
 from peagle.models.checkpoint import LENGTH_KEY, save_drafter, write_json
-from peagle.models.drafter import Drafter
 from peagle.models.fingerprint import TargetFingerprint
-from peagle.models.target_facts import TargetFacts
 from peagle.models.target_shape import TargetShape
-from peagle.training.budget import Budget, choose_memory
 from peagle.training.config import TrainConfig
 from peagle.training.distributed import ALONE, Processes
 from peagle.training.element_attention import dense_attention, flex_attention
-from peagle.training.history import History
 from peagle.training.inputs import Inputs
-from peagle.training.memory import StepMemory
+from peagle.training.masters import build_masters
 from peagle.training.objective import Objective
 from peagle.training.optimizers import build_optimizers
 from peagle.training.provenance import provenance
-from peagle.training.reporting import TrainingReport, ValidationWindow, Window, require_finite
+from peagle.training.reporting import (
+    History,
+    TrainingReport,
+    ValidationWindow,
+    Window,
+    require_finite,
+)
 from peagle.training.selection import Selection
-from peagle.training.sharded_masters import build_masters
-from peagle.training.state import load_state, save_state
+from peagle.training.state import load_state, read_progress, save_state
 from peagle.training.step import GradedElements, TrainingStep
-from peagle.training.step_shape import BatchShape, StepShape, kernels_of
+from peagle.training.step_estimate import BatchShape, StepMemory, StepShape, kernels_of
+from peagle.training.step_probe import Budget, StepProbe, choose_memory, step_ways
 from peagle.training.training_methods import TrainingMethod
 from peagle.training.vocabulary import vocabulary_report
 
@@ -49,7 +52,7 @@ class TrainingStopped(Exception):
     """A requested stop: the checkpoint holds the step that was reached."""
 
     def __init__(self, step: int, steps: int) -> None:
-        super().__init__(f"stopped at step {step} of {steps}; go on with --resume")
+        super().__init__(f"stopped at step {step} of {steps}; continue with --resume")
 
 
 class Trainer:
@@ -63,8 +66,8 @@ class Trainer:
         report: receives progress, in the first process.
         processes: those that share the rows of every batch; all of them make a trainer and call
             the same methods of it.
-        begin: is told by name what the trainer begins to do, before and between steps.
-        stepped: is told of each step that is done.
+        begin: receives the name of what the trainer begins to do, before and between steps.
+        stepped: receives the number of each step that is done.
 
     Raises:
         UserError: target, data or configuration are not usable.
@@ -86,9 +89,9 @@ class Trainer:
         self.history = History(config.output, write=processes.is_first)
         self.device = processes.device(run.device)
         if self.device.type == "cuda":
-            # The frozen target in float32: TF32 products are twice as exact as bfloat16 ones.
+            # For a frozen target in float32: TF32 products are twice as exact as bfloat16 ones.
             torch.set_float32_matmul_precision("high")
-        budget = Budget.of(run, self.device).shared(processes)
+        budget = Budget.of(run, self.device)
         begin("loading the target, reading the data")
         self.inputs = Inputs.load(config, self.device)
         self.target, data = self.inputs.target, config.data
@@ -105,13 +108,11 @@ class Trainer:
         built = self.inputs.build_head()
         self.drafter, self.warm_start = built.drafter, built.warm_start
         self.vocabulary = vocabulary_report(self.drafter, self.dataset, self.validation)
-        self.memory = _plan_memory(config, self.drafter, self.stream, self.device, budget)
         precision = resolve_dtype(run.precision, self.device)
         self.masters = build_masters(self.drafter, precision, processes)
         self.optimizers = build_optimizers(self.masters.named(), config.optimizer)
-        self._step = _build_step(
-            config, self.drafter, self.target, self.device, processes, self.memory
-        )
+        self.memory = self._choose_memory(budget)
+        self._step = self._build_step(self.memory.segments, self.memory.recompute, processes)
         self.step = 0
         self.num_tokens = 0
         self.seconds = self._before = 0.0
@@ -128,11 +129,11 @@ class Trainer:
 
         The head that is kept is the best one by `selection`, or without validation data the newest;
         the end comes early where no better one is to be expected (`run.patience`). Once
-        `stop_requested` is set, the step at hand is finished and saved, and `TrainingStopped` says
-        where to go on.
+        `stop_requested` is set, the step at hand is finished and saved, and `TrainingStopped` names
+        the step.
 
         Args:
-            resume: go on from the checkpoint in the output folder.
+            resume: continue from the checkpoint in the output folder.
 
         Raises:
             UserError: no checkpoint to resume from, or one beyond the last step; one that would be
@@ -152,11 +153,14 @@ class Trainer:
                     f"optimizer.steps is {config.optimizer.steps}, but the checkpoint "
                     f"{str(checkpoint)!r} is of step {self.step}; expected at least that many."
                 )
-            self._restore(progress)
+            # Checkpoints of older versions lack these.
+            self.seconds = progress.get("seconds", 0.0)
+            self.num_tokens = progress.get("tokens", 0)
+            self.selection.restore(progress.get("selection", {}))
         elif checkpoint.exists():
             raise UserError(
-                f"{str(checkpoint)!r} holds an earlier run; go on with --resume or choose another "
-                "output."
+                f"{str(checkpoint)!r} holds an earlier run; continue with --resume or choose "
+                "another output."
             )
         steps, run = config.optimizer.steps, config.run
         self._begin("hashing the data")
@@ -209,8 +213,82 @@ class Trainer:
             window.add(self._step.evaluate(batch, states), batch)
         return self._reported("validation", window)
 
+    def measure_memory(self) -> StepMemory:
+        """The memory of a step as this run takes it, measured on its GPU."""
+        if not self.memory.parts:
+            return self.memory
+        segments, recompute = self.memory.segments, self.memory.recompute
+        with self._probe() as probe:
+            peak = probe.peak(segments, recompute)
+        return self.memory if peak is None else StepMemory(segments, recompute, peak, {})
+
+    def measure_speed(self, steps: int = 4) -> float:
+        """Tokens a second of a few steps after the first, which compiles; they move the weights."""
+        num_tokens, started = 0, 0.0
+        for index, (batch, states) in enumerate(self.inputs.source(self._batch_at).range(0, steps)):
+            self._train_step(batch, states)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            if index == 0:
+                started = time.perf_counter()
+            else:
+                num_tokens += batch.num_tokens
+        return num_tokens / (time.perf_counter() - started)
+
+    def _choose_memory(self, budget: Budget) -> StepMemory:
+        """Segments and recomputation, where the configuration leaves them open."""
+        config, device, world_size = self.config, self.device, self.processes.world_size
+        target, batch = TargetShape.read(config.target), BatchShape.of(self.stream)
+        shape = StepShape(config, self.drafter.config, target, batch, device, world_size)
+        stored = read_progress(config.output / "checkpoint").get("step_memory")
+        choose = partial(
+            choose_memory,
+            shape,
+            config.run,
+            budget,
+            stored=None if stored is None else (stored["segments"], stored["recompute_layers"]),
+            processes=self.processes,
+        )
+        is_fixed = len(list(step_ways(config.run, config.method.name))) == 1
+        if device.type != "cuda" or (is_fixed and not budget.is_given):
+            return choose()
+        self._begin("measuring the memory of a step")
+        with self._probe() as probe:
+            return choose(measure=probe.peak)
+
+    def _probe(self) -> StepProbe:
+        return StepProbe(
+            self.drafter,
+            self.masters,
+            self.optimizers,
+            self.inputs,
+            self.stream.largest(),
+            partial(self._build_step, processes=ALONE),
+        )
+
+    def _build_step(self, segments: int, recompute: bool, processes: Processes) -> TrainingStep:
+        """What computes gradients, as the run section says."""
+        run, section = self.config.run, self.config.method
+        flex, compiled = kernels_of(self.config, self.device)
+        attention = flex_attention if flex else dense_attention
+        method = TrainingMethod(
+            section, attention, flex=flex, recompute=recompute, compiled=compiled
+        )
+        training, validation = (
+            Objective(
+                self.drafter,
+                self.target,
+                section,
+                run.loss_chunk_rows,
+                whole_vocabulary=whole,
+                temperature=run.validation_temperature if whole else 0.0,
+            )
+            for whole in (False, True)
+        )
+        return TrainingStep(self.drafter, method, training, validation, segments, processes)
+
     def _agree(self, batch: Batch) -> bool:
-        """Meet the other processes: does one of them stop, how many tokens did all learn from?"""
+        """Whether a process asks to stop; adds the tokens of all processes."""
         stops, num_tokens = self.processes.sum(
             torch.tensor([int(self.stop_requested), batch.num_tokens])
         ).tolist()
@@ -218,7 +296,7 @@ class Trainer:
         return stops > 0
 
     def _due(self, every: int) -> bool:
-        """Whether it is time for what is done every so many steps, and at the end."""
+        """Whether a task of every so many steps, and of the last step, is to be done now."""
         return self.step % every == 0 or self.step == self.config.optimizer.steps
 
     def _select(self) -> None:
@@ -252,6 +330,10 @@ class Trainer:
             "seconds": self.seconds,
             "tokens": self.num_tokens,
             "selection": self.selection.to_json(),
+            "step_memory": {
+                "segments": self.memory.segments,
+                "recompute_layers": self.memory.recompute,
+            },
         }
         save_state(
             checkpoint,
@@ -265,19 +347,19 @@ class Trainer:
         if self.selection.best is None:
             self._save_head()
 
-    def _restore(self, progress: dict[str, Any]) -> None:
-        """Go on from what `_save` wrote; checkpoints of older versions lack it."""
-        self.seconds = progress.get("seconds", 0.0)
-        self.num_tokens = progress.get("tokens", 0)
-        self.selection.restore(progress.get("selection", {}))
-
     def _save_head(self) -> None:
         folder, dtype = self.config.output / "head", self.config.run.save_dtype
         longest = self.dataset.longest
-        record = self._record()
+        record, fingerprint = self._record(), TargetFingerprint.of(self.target)
 
         def save() -> None:
-            save_head(self.drafter, self.target, folder, dtype, longest)
+            save_drafter(
+                folder,
+                self.drafter,
+                fingerprint=fingerprint,
+                extra={LENGTH_KEY: longest},
+                dtype=getattr(torch, dtype),
+            )
             write_json(folder / _RECORD_NAME, record)
 
         self.processes.first(save)
@@ -320,7 +402,7 @@ class Trainer:
             self.report(report)
 
     def _facts(self) -> dict[str, Any]:
-        """What a resumed run must have in common with the one that it goes on."""
+        """Facts that a resumed run must share with its checkpoint."""
         config = self.config
         return {
             "method": config.method.facts(),
@@ -333,7 +415,7 @@ class Trainer:
         }
 
     def _provenance(self) -> dict[str, Any]:
-        """Where the run comes from, taken before it: commit and files may change meanwhile."""
+        """The origin of the run, read before it starts: commit and files may change meanwhile."""
         config, data = self.config, self.config.data
         sets = {"train": data_facts(data.train, self.dataset), "validation": None}
         if data.validation is not None and self.validation is not None:
@@ -349,8 +431,12 @@ class Trainer:
         }
 
     def _record(self) -> dict[str, Any]:
-        """What train.json holds: where the run comes from, how far it is, how good the head is."""
-        planned = self.config.optimizer.steps
+        """The content of train.json: origin and progress of the run, and quality of its head."""
+        planned, reason = self.config.optimizer.steps, None
+        if self.step == planned:
+            reason = "steps"
+        elif self.selection.exhausted:
+            reason = "patience"
         self.seconds = self._before + time.perf_counter() - self._started
         return {
             **self._origin,
@@ -366,17 +452,11 @@ class Trainer:
             "planned_memory_bytes": self.memory.total,
             "tokens": self.num_tokens,
             "seconds": self.seconds,
-            "stop_reason": self._stop_reason(),
+            "stop_reason": reason,  # none while other steps are to follow
             "final": self.history.last(),
             "validation": self.history.last("validation"),
             "best": self.selection.best,
         }
-
-    def _stop_reason(self) -> str | None:
-        """Why no step follows the last one; None while others are to follow."""
-        if self.step == self.config.optimizer.steps:
-            return "steps"
-        return "patience" if self.selection.exhausted else None
 
     def _finish(self) -> dict[str, Any]:
         """Write the record of the run, beside the head and with it."""
@@ -386,57 +466,3 @@ class Trainer:
                 if folder.is_dir():
                     write_json(folder / _RECORD_NAME, record)
         return record
-
-
-def _plan_memory(
-    config: TrainConfig,
-    drafter: Drafter,
-    stream: BatchStream,
-    device: torch.device,
-    budget: Budget,
-) -> StepMemory:
-    """Segments and recomputation, where the configuration leaves them open."""
-    target, batch = TargetShape.read(config.target), BatchShape.of(stream)
-    world_size = stream.world_size
-    shape = StepShape.of(config, drafter.config, target, batch, device, world_size=world_size)
-    return choose_memory(shape, config.run, budget)
-
-
-def _build_step(
-    config: TrainConfig,
-    drafter: Drafter,
-    target: TargetFacts,
-    device: torch.device,
-    processes: Processes,
-    memory: StepMemory,
-) -> TrainingStep:
-    """What computes gradients, as the run section says."""
-    run, section = config.run, config.method
-    flex, compiled = kernels_of(config, device)
-    method = TrainingMethod(
-        section,
-        flex_attention if flex else dense_attention,
-        flex=flex,
-        recompute=memory.recompute,
-        compiled=compiled,
-    )
-    training, validation = (
-        Objective(
-            drafter,
-            target,
-            section,
-            run.loss_chunk_rows,
-            whole_vocabulary=whole,
-            temperature=run.validation_temperature if whole else 0.0,
-        )
-        for whole in (False, True)
-    )
-    return TrainingStep(drafter, method, training, validation, memory.segments, processes)
-
-
-def save_head(
-    drafter: Drafter, target: TargetFacts, folder: Path, dtype: str, longest: int
-) -> None:
-    """Write the head as it stands, vLLM style, with the target's fingerprint and its reach."""
-    mark, facts = TargetFingerprint.of(target), {LENGTH_KEY: longest}
-    save_drafter(folder, drafter, fingerprint=mark, extra=facts, dtype=getattr(torch, dtype))

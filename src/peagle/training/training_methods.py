@@ -1,4 +1,4 @@
-"""What the training methods share: graded elements, and the head's layers run on them.
+"""Code that both training methods share: graded elements, and the head's layers run on them.
 
 Shapes: B rows, N positions, E elements, M graded elements, D drafter width.
 """
@@ -114,11 +114,8 @@ class TrainingMethod:
     ) -> Elements:
         """P-EAGLE's elements of a batch.
 
-        Args:
-            batch: the rows.
-            generator: of the element sampling; it draws for the whole batch, so that what a row
-                gets does not depend on how many processes share the rows.
-            everything: no conditional drop, as validation wants it.
+        The generator draws for the whole batch, so that what a row gets does not depend on how many
+        processes share the rows. `everything`: no conditional drop, for validation.
         """
         section, deepest_BN = self.section, batch.deepest_BN
         shape = (batch.num_rows, deepest_BN.shape[1])
@@ -148,8 +145,8 @@ class TrainingMethod:
 
         Args:
             drafter: the head.
-            embedding, hidden: [..., D]; dimensions of 1 stand for equal rows until attention tells
-                them apart by position, so that layer 0 projects one row for all mask slots.
+            embedding, hidden: [..., D]; a dimension of 1 stands for equal rows, which attention
+                distinguishes, so that layer 0 projects one row for all mask slots.
             positions: int64 [...], which decides the shape of the result.
             attend: as in `Drafter.forward`; with `recompute` it is called again going backward.
             light: keep no inner states of the MLPs; they are computed again going backward.
@@ -192,28 +189,28 @@ class TrainingMethod:
 
 @cache
 def _compiled_layer() -> tuple[Callable[..., tuple[Tensor, ...]], Callable[..., Tensor]]:
-    """The layer's parts before and after attention, compiled for each shape."""
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    return _compiled(DrafterLayer.before_attention), _compiled(DrafterLayer.after_attention)
+    """The layer's parts before and after attention, compiled for each shape.
 
-
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled function that computes again going backward what costs no product.
-
-    By itself the compiler keeps whatever a product reads, silu(gate) * up and the normed states
-    among it: 40 of 124 KiB for an element and layer of a head of width 4,096.
+    Going backward they compute again what costs no product. By itself the compiler keeps whatever a
+    product reads, silu(gate) * up and the normed states among it: 40 of 124 KiB for an element and
+    layer of a head of width 4,096.
     """
-    run = torch.compile(function, dynamic=False)
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
 
-    def call(*arguments: Any) -> Any:
-        with functorch_config.patch(ban_recompute_materialized_backward=False):
-            return run(*arguments)
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        run = torch.compile(function, dynamic=False)
 
-    return call
+        def call(*arguments: Any) -> Any:
+            with functorch_config.patch(ban_recompute_materialized_backward=False):
+                return run(*arguments)
+
+        return call
+
+    return compiled(DrafterLayer.before_attention), compiled(DrafterLayer.after_attention)
 
 
 def tokens_after(tokens_BN: Tensor) -> Tensor:
-    """x[a+1] of each anchor a, [B, N] (of the last one: itself; nobody learns from it)."""
+    """x[a+1] of each anchor a, [B, N]; the last one, which is not graded, repeats x[a]."""
     return torch.cat((tokens_BN[:, 1:], tokens_BN[:, -1:]), dim=1)
 
 

@@ -1,6 +1,7 @@
-"""What a training run will take, before anything runs: data, memory, disk and hours.
+"""What a training run takes, before it starts: data, memory, disk and hours.
 
-Read are the configuration, the data and the target's config.json and tokenizer; no weights.
+On a GPU that is here a few steps run, and the plan reports what they took. Elsewhere the plan is an
+estimate from the configuration, the data and the target's config.json and tokenizer.
 """
 
 from __future__ import annotations
@@ -15,25 +16,33 @@ import torch
 
 from peagle.data.batches import BatchStream
 from peagle.data.dataset import ResponseDataset
-from peagle.data.feature_format import StoredDtype, StoreFacts, num_graded
+from peagle.data.feature_format import StoreFacts, num_graded
 from peagle.engine.memory_plan import size_text
 from peagle.engine.placement import resolve_device
 from peagle.errors import UserError
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target import load_tokenizer
 from peagle.models.target_shape import TargetShape
-from peagle.training.budget import Budget, choose_memory, least_memory
 from peagle.training.build import planned_shape
 from peagle.training.config import TrainConfig
-from peagle.training.memory import StepMemory, step_memory
-from peagle.training.step_shape import BatchShape, HeadParameters, StepShape, stored_dtype
-from peagle.training.work import MeanRow, StepWork, step_work
+from peagle.training.step_estimate import (
+    BatchShape,
+    StepMemory,
+    StepShape,
+    estimate_flops,
+    estimate_memory,
+    stored_dtype,
+)
+from peagle.training.step_probe import Budget, choose_memory, step_ways
+from peagle.training.trainer import Trainer
 
 # Of an H100-class GPU over a whole step, in bfloat16 (its peak is 989).
 GPU_TFLOPS = 450.0
 # Of a shorter step the arithmetic says little: launching kernels and reading data decide.
 LEAST_STEP_SECONDS = 0.05
-SHOWN_SEGMENTS = (1, 2, 4, 8)
+_SHOWN_SEGMENTS = (1, 2, 4, 8)
+# A name with its text, or a heading without one.
+Row = tuple[str, str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,48 +52,12 @@ class Where:
     Attributes:
         gpu_memory_gib: of a GPU that need not be here; None plans for this machine.
         num_gpus: processes that share the run.
-        tokens_per_s: as measured, padding left out, of the whole run; None computes it.
+        tokens_per_s: as measured, padding left out, of the whole run.
     """
 
     gpu_memory_gib: float | None = None
     num_gpus: int = 1
     tokens_per_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Disk:
-    """Bytes on disk.
-
-    Attributes:
-        checkpoint, head: in the output folder.
-        store: stored features of the training data, if somebody made them.
-        free: where the output folder lies.
-    """
-
-    checkpoint: int
-    head: int
-    store: int
-    free: int
-
-    @property
-    def needed(self) -> int:
-        """What a run writes: the new one appears beside the old."""
-        return 2 * (self.checkpoint + self.head)
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """How fast a run is.
-
-    Attributes:
-        tokens_per_s: without padding, of the whole run.
-        hours: of all steps; validation and saving are left out.
-        basis: what that rests on.
-    """
-
-    tokens_per_s: float
-    hours: float
-    basis: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +68,15 @@ class TrainingPlan:
         config: the run.
         shape: a step of one process.
         stream: its batches.
-        budget: what a step may take.
-        memory: the way to run it, or the one that takes least where none fits.
-        by_segments: peaks at some numbers of segments, layers recomputed as chosen.
-        work: of a step of one process.
-        disk, pace: the latter None where nothing says how fast the machine is: on a CPU, and where
-            a GPU's arithmetic takes less than LEAST_STEP_SECONDS a step.
-        problem: why it cannot run; "" if it can.
+        budget: the memory that a step may take.
+        memory: the way to run a step, or the one that takes least where none fits.
+        by_segments: estimates at some numbers of segments, layers recomputed as chosen.
+        flops: of a step of one process, by what they are for.
+        disk: bytes of the checkpoint, of the head and of the stored features, and those that are
+            free where the output folder lies.
+        tokens_per_s, basis: speed of the whole run, padding left out, and what that rests on; None
+            and "" where the speed is unknown.
+        problem: why the run is refused; "" if it is not.
     """
 
     config: TrainConfig
@@ -110,23 +85,35 @@ class TrainingPlan:
     budget: Budget
     memory: StepMemory
     by_segments: tuple[StepMemory, ...]
-    work: StepWork
-    disk: Disk
-    pace: Pace | None
+    flops: dict[str, int]
+    disk: dict[str, int]
+    tokens_per_s: float | None
+    basis: str
     problem: str
+
+    @property
+    def hours(self) -> float | None:
+        """Of all steps; validation and saving are left out."""
+        if self.tokens_per_s is None:
+            return None
+        tokens = self.config.optimizer.steps * self.stream.tokens_per_step
+        return tokens / self.tokens_per_s / 3600
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object; sizes in bytes."""
         config, shape, stream = self.config, self.shape, self.stream
-        head = dataclasses.asdict(shape.head)
-        parameters = {"total": shape.parameters.total, "trained": shape.parameters.trained}
+        pace = {"tokens_per_s": self.tokens_per_s, "hours": self.hours, "basis": self.basis}
         return {
             "target": {
                 "name": shape.target.name,
                 "parameters": shape.target.num_parameters,
                 "dtype": _name(shape.target_dtype),
             },
-            "head": {**head, "parameters": parameters, "dtype": _name(shape.dtype)},
+            "head": {
+                **dataclasses.asdict(shape.head),
+                "parameters": {"total": shape.num_parameters, "trained": shape.num_trained},
+                "dtype": _name(shape.dtype),
+            },
             "data": {
                 "sequences": len(stream.dataset),
                 "tokens": len(stream.dataset.tokens),
@@ -141,31 +128,109 @@ class TrainingPlan:
             "epochs": config.optimizer.steps / stream.steps_per_epoch,
             "processes": shape.world_size,
             "device": shape.device.type,
-            "elements": {"computed": self.work.elements, "graded": self.work.graded},
             "memory": {
                 "budget": self.budget.size,
                 "budget_source": self.budget.source,
                 **_memory_json(self.memory),
                 "by_segments": [_memory_json(memory) for memory in self.by_segments],
             },
-            "disk": dataclasses.asdict(self.disk),
-            "flops_per_step": {**self.work.parts, "total": self.work.total},
-            "pace": None if self.pace is None else dataclasses.asdict(self.pace),
+            "disk": self.disk,
+            "flops_per_step": {**self.flops, "total": sum(self.flops.values())},
+            "pace": None if self.tokens_per_s is None else pace,
             "problem": self.problem,
         }
 
+    def __str__(self) -> str:
+        source = "estimated" if self.memory.parts else "measured"
+        rows = [
+            *self._run_rows(),
+            (f"memory: {size_text(self.memory.total)} at the peak, {source}", None),
+            *self._memory_rows(),
+            ("disk", None),
+            *self._disk_rows(),
+            ("time", None),
+            *self._time_rows(),
+        ]
+        width = max(len(name) for name, text in rows if text is not None)
+        lines = [name if text is None else f"  {name:<{width}}  {text}" for name, text in rows]
+        return "\n".join([f"{self.config.method.name} head for {self.shape.target.name}", *lines])
+
+    def _run_rows(self) -> list[Row]:
+        shape, stream = self.shape, self.stream
+        head, dataset, target = shape.head, stream.dataset, shape.target
+        steps, epoch = self.config.optimizer.steps, stream.steps_per_epoch
+        stored = ", from stored features" if shape.is_stored else ""
+        vocabulary = f"{head.draft_vocab_size:,} of {head.vocab_size:,} tokens"
+        frozen = f", {shape.num_frozen / 1e6:,.1f}M of them frozen" if shape.num_frozen else ""
+        gpus = f" on {shape.world_size} GPUs" if shape.world_size > 1 else ""
+        batch = f"{stream.num_rows} x {stream.row_length:,} positions{gpus}, {stream.fill:.0%}"
+        return [
+            (
+                "target",
+                f"{_millions(target.num_parameters)} in {_name(shape.target_dtype)}{stored}",
+            ),
+            ("head", f"{head.num_layers} layers of width {head.hidden_size:,}, {vocabulary}"),
+            ("", f"{_millions(shape.num_parameters)}{frozen} in {_name(shape.dtype)}"),
+            (
+                "data",
+                f"{len(dataset):,} sequences, {len(dataset.tokens):,} tokens, the longest has "
+                f"{dataset.longest:,}",
+            ),
+            ("batch", f"{batch} of them tokens: {stream.tokens_per_step:,.0f} tokens"),
+            ("steps", f"{steps:,}, {epoch:,} an epoch: {steps / epoch:,.2f} epochs"),
+        ]
+
+    def _memory_rows(self) -> list[Row]:
+        memory, parts = self.memory, self.memory.parts.items()
+        rows: list[Row] = [(n, size_text(s)) for n, s in sorted(parts, key=lambda part: -part[1])]
+        rows.append(("may take", f"{size_text(self.budget.size)} ({self.budget.source})"))
+        if self.config.method.name == "peagle":
+            layers = "recomputed" if memory.recompute else "kept"
+            segments = f"{memory.segments} segment" + "s" * (memory.segments > 1)
+            title = "takes least" if memory.total > self.budget.size else "chosen"
+            peaks = ", ".join(f"S={m.segments} {size_text(m.total)}" for m in self.by_segments)
+            rows.append((title, f"{segments}, layers {layers}"))
+            rows.append(("by segments", f"{peaks}, estimated"))
+        return rows
+
+    def _disk_rows(self) -> list[Row]:
+        disk, stored = self.disk, "" if self.shape.is_stored else "would take "
+        too_little = ", too little" if _needed_on_disk(disk) > disk["free"] else ""
+        dtype = stored_dtype(self.config.data)
+        return [
+            ("checkpoint", f"{size_text(disk['checkpoint'])}, twice while it is written"),
+            ("head", size_text(disk["head"])),
+            ("stored features", f"{stored}{size_text(disk['store'])} in {dtype}"),
+            ("free", size_text(disk["free"]) + too_little),
+        ]
+
+    def _time_rows(self) -> list[Row]:
+        total, hours = sum(self.flops.values()), self.hours
+        parts = sorted(self.flops.items(), key=lambda part: -part[1])
+        shares = ", ".join(f"{name} {size / total:.0%}" for name, size in parts)
+        size = f"{total / 1e12:,.0f} TFLOP" if total >= 1e13 else f"{total / 1e9:,.1f} GFLOP"
+        rows: list[Row] = [("a step", f"about {size} ({shares})")]
+        if hours is None:
+            is_gpu = self.shape.device.type == "cuda"
+            why = "unknown, the step is too small" if is_gpu else "unknown"
+            return [*rows, ("all steps", f"{why}; measure a few steps and give --tokens-per-s")]
+        time = f"{hours:,.1f} hours" if hours >= 1 else f"{hours * 60:,.1f} minutes"
+        return [
+            *rows,
+            ("speed", f"{self.tokens_per_s:,.0f} tokens/s, {self.basis}"),
+            ("all steps", f"{time}, without validation and saving"),
+        ]
+
 
 def make_plan(config: TrainConfig, where: Where) -> TrainingPlan:
-    """Plan a run.
+    """Plan a run; for one process on a GPU that is here, run a few steps of it.
 
     Raises:
-        UserError: target, data or configuration are not usable. That it does not fit is no error
-            here but the plan's `problem`.
+        UserError: target, data or configuration are not usable. That the run does not fit is no
+            error here but the plan's `problem`.
     """
-    device = _device(config, where)
-    target = TargetShape.read(config.target)
-    tokenizer = load_tokenizer(config.target)
-    data = config.data
+    device, data = _device(config, where), config.data
+    target, tokenizer = TargetShape.read(config.target), load_tokenizer(config.target)
     dataset = ResponseDataset.load(data.train, tokenizer, target.vocab_size, data.max_length)
     stream = BatchStream(
         dataset,
@@ -174,29 +239,45 @@ def make_plan(config: TrainConfig, where: Where) -> TrainingPlan:
         config.run.seed,
         world_size=where.num_gpus,
     )
-    head = planned_shape(config, target, tokenizer)
-    batch = BatchShape.of(stream)
-    shape = StepShape.of(config, head, target, batch, device, world_size=where.num_gpus)
+    head, batch = planned_shape(config, target, tokenizer), BatchShape.of(stream)
+    shape = StepShape(config, head, target, batch, device, where.num_gpus)
     budget = Budget.of(config.run, device, where.gpu_memory_gib)
-    memory, problem = _chosen(shape, config, budget)
-    work = step_work(shape, MeanRow.of(stream), memory.segments, memory.recompute)
-    disk = _disk(config, shape, dataset)
-    if where.gpu_memory_gib is None and disk.needed > disk.free:
+    speed, basis, problem = where.tokens_per_s, "as given", ""
+    try:
+        if device.type == "cuda" and where.gpu_memory_gib is None and where.num_gpus == 1:
+            trainer = Trainer(config)
+            memory = trainer.measure_memory()
+            if speed is None:
+                speed, basis = trainer.measure_speed(), "measured"
+        else:
+            given = dataclasses.replace(budget, is_given=True)
+            memory = choose_memory(shape, config.run, given)
+    except UserError as error:
+        ways = (estimate_memory(shape, *w) for w in step_ways(config.run, config.method.name))
+        memory, problem = min(ways, key=lambda way: way.total), str(error)
+    flops, disk = estimate_flops(shape, memory.recompute), _disk(shape, dataset)
+    if where.gpu_memory_gib is None and (needed := _needed_on_disk(disk)) > disk["free"]:
         problem += (
-            f" A run writes {size_text(disk.needed)} to {str(config.output)!r}, where "
-            f"{size_text(disk.free)} are free; name another output, or free some."
+            f" A run writes {size_text(needed)} to {str(config.output)!r}, where "
+            f"{size_text(disk['free'])} are free; name another output, or free some."
         )
-    shown = SHOWN_SEGMENTS if config.method.name == "peagle" else (1,)
+    seconds = sum(flops.values()) / (GPU_TFLOPS * 1e12)
+    if speed is None and device.type == "cuda" and seconds >= LEAST_STEP_SECONDS:
+        speed = stream.tokens_per_step / seconds
+        basis = f"if an H100-class GPU sustains {GPU_TFLOPS:g} TFLOP/s"
+    shown = _SHOWN_SEGMENTS if config.method.name == "peagle" else (1,)
+    by_segments = tuple(estimate_memory(shape, count, memory.recompute) for count in shown)
     return TrainingPlan(
         config=config,
         shape=shape,
         stream=stream,
         budget=budget,
         memory=memory,
-        by_segments=tuple(step_memory(shape, count, memory.recompute) for count in shown),
-        work=work,
+        by_segments=by_segments,
+        flops=flops,
         disk=disk,
-        pace=_pace(config, shape, stream, work, where),
+        tokens_per_s=speed,
+        basis="" if speed is None else basis,
         problem=problem.strip(),
     )
 
@@ -218,64 +299,37 @@ def _device(config: TrainConfig, where: Where) -> torch.device:
     return torch.device("cuda")
 
 
-def _chosen(shape: StepShape, config: TrainConfig, budget: Budget) -> tuple[StepMemory, str]:
-    """The way to run a step, and what is wrong with it."""
-    asked = dataclasses.replace(budget, is_given=True)
-    try:
-        return choose_memory(shape, config.run, asked), ""
-    except UserError as error:
-        return least_memory(shape, config.run), str(error)
-
-
-def _disk(config: TrainConfig, shape: StepShape, dataset: ResponseDataset) -> Disk:
-    own: HeadParameters = shape.parameters
-    frozen = own.total - own.trained
-    weights = 4 * own.trained + shape.dtype.itemsize * frozen + own.buffer_bytes
-    folder = config.output.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    return Disk(
-        checkpoint=weights + shape.optimizer_bytes,
-        head=getattr(torch, config.run.save_dtype).itemsize * own.total + own.buffer_bytes,
-        store=_store_bytes(dataset, shape, stored_dtype(config.data)),
-        free=shutil.disk_usage(folder).free,
-    )
-
-
-def _store_bytes(dataset: ResponseDataset, shape: StepShape, dtype: StoredDtype) -> int:
-    """What `peagle data features` writes, but for headers."""
-    target = shape.target
+def _disk(shape: StepShape, dataset: ResponseDataset) -> dict[str, int]:
+    config, target = shape.config, shape.target
+    weights = 4 * shape.num_trained + shape.dtype.itemsize * shape.num_frozen + shape.buffer_bytes
+    save_size = getattr(torch, config.run.save_dtype).itemsize
     sizes = (target.vocab_size, target.hidden_size, target.num_layers)
-    unread = TargetFingerprint(Path(target.name).name, *sizes, None, "")
     facts = StoreFacts(
         dataset_sha256="",
         num_sequences=len(dataset),
         num_tokens=len(dataset.tokens),
         longest=0,
-        target=unread,
+        target=TargetFingerprint(Path(target.name).name, *sizes, None, ""),
         target_dtype="bfloat16",
         aux_layer_ids=shape.head.aux_layer_ids,
-        dtype=dtype,
+        dtype=stored_dtype(config.data),
     )
     graded = int(num_graded(dataset).sum())
-    return facts.num_tokens * facts.position_bytes + graded * facts.graded_bytes
+    folder = config.output.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return {
+        "checkpoint": weights + shape.optimizer_bytes,
+        "head": save_size * shape.num_parameters + shape.buffer_bytes,
+        # What `peagle data features` writes, but for headers.
+        "store": facts.num_tokens * facts.position_bytes + graded * facts.graded_bytes,
+        "free": shutil.disk_usage(folder).free,
+    }
 
 
-def _pace(
-    config: TrainConfig, shape: StepShape, stream: BatchStream, work: StepWork, where: Where
-) -> Pace | None:
-    if where.tokens_per_s is not None:
-        speed, basis = where.tokens_per_s, "as given"
-    elif shape.device.type == "cuda":
-        seconds = work.total / (GPU_TFLOPS * 1e12)
-        if seconds < LEAST_STEP_SECONDS:
-            return None
-        speed = stream.tokens_per_step / seconds
-        basis = f"if an H100-class GPU sustains {GPU_TFLOPS:g} TFLOP/s"
-    else:
-        return None
-    hours = config.optimizer.steps * stream.tokens_per_step / speed / 3600
-    return Pace(speed, hours, basis)
+def _needed_on_disk(disk: dict[str, int]) -> int:
+    """What a run writes: the new checkpoint and head appear beside the old ones."""
+    return 2 * (disk["checkpoint"] + disk["head"])
 
 
 def _memory_json(memory: StepMemory) -> dict[str, Any]:
@@ -283,9 +337,13 @@ def _memory_json(memory: StepMemory) -> dict[str, Any]:
         "segments": memory.segments,
         "recompute_layers": memory.recompute,
         "peak": memory.total,
-        "phase": memory.phase,
+        "is_measured": not memory.parts,
         "parts": memory.parts,
     }
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:,.1f}M parameters"
 
 
 def _name(dtype: torch.dtype) -> str:

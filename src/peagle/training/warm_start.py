@@ -9,7 +9,7 @@ over, the vocabulary map included. The target may have other weights, but not ot
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from peagle.attention.torch_backend import DenseCausalAttention
 from peagle.data.dataset import ResponseDataset
 from peagle.errors import CheckpointError, UserError
 from peagle.model_folder import sha256_of
 from peagle.models.checkpoint import read_head_config, split_tensors
 from peagle.models.checkpoint.formats import verifier_of
+from peagle.models.checkpoint.head import check_fits, kept_tokens
 from peagle.models.checkpoint.weights import check_tensors, read_tensors
 from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.models.fingerprint import TargetFingerprint
+from peagle.models.target import TargetModel
 from peagle.models.target_facts import TargetFacts, TargetSizes
 from peagle.training.config import HeadSection
 from peagle.training.vocabulary import Coverage, vocabulary_report
@@ -46,12 +49,13 @@ _DECIDED = (
     "norm_output",
     "qk_norm",
 )
-_FINGERPRINT_SIZES = ("vocab_size", "hidden_size", "num_layers")
+# Sequences whose features are averaged: some thousands of tokens, a moment of the target's time.
+_NUM_SEQUENCES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class WarmStart:
-    """What a head started from, for the record of the run.
+    """The head that a run started from, for its record.
 
     Attributes:
         name: folder of the init head, its last two parts.
@@ -83,7 +87,7 @@ class WarmStart:
 
     @property
     def mask_hidden_is_new(self) -> bool:
-        """Whether the head it started from has no `mask_hidden` (see `training.mask_hidden`)."""
+        """Whether the head it started from has no `mask_hidden` (see `training.warm_start`)."""
         return "mask_hidden" in self.fresh
 
     def to_json(self) -> dict[str, Any]:
@@ -132,35 +136,39 @@ class InitHead:
             UserError: there is none, it is broken, or it is one for other tokens, another tokenizer
                 or other features than the target has.
         """
-        try:
-            config, facts = read_head_config(folder, num_target_layers=target.num_layers)
-            told = facts.get("target")
-            fingerprint = None if told is None else TargetFingerprint.from_json(told)
-            name = verifier_of(facts).get("name_or_path")
-        except UserError as error:
-            raise UserError(f"head.init: {error}{_hint(folder)}") from None
-        _check_fits(config, target, folder)
+        init, fingerprint = cls._read_config(folder, target)
         differences, warnings = _compare(fingerprint, target, folder)
         try:
             tensors, source = read_tensors(folder)
-            check_tensors(tensors, config, source)
+            check_tensors(tensors, init.config, source)
         except CheckpointError as error:
             raise UserError(f"head.init: {error}") from None
-        return cls(folder, config, tensors, name, differences, warnings)
+        return dataclasses.replace(
+            init, tensors=tensors, differences=differences, warnings=warnings
+        )
 
     @classmethod
     def shape_of(cls, folder: Path, target: TargetSizes) -> InitHead:
-        """The same without tensors, for `shape` alone.
+        """The same without tensors and without the tokenizers' comparison, for `shape` alone."""
+        return cls._read_config(folder, target)[0]
 
-        Raises:
-            UserError: there is none, or it does not fit the target's sizes.
-        """
+    @classmethod
+    def _read_config(
+        cls, folder: Path, target: TargetSizes
+    ) -> tuple[InitHead, TargetFingerprint | None]:
         try:
-            config, _ = read_head_config(folder, num_target_layers=target.num_layers)
+            config, facts = read_head_config(folder, num_target_layers=target.num_layers)
+            data = facts.get("target")
+            fingerprint = None if data is None else TargetFingerprint.from_json(data)
+            check_fits(config, target, str(folder))
         except UserError as error:
-            raise UserError(f"head.init: {error}{_hint(folder)}") from None
-        _check_fits(config, target, folder)
-        return cls(folder, config, {}, None, (), ())
+            inner = folder / "head"
+            hint = f" Did you mean {str(inner)!r}?" if (inner / "config.json").is_file() else ""
+            raise UserError(
+                f"head.init: {error}{hint} Leave head.init out to train a new head."
+            ) from None
+        name = verifier_of(facts).get("name_or_path")
+        return cls(folder, config, {}, name, (), ()), fingerprint
 
     @property
     def kind(self) -> str:
@@ -200,19 +208,17 @@ class InitHead:
         wanted, has = getattr(section, name), getattr(self.config, name)
         if is_given and wanted != has:
             raise UserError(
-                f"head.{name} is {_shown(wanted)}, but the head {str(self.folder)!r} of head.init "
-                f"has {_shown(has)}. Leave head.{name} out, or leave head.init out to train a new "
-                "head."
+                f"head.{name} is {_toml_text(wanted)}, but the head {str(self.folder)!r} of "
+                f"head.init has {_toml_text(has)}. Leave head.{name} out, or leave head.init out "
+                "to train a new head."
             )
 
     @torch.no_grad()
     def put_into(self, drafter: Drafter) -> None:
         """Copy the tensors into a new head of the shape `shape` gave; added layers add nothing."""
         tensors = dict(self.tensors)
-        if drafter.config.is_pruned:
-            ids = torch.arange(drafter.config.draft_vocab_size) + tensors["d2t"].long()
-            tensors["t2d"] = torch.zeros(drafter.config.vocab_size, dtype=torch.bool)
-            tensors["t2d"][ids] = True  # the file may leave it out
+        if drafter.config.is_pruned:  # the file may leave it out
+            tensors["t2d"] = kept_tokens(tensors["d2t"], drafter.config)
         for name, place in split_tensors(drafter):  # views of the parameters
             if name in tensors:
                 place.copy_(tensors[name])
@@ -250,10 +256,7 @@ class InitHead:
             coverage=coverage,
             warnings=(
                 *self.warnings,
-                *_missing_matrices(fresh),
-                *_depth_warnings(self.config, drafter.config),
-                *_mask_warnings(drafter.config, dataset),
-                *_vocabulary_warnings(drafter, coverage, always),
+                *_warnings(self.config, drafter, dataset, fresh, coverage, always),
             ),
         )
 
@@ -261,35 +264,10 @@ class InitHead:
 # ---- what is refused ------------------------------------------------------------------------
 
 
-def _hint(folder: Path) -> str:
-    inner = folder / "head"
-    return f" Did you mean {str(inner)!r}?" if (inner / "config.json").is_file() else ""
-
-
-def _check_fits(config: DrafterConfig, target: TargetSizes, folder: Path) -> None:
-    for name, given in (
-        ("vocab_size", target.vocab_size),
-        ("target_hidden_size", target.hidden_size),
-    ):
-        expected = getattr(config, name)
-        if expected != given:
-            raise UserError(
-                f"head.init: the head {str(folder)!r} has {name} {expected}, the target "
-                f"{target.name!r} has {given}. A head can go on only for a target of the same "
-                "sizes and tokens; leave head.init out to train a new head."
-            )
-    if max(config.aux_layer_ids) >= target.num_layers:
-        raise UserError(
-            f"head.init: the head {str(folder)!r} reads target layers "
-            f"{list(config.aux_layer_ids)}, but {target.name!r} has {target.num_layers} layers. "
-            "Leave head.init out to train a new head."
-        )
-
-
 def _compare(
     fingerprint: TargetFingerprint | None, target: TargetFacts, folder: Path
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Differences between the head's own target and this one, and what nobody can tell."""
+    """Differences between the head's own target and this one, and what could not be checked."""
     if fingerprint is None:
         return (), (
             "the head does not say which target and tokenizer it was trained with; make sure that "
@@ -311,25 +289,20 @@ def _compare(
         )
     else:
         warnings = ()
-    return tuple(_differences(fingerprint, here, target)), warnings
-
-
-def _differences(
-    before: TargetFingerprint, here: TargetFingerprint, target: TargetFacts
-) -> list[str]:
-    found = []
-    if before.name != here.name:
-        found.append(f"it was {before.name!r} and is {here.name!r}")
-    for name in _FINGERPRINT_SIZES:
-        if getattr(before, name) != getattr(here, name):
-            found.append(f"{name} was {getattr(before, name)} and is {getattr(here, name)}")
+    differences = []
+    if fingerprint.name != here.name:
+        differences.append(f"it was {fingerprint.name!r} and is {here.name!r}")
+    for name in ("vocab_size", "hidden_size", "num_layers"):
+        before, now = getattr(fingerprint, name), getattr(here, name)
+        if before != now:
+            differences.append(f"{name} was {before} and is {now}")
     # float16 flushes small bfloat16 values, so the hash cannot be compared.
-    if before.lm_head_sha256 != here.lm_head_sha256 and target.dtype != torch.float16:
-        found.append("the weights of lm_head are others")
-    return found
+    if fingerprint.lm_head_sha256 != here.lm_head_sha256 and target.dtype != torch.float16:
+        differences.append("the weights of lm_head are others")
+    return tuple(differences), warnings
 
 
-def _shown(value: Any) -> str:
+def _toml_text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return str(list(value)) if isinstance(value, tuple) else str(value)
@@ -338,51 +311,85 @@ def _shown(value: Any) -> str:
 # ---- what is warned of ----------------------------------------------------------------------
 
 
-def _missing_matrices(fresh: tuple[str, ...]) -> list[str]:
-    return [
+def _warnings(
+    before: DrafterConfig,
+    drafter: Drafter,
+    dataset: ResponseDataset,
+    fresh: tuple[str, ...],
+    coverage: Coverage | None,
+    always: Collection[int],
+) -> list[str]:
+    now = drafter.config
+    warnings = [
         f"the head has no {name} of its own: it starts as the target's, which is what serving "
         "gives such a head"
         for name in ("embed_tokens.weight", "lm_head.weight")
         if name in fresh
     ]
-
-
-def _depth_warnings(before: DrafterConfig, now: DrafterConfig) -> list[str]:
-    depths = before.trained_depth, now.trained_depth
-    if None in depths or not before.is_parallel or depths[1] >= depths[0]:  # type: ignore[operator]
-        return []
-    return [
-        f"the head was trained to depth {depths[0]} and method.depth is {depths[1]}: what it knows "
-        "of deeper positions will fade"
-    ]
-
-
-def _mask_warnings(config: DrafterConfig, dataset: ResponseDataset) -> list[str]:
-    mask = config.mask_token_id
-    count = 0 if mask is None else int((dataset.tokens == mask).sum())
-    if not count:
-        return []
-    return [
-        f"the mask token {mask} occurs {count:,} times in the training data; expected one that no "
-        "text uses, since its embedding now stands for both"
-    ]
-
-
-def _vocabulary_warnings(
-    drafter: Drafter, coverage: Coverage | None, always: Collection[int]
-) -> list[str]:
-    if coverage is None:
-        return []
-    warnings = []
-    if coverage.share < _WANTED_COVERAGE:
+    depth, trained = now.trained_depth, before.trained_depth
+    if before.is_parallel and trained is not None and depth is not None and depth < trained:
+        warnings.append(
+            f"the head was trained to depth {trained} and method.depth is {depth}: what it knows "
+            "of deeper positions will fade"
+        )
+    mask = now.mask_token_id
+    if mask is not None and (count := int((dataset.tokens == mask).sum())):
+        warnings.append(
+            f"the mask token {mask} occurs {count:,} times in the training data; expected one that "
+            "no text uses, since its embedding now stands for both"
+        )
+    if coverage is not None and coverage.share < _WANTED_COVERAGE:
         warnings.append(
             f"the head's draft vocabulary covers {coverage.share:.1%} of the training responses; "
             "what lies outside is never drafted. For other text than it was made for, train a new "
             "head (leave head.init out)"
         )
-    if missing := sorted(set(always) - set(drafter.target_ids().tolist())):
+    missing = sorted(set(always) - set(drafter.target_ids().tolist())) if coverage else []
+    if missing:
         warnings.append(
             f"the head's draft vocabulary lacks tokens that a new head would keep (ends of text, "
             f"special tokens), {len(missing)} in all, {missing[0]} for one: they are never drafted"
         )
     return warnings
+
+
+# ---- the shared state of mask slots ----------------------------------------------------------
+
+
+@torch.no_grad()
+def start_mask_hidden(
+    drafter: Drafter, dataset: ResponseDataset, features_of: Callable[[int], Tensor]
+) -> None:
+    """Let `mask_hidden` begin as the mean of the target's features over some responses.
+
+    For a head whose other weights know features already: fc of the mean is the mean of what fc
+    gives, so that a mask slot looks to the layers like an average place. A random vector does not,
+    and zeros hide behind a norm before fc; both learn more slowly.
+
+    Args:
+        drafter: the head, its `mask_hidden` new.
+        dataset: responses; the first of them are taken.
+        features_of: features of a whole sequence of it, by number, [T, A * H].
+    """
+    assert drafter.mask_hidden is not None
+    kept: list[Tensor] = []
+    for index in range(min(_NUM_SEQUENCES, len(dataset))):
+        features_TA = features_of(index)
+        # The first positions of a text may hold huge values that no other has.
+        kept.append(features_TA[int(dataset.prompt_lens[index]) :].double())
+    drafter.mask_hidden.copy_(torch.cat(kept).mean(0))
+
+
+def features_by(
+    target: TargetModel, dataset: ResponseDataset, aux_layer_ids: tuple[int, ...]
+) -> Callable[[int], Tensor]:
+    """A function for `start_mask_hidden` that computes features with the target."""
+    target.tap_aux(aux_layer_ids)
+
+    def features_of(index: int) -> Tensor:
+        begin, end = dataset.start_loc[index : index + 2].tolist()
+        tokens_T = dataset.tokens[begin:end].long().to(target.device)
+        positions_T = torch.arange(end - begin, device=target.device)
+        return target.forward(tokens_T, positions_T, DenseCausalAttention(1))[1]
+
+    return features_of

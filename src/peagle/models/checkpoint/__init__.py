@@ -1,8 +1,7 @@
 """Draft heads on disk, in the vLLM and the speculators style.
 
-`formats` says which style a config.json is in and hands it to `vllm_style` or `speculators_style`
-(`layers` is what both share); `weights` reads and checks tensors; `head` puts both together;
-`convert` goes from one style to the other.
+`formats` reads and writes config.json; `weights` reads and checks tensors; `head` puts both
+together; `convert` goes from one style to the other.
 """
 
 from peagle.models.checkpoint.convert import Conversion, convert_head

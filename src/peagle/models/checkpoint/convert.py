@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from peagle.errors import UserError
 from peagle.models.checkpoint.formats import HeadFormat, format_of, verifier_of
 from peagle.models.checkpoint.head import read_head_config, read_head_json, write_head
@@ -115,7 +113,7 @@ def convert_head(
         target=name,
         dtype=str(tensors["fc.weight"].dtype).removeprefix("torch."),
         num_tensors=len(tensors),
-        num_bytes=sum(_num_bytes(value) for value in tensors.values()),
+        num_bytes=sum(value.nbytes for value in tensors.values()),
         notes=tuple(notes),
     )
 
@@ -132,10 +130,6 @@ def _check_destination(source: Path, destination: Path, *, force: bool) -> None:
             f"The destination {str(destination)!r} is not empty. Name another folder, or replace "
             "the head in it with --force."
         )
-
-
-def _num_bytes(value: Tensor) -> int:
-    return value.numel() * value.element_size()
 
 
 def _notes(config: DrafterConfig, format: HeadFormat, target: str | None) -> list[str]:

@@ -30,7 +30,7 @@ def replace_file(path: Path, data: bytes) -> None:
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write a safetensors file with the mode that any new file gets here (0666 less the umask).
 
-    safetensors by itself lets nobody but the owner read the file (0600).
+    safetensors by itself lets only the owner read the file (0600).
     """
     path.touch()
     mode = path.stat().st_mode

@@ -1,8 +1,10 @@
-"""config.json of a head, in either style.
+"""config.json of a head, in the vLLM style and in the style of the `speculators` package.
 
-Facts that neither style has a place for (target fingerprint, trained depth and length, format
-version) stand under the key "peagle" in both. The target's name, for which the speculators style
-has a place, moves there from "peagle" and back.
+The vLLM style is one flat object, as the published `amazon/*-p-eagle` heads have it. The
+speculators style nests the configuration of the layers and names the proposal. Facts that neither
+style has a place for (target fingerprint, trained depth and length, format version) stand under the
+key "peagle" in both. The target's name, for which the speculators style has a place, moves there
+from "peagle" and back.
 """
 
 from __future__ import annotations
@@ -11,9 +13,9 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from peagle.errors import CheckpointError
-from peagle.models.checkpoint import speculators_style, vllm_style
 from peagle.models.checkpoint.files import object_at
 from peagle.models.drafter import DrafterConfig
+from peagle.models.target import default_aux_layer_ids
 from peagle.models.trained_depth import DEPTH_KEY, trained_depth
 from peagle.models.whole_model import refuse_whole_model
 
@@ -24,6 +26,38 @@ FORMAT_VERSION = 1
 LENGTH_KEY = "max_sequence_length_trained"
 _WRITTEN_HERE = ("format_version", DEPTH_KEY)
 _SPECULATORS_KEYS = ("speculators_model_type", "speculators_config", "transformer_layer_config")
+_LLAMA, _QWEN3 = "llama", "qwen3"
+AUX_KEY = "eagle_aux_hidden_state_layer_ids"
+_OPTIONS = ("norm_before_fc", "fc_norm", "norm_output")
+_USUAL_NUM_AUX = 3  # what vLLM assumes where it finds no list
+# What the transformers configuration of a type assumes for absent keys.
+_QWEN3_HEAD_DIM = 128
+_MAX_POSITIONS = {_LLAMA: 2048, _QWEN3: 32768}
+_DEFAULT_THETA = 10000.0
+# Values that peagle's drafter does not implement, and the ones that it does.
+_FIXED = {
+    "hidden_act": "silu",
+    "mlp_bias": False,
+    "logit_scale": 1.0,
+}
+# Model type of the layers behind each name; the first of a type is the one that is written.
+_ARCHITECTURES = {
+    "LlamaForCausalLMEagle3": _LLAMA,
+    "Eagle3LlamaForCausalLM": _LLAMA,
+    "LlamaForCausalLM": _LLAMA,
+    "Eagle3Qwen3ForCausalLM": _QWEN3,
+    "Qwen3ForCausalLM": _QWEN3,
+}
+# Searched in vLLM's order; all are written, equal, because its versions read different ones.
+_MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
+# By kind of head, `norm_before_residual` of a file that does not say. It is vLLM's assumption: for
+# "eagle3" the package's own class assumes false, but that class always writes the key, so a file
+# without it comes from elsewhere and has been served by vLLM.
+_KINDS = {"peagle": False, "eagle3": True}
+_CLASSES = {"peagle": "PEagleDraftModel", "eagle3": "Eagle3DraftModel"}
+# Tokens to propose where the trained depth is unknown: the package's default.
+_UNKNOWN_DEPTH = 5
+_LAYERS = "transformer_layer_config"
 
 
 def format_of(data: Mapping[str, Any]) -> HeadFormat:
@@ -51,10 +85,10 @@ def config_to_json(
         own[DEPTH_KEY] = config.trained_depth
     own |= {name: value for name, value in (extra or {}).items() if name not in _WRITTEN_HERE}
     if format == "vllm":
-        return {**vllm_style.write(config), "peagle": own}
+        return {**_write_vllm(config), "peagle": own}
     verifier = verifier_of(own)
     own.pop("verifier", None)
-    return {**speculators_style.write(config, verifier), "peagle": own}
+    return {**_write_speculators(config, verifier), "peagle": own}
 
 
 def config_from_json(
@@ -72,11 +106,11 @@ def config_from_json(
         CheckpointError: a key is missing, of the wrong type, or asks for what peagle lacks.
     """
     refuse_whole_model(data, source)
-    style = speculators_style if format_of(data) == "speculators" else vllm_style
+    read = _read_speculators if format_of(data) == "speculators" else _read_vllm
     try:
         _own_facts(data)  # refuses an object that cannot be read
         depth = trained_depth(data)
-        return DrafterConfig(**style.read(data, num_target_layers), trained_depth=depth)
+        return DrafterConfig(**read(data, num_target_layers), trained_depth=depth)
     except TypeError as error:
         raise CheckpointError(f"{source}: a value is of the wrong type: {error}.") from None
     except CheckpointError as error:
@@ -91,17 +125,16 @@ def facts_from_json(data: Mapping[str, Any]) -> dict[str, Any]:
     """
     facts = _own_facts(data)
     if format_of(data) == "speculators":
-        verifier = speculators_style.read_verifier(data)
+        verifier = _read_verifier(data)
         if verifier != verifier_of(facts):
             facts["verifier"] = verifier
     return facts
 
 
 def trained_length(facts: Mapping[str, Any]) -> int | None:
-    """Tokens of the longest sequence that the head was trained on, None if it is not told.
+    """Tokens of the longest sequence that the head was trained on, by its "peagle" object.
 
-    Args:
-        facts: the "peagle" object.
+    None if it does not say.
 
     Raises:
         CheckpointError: the value is no number of tokens.
@@ -115,9 +148,9 @@ def trained_length(facts: Mapping[str, Any]) -> int | None:
 
 
 def verifier_of(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The target as the speculators style names it: as told, else by the fingerprint."""
-    if told := object_at(facts, "verifier"):
-        return told
+    """The target as the speculators style names it: as given, else by the fingerprint."""
+    if verifier := object_at(facts, "verifier"):
+        return verifier
     target = facts.get("target")
     name = target.get("name") if isinstance(target, Mapping) else None
     return {"name_or_path": name, "architectures": []}
@@ -134,3 +167,250 @@ def _own_facts(data: Mapping[str, Any]) -> dict[str, Any]:
             "Upgrade peagle."
         )
     return own
+
+
+# ---- the vLLM style ---------------------------------------------------------------------------
+
+
+def _write_vllm(config: DrafterConfig) -> dict[str, Any]:
+    """config.json but for "peagle"; some readers look for the aux layers at the top level only."""
+    layers = _write_layers(config)
+    aux_layer_ids = list(config.aux_layer_ids)
+    architecture = next(n for n, kind in _ARCHITECTURES.items() if kind == layers["model_type"])
+    data: dict[str, Any] = {
+        "architectures": [architecture],
+        **layers,
+        "draft_vocab_size": config.draft_vocab_size,
+        "norm_before_residual": config.norm_before_residual,
+        AUX_KEY: aux_layer_ids,
+        "eagle_config": {AUX_KEY: aux_layer_ids, "use_aux_hidden_state": True},
+    }
+    if config.target_hidden_size != config.hidden_size:
+        data["target_hidden_size"] = config.target_hidden_size
+    if config.mask_token_id is not None:
+        data.update(dict.fromkeys(_MASK_KEYS, config.mask_token_id))
+    return data
+
+
+def _read_vllm(data: Mapping[str, Any], num_target_layers: int | None) -> dict[str, Any]:
+    """Arguments of `DrafterConfig`; defaults of absent keys are vLLM's."""
+    named = data.get("architectures") or []
+    model_type = next((_ARCHITECTURES[n] for n in _ARCHITECTURES if n in named), None)
+    if model_type is None:
+        raise CheckpointError(
+            f"architectures is {named}; expected one of {', '.join(_ARCHITECTURES)}."
+        )
+    eagle = object_at(data, "eagle_config")
+    if eagle.get("use_aux_hidden_state") is False:
+        raise CheckpointError(
+            "eagle_config.use_aux_hidden_state is false; expected a head that reads hidden states "
+            "of several target layers (EAGLE-3, P-EAGLE)."
+        )
+    layers = _read_layers(data, model_type)
+    return {
+        **layers,
+        **_read_head(data, layers),
+        "aux_layer_ids": _read_aux_layers(
+            data.get(AUX_KEY) or eagle.get(AUX_KEY), f"eagle_config.{AUX_KEY}", num_target_layers
+        ),
+        "mask_token_id": next((data[k] for k in _MASK_KEYS if data.get(k) is not None), None),
+        "norm_before_residual": _value_at(data, "norm_before_residual", False),
+        "norm_before_fc": _value_at(
+            eagle, "norm_before_fc", _value_at(data, "norm_before_fc", False)
+        ),
+    }
+
+
+# ---- the speculators style ---------------------------------------------------------------------
+
+
+def _write_speculators(config: DrafterConfig, verifier: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json but for "peagle"; `verifier` has the target's "name_or_path", "architectures"."""
+    kind = "peagle" if config.is_parallel else "eagle3"
+    width = config.target_hidden_size if config.target_hidden_size != config.hidden_size else None
+    data: dict[str, Any] = {
+        "architectures": [_CLASSES[kind]],
+        "speculators_model_type": kind,
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": width,
+        AUX_KEY: list(config.aux_layer_ids),
+        "norm_before_residual": config.norm_before_residual,
+        **{name: getattr(config, name) for name in _OPTIONS},
+        "embed_requires_grad": config.is_parallel,
+        "tie_word_embeddings": False,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": config.trained_depth or _UNKNOWN_DEPTH,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
+            ],
+            "verifier": dict(verifier),
+        },
+        _LAYERS: _write_layers(config),
+    }
+    if config.is_parallel:
+        data["mask_token_id"] = config.mask_token_id
+    return data
+
+
+def _read_speculators(data: Mapping[str, Any], num_target_layers: int | None) -> dict[str, Any]:
+    """Arguments of `DrafterConfig`."""
+    kind = data.get("speculators_model_type")
+    if kind not in _KINDS:
+        raise CheckpointError(
+            f"speculators_model_type is {kind!r}; expected one of {', '.join(_KINDS)}."
+        )
+    nested = object_at(data, _LAYERS)
+    model_type = nested.get("model_type")
+    if model_type not in (_LLAMA, _QWEN3):
+        raise CheckpointError(
+            f"{_LAYERS}.model_type is {model_type!r}; expected {_LLAMA} or {_QWEN3}."
+        )
+    mask = data.get("mask_token_id") if kind == "peagle" else None
+    if kind == "peagle" and mask is None:
+        raise CheckpointError("mask_token_id is missing; a P-EAGLE head needs its mask token.")
+    layers = _read_layers(nested, model_type, f"{_LAYERS}.")
+    return {
+        **layers,
+        **_read_head(data, layers),
+        "aux_layer_ids": _read_aux_layers(data.get(AUX_KEY), AUX_KEY, num_target_layers),
+        "mask_token_id": mask,
+        "norm_before_residual": _value_at(data, "norm_before_residual", _KINDS[kind]),
+    }
+
+
+def _read_verifier(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The target that the file names: "name_or_path" and "architectures"."""
+    verifier = object_at(object_at(data, "speculators_config"), "verifier")
+    name, architectures = verifier.get("name_or_path"), verifier.get("architectures") or []
+    if name is not None and not isinstance(name, str):
+        raise CheckpointError(
+            f"speculators_config.verifier.name_or_path is {name!r}; expected the target's name."
+        )
+    return {"name_or_path": name, "architectures": architectures}
+
+
+# ---- what both styles share ----------------------------------------------------------------------
+
+
+def _write_layers(config: DrafterConfig) -> dict[str, Any]:
+    """Keys of a transformers configuration for the layers of `config`.
+
+    From the speculators style vLLM builds its configuration out of these keys and a few others, so
+    the keys that it would not find otherwise are here: a number of aux states other than three, and
+    `fc_norm` of a P-EAGLE head.
+    """
+    data: dict[str, Any] = {
+        "model_type": _QWEN3 if config.qk_norm else _LLAMA,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": config.attention_bias,
+        "mlp_bias": False,
+        "rms_norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rope_parameters": dict(config.rope_parameters),
+        "rope_theta": config.rope_parameters.get("rope_theta", _DEFAULT_THETA),
+        "tie_word_embeddings": False,
+        "vocab_size": config.vocab_size,
+    }
+    if len(config.aux_layer_ids) != _USUAL_NUM_AUX:
+        data["num_aux_hidden_states"] = len(config.aux_layer_ids)
+    return data | {name: True for name in _OPTIONS if getattr(config, name)}
+
+
+def _read_layers(data: Mapping[str, Any], model_type: str, path: str = "") -> dict[str, Any]:
+    """Arguments of `DrafterConfig` that the layers' keys give; `path` is where they stand."""
+    _refuse_unsupported(data, path)
+
+    def need(key: str) -> Any:
+        if data.get(key) is None:
+            raise CheckpointError(f"the key {path + key!r} is missing.")
+        return data[key]
+
+    heads, size, vocab_size = need("num_attention_heads"), need("hidden_size"), need("vocab_size")
+    head_dim = _value_at(data, "head_dim", None)
+    if head_dim is None:
+        head_dim = _QWEN3_HEAD_DIM if model_type == _QWEN3 else size // heads
+    return {
+        "hidden_size": size,
+        "intermediate_size": need("intermediate_size"),
+        "num_layers": need("num_hidden_layers"),
+        "num_attention_heads": heads,
+        "num_kv_heads": _value_at(data, "num_key_value_heads", heads),
+        "head_dim": head_dim,
+        "vocab_size": vocab_size,
+        "attention_bias": _value_at(data, "attention_bias", False),
+        "rms_norm_eps": _value_at(data, "rms_norm_eps", 1e-6),
+        "max_position_embeddings": _value_at(
+            data, "max_position_embeddings", _MAX_POSITIONS[model_type]
+        ),
+        "rope_parameters": _rope_parameters(data),
+        "qk_norm": model_type == _QWEN3,
+    }
+
+
+def _read_head(data: Mapping[str, Any], layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Widths and options of the head; absent widths are the layers' own."""
+    return {
+        "draft_vocab_size": _value_at(data, "draft_vocab_size", layers["vocab_size"]),
+        "target_hidden_size": _value_at(data, "target_hidden_size", layers["hidden_size"]),
+        **{name: _value_at(data, name, False) for name in _OPTIONS},
+    }
+
+
+def _read_aux_layers(given: Any, key: str, num_target_layers: int | None) -> tuple[int, ...]:
+    """The layers whose entering states are the feature.
+
+    A file without them means vLLM's default, (2, L // 2, L - 3) of a target of L layers.
+    """
+    if given:
+        # vLLM concatenates in ascending layer order, whatever the list says.
+        return tuple(sorted(given))
+    if num_target_layers is not None and num_target_layers > 2 * _USUAL_NUM_AUX:
+        return default_aux_layer_ids(num_target_layers)
+    raise CheckpointError(
+        f"{key} is missing; expected the target layers that the head reads. Write them into the "
+        "file: vLLM takes [2, L // 2, L - 3] of a target with L layers, L of at least 7."
+    )
+
+
+def _value_at(data: Mapping[str, Any], key: str, default: Any) -> Any:
+    """The value of `key`; `default` where it is absent or null."""
+    value = data.get(key)
+    return default if value is None else value
+
+
+def _refuse_unsupported(data: Mapping[str, Any], path: str) -> None:
+    for key, supported in _FIXED.items():
+        if _value_at(data, key, supported) != supported:
+            raise CheckpointError(f"{path}{key} is {data[key]!r}; expected {supported!r}.")
+    if "sliding_attention" in _value_at(data, "layer_types", ()):
+        raise CheckpointError(
+            f"{path}layer_types names sliding_attention, which peagle's drafter does not "
+            "implement; expected full_attention in every layer."
+        )
+    if data.get("quantization_config"):
+        raise CheckpointError(
+            f"{path}quantization_config is set: peagle reads heads in float types only. Use the "
+            "head before quantization."
+        )
+
+
+def _rope_parameters(data: Mapping[str, Any]) -> dict[str, Any]:
+    """RoPE as transformers 5 writes it, or as `rope_scaling` (type under "type") of older files."""
+    rope = object_at(data, "rope_parameters")
+    if not rope:
+        rope = object_at(data, "rope_scaling")
+        rope = {"rope_type": rope.pop("type", "default"), **rope}
+    rope.setdefault("rope_theta", _value_at(data, "rope_theta", _DEFAULT_THETA))
+    return rope

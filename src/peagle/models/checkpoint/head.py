@@ -29,7 +29,7 @@ from peagle.models.checkpoint.weights import (
 )
 from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.models.fingerprint import TargetFingerprint
-from peagle.models.target_facts import TargetFacts
+from peagle.models.target_facts import TargetFacts, TargetSizes
 
 CONFIG_NAME = "config.json"
 
@@ -145,14 +145,14 @@ def load_drafter(
     """
     folder = Path(folder)
     config, facts = read_head_config(folder, num_target_layers=target.num_layers)
-    _check_fits(config, target, str(folder))
+    check_fits(config, target, str(folder))
     if check_target and "target" in facts:
         TargetFingerprint.from_json(facts["target"]).check(target, str(folder))
     tensors, source = read_tensors(folder)
     check_tensors(tensors, config, source)
     tensors.setdefault("embed_tokens.weight", target.embedding_weight())
     if config.is_pruned:
-        tensors.setdefault("t2d", _kept_tokens(tensors["d2t"], config))
+        tensors.setdefault("t2d", kept_tokens(tensors["d2t"], config))
     else:
         tensors.setdefault("lm_head.weight", target.lm_head_weight())
     with torch.device("meta"):  # where weights cost nothing to make
@@ -162,13 +162,19 @@ def load_drafter(
     return drafter.requires_grad_(False).eval()
 
 
-def _kept_tokens(d2t: Tensor, config: DrafterConfig) -> Tensor:
+def kept_tokens(d2t: Tensor, config: DrafterConfig) -> Tensor:
+    """The map t2d that follows from d2t: bool [V], true for tokens of the draft vocabulary."""
     kept = torch.zeros(config.vocab_size, dtype=torch.bool)
     kept[torch.arange(config.draft_vocab_size) + d2t] = True
     return kept
 
 
-def _check_fits(config: DrafterConfig, target: TargetFacts, head: str) -> None:
+def check_fits(config: DrafterConfig, target: TargetSizes, head: str) -> None:
+    """Refuse a head whose sizes are not those of `target`.
+
+    Raises:
+        CheckpointError: naming both sizes.
+    """
     for name, given in (
         ("vocab_size", target.vocab_size),
         ("target_hidden_size", target.hidden_size),

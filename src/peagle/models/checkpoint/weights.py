@@ -127,18 +127,14 @@ def _check_tensor(value: Tensor, name: str, shape: tuple[int, ...], source: str)
     types = _MAP_TYPES.get(name, _FLOAT_TYPES)
     if value.dtype not in types:
         raise CheckpointError(
-            f"{source}: tensor {name!r} has type {_type_name(value)}; expected "
-            f"{', '.join(str(t).removeprefix('torch.') for t in types)}."
+            f"{source}: tensor {name!r} has type {value.dtype}; expected "
+            f"{', '.join(map(str, types))}."
         )
     if value.is_floating_point() and not bool(value.isfinite().all()):
         raise CheckpointError(
             f"{source}: tensor {name!r} holds NaN or infinite values: it was saved before it was "
             "filled, or it is damaged."
         )
-
-
-def _type_name(value: Tensor) -> str:
-    return str(value.dtype).removeprefix("torch.")
 
 
 def _drop_identity_maps(tensors: dict[str, Tensor], config: DrafterConfig, source: str) -> None:

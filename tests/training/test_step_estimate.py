@@ -1,64 +1,24 @@
-"""The memory model against the bytes that real steps take."""
+"""Estimates of memory and arithmetic against what real steps take."""
 
 from __future__ import annotations
 
 import dataclasses
-import gc
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from peagle.models.drafter import Drafter
 from peagle.models.target_shape import TargetShape
-from peagle.training.kept import CALIBRATION, KeptBytes
-from peagle.training.memory import StepMemory, step_memory, step_phases
 from peagle.training.partition import split_by_anchor
-from peagle.training.step_shape import BatchShape, HeadParameters
+from peagle.training.step_estimate import StepMemory, estimate_flops, estimate_memory
 from peagle.training.training_methods import TrainingMethod
 from tests.conftest import make_target_folder
 from tests.models.tiny import EXPERTS, make_model
-from tests.training.memory_runs import Case, Running
 from tests.training.reference import make_plain_batch
-
-HEADS: dict[str, dict[str, Any]] = {
-    "usual": {},
-    "wide MLP": {"intermediate_size": 700},
-    "many heads": {"num_attention_heads": 12, "num_kv_heads": 3, "head_dim": 32},
-    "one layer, ungrouped": {"num_layers": 1, "num_kv_heads": 4},
-    "wide": {"hidden_size": 256, "num_layers": 2},
-    "normed": {"qk_norm": True, "norm_before_fc": True},
-}
-
-
-# ---- what autograd keeps --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
-@pytest.mark.parametrize("segments", [1, 4])
-@pytest.mark.parametrize("packed", [False, True])
-def test_what_autograd_keeps(head: dict[str, Any], segments: int, packed: bool) -> None:
-    case = Case(segments=segments, head=head, packed=packed)
-    *with_segments, context = Running(case).run_watched()
-    shape = case.shape
-    kept = KeptBytes(shape, CALIBRATION)
-    assert len(with_segments) == segments
-    # The bound covers the boolean masks and the output of the head, which autograd does not keep.
-    expected = kept.context(recompute=False, light=segments > 1)
-    assert context == pytest.approx(expected, rel=0.15)
-    columns = shape.batch.segment(segments, shape.method, shape.multiple)
-    expected = kept.segment(columns, recompute=False)
-    assert max(with_segments) - context == pytest.approx(expected, rel=0.15)
-
-
-def test_what_autograd_keeps_of_eagle3() -> None:
-    case = Case(method={"name": "eagle3"})
-    [kept] = Running(case).run_watched()
-    assert kept == pytest.approx(KeptBytes(case.shape, CALIBRATION).all_depths(), rel=0.2)
-
-
-# ---- the peak -------------------------------------------------------------------------------
+from tests.training.step_runs import Case, Running
 
 CASES: dict[str, Case] = {
     "S=1": Case(),
@@ -103,16 +63,16 @@ CASES: dict[str, Case] = {
 
 def coming(memory: StepMemory) -> int:
     """Gradients, and whatever else comes and goes; the rest stood there before."""
-    before = {"head", "float32 weights", "optimizer", "target", "features", "angles, workspaces"}
+    before = {"head", "float32 weights", "optimizer", "target", "features", "workspaces"}
     return sum(size for name, size in memory.parts.items() if name not in before)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_peak_of_a_step(case: Case) -> None:
     measured = Running(case).peak()
-    planned = coming(step_memory(case.shape, case.segments, case.recompute))
-    # A plan should rather ask for too much.
-    assert 0.97 * measured < planned < 1.15 * measured
+    estimated = coming(estimate_memory(case.shape, case.segments, case.recompute))
+    # An estimate should rather ask for too much.
+    assert 0.99 * measured < estimated < 1.25 * measured
 
 
 @pytest.mark.parametrize("rows", [8, 400])
@@ -120,21 +80,20 @@ def test_peak_of_a_step(case: Case) -> None:
 def test_peak_of_a_large_lm_head(segments: int, rows: int) -> None:
     head = {"vocab_size": 9000, "draft_vocab_size": 9000, "hidden_size": 256}
     case = Case(segments, rows=1, length=32, head=head, run={"loss_chunk_rows": rows})
-    measured = Running(case).peak(optimize=False)
-    phases = [p for p in step_phases(case.shape, segments, False) if p.phase != "optimizer's step"]
-    assert 0.97 * measured < max(coming(phase) for phase in phases) < 1.15 * measured
+    estimated = coming(estimate_memory(case.shape, segments, False))
+    assert 0.99 < estimated / Running(case).peak() < 1.25
 
 
 def test_segments_and_recomputation_save_what_they_say() -> None:
     """Not only the sums: what two ways of the same step differ by."""
-    measured, planned = [], []
+    measured, estimated = [], []
     for way in ((1, False), (2, False), (8, False), (1, True)):
         case = Case(*way)
         measured.append(Running(case).peak())
-        planned.append(step_memory(case.shape, *way).total)
+        estimated.append(estimate_memory(case.shape, *way).total)
     for i in range(1, len(measured)):
         saved = measured[0] - measured[i]
-        assert planned[0] - planned[i] == pytest.approx(saved, rel=0.15)
+        assert estimated[0] - estimated[i] == pytest.approx(saved, rel=0.15)
 
 
 # ---- counts ---------------------------------------------------------------------------------
@@ -154,7 +113,7 @@ def test_elements_are_those_of_the_partition(
     prompts = torch.tensor([1, length // 2, length // 3])
     batch = make_plain_batch(tokens, prompts)
     elements = method.elements(batch, torch.Generator().manual_seed(0))
-    shape = BatchShape(3, length, length)
+    shape = case.shape.batch
     assert length + shape.deeper(section, multiple) == elements.anchors.shape[1]
     parts = split_by_anchor(elements, length, segments, depth, multiple)
     sizes = [part.anchors.shape[1] for part in parts]
@@ -164,15 +123,19 @@ def test_elements_are_those_of_the_partition(
     assert max(sizes, default=0) <= bound
 
 
-@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize(
+    "head", [{}, {"num_layers": 1, "num_kv_heads": 4}, {"qk_norm": True, "norm_before_fc": True}]
+)
 def test_parameters_are_those_of_the_head(head: dict[str, Any]) -> None:
-    config = Case(head={**head, "draft_vocab_size": 100}).drafter_config
-    drafter = Drafter(config)
+    case = Case(head={**head, "draft_vocab_size": 100})
+    frozen = case.config.head.model_copy(update={"freeze_embeddings": True})
+    config = case.config.model_copy(update={"head": frozen})
+    found = dataclasses.replace(case.shape, config=config)
+    drafter = Drafter(case.drafter_config)
     drafter.embed_tokens.requires_grad_(False)
-    found = HeadParameters.of(config, freeze_embeddings=True)
-    assert found.total == sum(p.numel() for p in drafter.parameters())
-    assert found.trained == sum(p.numel() for p in drafter.parameters() if p.requires_grad)
-    assert found.in_layers == sum(p.numel() for p in drafter.layers.parameters())
+    assert found.num_parameters == sum(p.numel() for p in drafter.parameters())
+    assert found.num_trained == sum(p.numel() for p in drafter.parameters() if p.requires_grad)
+    assert sum(found.in_layers.values()) == sum(p.numel() for p in drafter.layers.parameters())
     assert found.buffer_bytes == sum(b.nbytes for b in drafter.buffers())
 
 
@@ -202,43 +165,71 @@ def test_tokens_go_to_few_experts(tmp_path: Any) -> None:
 # ---- what else decides ----------------------------------------------------------------------
 
 
+def stored(shape: Any) -> Any:
+    data = shape.config.data.model_copy(update={"features": shape.config.output})
+    return dataclasses.replace(shape, config=shape.config.model_copy(update={"data": data}))
+
+
 def test_stored_features_spare_the_target() -> None:
-    case = Case()
-    target = dataclasses.replace(
-        case.shape.target, num_parameters=10_000_000, num_active=9_000_000, num_lm_head=14_400
-    )
-    whole = dataclasses.replace(case.shape, target=target)
-    stored = dataclasses.replace(whole, stored=True)
-    before, after = (step_memory(shape, 1, False).parts for shape in (whole, stored))
+    shape = Case().shape
+    counts = {"num_parameters": 10_000_000, "num_active": 9_000_000, "num_lm_head": 14_400}
+    whole = dataclasses.replace(shape, target=dataclasses.replace(shape.target, **counts))
+    before, after = (estimate_memory(s, 1, False).parts for s in (whole, stored(whole)))
     assert before["target"] == 40_000_000 and after["target"] == 57_600
-    # Two batches wait on the device.
-    states = 2 * 256 * (3 * 48 + 48) * 4
-    assert after["features"] - before["features"] == 2 * states
+    # Two batches wait on the device, in bfloat16.
+    states = 2 * 256 * (3 * 48 + 48)
+    assert after["features"] - before["features"] == states * (3 * 2 - 4)
 
 
 def test_processes_share_float32_weights_and_optimizer() -> None:
     shape = Case(run={"precision": "bfloat16"}).shape
-    alone = step_memory(shape, 4, False).parts
-    four = step_memory(dataclasses.replace(shape, world_size=4), 4, False).parts
+    alone = estimate_memory(shape, 4, False).parts
+    four = estimate_memory(dataclasses.replace(shape, world_size=4), 4, False).parts
     for name in ("float32 weights", "optimizer"):
         assert four[name] == alone[name] // 4
     assert four["gradients"] == alone["gradients"]
 
 
-def test_a_gpu_keeps_no_masks_and_less_of_each_layer() -> None:
-    shape = Case(rows=1, length=1024).shape_on("cuda")
-    assert shape.flex and shape.compiled and shape.multiple == 128
-    kept = KeptBytes(shape, CALIBRATION)
-    head = shape.head
-    per_element = 2 * head.hidden_size + 2 * head.intermediate_size
-    per_element += (2 * head.num_attention_heads + head.num_kv_heads) * head.head_dim
-    layer = 1024 * (2 * per_element + 4 * head.num_attention_heads)
-    assert kept.layer_of_context(light=False) == layer
-    # Embedding and output beside the layers.
-    assert kept.context(False, light=False) == 3 * layer + 2 * 1024 * head.hidden_size * 2
-    # Recomputed: what enters each layer.
-    assert kept.context(True, light=False) == (3 + 2) * 1024 * head.hidden_size * 2
+# ---- arithmetic -----------------------------------------------------------------------------
 
+WORK: dict[str, Case] = {
+    "one segment": Case(),
+    "recomputed": Case(3, True),
+    "pruned": Case(2, head={"vocab_size": 900, "draft_vocab_size": 200}),
+    "tv": Case(2, head={"vocab_size": 900, "draft_vocab_size": 200}, method={"loss": "tv"}),
+    "deep": Case(2, method={"depth": 9, "cod_ratio": 0.7}, head={"num_layers": 2}),
+    "eagle3": Case(method={"name": "eagle3", "depth": 4}),
+}
+
+
+@pytest.mark.parametrize("case", WORK.values(), ids=WORK)
+def test_products_of_a_step(case: Case) -> None:
+    running = Running(case)
+    # The sum of lm_head's gradient, which the counter does not know by itself.
+    in_place: Any = {
+        torch.ops.aten.addmm_: lambda _, left, right, **__: 2 * left[0] * left[1] * right[1]
+    }
+    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+        running.step.backward(running.batch, running.states, torch.Generator().manual_seed(0))
+    counts = counter.get_flop_counts()["Global"]
+    products = sum(n for op, n in counts.items() if "attention" not in str(op))
+    flops = estimate_flops(case.shape, case.recompute)
+    # Without the compiler the last product of a layer is not computed again.
+    tolerance = 0.2 if case.recompute else 0.1
+    assert flops["layers"] + flops["vocabulary"] == pytest.approx(products, rel=tolerance)
+
+
+def test_attention_and_the_target_count() -> None:
+    shape = Case(method={"depth": 1}).shape
+    shape = dataclasses.replace(shape, target=dataclasses.replace(shape.target, num_active=1000))
+    flops = estimate_flops(shape, False)
+    # Rows of 256 see half of themselves: two products forward and five backward.
+    assert flops["attention"] == 14 * 2 * 256 * 128 * 4 * 20 * 3
+    assert flops["target"] == 2 * 1000 * 512
+    assert "target" not in estimate_flops(stored(shape), False)
+
+
+# ---- a GPU ----------------------------------------------------------------------------------
 
 LARGE: dict[str, Any] = {
     "hidden_size": 1024,
@@ -260,10 +251,8 @@ LARGE: dict[str, Any] = {
 def test_peak_of_a_step_on_a_gpu(segments: int, recompute: bool, packed: bool) -> None:
     run = {"device": "cuda"}
     case = Case(segments, recompute, head=LARGE, run=run, rows=2, length=4096, packed=packed)
-    gc.collect()  # else what the last case left in cycles goes away while this one runs
-    before = torch.cuda.memory_allocated()
-    measured = Running(case, "cuda").gpu_peak() - before
-    memory = step_memory(case.shape_on("cuda"), segments, recompute)
-    planned = memory.total - memory.parts.get("fragments", 0) - CALIBRATION.workspace
-    print(f"{measured / planned:.3f} of {planned / 2**30:.2f} GiB ({memory.phase}: {memory.parts})")
-    assert 0.95 * measured < planned < 1.25 * measured
+    running = Running(case, "cuda")
+    memory = estimate_memory(case.shape_on("cuda"), segments, recompute)
+    measured = running.gpu_peak()
+    print(f"{memory.total / measured:.3f} of {measured / 2**30:.2f} GiB ({memory.parts})")
+    assert 0.85 * measured < memory.total - memory.parts["workspaces"] < 1.3 * measured

@@ -23,7 +23,7 @@ from peagle.training.masters import Masters
 from peagle.training.objective import Grade, Objective
 from peagle.training.optimizers import build_optimizers
 from peagle.training.step import TrainingStep
-from peagle.training.step_shape import BatchShape, StepShape
+from peagle.training.step_estimate import BatchShape, StepShape
 from peagle.training.tensor_maps import moved
 from peagle.training.training_methods import Graded, TrainingMethod
 from tests.training.reference import make_plain_batch
@@ -105,8 +105,9 @@ class Case:
             intermediate_size=64,
         )
         target = TargetShape("none", text, 0, 0, 0)  # type: ignore[arg-type]
-        batch = BatchShape(self.rows, self.length, self.length, self.packed)
-        return StepShape.of(self.config, head, target, batch, torch.device(device))
+        length = self.length
+        batch = BatchShape(self.rows, length, length, self.packed, length - 2, length / 2)
+        return StepShape(self.config, head, target, batch, torch.device(device))
 
 
 class Running:
@@ -143,8 +144,9 @@ class Running:
             Watching(self.drafter, target, config.method, rows, whole_vocabulary=whole)
             for whole in (False, True)
         )
-        attention = flex_attention if shape.flex else dense_attention
-        ways = {"flex": shape.flex, "compiled": shape.compiled, "recompute": case.recompute}
+        flex, compiled = shape.kernels
+        attention = flex_attention if flex else dense_attention
+        ways = {"flex": flex, "compiled": compiled, "recompute": case.recompute}
         method = TrainingMethod(config.method, attention, **ways)
         self.step = TrainingStep(self.drafter, method, training, validation, case.segments)
         tokens = torch.randint(2, head.vocab_size, (case.rows, case.length))

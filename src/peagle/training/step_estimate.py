@@ -1,0 +1,360 @@
+"""The memory and the arithmetic of a training step, estimated from shapes.
+
+Nothing is loaded and nothing runs. `peagle train --plan --gpu-memory-gib` uses the estimate for a
+GPU that is not here, and a CPU, where torch counts no bytes, chooses S by it. On a GPU
+`training.step_probe` measures instead. The estimate asks for too much rather than too little: by 0
+to 25% (docs/training.md).
+
+Sizes: B rows, N positions of a row, T = B * N, E deeper elements of a segment's row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from peagle.data.batches import BatchStream, anchor_bound
+from peagle.data.feature_format import HIDDEN_DTYPES, INDEX_NAME, Index, StoredDtype
+from peagle.engine.memory_plan import size_text
+from peagle.engine.placement import resolve_dtype
+from peagle.models.drafter import Drafter
+from peagle.models.drafter_config import DrafterConfig
+from peagle.models.elements import depth_counts
+from peagle.models.target_shape import TargetShape
+from peagle.training.chunked_loss import default_chunk_rows
+from peagle.training.config import DataSection, MethodSection, TrainConfig
+from peagle.training.element_attention import BLOCK
+from peagle.training.inputs import AHEAD
+from peagle.training.optimizers import suits_muon
+
+_WORKSPACE = 64 * 2**20  # of libraries on a GPU
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """The memory of a step at its peak.
+
+    Attributes:
+        segments, recompute: S, and whether layers are computed again.
+        total: bytes.
+        parts: bytes by what takes them; empty where the total is measured.
+    """
+
+    segments: int
+    recompute: bool
+    total: int
+    parts: dict[str, int]
+
+    def __str__(self) -> str:
+        source = "estimated" if self.parts else "measured"
+        layers = "recomputed" if self.recompute else "kept"
+        size = size_text(self.total)
+        return f"memory: {size} at the peak ({source}), S = {self.segments}, layers {layers}"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """The shape of one process's batches.
+
+    Attributes:
+        rows, length: B and N.
+        max_anchors: bound of the supervised anchors of a row, the largest of all batches.
+        is_packed: rows may hold several documents.
+        anchors: mean supervised anchors of a row.
+        context: mean number of earlier tokens that a token sees.
+    """
+
+    rows: int
+    length: int
+    max_anchors: int
+    is_packed: bool
+    anchors: float
+    context: float
+
+    @classmethod
+    def of(cls, stream: BatchStream) -> BatchShape:
+        """The shape of a stream's batches."""
+        lengths = stream.dataset.start_loc.diff().double()
+        return cls(
+            rows=stream.num_rows // stream.world_size,
+            length=stream.row_length,
+            max_anchors=anchor_bound(max(stream.anchors), stream.row_length),
+            is_packed=stream.is_packed,
+            anchors=sum(stream.anchors) / len(stream.anchors),
+            context=float(lengths.square().sum() / lengths.sum() / 2),
+        )
+
+    def deeper(self, method: MethodSection, multiple: int) -> int:
+        """Elements of a row below depth 0, as `sample_elements` makes room for them."""
+        rest = sum(depth_counts(self.max_anchors, method.depth, method.cod_ratio, method.cod_floor))
+        return rest + -(self.length + rest) % multiple
+
+    def segment(self, segments: int, method: MethodSection, multiple: int) -> int:
+        """E, as `split_by_anchor` makes segments; an upper bound where nothing is padded."""
+        rest = self.deeper(method, multiple)
+        size = min(rest, -(-rest // segments) + method.depth - 2)
+        return size + -size % multiple if rest else 0
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """Everything that the memory of a step depends on.
+
+    Attributes:
+        config: the run.
+        head, target: the trained head and the frozen target.
+        batch: of one process.
+        device: where it runs; "cuda" needs no GPU to be here.
+        world_size: processes that share float32 weights and the optimizer's states.
+    """
+
+    config: TrainConfig
+    head: DrafterConfig
+    target: TargetShape
+    batch: BatchShape
+    device: torch.device
+    world_size: int = 1
+
+    @cached_property
+    def _skeleton(self) -> Drafter:
+        with torch.device("meta"):
+            return Drafter(self.head)
+
+    @cached_property
+    def parameters(self) -> dict[str, int]:
+        """Numbers in each parameter of the head, by name."""
+        return {name: p.numel() for name, p in self._skeleton.named_parameters()}
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in all parameters of the head."""
+        return sum(self.parameters.values())
+
+    @property
+    def num_frozen(self) -> int:
+        """Numbers in the head's embeddings, if they are frozen."""
+        return self.parameters["embed_tokens.weight"] * self.config.head.freeze_embeddings
+
+    @property
+    def num_trained(self) -> int:
+        """Numbers in the parameters that are trained."""
+        return self.num_parameters - self.num_frozen
+
+    @property
+    def in_layers(self) -> dict[str, int]:
+        """`parameters` of the decoder layers."""
+        return {name: n for name, n in self.parameters.items() if name.startswith("layers.")}
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the maps of the head's vocabulary."""
+        return sum(buffer.nbytes for buffer in self._skeleton.buffers())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which the head computes."""
+        return resolve_dtype(self.config.run.precision, self.device)
+
+    @property
+    def target_dtype(self) -> torch.dtype:
+        """In which the target computes."""
+        return resolve_dtype(self.config.run.target_dtype, self.device)
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether features come from a store, not from a target in this process."""
+        return self.config.data.features is not None
+
+    @property
+    def kernels(self) -> tuple[bool, bool]:
+        """Whether FlexAttention and torch.compile run."""
+        return kernels_of(self.config, self.device)
+
+    @property
+    def graded_vocabulary(self) -> int:
+        """Tokens of the target that training projects (`Objective`)."""
+        whole = not self.head.is_pruned or self.config.method.loss in ("tv", "kl_tv")
+        return self.head.vocab_size if whole else self.head.draft_vocab_size
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Its float32 states, of all processes together: Muon has one a weight, AdamW two."""
+        named = self._skeleton.named_parameters()
+        uses_muon = self.config.optimizer.name == "muon"
+        muon = sum(p.numel() for n, p in named if uses_muon and suits_muon(n, p.ndim))
+        return 4 * (2 * self.num_trained - muon)
+
+
+def stored_dtype(data: DataSection) -> StoredDtype:
+    """Type of the stored features: of those that are there, else of those that would be made."""
+    if data.features is not None and (data.features / INDEX_NAME).is_file():
+        return Index.read(data.features).facts.dtype
+    return "bf16"
+
+
+def kernels_of(config: TrainConfig, device: torch.device) -> tuple[bool, bool]:
+    """Whether elements attend by FlexAttention, and whether layers are compiled."""
+    # EAGLE-3 has a shape for every depth, each to be compiled: a mask is cheaper there.
+    suits = device.type == "cuda" and config.method.name == "peagle"
+    attention = config.run.attention
+    return attention == "flex" or (attention == "auto" and suits), suits
+
+
+# ---- memory ---------------------------------------------------------------------------------
+
+
+def estimate_memory(shape: StepShape, segments: int, recompute: bool) -> StepMemory:
+    """The peak of a step: what stays throughout, and the most that comes and goes.
+
+    Args:
+        shape: what decides it.
+        segments, recompute: of the two-pass partition; EAGLE-3 has neither.
+    """
+    trained, narrow = 4 * shape.num_trained, shape.dtype.itemsize < 4
+    embeddings = 0 if shape.num_frozen else shape.parameters["embed_tokens.weight"]
+    # AdamW is one kernel on a GPU; elsewhere it computes denominator and step of a parameter.
+    update = 0 if shape.device.type == "cuda" else 8 * max(shape.parameters.values())
+    if shape.config.optimizer.name == "muon":
+        # Momenta of the matrices of one shape, their stack, two iterates and the update.
+        update = max(update, 20 * shape.head.num_layers * max(shape.in_layers.values()))
+    moments = [
+        # The gradient of the embeddings comes last of all, when the activations are gone.
+        _passes(shape, segments, recompute),
+        {"gradients": trained, "embeddings": 2 * embeddings if narrow else 0},
+        {"gradients": trained, "optimizer's step": update},
+    ]
+    comes = max(moments, key=lambda parts: sum(parts.values()))
+    parts = {name: size for name, size in (_stays(shape) | comes).items() if size}
+    return StepMemory(segments, recompute, sum(parts.values()), parts)
+
+
+def _stays(shape: StepShape) -> dict[str, int]:
+    target, share, batch = shape.target, shape.world_size, shape.batch
+    has_masters = shape.dtype != torch.float32 or share > 1
+    in_target = target.num_lm_head if shape.is_stored else target.num_parameters
+    if shape.graded_vocabulary < shape.head.vocab_size:
+        in_target += shape.graded_vocabulary * target.hidden_size  # rows of lm_head, copied
+    states = (shape.head.feature_size + target.hidden_size) * shape.target_dtype.itemsize
+    if shape.is_stored:
+        states //= shape.target_dtype.itemsize
+        states *= HIDDEN_DTYPES[stored_dtype(shape.config.data)].itemsize * (AHEAD + 1)
+    return {
+        "head": shape.num_parameters * shape.dtype.itemsize + shape.buffer_bytes,
+        "float32 weights": 4 * shape.num_trained // share if has_masters else 0,
+        "optimizer": shape.optimizer_bytes // share,
+        "target": in_target * shape.target_dtype.itemsize,
+        # With int64 tokens, documents and depths.
+        "features": batch.rows * batch.length * (states + 24 * (AHEAD + 1)),
+        "workspaces": _WORKSPACE if shape.device.type == "cuda" else 0,
+    }
+
+
+def _passes(shape: StepShape, segments: int, recompute: bool) -> dict[str, int]:
+    """What the head's forward and backward passes take at their peak."""
+    head, batch, method = shape.head, shape.batch, shape.config.method
+    positions, size, layers = batch.rows * batch.length, shape.dtype.itemsize, head.num_layers
+    flex, compiled = shape.kernels
+    context_scores = positions * batch.length if batch.is_packed else 0
+    if method.name == "eagle3":  # Each depth attends to itself and to those before.
+        pairs = method.depth * (method.depth + 1) // 2 - 1
+        elements, keys = positions * (method.depth - 1), positions * pairs
+        scores, context_scores, borrowed = keys * batch.length, positions * batch.length, 0
+        graded = batch.rows * batch.max_anchors * method.depth
+    else:
+        columns = batch.segment(segments, method, BLOCK if flex else 1)
+        elements = batch.rows * columns
+        keys = elements + positions if elements else 0
+        scores = elements * (columns + batch.length)
+        borrowed = 2 * head.num_kv_heads * head.head_dim * positions * layers
+        graded = max(elements, batch.rows * batch.max_anchors)
+    is_light = segments > 1 and elements > 0 and not recompute
+    context = _layer_bytes(shape, positions, positions, context_scores, is_light=is_light)
+    segment = _layer_bytes(shape, elements, keys, scores)
+    states = 3 * head.hidden_size + (4 if compiled else 2) * head.intermediate_size
+    backward = max(positions, elements) * states * size
+    backward += max(shape.in_layers.values()) * (size + (4 if size < 4 else 0))
+    if recompute:
+        backward += max(context, segment)
+        context, segment = (n * head.hidden_size * size for n in (positions, elements))
+    # Keys and values, the float32 sums of their gradients, and the gradients of one segment.
+    lent = 4 + size // (1 if recompute else 2) + (size if segments > 1 or size < 4 else 0)
+    in_layers = sum(shape.in_layers.values())
+    # The layers' gradients of the first backward pass come as their activations go.
+    gradients = in_layers // layers if segments == 1 else in_layers
+    return {
+        "depth 0": layers * context + 2 * positions * head.hidden_size * size,
+        "deeper elements": layers * segment + (0 if flex else context_scores + scores),
+        "keys and values lent": borrowed * lent,
+        "a loss, or a layer's gradients": max(_loss_bytes(shape, graded), backward),
+        "gradients": 4 * (shape.parameters["lm_head.weight"] + gradients),
+    }
+
+
+def _layer_bytes(
+    shape: StepShape, elements: int, keys: int, scores: int, *, is_light: bool = False
+) -> int:
+    """What a layer keeps of elements that attend to so many keys; `is_light`: less of its MLP."""
+    head, size = shape.head, shape.dtype.itemsize
+    flex, compiled = shape.kernels
+    query, key = (n * head.head_dim for n in (head.num_attention_heads, head.num_kv_heads))
+    # Compiled: what enters the layer, what attention adds to, gate and up; else autograd keeps the
+    # input, the normed input and the output of each norm, and all of the MLP's states.
+    numbers = 2 * head.hidden_size + 2 * query + key
+    wide = head.num_attention_heads
+    if not is_light:
+        numbers += (2 if compiled else 4) * head.intermediate_size
+    if not compiled:
+        wide += (2 if is_light else 4) * head.hidden_size
+    if head.qk_norm:
+        numbers += query + 2 * key
+        wide += 0 if compiled else query + key
+    kept = elements * (numbers * size + 4 * wide)
+    # A dense mask is a number for each pair, and repeats the keys for all heads.
+    return kept + (2 * key * keys if flex else 2 * query * keys + scores) * size
+
+
+def _loss_bytes(shape: StepShape, graded: int) -> int:
+    """Hidden states of graded elements, the logits of a chunk, the gradient of lm_head."""
+    head, size = shape.head, shape.dtype.itemsize
+    target, draft = shape.graded_vocabulary, head.draft_vocab_size
+    rows = shape.config.run.loss_chunk_rows or default_chunk_rows(target, draft, shape.device)
+    copies = 2 if shape.device.type == "cuda" else 4
+    copies += 3 if shape.config.method.loss in ("tv", "kl_tv") else 0
+    chunk = min(rows, graded) * ((target + draft) * size + draft * 4 * copies)
+    matrix = draft * head.hidden_size
+    rounded = matrix * size if size < 4 else 0
+    return graded * head.hidden_size * 4 * size + max(chunk, rounded) + 4 * matrix
+
+
+# ---- arithmetic -----------------------------------------------------------------------------
+
+
+def estimate_flops(shape: StepShape, recompute: bool) -> dict[str, int]:
+    """Floating-point operations of a mean step by purpose; a product and its sum are two.
+
+    Matrix products count, and pairs of elements that see each other; norms, losses, copies and
+    padding of the deeper elements do not. A backward pass is two forward ones.
+    """
+    head, batch, method, target = shape.head, shape.batch, shape.config.method, shape.target
+    positions, anchors = batch.rows * batch.length, batch.rows * batch.anchors
+    if method.name == "eagle3":
+        deeper = method.depth - 1.0
+        elements = positions * method.depth
+    else:
+        deeper = sum(depth_counts(10**6, method.depth, method.cod_ratio, method.cod_floor)) / 10**6
+        elements = positions + anchors * deeper
+    graded, passes = anchors * (1 + deeper), 4 if recompute else 3
+    width = head.num_attention_heads * head.head_dim * head.num_layers
+    vocabulary = 6 * graded * head.hidden_size * head.draft_vocab_size
+    target_rows = anchors * (2 if deeper else 1)
+    parts = {
+        # The features want no gradient.
+        "layers": 2 * passes * sum(shape.in_layers.values()) * elements
+        + 4 * head.feature_size * head.hidden_size * positions,
+        "attention": (2 + 4 * passes) * elements * batch.context * width,
+        "vocabulary": vocabulary + 2 * target_rows * target.hidden_size * shape.graded_vocabulary,
+        "target": 0 if shape.is_stored else 2 * target.num_active * positions,
+    }
+    return {name: round(count) for name, count in parts.items() if count}
