@@ -74,4 +74,4 @@ def test_steps_of_graphs_have_a_depth_each(
     assert [o.token_ids for o in found] == [o.token_ids for o in plain]
     pipeline = llm.engine._pipeline
     assert pipeline is not None
-    assert {size for size, _ in pipeline._runner._graphs} == {(2, 1), (1, 3)}
+    assert {size for size, _ in pipeline.runner._graphs} == {(2, 1), (1, 3)}

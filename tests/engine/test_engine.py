@@ -28,12 +28,6 @@ from tests.engine.engines import (
 )
 
 
-@pytest.fixture(scope="module")
-def heads(head_folders: Callable[..., Path]) -> dict[bool, Path]:
-    """A P-EAGLE head (True) and an EAGLE-3 head (False)."""
-    return {parallel: head_folders(parallel=parallel) for parallel in (True, False)}
-
-
 @pytest.fixture(params=["plain", "peagle", "eagle3", "ngram"])
 def speculative(request: pytest.FixtureRequest, heads: dict[bool, Path]) -> dict[str, Any] | None:
     """Every way to decode."""

@@ -26,12 +26,6 @@ from tests.engine.engines import (
 KINDS = pytest.mark.parametrize("parallel", [True, False], ids=["peagle", "eagle3"])
 
 
-@pytest.fixture(scope="module")
-def heads(head_folders: Callable[..., Path]) -> dict[bool, Path]:
-    """A P-EAGLE head (True) and an EAGLE-3 head (False)."""
-    return {parallel: head_folders(parallel=parallel) for parallel in (True, False)}
-
-
 # ---- each request its own K, and changes of it ----------------------------------------------
 
 GREEDY = SamplingParams(max_tokens=30, ignore_eos=True)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peagle.engine.feature_ring import FeatureRing
+from peagle.engine.features import FeatureRing
 
 
 @given(

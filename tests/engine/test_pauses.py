@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from peagle import LLM, SamplingParams
 from peagle.engine import Sequence
-from peagle.engine.depth import RESUME_AFTER, DepthPolicy
+from peagle.engine.drafting import RESUME_AFTER, DepthPolicy
 from peagle.engine.features import FEATURES_KEPT, FeatureRings
 from peagle.engine.graph_runner import graph_sizes
 from tests.engine.engines import PROMPTS, K, config_of, drive, make_llm, watch_drafts
@@ -25,12 +25,6 @@ GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
 # One outlives the others by far: drafting pauses while they run and goes on when it is alone.
 PARAMS = [replace(GREEDY, max_tokens=n) for n in (48, 9, 12, 7)]
 SCHEDULE = [[1, 2, K], [3, 4, 0]]
-
-
-@pytest.fixture(scope="module")
-def heads(head_folders: Callable[..., Path]) -> dict[bool, Path]:
-    """A P-EAGLE head (True) and an EAGLE-3 head (False)."""
-    return {parallel: head_folders(parallel=parallel) for parallel in (True, False)}
 
 
 def scheduled(config: dict[str, Any] | None, schedule: Any = SCHEDULE) -> dict[str, Any]:
@@ -149,16 +143,12 @@ def test_random_loads(target_folder: Path, heads: dict[bool, Path], name: str) -
 def test_rings_of_a_reserved_store_are_handed_out_and_taken_back() -> None:
     store = FeatureRings()
     store.reserve(2, 3, torch.float32, torch.device("cpu"))
-    some: list[Any] = [Sequence(i, [1], GREEDY, 0, frozenset()) for i in range(4)]
-    rings = [store.open(s, 5) for s in some[:2]]
+    rings = [store.open(seq_id, 5) for seq_id in (0, 1)]
     assert {ring.slot for ring in rings} == {0, 1}
-    assert store.open(some[0], 99) is rings[0]
-    store.release(some[3])  # has none
-    some[0].forget_computed()
-    store.release(some[0])
-    again = store.open(some[2], 7)
+    store.release(3)  # has none
+    store.release(0)
+    again = store.open(2, 7)
     assert (again.slot, again.first, again.end) == (rings[0].slot, 7, 7)
-    assert some[0].pending_features is None
     again.advance(FEATURES_KEPT + 2)
     assert (again.first, again.end) == (9, 9 + FEATURES_KEPT)
 
@@ -176,7 +166,7 @@ def test_captured_steps_keep_features_and_resume(
 ) -> None:
     graphs = "peagle.engine.engine.runs_as_graphs"
     monkeypatch.setattr(graphs, lambda *parts: not parts[1].enforce_eager)
-    monkeypatch.setattr("peagle.engine.depth.RESUME_AFTER", 2)
+    monkeypatch.setattr("peagle.engine.drafting.RESUME_AFTER", 2)
     options: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 2, "max_model_len": 64}
     options["device"] = device
     params = [replace(GREEDY, max_tokens=n) for n in (11, 4)]
@@ -194,7 +184,7 @@ def test_captured_steps_keep_features_and_resume(
     ]
     pipeline = llm.engine._pipeline
     assert pipeline is not None
-    sizes = {size for size, _ in pipeline._runner._graphs}
+    sizes = {size for size, _ in pipeline.runner._graphs}
     assert sizes == {(2, 0), (1, 0), (1, 3)}
     # One pass closes the gap that four captured steps and more have left.
     assert len(found) == 1

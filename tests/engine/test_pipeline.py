@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from peagle.engine.pipeline import RowReport, read_report
+from peagle.engine.graph_runner import RowReport, read_report
 from tests.engine.fake_pipeline import Engine, K, Unreadable, some_accepted, stream
 
 

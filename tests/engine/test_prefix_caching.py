@@ -7,7 +7,6 @@ what stands before it in the last block.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -91,11 +90,6 @@ def test_the_second_turn_computes_little(bundled_target: TargetModel, way: str) 
 # ---- many conversations, little room --------------------------------------------------------
 
 WAYS = ["plain", "eagle3", "peagle", "peagle probabilistic", "ngram"]
-
-
-@pytest.fixture(scope="module")
-def heads(head_folders: Callable[..., Path]) -> dict[bool, Path]:
-    return {parallel: head_folders(parallel=parallel) for parallel in (True, False)}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

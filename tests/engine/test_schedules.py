@@ -29,8 +29,8 @@ from hypothesis.stateful import (
 from peagle.config import EngineConfig, SamplingParams
 from peagle.engine import LLMEngine, Sequence, SequenceStatus
 from peagle.engine.block_manager import BlockManager
-from peagle.engine.depth import DepthPolicy
-from peagle.engine.drafting import HeadDrafting
+from peagle.engine.drafting import DepthPolicy, HeadDrafting
+from peagle.engine.features import FeatureRings
 from peagle.engine.scheduler import Scheduler
 from peagle.models.target import TargetModel
 from peagle.speculation import TargetStep
@@ -100,8 +100,14 @@ def make_engine(kind: Kind, config: EngineConfig) -> LLMEngine:
         fake.num_speculative_tokens = K
         fake._depth = DepthPolicy(kind.depths.__getitem__)
         fake.max_draft_len = kind.max_draft_len
+        fake._features = FeatureRings()
         fake.drafting = HeadDrafting(
-            FakeProposer(*size), fake.sampler, fake_model.VOCAB, MAX_MODEL_LEN, kind.max_draft_len
+            FakeProposer(*size),  # type: ignore[arg-type]
+            fake.sampler,
+            fake_model.VOCAB,
+            MAX_MODEL_LEN,
+            kind.max_draft_len,
+            fake._features,
         )
         engine.scheduler.num_lookahead_slots = 2 * (K + 1)
     return engine

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peagle.config import SamplingParams
-from peagle.engine.feature_ring import FeatureRing
+from peagle.engine.features import FeatureRing
 from peagle.engine.sequence import Sequence, SequenceStatus
 from peagle.engine.stats import SpeculationStats
 from peagle.kernels.logprobs import TokenLogprobs

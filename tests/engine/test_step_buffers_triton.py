@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from peagle.config import SamplingParams
-from peagle.engine.graph_runner import StepSizes
 from peagle.engine.sequence import Sequence, SequenceStatus
 
 pytest.importorskip("triton", reason="needs triton")
 
-from peagle.engine.step_buffers_triton import HostWritten, StepBuffers
+from peagle.engine.decode_step import HostWritten, StepBuffers, StepSizes
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ROWS, K, WIDTH, STOP_IDS, VOCAB = 5, 3, 12, 4, 100

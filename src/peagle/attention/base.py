@@ -14,6 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from peagle.kernels.expand import DraftBatch
+from peagle.kernels.target_batch import TargetBatch
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
@@ -37,6 +40,44 @@ class AttentionMetadata:
     max_query_len: int
     max_seq_len: int
     context_starts_B: Tensor | None = None
+
+    @classmethod
+    def of_batch(
+        cls,
+        batch: TargetBatch | DraftBatch,
+        block_tables_BM: Tensor,
+        *,
+        max_query_len: int,
+        max_seq_len: int,
+        context_starts_B: Tensor | None = None,
+    ) -> AttentionMetadata:
+        """Return the metadata of a packed batch; it shares the batch's tensors."""
+        slots = batch.slots_T if isinstance(batch, TargetBatch) else batch.slots_S
+        return cls(
+            batch.query_start_loc,
+            batch.seq_lens_B,
+            block_tables_BM,
+            slots,
+            max_query_len,
+            max_seq_len,
+            context_starts_B,
+        )
+
+    @classmethod
+    def of_single_tokens(
+        cls,
+        start_loc: Tensor,
+        seq_lens_B: Tensor,
+        slots_B: Tensor,
+        block_tables_BM: Tensor,
+        *,
+        max_seq_len: int,
+        context_starts_B: Tensor | None = None,
+    ) -> AttentionMetadata:
+        """Return the metadata of a pass over one token a sequence; `start_loc` is 0, 1, ... B."""
+        return cls(
+            start_loc, seq_lens_B, block_tables_BM, slots_B, 1, max_seq_len, context_starts_B
+        )
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -102,9 +102,11 @@ class Scheduler:
         self._decode(plan)
         budget = self._continue_prompts(plan)
         self._admit(plan, budget)
-        waits = any(s.waits_for_grammar for s in (*self.running, *self.waiting))
-        something = plan.decode or plan.prefill or waits
-        assert something, "nothing runs and nothing fits: should be refused"
+        assert (
+            plan.decode
+            or plan.prefill
+            or any(s.waits_for_grammar for s in (*self.running, *self.waiting))
+        ), "nothing runs and nothing fits: the request should have been refused"
         return plan
 
     def reserve(self, sequences: Iterable[Sequence]) -> bool:

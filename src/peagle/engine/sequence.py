@@ -8,7 +8,7 @@ from enum import Enum, auto
 from torch import Tensor
 
 from peagle.config import SamplingParams
-from peagle.engine.feature_ring import FeatureRing
+from peagle.engine.features import FeatureRing
 from peagle.engine.grammar import GrammarState
 from peagle.engine.stats import SpeculationStats
 from peagle.kernels.logprobs import TokenLogprobs

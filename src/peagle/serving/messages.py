@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
+from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.engine import EngineStats
+from peagle.engine.loop import Add as Add
 from peagle.engine.outputs import StreamChunk
 
 
@@ -62,18 +63,6 @@ class EngineInfo:
 
 
 # ---- to the engine ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Add:
-    """Run a request; its chunks come back under `index`."""
-
-    index: int
-    prompt: list[int]
-    params: SamplingParams
-    proposer: str
-    priority: int = 0
-    cache_salt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

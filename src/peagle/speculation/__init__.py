@@ -1,6 +1,6 @@
 """Drafting and verification."""
 
-from peagle.speculation.drafts import Drafts, Proposer, TargetStep
+from peagle.speculation.drafts import Drafts, TargetStep
 from peagle.speculation.prompt_lookup import PromptLookup
 from peagle.speculation.proposers import AutoregressiveProposer, HeadProposer, ParallelProposer
 from peagle.speculation.verification import SamplingTensors, Verified, verify
@@ -11,7 +11,6 @@ __all__ = [
     "HeadProposer",
     "ParallelProposer",
     "PromptLookup",
-    "Proposer",
     "SamplingTensors",
     "TargetStep",
     "Verified",

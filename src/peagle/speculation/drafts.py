@@ -78,14 +78,3 @@ class Drafts:
     tokens_BK: Tensor
     lens: list[int]
     probs_BKV: Tensor | None = None
-
-
-class Proposer(Protocol):
-    """A way of drafting with a head."""
-
-    draft_token_ids: Sequence[int] | None
-    """Target ids that it can draft; None: all."""
-
-    def propose(self, step: TargetStep) -> Drafts:
-        """Draft the tokens that follow `next_tokens` of every sequence, `num_drafts` of each."""
-        ...

@@ -56,6 +56,10 @@ class HeadProposer:
         pruned = drafter.config.is_pruned
         self.draft_token_ids: Sequence[int] | None = self._target_ids.tolist() if pruned else None
 
+    def propose(self, step: TargetStep) -> Drafts:
+        """Draft the `num_drafts` tokens that follow `next_tokens` of every sequence."""
+        raise NotImplementedError
+
     def _first_pass(self, step: TargetStep) -> tuple[DraftBatch, Tensor]:
         """Run [NTP slots | mask slots] of every sequence: the batch and its hidden states."""
         num_mask_slots = [self._num_mask_slots(k) for k in step.num_drafts]
@@ -78,11 +82,9 @@ class HeadProposer:
             batch.tokens_S,
             hidden_TD[batch.feature_rows_S],
             batch.positions_S,
-            AttentionMetadata(
-                query_start_loc=batch.query_start_loc,
-                seq_lens_B=batch.seq_lens_B,
-                block_tables_BM=step.block_tables_BM,
-                slots_T=batch.slots_S,
+            AttentionMetadata.of_batch(
+                batch,
+                step.block_tables_BM,
                 max_query_len=int(batch.query_start_loc.diff().max()),
                 max_seq_len=int(batch.seq_lens_B.max()),
                 context_starts_B=step.context_starts_B,
@@ -234,12 +236,11 @@ class AutoregressiveProposer(HeadProposer):
         tables_NM = step.block_tables_BM[sequences_N]
         rows = torch.arange(sequences_N.shape[0] + 1, device=sequences_N.device)
         size, starts_B = self.caches[0].block_size, step.context_starts_B
-        return AttentionMetadata(
-            query_start_loc=rows,
-            seq_lens_B=position_N + 1,
-            block_tables_BM=tables_NM,
-            slots_T=slot_mapping(tables_NM, rows[:-1], position_N, size, self.max_model_len),
-            max_query_len=1,
+        return AttentionMetadata.of_single_tokens(
+            rows,
+            position_N + 1,
+            slot_mapping(tables_NM, rows[:-1], position_N, size, self.max_model_len),
+            tables_NM,
             max_seq_len=max_seq_len,
             context_starts_B=None if starts_B is None else starts_B[sequences_N],
         )
