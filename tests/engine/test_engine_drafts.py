@@ -340,24 +340,6 @@ def test_a_trimmed_last_step_reports_what_it_kept(
     assert last.output.stats.num_accepted_tokens == K
 
 
-def test_prompt_lookup_verifies_only_what_it_found(target_folder: Path) -> None:
-    llm = make_llm(target_folder, {"method": "ngram", "num_speculative_tokens": K})
-    drafting: Any = llm.engine.drafting
-    tokens, found = PROMPTS[0], []
-    for chunk in llm.stream([PROMPTS[0]], SamplingParams(max_tokens=30, ignore_eos=True)):
-        tokens = tokens + chunk.token_ids
-        found.append((chunk.num_drafted, len(drafting.lookup.find(tokens, K))))
-    verified, looked_up = zip(*found, strict=True)
-    assert verified[1:] == looked_up[:-1]
-    assert len(set(verified[1:])) > 2, "none, some and K drafts"
-
-
-def test_plain_decoding_counts_no_drafts(target_folder: Path) -> None:
-    output = make_llm(target_folder).generate(["abc"], SamplingParams(max_tokens=4))[0]
-    assert output.stats.num_drafts == 0
-    assert output.stats.acceptance_length == 1.0
-
-
 def test_engine_counters(target_folder: Path) -> None:
     llm = make_llm(target_folder, block_size=4, max_num_seqs=2)
     params = SamplingParams(max_tokens=9, ignore_eos=True)

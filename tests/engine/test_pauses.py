@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from peagle import LLM, SamplingParams
 from peagle.engine import Sequence
 from peagle.engine.drafting import RESUME_AFTER, DepthPolicy
-from peagle.engine.features import FEATURES_KEPT, FeatureRings
+from peagle.engine.features import FEATURES_KEPT, FeatureRing, FeatureRings
 from peagle.engine.graph_runner import graph_sizes
 from tests.engine.engines import PROMPTS, K, config_of, drive, make_llm, watch_drafts
 
@@ -185,7 +185,76 @@ def test_captured_steps_keep_features_and_resume(
     pipeline = llm.engine._pipeline
     assert pipeline is not None
     sizes = {size for size, _ in pipeline.runner._graphs}
-    assert sizes == {(2, 0), (1, 0), (1, 3)}
+    assert sizes == {(2, 0), (1, 0), (1, 3)}, "each size has a depth of its own"
     # One pass closes the gap that four captured steps and more have left.
     assert len(found) == 1
     assert found == {text: expected[text] for text in found}
+
+
+# ---- K by load ------------------------------------------------------------------------------
+
+BY_LOAD = [[1, 1, 4], [2, 2, 3], [3, 4, 1]]
+K_OF = {1: 4, 2: 3, 3: 1, 4: 1}
+LENGTHS = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (4, 30, 12, 20)]
+
+
+def watch_load(llm: LLM) -> list[tuple[int, int]]:
+    """(sequences that run, drafts that one of them verified) of every step and sequence."""
+    seen: list[tuple[int, int]] = []
+    engine = llm.engine
+    step = engine.step
+
+    def watched() -> Any:
+        outputs = step()
+        running = len(engine.scheduler.running)
+        seen.extend((running, len(o.sequence.drafts)) for o in outputs if running)
+        return outputs
+
+    engine.step = watched
+    return seen
+
+
+@pytest.mark.parametrize("method", ["ngram", "eagle3", "peagle"])
+def test_depth_follows_the_load(target_folder: Path, heads: dict[bool, Path], method: str) -> None:
+    plain = LLM(target_folder, dtype="float64", max_num_seqs=4).generate(PROMPTS, LENGTHS)
+    config = scheduled(config_of(method, heads), BY_LOAD) | {"num_speculative_tokens": 4}
+    llm = LLM(target_folder, speculative_config=config, dtype="float64", max_num_seqs=4)
+    seen = watch_load(llm)
+    found = llm.generate(PROMPTS, LENGTHS)
+    assert [o.token_ids for o in found] == [o.token_ids for o in plain]
+    # The last step of a sequence drafts nothing, or less; one that another's end follows keeps K.
+    assert all(drafts <= K_OF[max(running - 1, 1)] for running, drafts in seen)
+    if method != "ngram":
+        most = {n: max((d for r, d in seen if r == n), default=0) for n in (1, 4)}
+        assert most == {1: 4, 4: 1}
+
+
+# ---- one ring -------------------------------------------------------------------------------
+
+
+@given(
+    capacity=st.integers(1, 9),
+    position=st.integers(0, 30),
+    puts=st.lists(st.integers(0, 20), max_size=8),
+)
+def test_keeps_the_last_positions(capacity: int, position: int, puts: list[int]) -> None:
+    ring = FeatureRing(torch.empty(capacity, 2, dtype=torch.float64), position)
+    kept: list[int] = []
+    end = position
+    for count in puts:
+        new = list(range(end, end + count))
+        end += count
+        ring.put(torch.tensor([[p, -p] for p in new], dtype=torch.float64).view(-1, 2))
+        kept = (kept + new)[-capacity:]
+        assert (ring.first, ring.end) == (end - len(kept), end)
+        assert ring.get().tolist() == [[p, -p] for p in kept]
+        assert ring.get().dtype == torch.float64
+
+
+def test_what_was_got_outlives_what_is_put_later() -> None:
+    ring = FeatureRing(torch.empty(2, 1), 0)
+    ring.put(torch.tensor([[1.0], [2.0]]))
+    before = ring.get()
+    ring.put(torch.tensor([[3.0]]))
+    assert before.tolist() == [[1.0], [2.0]]
+    assert ring.get().tolist() == [[2.0], [3.0]]

@@ -103,17 +103,3 @@ def test_sampled_tokens_have_the_targets_distribution(
     assert fit(codes, exact(folder, temperature, top_k)) > 1e-3
     # The check is sharp enough to tell the temperature from one a fifth higher.
     assert fit(codes, exact(folder, 1.2 * temperature, top_k)) < 1e-4
-
-
-@pytest.mark.parametrize("parallel", [True, False], ids=["peagle", "eagle3"])
-def test_a_wrong_engine_is_noticed(
-    folder: Path, tmp_path: Path, parallel: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The check fails when a rejected draft is replaced by a draw from p, draft included."""
-    monkeypatch.setattr(
-        "peagle.speculation.verification._draft_distribution",
-        lambda drafts, probs, at, like: torch.zeros_like(like),
-    )
-    llm = make_llm(folder, tmp_path, parallel, "probabilistic")
-    codes = sample(llm, {"temperature": 1.0}, first_seed=10**6)
-    assert fit(codes, exact(folder, 1.0, 0)) < 1e-4
