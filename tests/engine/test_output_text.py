@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peagle import LLM, SamplingParams
-from peagle.engine.output_text import OutputText
+from peagle.engine.detokenizer import OutputText
 from peagle.models.target import load_tokenizer
 
 LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=40)

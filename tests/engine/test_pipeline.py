@@ -94,7 +94,7 @@ def stop(engine: Engine) -> None:
 
 
 def change(engine: Engine) -> None:
-    """As `LLMEngine.set_speculative_tokens` says it."""
+    """A change of a sequence, as the scheduler counts it."""
     engine.scheduler.version += 1
 
 

@@ -1,7 +1,7 @@
 """Random schedules: whatever happens around it, a request's output is that of the request alone.
 
 The machine drives the real engine loop, scheduler, block manager and drafting over the fake models
-of `fake_model.py`: arrivals, cancels, stops, switches of speculation, and so few blocks that
+of `fake_model.py`: arrivals, cancels, stops, pauses of drafting, and so few blocks that
 sequences are preempted all the time. PEAGLE_SCHEDULES sets how many schedules run in all.
 """
 
@@ -151,7 +151,7 @@ PROMPTS = st.lists(PIECES, min_size=1, max_size=6).map(lambda some: sum(some, ()
 
 
 class Schedules(RuleBasedStateMachine):
-    """Arrivals, cancels, stops and switches between the steps of one engine."""
+    """Arrivals, cancels, stops and pauses between the steps of one engine."""
 
     kind = Kind()
 
@@ -175,7 +175,7 @@ class Schedules(RuleBasedStateMachine):
         )
         self.engine = make_engine(self.kind, config)
         self.sequences: list[Sequence] = []
-        self.switched: set[int] = set()
+        self.paused: set[int] = set()
         self.stopped: set[int] = set()
 
     @rule(
@@ -246,20 +246,14 @@ class Schedules(RuleBasedStateMachine):
             self.engine.stop(sequence, min(surplus, sequence.num_output_tokens))
 
     @precondition(lambda self: self.kind.has_head)
-    @rule(which=WHICH, k=st.integers(0, K))
-    def switch(self, which: int, k: int) -> None:
-        sequence = self._pick(which)
-        if sequence and sequence.may_speculate:
-            self.engine.set_speculative_tokens(sequence, k)
-            self.switched.add(sequence.seq_id)
-
-    @precondition(lambda self: self.kind.has_head)
-    @rule(which=WHICH, times=st.integers(1, 8), k=st.integers(1, K))
-    def pause_drafting(self, which: int, times: int, k: int) -> None:
-        """A hole in the drafter's KV."""
-        self.switch(which, 0)
+    @rule(times=st.integers(1, 8))
+    def pause_drafting(self, times: int) -> None:
+        """Holes in the drafter's KV."""
+        fake: Any = self.engine
+        depth, fake._depth = fake._depth, DepthPolicy(lambda n: 0)
+        self.paused |= {s.seq_id for s in self.sequences if not s.is_finished}
         self.step(times)
-        self.switch(which, k)
+        fake._depth = depth
 
     @invariant()
     def blocks_are_accounted_for(self) -> None:
@@ -306,7 +300,7 @@ class Schedules(RuleBasedStateMachine):
         output = sequence.output_token_ids
         params = sequence.params
         prompt = tuple(sequence.prompt_token_ids)
-        has_other_k = sequence.seq_id in self.switched or len(set(self.kind.depths)) > 1
+        has_other_k = sequence.seq_id in self.paused or len(set(self.kind.depths)) > 1
         if has_other_k and not params.is_greedy:
             return  # another K draws other numbers
         expected = alone(self.kind, prompt, params)

@@ -128,7 +128,7 @@ def test_a_fault_in_verification_is_found_and_named(
 def test_a_feature_that_is_ignored_is_named(
     certify: Callable[..., Certificate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("peagle.engine.sampling_rules._min_tokens", lambda *_: None)
+    monkeypatch.setattr("peagle.engine.sampler._min_tokens", lambda *_: None)
     certificate = certify(slice(0), samples=0)
     bad = {cell for cell, status in statuses(certificate).items() if status == "fault"}
     assert bad == {("min_tokens", "plain"), ("min_tokens", "ngram")}

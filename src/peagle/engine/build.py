@@ -163,7 +163,6 @@ def run_largest_passes(
             seq_id,
             frozenset(),
             num_speculative_tokens=num_drafts,
-            may_speculate=num_drafts > 0,
         )
         made.block_table = [0] * -(-max_len // runner.block_size)
         return made

@@ -216,7 +216,7 @@ class HeadDrafting(Drafting):
         return min(k, within)
 
     def _keep(self, sequence: Sequence, features_NA: Tensor, position: int) -> None:
-        if sequence.may_speculate and len(features_NA):
+        if sequence.num_speculative_tokens and len(features_NA):
             if sequence.pending_features is None:
                 ring = self.features.open(sequence.seq_id, position, features_NA)
                 sequence.pending_features = ring

@@ -52,7 +52,7 @@ _COUNTERS = (
     "num_output_tokens",
 )
 _CHECK_SALT = b"peagle self-check"
-# Between two looks at grammars that all sequences wait for.
+# Wait between two looks at grammars, while all sequences wait for theirs.
 _GRAMMAR_WAIT_S = 0.002
 
 
@@ -65,7 +65,7 @@ class LLMEngine:
         speculative: how to draft; None decodes plainly.
 
     Attributes:
-        on_pass: called with the number of tokens of each pass that no graph runs, before it begins.
+        on_pass: called before each pass that no graph runs, with its number of tokens.
 
     Raises:
         UserError: the sizes do not fit the model or the memory.
@@ -218,16 +218,16 @@ class LLMEngine:
 
         Args:
             prompt_token_ids: the prompt.
-            params: how it is sampled; `bad_words` as token ids.
-            priority: lower goes first.
-            grammar: the start of the structure that `params` ask for.
-            leader: a sequence with the same prompt: this one waits for its KV.
-            cache_salt: only requests of the same salt share cached KV.
+            params: sampling parameters, with `bad_words` as token ids.
+            priority: requests with a lower number go first.
+            grammar: state at the start of the structure that `params` ask for.
+            leader: a sequence with the same prompt, for whose KV this one waits.
+            cache_salt: only requests with the same salt share cached KV.
 
         Raises:
             UserError: the prompt is empty, holds ids outside the vocabulary, leaves no room for
-                output, or could never fit the KV cache; or the parameters ask for what this
-                engine or model has not.
+                output, or could never fit the KV cache; or the engine or model cannot do what the
+                parameters ask for.
         """
         prompt = self._check_prompt(prompt_token_ids)
         self._check_params(params)
@@ -245,7 +245,6 @@ class LLMEngine:
             self.stop_token_ids(params),
             priority=priority,
             num_speculative_tokens=k,
-            may_speculate=k > 0,
             grammar=grammar,
             leader=leader if self._shares_prompt(k) else None,
             cache_salt=cache_salt,
@@ -288,20 +287,21 @@ class LLMEngine:
             )
 
     def stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
-        """Ids that end an output: those of the request, and the model's unless it ignores them."""
+        """Return the ids that end an output: the request's, and the model's unless ignored."""
         return frozenset(
             (*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids))
         )
 
     def _shares_prompt(self, num_speculative_tokens: int) -> bool:
-        """Whether a request of that K publishes its blocks: where a head has not read, none is."""
+        """Return whether a request with that K publishes blocks: the head must have read them."""
         reads = num_speculative_tokens > 0 or self.max_draft_len == 0
         return self.config.enable_prefix_caching and reads
 
     def touch_caches(self) -> None:
-        """Write to every page of the empty KV cache, which a CPU hands out only then.
+        """Write to every page of the empty KV cache.
 
-        So a server has its memory from the start, and does not grow under load.
+        A CPU's system allocates pages at the first write. A server so has its memory from the start
+        and does not grow under load.
         """
         assert not self.has_unfinished
         for cache in (*self._target_caches, *self._drafter_caches):
@@ -324,7 +324,7 @@ class LLMEngine:
 
     @property
     def blocks(self) -> BlockManager:
-        """Who owns which KV block."""
+        """The KV blocks."""
         return self.scheduler.blocks
 
     @property
@@ -333,9 +333,9 @@ class LLMEngine:
         return self.scheduler.has_unfinished
 
     def step(self) -> list[StepOutput]:
-        """Run one step: a pass over prompts, one over decoding sequences; what came of it.
+        """Run one step, a pass over prompts and one over decoding sequences; return its outputs.
 
-        A sequence whose prompt is not all computed is not among the outputs.
+        A sequence whose prompt is not yet computed has no output.
         """
         self._claim_target()
         self._depth.observe(len(self.scheduler.running))
@@ -355,7 +355,7 @@ class LLMEngine:
             return
         plan = self.scheduler.schedule()
         if not (plan.decode or plan.prefill):
-            time.sleep(_GRAMMAR_WAIT_S)  # all that is left waits for its grammar
+            time.sleep(_GRAMMAR_WAIT_S)  # all sequences wait for their grammars
         self._counts["num_preemptions"] += len(plan.preempted)
         for sequence in plan.preempted:
             self._release(sequence)
@@ -373,7 +373,7 @@ class LLMEngine:
             self._run(plan.decode)
 
     def _prepare_grammars(self) -> None:
-        """Work out what grammars allow next; end sequences whose grammar took too long."""
+        """Find the tokens that grammars allow next; end sequences whose grammar took too long."""
         every = (*self.scheduler.running, *self.scheduler.waiting)
         constrained = [(s, s.grammar) for s in every if s.grammar is not None]
         if constrained:
@@ -395,7 +395,7 @@ class LLMEngine:
             self._settle(chunk.sequence)
 
     def _settle(self, sequence: Sequence) -> None:
-        """Share what can be shared of a sequence, and let it go if it has ended."""
+        """Publish the settled blocks of a sequence, and retire it if it has ended."""
         self._publish(sequence)
         if sequence.is_finished:
             self._retire(sequence)
@@ -420,16 +420,16 @@ class LLMEngine:
                 row += 1
 
     def _take(self, sequence: Sequence, report: RowReport) -> None:
-        """The same for a step that ran as a graph, drafts included."""
+        """Give a sequence the tokens and drafts of a step that ran as a graph."""
         sequence.num_computed_tokens += 1
         if report.new_token_ids[-1] < 0:
             self._fail_broken(sequence)
             self._settle(sequence)
             return
         self._emit(sequence, report.new_token_ids, report.num_drafted, report.num_accepted, [])
-        if sequence.may_speculate:
+        if sequence.num_speculative_tokens:
             sequence.drafts = report.drafts
-            if sequence.pending_features is not None:  # nobody drafts: the step kept the feature
+            if sequence.pending_features is not None:  # drafting pauses: the step kept the feature
                 sequence.pending_features.advance(1)
             else:
                 sequence.num_drafter_tokens = min(sequence.num_computed_tokens, self.max_draft_len)
@@ -470,7 +470,7 @@ class LLMEngine:
             "model in a type of wider range, or check its weights."
         )
         self._fail(sequence, "logits_not_finite", error)
-        # What is left in a block is read again behind the next owner's tokens, with weight 0; and
+        # Attention reads the rest of a block behind the next owner's tokens with weight 0, and
         # 0 * NaN is NaN.
         blocks = self.blocks.withdraw(sequence)
         for cache in (*self._target_caches, *self._drafter_caches):
@@ -478,7 +478,7 @@ class LLMEngine:
             cache.values[blocks] = 0
 
     def _publish(self, sequence: Sequence) -> None:
-        """Share the blocks in which all slots are settled, the drafter's too."""
+        """Publish the blocks in which all slots are settled, the drafter's too."""
         if sequence.error is not None:
             return
         if sequence.drafter_start:
@@ -495,13 +495,13 @@ class LLMEngine:
         self._counts[ended] += 1
 
     def _release(self, sequence: Sequence) -> None:
-        """Give up what it has beside its blocks."""
+        """Free what the sequence holds beside its blocks."""
         self.sampler.release(sequence)
         self._features.release(sequence.seq_id)
         sequence.pending_features = None
 
     def cancel(self, sequence: Sequence) -> None:
-        """Stop a sequence and free what it holds; finished ones are left alone."""
+        """Stop a sequence and free what it holds; a finished one stays as it is."""
         self._end(sequence, "cancelled")
 
     def stop(self, sequence: Sequence, num_surplus: int) -> None:
@@ -514,21 +514,6 @@ class LLMEngine:
         if not sequence.is_finished:
             sequence.status, sequence.finish_reason = SequenceStatus.FINISHED, reason
             self._retire(sequence)
-
-    def set_speculative_tokens(self, sequence: Sequence, num_speculative_tokens: int) -> None:
-        """Change K of a sequence from its next draft on; 0 stops drafting for it.
-
-        Raises:
-            UserError: K is above the engine's, or the request was made without drafts.
-        """
-        most = self.num_speculative_tokens if sequence.may_speculate else 0
-        if not 0 <= num_speculative_tokens <= most:
-            raise UserError(
-                f"num_speculative_tokens is {num_speculative_tokens}; expected 0 to {most}, "
-                "which the engine and the request were made for."
-            )
-        sequence.num_speculative_tokens = num_speculative_tokens
-        self.scheduler.version += 1
 
     @property
     def stats(self) -> EngineStats:
@@ -545,7 +530,7 @@ class LLMEngine:
         )
 
     def _claim_target(self) -> None:
-        """Give the target this engine's KV caches, taps and context; another may have used it."""
+        """Give the target this engine's KV caches, taps and context; engines may share a target."""
         if self.target.kv_caches is not self._target_caches:
             self.target.tap_aux(self._aux_layer_ids)
             self.target.set_kv_caches(self._target_caches)

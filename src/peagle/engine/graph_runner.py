@@ -170,7 +170,9 @@ class GraphRunner:
             self._warn_of_size(len(sequences))
             return False
         keeps_features = self._features is not None and not self._depth(len(sequences))
-        return all(_is_simple(s) and (keeps_features or not _has_gap(s)) for s in sequences)
+        if not keeps_features and any(s.pending_features is not None for s in sequences):
+            return False  # the drafter first reads the features that it has missed
+        return all(map(_is_simple, sequences))
 
     def _warn_of_size(self, num_sequences: int) -> None:
         if not self._has_warned:
@@ -197,7 +199,7 @@ class GraphRunner:
         self._graph = self._graph_of(self._size(len(sequences)), greedy)
         if self._features is not None and not self._graph.size[1]:
             for sequence in sequences:
-                if sequence.may_speculate and sequence.pending_features is None:
+                if sequence.num_speculative_tokens and sequence.pending_features is None:
                     ring = self._features.open(sequence.seq_id, sequence.num_computed_tokens)
                     sequence.pending_features = ring
         self._sequences = list(sequences)
@@ -231,15 +233,6 @@ class GraphRunner:
         if (size, greedy) not in self._graphs:
             self._graphs[size, greedy] = _Graph(self._make_step(size, greedy), self._capture)
         return self._graphs[size, greedy]
-
-
-def _has_gap(sequence: Sequence) -> bool:
-    """Return whether the drafter has not read some features, or must not read new ones now.
-
-    Features are kept for a request whose drafting is paused, but not for one that never drafts.
-    """
-    is_paused = sequence.may_speculate and not sequence.num_speculative_tokens
-    return is_paused or sequence.pending_features is not None
 
 
 def _is_simple(sequence: Sequence) -> bool:
