@@ -19,7 +19,7 @@ from statistics import median
 from common import run_guarded
 
 from peagle.config import SamplingParams
-from peagle.engine.pipeline import Pipeline, RowReport
+from peagle.engine.graph_runner import Pipeline, RowReport
 from peagle.engine.sequence import Sequence
 from peagle.environment import environment
 from peagle.evaluation.prompts import load_prompt_set

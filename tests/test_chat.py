@@ -78,61 +78,59 @@ def test_tools_take_the_template_for_tools() -> None:
     assert text_of(named, tools=[{"name": "search"}]) == "search"
 
 
-def test_an_unknown_template_is_named_with_those_that_exist() -> None:
-    tokenizer = tokenizer_with({"default": CHATML, "rag": CHATML})
-    with pytest.raises(
-        UserError, match=r"'chatml'.*\(default, rag\).*\.jinja file.*Jinja template"
-    ):
-        render_chat(tokenizer, HELLO, chat_template="chatml")
-    with pytest.raises(UserError, match=r"'chatml'.*no named templates"):
-        render_chat(tokenizer_with(CHATML), HELLO, chat_template="chatml")
-
-
-@pytest.mark.parametrize("value", ["", "  ", 3])
-def test_a_template_that_is_none_at_all(value: Any) -> None:
-    with pytest.raises(UserError, match=f"{value!r}"):
-        render_chat(tokenizer_with(CHATML), HELLO, chat_template=value)
-
-
 def test_a_missing_template_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"gone\.jinja.*No such file"):
         resolve_chat_template(tokenizer_with(CHATML), str(tmp_path / "gone.jinja"))
 
 
-def test_a_base_model_without_template_gets_the_remedy() -> None:
-    with pytest.raises(UserError, match=r"no chat template.*pass chat_template.*generate"):
-        render_chat(tokenizer_with(None), HELLO)
+EFFORTS = CHATML + "{{ reasoning_effort }}"
+FEW = "{{ messages[0].content }} {{ effort }} {{ tokenize }} {{ range(1) }}"
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    # which template
+    (
+        {"default": CHATML, "rag": CHATML},
+        {"chat_template": "chatml"},
+        r"'chatml'.*\(default, rag\).*\.jinja file.*Jinja template",
+    ),
+    (CHATML, {"chat_template": "chatml"}, r"'chatml'.*no named templates"),
+    *((CHATML, {"chat_template": value}, f"{value!r}") for value in ("", "  ", 3)),
+    (None, {}, r"no chat template.*pass chat_template.*generate"),
+    ({"b": CHATML, "a": CHATML}, {}, r"one of: a, b"),
+    (None, {"chat_template": "a\n{% if %}"}, r"does not parse: line 2"),
+    ("{{ '' }}", {}, "empty prompt"),
+    # templates that break out, or break
+    ("{{ ''.__class__.__mro__[1].__subclasses__() }}", {}, "cannot render"),
+    ("{{ messages.append(1) }}", {}, "cannot render"),
+    ("{% include '/etc/passwd' %}", {}, "cannot render"),
+    ("{{ messages[0].nothing.deeper }}", {}, "cannot render"),
+    ("{{ messages[0].content + 1 }}", {}, "cannot render"),
+    ("{{ 1 // 0 }}", {}, "cannot render"),
+    # options
+    (CHATML, {"thinking": True}, r"thinking is True.*neither enable_thinking nor"),
+    (CHATML, {"template_kwargs": {"enable_thinking": True}}, "no option 'enable_thinking'"),
+    (EFFORTS, {"thinking": False}, r"thinking is False.*set reasoning_effort in template_kw"),
+    (
+        EFFORTS,
+        {"template_kwargs": {"enable_thinking": False}},
+        r"no option 'enable_thinking'.*reads: reasoning_effort",
+    ),
+    (QWEN, {"thinking": "off"}, "'off'"),
+    (QWEN, {"thinking": True, "template_kwargs": {"enable_thinking": False}}, "give one of them"),
+    *(
+        (FEW, {"template_kwargs": {name: 1}}, rf"no option '{name}'.*it reads: effort\.")
+        for name in ("efort", "messages", "tokenize", "range", "raise_exception")
+    ),
+    (CHATML, {"tools": [{"name": "search"}]}, "does not read tools"),
+    (CHATML, {"add_generation_prompt": True, "continue_final_message": True}, "Leave one out"),
+]
 
 
-def test_several_templates_without_default() -> None:
-    with pytest.raises(UserError, match=r"one of: a, b"):
-        render_chat(tokenizer_with({"b": CHATML, "a": CHATML}), HELLO)
-
-
-def test_a_template_that_does_not_parse() -> None:
-    with pytest.raises(UserError, match=r"does not parse: line 2"):
-        render_chat(tokenizer_with(None), HELLO, chat_template="a\n{% if %}")
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages.append(1) }}",
-        "{% include '/etc/passwd' %}",
-        "{{ messages[0].nothing.deeper }}",
-        "{{ messages[0].content + 1 }}",
-        "{{ 1 // 0 }}",
-    ],
-)
-def test_a_template_that_breaks_out_or_breaks_is_refused(template: str) -> None:
-    with pytest.raises(UserError, match="cannot render"):
-        render_chat(tokenizer_with(template), HELLO)
-
-
-def test_an_empty_prompt_is_refused() -> None:
-    with pytest.raises(UserError, match="empty prompt"):
-        render_chat(tokenizer_with("{{ '' }}"), HELLO)
+@pytest.mark.parametrize(("template", "options", "expected"), REFUSED)
+def test_templates_and_options_that_are_refused(
+    template: Any, options: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(UserError, match=expected):
+        render_chat(tokenizer_with(template), HELLO, **options)
 
 
 # ---- thinking and other options --------------------------------------------------------------
@@ -151,13 +149,6 @@ def test_a_default_set_on_the_variable_itself_still_reads_it() -> None:
     assert text_of(template, thinking=False) == "Falseuser"
 
 
-def test_a_template_without_a_thinking_mode_cannot_think() -> None:
-    with pytest.raises(UserError, match=r"thinking is True.*neither enable_thinking nor"):
-        render_chat(tokenizer_with(CHATML), HELLO, thinking=True)
-    with pytest.raises(UserError, match="no option 'enable_thinking'"):
-        text_of(CHATML, template_kwargs={"enable_thinking": True})
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -172,41 +163,9 @@ def test_no_thinking_is_what_a_template_without_a_thinking_mode_does(options: An
         text_of(CHATML + "<think>\n", **options)
 
 
-def test_a_template_with_efforts_is_not_without_thinking() -> None:
-    template = CHATML + "{{ reasoning_effort }}"
-    with pytest.raises(UserError, match=r"thinking is False.*set reasoning_effort in template_kw"):
-        text_of(template, thinking=False)
-    with pytest.raises(UserError, match=r"no option 'enable_thinking'.*reads: reasoning_effort"):
-        text_of(template, template_kwargs={"enable_thinking": False})
-
-
-def test_thinking_that_is_no_truth_value_is_refused() -> None:
-    with pytest.raises(UserError, match="'off'"):
-        render_chat(tokenizer_with(QWEN), HELLO, thinking="off")  # type: ignore[arg-type]
-
-
-def test_thinking_given_twice_is_refused() -> None:
-    with pytest.raises(UserError, match="give one of them"):
-        render_chat(
-            tokenizer_with(QWEN), HELLO, thinking=True, template_kwargs={"enable_thinking": False}
-        )
-
-
 def test_template_kwargs_reach_the_template() -> None:
     template = "{{ messages[0].content }} {{ effort }}"
     assert text_of(template, template_kwargs={"effort": "low"}) == "hé low"
-
-
-@pytest.mark.parametrize("name", ["efort", "messages", "tokenize", "range", "raise_exception"])
-def test_template_kwargs_without_effect_are_refused(name: str) -> None:
-    template = "{{ messages[0].content }} {{ effort }} {{ tokenize }} {{ range(1) }}"
-    with pytest.raises(UserError, match=rf"no option '{name}'.*it reads: effort\."):
-        render_chat(tokenizer_with(template), HELLO, template_kwargs={name: 1})
-
-
-def test_tools_without_effect_are_refused() -> None:
-    with pytest.raises(UserError, match="does not read tools"):
-        render_chat(tokenizer_with(CHATML), HELLO, tools=[{"name": "search"}])
 
 
 # ---- messages -------------------------------------------------------------------------------
@@ -245,13 +204,6 @@ def test_the_final_message_can_be_left_open() -> None:
 def test_malformed_messages_are_refused(messages: Any, expected: str) -> None:
     with pytest.raises(UserError, match=expected):
         render_chat(tokenizer_with(CHATML), messages)
-
-
-def test_both_ends_at_once_are_refused() -> None:
-    with pytest.raises(UserError, match="Leave one out"):
-        render_chat(
-            tokenizer_with(CHATML), HELLO, add_generation_prompt=True, continue_final_message=True
-        )
 
 
 def test_a_role_that_the_template_names_is_fine() -> None:

@@ -144,14 +144,15 @@ def violations(package: Path) -> list[str]:
 
 
 def is_triton_file(path: str) -> bool:
-    return path.startswith(("kernels/", "engine/")) and path.endswith("_triton.py")
+    is_kernel = path.startswith("kernels/") and path.endswith("_triton.py")
+    return is_kernel or path == "engine/decode_step.py"
 
 
 def triton_at_load(package: Path) -> list[str]:
     """Imports of triton, or of a `*_triton` module, that run when a module is loaded.
 
     Such imports belong into functions, since triton exists on few machines. Only the files
-    `kernels/*_triton.py` and `engine/*_triton.py`, themselves imported lazily, may have them at
+    `kernels/*_triton.py` and `engine/decode_step.py`, themselves imported lazily, may have them at
     the top.
     """
     return [
@@ -164,7 +165,10 @@ def triton_at_load(package: Path) -> list[str]:
             item.name.partition(".")[0] == "triton"
             or (
                 item.name.startswith(f"{package.name}.")
-                and any(part.endswith("_triton") for part in item.name.split("."))
+                and any(
+                    part.endswith("_triton") or part == "decode_step"
+                    for part in item.name.split(".")
+                )
             )
         )
     ]

@@ -96,18 +96,6 @@ def test_every_form_of_the_speculative_configuration(llm: LLM, heads: dict[bool,
 # ---- the target -----------------------------------------------------------------------------
 
 
-def test_a_missing_target(tmp_path: Path) -> None:
-    message = message_of(lambda: LLM(tmp_path / "none"))
-    assert repr(str(tmp_path / "none")) in message
-    assert "is not there; expected a folder with config.json" in message
-
-
-def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
-    message = message_of(lambda: LLM(tmp_path))
-    assert repr(str(tmp_path)) in message
-    assert "has no config.json; expected a folder in Hugging Face format" in message
-
-
 def test_a_target_without_tokenizer(target_folder: Path, tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         shutil.copy(target_folder / name, tmp_path)
@@ -126,10 +114,60 @@ def test_a_device_that_is_not_there(target_folder: Path) -> None:
 # ---- the prompts ----------------------------------------------------------------------------
 
 
-def test_an_empty_prompt(llm: LLM) -> None:
-    for prompts in ("", [""], [[]]):
-        message = message_of(lambda prompts=prompts: llm.generate(prompts))
-        assert message == "Prompt 1 of 1: The prompt is empty; expected at least one token."
+@pytest.mark.parametrize(
+    ("prompts", "params", "expected"),
+    [
+        *((p, None, "Prompt 1 of 1: The prompt is empty; expected") for p in ("", [""], [[]])),
+        *(
+            ([[5, t, 7]], None, f"prompt_token_ids is {t!r}; expected token ids from 0 to 319")
+            for t in (-1, 320, 10**9, 1.5, True, "x")
+        ),
+        *((p, None, "expected text") for p in (5, None, [None], [1.5], [[5], 7])),
+        ("hi", SamplingParams(stop_token_ids=(3, 320)), "stop_token_ids is 320; expected token"),
+        (["a", "b", "c"], [GREEDY, GREEDY], "2 sampling params for 3 prompts; expected one each"),
+        (["a"], [{"max_tokens": 3}], "[{'max_tokens': 3}]; expected SamplingParams, or a list of"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_bad_prompts_and_params(llm: LLM, prompts: Any, params: Any, expected: str) -> None:
+    assert expected in message_of(lambda: llm.generate(prompts, params))
+    assert not llm.engine.has_unfinished
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"target": "NONE"}, "NONE' is not there; expected a folder with config.json"),
+        (
+            {"target": "EMPTY"},
+            "EMPTY' has no config.json; expected a folder",
+        ),
+        ({"speculative_config": {"model": "NONE"}}, "The draft head 'NONE' is not there"),
+        (
+            {"speculative_config": {"model": "TARGET"}},
+            "is a whole model (LlamaForCausalLM), not a draft head",
+        ),
+        (
+            {"speculative_config": {"model": "HEAD", "num_speculative_tokens": 0}},
+            "num_speculative_tokens is 0; expected a whole number from 1 to 64",
+        ),
+        ({"max_seqs": 3}, "Unknown engine option 'max_seqs'; known options: block_size, device"),
+        ({"max_model_len": 257}, "max_model_len is 257; the target's positions end at 256"),
+        ({"kv_cache_gib": 1e-9}, "Raise kv_cache_gib"),
+    ],
+    ids=str,
+)
+def test_bad_options_of_an_llm(
+    target_folder: Path, tmp_path: Path, options: dict[str, Any], expected: str
+) -> None:
+    (tmp_path / "EMPTY").mkdir()
+    places = {"TARGET": str(target_folder), **{n: str(tmp_path / n) for n in ("NONE", "EMPTY")}}
+    config = options.get("speculative_config")
+    if config is not None:
+        options = {"speculative_config": {**config, "model": places.get(config["model"], "HEAD")}}
+    options = {**options, "target": places.get(options.get("target", ""), str(target_folder))}
+    message = message_of(lambda: LLM(**options)).replace(f"{tmp_path}/", "")
+    assert expected in message
 
 
 def test_a_prompt_longer_than_the_context(llm: LLM, target_folder: Path) -> None:
@@ -142,33 +180,6 @@ def test_a_prompt_longer_than_the_context(llm: LLM, target_folder: Path) -> None
     assert "expected at most 9" in message_of(lambda: short.generate([5] * 10))
 
 
-@pytest.mark.parametrize("token", [-1, 320, 10**9, 1.5, True, "x"])
-def test_a_token_outside_the_vocabulary(llm: LLM, token: Any) -> None:
-    message = message_of(lambda: llm.generate([[5, token, 7]]))
-    assert f"prompt_token_ids is {token!r}; expected token ids from 0 to 319" in message
-
-
-@pytest.mark.parametrize("prompts", [5, None, [None], [1.5], [[5], 7]], ids=str)
-def test_things_that_are_no_prompts(llm: LLM, prompts: Any) -> None:
-    message = message_of(lambda: llm.generate(prompts))
-    assert "expected text" in message
-    assert not llm.engine.has_unfinished
-
-
-def test_a_stop_id_outside_the_vocabulary(llm: LLM) -> None:
-    params = SamplingParams(stop_token_ids=(3, 320))
-    message = message_of(lambda: llm.generate("hi", params))
-    assert "stop_token_ids is 320; expected token ids from 0 to 319" in message
-
-
-def test_params_that_do_not_match_the_prompts(llm: LLM) -> None:
-    message = message_of(lambda: llm.generate(["a", "b", "c"], [GREEDY, GREEDY]))
-    assert "2 sampling params for 3 prompts; expected one each" in message
-    bad: Any = [{"max_tokens": 3}]
-    message = message_of(lambda: llm.generate(["a"], bad))
-    assert "[{'max_tokens': 3}]; expected SamplingParams, or a list of them" in message
-
-
 def test_a_request_larger_than_the_cache(target_folder: Path, heads: dict[bool, str]) -> None:
     config = {"model": heads[True], "num_speculative_tokens": 3}
     small = LLM(target_folder, speculative_config=config, num_kv_blocks=4, block_size=8)
@@ -177,12 +188,6 @@ def test_a_request_larger_than_the_cache(target_folder: Path, heads: dict[bool, 
     assert "needs 16 KV blocks of 8 tokens, the cache has 4" in message
     assert "Lower max_tokens (100), or raise kv_cache_gib or gpu_memory_utilization" in message
     assert len(small.generate([5] * 20, GREEDY)[0].token_ids) == 4
-
-
-def test_a_cache_too_small_for_one_block(target_folder: Path) -> None:
-    message = message_of(lambda: LLM(target_folder, kv_cache_gib=1e-9))
-    assert "A KV block takes" in message
-    assert "Raise kv_cache_gib" in message
 
 
 def test_two_streams_of_one_llm(llm: LLM) -> None:
@@ -221,12 +226,6 @@ def test_bad_sampling_values(name: str, value: Any, expected: str) -> None:
     assert message == f"{name} is {value!r}; expected {expected}."
 
 
-@pytest.mark.parametrize("token", [-1, 1.5, "x", True])
-def test_bad_stop_ids(token: Any) -> None:
-    message = message_of(lambda: SamplingParams(stop_token_ids=(3, token)))
-    assert message == f"stop_token_ids is {token!r}; expected token ids of at least 0."
-
-
 def test_the_limits_of_sampling_values_are_accepted(llm: LLM) -> None:
     limits: list[dict[str, Any]] = [
         {"max_tokens": 1},
@@ -246,13 +245,6 @@ def test_the_limits_of_sampling_values_are_accepted(llm: LLM) -> None:
 
 
 # ---- speculation ----------------------------------------------------------------------------
-
-
-def test_k_of_zero_says_how_to_decode_plainly(target_folder: Path, heads: dict[bool, str]) -> None:
-    config = {"model": heads[True], "num_speculative_tokens": 0}
-    message = message_of(lambda: LLM(target_folder, speculative_config=config))
-    assert "num_speculative_tokens is 0; expected a whole number from 1 to 64" in message
-    assert "(--no-speculation)" in message
 
 
 BAD_SPECULATION: list[tuple[dict[str, Any], str]] = [
@@ -292,11 +284,6 @@ def test_bad_speculative_configurations(change: dict[str, Any], expected: str) -
     assert message_of(lambda: SpeculativeConfig.parse(json.dumps(data))) == message
 
 
-def test_an_unknown_key_lists_the_known_ones() -> None:
-    message = message_of(lambda: SpeculativeConfig.parse({"draft": "x"}))
-    assert "known keys: check_target, draft_sampling, draft_window, max_model_len" in message
-
-
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
@@ -305,23 +292,11 @@ def test_an_unknown_key_lists_the_known_ones() -> None:
         ("[1]", "is [1]; expected a JSON object"),
         ("null", "is None; expected a JSON object"),
         (7, "is 7; expected a JSON object"),
+        ({"draft": "x"}, "known keys: check_target, draft_sampling, draft_window, max_model_len"),
     ],
 )
 def test_speculative_configurations_that_are_no_objects(source: Any, expected: str) -> None:
     assert expected in message_of(lambda: SpeculativeConfig.parse(source))
-
-
-def test_a_missing_head(target_folder: Path, tmp_path: Path) -> None:
-    config = {"model": str(tmp_path / "none")}
-    message = message_of(lambda: LLM(target_folder, speculative_config=config))
-    assert f"The draft head {str(tmp_path / 'none')!r} is not there" in message
-
-
-def test_a_target_given_as_a_head(target_folder: Path) -> None:
-    config = {"model": str(target_folder)}
-    message = message_of(lambda: LLM(target_folder, speculative_config=config))
-    assert str(target_folder) in message
-    assert "is a whole model (LlamaForCausalLM), not a draft head" in message
 
 
 @pytest.mark.parametrize("parallel", [True, False], ids=["peagle", "eagle3"])
@@ -342,11 +317,6 @@ def test_a_refused_head_leaves_the_target_usable(llm: LLM, heads: dict[bool, str
 
 
 # ---- engine options -------------------------------------------------------------------------
-
-
-def test_an_unknown_engine_option(target_folder: Path) -> None:
-    message = message_of(lambda: LLM(target_folder, max_seqs=3))
-    assert "Unknown engine option 'max_seqs'; known options: block_size, device, dtype" in message
 
 
 BAD_OPTIONS: list[tuple[str, Any, str]] = [
@@ -376,12 +346,6 @@ BAD_OPTIONS: list[tuple[str, Any, str]] = [
 def test_bad_engine_options(name: str, value: Any, expected: str) -> None:
     message = message_of(lambda: EngineConfig(**{name: value}))
     assert message.startswith(f"{name} is {value!r}; expected {expected}")
-
-
-def test_a_context_longer_than_the_targets(target_folder: Path) -> None:
-    message = message_of(lambda: LLM(target_folder, max_model_len=257))
-    assert "max_model_len is 257; the target's positions end at 256" in message
-    assert "Ask for at most that." in message
 
 
 def test_an_unnamed_target_has_no_tokenizer(target_folder: Path) -> None:

@@ -174,21 +174,6 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(deadline=None, max_examples=150)
-@given(cases(), st.none() | st.integers(1, 9))
-def test_equals_full_attention(case: Case, window: int | None) -> None:
-    assert_same(case.run(window), case.reference(window))
-
-
-@settings(deadline=None, max_examples=150)
-@given(cases(), st.none() | st.integers(1, 9), st.none() | st.floats(0.5, 20.0), st.booleans())
-def test_sinks_and_softcap_equal_full_attention(
-    case: Case, window: int | None, softcap: float | None, with_sinks: bool
-) -> None:
-    special = {"softcap": softcap, "sinks": case.sinks() if with_sinks else None}
-    assert_same(case.run(window, **special), case.reference(window, **special))
-
-
 def test_scores_beyond_what_exp_can_take() -> None:
     case = Case([7, 3], [4, 2])
     case.query_THd *= 1e4
@@ -236,13 +221,6 @@ def test_layers_of_one_pass_may_differ_in_heads_and_sizes() -> None:
         assert_same(out, case.reference())
 
 
-def test_a_window_that_hides_nothing_needs_no_mask() -> None:
-    case = Case([9], [1])
-    prepared = TorchAttention().prepare(case.metadata())
-    assert prepared._mask(10) is prepared._mask(None) is None
-    assert prepared._mask(9) is not None
-
-
 def test_writes_its_keys_and_values_and_nothing_else() -> None:
     case = Case([7, 3, 12], [4, 1, 6])
     before_keys, before_values = case.cache.keys.clone(), case.cache.values.clone()
@@ -283,52 +261,14 @@ def test_padding_slots_write_only_to_the_scrap_block() -> None:
     assert_same(out[kept], case.reference()[kept])
 
 
-def corrupted_output(sequence: int, position: int, window: int | None = None) -> Tensor:
-    """The output where one cached value vector was changed before the pass."""
-    case = Case([7, 3, 12], [4, 1, 6])
-    case.cache.values[case.place(sequence, position)] += 1.0
-    return case.run(window)
-
-
-def test_a_corrupted_cache_changes_the_output() -> None:
-    case = Case([7, 3, 12], [4, 1, 6])
-    expected = case.reference()
-    first = [0, 4, 5, 11]
-    for sequence, past in enumerate(case.past):
-        rows = slice(first[sequence], first[sequence + 1])
-        others = torch.ones(len(expected), dtype=torch.bool)
-        others[rows] = False
-        for position in range(past):
-            out = corrupted_output(sequence, position)
-            assert bool(((out - expected)[rows].abs().amax((1, 2)) > 1e-6).all())
-            assert_same(out[others], expected[others])
-
-
-def test_a_corrupted_cache_outside_the_window_changes_nothing() -> None:
-    case = Case([7, 3, 12], [4, 1, 6])
-    # The first new query of sequence 2 stands at 12 and sees 9..12 with a window of 4.
-    assert_same(corrupted_output(2, 8, window=4), case.reference(4))
-    assert not torch.allclose(corrupted_output(2, 9, window=4), case.reference(4), atol=1e-6)
-
-
-def test_a_wrong_block_table_changes_the_output() -> None:
-    case = Case([7, 3, 12], [4, 1, 6])
-    # (Two whole blocks of one sequence could trade places: keys carry their own positions.)
-    case.tables[2][0], case.tables[0][0] = case.tables[0][0], case.tables[2][0]
-    assert not torch.allclose(case.run(), case.reference(), atol=1e-6)
-
-
-# ---- contexts that begin later --------------------------------------------------------------
-
-
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=250)
 @given(cases(), st.none() | st.integers(1, 9), st.none() | st.floats(0.5, 20.0), st.data())
-def test_contexts_that_begin_later_equal_full_attention(
+def test_equals_full_attention(
     case: Case, window: int | None, softcap: float | None, data: st.DataObject
 ) -> None:
-    # A context begins at the first query at the latest.
-    case.starts = [data.draw(st.integers(0, past)) for past in case.past]
-    special = {"softcap": softcap, "sinks": case.sinks() if softcap else None}
+    if data.draw(st.booleans()):  # a context begins at the first query at the latest
+        case.starts = [data.draw(st.integers(0, past)) for past in case.past]
+    special = {"softcap": softcap, "sinks": case.sinks() if data.draw(st.booleans()) else None}
     assert_same(case.run(window, **special), case.reference(window, **special))
 
 

@@ -81,9 +81,7 @@ class FakeRunner:
         return TargetPass(
             chunks,
             starts,
-            tokens_T=torch.tensor(tokens),
-            positions_T=torch.tensor(positions),
-            start_loc=torch.tensor(start_loc),
+            batch=_batch(tokens, positions, start_loc),
             features_TA=torch.tensor(features, dtype=torch.float64),
             block_tables_BM=block_tables([chunk.sequence for chunk in chunks], CPU),
             sampled=_sampled(accepted, new),
@@ -92,6 +90,14 @@ class FakeRunner:
     def _context(self, sequence: Sequence, position: int) -> tuple[int, ...]:
         table = sequence.block_table
         return tuple(self.kv[self.slot(table, p)] for p in range(position + 1))
+
+
+def _batch(tokens: list[int], positions: list[int], start_loc: list[int]) -> Any:
+    return SimpleNamespace(
+        tokens_T=torch.tensor(tokens),
+        positions_T=torch.tensor(positions),
+        query_start_loc=torch.tensor(start_loc),
+    )
 
 
 def _sampled(accepted: list[int], new: list[list[int]]) -> Any:

@@ -12,8 +12,7 @@ from typing import Any
 
 from peagle.config import SamplingParams
 from peagle.engine.block_manager import BlockManager
-from peagle.engine.graph_runner import buckets
-from peagle.engine.pipeline import Pipeline, RowReport
+from peagle.engine.graph_runner import Pipeline, RowReport, buckets
 from peagle.engine.scheduler import Scheduler
 from peagle.engine.sequence import Sequence, SequenceStatus
 
@@ -182,7 +181,7 @@ class Engine:
                 self._emit(chunk.sequence, [stream(chunk.sequence.seq_id, 0)])
         decoding = [chunk.sequence for chunk in plan.decode]
         if decoding:
-            assert self.pipeline.can_run(decoding)
+            assert self.pipeline.runner.can_run(decoding)
             self.pipeline.start(decoding)
 
     def _take(self, sequence: Sequence, report: RowReport) -> None:

@@ -27,7 +27,7 @@ from peagle import LLM, SamplingParams
 from peagle.config.structured import StructuredOutput
 from peagle.kernels.logprobs import TokenLogprobs
 from peagle.speculation import Drafts, TargetStep
-from peagle.speculation.drafts import DraftConstraint
+from peagle.speculation.proposers import DraftConstraint
 from tests.conftest import make_target_folder
 from tests.engine.sampling_reference import processed
 from tests.speculation.test_verification import probabilities

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -228,19 +227,3 @@ def test_without_prefix_caching_nothing_is_shared() -> None:
     blocks.admit(sequence, [], 3)
     blocks.publish(sequence, 2)
     assert blocks.match(make_sequence([1, 2, 3])) == []
-
-
-@pytest.mark.parametrize(("tokens", "expected"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2)])
-def test_blocks_for_a_number_of_tokens(tokens: int, expected: int) -> None:
-    assert BlockManager(10, 4).blocks_for(tokens) == expected
-
-
-def test_misuse_is_an_assertion() -> None:
-    blocks, sequence = BlockManager(2, 4), make_sequence()
-    with pytest.raises(AssertionError, match="not enough free blocks"):
-        blocks.admit(sequence, [], 9)
-    blocks.admit(sequence, [], 4)
-    with pytest.raises(AssertionError, match="has blocks already"):
-        blocks.admit(sequence, [], 4)
-    with pytest.raises(AssertionError, match="token after the last block"):
-        blocks.publish(sequence, len(sequence))

@@ -115,31 +115,6 @@ def chunks_of(
     return chunks
 
 
-@settings(deadline=None, max_examples=300)
-@given(st.text(min_size=1), st.integers(0, 99))
-def test_chunks_add_up_to_the_text(text: str, seed: int) -> None:
-    token_ids = BYTES.encode(text)
-    steps = cut(token_ids, seed)
-    chunks = chunks_of(BYTES, steps)
-    assert "".join(chunks) == decode(BYTES, token_ids) == text
-    if INCOMPLETE not in text:
-        assert not any(INCOMPLETE in chunk for chunk in chunks)
-    # Nothing is held back longer than needed: a step that ends a character shows it.
-    shown, done = "", 0
-    for step, chunk in zip(steps, chunks):
-        shown, done = shown + chunk, done + len(step)
-        so_far = decode(BYTES, token_ids[:done])
-        if step and not so_far.endswith(INCOMPLETE):
-            assert shown == so_far
-
-
-@settings(deadline=None, max_examples=300)
-@given(st.lists(st.integers(0, 257), min_size=1, max_size=40), st.integers(0, 99))
-def test_any_tokens_add_up_to_their_decoding(token_ids: list[int], seed: int) -> None:
-    """Also bytes that are no UTF-8 at all, and special tokens in between."""
-    assert "".join(chunks_of(BYTES, cut(token_ids, seed))) == decode(BYTES, token_ids)
-
-
 @pytest.mark.parametrize("character", ["é", "€", "漢", "😀", "👩‍👩‍👧"])
 def test_a_character_appears_when_its_last_byte_does(character: str) -> None:
     token_ids = BYTES.encode("a" + character + "b")
@@ -171,15 +146,6 @@ def test_a_replacement_character_in_the_text_itself_comes_through() -> None:
 def test_special_tokens_are_left_out() -> None:
     first, second = BYTES.encode("a"), BYTES.encode("b")
     assert chunks_of(BYTES, [first, [END], second, [END]]) == ["a", "", "b", ""]
-
-
-@settings(deadline=None, max_examples=100)
-@given(st.lists(st.integers(0, 6), min_size=1, max_size=20), st.integers(0, 99))
-def test_spaces_between_words_survive_the_cuts(token_ids: list[int], seed: int) -> None:
-    """Decoding a word by itself loses its leading space; in the stream it must not, even after
-    special tokens.
-    """
-    assert "".join(chunks_of(METASPACE, cut(token_ids, seed))) == decode(METASPACE, token_ids)
 
 
 def stream(
@@ -233,11 +199,6 @@ def test_byte_tokens_come_out_when_their_run_ends() -> None:
     assert chunks_of(FALLBACK, steps, final=False) == ["a", "", "éb"]
     steps = [[a], fallback_bytes("é".encode()), fallback_bytes(b"\xff"), [b]]
     assert chunks_of(FALLBACK, steps) == ["a", "", "", 3 * INCOMPLETE + "b"]
-
-
-def test_bytes_cut_by_a_special_token_are_one_character() -> None:
-    first, second = fallback_bytes("é".encode())
-    assert chunks_of(FALLBACK, [[first], [1], [second]]) == ["", "", "é"]
 
 
 @pytest.mark.parametrize("kind", list(KINDS))

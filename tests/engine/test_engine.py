@@ -28,12 +28,6 @@ from tests.engine.engines import (
 )
 
 
-@pytest.fixture(scope="module")
-def heads(head_folders: Callable[..., Path]) -> dict[bool, Path]:
-    """A P-EAGLE head (True) and an EAGLE-3 head (False)."""
-    return {parallel: head_folders(parallel=parallel) for parallel in (True, False)}
-
-
 @pytest.fixture(params=["plain", "peagle", "eagle3", "ngram"])
 def speculative(request: pytest.FixtureRequest, heads: dict[bool, Path]) -> dict[str, Any] | None:
     """Every way to decode."""
@@ -102,16 +96,6 @@ def test_end_of_text_ends_a_request_unless_ignored(
     assert llm.generate([prompt], stop)[0].token_ids == stopped.token_ids
 
 
-def test_text_leaves_the_end_of_text_token_out(target_folder: Path) -> None:
-    llm = make_llm(target_folder)
-    output = llm.generate(["hi"], SamplingParams(max_tokens=10, ignore_eos=True))[0]
-    stop = SamplingParams(max_tokens=10, stop_token_ids=(output.token_ids[4],), ignore_eos=True)
-    stopped = llm.generate(["hi"], stop)[0]
-    assert stopped.token_ids[-1] == output.token_ids[4]
-    expected = llm.tokenizer.decode(stopped.token_ids, skip_special_tokens=True)
-    assert stopped.text == expected
-
-
 @pytest.mark.parametrize("parallel", [True, False], ids=["peagle", "eagle3"])
 def test_accepted_drafts_beyond_the_end_are_dropped(
     target_folder: Path, heads: dict[bool, Path], parallel: bool
@@ -140,47 +124,6 @@ def test_accepted_drafts_beyond_the_end_are_dropped(
 # ---- seeds ----------------------------------------------------------------------------------
 
 SAMPLED = SamplingParams(max_tokens=16, temperature=1.2, top_k=50, top_p=0.95, ignore_eos=True)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["plain", "ngram", "peagle", "eagle3", "peagle probabilistic", "eagle3 probabilistic"],
-)
-def test_a_seed_fixes_the_output_whatever_else_runs(
-    target_folder: Path, heads: dict[bool, Path], name: str
-) -> None:
-    speculative = config_of(name, heads)
-    params = [replace(SAMPLED, seed=7 + i) for i in range(len(PROMPTS))]
-    llm = make_llm(target_folder, speculative)
-    alone = [llm.generate([p], s)[0].token_ids for p, s in zip(PROMPTS, params)]
-    together = [o.token_ids for o in llm.generate(PROMPTS, params)]
-    assert together == alone
-    assert [o.token_ids for o in llm.generate(PROMPTS, params)] == alone, "and again"
-    backwards = [o.token_ids for o in llm.generate(PROMPTS[::-1], params[::-1])]
-    assert backwards[::-1] == alone
-    # Among greedy neighbours, few seats, small blocks.
-    mixed = [*params[:2], SamplingParams(max_tokens=5), params[3]]
-    small = make_llm(target_folder, speculative, max_num_seqs=2, block_size=3)
-    found = [o.token_ids for o in small.generate(PROMPTS, mixed)]
-    assert [found[i] for i in (0, 1, 3)] == [alone[i] for i in (0, 1, 3)]
-
-
-def test_greedy_requests_stay_greedy_among_sampled_ones(
-    target_folder: Path, heads: dict[bool, Path]
-) -> None:
-    greedy = SamplingParams(max_tokens=16, ignore_eos=True)
-    expected = [o.token_ids for o in make_llm(target_folder).generate(PROMPTS, greedy)]
-    for draft_sampling in ("argmax", "probabilistic"):
-        config = {
-            "model": str(heads[True]),
-            "num_speculative_tokens": K,
-            "draft_sampling": draft_sampling,
-        }
-        params = [greedy, SAMPLED, greedy, replace(SAMPLED, max_tokens=5)]
-        outputs = make_llm(target_folder, config).generate(PROMPTS, params)
-        assert outputs[0].token_ids == expected[0]
-        assert outputs[2].token_ids == expected[2]
-        assert outputs[1].token_ids != expected[1]
 
 
 def test_other_seeds_give_other_outputs(target_folder: Path) -> None:

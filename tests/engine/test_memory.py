@@ -1,9 +1,10 @@
-"""The memory plan of an engine: what fits, what is said about it, what is refused."""
+"""The memory of an engine: the largest passes, what fits, what the plan says, what it refuses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,16 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from peagle import LLM
 from peagle.config import EngineConfig, SamplingParams
 from peagle.engine import Sequence
 from peagle.engine import memory_plan as memory
 from peagle.engine.block_manager import BlockManager
+from peagle.engine.build import run_largest_passes
+from peagle.engine.features import FEATURES_KEPT
 from peagle.engine.memory_plan import (
     CPU_CACHE_GIB,
     GRAPH_BYTES,
     MemoryPlan,
-    estimate_reserved,
     make_memory_plan,
+    measure_peak,
     size_text,
     storage_bytes,
 )
@@ -30,6 +34,7 @@ from peagle.engine.scheduler import Scheduler
 from peagle.errors import UserError
 from peagle.models.target import TargetModel
 from tests.conftest import make_drafter
+from tests.engine.engines import config_of, make_llm
 
 MIB, GIB = 2**20, 2**30
 CARD = "Imaginary X1"
@@ -49,32 +54,19 @@ class Owner(nn.Module):
             setattr(self, name, value)
 
 
-def fake_target(num_bytes: int = 1000, kind: str = "cuda", **text: Any) -> Any:
-    """What the plan asks a target of 8 billion parameters for."""
-    sizes = {"num_attention_heads": 32, "intermediate_size": 12288, **text}
-    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(**sizes))
+def fake_target(kind: str = "cuda") -> Any:
     return SimpleNamespace(
-        model=Owner(num_bytes, config=config),
+        model=Owner(1000),
         kv_shapes=lambda: [(KV_HEADS, HEAD_DIM)] * LAYERS,
         dtype=torch.bfloat16,
         device=torch.device(kind),
-        hidden_size=4096,
-        vocab_size=151_936,
     )
 
 
-def fake_drafter(num_bytes: int = 500) -> Any:
-    config = SimpleNamespace(
-        num_kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        num_layers=4,
-        num_attention_heads=32,
-        hidden_size=4096,
-        intermediate_size=12288,
-        feature_size=3 * 4096,
-        max_position_embeddings=2048,
+def fake_drafter() -> Any:
+    return Owner(
+        500, config=SimpleNamespace(num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, num_layers=4)
     )
-    return Owner(num_bytes, config=config)
 
 
 Card = Callable[[int, int], None]
@@ -94,8 +86,10 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
 def plan_of(
     config: EngineConfig | None = None, *, target: Any = None, drafter: Any = None, **options: Any
 ) -> MemoryPlan:
-    sizes = {"max_model_len": 40_960, "num_lookahead_slots": 24, "num_drafts": 7, **options}
-    return make_memory_plan(target or fake_target(), drafter, config or EngineConfig(), **sizes)
+    """A plan that reserves 2 GiB unless the options say otherwise."""
+    sizes = {"max_model_len": 40_960, "num_lookahead_slots": 24, "peak_bytes": 1536 * MIB}
+    options = {**sizes, **options}
+    return make_memory_plan(target or fake_target(), drafter, config or EngineConfig(), **options)
 
 
 def message_of(call: Callable[[], object]) -> str:
@@ -104,36 +98,131 @@ def message_of(call: Callable[[], object]) -> str:
     return str(error.value)
 
 
+# ---- the largest passes ---------------------------------------------------------------------
+
+
+def largest_passes(llm: LLM, monkeypatch: pytest.MonkeyPatch, **options: Any) -> dict[str, list]:
+    """The rows of each pass of target, logits and drafter, in order."""
+    engine: Any = llm.engine
+    rows: dict[str, list] = {"target": [], "logits": [], "drafter": []}
+
+    def watch(owner: Any, name: str, kind: str) -> None:
+        call = getattr(owner, name)
+
+        def watched(first: Any, *rest: Any, **named: Any) -> Any:
+            rows[kind].append(len(first))
+            return call(first, *rest, **named)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    watch(engine.target, "forward", "target")
+    watch(engine.target, "compute_logits", "logits")
+    if engine.max_draft_len:
+        watch(engine.drafting.proposer, "run_prepared", "drafter")
+    sizes = {"num_drafts": engine.num_speculative_tokens, "num_resuming": 0, **options}
+    run_largest_passes(engine.runner, engine.drafting, engine._features, engine.config, **sizes)
+    assert len(engine.sampler._free_slots) == engine.config.max_num_seqs
+    return rows
+
+
+SIZES = {"max_num_seqs": 3, "max_model_len": 40, "max_num_batched_tokens": 64}
+
+
+@pytest.mark.parametrize(
+    ("name", "num_drafts", "drafter"),
+    [
+        ("plain", 0, []),
+        ("ngram", 5, []),
+        # A drafter slot a prompt token, and K - 1 mask slots for the prompt that leaves room.
+        ("peagle", 5, [64 + 4, 3 * (1 + 4)]),
+        ("peagle probabilistic", 5, [64 + 4, 3 * (1 + 4)]),
+        ("eagle3", 5, [64, *[1] * 4, 3, *[3] * 4]),
+    ],
+)
+def test_the_largest_passes_run_with_the_real_modules(
+    target_folder: Path,
+    heads: dict[bool, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    num_drafts: int,
+    drafter: list[int],
+) -> None:
+    llm = make_llm(target_folder, config_of(name, heads), **SIZES)
+    rows = largest_passes(llm, monkeypatch)
+    decoding = 3 * (1 + num_drafts)
+    assert rows["target"][:2] == [64, decoding]
+    assert rows["logits"][-2] == decoding
+    assert name == "ngram" or rows["target"][2] == rows["logits"][-1] == decoding
+    assert sum(rows["logits"][:-2]) == 64 - 2 + 2, "log-probabilities of two prompts, and samples"
+    assert rows["drafter"][: len(drafter)] == drafter
+    # The engine serves as before.
+    assert len(llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))[0].token_ids) == 4
+
+
+def test_the_largest_passes_read_kept_features(
+    target_folder: Path, heads: dict[bool, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {**SIZES, "max_model_len": 200}
+    llm = make_llm(target_folder, config_of("peagle", heads), **sizes)
+    rows = largest_passes(llm, monkeypatch, num_resuming=2)
+    assert rows["drafter"][-1] > 2 * (200 - 2 * 5 - 4) > FEATURES_KEPT
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_full_engine_stays_within_what_was_measured(
+    target_folder: Path, heads: dict[bool, Path], eager: bool
+) -> None:
+    config = {"model": str(heads[True]), "num_speculative_tokens": 5}
+    options = {"max_num_seqs": 16, "max_model_len": 256, "kv_cache_gib": 0.1}
+    llm = LLM(target_folder, speculative_config=config, enforce_eager=eager, **options)
+    plan, device = llm.engine.memory_plan, llm.target.device
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    params = SamplingParams(max_tokens=50, temperature=1.0, top_p=0.9, repetition_penalty=1.1)
+    llm.generate([[i] * 200 for i in range(32)], params)
+    assert torch.cuda.max_memory_allocated(device) - before <= plan.reserved_bytes - GRAPH_BYTES
+
+
+@pytest.mark.gpu
+def test_the_peak_of_a_run_is_what_it_does_not_keep() -> None:
+    device, kept = torch.device("cuda"), []
+
+    def run() -> None:
+        torch.empty(64 * MIB, dtype=torch.uint8, device=device)
+        kept.append(torch.empty(16 * MIB, dtype=torch.uint8, device=device))
+
+    peak = measure_peak(run, device, EngineConfig())
+    assert 47 * MIB <= peak <= 49 * MIB
+
+    def too_much() -> None:
+        torch.empty(1 << 50, dtype=torch.uint8, device=device)
+
+    message = message_of(lambda: measure_peak(too_much, device, EngineConfig()))
+    assert "The largest passes do not fit" in message
+    assert "Lower max_num_batched_tokens (4096) or max_num_seqs (16)" in message
+
+
 # ---- the number of blocks -------------------------------------------------------------------
 
 
 def test_what_a_card_has_left(card: Card) -> None:
     """total * utilization - in use - reserved - scrap, in whole blocks."""
     card(60 * GIB, 80 * GIB)
-    plan = plan_of(EngineConfig(gpu_memory_utilization=0.75), reserved_bytes=2 * GIB)
+    plan = plan_of(EngineConfig(gpu_memory_utilization=0.75))
+    assert plan.reserved_bytes == 1536 * MIB + GRAPH_BYTES == 2 * GIB
     assert plan.block_bytes == plan.target_block_bytes == TARGET_BLOCK
     assert plan.budget_bytes == (60 - 20 - 2) * GIB - TARGET_BLOCK
     assert plan.num_blocks == plan.budget_bytes // TARGET_BLOCK
-    assert plan.kv_bytes == plan.num_blocks * TARGET_BLOCK
     assert (plan.device, plan.free_bytes, plan.total_bytes) == (CARD, 60 * GIB, 80 * GIB)
-    assert (plan.usable_bytes, plan.reserved_bytes) == (60 * GIB, 2 * GIB)
+    assert plan.usable_bytes == 60 * GIB
     assert (plan.target_bytes, plan.drafter_bytes) == (1000, 0)
-
-
-def test_a_drafter_has_its_part_in_every_block(card: Card) -> None:
-    card(60 * GIB, 80 * GIB)
-    plan = plan_of(drafter=fake_drafter(), reserved_bytes=0)
-    assert (plan.target_block_bytes, plan.drafter_block_bytes) == (TARGET_BLOCK, DRAFTER_BLOCK)
-    assert plan.num_blocks == (72 - 20) * GIB // (TARGET_BLOCK + DRAFTER_BLOCK) - 1
-    assert plan.drafter_bytes == 500
-
-
-def test_the_reserve_is_estimated_unless_given(card: Card) -> None:
-    card(60 * GIB, 80 * GIB)
-    target, config = fake_target(), EngineConfig()
-    estimate = estimate_reserved(target, None, config, max_model_len=40_960, num_drafts=7)
-    assert plan_of(config, target=target).reserved_bytes == estimate > GRAPH_BYTES
-    assert plan_of(config, target=target, reserved_bytes=0).reserved_bytes == 0
+    drafted = plan_of(drafter=fake_drafter())
+    assert (drafted.target_block_bytes, drafted.drafter_block_bytes) == (
+        TARGET_BLOCK,
+        DRAFTER_BLOCK,
+    )
+    assert drafted.drafter_bytes == 500
 
 
 def test_no_more_blocks_than_are_of_use(card: Card) -> None:
@@ -144,23 +233,19 @@ def test_no_more_blocks_than_are_of_use(card: Card) -> None:
     assert plan_of(kept, max_model_len=100).num_blocks == 4 * 2 * 7
 
 
-def test_a_bound_of_the_cache_and_the_share_of_a_card_bound_each_other(card: Card) -> None:
+def test_bounds_that_users_give(card: Card) -> None:
     card(60 * GIB, 80 * GIB)
     assert plan_of(EngineConfig(kv_cache_gib=1.5)).budget_bytes == 1.5 * GIB
     assert plan_of(EngineConfig(kv_cache_gib=500)) == plan_of()
-
-
-def test_a_given_number_of_blocks(card: Card) -> None:
-    card(60 * GIB, 80 * GIB)
-    # The share is not asked.
+    # A number of blocks does not depend on the share of the card.
     plan = plan_of(EngineConfig(num_kv_blocks=10, gpu_memory_utilization=0.1))
     assert (plan.num_blocks, plan.budget_bytes) == (10, 10 * TARGET_BLOCK)
 
 
 def test_a_cpu_has_a_bound_and_no_more(target: TargetModel) -> None:
     drafter = make_drafter(target)
-    sizes = {"max_model_len": 256, "num_lookahead_slots": 8, "num_drafts": 3}
-    plan = make_memory_plan(target, drafter, EngineConfig(), **sizes, reserved_bytes=9)
+    sizes = {"max_model_len": 256, "num_lookahead_slots": 8, "peak_bytes": 9}
+    plan = make_memory_plan(target, drafter, EngineConfig(), **sizes)
     block = (4 + 2) * 2 * 16 * 2 * 8 * 8
     assert plan.block_bytes == block
     assert plan.num_blocks == 4 * 16 * 16, "all that is of use"
@@ -169,8 +254,6 @@ def test_a_cpu_has_a_bound_and_no_more(target: TargetModel) -> None:
     assert plan.total_bytes is plan.free_bytes is plan.usable_bytes is None
     small = EngineConfig(kv_cache_gib=1 / 1024)
     assert make_memory_plan(target, drafter, small, **sizes).num_blocks == MIB // block
-    few = EngineConfig(num_kv_blocks=5)
-    assert make_memory_plan(target, drafter, few, **sizes).num_blocks == 5
 
 
 @settings(deadline=None)
@@ -181,7 +264,7 @@ def test_the_plan_keeps_to_its_budget_and_wastes_none(data: st.DataObject) -> No
 
     total = number(MIB, 200 * GIB)
     free = number(0, total)
-    reserved = number(0, 4 * GIB)
+    peak = number(0, 4 * GIB)
     config = EngineConfig(
         max_num_seqs=number(1, 300),
         block_size=number(1, 64),
@@ -195,9 +278,9 @@ def test_the_plan_keeps_to_its_budget_and_wastes_none(data: st.DataObject) -> No
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "free_and_total", lambda _: (free, total) if is_card else None)
         patch.setattr(memory, "device_name", lambda _: CARD)
-        target = fake_target(kind="cuda" if is_card else "cpu")
+        target = fake_target("cuda" if is_card else "cpu")
         try:
-            plan = plan_of(config, target=target, drafter=drafter, reserved_bytes=reserved, **sizes)
+            plan = plan_of(config, target=target, drafter=drafter, peak_bytes=peak, **sizes)
         except UserError as error:
             assert "A KV block takes" in str(error)
             return
@@ -209,26 +292,23 @@ def test_the_plan_keeps_to_its_budget_and_wastes_none(data: st.DataObject) -> No
     if config.kv_cache_gib is not None:
         assert plan.kv_bytes <= config.kv_cache_gib * GIB
     if is_card:
-        in_use = total - free + reserved + plan.kv_bytes + block
+        in_use = total - free + peak + GRAPH_BYTES + plan.kv_bytes + block
         assert in_use <= total * config.gpu_memory_utilization
     every = -(-plan.max_model_len // plan.block_size) * plan.max_num_seqs
     useful = every * 4 if config.enable_prefix_caching else every
     assert plan.num_blocks == useful or plan.kv_bytes + block > plan.budget_bytes
-    assert plan.num_blocks <= useful
-    assert plan.min_blocks <= plan.num_blocks
+    assert plan.min_blocks <= plan.num_blocks <= useful
     assert 0 < plan.longest_context <= plan.max_model_len
-    assert plan.max_len_concurrency <= plan.typical_concurrency <= plan.max_num_seqs
-    assert (plan.max_len_concurrency > 0) == (plan.longest_context == plan.max_model_len)
+    at_most = plan.concurrency(plan.max_model_len)
+    assert at_most <= plan.max_num_seqs
+    assert (at_most > 0) == (plan.longest_context == plan.max_model_len)
     assert len(str(plan).splitlines()) <= 10
-
-
-# ---- what it allows -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_blocks", [4, 5, 7, 12, 13, 20])
 def test_the_longest_context_is_what_the_scheduler_takes(num_blocks: int) -> None:
     config = EngineConfig(num_kv_blocks=num_blocks, block_size=8)
-    plan = plan_of(config, target=fake_target(kind="cpu"), max_model_len=100)
+    plan = plan_of(config, target=fake_target("cpu"), max_model_len=100)
     scheduler = Scheduler(
         BlockManager(num_blocks, 8, enable_prefix_caching=False),
         max_num_seqs=16,
@@ -250,17 +330,6 @@ def test_the_longest_context_is_what_the_scheduler_takes(num_blocks: int) -> Non
         assert plan.concurrency(num_tokens) == min(16, num_blocks // blocks_of(num_tokens))
 
 
-def test_concurrency_counts_the_slots_ahead(card: Card) -> None:
-    card(60 * GIB, 80 * GIB)
-    plan = plan_of(EngineConfig(num_kv_blocks=2 * 2560 + 1))
-    # Positions beyond max_model_len have no slots; a typical request holds 2,072: 130 blocks.
-    assert (plan.max_len_concurrency, plan.typical_concurrency) == (2, 16)
-    assert plan.concurrency(2049) == 16
-    wide = replace(plan, max_num_seqs=1000)
-    assert (wide.max_len_concurrency, wide.typical_concurrency) == (2, 5121 // 130)
-    assert replace(plan, max_model_len=1000).typical_len == 1000
-
-
 # ---- weights --------------------------------------------------------------------------------
 
 
@@ -275,9 +344,6 @@ def test_shared_tensors_count_once() -> None:
     head.weight = nn.Parameter(embedding.weight.detach())
     assert storage_bytes(head, seen) == 40
     assert storage_bytes(model, seen) == 0
-
-
-def test_parts_of_one_allocation_count_as_it_does() -> None:
     whole = torch.zeros(12, 4)
     parts = nn.ParameterList([nn.Parameter(part) for part in whole.split([8, 2, 2])])
     assert storage_bytes(parts, set()) == whole.nbytes
@@ -288,101 +354,15 @@ def test_parts_of_one_allocation_count_as_it_does() -> None:
 
 def test_a_drafter_that_shares_the_targets_embeddings(target: TargetModel) -> None:
     drafter = make_drafter(target).to(torch.float64)
-    sizes = {"max_model_len": 256, "num_lookahead_slots": 8, "num_drafts": 3}
-    alone = make_memory_plan(target, drafter, EngineConfig(), **sizes)
     own = sum(parameter.nbytes for parameter in drafter.parameters())
+    alone = plan_of(target=target, drafter=drafter, max_model_len=256)
     assert alone.target_bytes >= sum(parameter.nbytes for parameter in target.model.parameters())
     assert alone.drafter_bytes == own
     drafter.embed_tokens.weight = nn.Parameter(target.embedding_weight().detach())
     drafter.lm_head.weight = nn.Parameter(target.lm_head_weight().detach())
-    shared = make_memory_plan(target, drafter, EngineConfig(), **sizes)
+    shared = plan_of(target=target, drafter=drafter, max_model_len=256)
     assert shared.target_bytes == alone.target_bytes
     assert shared.drafter_bytes == own - 2 * target.lm_head_weight().nbytes
-
-
-# ---- the reserve ----------------------------------------------------------------------------
-
-
-def reserve(
-    target: Any = None,
-    drafter: Any = None,
-    num_drafts: int = 7,
-    num_resuming: int = 0,
-    **options: Any,
-) -> int:
-    return estimate_reserved(
-        target or fake_target(),
-        drafter,
-        EngineConfig(**options),
-        max_model_len=4096,
-        num_drafts=num_drafts,
-        num_resuming=num_resuming,
-    )
-
-
-def test_the_reserve_by_hand() -> None:
-    """One term after the other, for 4,096 rows of a chunk and 16 * 8 rows of logits."""
-    row = 12 * 4096 + 2 * (32 + 2 * 8) * 128 + 3 * 12288
-    logits = 128 * 151_936 * (2 * 2 + 4 * 4)
-    assert reserve() == GRAPH_BYTES + 2 * 4096 * row + logits + 16 * 151_936 * 5
-    angles = 2 * (4096 + 14) * 128 * 2
-    assert reserve(drafter=fake_drafter()) == reserve() + 2 * 4096 * 3 * 3 * 4096 + angles
-
-
-def test_the_reserve_grows_with_what_runs_at_once() -> None:
-    assert reserve(max_num_batched_tokens=8192) > reserve()
-    assert reserve(max_num_seqs=64) > reserve()
-    assert reserve(num_drafts=3) < reserve()
-    # A chunk is no longer than all sequences together; a decode step may be larger than a chunk.
-    assert reserve(max_num_batched_tokens=10**9) == reserve(max_num_batched_tokens=16 * 4096)
-    tiny = reserve(max_num_batched_tokens=1)
-    assert tiny == reserve(max_num_batched_tokens=128) < reserve(max_num_batched_tokens=129)
-
-
-def test_pauses_of_the_drafts_take_room_for_features() -> None:
-    """256 features of every sequence and of one more, and a pass over those that resume."""
-    drafter = fake_drafter()
-    rings = 17 * 256 * 3 * 4096 * 2
-    assert reserve(drafter=drafter, num_resuming=16) == reserve(drafter=drafter) + rings
-    more = reserve(drafter=drafter, num_resuming=32, max_num_batched_tokens=8192)
-    assert reserve(drafter=drafter, num_resuming=32) == more
-
-
-@pytest.mark.parametrize(
-    ("text", "width"),
-    [
-        ({"intermediate_size": [100, 300]}, 3 * 300),
-        ({"intermediate_size": None}, 3 * 4 * 4096),
-        # Experts: gate, up, product, in and out, of each that a token goes to.
-        (
-            {"intermediate_size": None, "moe_intermediate_size": 768, "num_experts_per_tok": 8},
-            8 * (3 * 768 + 2 * 4096),
-        ),
-        ({"intermediate_size": 2880, "num_experts_per_tok": 4}, 4 * (3 * 2880 + 2 * 4096)),
-        (
-            {"intermediate_size": 12288, "moe_intermediate_size": None, "top_k_experts": None},
-            3 * 12288,
-        ),
-    ],
-)
-def test_the_reserve_knows_how_wide_layers_are(text: dict[str, Any], width: int) -> None:
-    plain = {"intermediate_size": 1, "num_experts_per_tok": 0}
-    difference = reserve(fake_target(**text)) - reserve(fake_target(**plain))
-    assert difference == 2 * 4096 * (width - 3)
-
-
-def test_the_reserve_of_a_model_without_an_intermediate_size() -> None:
-    target = fake_target()
-    text = SimpleNamespace(num_attention_heads=32)
-    target.model.config = SimpleNamespace(get_text_config=lambda: text)
-    assert reserve(target) == reserve(fake_target(intermediate_size=4 * 4096))
-
-
-def test_the_reserve_of_real_models(target: TargetModel) -> None:
-    sizes = {"max_model_len": 256, "num_drafts": 3}
-    plain = estimate_reserved(target, None, EngineConfig(), **sizes)
-    drafted = estimate_reserved(target, make_drafter(target), EngineConfig(), **sizes)
-    assert GRAPH_BYTES < plain < drafted < GRAPH_BYTES + 64 * MIB
 
 
 # ---- the table ------------------------------------------------------------------------------
@@ -390,26 +370,22 @@ def test_the_reserve_of_real_models(target: TargetModel) -> None:
 
 def test_the_table_of_a_card(card: Card) -> None:
     card(60 * GIB, 80 * GIB)
-    plan = plan_of(drafter=fake_drafter(), reserved_bytes=2 * GIB)
-    plan = replace(plan, target_bytes=16 * GIB, drafter_bytes=3 * GIB)
+    plan = replace(plan_of(drafter=fake_drafter()), target_bytes=16 * GIB, drafter_bytes=3 * GIB)
     assert str(plan).splitlines() == [
         "memory on Imaginary X1",
         "  usable               72.0 GiB of 80.0 GiB",
         "  CUDA, others         1.0 GiB",
         "  target weights       16.0 GiB",
         "  drafter weights      3.0 GiB",
-        "  activations, graphs  2.0 GiB (estimate)",
+        "  activations, graphs  2.0 GiB (measured)",
         "  KV cache             50.0 GiB: 20,479 blocks of 16 slots (2.5 MiB, 256.0 KiB of it the "
         "drafter's)",
         "  reserved ahead       24 slots a request",
         "  longest context      40,960 tokens",
         "  requests at once     7 of 40,960, 16 of 2,048 tokens (max_num_seqs 16)",
     ]
-
-
-def test_the_table_of_a_card_with_room_for_a_shorter_context(card: Card) -> None:
     card(9 * GIB + 512 * MIB, 80 * GIB)
-    plan = plan_of(reserved_bytes=GIB)
+    plan = plan_of(peak_bytes=512 * MIB)
     assert "target weights       1000 B" in str(plan)
     assert "drafter" not in str(plan)
     assert str(plan).splitlines()[-4:] == [
@@ -421,10 +397,9 @@ def test_the_table_of_a_card_with_room_for_a_shorter_context(card: Card) -> None
 
 
 def test_the_table_of_a_cpu(target: TargetModel) -> None:
-    sizes = {"max_model_len": 256, "num_lookahead_slots": 2, "num_drafts": 0}
-    plan = make_memory_plan(target, None, EngineConfig(max_num_seqs=3), **sizes)
-    lines = str(replace(plan, target_bytes=5 * MIB)).splitlines()
-    assert lines == [
+    sizes = {"max_model_len": 256, "num_lookahead_slots": 2}
+    plan = plan_of(EngineConfig(max_num_seqs=3), target=target, **sizes)
+    assert str(replace(plan, target_bytes=5 * MIB)).splitlines() == [
         "memory on cpu",
         "  target weights    5.0 MiB",
         "  KV cache          3.0 MiB: 192 blocks of 16 slots (16.0 KiB)",
@@ -445,8 +420,7 @@ def test_sizes_for_people() -> None:
 
 def test_a_card_without_room_for_a_request(card: Card) -> None:
     card(9 * GIB, 80 * GIB)
-    message = message_of(lambda: plan_of(reserved_bytes=2 * GIB, drafter=fake_drafter()))
-    assert message == (
+    assert message_of(lambda: plan_of(drafter=fake_drafter())) == (
         "A KV block takes 2.5 MiB and one request at least 2 of them, 5.0 MiB; the KV cache may "
         "take 0 B. Of the 80.0 GiB of Imaginary X1 this engine may use 72.0 GiB; 71.0 GiB are in "
         "use, 1.5 KiB of them by its weights, and 2.0 GiB are kept for activations and graphs. "
@@ -458,13 +432,13 @@ def test_a_card_without_room_for_a_request(card: Card) -> None:
 def test_as_many_blocks_as_the_slots_ahead_need(card: Card) -> None:
     """25 slots of 16: one block is too little, two are enough."""
     config = EngineConfig(gpu_memory_utilization=1)
-    card(3 * TARGET_BLOCK, 80 * GIB)  # one of them scrap
-    assert plan_of(config, reserved_bytes=0).longest_context == 2 * 16 - 24
-    card(2 * TARGET_BLOCK, 80 * GIB)
-    message = message_of(lambda: plan_of(config, reserved_bytes=0))
+    card(3 * TARGET_BLOCK + GRAPH_BYTES, 80 * GIB)  # one of them scrap
+    assert plan_of(config, peak_bytes=0).longest_context == 2 * 16 - 24
+    card(2 * TARGET_BLOCK + GRAPH_BYTES, 80 * GIB)
+    message = message_of(lambda: plan_of(config, peak_bytes=0))
     assert "one request at least 2 of them, 4.5 MiB; the KV cache may take 2.2 MiB" in message
     # Sequences shorter than that need less.
-    assert plan_of(config, reserved_bytes=0, max_model_len=16).num_blocks == 1
+    assert plan_of(config, peak_bytes=0, max_model_len=16).num_blocks == 1
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
@@ -473,23 +447,19 @@ def test_a_bound_without_room_for_a_request(kind: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(memory, "free_and_total", lambda device: found)
     monkeypatch.setattr(memory, "device_name", lambda device: kind)
     config = EngineConfig(kv_cache_gib=1 / 1024)
-    message = message_of(lambda: plan_of(config, target=fake_target(kind=kind)))
+    message = message_of(lambda: plan_of(config, target=fake_target(kind)))
     assert "at least 2 of them, 4.5 MiB; the KV cache may take 1.0 MiB. Raise kv_cache" in message
     assert "gpu_memory_utilization" not in message
 
 
 def test_a_number_of_blocks_that_cannot_be(card: Card) -> None:
     card(1 * GIB, 80 * GIB)
-    message = message_of(lambda: plan_of(EngineConfig(num_kv_blocks=500)))
-    assert message == (
+    assert message_of(lambda: plan_of(EngineConfig(num_kv_blocks=500))) == (
         "num_kv_blocks is 500, which take 1.1 GiB; Imaginary X1 has 1.0 GiB free. Ask for fewer, "
         "or leave it out."
     )
     message = message_of(lambda: plan_of(EngineConfig(num_kv_blocks=1)))
     assert message == "num_kv_blocks is 1; expected at least 2, those of one request."
-
-
-# ---- the card -------------------------------------------------------------------------------
 
 
 def test_what_torch_hands_back_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:

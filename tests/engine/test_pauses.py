@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from peagle import LLM, SamplingParams
 from peagle.engine import Sequence
-from peagle.engine.depth import RESUME_AFTER, DepthPolicy
-from peagle.engine.features import FEATURES_KEPT, FeatureRings
+from peagle.engine.drafting import RESUME_AFTER, DepthPolicy
+from peagle.engine.features import FEATURES_KEPT, FeatureRing, FeatureRings
 from peagle.engine.graph_runner import graph_sizes
 from tests.engine.engines import PROMPTS, K, config_of, drive, make_llm, watch_drafts
 
@@ -25,12 +25,6 @@ GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
 # One outlives the others by far: drafting pauses while they run and goes on when it is alone.
 PARAMS = [replace(GREEDY, max_tokens=n) for n in (48, 9, 12, 7)]
 SCHEDULE = [[1, 2, K], [3, 4, 0]]
-
-
-@pytest.fixture(scope="module")
-def heads(head_folders: Callable[..., Path]) -> dict[bool, Path]:
-    """A P-EAGLE head (True) and an EAGLE-3 head (False)."""
-    return {parallel: head_folders(parallel=parallel) for parallel in (True, False)}
 
 
 def scheduled(config: dict[str, Any] | None, schedule: Any = SCHEDULE) -> dict[str, Any]:
@@ -149,16 +143,12 @@ def test_random_loads(target_folder: Path, heads: dict[bool, Path], name: str) -
 def test_rings_of_a_reserved_store_are_handed_out_and_taken_back() -> None:
     store = FeatureRings()
     store.reserve(2, 3, torch.float32, torch.device("cpu"))
-    some: list[Any] = [Sequence(i, [1], GREEDY, 0, frozenset()) for i in range(4)]
-    rings = [store.open(s, 5) for s in some[:2]]
+    rings = [store.open(seq_id, 5) for seq_id in (0, 1)]
     assert {ring.slot for ring in rings} == {0, 1}
-    assert store.open(some[0], 99) is rings[0]
-    store.release(some[3])  # has none
-    some[0].forget_computed()
-    store.release(some[0])
-    again = store.open(some[2], 7)
+    store.release(3)  # has none
+    store.release(0)
+    again = store.open(2, 7)
     assert (again.slot, again.first, again.end) == (rings[0].slot, 7, 7)
-    assert some[0].pending_features is None
     again.advance(FEATURES_KEPT + 2)
     assert (again.first, again.end) == (9, 9 + FEATURES_KEPT)
 
@@ -176,7 +166,7 @@ def test_captured_steps_keep_features_and_resume(
 ) -> None:
     graphs = "peagle.engine.engine.runs_as_graphs"
     monkeypatch.setattr(graphs, lambda *parts: not parts[1].enforce_eager)
-    monkeypatch.setattr("peagle.engine.depth.RESUME_AFTER", 2)
+    monkeypatch.setattr("peagle.engine.drafting.RESUME_AFTER", 2)
     options: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 2, "max_model_len": 64}
     options["device"] = device
     params = [replace(GREEDY, max_tokens=n) for n in (11, 4)]
@@ -194,8 +184,77 @@ def test_captured_steps_keep_features_and_resume(
     ]
     pipeline = llm.engine._pipeline
     assert pipeline is not None
-    sizes = {size for size, _ in pipeline._runner._graphs}
-    assert sizes == {(2, 0), (1, 0), (1, 3)}
+    sizes = {size for size, _ in pipeline.runner._graphs}
+    assert sizes == {(2, 0), (1, 0), (1, 3)}, "each size has a depth of its own"
     # One pass closes the gap that four captured steps and more have left.
     assert len(found) == 1
     assert found == {text: expected[text] for text in found}
+
+
+# ---- K by load ------------------------------------------------------------------------------
+
+BY_LOAD = [[1, 1, 4], [2, 2, 3], [3, 4, 1]]
+K_OF = {1: 4, 2: 3, 3: 1, 4: 1}
+LENGTHS = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (4, 30, 12, 20)]
+
+
+def watch_load(llm: LLM) -> list[tuple[int, int]]:
+    """(sequences that run, drafts that one of them verified) of every step and sequence."""
+    seen: list[tuple[int, int]] = []
+    engine = llm.engine
+    step = engine.step
+
+    def watched() -> Any:
+        outputs = step()
+        running = len(engine.scheduler.running)
+        seen.extend((running, len(o.sequence.drafts)) for o in outputs if running)
+        return outputs
+
+    engine.step = watched
+    return seen
+
+
+@pytest.mark.parametrize("method", ["ngram", "eagle3", "peagle"])
+def test_depth_follows_the_load(target_folder: Path, heads: dict[bool, Path], method: str) -> None:
+    plain = LLM(target_folder, dtype="float64", max_num_seqs=4).generate(PROMPTS, LENGTHS)
+    config = scheduled(config_of(method, heads), BY_LOAD) | {"num_speculative_tokens": 4}
+    llm = LLM(target_folder, speculative_config=config, dtype="float64", max_num_seqs=4)
+    seen = watch_load(llm)
+    found = llm.generate(PROMPTS, LENGTHS)
+    assert [o.token_ids for o in found] == [o.token_ids for o in plain]
+    # The last step of a sequence drafts nothing, or less; one that another's end follows keeps K.
+    assert all(drafts <= K_OF[max(running - 1, 1)] for running, drafts in seen)
+    if method != "ngram":
+        most = {n: max((d for r, d in seen if r == n), default=0) for n in (1, 4)}
+        assert most == {1: 4, 4: 1}
+
+
+# ---- one ring -------------------------------------------------------------------------------
+
+
+@given(
+    capacity=st.integers(1, 9),
+    position=st.integers(0, 30),
+    puts=st.lists(st.integers(0, 20), max_size=8),
+)
+def test_keeps_the_last_positions(capacity: int, position: int, puts: list[int]) -> None:
+    ring = FeatureRing(torch.empty(capacity, 2, dtype=torch.float64), position)
+    kept: list[int] = []
+    end = position
+    for count in puts:
+        new = list(range(end, end + count))
+        end += count
+        ring.put(torch.tensor([[p, -p] for p in new], dtype=torch.float64).view(-1, 2))
+        kept = (kept + new)[-capacity:]
+        assert (ring.first, ring.end) == (end - len(kept), end)
+        assert ring.get().tolist() == [[p, -p] for p in kept]
+        assert ring.get().dtype == torch.float64
+
+
+def test_what_was_got_outlives_what_is_put_later() -> None:
+    ring = FeatureRing(torch.empty(2, 1), 0)
+    ring.put(torch.tensor([[1.0], [2.0]]))
+    before = ring.get()
+    ring.put(torch.tensor([[3.0]]))
+    assert before.tolist() == [[1.0], [2.0]]
+    assert ring.get().tolist() == [[2.0], [3.0]]

@@ -7,8 +7,6 @@ what stands before it in the last block.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from peagle.chat import ChatMessage
 from peagle.engine.drafting import HeadDrafting
 from peagle.engine.outputs import RequestOutput
 from peagle.models.target import TargetModel
-from tests.engine.engines import K, assert_idle, config_of, make_llm, watch_drafts
+from tests.engine.engines import K, config_of, make_llm, watch_drafts
 
 TEMPLATE = (
     "{% for m in messages %}# {{ m.role }}\n{{ m.content }}\n{% endfor %}"
@@ -91,37 +89,6 @@ def test_the_second_turn_computes_little(bundled_target: TargetModel, way: str) 
 # ---- many conversations, little room --------------------------------------------------------
 
 WAYS = ["plain", "eagle3", "peagle", "peagle probabilistic", "ngram"]
-
-
-@pytest.fixture(scope="module")
-def heads(head_folders: Callable[..., Path]) -> dict[bool, Path]:
-    return {parallel: head_folders(parallel=parallel) for parallel in (True, False)}
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("way", WAYS)
-def test_what_was_evicted_is_computed_again(
-    target_folder: Path, heads: dict[bool, Path], way: str, temperature: float
-) -> None:
-    """Two conversations take turns in a cache that holds one and a half."""
-    config = config_of(way, heads)
-    params = SamplingParams(max_tokens=9, temperature=temperature, seed=3, ignore_eos=True)
-    small = make_llm(target_folder, config, block_size=4, num_kv_blocks=38)
-    alone = make_llm(target_folder, config, block_size=4, enable_prefix_caching=False)
-    drafts = drafts_of(small), drafts_of(alone)
-    texts = [list(range(10, 70)), list(range(30, 110))]
-    shares = []
-    for turn in range(8):
-        which = turn % 2 if turn < 6 else 0  # in the end one of them has the room to itself
-        request = replace(params, seed=turn)
-        (output,), (expected,) = (llm.generate([texts[which]], request) for llm in (small, alone))
-        assert facts(output) == facts(expected)
-        shares.append(output.num_cached_tokens / len(output.prompt_token_ids))
-        texts[which] = [*output.prompt_token_ids, *output.token_ids, 200 + turn]
-        assert_idle(small)
-    assert drafts[0] == drafts[1]
-    assert shares[:2] == [0, 0]
-    assert max(shares[2:6]) < 0.9 < shares[7], "blocks were evicted, and kept where there was room"
 
 
 @pytest.mark.parametrize("way", WAYS)

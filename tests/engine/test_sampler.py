@@ -318,11 +318,6 @@ def test_the_minimum_length_holds_from_wherever_a_batch_starts(num_outputs: int)
     assert (result.new_token_ids == [[VOCAB - 1]]) is (num_outputs < 3)
 
 
-def test_bad_words_must_be_encoded() -> None:
-    with pytest.raises(AssertionError, match="encoded"):
-        run_step(make_sampler(), [Request(0, SamplingParams(bad_words=("text",)), 0)])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_low_precision_logits(dtype: torch.dtype) -> None:
     """Everything at once on a bfloat16 model: tokens come, inside the grammar, with logprobs."""

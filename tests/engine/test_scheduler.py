@@ -333,8 +333,3 @@ def test_retiring_frees_what_is_held(state: str) -> None:
     assert [*scheduler.running, *scheduler.waiting] == [sequence if leaving is other else other]
     if leaving is sequence:
         assert scheduler.blocks.num_free_blocks == scheduler.blocks.num_blocks
-
-
-def test_nothing_to_schedule_is_an_assertion() -> None:
-    with pytest.raises(AssertionError, match="nothing runs and nothing fits"):
-        make_scheduler().schedule()

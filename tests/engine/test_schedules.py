@@ -1,7 +1,7 @@
 """Random schedules: whatever happens around it, a request's output is that of the request alone.
 
 The machine drives the real engine loop, scheduler, block manager and drafting over the fake models
-of `fake_model.py`: arrivals, cancels, stops, switches of speculation, and so few blocks that
+of `fake_model.py`: arrivals, cancels, stops, pauses of drafting, and so few blocks that
 sequences are preempted all the time. PEAGLE_SCHEDULES sets how many schedules run in all.
 """
 
@@ -29,8 +29,8 @@ from hypothesis.stateful import (
 from peagle.config import EngineConfig, SamplingParams
 from peagle.engine import LLMEngine, Sequence, SequenceStatus
 from peagle.engine.block_manager import BlockManager
-from peagle.engine.depth import DepthPolicy
-from peagle.engine.drafting import HeadDrafting
+from peagle.engine.drafting import DepthPolicy, HeadDrafting
+from peagle.engine.features import FeatureRings
 from peagle.engine.scheduler import Scheduler
 from peagle.models.target import TargetModel
 from peagle.speculation import TargetStep
@@ -100,8 +100,14 @@ def make_engine(kind: Kind, config: EngineConfig) -> LLMEngine:
         fake.num_speculative_tokens = K
         fake._depth = DepthPolicy(kind.depths.__getitem__)
         fake.max_draft_len = kind.max_draft_len
+        fake._features = FeatureRings()
         fake.drafting = HeadDrafting(
-            FakeProposer(*size), fake.sampler, fake_model.VOCAB, MAX_MODEL_LEN, kind.max_draft_len
+            FakeProposer(*size),  # type: ignore[arg-type]
+            fake.sampler,
+            fake_model.VOCAB,
+            MAX_MODEL_LEN,
+            kind.max_draft_len,
+            fake._features,
         )
         engine.scheduler.num_lookahead_slots = 2 * (K + 1)
     return engine
@@ -145,7 +151,7 @@ PROMPTS = st.lists(PIECES, min_size=1, max_size=6).map(lambda some: sum(some, ()
 
 
 class Schedules(RuleBasedStateMachine):
-    """Arrivals, cancels, stops and switches between the steps of one engine."""
+    """Arrivals, cancels, stops and pauses between the steps of one engine."""
 
     kind = Kind()
 
@@ -169,7 +175,7 @@ class Schedules(RuleBasedStateMachine):
         )
         self.engine = make_engine(self.kind, config)
         self.sequences: list[Sequence] = []
-        self.switched: set[int] = set()
+        self.paused: set[int] = set()
         self.stopped: set[int] = set()
 
     @rule(
@@ -240,20 +246,14 @@ class Schedules(RuleBasedStateMachine):
             self.engine.stop(sequence, min(surplus, sequence.num_output_tokens))
 
     @precondition(lambda self: self.kind.has_head)
-    @rule(which=WHICH, k=st.integers(0, K))
-    def switch(self, which: int, k: int) -> None:
-        sequence = self._pick(which)
-        if sequence and sequence.may_speculate:
-            self.engine.set_speculative_tokens(sequence, k)
-            self.switched.add(sequence.seq_id)
-
-    @precondition(lambda self: self.kind.has_head)
-    @rule(which=WHICH, times=st.integers(1, 8), k=st.integers(1, K))
-    def pause_drafting(self, which: int, times: int, k: int) -> None:
-        """A hole in the drafter's KV."""
-        self.switch(which, 0)
+    @rule(times=st.integers(1, 8))
+    def pause_drafting(self, times: int) -> None:
+        """Holes in the drafter's KV."""
+        fake: Any = self.engine
+        depth, fake._depth = fake._depth, DepthPolicy(lambda n: 0)
+        self.paused |= {s.seq_id for s in self.sequences if not s.is_finished}
         self.step(times)
-        self.switch(which, k)
+        fake._depth = depth
 
     @invariant()
     def blocks_are_accounted_for(self) -> None:
@@ -300,7 +300,7 @@ class Schedules(RuleBasedStateMachine):
         output = sequence.output_token_ids
         params = sequence.params
         prompt = tuple(sequence.prompt_token_ids)
-        has_other_k = sequence.seq_id in self.switched or len(set(self.kind.depths)) > 1
+        has_other_k = sequence.seq_id in self.paused or len(set(self.kind.depths)) > 1
         if has_other_k and not params.is_greedy:
             return  # another K draws other numbers
         expected = alone(self.kind, prompt, params)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from peagle.config import SamplingParams
-from peagle.engine.feature_ring import FeatureRing
+from peagle.engine.features import FeatureRing
 from peagle.engine.sequence import Sequence, SequenceStatus
 from peagle.engine.stats import SpeculationStats
 from peagle.kernels.logprobs import TokenLogprobs
@@ -55,31 +53,6 @@ def test_append_keeps_tokens_up_to_the_first_stop_condition(
     assert len(sequence) == prompt_len + len(expected)
 
 
-def test_a_stop_id_as_the_last_token_allowed_is_a_stop() -> None:
-    sequence = make_sequence(max_tokens=2)
-    assert sequence.append([4, STOP, 4], 100) == [4, STOP]
-    assert sequence.finish_reason == "stop"
-    assert sequence.status is SequenceStatus.FINISHED
-
-
-def test_a_new_sequence_waits_and_holds_nothing() -> None:
-    sequence = make_sequence()
-    assert sequence.status is SequenceStatus.WAITING
-    assert (sequence.block_table, sequence.drafts, sequence.output_token_ids) == ([], [], [])
-    assert sequence.append([4], 100) == [4]
-    assert not sequence.is_finished
-    assert sequence.finish_reason is None
-
-
-def test_token_ids_are_the_prompt_then_the_output() -> None:
-    prompt = [1, 2, 3]
-    sequence = Sequence(0, prompt, SamplingParams(), seed=0, stop_token_ids=frozenset())
-    sequence.append([7, 8], 100)
-    assert (sequence.prompt_token_ids, sequence.output_token_ids) == ([1, 2, 3], [7, 8])
-    assert (sequence.num_prompt_tokens, sequence.num_output_tokens, len(sequence)) == (3, 2, 5)
-    assert prompt == [1, 2, 3], "the caller's list stays as it was"
-
-
 def test_what_is_computed_before_it_decodes() -> None:
     """All of a new prompt, whose last token gives the first output; all but the newest later."""
     sequence = make_sequence(prompt_len=3)
@@ -116,17 +89,6 @@ def test_trimming_drops_what_follows_a_stop_string() -> None:
     assert sequence.finish_reason == "stop"
     sequence.trim(0)
     assert sequence.token_ids == [1, 1, 1, 4]
-
-
-@given(st.lists(st.tuples(st.integers(-2, 2), st.integers(0, 50)), unique_by=lambda x: x[1]))
-def test_lower_priority_numbers_go_first_then_earlier_ones(waiting: list[tuple[int, int]]) -> None:
-    sequences = [make_sequence() for _ in waiting]
-    for sequence, (priority, seq_id) in zip(sequences, waiting, strict=True):
-        sequence.priority, sequence.seq_id = priority, seq_id
-    found = sorted(sequences, key=lambda s: s.order)
-    for before, after in itertools.pairwise(found):
-        assert before.priority <= after.priority
-        assert before.priority < after.priority or before.seq_id < after.seq_id
 
 
 def test_a_follower_waits_until_its_leader_has_output_or_is_gone() -> None:

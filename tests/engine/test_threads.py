@@ -26,7 +26,7 @@ def _undecided(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = torch.get_num_threads()
     for variable in threads.VARIABLES:
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(threads, "_is_told", False)
+    monkeypatch.setattr(threads, "_is_set", False)
     monkeypatch.setattr(threads, "_chosen", None)
     monkeypatch.setattr(threads, "_defaults", lambda: (8, 4))
     monkeypatch.setattr(threads, "_CPU_MAX", Path("nowhere"))

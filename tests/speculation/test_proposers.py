@@ -263,20 +263,6 @@ def test_slots_and_passes_run_for_those_only_that_draft(
         assert slots == ([10 + mask_slots] if parallel else [10, *passes[: max(lens) - 1]])
 
 
-@KINDS
-def test_one_that_drafts_nothing_is_read_all_the_same(target: TargetModel, parallel: bool) -> None:
-    """The drafter's KV of the prompt is what it is where drafts are made."""
-    caches = []
-    for k in (0, 1):
-        step = prompt_step(target, PROMPTS, k=k)
-        proposer = make_proposer(target, parallel, num_blocks(step))
-        with torch.inference_mode():
-            proposer.propose(step)
-        caches.append([(cache.keys, cache.values) for cache in proposer.caches])
-    assert all(bool(keys.any()) for keys, _ in caches[0])
-    torch.testing.assert_close(caches[0], caches[1])
-
-
 def dense_drafts(
     proposer: ParallelProposer | AutoregressiveProposer, step: TargetStep, window: int
 ) -> list[int]:

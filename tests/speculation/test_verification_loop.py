@@ -171,13 +171,6 @@ def test_columns_past_the_drafts_are_ignored(temperature: float) -> None:
     assert case.run() == expected
 
 
-def test_drafts_from_the_target_itself_are_all_accepted() -> None:
-    case = Ragged([5] * 50, [1.0] * 50, [0] * 50, True, seed=3)
-    target = case.sampling.probs(case.logits, torch.arange(50).repeat_interleave(6))
-    case.q = target.view(50, 6, VOCAB)[:, :-1].clone()
-    assert [accepted for accepted, _ in case.run()] == [5] * 50
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_low_precision_logits(dtype: torch.dtype) -> None:
     """The same decisions as on the same numbers in float64, but for rounding of the softmax."""

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Required, TypedDict, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from peagle.kernels.expand import DraftBatch
+from peagle.kernels.target_batch import TargetBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,44 @@ class AttentionMetadata:
     max_query_len: int
     max_seq_len: int
     context_starts_B: Tensor | None = None
+
+    @classmethod
+    def of_batch(
+        cls,
+        batch: TargetBatch | DraftBatch,
+        block_tables_BM: Tensor,
+        *,
+        max_query_len: int,
+        max_seq_len: int,
+        context_starts_B: Tensor | None = None,
+    ) -> AttentionMetadata:
+        """Return the metadata of a packed batch; it shares the batch's tensors."""
+        slots = batch.slots_T if isinstance(batch, TargetBatch) else batch.slots_S
+        return cls(
+            batch.query_start_loc,
+            batch.seq_lens_B,
+            block_tables_BM,
+            slots,
+            max_query_len,
+            max_seq_len,
+            context_starts_B,
+        )
+
+    @classmethod
+    def of_single_tokens(
+        cls,
+        start_loc: Tensor,
+        seq_lens_B: Tensor,
+        slots_B: Tensor,
+        block_tables_BM: Tensor,
+        *,
+        max_seq_len: int,
+        context_starts_B: Tensor | None = None,
+    ) -> AttentionMetadata:
+        """Return the metadata of a pass over one token a sequence; `start_loc` is 0, 1, ... B."""
+        return cls(
+            start_loc, seq_lens_B, block_tables_BM, slots_B, 1, max_seq_len, context_starts_B
+        )
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -75,6 +116,21 @@ class LayerKVCache:
         return 2 * block_size * num_kv_heads * head_dim * dtype.itemsize
 
 
+class ScoreOptions(TypedDict, total=False):
+    """How a layer's attention makes weights of scores.
+
+    Attributes:
+        scaling: factor on the scores.
+        sinks: [Hq], one more score of each head, which takes its share of the softmax and gives no
+            value.
+        softcap: c bends each score s to c * tanh(s / c), before sinks are added.
+    """
+
+    scaling: Required[float]
+    sinks: Tensor | None
+    softcap: float | None
+
+
 class Prepared(Protocol):
     """One pass, ready to run: every layer calls it once."""
 
@@ -85,10 +141,8 @@ class Prepared(Protocol):
         value_THd: Tensor,
         cache: LayerKVCache | None,
         *,
-        scaling: float,
         sliding_window: int | None = None,
-        sinks: Tensor | None = None,
-        softcap: float | None = None,
+        **options: Unpack[ScoreOptions],
     ) -> Tensor:
         """Write this layer's keys and values, then attend causally.
 
@@ -96,11 +150,8 @@ class Prepared(Protocol):
             query_THd: [T, Hq, d]; key_THd, value_THd: [T, Hkv, d], all after RoPE. Layers of one
                 pass may differ in Hkv and d.
             cache: the layer's cache.
-            scaling: factor on the scores.
-            sliding_window: W keeps keys with q_pos - k_pos < W.
-            sinks: [Hq], one more score of each head, which takes its share of the softmax and
-                gives no value.
-            softcap: c bends each score s to c * tanh(s / c), before sinks are added.
+            sliding_window: W keeps keys with q_pos - k_pos < W; None keeps all.
+            **options: see the class.
 
         Returns:
             [T, Hq, d].
@@ -109,7 +160,7 @@ class Prepared(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """Makes passes ready; what all layers share is computed once."""
+    """Prepares passes: it computes once what all layers share."""
 
     def prepare(self, metadata: AttentionMetadata) -> Prepared:
         """Return the pass that `metadata` describes."""

@@ -6,21 +6,22 @@ Shapes: B rows, N positions of a row, T = B * N, H heads, d head size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from peagle.attention.base import LayerKVCache
+from peagle.attention.base import LayerKVCache, ScoreOptions
 from peagle.attention.softmax import masked_attention
 from peagle.attention.torch_backend import DenseCausalAttention
 
-# Documents shorter than this on average are attended with a mask for each row; of longer ones each
-# is worth a launch of its own, and nothing is computed across borders.
+# Documents that are longer on average each get a launch of their own, which computes nothing across
+# borders; shorter ones share a masked launch.
 _WORTH_A_LAUNCH = 512
 
 
 class DocumentAttention:
-    """Causal attention of the documents of packed rows; nobody reads what padding gives.
+    """Causal attention of the documents of packed rows; the rows of padding mean nothing.
 
     Args:
         documents_BN: document of each position, -1 where padded.
@@ -43,13 +44,10 @@ class DocumentAttention:
         value_THd: Tensor,
         cache: LayerKVCache | None,
         *,
-        scaling: float,
         sliding_window: int | None = None,
-        sinks: Tensor | None = None,
-        softcap: float | None = None,
+        **options: Unpack[ScoreOptions],
     ) -> Tensor:
         """Attention of every position to its document up to itself, [T, Hq, d]."""
-        options = {"sinks": sinks, "softcap": softcap, "scaling": scaling}
         if self._whole_rows is not None:
             return self._whole_rows(
                 query_THd, key_THd, value_THd, cache, sliding_window=sliding_window, **options

@@ -5,10 +5,12 @@ Shapes: T packed queries of B sequences, Q longest query, S longest context, Hq/
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
-from peagle.attention.base import AttentionMetadata, LayerKVCache
+from peagle.attention.base import AttentionMetadata, LayerKVCache, ScoreOptions
 from peagle.attention.softmax import masked_attention
 
 
@@ -44,10 +46,8 @@ class TorchPreparedAttention:
         value_THd: Tensor,
         cache: LayerKVCache | None,
         *,
-        scaling: float,
         sliding_window: int | None = None,
-        sinks: Tensor | None = None,
-        softcap: float | None = None,
+        **options: Unpack[ScoreOptions],
     ) -> Tensor:
         assert cache is not None, "paged attention needs the layer's cache"
         keys_NHd, values_NHd = cache.keys.flatten(0, 1), cache.values.flatten(0, 1)
@@ -62,9 +62,7 @@ class TorchPreparedAttention:
             keys_BSHd.transpose(1, 2),
             values_BSHd.transpose(1, 2),
             self._mask(sliding_window),
-            scaling=scaling,
-            sinks=sinks,
-            softcap=softcap,
+            **options,
         )
         return self._unpad(out_BHQd.transpose(1, 2))
 
@@ -153,24 +151,21 @@ class DenseCausalAttention:
         value_THd: Tensor,
         cache: LayerKVCache | None,
         *,
-        scaling: float,
         sliding_window: int | None = None,
-        sinks: Tensor | None = None,
-        softcap: float | None = None,
+        **options: Unpack[ScoreOptions],
     ) -> Tensor:
         length = query_THd.shape[0] // self.batch
         is_local = sliding_window is not None and sliding_window < length
-        needs_mask = is_local or sinks is not None or softcap is not None
+        is_special = any(options.get(name) is not None for name in ("sinks", "softcap"))
+        needs_mask = is_local or is_special
         # In float32 a GPU has no kernel for grouped heads but the one that keeps all scores.
         groups = query_THd.shape[1] // key_THd.shape[1]
         repeated = (x.repeat_interleave(groups, dim=1) for x in (key_THd, value_THd))
         out_BHTd = masked_attention(
             *(x.unflatten(0, (self.batch, length)).transpose(1, 2) for x in (query_THd, *repeated)),
             mask=self._mask(length, sliding_window, query_THd.device) if needs_mask else None,
-            scaling=scaling,
-            sinks=sinks,
-            softcap=softcap,
             is_causal=not needs_mask,
+            **options,
         )
         return out_BHTd.transpose(1, 2).flatten(0, 1)
 

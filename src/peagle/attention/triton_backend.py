@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
-from peagle.attention.base import AttentionMetadata, LayerKVCache
+from peagle.attention.base import AttentionMetadata, LayerKVCache, ScoreOptions
 from peagle.errors import UserError
 from peagle.kernels.kv_write import kv_write
 from peagle.kernels.paged_attention import (
@@ -30,8 +30,6 @@ from peagle.kernels.paged_attention import (
 )
 
 MIN_CAPABILITY = (8, 0)
-MIN_CAPABILITY_FP8 = (9, 0)  # Triton 3.6 converts e4m3 to bfloat16 from there on
-FP8 = torch.float8_e4m3fn
 _REMEDY = 'use another GPU, or device "cpu" with the torch backend'
 Chooser = Callable[[AttentionShape, DeviceLimits], PagedAttentionConfig]
 
@@ -91,14 +89,10 @@ class TritonPreparedAttention:
         value_THd: Tensor,
         cache: LayerKVCache | None,
         *,
-        scaling: float,
         sliding_window: int | None = None,
-        sinks: Tensor | None = None,
-        softcap: float | None = None,
+        **options: Unpack[ScoreOptions],
     ) -> Tensor:
-        """As `Prepared`.
-
-        An 8-bit cache may have `key_scale` and `value_scale` (1.0 without): it holds x / scale.
+        """Write keys and values and attend, as `Prepared`.
 
         Raises:
             UserError: the layer's sizes or types are beyond the kernels.
@@ -106,13 +100,12 @@ class TritonPreparedAttention:
         assert cache is not None, "paged attention needs the layer's cache"
         meta = self.metadata
         plan = self._plan(query_THd, cache)
-        scales = {name: getattr(cache, name, 1.0) for name in ("key_scale", "value_scale")}
         key_THd, value_THd = _rows(key_THd), _rows(value_THd)
         new = None
         if plan.writes_new:
             new = NewKeyValues(key_THd, value_THd, meta.slots_T)
         else:
-            kv_write(key_THd, value_THd, cache.keys, cache.values, meta.slots_T, **scales)
+            kv_write(key_THd, value_THd, cache.keys, cache.values, meta.slots_T)
         return paged_attention(
             _rows(query_THd),
             cache.keys,
@@ -121,15 +114,12 @@ class TritonPreparedAttention:
             meta.seq_lens_B,
             meta.block_tables_BM,
             max_query_len=meta.max_query_len,
-            scaling=scaling,
-            sliding_window=sliding_window,
-            sinks=sinks,
-            softcap=softcap,
             context_starts_B=meta.context_starts_B,
             config=plan.config,
             workspace=plan.workspace,
             new=new,
-            **scales,
+            sliding_window=sliding_window,
+            **options,
         )
 
     def _plan(self, query_THd: Tensor, cache: LayerKVCache) -> _Plan:
@@ -146,7 +136,7 @@ class TritonPreparedAttention:
         )
         if shape not in self._plans:
             device = query_THd.device
-            check_layer(shape, device)
+            check_layer(shape)
             config = self._choose(shape, DeviceLimits.of(device))
             self._plans[shape] = _Plan(
                 config,
@@ -191,7 +181,7 @@ def check_device(device: torch.device) -> None:
         )
 
 
-def check_layer(shape: AttentionShape, device: torch.device) -> None:
+def check_layer(shape: AttentionShape) -> None:
     """Raise where a layer is beyond the kernels.
 
     Raises:
@@ -212,24 +202,6 @@ def check_layer(shape: AttentionShape, device: torch.device) -> None:
             f"The model runs in {shape.query_dtype}; the Triton attention backend expects float32, "
             'float16 or bfloat16: choose another dtype, or device "cpu" with the torch backend.'
         )
-    if shape.cache_dtype not in (shape.query_dtype, FP8):
-        raise UserError(
-            f"The KV cache is of {shape.cache_dtype}; expected {shape.query_dtype}, as the model, "
-            f"or {FP8}: choose one of these."
-        )
-    if shape.cache_dtype == FP8:
-        if shape.query_dtype == torch.float32:
-            raise UserError(
-                f"The KV cache is of {FP8} and the model of float32; an 8-bit cache expects a "
-                "model in bfloat16 or float16: choose that dtype, or a float32 cache."
-            )
-        if device.type == "cuda" and torch.cuda.get_device_capability(device) < MIN_CAPABILITY_FP8:
-            capability = _version(torch.cuda.get_device_capability(device))
-            raise UserError(
-                f"The KV cache is of {FP8}, which compute capability {capability} cannot convert; "
-                f"expected {_version(MIN_CAPABILITY_FP8)} or later: choose a cache of the model's "
-                "own dtype."
-            )
 
 
 def _version(capability: tuple[int, int]) -> str:

@@ -44,7 +44,7 @@ class SpeculativeConfig:
             for, at most 7, once the head is found (`models.trained_depth`); else 7.
         num_speculative_tokens_per_batch_size: (first, last, K) for numbers of sequences that run
             together, ascending, like ((1, 16, 7), (17, 64, 0)): a busy card pays for every token
-            that it verifies. K = 0 stops drafting (`engine.depth` says when it begins again).
+            that it verifies. K = 0 stops drafting (`engine.drafting.DepthPolicy` says when).
             Numbers between two ranges have the K of the one before; K is never above
             num_speculative_tokens. None: K is always the same. With a schedule a request's
             drafts, and so its sampled output, depend on how many others run.

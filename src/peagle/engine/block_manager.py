@@ -1,4 +1,4 @@
-"""Who owns which KV block, and which blocks hold a prefix that others may share."""
+"""Ownership of KV blocks, and prefixes that sequences share."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class BlockManager:
     """Hands out KV blocks; target and drafter layers share the block ids.
 
     A full block whose KV is settled is *published* under the hash of all tokens up to its end and
-    of the one after it. Sequences that begin with these tokens share it, and it stays when its
-    owners have gone, until somebody needs the space: the free block that was used longest ago is
+    of the next token. Sequences that begin with these tokens share the block. When its owners have
+    gone it stays cached until a sequence needs the space: the least recently used free block is
     taken first.
 
-    The one after it counts because the drafter's slot p reads token p + 1: blocks of equal tokens
-    before different ones hold different drafter KV.
+    The next token counts because the drafter's slot p reads token p + 1: equal blocks before
+    different tokens hold different drafter KV.
 
     Args:
         num_blocks: blocks of the cache.
@@ -43,15 +43,15 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nobody owns; some may still be published."""
+        """Number of blocks without an owner; some may still be published."""
         return len(self._free)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
+        """Return the number of blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def match(self, sequence: Sequence) -> list[int]:
-        """Published blocks that hold the beginning of the sequence, at least one token short."""
+        """Return published blocks that hold the sequence's beginning without its last token."""
         blocks: list[int] = []
         if self.enable_prefix_caching:
             for index in range((len(sequence) - 1) // self.block_size):
@@ -62,7 +62,7 @@ class BlockManager:
         return blocks
 
     def can_admit(self, matched: list[int], num_tokens: int, num_reserved: int = 0) -> bool:
-        """Whether a sequence that shares `matched` gets blocks for `num_tokens` tokens.
+        """Return whether a sequence that shares `matched` gets blocks for `num_tokens` tokens.
 
         `num_reserved` further blocks must stay free.
         """
@@ -81,7 +81,7 @@ class BlockManager:
         assert self.extend(sequence, num_tokens), "not enough free blocks"
 
     def extend(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Add blocks until `num_tokens` tokens fit; false, with no change, if too few are free."""
+        """Add blocks until `num_tokens` tokens fit; return False, unchanged, if they cannot."""
         num_new = self.blocks_for(num_tokens) - len(sequence.block_table)
         if num_new > self.num_free_blocks:
             return False
@@ -108,9 +108,9 @@ class BlockManager:
             sequence.num_published_blocks = index + 1
 
     def free(self, sequence: Sequence) -> None:
-        """Take the sequence's blocks back; what is published stays until the space is needed."""
-        # The end of a prefix is useless without its beginning: it is taken first. Where nothing is
-        # kept, the order stays, so that neighbours stay neighbours, which attention is fond of.
+        """Take back the sequence's blocks; published ones stay until the space is needed."""
+        # The end of a prefix is useless without its beginning, so it is reused first. Without a
+        # prefix cache the order stays: attention is faster over neighbouring blocks.
         table = sequence.block_table
         for block in reversed(table) if self.enable_prefix_caching else table:
             self._num_owners[block] -= 1
@@ -121,9 +121,9 @@ class BlockManager:
 
     @contextmanager
     def borrowed(self, num_blocks: int) -> Iterator[None]:
-        """Whatever is taken and freed meanwhile, up to `num_blocks`, is taken first again.
+        """Put the first `num_blocks` free blocks first again at the end.
 
-        So what is done again and again with nothing to keep costs the prefix cache once.
+        Work that is repeated and keeps nothing then displaces cached prefixes only once.
         """
         first = list(islice(self._free, num_blocks))
         yield
@@ -131,7 +131,7 @@ class BlockManager:
             self._free.move_to_end(block, last=False)
 
     def withdraw(self, sequence: Sequence) -> list[int]:
-        """Publish nothing more of the blocks that a sequence alone owns; returns them."""
+        """Unpublish the blocks that a sequence alone owns; return them."""
         own = [block for block in sequence.block_table if self._num_owners[block] == 1]
         for block in own:
             self._unpublish(block)
@@ -143,7 +143,7 @@ class BlockManager:
             del self._published[key]
 
     def _hash(self, sequence: Sequence, index: int) -> bytes:
-        """Hash of the tokens up to one after block `index`; of a kind that nobody can forge."""
+        """Return the hash of the tokens up to one after block `index`; it cannot be forged."""
         hashes = sequence.block_hashes
         while len(hashes) <= index:
             start = len(hashes) * self.block_size
@@ -154,5 +154,5 @@ class BlockManager:
 
 
 def _root(salt: bytes) -> bytes:
-    """What the first block's hash begins with: nothing, or one length for every salt."""
+    """Return the start of the first block's hash: nothing, or a digest of the salt."""
     return hashlib.sha256(salt).digest() if salt else b""

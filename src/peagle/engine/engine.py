@@ -7,34 +7,39 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from peagle.attention import LayerKVCache, make_backend
-from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
+from peagle.attention import make_backend
+from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig, token_ids
 from peagle.engine.block_manager import BlockManager
 from peagle.engine.build import (
     accelerate,
-    depth_of,
     load_head,
+    make_caches,
     make_drafting,
     make_graph_runner,
     most_resuming,
-    resolve_max_draft_len,
-    resolve_max_model_len,
+    run_largest_passes,
     runs_as_graphs,
 )
+from peagle.engine.drafting import DepthPolicy, HeadDrafting
 from peagle.engine.features import FeatureRings
 from peagle.engine.grammar import GrammarState, prepare
-from peagle.engine.memory_plan import drafter_kv_shapes, make_memory_plan
-from peagle.engine.model_runner import ModelRunner, TargetPass, make_caches
+from peagle.engine.graph_runner import Pipeline, RowReport
+from peagle.engine.memory_plan import (
+    MemoryPlan,
+    drafter_kv_shapes,
+    make_memory_plan,
+    measure_peak,
+)
+from peagle.engine.model_runner import ModelRunner, TargetPass
 from peagle.engine.outputs import StepOutput
-from peagle.engine.pipeline import Pipeline, RowReport
-from peagle.engine.request_checks import check_params, checked_prompt
 from peagle.engine.sampler import Sampler
 from peagle.engine.scheduler import Chunk, Scheduler
 from peagle.engine.sequence import Sequence, SequenceStatus
-from peagle.engine.stats import EngineStats, SpeculationStats, StepTimes
+from peagle.engine.stats import EngineStats, SpeculationStats
 from peagle.errors import UserError
 from peagle.kernels.logprobs import TokenLogprobs
 from peagle.kernels.random import derive_seed
+from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 
 _COUNTERS = (
@@ -47,7 +52,7 @@ _COUNTERS = (
     "num_output_tokens",
 )
 _CHECK_SALT = b"peagle self-check"
-# Between two looks at grammars that all sequences wait for.
+# Wait between two looks at grammars, while all sequences wait for theirs.
 _GRAMMAR_WAIT_S = 0.002
 
 
@@ -60,7 +65,7 @@ class LLMEngine:
         speculative: how to draft; None decodes plainly.
 
     Attributes:
-        on_pass: called with the number of tokens of each pass that no graph runs, before it begins.
+        on_pass: called before each pass that no graph runs, with its number of tokens.
 
     Raises:
         UserError: the sizes do not fit the model or the memory.
@@ -77,30 +82,24 @@ class LLMEngine:
         self.on_pass: Callable[[int], None] | None = None
         self.config = config or EngineConfig()
         self.speculative = speculative
-        self.max_model_len = resolve_max_model_len(target, self.config)
+        self.max_model_len = _max_model_len(target, self.config)
         self.num_speculative_tokens = speculative.num_drafts if speculative else 0
-        self._depth = depth_of(speculative)
-        self._features = FeatureRings()
+        self._depth = DepthPolicy(speculative.tokens_for if speculative else lambda _: 0)
         drafter = load_head(target, speculative)
+        self._aux_layer_ids = drafter.config.aux_layer_ids if drafter else ()
+        # Positions up to which the drafter's KV matters; without a head none does.
+        self.max_draft_len = 0
+        if drafter is not None and speculative is not None:
+            longest = speculative.max_model_len or drafter.config.max_position_embeddings
+            self.max_draft_len = min(longest, self.max_model_len)
         is_pipelined = runs_as_graphs(target.device, self.config, speculative, drafter)
         if is_pipelined and target.device.type == "cuda":
             accelerate(target, drafter, self.config.max_num_seqs, self._depth)
-        self._aux_layer_ids = drafter.config.aux_layer_ids if drafter else ()
-        # The K drafts that a step may accept, and the drafter's K - 1 mask slots beyond those; and
-        # with a step in flight the K + 1 tokens that it may bring.
-        num_lookahead_slots = (3 if is_pipelined else 2) * (self.num_speculative_tokens + 1)
-        self.memory_plan = make_memory_plan(
-            target,
-            drafter,
-            self.config,
-            max_model_len=self.max_model_len,
-            num_lookahead_slots=num_lookahead_slots,
-            num_drafts=self.num_speculative_tokens,
-            num_resuming=most_resuming(self._depth, drafter, self.config.max_num_seqs),
-        )
-        num_blocks = self.memory_plan.num_blocks
-        self._target_caches = self._caches(target.kv_shapes(), num_blocks)
-        self._claim_target()
+        num_resuming = most_resuming(self._depth, self.config.max_num_seqs) if drafter else 0
+        self._features = FeatureRings()
+        if drafter is not None and num_resuming and is_pipelined:
+            width = drafter.config.feature_size
+            self._features.reserve(self.config.max_num_seqs, width, target.dtype, target.device)
         backend = make_backend(target.device)
         self.sampler = Sampler(
             target.vocab_size,
@@ -115,24 +114,23 @@ class LLMEngine:
             block_size=self.config.block_size,
             max_model_len=self.max_model_len,
         )
-        # Positions up to which the drafter's KV matters; without a head none does.
-        self.max_draft_len = resolve_max_draft_len(drafter, speculative, self.max_model_len)
-        drafter_caches = self._caches(drafter_kv_shapes(drafter), num_blocks)
-        self._drafter_caches = drafter_caches
         self.drafting = make_drafting(
-            target,
             drafter,
             speculative,
             backend,
-            drafter_caches,
             self.sampler,
             self._features,
             max_model_len=self.max_model_len,
             max_draft_len=self.max_draft_len,
         )
+        # The K drafts that a step may accept, and the drafter's K - 1 mask slots beyond those; and
+        # with a step in flight the K + 1 tokens that it may bring.
+        num_lookahead_slots = (3 if is_pipelined else 2) * (self.num_speculative_tokens + 1)
+        self.memory_plan = self._plan_memory(drafter, num_lookahead_slots, num_resuming)
+        self._make_caches(drafter, self.memory_plan.num_blocks)
         self.scheduler = Scheduler(
             BlockManager(
-                num_blocks,
+                self.memory_plan.num_blocks,
                 self.config.block_size,
                 enable_prefix_caching=self.config.enable_prefix_caching,
             ),
@@ -142,26 +140,69 @@ class LLMEngine:
             num_lookahead_slots=num_lookahead_slots,
         )
         self._pipeline: Pipeline | None = None
-        self._step_times: dict[int, StepTimes] = {}
         if is_pipelined:
-            runner = make_graph_runner(
+            graphs = make_graph_runner(
                 self.runner,
                 self.drafting,
-                drafter_caches,
                 self.config,
                 speculative,
                 depth=self._depth,
                 features=self._features,
-                max_model_len=self.max_model_len,
                 max_draft_len=self.max_draft_len,
             )
-            self._pipeline = Pipeline(runner, self.scheduler, self._take)
-            self._step_times = runner.times
+            self._pipeline = Pipeline(graphs, self.scheduler, self._take)
         self._outputs: list[StepOutput] = []
         self.speculation_stats = SpeculationStats()
         self._counts = dict.fromkeys(_COUNTERS, 0)
         self.eos_token_ids = target.eos_token_ids()
         self._num_requests = 0
+
+    def _plan_memory(
+        self, drafter: Drafter | None, num_lookahead_slots: int, num_resuming: int
+    ) -> MemoryPlan:
+        """Measure the largest passes on a GPU, and give the KV cache what remains."""
+        target = self.target
+
+        def run() -> None:
+            self._make_caches(drafter, num_blocks=1)
+            run_largest_passes(
+                self.runner,
+                self.drafting,
+                self._features,
+                self.config,
+                num_drafts=self.num_speculative_tokens,
+                num_resuming=num_resuming,
+            )
+
+        peak_bytes = 0
+        if target.device.type == "cuda":
+            peak_bytes = measure_peak(run, target.device, self.config)
+            self._drop_caches()
+        return make_memory_plan(
+            target,
+            drafter,
+            self.config,
+            max_model_len=self.max_model_len,
+            num_lookahead_slots=num_lookahead_slots,
+            peak_bytes=peak_bytes,
+        )
+
+    def _make_caches(self, drafter: Drafter | None, num_blocks: int) -> None:
+        """Make the KV caches, and give them to the target and the drafter."""
+        target, size = self.target, self.config.block_size
+        self._target_caches, self._drafter_caches = (
+            make_caches(shapes, num_blocks, size, target.dtype, target.device)
+            for shapes in (target.kv_shapes(), drafter_kv_shapes(drafter))
+        )
+        if isinstance(self.drafting, HeadDrafting):
+            self.drafting.proposer.caches = self._drafter_caches
+        self._claim_target()
+
+    def _drop_caches(self) -> None:
+        self._target_caches, self._drafter_caches = [], []
+        if isinstance(self.drafting, HeadDrafting):
+            self.drafting.proposer.caches = []
+        self.target.drop_kv_caches()
 
     def add_request(
         self,
@@ -177,23 +218,23 @@ class LLMEngine:
 
         Args:
             prompt_token_ids: the prompt.
-            params: how it is sampled; `bad_words` as token ids.
-            priority: lower goes first.
-            grammar: the start of the structure that `params` ask for.
-            leader: a sequence with the same prompt: this one waits for its KV.
-            cache_salt: only requests of the same salt share cached KV.
+            params: sampling parameters, with `bad_words` as token ids.
+            priority: requests with a lower number go first.
+            grammar: state at the start of the structure that `params` ask for.
+            leader: a sequence with the same prompt, for whose KV this one waits.
+            cache_salt: only requests with the same salt share cached KV.
 
         Raises:
             UserError: the prompt is empty, holds ids outside the vocabulary, leaves no room for
-                output, or could never fit the KV cache; or the parameters ask for what this
-                engine or model has not.
+                output, or could never fit the KV cache; or the engine or model cannot do what the
+                parameters ask for.
         """
-        size, most = self.target.vocab_size, self.num_speculative_tokens
-        prompt = checked_prompt(prompt_token_ids, size, self.max_model_len)
-        check_params(params, size, most)
+        prompt = self._check_prompt(prompt_token_ids)
+        self._check_params(params)
         assert (grammar is None) == (params.structured_output is None)
-        asked = params.num_speculative_tokens
-        k = most if asked is None else asked
+        k = self.num_speculative_tokens
+        if params.num_speculative_tokens is not None:
+            k = params.num_speculative_tokens
         sequence = Sequence(
             self._num_requests,
             prompt,
@@ -204,7 +245,6 @@ class LLMEngine:
             self.stop_token_ids(params),
             priority=priority,
             num_speculative_tokens=k,
-            may_speculate=k > 0,
             grammar=grammar,
             leader=leader if self._shares_prompt(k) else None,
             cache_salt=cache_salt,
@@ -220,21 +260,48 @@ class LLMEngine:
         self.scheduler.add(sequence)
         return sequence
 
+    def _check_prompt(self, prompt_token_ids: Iterable[int]) -> list[int]:
+        prompt = token_ids(list(prompt_token_ids), self.target.vocab_size, "prompt_token_ids")
+        if not prompt:
+            raise UserError("The prompt is empty; expected at least one token.")
+        if len(prompt) >= self.max_model_len:
+            raise UserError(
+                f"The prompt has {len(prompt)} tokens; expected at most {self.max_model_len - 1}, "
+                f"one fewer than the context of {self.max_model_len}. Shorten the prompt."
+            )
+        return prompt
+
+    def _check_params(self, params: SamplingParams) -> None:
+        vocab_size, most = self.target.vocab_size, self.num_speculative_tokens
+        token_ids(params.stop_token_ids, vocab_size, "stop_token_ids")
+        token_ids(params.allowed_token_ids or (), vocab_size, "allowed_token_ids")
+        token_ids([token for token, _ in params.logit_bias], vocab_size, "logit_bias")
+        for word in params.bad_words:
+            assert not isinstance(word, str), "`Requests` encodes texts"
+            token_ids(word, vocab_size, "bad_words")
+        k = params.num_speculative_tokens
+        if k is not None and k > most:
+            raise UserError(
+                f"num_speculative_tokens of the request is {k}; the engine was made for at most "
+                f"{most}. Ask for fewer, or set it in the speculative configuration."
+            )
+
     def stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
-        """Ids that end an output: those of the request, and the model's unless it ignores them."""
+        """Return the ids that end an output: the request's, and the model's unless ignored."""
         return frozenset(
             (*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids))
         )
 
     def _shares_prompt(self, num_speculative_tokens: int) -> bool:
-        """Whether a request of that K publishes its blocks: where a head has not read, none is."""
+        """Return whether a request with that K publishes blocks: the head must have read them."""
         reads = num_speculative_tokens > 0 or self.max_draft_len == 0
         return self.config.enable_prefix_caching and reads
 
     def touch_caches(self) -> None:
-        """Write to every page of the empty KV cache, which a CPU hands out only then.
+        """Write to every page of the empty KV cache.
 
-        So a server has its memory from the start, and does not grow under load.
+        A CPU's system allocates pages at the first write. A server so has its memory from the start
+        and does not grow under load.
         """
         assert not self.has_unfinished
         for cache in (*self._target_caches, *self._drafter_caches):
@@ -257,7 +324,7 @@ class LLMEngine:
 
     @property
     def blocks(self) -> BlockManager:
-        """Who owns which KV block."""
+        """The KV blocks."""
         return self.scheduler.blocks
 
     @property
@@ -266,9 +333,9 @@ class LLMEngine:
         return self.scheduler.has_unfinished
 
     def step(self) -> list[StepOutput]:
-        """Run one step: a pass over prompts, one over decoding sequences; what came of it.
+        """Run one step, a pass over prompts and one over decoding sequences; return its outputs.
 
-        A sequence whose prompt is not all computed is not among the outputs.
+        A sequence whose prompt is not yet computed has no output.
         """
         self._claim_target()
         self._depth.observe(len(self.scheduler.running))
@@ -288,7 +355,7 @@ class LLMEngine:
             return
         plan = self.scheduler.schedule()
         if not (plan.decode or plan.prefill):
-            time.sleep(_GRAMMAR_WAIT_S)  # all that is left waits for its grammar
+            time.sleep(_GRAMMAR_WAIT_S)  # all sequences wait for their grammars
         self._counts["num_preemptions"] += len(plan.preempted)
         for sequence in plan.preempted:
             self._release(sequence)
@@ -300,23 +367,20 @@ class LLMEngine:
         if plan.prefill:
             self._run(plan.prefill)
         decoding = [chunk.sequence for chunk in plan.decode]
-        if self._pipeline is not None and decoding and self._pipeline.can_run(decoding):
+        if self._pipeline is not None and decoding and self._pipeline.runner.can_run(decoding):
             self._pipeline.start(decoding)
         elif decoding:
             self._run(plan.decode)
 
     def _prepare_grammars(self) -> None:
-        """Work out what grammars allow next; end sequences whose grammar took too long."""
+        """Find the tokens that grammars allow next; end sequences whose grammar took too long."""
         every = (*self.scheduler.running, *self.scheduler.waiting)
-        constrained = [sequence for sequence in every if sequence.grammar is not None]
-        if not constrained:
-            return
-        prepare([s.grammar for s in constrained], [s.drafts for s in constrained])
-        for sequence in constrained:
-            assert sequence.grammar is not None
-            sequence.grammar.budget.look()
-            if sequence.grammar.is_over_budget:
-                self._fail(sequence, "grammar_too_slow", sequence.grammar.slow_text)
+        constrained = [(s, s.grammar) for s in every if s.grammar is not None]
+        if constrained:
+            prepare([grammar for _, grammar in constrained], [s.drafts for s, _ in constrained])
+        for sequence, grammar in constrained:
+            if grammar.is_over_budget:
+                self._fail(sequence, "grammar_too_slow", grammar.slow_text)
                 self._settle(sequence)
 
     def _run(self, chunks: list[Chunk]) -> None:
@@ -331,7 +395,7 @@ class LLMEngine:
             self._settle(chunk.sequence)
 
     def _settle(self, sequence: Sequence) -> None:
-        """Share what can be shared of a sequence, and let it go if it has ended."""
+        """Publish the settled blocks of a sequence, and retire it if it has ended."""
         self._publish(sequence)
         if sequence.is_finished:
             self._retire(sequence)
@@ -356,16 +420,16 @@ class LLMEngine:
                 row += 1
 
     def _take(self, sequence: Sequence, report: RowReport) -> None:
-        """The same for a step that ran as a graph, drafts included."""
+        """Give a sequence the tokens and drafts of a step that ran as a graph."""
         sequence.num_computed_tokens += 1
         if report.new_token_ids[-1] < 0:
             self._fail_broken(sequence)
             self._settle(sequence)
             return
         self._emit(sequence, report.new_token_ids, report.num_drafted, report.num_accepted, [])
-        if sequence.may_speculate:
+        if sequence.num_speculative_tokens:
             sequence.drafts = report.drafts
-            if sequence.pending_features is not None:  # nobody drafts: the step kept the feature
+            if sequence.pending_features is not None:  # drafting pauses: the step kept the feature
                 sequence.pending_features.advance(1)
             else:
                 sequence.num_drafter_tokens = min(sequence.num_computed_tokens, self.max_draft_len)
@@ -406,7 +470,7 @@ class LLMEngine:
             "model in a type of wider range, or check its weights."
         )
         self._fail(sequence, "logits_not_finite", error)
-        # What is left in a block is read again behind the next owner's tokens, with weight 0; and
+        # Attention reads the rest of a block behind the next owner's tokens with weight 0, and
         # 0 * NaN is NaN.
         blocks = self.blocks.withdraw(sequence)
         for cache in (*self._target_caches, *self._drafter_caches):
@@ -414,7 +478,7 @@ class LLMEngine:
             cache.values[blocks] = 0
 
     def _publish(self, sequence: Sequence) -> None:
-        """Share the blocks in which all slots are settled, the drafter's too."""
+        """Publish the blocks in which all slots are settled, the drafter's too."""
         if sequence.error is not None:
             return
         if sequence.drafter_start:
@@ -431,12 +495,13 @@ class LLMEngine:
         self._counts[ended] += 1
 
     def _release(self, sequence: Sequence) -> None:
-        """Give up what it has beside its blocks."""
+        """Free what the sequence holds beside its blocks."""
         self.sampler.release(sequence)
-        self._features.release(sequence)
+        self._features.release(sequence.seq_id)
+        sequence.pending_features = None
 
     def cancel(self, sequence: Sequence) -> None:
-        """Stop a sequence and free what it holds; finished ones are left alone."""
+        """Stop a sequence and free what it holds; a finished one stays as it is."""
         self._end(sequence, "cancelled")
 
     def stop(self, sequence: Sequence, num_surplus: int) -> None:
@@ -450,44 +515,36 @@ class LLMEngine:
             sequence.status, sequence.finish_reason = SequenceStatus.FINISHED, reason
             self._retire(sequence)
 
-    def set_speculative_tokens(self, sequence: Sequence, num_speculative_tokens: int) -> None:
-        """Change K of a sequence from its next draft on; 0 stops drafting for it.
-
-        Raises:
-            UserError: K is above the engine's, or the request was made without drafts.
-        """
-        most = self.num_speculative_tokens if sequence.may_speculate else 0
-        if not 0 <= num_speculative_tokens <= most:
-            raise UserError(
-                f"num_speculative_tokens is {num_speculative_tokens}; expected 0 to {most}, "
-                "which the engine and the request were made for."
-            )
-        sequence.num_speculative_tokens = num_speculative_tokens
-        self.scheduler.version += 1
-
     @property
     def stats(self) -> EngineStats:
-        """How the engine stands, and what it did so far."""
+        """The engine's state now, and its counters."""
+        step_times = {} if self._pipeline is None else self._pipeline.runner.times
         return EngineStats(
             num_waiting=len(self.scheduler.waiting),
             num_running=len(self.scheduler.running),
             num_kv_blocks=self.blocks.num_blocks,
             num_free_kv_blocks=self.blocks.num_free_blocks,
             speculation=self.speculation_stats.copy(),
-            step_times={rows: replace(times) for rows, times in self._step_times.items()},
+            step_times={rows: replace(times) for rows, times in step_times.items()},
             **self._counts,
         )
 
     def _claim_target(self) -> None:
-        """Give the target this engine's KV caches, taps and context; another may have used it."""
+        """Give the target this engine's KV caches, taps and context; engines may share a target."""
         if self.target.kv_caches is not self._target_caches:
             self.target.tap_aux(self._aux_layer_ids)
             self.target.set_kv_caches(self._target_caches)
             self.target.fix_rope(self.max_model_len)
 
-    def _caches(self, shapes: list[tuple[int, int]], num_blocks: int) -> list[LayerKVCache]:
-        target = self.target
-        return make_caches(shapes, num_blocks, self.config.block_size, target.dtype, target.device)
+
+def _max_model_len(target: TargetModel, config: EngineConfig) -> int:
+    """Return the length of the longest sequence; refuse more than the target's positions."""
+    limit, given = target.max_model_len, config.max_model_len
+    if given is not None and given > limit:
+        raise UserError(
+            f"max_model_len is {given}; the target's positions end at {limit}. Ask for no more."
+        )
+    return given or limit
 
 
 def _has_nan(logprobs: list[TokenLogprobs]) -> bool:

@@ -1,31 +1,67 @@
-"""Target features that the drafter has not read yet, while a sequence does not draft.
+"""Target features of sequences that do not draft at present, for the drafter to read later.
 
 Shapes: N features, A * H their width, S sequences, C positions of a ring.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from peagle.engine.feature_ring import FeatureRing
-
-if TYPE_CHECKING:
-    from peagle.engine.sequence import Sequence
-
 FEATURES_KEPT = 256
+NO_SLOT = -1
+
+
+class FeatureRing:
+    """The features of a sequence's last positions, at most C of them.
+
+    Row p % C holds the feature of position p. Positions are put in order and without gaps.
+
+    Args:
+        rows_CA: memory of the ring.
+        position: position of the first feature that will be put.
+        slot: index of the ring in `FeatureRings.rows_SCA`; NO_SLOT for a ring with its own memory.
+
+    Attributes:
+        first, end: the ring holds the positions from `first` to before `end`.
+    """
+
+    def __init__(self, rows_CA: Tensor, position: int, slot: int = NO_SLOT) -> None:
+        self.slot = slot
+        self.first = self.end = position
+        self._rows_CA = rows_CA
+
+    @property
+    def capacity(self) -> int:
+        return self._rows_CA.shape[0]
+
+    def put(self, features_NA: Tensor) -> None:
+        """Add the features of the next positions, over the oldest ones."""
+        self.advance(features_NA.shape[0])
+        kept_NA = features_NA[max(0, features_NA.shape[0] - self.capacity) :]
+        self._rows_CA[self._index(self.end - kept_NA.shape[0], self.end)] = kept_NA
+
+    def advance(self, num_new: int) -> None:
+        """Count features of the next positions, which a captured step has written."""
+        self.end += num_new
+        self.first = max(self.first, self.end - self.capacity)
+
+    def get(self) -> Tensor:
+        """Return a copy of the features from `first` to before `end`, [end - first, A * H]."""
+        return self._rows_CA[self._index(self.first, self.end)]
+
+    def _index(self, first: int, end: int) -> Tensor:
+        return torch.arange(first, end, device=self._rows_CA.device) % self.capacity
 
 
 class FeatureRings:
-    """The rings of an engine's sequences.
+    """The rings of an engine's sequences, by sequence id.
 
-    Each has memory of its own, made when it is needed; where captured steps write features, all lie
-    in one tensor that is there from the start.
+    A ring gets memory when it is opened. After `reserve`, which captured steps need, all rings lie
+    in one tensor.
 
     Attributes:
-        rows_SCA: that tensor, with one more ring at the end for what nobody wants; or None.
+        rows_SCA: that tensor, with one more ring at the end for padding; None before `reserve`.
     """
 
     def __init__(self) -> None:
@@ -34,33 +70,24 @@ class FeatureRings:
         self._slots: dict[int, int] = {}
 
     def reserve(self, num_seqs: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Make the one tensor, for so many sequences at a time."""
+        """Allocate the rings of `num_seqs` sequences in one tensor."""
         shape = (num_seqs + 1, FEATURES_KEPT, width)
         self.rows_SCA = torch.zeros(shape, dtype=dtype, device=device)
         self._free = list(range(num_seqs))
 
-    def open(self, sequence: Sequence, position: int, like_NA: Tensor | None = None) -> FeatureRing:
-        """The sequence's ring; a new one begins at `position`.
+    def open(self, seq_id: int, position: int, like_NA: Tensor | None = None) -> FeatureRing:
+        """Return a new ring of a sequence that begins at `position`.
 
-        Args:
-            sequence: whose features.
-            position: of the next feature.
-            like_NA: features of the right width, type and device; None after `reserve`.
+        `like_NA` gives the features' width, type and device; it may be None after `reserve`.
         """
-        ring = sequence.pending_features
-        if ring is None:
-            if self.rows_SCA is not None:
-                slot = self._slots[sequence.seq_id] = self._free.pop()
-                ring = FeatureRing(self.rows_SCA[slot], position, slot)
-            else:
-                assert like_NA is not None
-                ring = FeatureRing(like_NA.new_empty(FEATURES_KEPT, like_NA.shape[1]), position)
-            sequence.pending_features = ring
-        return ring
+        if self.rows_SCA is not None:
+            slot = self._slots[seq_id] = self._free.pop()
+            return FeatureRing(self.rows_SCA[slot], position, slot)
+        assert like_NA is not None
+        return FeatureRing(like_NA.new_empty(FEATURES_KEPT, like_NA.shape[1]), position)
 
-    def release(self, sequence: Sequence) -> None:
-        """Give up the sequence's ring, if it has one."""
-        sequence.pending_features = None
-        slot = self._slots.pop(sequence.seq_id, None)
+    def release(self, seq_id: int) -> None:
+        """Free the ring of a sequence, if it has a slot."""
+        slot = self._slots.pop(seq_id, None)
         if slot is not None:
             self._free.append(slot)

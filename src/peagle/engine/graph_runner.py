@@ -1,6 +1,9 @@
-"""Decode steps as CUDA graphs: one launch a step, results one step later.
+"""Decode steps as CUDA graphs, with one step in flight while the host reads the step before.
 
-Shapes: B rows of a graph, K drafts, M blocks a sequence, E stop ids.
+The host knows each sequence as it was before the step in flight, and reserves KV blocks for that
+step and the next. A sequence that gets blocks freed meanwhile writes them later on the same stream.
+
+Shapes: B rows of a graph, K drafts.
 """
 
 from __future__ import annotations
@@ -8,42 +11,39 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import gt
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from peagle.attention import LayerKVCache
-from peagle.engine.capture import Capturer
 from peagle.engine.features import FeatureRings
-from peagle.engine.pipeline import RowReport, read_report
-from peagle.engine.sampling_rules import has_penalties
+from peagle.engine.pass_graphs import Capturer
+from peagle.engine.sampler import has_penalties
+from peagle.engine.scheduler import Scheduler
 from peagle.engine.sequence import Sequence
 from peagle.engine.stats import StepTimes
-from peagle.models.drafter import Drafter
-from peagle.models.target import TargetModel
 
 if TYPE_CHECKING:
-    from peagle.engine.decode_step_triton import DecodeStep
+    from peagle.engine.decode_step import DecodeStep
 
 MAX_STOP_IDS = 8
-# Steps of more sequences are long enough for their kernels to be launched one by one.
+# Steps of more sequences take long enough for the host to launch their kernels one by one.
 MAX_GRAPH_ROWS = 256
 
 
 def buckets(max_num_seqs: int) -> list[int]:
-    """Numbers of rows for which there are graphs: powers of two, then steps of 8, then of 64."""
+    """Return the numbers of rows that have graphs: powers of two, then steps of 8, then of 64."""
     most = min(max_num_seqs, MAX_GRAPH_ROWS)
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, MAX_GRAPH_ROWS, 64)]
     return [*(size for size in sizes if size < most), most]
 
 
 def graph_sizes(max_num_seqs: int, depth: Callable[[int], int]) -> list[tuple[int, int]]:
-    """(rows, K) of the graphs, where n sequences draft `depth(n)` tokens each.
+    """Return (rows, K) of the graphs, where n sequences draft `depth(n)` tokens each.
 
-    Where some number of sequences does not draft, every number may: see `depth.DepthPolicy`.
+    Where `depth` is 0 for some number of sequences, `DepthPolicy` may make it 0 for every number.
     """
     found: list[tuple[int, int]] = []
     smaller = 0
@@ -56,27 +56,27 @@ def graph_sizes(max_num_seqs: int, depth: Callable[[int], int]) -> list[tuple[in
 
 
 @dataclass(frozen=True, slots=True)
-class StepSizes:
-    """What a step's buffers are made for.
+class RowReport:
+    """What a step did for one sequence.
 
     Attributes:
-        num_seqs: B.
-        num_drafts: K, 0 without a drafter.
-        table_width: M.
-        num_stop_ids: E.
-        block_size: slots of a KV block.
-        max_model_len, max_draft_len: as in `StepLimits`.
-        synthetic_rates: acceptance set for measurements, see `SpeculativeConfig`.
+        num_drafted: drafts that were verified.
+        num_accepted: drafts that were accepted.
+        new_token_ids: the accepted drafts and the target's own token, before stop conditions.
+        drafts: drafts for the next step.
     """
 
-    num_seqs: int
-    num_drafts: int
-    table_width: int
-    num_stop_ids: int
-    block_size: int
-    max_model_len: int
-    max_draft_len: int
-    synthetic_rates: tuple[float, ...] | None = None
+    num_drafted: int
+    num_accepted: int
+    new_token_ids: list[int]
+    drafts: list[int]
+
+
+def read_report(row: list[int], num_drafts: int) -> RowReport:
+    """Read a row of `StepBuffers.report_RX` on the host; K is `num_drafts`."""
+    num_drafted, num_accepted, num_next = row[:3]
+    emitted, drafts = row[3 : 4 + num_drafts], row[4 + num_drafts :]
+    return RowReport(num_drafted, num_accepted, emitted[: num_accepted + 1], drafts[:num_next])
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,9 @@ class Flight:
     """A step that was launched.
 
     Attributes:
-        sequences: of its rows.
-        report_RX: on the host once `done` has happened; None where nothing is awaited.
+        sequences: the sequences of its rows.
+        report_RX: the report, on the host once `done` has happened.
+        done: None on a CPU, where the report is there at once.
     """
 
     sequences: SequenceOf[Sequence]
@@ -93,40 +94,26 @@ class Flight:
     done: torch.cuda.Event | None
 
 
-def _has_gap(sequence: Sequence) -> bool:
-    """Whether there are features that the drafter has not read, or must not read now.
-
-    Who pauses drafting needs them kept; who never drafts does not.
-    """
-    is_paused = sequence.may_speculate and not sequence.num_speculative_tokens
-    return is_paused or sequence.pending_features is not None
-
-
 class _Graph:
-    """One captured step: B rows, greedy or not. On a CPU, for tests, it runs as it is."""
+    """One captured step. On a CPU, for tests, it runs without capture."""
 
     def __init__(self, step: DecodeStep, capture: Capturer) -> None:
-        # The graph works in the step's own tensors: they live as long as it does.
-        self._step = step
+        self._step = step  # owns the tensors in which the graph works
         self.buffers = step.buffers
-        is_cuda = self.buffers.active_B.is_cuda
+        self.size = step.buffers.sizes.num_seqs, step.buffers.sizes.num_drafts
+        self._is_cuda = self.buffers.active_B.is_cuda
         self._run = capture(step.run)
         shape = self.buffers.report_RX.shape
         self._reports = [
-            torch.empty(shape, dtype=torch.int64, pin_memory=is_cuda) for _ in range(2)
+            torch.empty(shape, dtype=torch.int64, pin_memory=self._is_cuda) for _ in range(2)
         ]
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """B and K."""
-        return self.buffers.sizes.num_seqs, self.buffers.sizes.num_drafts
 
     def launch(self, sequences: SequenceOf[Sequence]) -> Flight:
         self._run()
         report_RX = self._reports[0]
         self._reports.reverse()
         report_RX.copy_(self.buffers.report_RX, non_blocking=True)
-        if not self.buffers.active_B.is_cuda:
+        if not self._is_cuda:
             return Flight(sequences, report_RX, None)
         done = torch.cuda.Event()
         done.record()
@@ -137,68 +124,68 @@ class GraphRunner:
     """Launches decode steps and reads their results.
 
     Args:
-        target: the target, its KV caches set.
-        drafter: the head; None decodes plainly.
-        drafter_caches: its KV.
-        sizes: of the largest graph.
-        depth: K where so many sequences run together.
-        capture: makes the graphs; while it does nobody is active, so that no KV is written.
-        features: where steps without drafts keep features; None: there are none, or no head.
+        make_step: makes the step of (rows, K), greedy or not.
+        max_num_seqs: most sequences of a step.
+        vocab_size: size of the target's vocabulary.
+        depth: K for a number of sequences that run together.
+        capture: makes the graphs; no sequence is active meanwhile, so that no KV is written.
+        features: takes the features of steps without drafts, where drafting may pause.
+
+    Attributes:
+        times: device times of the steps, by the rows of the graph.
     """
 
     def __init__(
         self,
-        target: TargetModel,
-        drafter: Drafter | None,
-        drafter_caches: list[LayerKVCache],
-        sizes: StepSizes,
+        make_step: Callable[[tuple[int, int], bool], DecodeStep],
+        max_num_seqs: int,
+        vocab_size: int,
         depth: Callable[[int], int],
         capture: Capturer,
         features: FeatureRings | None = None,
     ) -> None:
-        self._features = features
-        self._target, self._drafter, self._caches = target, drafter, drafter_caches
-        self._sizes = sizes
+        self._make_step = make_step
+        self._sizes = graph_sizes(max_num_seqs, depth)
+        self._buckets = buckets(max_num_seqs)
+        self._vocab_size = vocab_size
         self._depth = depth
-        self._buckets = buckets(sizes.num_seqs)
-        self._graphs: dict[tuple[tuple[int, int], bool], _Graph] = {}
         self._capture = capture
+        self._features = features
+        self._graphs: dict[tuple[tuple[int, int], bool], _Graph] = {}
         self._sequences: list[Sequence] = []
-        self._num_blocks: list[int] = []  # of each, as the device knows them
+        self._num_blocks: list[int] = []  # blocks of each sequence that the device knows
         self._graph: _Graph | None = None
         self._has_warned = False
-        self.times: dict[int, StepTimes] = {}  # by the rows of the graph
+        self.times: dict[int, StepTimes] = {}
 
     def capture_all(self) -> None:
         """Make all graphs now, the largest first: the others then fit into its memory."""
-        for size in reversed(graph_sizes(self._sizes.num_seqs, self._depth)):
+        for size in reversed(self._sizes):
             for greedy in (True, False):
                 self._graph_of(size, greedy)
 
     def can_run(self, sequences: SequenceOf[Sequence]) -> bool:
-        """Whether the graphs do all that these sequences ask for."""
+        """Return whether a graph can do everything that these sequences ask for."""
         if len(sequences) > self._buckets[-1]:
             self._warn_of_size(len(sequences))
             return False
-        keeps = self._keeps(self._size(len(sequences)))
-        return all(self._is_simple(s) and (keeps or not _has_gap(s)) for s in sequences)
-
-    def _keeps(self, size: tuple[int, int]) -> bool:
-        """Whether a step of that size keeps features for a head that does not draft now."""
-        return self._features is not None and not size[1]
+        keeps_features = self._features is not None and not self._depth(len(sequences))
+        if not keeps_features and any(s.pending_features is not None for s in sequences):
+            return False  # the drafter first reads the features that it has missed
+        return all(map(_is_simple, sequences))
 
     def _warn_of_size(self, num_sequences: int) -> None:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 f"{num_sequences} sequences decode together; the largest CUDA graph has "
-                f"{self._buckets[-1]}. Such steps run without a graph; to avoid them, set "
+                f"{self._buckets[-1]} rows. Such steps run without a graph; to avoid them, set "
                 f"max_num_seqs to {self._buckets[-1]}.",
                 stacklevel=2,
             )
 
     def is_tight(self, num_sequences: int) -> bool:
-        """Whether the running graph is the one for so many sequences."""
+        """Return whether the running graph is the one for so many sequences."""
         assert self._graph is not None, "nothing was started"
         return self._size(num_sequences) == self._graph.size
 
@@ -206,40 +193,24 @@ class GraphRunner:
         rows = next(size for size in self._buckets if size >= num_sequences)
         return rows, self._depth(num_sequences)
 
-    def _is_simple(self, sequence: Sequence) -> bool:
-        params = sequence.params
-        rules = (
-            params.typical_p < 1,
-            has_penalties(sequence),
-            params.logit_bias,
-            params.bad_words,
-            params.allowed_token_ids is not None,
-            params.logprobs is not None,
-            sequence.grammar is not None,
-            sequence.draft_probs_KV is not None,
-            len(sequence.stop_token_ids) > MAX_STOP_IDS,
-            # Until then its stop ids are forbidden, which is the sampler's business.
-            sequence.num_output_tokens < params.min_tokens,
-        )
-        return not any(rules)
-
     def start(self, sequences: SequenceOf[Sequence]) -> Flight:
-        """Take over sequences from the host and launch a step."""
+        """Upload the sequences' state from the host and launch a step."""
         greedy = all(s.params.is_greedy for s in sequences)
         self._graph = self._graph_of(self._size(len(sequences)), greedy)
-        if self._features is not None and self._keeps(self._graph.size):
+        if self._features is not None and not self._graph.size[1]:
             for sequence in sequences:
-                if sequence.may_speculate:
-                    self._features.open(sequence, sequence.num_computed_tokens)
+                if sequence.num_speculative_tokens and sequence.pending_features is None:
+                    ring = self._features.open(sequence.seq_id, sequence.num_computed_tokens)
+                    sequence.pending_features = ring
         self._sequences = list(sequences)
         self._num_blocks = [len(s.block_table) for s in sequences]
-        self._graph.buffers.upload(sequences, self._target.vocab_size)
+        self._graph.buffers.upload(sequences, self._vocab_size)
         return self._graph.launch(sequences)
 
     def go_on(self) -> Flight:
-        """Launch the next step of the same sequences; their blocks may have grown.
+        """Launch the next step of the same sequences, whose blocks may have grown.
 
-        Those that ended by themselves do nothing in it.
+        Sequences that ended on the device do nothing in it.
         """
         assert self._graph is not None, "nothing was started"
         num_blocks = [len(s.block_table) for s in self._sequences]
@@ -249,7 +220,7 @@ class GraphRunner:
         return self._graph.launch(self._sequences)
 
     def read(self, flight: Flight) -> list[RowReport]:
-        """What a step did, a row each; waits for it."""
+        """Wait for a step and return its report, a row a sequence."""
         if flight.done is not None:
             flight.done.synchronize()
         *rows, times = flight.report_RX.tolist()
@@ -260,19 +231,88 @@ class GraphRunner:
 
     def _graph_of(self, size: tuple[int, int], greedy: bool) -> _Graph:
         if (size, greedy) not in self._graphs:
-            from peagle.engine.decode_step_triton import DecodeStep
-            from peagle.engine.step_buffers_triton import StepBuffers
-
-            sizes = replace(self._sizes, num_seqs=size[0], num_drafts=size[1])
-            buffers = StepBuffers(sizes, self._target.device)
-            keeps = self._features is not None and self._keeps(size)
-            step = DecodeStep(
-                self._target,
-                self._drafter if size[1] else None,
-                self._caches,
-                buffers,
-                greedy=greedy,
-                kept_SCA=self._features.rows_SCA if self._features and keeps else None,
-            )
-            self._graphs[size, greedy] = _Graph(step, self._capture)
+            self._graphs[size, greedy] = _Graph(self._make_step(size, greedy), self._capture)
         return self._graphs[size, greedy]
+
+
+def _is_simple(sequence: Sequence) -> bool:
+    """Return whether the request asks for nothing that only the sampler can do."""
+    params = sequence.params
+    rules = (
+        params.typical_p < 1,
+        has_penalties(sequence),
+        params.logit_bias,
+        params.bad_words,
+        params.allowed_token_ids is not None,
+        params.logprobs is not None,
+        sequence.grammar is not None,
+        sequence.draft_probs_KV is not None,
+        len(sequence.stop_token_ids) > MAX_STOP_IDS,
+        # Until then the sampler forbids the stop ids.
+        sequence.num_output_tokens < params.min_tokens,
+    )
+    return not any(rules)
+
+
+class Pipeline:
+    """Decides when a step may be launched before the last one is read.
+
+    Args:
+        runner: launches and reads steps.
+        scheduler: the scheduler of the running sequences.
+        take: called with each sequence and what a step did for it.
+    """
+
+    def __init__(
+        self,
+        runner: GraphRunner,
+        scheduler: Scheduler,
+        take: Callable[[Sequence, RowReport], None],
+    ) -> None:
+        self.runner = runner
+        self._scheduler = scheduler
+        self._take = take
+        self._flight: Flight | None = None
+        self._version = -1
+
+    def start(self, sequences: SequenceOf[Sequence]) -> None:
+        """Launch a step of these sequences."""
+        assert self._flight is None, "a step is in flight"
+        self._flight = self.runner.start(list(sequences))
+        # Sequences whose prompts still run join as soon as they can.
+        alone = len(sequences) == len(self._scheduler.running)
+        self._version = self._scheduler.version if alone else -1
+
+    def go_on(self) -> bool:
+        """Launch the next step, then take the results of the last; return false if that cannot be.
+
+        It cannot where a sequence came, was stopped or changed, where K changes, or where blocks
+        run out. The device knows the sequences that ended by themselves: the others go on, unless a
+        waiting sequence can take the place or a smaller graph would do.
+        """
+        flight = self._flight
+        if flight is None or self._version != self._scheduler.version:
+            return False
+        unfinished = [s for s in flight.sequences if not s.is_finished]
+        if not self.runner.is_tight(len(unfinished)) or not self._scheduler.reserve(unfinished):
+            return False
+        self._flight = self.runner.go_on()
+        self._read(flight)
+        return True
+
+    def drain(self) -> None:
+        """Take the results of the step in flight, if there is one."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._read(flight)
+
+    def _read(self, flight: Flight) -> None:
+        num_ended = num_left = 0
+        for sequence, report in zip(flight.sequences, self.runner.read(flight), strict=True):
+            if not sequence.is_finished:
+                self._take(sequence, report)
+                num_ended += sequence.is_finished
+                num_left += not sequence.is_finished
+        can_stay = num_left and not self._scheduler.waiting and self.runner.is_tight(num_left)
+        if can_stay:
+            self._version += num_ended  # each end counts as a change

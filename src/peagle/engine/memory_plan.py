@@ -1,15 +1,15 @@
-"""The memory of an engine, planned when it starts: what is taken, and what is left for KV blocks.
+"""The memory of an engine: what is taken when it starts, and what is left for KV blocks.
 
-On a GPU: weights, then room for activations and graphs, and KV blocks in what remains of the share
-that the engine may use. On a CPU: KV blocks up to a bound; the rest is the system's business.
+On a GPU the largest passes run once: KV blocks get what weights, their peak and the graphs leave of
+the share that the engine may use. On a CPU KV blocks have a bound; the system manages the rest.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,21 +17,16 @@ from torch import nn
 from peagle.attention import LayerKVCache
 from peagle.config import EngineConfig
 from peagle.config.checks import require
-from peagle.engine.features import FEATURES_KEPT
 from peagle.errors import UserError
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 
 CPU_CACHE_GIB = 2.0
 TYPICAL_LEN = 2048
-# Private pools of the CUDA graphs, buffers of the steps, workspaces of split attention.
+# Private pools of the CUDA graphs and buffers of their steps.
 GRAPH_BYTES = 512 * 2**20
-# With prefix caching: blocks for so many times what all sequences together fill.
+# With prefix caching the cache is at most so many times what all sequences together fill.
 _KEPT_TIMES = 4
-# Tensors of a layer as wide as its hidden state that are alive at once, float32 counted as two.
-_HIDDEN_COPIES = 12
-# Copies of the logits in their own type, and in float32 (probabilities, their order, sums).
-_LOGITS_COPIES, _FLOAT32_COPIES = 2, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +34,17 @@ class MemoryPlan:
     """Where the memory of an engine goes, in bytes.
 
     Attributes:
-        device: the card's name, or "cpu".
-        total_bytes, free_bytes: of the card, free with the weights loaded and before any KV; None
-            on a CPU, which is not asked.
-        usable_bytes: what of the card this engine and all others may use; None on a CPU.
+        device: name of the GPU, or "cpu".
+        total_bytes, free_bytes: memory of the GPU, and what is free of it with the weights loaded
+            and before any KV; None on a CPU.
+        usable_bytes: share of the GPU that this engine and all others may use; None on a CPU.
         target_bytes: weights of the target.
-        drafter_bytes: weights of the drafter, those left out that are the target's own tensors.
-        reserved_bytes: for activations and graphs; 0 on a CPU.
-        budget_bytes: what the KV blocks may take.
+        drafter_bytes: weights of the drafter without tensors of the target.
+        reserved_bytes: memory kept for activations and graphs; 0 on a CPU.
+        budget_bytes: most memory of the KV blocks.
         target_block_bytes, drafter_block_bytes: one KV block, all layers.
-        num_blocks, block_size: of the KV cache; of slots each.
+        num_blocks: blocks of the KV cache.
+        block_size: slots of a block.
         num_lookahead_slots: KV slots that a request holds beyond its tokens.
         max_model_len, max_num_seqs: as the engine has them.
     """
@@ -71,53 +67,38 @@ class MemoryPlan:
 
     @property
     def block_bytes(self) -> int:
-        """One KV block of target and drafter."""
+        """Bytes of one KV block of target and drafter."""
         return self.target_block_bytes + self.drafter_block_bytes
 
     @property
     def kv_bytes(self) -> int:
-        """All KV blocks."""
+        """Bytes of all KV blocks."""
         return self.num_blocks * self.block_bytes
 
     @property
     def num_slots(self) -> int:
-        """Tokens that the KV cache holds."""
+        """Number of tokens that the KV cache holds."""
         return self.num_blocks * self.block_size
 
     @property
     def longest_context(self) -> int:
-        """Tokens, prompt and output, that a request can have when it is alone."""
+        """Number of tokens, prompt and output, that a request can have when it runs alone."""
         if self.num_slots >= self.max_model_len:
             return self.max_model_len  # positions beyond it have no slot
         return max(0, self.num_slots - self.num_lookahead_slots)
 
     @property
-    def typical_len(self) -> int:
-        """A length that many requests have: TYPICAL_LEN, or the longest."""
-        return min(TYPICAL_LEN, self.max_model_len)
-
-    @property
-    def typical_concurrency(self) -> int:
-        """Requests of the typical length that run at once."""
-        return self.concurrency(self.typical_len)
-
-    @property
-    def max_len_concurrency(self) -> int:
-        """Requests of max_model_len tokens that run at once."""
-        return self.concurrency(self.max_model_len)
-
-    @property
     def min_blocks(self) -> int:
-        """Blocks without which no request runs: one token and the slots ahead of it."""
+        """Number of blocks of the smallest request: one token and the slots ahead of it."""
         return self.blocks_for(1)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks of a request of so many tokens, slots ahead included."""
+        """Return the number of blocks of a request of so many tokens, slots ahead included."""
         slots = min(num_tokens + self.num_lookahead_slots, self.max_model_len)
         return -(-slots // self.block_size)
 
     def concurrency(self, num_tokens: int) -> int:
-        """Requests of so many tokens that run at once, sharing nothing; at most max_num_seqs."""
+        """Return how many requests of so many tokens run at once if they share no block."""
         return min(self.max_num_seqs, self.num_blocks // self.blocks_for(num_tokens))
 
     def __str__(self) -> str:
@@ -126,8 +107,8 @@ class MemoryPlan:
         if self.drafter_bytes or self.drafter_block_bytes:
             rows.append(("drafter weights", size_text(self.drafter_bytes)))
         if self.total_bytes is not None:
-            rows.append(("activations, graphs", f"{size_text(self.reserved_bytes)} (estimate)"))
-        lengths = dict.fromkeys((self.max_model_len, self.typical_len))
+            rows.append(("activations, graphs", f"{size_text(self.reserved_bytes)} (measured)"))
+        lengths = dict.fromkeys((self.max_model_len, min(TYPICAL_LEN, self.max_model_len)))
         rows += [
             ("KV cache", self._kv_text()),
             ("reserved ahead", f"{self.num_lookahead_slots:,} slots a request"),
@@ -166,48 +147,38 @@ def make_memory_plan(
     *,
     max_model_len: int,
     num_lookahead_slots: int,
-    num_drafts: int,
-    num_resuming: int = 0,
-    reserved_bytes: int | None = None,
+    peak_bytes: int,
 ) -> MemoryPlan:
     """Choose the number of KV blocks: what memory allows, at most what can be of use.
 
     All sequences together fill so many; with prefix caching a few times as many keep what was. On
     a GPU the KV blocks may take, and at most `kv_cache_gib`,
 
-        total * gpu_memory_utilization - (total - free) - reserved - one block of scrap
+        total * gpu_memory_utilization - (total - free) - peak - graphs - one block of scrap
 
     Args:
-        target: loaded.
-        drafter: loaded; None without a head.
+        target: loaded target.
+        drafter: loaded drafter; None without a head.
         config: sizes of the engine.
-        max_model_len: longest sequence.
+        max_model_len: length of the longest sequence.
         num_lookahead_slots: KV slots that a request holds beyond its tokens.
-        num_drafts: K.
-        num_resuming: most sequences that begin to draft again together, after a load too high to
-            draft; 0: there is no such load.
-        reserved_bytes: for activations and graphs on a GPU; None estimates them.
+        peak_bytes: what `measure_peak` found.
 
     Raises:
-        UserError: not one request fits, or `num_kv_blocks` of them do not fit the card.
+        UserError: not one request fits, or `num_kv_blocks` of them do not fit the GPU.
     """
     size = config.block_size
     target_block = _block_bytes(target.kv_shapes(), size, target.dtype)
     drafter_block = _block_bytes(drafter_kv_shapes(drafter), size, target.dtype)
     block_bytes = target_block + drafter_block
-    card = free_and_total(target.device)
-    if card is None:
-        reserved_bytes = 0
-    elif reserved_bytes is None:
-        reserved_bytes = estimate_reserved(
-            target,
-            drafter,
-            config,
-            max_model_len=max_model_len,
-            num_drafts=num_drafts,
-            num_resuming=num_resuming,
-        )
-    budget = _kv_budget(card, config, reserved_bytes + block_bytes)
+    free = total = usable = None
+    reserved = 0
+    budget = int((CPU_CACHE_GIB if config.kv_cache_gib is None else config.kv_cache_gib) * 2**30)
+    if (card := free_and_total(target.device)) is not None:
+        free, total = card
+        usable, reserved = int(total * config.gpu_memory_utilization), peak_bytes + GRAPH_BYTES
+        left = max(0, usable - (total - free) - reserved - block_bytes)
+        budget = left if config.kv_cache_gib is None else min(left, budget)
     num_blocks = config.num_kv_blocks
     if num_blocks is None:
         useful = -(-max_model_len // size) * config.max_num_seqs
@@ -218,12 +189,12 @@ def make_memory_plan(
     seen: set[int] = set()
     plan = MemoryPlan(
         device=device_name(target.device),
-        total_bytes=None if card is None else card[1],
-        free_bytes=None if card is None else card[0],
-        usable_bytes=None if card is None else _usable_bytes(card[1], config),
+        total_bytes=total,
+        free_bytes=free,
+        usable_bytes=usable,
         target_bytes=storage_bytes(target.model, seen),
         drafter_bytes=0 if drafter is None else storage_bytes(drafter, seen),
-        reserved_bytes=reserved_bytes,
+        reserved_bytes=reserved,
         budget_bytes=budget,
         target_block_bytes=target_block,
         drafter_block_bytes=drafter_block,
@@ -237,10 +208,30 @@ def make_memory_plan(
     return plan
 
 
-def free_and_total(device: torch.device) -> tuple[int, int] | None:
-    """Bytes of a card that nobody uses, and all of its bytes; None for a CPU.
+def measure_peak(run: Callable[[], None], device: torch.device, config: EngineConfig) -> int:
+    """Return the bytes that `run` takes on a GPU at its peak, beyond what it leaves allocated.
 
-    What torch holds but does not use is handed back first: it counts as free.
+    Raises:
+        UserError: it takes more than is free.
+    """
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        run()
+    except torch.OutOfMemoryError:
+        free, total = torch.cuda.mem_get_info(device)
+        raise UserError(
+            f"The largest passes do not fit {device_name(device)}, which has {size_text(total)}, "
+            f"{size_text(free)} of them free. {_advice(config)}"
+        ) from None
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+
+
+def free_and_total(device: torch.device) -> tuple[int, int] | None:
+    """Return the free bytes of a GPU, and all of its bytes; None for a CPU.
+
+    Torch first hands back what it holds and does not use.
     """
     if device.type != "cuda":
         return None
@@ -249,14 +240,14 @@ def free_and_total(device: torch.device) -> tuple[int, int] | None:
 
 
 def device_name(device: torch.device) -> str:
-    """What the maker calls a card; "cpu"."""
+    """Return the product name of a GPU, or "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def storage_bytes(module: nn.Module, seen: set[int]) -> int:
-    """Bytes of the parameters and buffers of a module, storages in `seen` left out.
+    """Return the bytes of a module's parameters and buffers, without storages in `seen`.
 
-    Adds its own to `seen`: tied and shared tensors count once.
+    It adds the module's storages to `seen`, so that tied and shared tensors count once.
     """
     total = 0
     for tensor in chain(module.parameters(), module.buffers()):
@@ -268,108 +259,27 @@ def storage_bytes(module: nn.Module, seen: set[int]) -> int:
 
 
 def drafter_kv_shapes(drafter: Drafter | None) -> list[tuple[int, int]]:
-    """(key/value heads, head size) of each drafter layer."""
+    """Return (key/value heads, head size) of each drafter layer."""
     if drafter is None:
         return []
     config = drafter.config
     return [(config.num_kv_heads, config.head_dim)] * config.num_layers
 
 
-def estimate_reserved(
-    target: TargetModel,
-    drafter: Drafter | None,
-    config: EngineConfig,
-    *,
-    max_model_len: int,
-    num_drafts: int,
-    num_resuming: int = 0,
-) -> int:
-    """Bytes that a GPU needs beside weights and KV, about: the largest pass, and the graphs.
-
-    rows * (the widest layer, features) + logits + counts of penalties + angles + GRAPH_BYTES,
-    where rows is a chunk of prompts, or the rows of a decode step if those are more. Where drafting
-    may pause, also the features kept of every sequence, and a pass over those of `num_resuming`.
-    """
-    itemsize = target.dtype.itemsize
-    num_seqs = config.max_num_seqs
-    logit_rows = num_seqs * (num_drafts + 1)
-    chunk = min(config.max_num_batched_tokens, num_seqs * max_model_len)
-    logit_bytes = itemsize * _LOGITS_COPIES + 4 * _FLOAT32_COPIES
-    total = GRAPH_BYTES
-    resumed_rows = num_resuming * FEATURES_KEPT
-    total += max(chunk, logit_rows, resumed_rows) * _row_width(target, drafter) * itemsize
-    total += logit_rows * target.vocab_size * logit_bytes
-    total += num_seqs * target.vocab_size * 5  # an int32 and a flag a token
-    if drafter is not None:
-        positions = max(drafter.config.max_position_embeddings, max_model_len + 2 * num_drafts)
-        total += 2 * positions * drafter.config.head_dim * itemsize  # cos and sin
-        num_rings = num_seqs + 1 if num_resuming else 0
-        total += num_rings * FEATURES_KEPT * drafter.config.feature_size * itemsize
-    return total
-
-
 def size_text(num_bytes: int) -> str:
-    """Bytes for people."""
+    """Return a number of bytes as people write it."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= size:
             return f"{num_bytes / size:,.1f} {unit}"
     return f"{num_bytes} B"
 
 
-def _row_width(target: TargetModel, drafter: Drafter | None) -> int:
-    """Numbers that are alive at once for one row: in a layer, and what its features take."""
-    text = target.model.config.get_text_config()
-    kv_shapes = target.kv_shapes()
-    head_dim = max(dim for _, dim in kv_shapes)
-    kv_width = max(heads * dim for heads, dim in kv_shapes)
-    hidden = target.hidden_size
-    widest = _HIDDEN_COPIES * hidden
-    # Queries, keys and values before and after RoPE.
-    widest += 2 * (text.num_attention_heads * head_dim + 2 * kv_width) + _mlp_width(text, hidden)
-    if drafter is None:
-        return widest
-    own = drafter.config
-    heads = own.num_attention_heads + 2 * own.num_kv_heads
-    drafting = _HIDDEN_COPIES * own.hidden_size + 2 * heads * own.head_dim
-    drafting += 3 * own.intermediate_size
-    # As they are tapped, side by side, and normed.
-    return max(widest, drafting) + 3 * own.feature_size
-
-
-def _mlp_width(text: Any, hidden_size: int) -> int:
-    """Gate, up and their product; with experts, of each that a token goes to, in and out too."""
-    dense = _largest(text, "intermediate_size") or 4 * hidden_size
-    names = ("num_experts_per_tok", "experts_per_token", "top_k_experts")
-    num_experts = max(_largest(text, name) for name in names)
-    expert = _largest(text, "moe_intermediate_size") or dense
-    return max(3 * dense, num_experts * (3 * expert + 2 * hidden_size))
-
-
-def _largest(text: Any, name: str) -> int:
-    """A size of a configuration, where layers differ the largest; 0 where there is none."""
-    value = getattr(text, name, None)
-    return max(value, default=0) if isinstance(value, list | tuple) else value or 0
-
-
 def _block_bytes(shapes: SequenceOf[tuple[int, int]], size: int, dtype: torch.dtype) -> int:
     return sum(LayerKVCache.bytes_per_block(size, heads, dim, dtype) for heads, dim in shapes)
 
 
-def _usable_bytes(total: int, config: EngineConfig) -> int:
-    return int(total * config.gpu_memory_utilization)
-
-
-def _kv_budget(card: tuple[int, int] | None, config: EngineConfig, reserved: int) -> int:
-    asked = config.kv_cache_gib
-    if card is None:
-        return int((CPU_CACHE_GIB if asked is None else asked) * 2**30)
-    free, total = card
-    left = max(0, _usable_bytes(total, config) - (total - free) - reserved)
-    return left if asked is None else min(left, int(asked * 2**30))
-
-
 def _check(plan: MemoryPlan, config: EngineConfig) -> None:
-    """Refuse a plan in which no request can run, or whose blocks do not fit the card."""
+    """Refuse a plan in which no request can run, or whose blocks do not fit the GPU."""
     asked, needed = config.num_kv_blocks, plan.min_blocks
     if asked is not None:
         size = (asked + 1) * plan.block_bytes
@@ -384,7 +294,7 @@ def _check(plan: MemoryPlan, config: EngineConfig) -> None:
 
 
 def _too_little(plan: MemoryPlan, config: EngineConfig) -> str:
-    """That no request fits, with the numbers and what to do."""
+    """Say that no request fits, with the numbers and what to do."""
     needed = plan.min_blocks
     text = (
         f"A KV block takes {size_text(plan.block_bytes)} and one request at least {needed} of "
@@ -400,8 +310,13 @@ def _too_little(plan: MemoryPlan, config: EngineConfig) -> str:
         f"{text}Of the {size_text(plan.total_bytes)} of {plan.device} this engine may use "
         f"{size_text(plan.usable_bytes)}; {size_text(plan.total_bytes - plan.free_bytes)} are in "
         f"use, {size_text(plan.target_bytes + plan.drafter_bytes)} of them by its weights, and "
-        f"{size_text(plan.reserved_bytes)} are kept for activations and graphs. Lower "
-        f"max_num_batched_tokens ({config.max_num_batched_tokens}) or max_num_seqs "
+        f"{size_text(plan.reserved_bytes)} are kept for activations and graphs. {_advice(config)}"
+    )
+
+
+def _advice(config: EngineConfig) -> str:
+    return (
+        f"Lower max_num_batched_tokens ({config.max_num_batched_tokens}) or max_num_seqs "
         f"({config.max_num_seqs}), raise gpu_memory_utilization "
         f"({config.gpu_memory_utilization:g}), take a smaller dtype, or free the card."
     )

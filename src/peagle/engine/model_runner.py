@@ -11,14 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from peagle.attention import AttentionBackend, AttentionMetadata, LayerKVCache
-from peagle.engine.grammar import unpack, walk
+from peagle.attention import AttentionBackend, AttentionMetadata
+from peagle.engine.grammar import unpack, verification_masks
+from peagle.engine.pass_graphs import PassGraphs
 from peagle.engine.sampler import SampledStep, Sampler
 from peagle.engine.scheduler import Chunk
 from peagle.engine.sequence import Sequence
-from peagle.engine.target_graphs import TargetGraphs
 from peagle.kernels.expand import slot_mapping
 from peagle.kernels.logprobs import token_logprobs
+from peagle.kernels.target_batch import TargetBatch
 from peagle.models.target import TargetModel
 
 # Prompt rows whose logits exist at the same time.
@@ -30,26 +31,28 @@ class TargetPass:
     """What one pass of the target left behind.
 
     Attributes:
-        chunks: what it ran over, in the order of the packed rows.
+        chunks: chunks of the pass, in the order of the packed rows.
         starts: position of the first row of each chunk.
-        tokens_T, positions_T: the packed rows; start_loc: [B+1], where each sequence begins.
+        batch: the packed rows.
         features_TA: aux features of the rows.
         block_tables_BM: KV blocks of each sequence.
-        sampled: new tokens of the chunks that sample, None if none does.
+        sampled: new tokens of the chunks that sample; None if none does.
     """
 
     chunks: SequenceOf[Chunk]
     starts: list[int]
-    tokens_T: Tensor
-    positions_T: Tensor
-    start_loc: Tensor
+    batch: TargetBatch
     features_TA: Tensor
     block_tables_BM: Tensor
     sampled: SampledStep | None
 
+    @property
+    def device(self) -> torch.device:
+        return self.features_TA.device
+
 
 class ModelRunner:
-    """Owns the device side of a target pass.
+    """Runs the target over chunks of sequences.
 
     Args:
         target: the target model, its KV caches set.
@@ -59,7 +62,7 @@ class ModelRunner:
         max_model_len: positions from here on write no KV.
 
     Attributes:
-        graphs: passes over few tokens; None launches every kernel by itself.
+        graphs: graphs of passes over few tokens; None launches every kernel by itself.
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class ModelRunner:
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.device = target.device
-        self.graphs: TargetGraphs | None = None
+        self.graphs: PassGraphs | None = None
 
     @torch.inference_mode()
     def run(self, chunks: SequenceOf[Chunk]) -> TargetPass:
@@ -88,37 +91,39 @@ class ModelRunner:
 
         lens_B, first_B = self._ints(lens), self._ints(first)
         start_loc = torch.nn.functional.pad(lens_B.cumsum(0), (1, 0))
-        tokens_T = self._ints([token for row in rows for token in row])
         sequences_T = torch.repeat_interleave(lens_B, output_size=sum(lens))
         offset_T = torch.arange(sum(lens), device=self.device) - start_loc[sequences_T]
         positions_T = first_B[sequences_T] + offset_T
         tables_BM = block_tables(sequences, self.device)
-        metadata = AttentionMetadata(
-            query_start_loc=start_loc,
-            seq_lens_B=first_B + lens_B,
-            block_tables_BM=tables_BM,
+        batch = TargetBatch(
+            tokens_T=self._ints([token for row in rows for token in row]),
+            positions_T=positions_T,
             slots_T=slot_mapping(
                 tables_BM, sequences_T, positions_T, self.block_size, self.max_model_len
             ),
+            sequences_T=sequences_T,
+            query_start_loc=start_loc,
+            seq_lens_B=first_B + lens_B,
+        )
+        metadata = AttentionMetadata.of_batch(
+            batch,
+            tables_BM,
             max_query_len=max(lens),
             max_seq_len=max(f + n for f, n in zip(first, lens, strict=True)),
         )
-        hidden_TH, features_TA = self._forward(tokens_T, positions_T, metadata)
+        hidden_TH, features_TA = self._forward(batch, metadata)
         self._prompt_logprobs(chunks, hidden_TH, lens)
         sampled = self._sample(chunks, hidden_TH, lens)
-        return TargetPass(
-            chunks, first, tokens_T, positions_T, start_loc, features_TA, tables_BM, sampled
-        )
+        return TargetPass(chunks, first, batch, features_TA, tables_BM, sampled)
 
-    def _forward(
-        self, tokens_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata
-    ) -> tuple[Tensor, Tensor]:
+    def _forward(self, batch: TargetBatch, metadata: AttentionMetadata) -> tuple[Tensor, Tensor]:
         if self.graphs is not None:
-            done = self.graphs(tokens_T, positions_T, metadata)
+            done = self.graphs(batch.tokens_T, batch.positions_T, metadata)
             if done is not None:
                 hidden_TH, features_TA = done
                 return hidden_TH, features_TA
-        return self.target.forward(tokens_T, positions_T, self.backend.prepare(metadata))
+        attend = self.backend.prepare(metadata)
+        return self.target.forward(batch.tokens_T, batch.positions_T, attend)
 
     def _sample(
         self, chunks: SequenceOf[Chunk], hidden_TH: Tensor, lens: list[int]
@@ -128,34 +133,25 @@ class ModelRunner:
             return None
         if sum(lens) > sum(1 + chunk.num_drafts for chunk in sampling):
             hidden_TH = hidden_TH[self._ints(_sampled_rows(chunks, lens))]
-        sequences = [chunk.sequence for chunk in sampling]
-        return self.sampler.sample(
-            self.target.compute_logits(hidden_TH),
-            sequences,
-            [chunk.num_drafts for chunk in sampling],
-            self._masks(sequences),
+        sequences, vocab_size = [chunk.sequence for chunk in sampling], self.target.vocab_size
+        packed_RW = verification_masks(
+            [s.grammar for s in sequences], [s.drafts for s in sequences], vocab_size
         )
-
-    def _masks(self, sequences: SequenceOf[Sequence]) -> Tensor | None:
-        """The tokens that grammars allow in each row, bool [R, V]; None if there are none."""
-        grammars = [s.grammar for s in sequences]
-        if not any(grammars):
-            return None
-        lens, bitmask_RW = walk(grammars, [s.drafts for s in sequences], self.target.vocab_size)
-        assert lens == [len(s.drafts) for s in sequences], "drafts are cut when they are made"
-        assert bitmask_RW is not None
-        return unpack(bitmask_RW.to(self.device), self.target.vocab_size)
+        masks_RV = None if packed_RW is None else unpack(packed_RW.to(self.device), vocab_size)
+        num_drafts = [chunk.num_drafts for chunk in sampling]
+        logits_RV = self.target.compute_logits(hidden_TH)
+        return self.sampler.sample(logits_RV, sequences, num_drafts, masks_RV)
 
     def _prompt_logprobs(
         self, chunks: SequenceOf[Chunk], hidden_TH: Tensor, lens: list[int]
     ) -> None:
-        """Log-probabilities of the prompt tokens that follow the rows, where asked for."""
+        """Add the log-probabilities of the prompt tokens that follow the rows, where asked for."""
         row = 0
         for chunk, length in zip(chunks, lens, strict=True):
             sequence, num_top = chunk.sequence, chunk.sequence.params.prompt_logprobs
             if num_top is not None and sequence.needs_every_token:
                 start = sequence.num_computed_tokens
-                # What a preempted pass gave already is not given twice.
+                # A preempted sequence has those of its first pass already.
                 first = max(start, len(sequence.prompt_logprobs))
                 last = min(start + length, sequence.num_prompt_tokens - 1)
                 for at in range(first, last, _LOGPROB_ROWS):
@@ -179,7 +175,7 @@ def _tokens(chunk: Chunk) -> list[int]:
 
 
 def _sampled_rows(chunks: SequenceOf[Chunk], lens: list[int]) -> list[int]:
-    """Packed rows that predict a new token: those of the drafts and the one before them."""
+    """Return the packed rows that predict a new token: the last one and those of the drafts."""
     rows: list[int] = []
     end = 0
     for chunk, length in zip(chunks, lens, strict=True):
@@ -189,25 +185,12 @@ def _sampled_rows(chunks: SequenceOf[Chunk], lens: list[int]) -> list[int]:
     return rows
 
 
-def block_tables(
-    sequences: SequenceOf[Sequence], device: torch.device, width: int | None = None
-) -> Tensor:
-    """KV blocks of the sequences, padded, int64 [B, M]; M is that of the longest.
+def block_tables(sequences: SequenceOf[Sequence], device: torch.device) -> Tensor:
+    """Return the KV blocks of the sequences, padded, int64 [B, M]; M is that of the longest.
 
-    Padding is a sequence's own first block: masked keys of weight 0 count too where they are NaN,
-    and those of another request must not reach it.
+    A sequence's own first block pads its row: attention multiplies masked values by a weight of 0,
+    and a NaN in another request's block would still spread.
     """
-    width = width or max(len(s.block_table) for s in sequences)
+    width = max(len(s.block_table) for s in sequences)
     tables = [(s.block_table + (s.block_table[:1] or [0]) * width)[:width] for s in sequences]
     return torch.tensor(tables, dtype=torch.int64, device=device)
-
-
-def make_caches(
-    shapes: SequenceOf[tuple[int, int]],
-    num_blocks: int,
-    block_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> list[LayerKVCache]:
-    """One KV cache a layer of (key/value heads, head size)."""
-    return [LayerKVCache(num_blocks, block_size, h, d, dtype, device) for h, d in shapes]

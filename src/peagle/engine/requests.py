@@ -1,4 +1,4 @@
-"""Requests of texts on an engine of tokens: encoded on the way in, detokenised on the way out."""
+"""Text requests on an engine of tokens: encodes prompts, and detokenises outputs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import transformers
 
 from peagle.config import SamplingParams
 from peagle.config.checks import is_int, require
+from peagle.engine.detokenizer import OutputText
 from peagle.engine.engine import LLMEngine
 from peagle.engine.grammar import GrammarCompiler, GrammarState
-from peagle.engine.output_text import OutputText
 from peagle.engine.outputs import RequestOutput, StepOutput, StreamChunk
 from peagle.engine.sequence import Sequence as EngineSequence
 from peagle.errors import UserError
@@ -24,12 +24,12 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 def encode_prompt(tokenizer: transformers.PreTrainedTokenizerBase, prompt: Any) -> list[int]:
-    """Token ids of a prompt: a text, token ids, or one of the two as vLLM's prompt mapping.
+    """Return the token ids of a prompt: a text, token ids, or vLLM's mapping with one of the two.
 
-    A mapping has `prompt_token_ids` or `prompt`; the ids count where both are there.
+    Where a mapping has both `prompt_token_ids` and `prompt`, the ids count.
 
     Raises:
-        UserError: it is none of them.
+        UserError: the prompt is none of these.
     """
     if isinstance(prompt, Mapping):
         given = {key: value for key, value in prompt.items() if value is not None}
@@ -50,10 +50,10 @@ def encode_prompt(tokenizer: transformers.PreTrainedTokenizerBase, prompt: Any) 
 def word_ids(
     tokenizer: transformers.PreTrainedTokenizerBase, words: Iterable[str | tuple[int, ...]]
 ) -> tuple[tuple[int, ...], ...]:
-    """Bad words as token ids: as they are written at the start of a text, and after a space.
+    """Return bad words as token ids, at the start of a text and after a space.
 
     Raises:
-        UserError: a word is nothing to the tokenizer.
+        UserError: a word has no tokens.
     """
     found: dict[tuple[int, ...], None] = {}
     for word in words:
@@ -89,11 +89,11 @@ class _Running:
 class Requests:
     """Adds requests to an engine and turns its steps into chunks of text.
 
-    Not safe to use from several threads, `compile_grammar` excepted.
+    Only `compile_grammar` may be called from several threads.
 
     Args:
-        engine: where they run.
-        tokenizer: of the engine's target.
+        engine: the engine.
+        tokenizer: tokenizer of the engine's target.
         grammar_budget_s: processor seconds that a request's grammar may take in one step before
             that request ends with an error; None sets no limit.
     """
@@ -132,19 +132,18 @@ class Requests:
         """Queue a prompt, `params.n` times.
 
         Args:
-            index: given back with every chunk.
+            index: number of the request, which every chunk carries.
             prompt: as in `encode_prompt`.
-            params: how it is sampled.
-            priority: lower goes first.
-            cache_salt: only requests of the same salt share cached KV.
+            params: sampling parameters.
+            priority: requests with a lower number go first.
+            cache_salt: only requests with the same salt share cached KV.
 
         Returns:
-            the ids by which `cancel` knows its outputs.
+            the ids of its outputs for `cancel`.
 
         Raises:
-            UserError: as `LLMEngine.add_request`; the priority is no whole number, a bad word is
-                nothing to the tokenizer, or the structured output does not compile. Whatever is
-                raised, nothing is queued.
+            UserError: as `LLMEngine.add_request`; the priority is no whole number, a bad word has
+                no tokens, or the structured output does not compile. Nothing is queued then.
         """
         require(is_int(priority), "priority", priority, "a whole number; lower goes first")
         ids = self.encode(prompt)
@@ -176,24 +175,22 @@ class Requests:
         return added
 
     def step(self) -> list[StreamChunk]:
-        """Run one step of the engine; what it added to each output."""
+        """Run one step of the engine; return what it added to each output."""
         return [self._chunk(step) for step in self.engine.step()]
 
     def cancel(self, seq_ids: Iterable[int]) -> None:
-        """Stop outputs and free what they hold; finished ones are left alone."""
+        """Stop outputs and free what they hold; finished ones stay as they are."""
         for seq_id in seq_ids:
             running = self._running.pop(seq_id, None)
             if running is not None:
                 self.engine.cancel(running.sequence)
 
     def cancel_all(self) -> None:
-        """Stop everything."""
+        """Stop all outputs."""
         self.cancel(list(self._running))
 
     def compile_grammar(self, params: SamplingParams) -> None:
-        """Compile the structure that a request asks for, so that `add` finds it compiled.
-
-        This may be done in another thread than all else: compiling can take long.
+        """Compile the structure that a request asks for, in any thread, before `add` needs it.
 
         Raises:
             UserError: it does not compile.
@@ -276,7 +273,7 @@ class Requests:
 
 
 def _nth(params: SamplingParams, output_index: int) -> SamplingParams:
-    """Parameters of one of n outputs: a seed of its own, the prompt's log-probabilities once."""
+    """Return the parameters of one of n outputs: its own seed, prompt log-probabilities once."""
     if output_index == 0:
         return params
     seed = None if params.seed is None else derive_seed(params.seed, output_index)

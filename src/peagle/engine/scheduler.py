@@ -1,4 +1,4 @@
-"""Which tokens of which sequences run in the next step."""
+"""Chooses the tokens and sequences of the next step."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from peagle.engine.sequence import Sequence, SequenceStatus
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one pass computes of one sequence.
+    """The tokens of one sequence that one pass computes.
 
     Attributes:
-        sequence: whose tokens.
-        num_tokens: how many, from the first that is not computed.
-        num_drafts: drafts that are verified behind them.
-        samples: whether the last of these rows, and those of the drafts, give new tokens; a chunk
-            of a prompt but the last does not.
+        sequence: the sequence.
+        num_tokens: number of tokens, from the first that is not computed.
+        num_drafts: number of drafts that are verified behind them.
+        samples: whether the rows of the last token and the drafts give new tokens; only the last
+            chunk of a prompt does.
     """
 
     sequence: Sequence
@@ -35,7 +35,7 @@ class Schedule:
     Attributes:
         prefill, decode: chunks of the two passes.
         admitted: sequences that got their blocks.
-        preempted: sequences that lost theirs.
+        preempted: sequences that lost their blocks.
     """
 
     prefill: list[Chunk] = field(default_factory=list)
@@ -47,16 +47,17 @@ class Schedule:
 class Scheduler:
     """Continuous batching with chunked prefill, by priority, then first come first served.
 
-    A running sequence holds blocks for its tokens and a few more; when it cannot get the next one,
-    the last sequence in order is preempted: it gives its blocks up and waits to be computed again.
-    The first in order can always go on, so everybody is served in the end. A waiting sequence is
-    not overtaken by one that needs less; it takes the place of running ones of lower priority.
+    A running sequence holds blocks for its tokens and a few more. When it cannot get the next one,
+    the scheduler preempts the last sequence in order: that one gives up its blocks and is computed
+    again later. The first in order can always go on, so every sequence finishes. No sequence
+    overtakes a waiting one because it needs fewer blocks. A waiting sequence preempts running ones
+    of lower priority.
 
     Args:
         blocks: the KV blocks.
-        max_num_seqs: most sequences running together.
+        max_num_seqs: most sequences that run together.
         max_num_batched_tokens: most prompt tokens of one step.
-        max_model_len: longest sequence.
+        max_model_len: length of the longest sequence.
         num_lookahead_slots: KV slots that a step may touch beyond the last token.
     """
 
@@ -77,11 +78,11 @@ class Scheduler:
         # Both in the order of `Sequence.order`.
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        # Counts what may change who runs next: arrivals, ends, changes of a sequence.
+        # Counts the events that may change the next step: arrivals, ends, changes of a sequence.
         self.version = 0
 
     def most_slots(self, sequence: Sequence) -> int:
-        """KV slots that the sequence ever holds."""
+        """Return the most KV slots that the sequence ever holds."""
         return self._slots(sequence.num_prompt_tokens + sequence.params.max_tokens)
 
     def _slots(self, num_tokens: int) -> int:
@@ -102,13 +103,15 @@ class Scheduler:
         self._decode(plan)
         budget = self._continue_prompts(plan)
         self._admit(plan, budget)
-        waits = any(s.waits_for_grammar for s in (*self.running, *self.waiting))
-        something = plan.decode or plan.prefill or waits
-        assert something, "nothing runs and nothing fits: should be refused"
+        assert (
+            plan.decode
+            or plan.prefill
+            or any(s.waits_for_grammar for s in (*self.running, *self.waiting))
+        ), "nothing runs and nothing fits: the request should have been refused"
         return plan
 
     def reserve(self, sequences: Iterable[Sequence]) -> bool:
-        """Give running sequences the blocks of their next step, without preempting anybody."""
+        """Give running sequences the blocks of their next step without preemption."""
         return all(self.blocks.extend(s, self._slots(len(s))) for s in sequences)
 
     def _decode(self, plan: Schedule) -> None:
@@ -126,7 +129,7 @@ class Scheduler:
                 plan.decode.append(Chunk(sequence, 1, len(sequence.drafts)))
 
     def _continue_prompts(self, plan: Schedule) -> int:
-        """Chunks of the prompts that are under way; returns what is left of the step's tokens."""
+        """Add chunks of the running prompts; return what is left of the step's tokens."""
         budget = self.max_num_batched_tokens
         for sequence in self.running:
             if sequence.is_prefilling and budget and not sequence.waits_for_grammar:
@@ -136,7 +139,7 @@ class Scheduler:
 
     def _admit(self, plan: Schedule, budget: int) -> None:
         for sequence in list(self.waiting):
-            # Nobody passes one that has just been preempted.
+            # No sequence overtakes one that has just been preempted.
             if not budget or any(s.order <= sequence.order for s in plan.preempted):
                 break
             if sequence.waits_for_leader or sequence.waits_for_grammar:
@@ -154,7 +157,7 @@ class Scheduler:
                 plan.decode.append(Chunk(sequence, 1, len(sequence.drafts)))
 
     def _make_room(self, sequence: Sequence, matched: list[int], plan: Schedule) -> bool:
-        """Find a seat and blocks, if need be those of running sequences of lower priority."""
+        """Find a place and blocks; preempt running sequences of lower priority if needed."""
         slots = self._slots(len(sequence))
         while True:
             # A block for each running sequence stays free, or they would be preempted at once.
@@ -187,7 +190,7 @@ class Scheduler:
             chunks[:] = [chunk for chunk in chunks if chunk.sequence is not sequence]
 
     def retire(self, sequence: Sequence) -> None:
-        """Drop a finished sequence from wherever it stands and free its blocks."""
+        """Remove a finished sequence from its queue and free its blocks."""
         self.version += 1
         for queue in (self.waiting, self.running):
             if sequence in queue:

@@ -8,14 +8,14 @@ from enum import Enum, auto
 from torch import Tensor
 
 from peagle.config import SamplingParams
-from peagle.engine.feature_ring import FeatureRing
+from peagle.engine.features import FeatureRing
 from peagle.engine.grammar import GrammarState
 from peagle.engine.stats import SpeculationStats
 from peagle.kernels.logprobs import TokenLogprobs
 
 
 class SequenceStatus(Enum):
-    """Where a sequence stands."""
+    """The state of a sequence."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -30,31 +30,30 @@ class Sequence:
     drafter's slots 0..N-2 are written (slot p reads token p + 1).
 
     Attributes:
-        seq_id: of the engine, in the order of arrival.
+        seq_id: number of the sequence in the engine, by arrival.
         token_ids: prompt, then output.
-        params: how it is sampled; seed: the seed it draws with.
+        params: sampling parameters; `seed` is the seed of its random numbers.
         stop_token_ids: ids that end the output.
-        priority: lower goes first.
-        num_speculative_tokens: K of the next draft; 0 drafts nothing.
-        may_speculate: false if the request never drafts: nothing is kept for its drafter then.
-        grammar: where the output stands in the structure that it must have, None if it is free.
+        priority: sequences with a lower number go first.
+        num_speculative_tokens: most drafts of a step; with 0 the request never drafts.
+        grammar: state of the grammar that the output must follow; None without one.
         leader: a sequence with the same prompt whose KV this one waits for.
         cache_salt: only sequences of the same salt share KV blocks.
         block_table: KV blocks in order.
-        block_hashes: of the full blocks known so far, see BlockManager.
+        block_hashes: hashes of the full blocks so far, see BlockManager.
         num_computed_tokens: tokens whose KV the target has written.
         num_drafter_tokens: slots that the drafter has written.
-        drafter_start: first slot that the drafter may look at; above 0 behind a hole.
-        pending_features: features that the drafter has not read, None if it has read all.
-        drafts: tokens that the next step verifies; draft_probs_KV: their q, None if argmax. They
-            outlive preemption, so that it changes nothing.
-        num_cached_tokens: prompt tokens whose KV was there when it was first admitted.
-        num_preemptions: times that it lost its blocks.
+        drafter_start: first slot that the drafter's attention may read; above 0 behind a hole.
+        pending_features: features that the drafter has not read; None if it has read all.
+        drafts: tokens that the next step verifies; `draft_probs_KV` is their q, None for argmax.
+            Preemption keeps them, so that it changes no output.
+        num_cached_tokens: prompt tokens whose KV the cache held when it was first admitted.
+        num_preemptions: number of times that the sequence lost its blocks.
         admitted_s: when it was first admitted, by `time.perf_counter`.
-        logprobs: of the output tokens, if asked for.
-        prompt_logprobs: of the prompt's tokens but the first, if asked for.
+        logprobs: log-probabilities of the output tokens, if asked for.
+        prompt_logprobs: log-probabilities of the prompt's tokens but the first, if asked for.
         finish_reason: "stop", "length", "cancelled" or "error" once finished.
-        error: why it ended with "error", None otherwise.
+        error: why it ended with "error"; None otherwise.
         error_code: the same for programs.
     """
 
@@ -65,7 +64,6 @@ class Sequence:
     stop_token_ids: frozenset[int]
     priority: int = 0
     num_speculative_tokens: int = 0
-    may_speculate: bool = True
     grammar: GrammarState | None = None
     leader: Sequence | None = None
     cache_salt: bytes = b""
@@ -115,7 +113,7 @@ class Sequence:
 
     @property
     def prefill_end(self) -> int:
-        """Tokens to compute before it decodes: a new prompt's last one gives the first output."""
+        """Number of tokens to compute before decoding; a new prompt's last one gives an output."""
         return len(self.token_ids) - (1 if self.num_output_tokens else 0)
 
     @property
@@ -124,30 +122,30 @@ class Sequence:
 
     @property
     def waits_for_grammar(self) -> bool:
-        """Whether its grammar still works out what may follow."""
+        """Whether the grammar's masks of the next step are still missing."""
         return self.grammar is not None and not self.grammar.is_prepared_for(self.drafts)
 
     @property
     def needs_every_token(self) -> bool:
-        """Whether the prompt must run through the target though its KV may be there."""
+        """Whether the target must run the whole prompt even where its KV is cached."""
         wanted = self.params.prompt_logprobs is not None
         return wanted and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
 
     @property
     def waits_for_leader(self) -> bool:
-        """Whether the leader is about to compute the prompt that both share."""
+        """Whether the leader has not yet computed the prompt that both share."""
         leader = self.leader
         return leader is not None and not (leader.is_finished or leader.num_output_tokens)
 
     @property
     def order(self) -> tuple[int, int]:
-        """Who goes first: by priority, then by arrival."""
+        """Key of the scheduling order: priority, then arrival."""
         return self.priority, self.seq_id
 
     def append(self, token_ids: list[int], max_model_len: int) -> list[int]:
-        """Add new tokens up to the first stop condition; returns those that were kept.
+        """Add new tokens up to the first stop condition; return those that were kept.
 
-        A stop id is kept as the last token. Sets `status` and `finish_reason` at the end.
+        A stop id is kept as the last token. At the end this sets `status` and `finish_reason`.
         """
         room = max(
             1,
@@ -173,7 +171,7 @@ class Sequence:
         self.finish_reason = "stop"
 
     def forget_computed(self) -> None:
-        """Start over with the KV; the blocks are gone. Tokens and drafts stay."""
+        """Forget the KV, whose blocks are gone; keep tokens and drafts."""
         self.num_computed_tokens = self.num_drafter_tokens = self.drafter_start = 0
         self.num_published_blocks = 0
         self.pending_features = None

@@ -21,7 +21,7 @@ BYTES_PER_THREAD = 64 * 2**20
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
-_is_told = False
+_is_set = False
 _chosen: int | None = None
 
 
@@ -32,8 +32,8 @@ def set_threads(threads: int) -> None:
         UserError: fewer than one.
     """
     require(threads >= 1, "--threads", threads, "at least 1")
-    global _is_told
-    _is_told = True
+    global _is_set
+    _is_set = True
     torch.set_num_threads(threads)
 
 
@@ -50,7 +50,7 @@ def choose_threads(model: nn.Module) -> None:
     if any(weight.device.type != "cpu" for weight in weights):
         return
     now = torch.get_num_threads()
-    if _is_told or any(map(os.environ.get, VARIABLES)) or now not in (_chosen, *_defaults()):
+    if _is_set or any(map(os.environ.get, VARIABLES)) or now not in (_chosen, *_defaults()):
         return
     weight_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
     _chosen = fast_threads(weight_bytes, usable_cores())

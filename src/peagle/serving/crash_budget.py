@@ -1,4 +1,4 @@
-"""How often an engine may be started again."""
+"""The limit of how often an engine is restarted."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ _FIRST_DELAY_S = 0.5
 
 
 class CrashBudget:
-    """Counts the ends of one engine's processes: 5 in 10 minutes are forgiven, and fewer than 3
-    failed starts in a row. The wait before a restart doubles with each crash in the window.
+    """Counts the crashes of one engine's processes.
+
+    5 crashes in 10 minutes are allowed, and fewer than 3 failed starts in a row. The wait before a
+    restart doubles with each crash in the window.
     """
 
     def __init__(self) -> None:
@@ -22,29 +24,29 @@ class CrashBudget:
 
     @property
     def num_recent(self) -> int:
-        """Crashes in the window."""
+        """Number of crashes in the window."""
         now = time.monotonic()
         while self._crashes and self._crashes[0] < now - WINDOW_S:
             self._crashes.popleft()
         return len(self._crashes)
 
     def started(self) -> None:
-        """A process has loaded."""
+        """Note that a process has loaded."""
         self._num_failed_starts = 0
 
     def crashed(self, *, while_loading: bool) -> None:
-        """A process has ended, or was ended because it hung."""
+        """Note that a process has ended, or was killed because it hung."""
         self._crashes.append(time.monotonic())
         self._num_failed_starts += while_loading
 
     @property
     def delay_s(self) -> float:
-        """Seconds to wait before the next start."""
+        """Number of seconds to wait before the next start."""
         return _FIRST_DELAY_S * 2 ** max(self.num_recent - 1, 0)
 
     @property
     def spent(self) -> str | None:
-        """Why there is no further start, or None if there is one."""
+        """Why there is no further start; None if there is one."""
         if self._num_failed_starts >= MOST_FAILED_STARTS:
             return f"{self._num_failed_starts} starts in a row failed"
         if (crashes := self.num_recent) > MOST_CRASHES:

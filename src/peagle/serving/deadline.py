@@ -1,4 +1,4 @@
-"""Until when a request must be answered, whatever takes the time."""
+"""The time by which a request must be answered."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """When the time of a request is over.
+    """The end of a request's time.
 
     Attributes:
-        timeout_s: seconds from `start_s`; 0 is for ever.
+        timeout_s: seconds from `start_s`; 0 sets no limit.
         start_s: when the request came, by `time.monotonic`.
     """
 
@@ -27,14 +27,14 @@ class Deadline:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds that are left; None: for ever."""
-        return (
-            max(self.start_s + self.timeout_s - time.monotonic(), 0.0) if self.timeout_s else None
-        )
+        """Number of seconds left; None without a limit."""
+        if not self.timeout_s:
+            return None
+        return max(self.start_s + self.timeout_s - time.monotonic(), 0.0)
 
     @property
     def error(self) -> ApiError:
-        """What the client is told."""
+        """The error that the client gets."""
         return ApiError(
             504,
             f"The request took longer than {self.timeout_s:g} s. Ask for fewer tokens or try again "
@@ -43,10 +43,10 @@ class Deadline:
         )
 
     async def hold(self, work: Awaitable[T]) -> T:
-        """Do something within the time.
+        """Wait for work within the time.
 
         Raises:
-            ApiError: 504, the time is over; the work is cancelled.
+            ApiError: 504, the time is over and the work is cancelled.
         """
         timeout = asyncio.timeout(self.left_s)
         try:
@@ -58,7 +58,7 @@ class Deadline:
             raise self.error from None
 
     def call(self, end: Callable[[ApiError], None]) -> asyncio.TimerHandle | None:
-        """Have a function called with the error in the event loop when the time is over."""
+        """Have the event loop call a function with the error when the time is over."""
         left_s = self.left_s
         if left_s is None:
             return None

@@ -1,7 +1,7 @@
-"""The engine processes as the front end sees them: started, fed, listened to, watched, restarted.
+"""The front end's side of the engine processes: it starts, feeds, watches and restarts them.
 
-All of it runs in one event loop, except two threads for each process: one waits for its messages,
-one sends it orders. A process that reads nothing any more holds up that thread alone.
+It runs in one event loop, and in two threads for each process: one receives its messages, one sends
+it orders, so that a process that no longer reads blocks that thread alone.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ logger = logging.getLogger("peagle.serving")
 
 _WATCH_EVERY_S = 0.5
 _JOIN_S = 2.0
-# A killed process that is still there waits in the kernel, most likely for its GPU.
+# A killed process that is still alive waits in the kernel, most likely for its GPU.
 _KILL_S = 30.0
 
 
 class EngineFailed(Exception):
-    """Engine processes ended by a fault; the message is how, and how often."""
+    """Engine processes ended by a fault; the message says how, and how often."""
 
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """Who waits for a request."""
+    """A client that waits for a request."""
 
     num_outputs: int
     items: asyncio.Queue[StreamChunk | Exception] = field(default_factory=asyncio.Queue)
@@ -64,26 +64,26 @@ class EngineProcess:
     """One engine process.
 
     Args:
-        number: its index.
-        spec: what it loads.
-        told: called in the event loop with each of its messages, None when the process is gone.
+        number: index of the process.
+        spec: what the process loads.
+        on_message: called in the event loop with each message, and with None at the process's end.
 
     Attributes:
-        info: of the loaded engine, None before.
-        streams: requests that run here.
-        heartbeat: its signs of life.
+        info: facts of the loaded engine; None before.
+        streams: requests that run here, by their index.
+        heartbeat: the process's signs of life.
         end: how it ended or hung, as a part of a sentence; "" while it lives.
     """
 
     def __init__(
-        self, number: int, spec: EngineSpec, told: Callable[[EngineProcess, Any], None]
+        self, number: int, spec: EngineSpec, on_message: Callable[[EngineProcess, Any], None]
     ) -> None:
         self.number = number
         self.spec = spec
         self.info: EngineInfo | None = None
         self.streams: dict[int, _Stream] = {}
         self.end = ""
-        self._told = told
+        self._on_message = on_message
         self._orders: SimpleQueue[Any] = SimpleQueue()
         context = multiprocessing.get_context("spawn")
         self.heartbeat = Heartbeat(context, spec.hang_timeout_s)
@@ -103,31 +103,31 @@ class EngineProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process."""
+        """The process id."""
         return self._process.pid
 
     @property
     def is_ready(self) -> bool:
-        """Whether it takes requests."""
+        """Whether the process takes requests."""
         return self.info is not None and not self.end
 
     @property
     def load(self) -> int:
-        """Outputs that run or wait here."""
+        """Number of outputs that run or wait here."""
         return sum(stream.num_outputs for stream in self.streams.values())
 
     def send(self, message: Add | Cancel | Stop) -> None:
-        """Give an order; to a process that is gone it is lost, which `told` hears of."""
+        """Send an order; it is lost if the process has ended, which `on_message` reports."""
         self._orders.put(ForkingPickler.dumps(message))
 
     def _send(self) -> None:
-        """Hand orders to the process, in a thread of its own."""
+        """Send orders to the process, in a thread of its own."""
         with suppress(OSError):
             while (order := self._orders.get()) is not None:
                 self._connection.send_bytes(order)
 
     def _listen(self) -> None:
-        """Hand messages to the event loop, in a thread of its own."""
+        """Pass messages to the event loop, in a thread of its own."""
         message: Any = True
         while message is not None:
             try:
@@ -136,17 +136,15 @@ class EngineProcess:
                 message = None
                 self._orders.put(None)
             try:
-                self._loop.call_soon_threadsafe(self._told, self, message)
+                self._loop.call_soon_threadsafe(self._on_message, self, message)
             except RuntimeError:
                 return  # the loop is closed
 
     def is_overdue(self, now: float, late_s: float) -> bool:
-        """Whether a sign of life should have come by `now`.
+        """Return whether a sign of life should have come by `now`, by `time.monotonic`.
 
-        Args:
-            now: by `time.monotonic`.
-            late_s: how much later than it should this is asked. The machine may have stood still,
-                the engine with it: so much is forgiven, until the engine gives its next sign.
+        `late_s` is how late this call comes. The machine may have stood still, and the engine with
+        it: the delay extends the limit until the engine's next sign.
         """
         last_s, due_s = self.heartbeat.last_s, self.heartbeat.due_s
         if last_s != self._forgiven_of:
@@ -155,11 +153,11 @@ class EngineProcess:
         return now > due_s + self._forgiven_s
 
     def kill(self) -> None:
-        """End the process by force, also if it is stopped."""
+        """Kill the process, even if it is stopped."""
         self._process.kill()
 
     def stop(self) -> None:
-        """End the process, by force if it hangs or does not listen."""
+        """End the process; kill it if it hangs or does not end."""
         if not self.end:
             self.send(Stop())
             self._process.join(_JOIN_S)
@@ -169,23 +167,23 @@ class EngineProcess:
 
 
 class EnginePool:
-    """Engine processes behind one door: the least loaded gets the next request.
+    """All engine processes; the least loaded one gets the next request.
 
-    An engine that gives no sign of life in time is killed. An engine that ended is started again
-    as long as its `CrashBudget` lasts; the others go on without it then.
+    The pool kills an engine that gives no sign of life in time. It restarts an engine that ended as
+    long as its `CrashBudget` lasts; after that the others go on without it.
 
     Args:
-        specs: one each.
-        max_queue: outputs that may wait beyond those that are decoded.
+        specs: what each process loads.
+        max_queue: number of outputs that may wait beyond those that are decoded.
         restart: whether a process that died is started again.
         on_stats: called with the number of an engine and its counters, now and then.
         on_restart: called with the number of an engine that is started again.
         on_hang: called with the number of an engine that hangs.
-        on_beat: called with the number of an engine and the seconds since its last sign of life,
-            0 while it does what takes long; about twice a second.
+        on_beat: called about twice a second with the number of an engine and the seconds since its
+            last sign of life, 0 while it loads or compiles.
 
     Attributes:
-        failure: why the server cannot go on, once that is so.
+        failure: why the server cannot go on, once it cannot.
         became_ready: set when one of the engines has loaded.
     """
 
@@ -227,24 +225,24 @@ class EnginePool:
         if self._is_closing or self.failure.done():
             return
         try:
-            self._engines[number] = EngineProcess(number, self._specs[number], self._told)
+            self._engines[number] = EngineProcess(number, self._specs[number], self._handle_message)
         except OSError as error:  # too many files or processes, too little memory
             self._budgets[number].crashed(while_loading=True)
             self._start_again(number, f"could not be started: {error}")
 
     @property
     def ready(self) -> list[EngineProcess]:
-        """Those that take requests."""
+        """Engines that take requests."""
         return [engine for engine in self._engines if engine is not None and engine.is_ready]
 
     @property
     def info(self) -> EngineInfo | None:
-        """Of the engines, which are all alike; None while none is loaded."""
+        """Facts of the engines, which are all alike; None while none is loaded."""
         return next((engine.info for engine in self.ready), None)
 
     @property
     def load(self) -> int:
-        """Outputs that run or wait."""
+        """Number of outputs that run or wait."""
         return sum(engine.load for engine in self._engines if engine is not None)
 
     # ---- requests -------------------------------------------------------------------------------
@@ -260,16 +258,16 @@ class EnginePool:
         cache_salt: bytes = b"",
         deadline: Deadline | None = None,
     ) -> AsyncGenerator[StreamChunk, None]:
-        """Chunks of the outputs of a prompt; leaving the iterator cancels the request.
+        """Yield the chunks of a prompt's outputs; leaving the iterator cancels the request.
 
         Args:
             engine: from `choose`.
             prompt: token ids.
-            params: how it is sampled.
-            proposer: one of the engine's.
-            priority: lower goes first.
-            cache_salt: only requests of the same salt share cached KV.
-            deadline: until when the outputs must have ended.
+            params: sampling parameters.
+            proposer: name of one of the engine's proposers.
+            priority: requests with a lower number go first.
+            cache_salt: only requests with the same salt share cached KV.
+            deadline: time by which the outputs must have ended.
 
         Raises:
             ApiError: the request is refused, the engine died meanwhile, or the deadline is over.
@@ -292,7 +290,7 @@ class EnginePool:
                 engine.send(Cancel(index))
 
     def choose(self, num_outputs: int) -> EngineProcess:
-        """The engine with the least to do.
+        """Return the engine with the smallest load.
 
         Raises:
             ApiError: no engine is there (503), or too many wait (429).
@@ -314,7 +312,7 @@ class EnginePool:
 
     # ---- messages -------------------------------------------------------------------------------
 
-    def _told(self, engine: EngineProcess, message: Any) -> None:
+    def _handle_message(self, engine: EngineProcess, message: Any) -> None:
         if isinstance(message, Stepped):
             for chunk in message.chunks:
                 if (stream := engine.streams.get(chunk.index)) is not None:
@@ -333,9 +331,9 @@ class EnginePool:
                 extra={"engine": engine.number, "pid": engine.pid},
             )
         elif isinstance(message, Failed):
-            self._said(engine, message)
+            self._handle_failure(engine, message)
         else:
-            self._gone(engine)
+            self._handle_end(engine)
 
     def _refuse(self, engine: EngineProcess, message: Refused) -> None:
         if (stream := engine.streams.get(message.index)) is None:
@@ -347,8 +345,8 @@ class EnginePool:
             text = "The engine could not take the request; the server's log says why."
             stream.items.put_nowait(ApiError(500, text, code="engine_error"))
 
-    def _said(self, engine: EngineProcess, message: Failed) -> None:
-        """A process said why it ends."""
+    def _handle_failure(self, engine: EngineProcess, message: Failed) -> None:
+        """Log or keep why a process ends."""
         if message.is_user_error and not self.failure.done():
             self.failure.set_result(UserError(message.message))
         else:
@@ -357,7 +355,7 @@ class EnginePool:
     # ---- ends -----------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Look for engines that give no sign of life."""
+        """Look for engines that give no sign of life, for as long as the pool runs."""
         before = time.monotonic()
         while True:
             await asyncio.sleep(_WATCH_EVERY_S)
@@ -383,18 +381,18 @@ class EnginePool:
             extra={"engine": number, "pid": engine.pid},
         )
         self._on_hang(number)
-        self._lose(engine, f"hung for {silent_s:.1f} s", "engine_hung")
+        self._take_out_of_service(engine, f"hung for {silent_s:.1f} s", "engine_hung")
         engine.kill()
-        asyncio.get_running_loop().call_later(_KILL_S, self._outlived, engine)
+        asyncio.get_running_loop().call_later(_KILL_S, self._give_up_if_alive, engine)
 
-    def _outlived(self, engine: EngineProcess) -> None:
-        """A process that was killed had time enough to end."""
+    def _give_up_if_alive(self, engine: EngineProcess) -> None:
+        """Give up an engine that has not ended long after it was killed."""
         if self._engines[engine.number] is engine and not self._is_closing:
             text = f"was killed and is still there after {_KILL_S:g} s; its GPU may hang"
             self._give_up(engine.number, text)
 
-    def _lose(self, engine: EngineProcess, end: str, code: str) -> None:
-        """Take an engine out of service and tell everybody who waits for it."""
+    def _take_out_of_service(self, engine: EngineProcess, end: str, code: str) -> None:
+        """Count the crash of an engine, and end the requests that wait for it."""
         engine.end = end
         self._budgets[engine.number].crashed(while_loading=engine.info is None)
         crashes = sum(budget.num_recent for budget in self._budgets)
@@ -408,21 +406,21 @@ class EnginePool:
         for stream in engine.streams.values():
             stream.items.put_nowait(ApiError(500, text, code=code))
 
-    def _gone(self, engine: EngineProcess) -> None:
-        """A process has ended: start another one if that is wanted."""
+    def _handle_end(self, engine: EngineProcess) -> None:
+        """Start another process in the place of one that has ended, if the pool restarts."""
         number = engine.number
         if self._engines[number] is not engine:
             return
         self._engines[number] = None
         if not engine.end:
-            self._lose(engine, "ended by a fault", "engine_died")
+            self._take_out_of_service(engine, "ended by a fault", "engine_died")
         if self._is_closing or self.failure.done() or number in self._given_up:
             return
         logger.error("engine %d is gone", number, extra={"engine": number})
         self._start_again(number, engine.end)
 
     def _start_again(self, number: int, end: str) -> None:
-        """Start another process in the place of one that ended so, within its budget."""
+        """Start another process within the engine's crash budget; `end` says how the last ended."""
         budget = self._budgets[number]
         if not self._restart:
             self._give_up(number, end)
@@ -433,7 +431,7 @@ class EnginePool:
             asyncio.get_running_loop().call_later(budget.delay_s, self._start, number)
 
     def _give_up(self, number: int, reason: str) -> None:
-        """Start an engine no more; the server ends with the last one."""
+        """Start an engine no more; without any engine the server ends."""
         self._given_up.add(number)
         if self._restart and len(self._given_up) < len(self._specs):
             logger.error("engine %d %s. The others go on without it", number, reason)
@@ -441,14 +439,14 @@ class EnginePool:
             self.failure.set_result(EngineFailed(f"engine {number} {reason}"))
 
     def kill(self) -> None:
-        """End all processes at once."""
+        """Kill all processes at once."""
         self._is_closing = True
         for engine in self._engines:
             if engine is not None:
                 engine.kill()
 
     async def close(self) -> None:
-        """End all processes; whoever waits is told."""
+        """End all processes; requests that wait end with an error."""
         self._is_closing = True
         if self._watching is not None:
             self._watching.cancel()
@@ -457,7 +455,7 @@ class EnginePool:
 
 
 def specs_for(spec: EngineSpec, count: int) -> list[EngineSpec]:
-    """The specs of `count` processes, each with a GPU of its own where there are any.
+    """Return the specs of `count` processes, each with its own GPU where there are GPUs.
 
     Raises:
         UserError: there are fewer GPUs than processes.

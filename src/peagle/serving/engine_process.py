@@ -1,6 +1,6 @@
 """The engine process: models, steps, and one message a step to the front end.
 
-Slow clients, HTTP and JSON are the front end's: nothing here waits for any of them.
+It never waits for clients, HTTP or JSON, which are the front end's.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, fields, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import Empty
 from typing import Any
 
 from peagle.engine import EngineStats, LLMEngine, SpeculationStats
+from peagle.engine.loop import EngineLoop, Order
+from peagle.engine.outputs import StreamChunk
 from peagle.engine.placement import resolve_device, resolve_dtype
 from peagle.engine.requests import Requests
 from peagle.engine.threads import set_threads
@@ -45,7 +46,6 @@ from peagle.serving.messages import (
 from peagle.serving.telemetry import configure_logging
 
 _STATS_EVERY_S = 0.1
-_COMPILERS = 2
 # Beats of an idle engine, and steps of one token that show that its device still answers.
 _BEAT_EVERY_S = 0.5
 _CHECK_EVERY_S = 10.0
@@ -56,7 +56,7 @@ _PR_SET_PDEATHSIG = 1
 
 def run_engine(spec: EngineSpec, connection: Connection, heartbeat: Heartbeat) -> None:
     """Serve until the front end says stop or goes away; the entry point of the process."""
-    # Whoever stops the server signals the whole group; the front end decides what becomes of it.
+    # A signal to stop the server reaches the whole process group; the front end handles it.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     _end_with_front_end()
@@ -71,7 +71,7 @@ def run_engine(spec: EngineSpec, connection: Connection, heartbeat: Heartbeat) -
         connection.send(Ready(worker.info()))
         worker.serve()
     except (BrokenPipeError, EOFError, ConnectionResetError):
-        pass  # the front end is gone: nobody is left to tell
+        pass  # the front end is gone
     except BaseException as error:
         is_mistake = isinstance(error, UserError)
         connection.send(Failed(str(error) if is_mistake else traceback.format_exc(), is_mistake))
@@ -103,7 +103,7 @@ def _end_with_front_end() -> None:
 
 
 def _load(spec: EngineSpec, pulse: Pulse) -> dict[str, LLM]:
-    """An LLM for each proposer, on one target."""
+    """Load an LLM for each proposer, on one target."""
     if spec.device_index is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(spec.device_index)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -126,44 +126,31 @@ def _load(spec: EngineSpec, pulse: Pulse) -> dict[str, LLM]:
     return llms
 
 
-@dataclass(slots=True)
-class _Request:
-    """A request here: which proposer's, the ids of its outputs, how many are yet to end."""
-
-    requests: Requests
-    num_left: int
-    seq_ids: list[int] = field(default_factory=list)
-
-
-class EngineWorker:
-    """Orders between steps, chunks after them.
+class EngineWorker(EngineLoop):
+    """The loop of an engine process: orders come from the front end, chunks go back to it.
 
     Args:
-        llms: by proposer, on one target.
+        llms: an LLM for each proposer, all on one target.
         spec: what they were made of.
-        connection: to the front end.
+        connection: the pipe to the front end.
         pulse: takes the signs of life.
     """
 
     def __init__(
         self, llms: dict[str, LLM], spec: EngineSpec, connection: Connection, pulse: Pulse
     ) -> None:
+        super().__init__({n: llm.requests for n, llm in llms.items()}, spec.compile_timeout_s)
         self._llms = llms
-        self._spec = spec
         self._connection = connection
         self._pulse = pulse
         self._beat_every_s = min(_BEAT_EVERY_S, spec.hang_timeout_s / 4 or _BEAT_EVERY_S)
         self._worked_s = time.monotonic()
         for llm in llms.values():
             llm.engine.on_pass = pulse.planned
-        self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._running: dict[int, _Request] = {}
-        self._compiling: dict[int, Future[None]] = {}
-        self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="peagle-grammar")
-        self._told_s = 0.0
+        self._last_stats_s = 0.0
 
     def info(self) -> EngineInfo:
-        """What the front end has to know."""
+        """Return what the front end has to know."""
         llm = next(iter(self._llms.values()))
         plans = "\n".join(str(one.engine.memory_plan) for one in self._llms.values())
         return EngineInfo(
@@ -179,146 +166,74 @@ class EngineWorker:
         )
 
     def serve(self) -> None:
-        """Until told to stop, or until the pipe ends."""
+        """Serve until the front end says stop, or until the pipe ends."""
         threading.Thread(target=self._listen, name="peagle-orders", daemon=True).start()
-        self._connection.send(Stepped([], self._stats(always=True)))
-        requests = [llm.requests for llm in self._llms.values()]
-        while True:
-            while not self._orders.empty() or not any(r.has_unfinished for r in requests):
-                order = self._next_order()
-                if order is None:
-                    return
-                self._pulse.order()
-                order()
-            with self._pulse.step():
-                chunks = [chunk for r in requests if r.has_unfinished for chunk in r.step()]
-            self._worked_s = time.monotonic()
-            for chunk in chunks:
-                if chunk.output is not None:
-                    self._count_end(chunk.index)
-            idle = not any(r.has_unfinished for r in requests)
-            stats = self._stats(always=idle)
-            if chunks or stats:
-                self._connection.send(Stepped(chunks, stats))
+        self._send([], always=True)
+        self.run()
 
     def check(self) -> None:
-        """Compute one token with each engine; nothing may run."""
+        """Compute one token with each engine; no request may run."""
         for llm in self._llms.values():
             with self._pulse.step():
                 llm.engine.check()
         self._worked_s = time.monotonic()
 
-    def _next_order(self) -> Callable[[], None] | None:
-        """Wait for an order, with beats and now and then a check of an engine that is idle."""
+    def step(self) -> list[StreamChunk]:
+        with self._pulse.step():
+            chunks = super().step()
+        self._worked_s = time.monotonic()
+        return chunks
+
+    def deliver(self, chunks: list[StreamChunk]) -> None:
+        self._send(chunks, always=not self.has_unfinished)
+
+    def refuse(self, index: int, error: BaseException) -> None:
+        is_mistake = isinstance(error, UserError)
+        text = str(error) if is_mistake else "".join(traceback.format_exception(error))
+        self._connection.send(Refused(index, text, is_mistake))
+
+    def next_order(self) -> Order | None:
+        """Wait for an order; an idle engine beats, and is checked now and then."""
         while True:
             self._pulse.beat()
             try:
-                return self._orders.get(timeout=self._beat_every_s)
+                order = self._orders.get(timeout=self._beat_every_s)
             except Empty:
                 if time.monotonic() - self._worked_s > _CHECK_EVERY_S:
                     self.check()
                     if trim is not None:
                         trim(0)
+            else:
+                self._pulse.order()
+                return order
 
     def _listen(self) -> None:
         """Turn messages into orders, in a thread of its own."""
         try:
             while not isinstance(message := self._connection.recv(), Stop):
-                self._orders.put(self._order(message))
+                self.post(partial(self._obey, message))
         except (EOFError, OSError):
             pass
-        self._orders.put(None)
+        self.post(None)
 
-    def _order(self, message: Add | Cancel) -> Callable[[], None]:
-        if isinstance(message, Cancel):
-            return lambda: self._cancel(message.index)
-        return lambda: self._add(message)
+    def _obey(self, message: Add | Cancel) -> None:
+        if isinstance(message, Add):
+            self.add(message)
+        elif self.cancel(message.index):
+            self._send([], always=True)
 
-    # ---- in the engine's thread ---------------------------------------------------------------
-
-    def _add(self, message: Add) -> None:
-        """Queue a request, once its grammar is compiled."""
-        if message.params.structured_output is None:
-            self._queue(message)
-            return
-        requests = self._llms[message.proposer].requests
-        future = self._compilers.submit(requests.compile_grammar, message.params)
-        self._compiling[message.index] = future
-        limit = self._spec.compile_timeout_s
-        timer = threading.Timer(limit, self._orders.put, (lambda: self._give_up(message.index),))
-        timer.daemon = True
-        timer.start()
-
-        def compiled(_: Future[None]) -> None:
-            timer.cancel()
-            self._orders.put(lambda: self._compiled(message))
-
-        future.add_done_callback(compiled)
-
-    def _compiled(self, message: Add) -> None:
-        future = self._compiling.pop(message.index, None)
-        if future is None or future.cancelled():
-            return  # given up, or nobody waits any more
-        if (error := future.exception()) is not None:
-            self._refuse(message.index, error)
-        else:
-            self._queue(message)
-
-    def _give_up(self, index: int) -> None:
-        future = self._compiling.pop(index, None)
-        if future is not None:
-            future.cancel()
-            limit = self._spec.compile_timeout_s
-            text = f"The structured output did not compile within {limit:g} s; simplify it."
-            self._refuse(index, UserError(text))
-
-    def _queue(self, message: Add) -> None:
-        requests = self._llms[message.proposer].requests
-        request = _Request(requests, message.params.n)
-        try:
-            request.seq_ids = requests.add(
-                message.index,
-                message.prompt,
-                message.params,
-                priority=message.priority,
-                cache_salt=message.cache_salt,
-            )
-        except Exception as error:  # its own affair: nothing was queued
-            self._refuse(message.index, error)
-        else:
-            self._running[message.index] = request
-
-    def _refuse(self, index: int, error: BaseException) -> None:
-        is_mistake = isinstance(error, UserError)
-        text = str(error) if is_mistake else "".join(traceback.format_exception(error))
-        self._connection.send(Refused(index, text, is_mistake))
-
-    def _cancel(self, index: int) -> None:
-        if (future := self._compiling.pop(index, None)) is not None:
-            future.cancel()
-        request = self._running.pop(index, None)
-        if request is not None:
-            request.requests.cancel(request.seq_ids)
-            self._connection.send(Stepped([], self._stats(always=True)))
-
-    def _count_end(self, index: int) -> None:
-        request = self._running.get(index)
-        if request is not None:
-            request.num_left -= 1
-            if request.num_left == 0:
-                del self._running[index]
-
-    def _stats(self, *, always: bool) -> EngineStats | None:
-        """The counters of all engines together, at most every so often."""
-        now = time.monotonic()
-        if not always and now - self._told_s < _STATS_EVERY_S:
-            return None
-        self._told_s = now
-        return pooled([llm.engine for llm in self._llms.values()])
+    def _send(self, chunks: list[StreamChunk], *, always: bool) -> None:
+        """Send chunks, and the counters of all engines together at most every so often."""
+        now, stats = time.monotonic(), None
+        if always or now - self._last_stats_s >= _STATS_EVERY_S:
+            self._last_stats_s = now
+            stats = pooled([llm.engine for llm in self._llms.values()])
+        if chunks or stats:
+            self._connection.send(Stepped(chunks, stats))
 
 
 def pooled(engines: list[LLMEngine]) -> EngineStats:
-    """The counters of several engines as those of one."""
+    """Return the counters of several engines as those of one."""
     every = [engine.stats for engine in engines]
     totals: dict[str, Any] = {
         f.name: sum(getattr(stats, f.name) for stats in every)

@@ -1,8 +1,8 @@
 """Signs of life of an engine process, in memory that it shares with the front end.
 
 The engine writes when it was last alive and until when it may be silent. The front end compares
-that with its clock, without a message: so it sees an engine that is stopped, locked up, or waiting
-for a GPU that does not answer. Both read `time.monotonic`, on Linux one clock for all processes.
+this with its clock, without a message. So it notices an engine that is stopped, locked up, or
+waiting for a GPU that does not answer. On Linux all processes share the clock `time.monotonic`.
 """
 
 from __future__ import annotations
@@ -15,24 +15,21 @@ from typing import Any, Literal, get_args
 
 Activity = Literal["working", "loading", "compiling"]
 
-# A step may take so many times as long as the slowest one before it.
+# A step may take this many times as long as the slowest step before it.
 _SLOWER = 20
-# Even what announces itself must end: loading may read a large model from a slow disk.
+# Announced work must end too; loading may read a large model from a slow disk.
 _ANNOUNCED_S = {"loading": 3600.0, "compiling": 600.0}
-# To take a request needs no GPU, but may need a tokenizer for long lists of words.
+# Taking a request may tokenize long lists of words.
 _ORDER_S = 60.0
 _ACTIVITIES: tuple[Activity, ...] = get_args(Activity)
 
 
 class Heartbeat:
-    """The shared memory: one process writes it, the other one reads it.
+    """The shared memory, which the engine writes and the front end reads.
 
     Args:
-        context: of multiprocessing; a process that it starts may be given the heartbeat.
-        timeout_s: how long the engine may be silent at least; 0 is for ever.
-
-    Attributes:
-        timeout_s: as given.
+        context: multiprocessing context, whose processes may receive the heartbeat.
+        timeout_s: seconds that the engine may always be silent; 0 sets no limit.
     """
 
     def __init__(self, context: Any, timeout_s: float) -> None:
@@ -41,13 +38,13 @@ class Heartbeat:
         self.announce("loading")
 
     def beat(self, limit_s: float = 0.0, activity: Activity = "working") -> None:
-        """Say that the engine is alive, and may be silent for `limit_s` or the time-out."""
+        """Write that the engine is alive, and may be silent for `limit_s` or the time-out."""
         now = time.monotonic()
         limit_s = max(limit_s, self.timeout_s) if self.timeout_s else math.inf
         self._values[:] = (now, now + limit_s, _ACTIVITIES.index(activity))
 
     def announce(self, activity: Activity) -> None:
-        """Say that something begins that takes long."""
+        """Write that work begins that takes long."""
         self.beat(_ANNOUNCED_S[activity], activity)
 
     @property
@@ -62,20 +59,17 @@ class Heartbeat:
 
     @property
     def activity(self) -> Activity:
-        """What it does meanwhile."""
+        """What the engine does until then."""
         return _ACTIVITIES[int(self._values[2])]
 
 
 class Pulse:
-    """What the engine process writes to a heartbeat, and for how long each beat holds.
+    """Writes an engine process's heartbeat, and decides for how long each beat holds.
 
     The limit of a step is 20 times the slowest step before it. A pass over more tokens than any
-    before it may also take as long as its tokens would take one by one, which is always longer: a
-    batch reads the weights once. So the first long prompt on a slow CPU is no hang. A step in
-    which something was compiled says nothing about the speed of others.
-
-    Args:
-        heartbeat: where it goes.
+    before it may also take as long as its tokens would take one by one. A batch always takes less,
+    because it reads the weights once. So the first long prompt on a slow CPU is no hang. Steps that
+    compile something do not count.
     """
 
     def __init__(self, heartbeat: Heartbeat) -> None:
@@ -89,29 +83,25 @@ class Pulse:
         self._planned_tokens = 0
 
     def loading(self) -> None:
-        """A stage of loading begins."""
+        """Note that a stage of loading begins."""
         self._write(0.0)
 
     def loaded(self, token_s: float) -> None:
-        """All is loaded.
-
-        Args:
-            token_s: seconds of a step of one token.
-        """
+        """Note that all is loaded; a step of one token takes `token_s` seconds."""
         self._token_s = self._slowest_s = token_s
         self._is_loading = False
         self.beat()
 
     def beat(self) -> None:
-        """The loop goes round, or waits for requests."""
+        """Note that the loop begins a round, or waits for requests."""
         self._write(_SLOWER * self._slowest_s)
 
     def order(self) -> None:
-        """An order of the front end is carried out."""
+        """Note that the loop carries out an order of the front end."""
         self._write(max(_SLOWER * self._slowest_s, _ORDER_S))
 
     def planned(self, num_tokens: int) -> None:
-        """A pass over so many tokens begins."""
+        """Note that a pass over so many tokens begins."""
         self._planned_tokens = max(self._planned_tokens, num_tokens)
         one_by_one_s = num_tokens * self._token_s if num_tokens > self._most_tokens else 0.0
         self._write(max(_SLOWER * self._slowest_s, one_by_one_s))
@@ -124,7 +114,7 @@ class Pulse:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """A step of the engine."""
+        """Time a step of the engine."""
         self._has_compiled, self._num_compiling, self._planned_tokens = False, 0, 0
         self.beat()
         start = time.monotonic()
@@ -134,13 +124,13 @@ class Pulse:
         self._most_tokens = max(self._most_tokens, self._planned_tokens)
 
     def compiling(self, *_: Any, **__: Any) -> None:
-        """Something begins to compile."""
+        """Note that a compilation begins."""
         self._has_compiled = True
         self._num_compiling += 1
         self._heartbeat.announce("compiling")
 
     def compiled(self, *_: Any, **__: Any) -> None:
-        """It has compiled."""
+        """Note that a compilation ended."""
         self._num_compiling -= 1
         # Between two compilations of the start, graphs are captured.
         if self._is_loading or self._num_compiling > 0:
@@ -150,7 +140,7 @@ class Pulse:
 
 
 def announce_compilation(pulse: Pulse) -> None:
-    """Have a pulse told whenever torch.compile or Triton compiles something, in any step."""
+    """Call a pulse whenever torch.compile or Triton compiles something."""
     from torch._dynamo.callback import callback_handler
 
     callback_handler.register_start_callback(pulse.compiling)

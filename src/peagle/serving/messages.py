@@ -1,30 +1,31 @@
-"""What the front end and an engine process say to each other, pickled over a private pipe."""
+"""The messages between the front end and an engine process, pickled over a private pipe."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
+from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.engine import EngineStats
+from peagle.engine.loop import Add as Add
 from peagle.engine.outputs import StreamChunk
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What an engine process loads.
+    """What an engine process loads, and the limits that it keeps.
 
     Attributes:
         target: folder of the target.
         proposers: how each proposer drafts, by name; the first one is the default. They share the
             target's weights and split the KV budget.
         engine: sizes.
-        threads: CPU threads of torch; None leaves them to the model and the machine.
-        device_index: of the GPU, where the device is "auto" or "cuda" and there are several.
-        compile_timeout_s: how long a grammar may compile.
+        threads: CPU threads of torch; None chooses by model and machine.
+        device_index: index of the GPU, where the device is "auto" or "cuda" and there are several.
+        compile_timeout_s: seconds that a grammar may compile.
         grammar_budget_s: processor seconds that a grammar may take in one step; 0 sets no limit.
-        hang_timeout_s: how long the process may give no sign of life; 0 is for ever.
-        log_format: of what it writes to standard error.
+        hang_timeout_s: seconds that the process may give no sign of life; 0 sets no limit.
+        log_format: format of the log on standard error.
     """
 
     target: str
@@ -47,7 +48,7 @@ class EngineInfo:
         vocab_size: ids of the target.
         max_num_seqs: sequences decoded together.
         num_speculative_tokens: K of each proposer, by name, 0 for plain decoding.
-        defaults: how the model asks to be sampled, fields of SamplingParams.
+        defaults: sampling parameters that the model asks for, fields of SamplingParams.
         memory: the memory plan as a table.
         device: name of the device.
     """
@@ -65,27 +66,15 @@ class EngineInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Add:
-    """Run a request; its chunks come back under `index`."""
-
-    index: int
-    prompt: list[int]
-    params: SamplingParams
-    proposer: str
-    priority: int = 0
-    cache_salt: bytes = b""
-
-
-@dataclass(frozen=True, slots=True)
 class Cancel:
-    """Forget a request and free what it holds."""
+    """An order to stop a request and free what it holds."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End the process."""
+    """An order to end the process."""
 
 
 # ---- from the engine ----------------------------------------------------------------------------
@@ -100,7 +89,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The process ends; `is_user_error` tells a mistake in the settings from a fault."""
+    """The process ends, by a mistake in the settings (`is_user_error`) or by a fault."""
 
     message: str
     is_user_error: bool
@@ -117,7 +106,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """What one step brought; `stats` now and then."""
+    """The chunks of one step; `stats` now and then."""
 
     chunks: list[StreamChunk]
     stats: EngineStats | None

@@ -1,8 +1,13 @@
 """Drafting and verification."""
 
-from peagle.speculation.drafts import Drafts, Proposer, TargetStep
 from peagle.speculation.prompt_lookup import PromptLookup
-from peagle.speculation.proposers import AutoregressiveProposer, HeadProposer, ParallelProposer
+from peagle.speculation.proposers import (
+    AutoregressiveProposer,
+    Drafts,
+    HeadProposer,
+    ParallelProposer,
+    TargetStep,
+)
 from peagle.speculation.verification import SamplingTensors, Verified, verify
 
 __all__ = [
@@ -11,7 +16,6 @@ __all__ = [
     "HeadProposer",
     "ParallelProposer",
     "PromptLookup",
-    "Proposer",
     "SamplingTensors",
     "TargetStep",
     "Verified",

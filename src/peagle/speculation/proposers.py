@@ -7,6 +7,8 @@ drafter width, K drafts, J columns of them, V target vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,8 +19,74 @@ from peagle.kernels.expand import DraftBatch, expand_draft_batch, slot_mapping
 from peagle.kernels.random import Purpose, uniform
 from peagle.kernels.sampling import sample_from_weights
 from peagle.models.drafter import Attend, Drafter
-from peagle.speculation.drafts import DraftConstraint, Drafts, TargetStep
 from peagle.speculation.verification import SamplingTensors
+
+
+class DraftConstraint(Protocol):
+    """Says which tokens may be drafted, column after column: a grammar, for instance.
+
+    For each column call `mask`, then `advance` with the tokens chosen.
+
+    Attributes:
+        lens: number of valid drafts of each sequence so far; later ones must not be verified.
+    """
+
+    lens: list[int]
+
+    def mask(self, device: torch.device) -> Tensor | None:
+        """Return the tokens allowed in the next column, bool [B, V]; None if all are."""
+        ...
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Take the tokens chosen for the column, one a sequence."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TargetStep:
+    """What a proposer may read: rows that the target ran, and what verification decided.
+
+    Attributes:
+        tokens_T, positions_T: the packed target batch.
+        start_loc: [B+1], first row of each sequence.
+        features_TA: aux features of the rows.
+        num_accepted_B: tokens after the first row that stand (all of them in a prompt).
+        next_tokens_B: the token after them: emitted, or the next one of a prompt.
+        block_tables_BM: KV blocks of each sequence.
+        num_drafts: k_b, drafts to make for each sequence, at most K; with 0 a head only reads on.
+        sampling: with num_outputs counting the emitted tokens.
+        histories: every token of each sequence, the emitted ones included.
+        context_starts_B: first drafter slot of each sequence that may be looked at; None: all.
+        constraint: which tokens may be drafted; None: all.
+    """
+
+    tokens_T: Tensor
+    positions_T: Tensor
+    start_loc: Tensor
+    features_TA: Tensor
+    num_accepted_B: Tensor
+    next_tokens_B: Tensor
+    block_tables_BM: Tensor
+    num_drafts: Sequence[int]
+    sampling: SamplingTensors
+    histories: Sequence[Sequence[int]]
+    context_starts_B: Tensor | None = None
+    constraint: DraftConstraint | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Draft tokens of a batch.
+
+    Attributes:
+        tokens_BK: target ids; what stands at or above lens means nothing.
+        lens: drafts of each sequence: as many as were asked for, unless fewer were found.
+        probs_BKV: the draft distributions in the target vocabulary; None for argmax drafts.
+    """
+
+    tokens_BK: Tensor
+    lens: list[int]
+    probs_BKV: Tensor | None = None
 
 
 class HeadProposer:
@@ -51,14 +119,21 @@ class HeadProposer:
         self.max_model_len = max_model_len
         self.draft_sampling = draft_sampling
         self.graphs: Callable[..., tuple[Tensor, ...] | None] | None = None
+        if drafter.config.is_parallel:
+            self._h_shared_1D = drafter.shared_hidden().unsqueeze(0)
         self.scaling = drafter.config.head_dim**-0.5
         self._target_ids = drafter.target_ids()
         pruned = drafter.config.is_pruned
         self.draft_token_ids: Sequence[int] | None = self._target_ids.tolist() if pruned else None
 
+    def propose(self, step: TargetStep) -> Drafts:
+        """Draft the `num_drafts` tokens that follow `next_tokens` of every sequence."""
+        raise NotImplementedError
+
     def _first_pass(self, step: TargetStep) -> tuple[DraftBatch, Tensor]:
         """Run [NTP slots | mask slots] of every sequence: the batch and its hidden states."""
-        num_mask_slots = [self._num_mask_slots(k) for k in step.num_drafts]
+        parallel = self.drafter.config.is_parallel
+        num_mask_slots = [max(k - 1, 0) if parallel else 0 for k in step.num_drafts]
         batch = expand_draft_batch(
             step.tokens_T,
             step.positions_T,
@@ -73,26 +148,20 @@ class HeadProposer:
         )
         hidden_TD = self.drafter.combine_features(step.features_TA)
         if any(num_mask_slots):
-            hidden_TD = torch.cat((hidden_TD, self._shared_hidden()))
+            hidden_TD = torch.cat((hidden_TD, self._h_shared_1D))
         hidden_SD = self._run(
             batch.tokens_S,
             hidden_TD[batch.feature_rows_S],
             batch.positions_S,
-            AttentionMetadata(
-                query_start_loc=batch.query_start_loc,
-                seq_lens_B=batch.seq_lens_B,
-                block_tables_BM=step.block_tables_BM,
-                slots_T=batch.slots_S,
+            AttentionMetadata.of_batch(
+                batch,
+                step.block_tables_BM,
                 max_query_len=int(batch.query_start_loc.diff().max()),
                 max_seq_len=int(batch.seq_lens_B.max()),
                 context_starts_B=step.context_starts_B,
             ),
         )
         return batch, hidden_SD
-
-    def _num_mask_slots(self, num_drafts: int) -> int:
-        """Mask slots behind the NTP slots of a sequence."""
-        return 0
 
     def _run(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, metadata: AttentionMetadata
@@ -117,9 +186,6 @@ class HeadProposer:
             return prepared(query, key, value, cache, scaling=self.scaling, sliding_window=window)
 
         return attend
-
-    def _shared_hidden(self) -> Tensor:
-        return self.drafter.shared_hidden().unsqueeze(0)
 
     def _draw(
         self, hidden_NJD: Tensor, step: TargetStep, sequences_N: Tensor, first: int
@@ -171,16 +237,6 @@ class HeadProposer:
 
 class ParallelProposer(HeadProposer):
     """P-EAGLE: all K tokens in one drafter pass (arXiv 2602.01469)."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-        self._h_shared = self.drafter.shared_hidden().unsqueeze(0)
-
-    def _num_mask_slots(self, num_drafts: int) -> int:
-        return max(num_drafts - 1, 0)
-
-    def _shared_hidden(self) -> Tensor:
-        return self._h_shared
 
     def propose(self, step: TargetStep) -> Drafts:
         batch, hidden_SD = self._first_pass(step)
@@ -234,12 +290,11 @@ class AutoregressiveProposer(HeadProposer):
         tables_NM = step.block_tables_BM[sequences_N]
         rows = torch.arange(sequences_N.shape[0] + 1, device=sequences_N.device)
         size, starts_B = self.caches[0].block_size, step.context_starts_B
-        return AttentionMetadata(
-            query_start_loc=rows,
-            seq_lens_B=position_N + 1,
-            block_tables_BM=tables_NM,
-            slots_T=slot_mapping(tables_NM, rows[:-1], position_N, size, self.max_model_len),
-            max_query_len=1,
+        return AttentionMetadata.of_single_tokens(
+            rows,
+            position_N + 1,
+            slot_mapping(tables_NM, rows[:-1], position_N, size, self.max_model_len),
+            tables_NM,
             max_seq_len=max_seq_len,
             context_starts_B=None if starts_B is None else starts_B[sequences_N],
         )

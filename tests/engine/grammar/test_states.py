@@ -17,7 +17,7 @@ from conftest import VOCAB_SIZE, byte_tokenizer
 from peagle.bundled import BUNDLED_TARGET
 from peagle.config.structured import StructuredOutput
 from peagle.engine.grammar.compiler import GrammarCompiler, GrammarState, full_bitmask, pack, unpack
-from peagle.engine.grammar.drafts import DraftGrammar, walk
+from peagle.engine.grammar.drafts import DraftGrammar, prepare, verification_masks
 from peagle.errors import UserError
 
 pytest.importorskip("xgrammar")
@@ -275,7 +275,7 @@ def test_rollback_covers_the_longest_draft(compiler):
 
 
 def rebuilt_rows(compiler, outputs, drafts) -> tuple[list[int], list[set[int]]]:
-    """What `walk` should find, each row from a new state."""
+    """The lengths and masks to find, each row from a new state."""
     lens, rows = [], []
     everything = set(range(VOCAB_SIZE))
     for output, tokens in zip(outputs, drafts):
@@ -314,13 +314,17 @@ DRAFT = st.lists(st.sampled_from([*encode("(()))ab!"), EOS, 1, VOCAB_SIZE - 1]),
 
 @settings(max_examples=60, deadline=None)
 @given(batch=st.lists(st.tuples(OUTPUTS, DRAFT), min_size=1, max_size=4))
-def test_walk_equals_rebuilding_every_row(compiler, batch):
+def test_preparing_equals_rebuilding_every_row(compiler, batch):
     outputs, drafts = zip(*batch)
     states = states_of(compiler, outputs)
     before = [None if s is None else allowed(s) for s in states]
-    lens, bitmask = walk(states, drafts, VOCAB_SIZE)
+    for state, tokens in zip(states, drafts):
+        if state is not None:
+            prepare([state], [tokens])
+    cut = [t if s is None else s.allowed(t) for s, t in zip(states, drafts)]
+    bitmask = verification_masks(states, cut, VOCAB_SIZE)
     expected_lens, expected_rows = rebuilt_rows(compiler, outputs, drafts)
-    assert lens == expected_lens
+    assert [len(tokens) for tokens in cut] == expected_lens
     if bitmask is None:
         assert all(output is None for output in outputs)
     else:
@@ -339,7 +343,8 @@ def test_draft_masks_equal_rebuilding_every_column(compiler, batch, pruned):
     k = min(len(tokens) for _, tokens in batch)
     drafts = [tokens[:k] for _, tokens in batch]
     vocabulary = encode("(abc") if pruned else None  # no ")", no end of text
-    grammar = DraftGrammar(states_of(compiler, outputs), VOCAB_SIZE, draft_token_ids=vocabulary)
+    states = states_of(compiler, outputs)
+    grammar = DraftGrammar(states, VOCAB_SIZE, draft_token_ids=vocabulary)
     full_lens, _ = rebuilt_rows(compiler, outputs, drafts)
     over = [False] * len(batch)
     for column in range(k):
@@ -362,7 +367,12 @@ def test_draft_masks_equal_rebuilding_every_column(compiler, batch, pruned):
     assert all(have <= full for have, full in zip(grammar.lens, full_lens))
     grammar.finish()
     cut = [tokens[:length] for tokens, length in zip(drafts, grammar.lens)]
-    assert walk(states_of(compiler, outputs), cut, VOCAB_SIZE)[0] == grammar.lens
+    # The masks made while drafting are those that verify the drafts, or the first of them.
+    for count in (k, k // 2):
+        shorter = [tokens[:count] for tokens in cut]
+        masks = verification_masks(states, shorter, VOCAB_SIZE)
+        if masks is not None:
+            assert row_sets(masks) == rebuilt_rows(compiler, outputs, shorter)[1]
 
 
 def test_finish_restores_the_states(compiler):
@@ -383,7 +393,7 @@ def test_a_batch_without_grammars_has_no_masks():
     grammar.advance([5, 6])
     assert grammar.lens == [1, 1]
     grammar.finish()
-    assert walk([None], [[1, 2]], VOCAB_SIZE) == ([2], None)
+    assert verification_masks([None], [[1, 2]], VOCAB_SIZE) is None
 
 
 def test_pack_and_unpack():

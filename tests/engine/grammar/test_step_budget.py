@@ -202,7 +202,7 @@ def test_the_excess_is_seen_while_the_call_goes_on() -> None:
     budget.each([spender], lambda index, spender: spender.burn())
 
     def is_over() -> bool:
-        budget.look()
+        budget.mark_excess()
         return spender.is_over_budget
 
     until(is_over)

@@ -63,9 +63,9 @@ class Prepared:
     """What verifies the drafts of a sequence.
 
     Attributes:
-        drafts: for which this holds.
-        bitmask_RW: row j has the tokens allowed after the first j drafts; rows behind a draft that
-            is not allowed are left out. Rows after a stop id allow everything.
+        drafts: drafts for which the masks were made.
+        bitmask_RW: row j has the tokens allowed after the first j drafts; there are no rows behind
+            a draft that is not allowed. Rows after a stop id allow everything.
     """
 
     drafts: tuple[int, ...]
@@ -241,6 +241,11 @@ class GrammarState:
         return self._compiled.vocab_size
 
     @property
+    def is_free(self) -> bool:
+        """Whether the engine may use the state now."""
+        return not (self.is_busy or self.is_over_budget)
+
+    @property
     def slow_text(self) -> str:
         """What a user is told of a grammar that went beyond its budget."""
         return f"The output ended: {self.budget.excess}"
@@ -330,19 +335,18 @@ class GrammarState:
         self.prepared = Prepared(tuple(drafts), bitmask_RW[: length + 1])
 
     def is_prepared_for(self, drafts: Sequence[int]) -> bool:
-        """Whether the masks of these drafts are there, and the state is free."""
+        """Return whether the masks of these drafts are there, and the state is free."""
         prepared = self.prepared
-        return not self.is_busy and prepared is not None and prepared.drafts == tuple(drafts)
+        if self.is_busy or prepared is None:
+            return False
+        return prepared.drafts[: len(drafts)] == tuple(drafts)
 
-    def count_allowed(self, tokens: Sequence[int]) -> int:
-        """How many of these tokens may follow, one after another; the state ends where it was."""
-        length = 0
-        for token in tokens:
-            if not self.try_advance(token):
-                break
-            length += 1
-        self.rollback(length)
-        return length
+    def allowed(self, drafts: list[int]) -> list[int]:
+        """Return the drafts up to the first that is not allowed; none without their masks."""
+        if not self.is_prepared_for(drafts):
+            return []
+        assert self.prepared is not None
+        return drafts[: len(self.prepared.bitmask_RW) - 1]
 
     def _fill(self, bitmask_RW: Tensor, row: int) -> None:
         self._matcher.fill_next_token_bitmask(bitmask_RW, row)
@@ -353,8 +357,10 @@ class GrammarState:
 
 
 def full_bitmask(rows: int, vocab_size: int) -> Tensor:
-    """A packed mask that allows everything, int32 [R, W] on the CPU."""
-    return torch.full((rows, -(-vocab_size // 32)), -1, dtype=torch.int32)
+    """Return a packed mask that allows everything, int32 [R, W] on the CPU."""
+    # Threads outside of inference mode write into it.
+    with torch.inference_mode(False):
+        return torch.full((rows, -(-vocab_size // 32)), -1, dtype=torch.int32)
 
 
 def unpack(bitmask_RW: Tensor, vocab_size: int) -> Tensor:

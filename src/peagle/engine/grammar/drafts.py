@@ -5,76 +5,67 @@ Shapes: B sequences, R packed rows (k_b + 1 of each sequence), V vocabulary, W p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from peagle.engine.grammar.compiler import GrammarState, full_bitmask, pack, unpack
+from peagle.engine.grammar.compiler import GrammarState, Prepared, full_bitmask, pack, unpack
 
 
-def prepare(states: Sequence[GrammarState | None], drafts: Sequence[Sequence[int]]) -> None:
-    """Have the states find the masks that verify these drafts, unless they have them.
+def prepare(states: Sequence[GrammarState], drafts: Sequence[Sequence[int]]) -> None:
+    """Find the masks that verify each state's drafts, unless the state has them.
 
-    A state that takes long is busy when this returns, see `StepBudget`.
-
-    Args:
-        states: of each sequence, None where nothing constrains it.
-        drafts: of each sequence, wherever they come from.
+    A state whose grammar takes long is busy when this returns, see `StepBudget`; one that has gone
+    beyond the budget is marked so.
     """
-    wanted = [
-        None if state is None or state.is_prepared_for(tokens) else state
+    budget = states[0].budget
+    missing = [
+        None if state.is_prepared_for(tokens) else state
         for state, tokens in zip(states, drafts, strict=True)
     ]
-    known = next((state for state in wanted if state is not None), None)
-    if known is not None:
-        known.budget.each(wanted, lambda b, state: state.prepare(drafts[b]))
+    budget.each(missing, lambda b, state: state.prepare(drafts[b]))
+    budget.mark_excess()
 
 
-def walk(
+def verification_masks(
     states: Sequence[GrammarState | None], drafts: Sequence[Sequence[int]], vocab_size: int
-) -> tuple[list[int], Tensor | None]:
-    """Cut drafts at the first token not allowed, and mask the rows that verify the rest.
+) -> Tensor | None:
+    """Return the packed masks of the rows that verify drafts, int32 [R, W] on the CPU.
 
-    The states end where they were; those that are not prepared are made so.
-
-    Args:
-        states, drafts: as in `prepare`; none is busy.
-        vocab_size: V.
-
-    Returns:
-        k_b of each sequence; the packed masks of the rows, int32 [R, W] on the CPU, or None when
-        no sequence has a state. Row j of a sequence has the tokens allowed after its first j
-        drafts; rows after a stop id, and those of sequences without a state, allow everything.
+    Row j of a sequence has the tokens allowed after its first j drafts. Rows after a stop id, and
+    those of sequences without a state, allow everything. None if no sequence has a state. Every
+    state must be prepared, and its drafts allowed.
     """
     if not any(states):
-        return [len(tokens) for tokens in drafts], None
+        return None
     rows = []
     for state, tokens in zip(states, drafts, strict=True):
+        count = len(tokens) + 1
         if state is None:
-            rows.append(full_bitmask(len(tokens) + 1, vocab_size))
+            rows.append(full_bitmask(count, vocab_size))
             continue
-        if not state.is_prepared_for(tokens):
-            state.prepare(tokens)
-        assert state.prepared is not None
-        rows.append(state.prepared.bitmask_RW)
-    return [len(bitmask_RW) - 1 for bitmask_RW in rows], torch.cat(rows)
+        assert state.is_prepared_for(tokens) and state.prepared is not None
+        rows.append(state.prepared.bitmask_RW[:count])
+        assert len(rows[-1]) == count, "drafts are cut when they are made"
+    return torch.cat(rows)
 
 
 class DraftGrammar:
     """Masks the drafts of one batch while they are chosen, column after column.
 
-    For each column: `mask()`, choose, `advance(tokens)`; at the end `finish()`. Drafting of a
-    sequence is over at a token that its grammar does not allow, after a stop id, and where no id of
-    the draft vocabulary is allowed; what is chosen for it from then on is ignored.
+    For each column: `mask()`, choose, `advance(tokens)`; at the end `finish()`, which leaves the
+    masks with the states, for the verification. Drafting of a sequence is over at a token that its
+    grammar does not allow, after a stop id, and where no id of the draft vocabulary is allowed;
+    tokens chosen for the sequence from then on are ignored.
 
     Args:
-        states: of each sequence, None where nothing constrains it; each after its output tokens.
+        states: state of each sequence after its output tokens; None where nothing constrains it.
         vocab_size: V.
         draft_token_ids: the draft vocabulary, if it is not all of V.
 
     Attributes:
-        lens: how many drafts of each sequence are valid so far.
+        lens: number of valid drafts of each sequence so far.
     """
 
     def __init__(
@@ -88,12 +79,14 @@ class DraftGrammar:
         self._states = states
         self._vocab_size = vocab_size
         self._draftable_W = None if draft_token_ids is None else pack(draft_token_ids, vocab_size)
-        self._is_over = [s is not None and (s.is_finished or not _is_free(s)) for s in states]
-        self._was_busy = [False] * len(states)
-        self._fill_column(lambda b, state: True)
+        self._is_over = [s is not None and (s.is_finished or not s.is_free) for s in states]
+        self._was_busy = [s is not None and not s.is_free for s in states]
+        self._tokens: list[list[int]] = [[] for _ in states]
+        self._masks: list[list[Tensor]] = [[] for _ in states]
+        self._fill_column(None)
 
     def mask(self, device: torch.device | str = "cpu") -> Tensor | None:
-        """Tokens allowed as the next draft, bool [B, V]; None if nothing is constrained.
+        """Return the tokens allowed as the next draft, bool [B, V]; None if nothing is constrained.
 
         Rows without a state, and those whose drafting is over, are True throughout.
         """
@@ -106,23 +99,17 @@ class DraftGrammar:
         for b, state in enumerate(self._states):
             if state is None:
                 self.lens[b] += 1
-        self._fill_column(lambda b, state: self._take(b, state, tokens[b]))
-
-    def _take(self, b: int, state: GrammarState, token: int) -> bool:
-        """Move a state past its draft; whether drafting goes on."""
-        if not state.try_advance(token):
-            return False
-        self.lens[b] += 1
-        return not state.is_finished
+        self._fill_column(tokens)
 
     def finish(self) -> None:
-        """Put the states back to where they were; those that are busy do so when they are done."""
+        """Put the states back to where they were; busy ones go back when their call has ended."""
         for b, state in enumerate(self._states):
-            if state is not None and _is_free(state) and not self._was_busy[b]:
+            if state is not None and self._masks[b] and state.is_free and not self._was_busy[b]:
                 state.rollback(self.lens[b])
+                state.prepared = Prepared(tuple(self._tokens[b]), torch.stack(self._masks[b]))
 
-    def _fill_column(self, take: Callable[[int, GrammarState], bool]) -> None:
-        """Move the states on, and make the masks after the drafts so far.
+    def _fill_column(self, tokens: Sequence[int] | None) -> None:
+        """Move the states past these tokens, and make the masks after the drafts so far.
 
         Ends drafting where no id to draft is allowed, and where the grammar takes long.
         """
@@ -130,35 +117,34 @@ class DraftGrammar:
         bitmask_BW = full_bitmask(len(self._states), self._vocab_size)
 
         def fill(b: int, state: GrammarState) -> None:
-            self._is_over[b] = not take(b, state)
-            if not self._is_over[b]:
-                state.mask_into(bitmask_BW, b)
+            if tokens is not None:
+                if not state.try_advance(tokens[b]):
+                    self._is_over[b] = True
+                    return
+                self.lens[b] += 1
+                self._tokens[b].append(tokens[b])
+            state.mask_into(bitmask_BW, b)
 
-        wanted = [
-            None if self._is_over[b] or self._was_busy[b] else state
-            for b, state in enumerate(self._states)
-        ]
-        known = next((state for state in wanted if state is not None), None)
+        open_states = [None if over else s for s, over in zip(self._states, self._is_over)]
+        known = next((state for state in open_states if state is not None), None)
         beside: set[int] = set()
         if known is not None:
-            budget = known.budget
-            beside = budget.each(wanted, fill, lambda b, state: state.rollback(self.lens[b]))
-        for b, state in enumerate(wanted):
+            beside = known.budget.each(
+                open_states, fill, lambda b, state: state.rollback(self.lens[b])
+            )
+        for b, state in enumerate(open_states):
             if state is None:
                 continue
             if b in beside:
                 self._was_busy[b] = self._is_over[b] = True
                 bitmask_BW = bitmask_BW.clone()
-            elif self._is_over[b] or self._has_draft(bitmask_BW[b]):
-                continue
-            self._is_over[b] = True
-            bitmask_BW[b] = -1
+            elif not self._is_over[b]:
+                self._masks[b].append(bitmask_BW[b].clone())
+                self._is_over[b] = state.is_finished or not self._has_draft(bitmask_BW[b])
+            if self._is_over[b]:
+                bitmask_BW[b] = -1
         self._bitmask_BW = bitmask_BW
 
     def _has_draft(self, bitmask_W: Tensor) -> bool:
-        """Whether an id that may be drafted is allowed."""
+        """Return whether an id that may be drafted is allowed."""
         return self._draftable_W is None or bool((bitmask_W & self._draftable_W).any())
-
-
-def _is_free(state: GrammarState) -> bool:
-    return not (state.is_busy or state.is_over_budget)

@@ -104,8 +104,8 @@ class StepBudget:
             raise job.error
         return [], set()
 
-    def look(self) -> None:
-        """Mark what has gone beyond the budget meanwhile."""
+    def mark_excess(self) -> None:
+        """Mark the grammars that have gone beyond the budget meanwhile."""
         self._beside = [job for job in self._beside if not job.is_over]
         for job in self._beside:
             job.mark_excess()

@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from peagle.config import SamplingParams
-from peagle.engine.graph_runner import StepSizes
 from peagle.engine.sequence import Sequence, SequenceStatus
 
 pytest.importorskip("triton", reason="needs triton")
 
-from peagle.engine.step_buffers_triton import HostWritten, StepBuffers
+from peagle.engine.decode_step import HostWritten, StepBuffers, StepSizes
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ROWS, K, WIDTH, STOP_IDS, VOCAB = 5, 3, 12, 4, 100
@@ -35,32 +34,6 @@ def sleep(device: torch.device) -> None:
 
 
 # ---- host and device ------------------------------------------------------------------------
-
-
-def test_one_allocation_holds_all(device: torch.device) -> None:
-    shapes = {"row": (3,), "table": (2, 4), "one": (1,), "empty": (0,)}
-    written = HostWritten(shapes, torch.int64, device)
-    first = written.on_device["row"]
-    ends: set[int] = set()
-    for name, shape in shapes.items():
-        tensor, array = written.on_device[name], written.on_host[name]
-        assert tensor.shape == array.shape == shape
-        assert tensor.dtype == torch.int64 and tensor.device.type == device.type
-        assert tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        places = range(tensor.storage_offset(), tensor.storage_offset() + tensor.numel())
-        assert not ends & {*places}, "two of them share memory"
-        ends |= {*places}
-    assert ends == set(range(3 + 8 + 1))
-
-
-def test_what_is_written_arrives_with_the_upload(device: torch.device) -> None:
-    written = HostWritten({"a": (2,), "b": (2, 2)}, torch.float32, device)
-    written.on_host["a"][:] = [0.5, 1.5]
-    written.on_host["b"][1] = 7
-    assert written.on_device["a"].tolist() == [0, 0]
-    written.upload()
-    assert written.on_device["a"].tolist() == [0.5, 1.5]
-    assert written.on_device["b"].tolist() == [[0, 0], [7, 7]]
 
 
 def test_twins_take_turns(device: torch.device) -> None:
@@ -270,18 +243,6 @@ def test_who_has_ended_keeps_its_row(device: torch.device, num_before: int) -> N
         buffers.upload_tables(sequences)
         assert buffers.block_tables_BM[1, : len(kept)].tolist() == kept
         check_tables(buffers, sequences)
-
-
-def test_a_row_of_the_next_batch_is_not_that_of_one_who_ended(device: torch.device) -> None:
-    buffers, rng = make_buffers(device), random.Random(2)
-    sequences = [make_sequence(i, rng) for i in range(2)]
-    for _ in range(3):
-        buffers.upload(sequences, VOCAB)
-        buffers.upload_tables(sequences)
-        check_tables(buffers, sequences)
-        end(sequences[0])
-        buffers.upload_tables(sequences)
-        sequences = [make_sequence(i, rng) for i in range(3)]
 
 
 def check_tables(buffers: StepBuffers, sequences: list[Sequence]) -> None:

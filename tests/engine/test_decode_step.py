@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from peagle import LLM, SamplingParams
-from peagle.engine.drafting import HeadDrafting
 
 pytest.importorskip("triton")
 ON_CPU = os.environ.get("TRITON_INTERPRET") == "1"
@@ -134,22 +133,3 @@ def test_cancelled_while_in_flight(target_folder: Path, head: Path | None, devic
             break
     assert llm.stats.num_free_kv_blocks == llm.stats.num_kv_blocks
     assert [o.token_ids for o in llm.generate(PROMPTS, GREEDY)] == [o.token_ids for o in whole]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_paused_drafting_leaves_the_graphs(
-    target_folder: Path, head_folders: Callable[..., Path], device: str
-) -> None:
-    head = head_folders(parallel=True)
-    llm = make(target_folder, head, device, eager=False)
-    expected = make(target_folder, None, device, eager=True).generate(PROMPTS[:2], GREEDY)
-    engine = llm.engine
-    assert isinstance(engine.drafting, HeadDrafting)
-    sequences = [engine.add_request(prompt, GREEDY) for prompt in PROMPTS[:2]]
-    for step in range(200):
-        if not engine.has_unfinished:
-            break
-        engine.step()
-        if not sequences[0].is_finished:
-            engine.set_speculative_tokens(sequences[0], (3, 0)[step % 5 > 2])
-    assert [s.output_token_ids for s in sequences] == [o.token_ids for o in expected]

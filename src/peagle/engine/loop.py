@@ -1,0 +1,178 @@
+"""The loop around engines: it carries out orders between steps, and delivers chunks after them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+from peagle.config import SamplingParams
+from peagle.engine.outputs import StreamChunk
+from peagle.engine.requests import Prompt, Requests
+from peagle.errors import UserError
+
+_COMPILERS = 2
+
+Order = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """An order to run a request, whose chunks carry its `index`.
+
+    Attributes:
+        proposer: name of the engine that runs it.
+        priority, cache_salt: as in `Requests.add`.
+    """
+
+    index: int
+    prompt: Prompt
+    params: SamplingParams
+    proposer: str = ""
+    priority: int = 0
+    cache_salt: bytes = b""
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request of the loop: where it runs, its outputs' ids, and how many have not ended."""
+
+    requests: Requests
+    num_left: int
+    seq_ids: list[int] = field(default_factory=list)
+
+
+class EngineLoop:
+    """Steps engines in one thread; all methods but `post` belong to that thread.
+
+    Args:
+        engines: requests of each engine by the name of its proposer.
+        compile_timeout_s: seconds after which a grammar that still compiles is refused; None waits.
+    """
+
+    def __init__(
+        self, engines: Mapping[str, Requests], compile_timeout_s: float | None = None
+    ) -> None:
+        self._engines = engines
+        self._compile_timeout_s = compile_timeout_s
+        self._orders: SimpleQueue[Order | None] = SimpleQueue()
+        self._running: dict[int, _Running] = {}
+        self._compiling: dict[int, Future[None]] = {}
+        self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="peagle-grammar")
+
+    def post(self, order: Order | None) -> None:
+        """Have the loop carry out an order before its next step; None ends the loop."""
+        self._orders.put(order)
+
+    # ---- what a subclass says -------------------------------------------------------------------
+
+    def deliver(self, chunks: list[StreamChunk]) -> None:
+        """Hand over the chunks of a step."""
+        raise NotImplementedError
+
+    def refuse(self, index: int, error: BaseException) -> None:
+        """Report that a request was not queued."""
+        raise NotImplementedError
+
+    def next_order(self) -> Order | None:
+        """Wait for an order."""
+        return self._orders.get()
+
+    def step(self) -> list[StreamChunk]:
+        """Step every engine that has something to do."""
+        return [c for r in self._engines.values() if r.has_unfinished for c in r.step()]
+
+    # ---- the loop -------------------------------------------------------------------------------
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a step would do something."""
+        return any(requests.has_unfinished for requests in self._engines.values())
+
+    def run(self) -> None:
+        """Serve until an order of None."""
+        while True:
+            while not self._orders.empty() or not self.has_unfinished:
+                order = self.next_order()
+                if order is None:
+                    return
+                order()
+            chunks = self.step()
+            for chunk in chunks:
+                if chunk.output is not None:
+                    self._count_end(chunk.index)
+            self.deliver(chunks)
+
+    def add(self, message: Add) -> None:
+        """Queue a request, once threads beside the loop have compiled its grammar."""
+        if message.params.structured_output is None:
+            self._queue(message)
+            return
+        compile_grammar = self._engines[message.proposer].compile_grammar
+        future = self._compilers.submit(compile_grammar, message.params)
+        self._compiling[message.index] = future
+        timer = None
+        if (limit := self._compile_timeout_s) is not None:
+            timer = threading.Timer(
+                limit, self.post, (lambda: self._give_up(message.index, limit),)
+            )
+            timer.daemon = True
+            timer.start()
+
+        def compiled(_: Future[None]) -> None:
+            if timer is not None:
+                timer.cancel()
+            self.post(lambda: self._queue_compiled(message))
+
+        future.add_done_callback(compiled)
+
+    def _queue_compiled(self, message: Add) -> None:
+        future = self._compiling.pop(message.index, None)
+        if future is None or future.cancelled():
+            return  # it was given up or cancelled
+        if (error := future.exception()) is not None:
+            self.refuse(message.index, error)
+        else:
+            self._queue(message)
+
+    def _give_up(self, index: int, limit_s: float) -> None:
+        future = self._compiling.pop(index, None)
+        if future is not None:
+            future.cancel()
+            text = f"The structured output did not compile within {limit_s:g} s; simplify it."
+            self.refuse(index, UserError(text))
+
+    def _queue(self, message: Add) -> None:
+        requests = self._engines[message.proposer]
+        running = _Running(requests, message.params.n)
+        try:
+            running.seq_ids = requests.add(
+                message.index,
+                message.prompt,
+                message.params,
+                priority=message.priority,
+                cache_salt=message.cache_salt,
+            )
+        except Exception as error:  # other requests go on: this one was not queued
+            self.refuse(message.index, error)
+        else:
+            self._running[message.index] = running
+
+    def cancel(self, index: int) -> bool:
+        """Stop a request and free what it holds; return whether it was running."""
+        if (future := self._compiling.pop(index, None)) is not None:
+            future.cancel()
+        running = self._running.pop(index, None)
+        if running is None:
+            return False
+        running.requests.cancel(running.seq_ids)
+        return True
+
+    def _count_end(self, index: int) -> None:
+        running = self._running.get(index)
+        if running is not None:
+            running.num_left -= 1
+            if running.num_left == 0:
+                del self._running[index]
