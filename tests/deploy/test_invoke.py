@@ -22,7 +22,7 @@ CHAT = invoke.chat_body([{"role": "user", "content": "Hi"}], max_tokens=9)
 
 @pytest.fixture(scope="module")
 def aws() -> Iterator[FakeAws]:
-    with FakeAws(create_s=0) as fake:
+    with FakeAws(change_s=0) as fake:
         make_endpoint(fake)
         yield fake
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from peagle.cli.deploy_options import EndpointName, Region, Variant
 from peagle.cli.options import Format, OutputFormat
 from peagle.cli.terminal import dim, printable
 from peagle.errors import UserError
@@ -30,18 +31,6 @@ A body of OpenAI's API as it is, from a file or typed:
   peagle deploy sagemaker invoke qwen3 --body request.json
   peagle deploy sagemaker invoke qwen3 --body '{"prompt": "Once", "max_tokens": 16, "n": 2}'
 """
-
-EndpointName = Annotated[
-    str, typer.Argument(metavar="ENDPOINT", help="Its name.", show_default=False)
-]
-Region = Annotated[
-    str | None,
-    typer.Option(help="Of AWS.", show_default="boto3's own configuration"),
-]
-Variant = Annotated[
-    str | None,
-    typer.Option(help="Production variant of the endpoint.", show_default="all"),
-]
 
 
 def invoke(

@@ -13,7 +13,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
-from peagle.deploy.calls import Call
 from peagle.deploy.models import ModelSource
 from peagle.errors import CheckpointError, UserError
 from peagle.model_folder import MAX_JSON_BYTES, Readable, parse_json, read_header
@@ -32,17 +31,6 @@ class ModelFiles(Protocol):
     def tensor_names(self) -> Collection[str]:
         """Of all its safetensors files."""
         ...
-
-
-def reading_calls(source: ModelSource) -> list[Call]:
-    """What is asked of AWS before weights' headers are read: nothing but for models in S3."""
-    if source.kind != "s3":
-        return []
-    bucket, prefix = _place(source)
-    return [
-        Call("s3", "GetObject", {"Bucket": bucket, "Key": prefix + CONFIG}),
-        Call("s3", "ListObjectsV2", {"Bucket": bucket, "Prefix": prefix, "Delimiter": "/"}),
-    ]
 
 
 def _place(source: ModelSource) -> tuple[str, str]:
