@@ -126,7 +126,7 @@ def test_what_stays_is_listed_as_json_too(aws: FakeAws, delete: Delete) -> None:
     assert result.status == 2
     told = json.loads(result.out)
     assert "Model: DELETE_FAILED (AccessDenied)" in told["error"]
-    (one,) = told["stayed"]
+    one = told["stayed"][0]
     assert one["command"] == f"peagle deploy sagemaker delete {NAME} --yes --region us-east-1"
     assert one["command"] in result.err
 

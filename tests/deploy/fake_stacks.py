@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -30,7 +29,8 @@ cloudformation_backends = _models.cloudformation_backends
 # moto gives an endpoint of a stack a name of its own.
 FakeEndpoint.cloudformation_name_type = staticmethod(lambda: "EndpointName")  # type: ignore
 
-_UNKNOWN = re.compile(rb"<member>(?:(?!</member>|<LogicalResourceId>).)*</member>", re.DOTALL)
+# What moto's stacks make; the rest of a template is kept, and scaling is done here.
+_KNOWN = ("AWS::SageMaker", "AWS::CloudWatch")
 XML = {"Content-Type": "text/xml"}
 
 
@@ -136,15 +136,16 @@ class FakeStacks:
         return 200, XML, _xml("ExecuteChangeSet")
 
     def _execute(self, stack: Any, change_set: str, kind: str) -> None:
+        change = self._moto.change_sets[change_set]
+        whole = json.loads(change.template)
+        known = {n: r for n, r in whole["Resources"].items() if r["Type"].startswith(_KNOWN)}
+        change.template = json.dumps({**whole, "Resources": known})
+        change._parse_template()
         self._moto.execute_change_set(change_set)
+        stack.template = json.dumps(whole)
         stack.status = f"{kind}_IN_PROGRESS"
         self._relink(stack)
         self._scale(json.loads(stack.template)["Resources"])
-
-    def _DescribeStackResources(self, parameters: dict[str, Any], moto: Any) -> Answer:
-        """Without those that moto's stacks do not have."""
-        status, headers, body = moto()
-        return status, headers, _UNKNOWN.sub(b"", body)
 
     def _event(self, stack: Any, resource: str, status: str, reason: str) -> None:
         kind = f"AWS::SageMaker::{resource}"
@@ -187,7 +188,7 @@ class FakeStacks:
         target, policy = (resources[n]["Properties"] for n in ("ScalableTarget", "ScalingPolicy"))
         place = target["ServiceNamespace"], target["ResourceId"], target["ScalableDimension"]
         bounds = target["MinCapacity"], target["MaxCapacity"]
-        scaling.register_scalable_target(*place, *bounds, "", "")
+        scaling.register_scalable_target(*place, *bounds, "", None)  # type: ignore
         tracking = policy["TargetTrackingScalingPolicyConfiguration"]
         scaling.put_scaling_policy(
             policy["PolicyName"],

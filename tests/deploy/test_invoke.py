@@ -17,7 +17,7 @@ from peagle.deploy import invoke
 from peagle.errors import UserError
 
 NUM_SPLITS = 1000
-CHAT = invoke.chat_body([{"role": "user", "content": "Hi"}], max_tokens=9)
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}
 
 
 @pytest.fixture(scope="module")

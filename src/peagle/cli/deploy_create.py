@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import secrets
 import sys
-import time
 from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
@@ -118,7 +116,7 @@ def create(
     clients = Clients(given.value("region"))
     lookups = Lookups(options.load_entries(given), clients.client("s3"))
     request = options.read_request(given, model, clients.region, vllm or ())
-    d = _checked(new_deployment(request, _stamp(), lookups))
+    d = _checked(new_deployment(request, options.new_stamp(), lookups))
     require_role(d)
     stack.require_new(clients, d.endpoint_name)
     with options.leftovers_printed(output_format):
@@ -150,7 +148,7 @@ def update(
     request = options.read_request(given, model or "", clients.region, vllm or (), name=endpoint)
     stack.require_updatable(stack.stack_of(clients, endpoint), endpoint, clients.region)
     present = stack.template_of(clients, endpoint)
-    base = deployment_of(present, _stamp())
+    base = deployment_of(present, options.new_stamp())
     d = _checked(changed_deployment(base, request, lookups))
     if replace(d, sets_count=False) == base and not d.sets_count:
         raise UserError(
@@ -293,7 +291,9 @@ def _new(
             "No region was given: some regions have the managed image in another account."
         )
     request = options.read_request(given, model, region, vllm or (), name=name)
-    return _checked(new_deployment(request, _stamp() if stamp is None else stamp, lookups))
+    return _checked(
+        new_deployment(request, options.new_stamp() if stamp is None else stamp, lookups)
+    )
 
 
 def _checked(d: Deployment) -> Deployment:
@@ -308,11 +308,6 @@ def _checked(d: Deployment) -> Deployment:
     if d.source == "native":
         arguments_from(environment(d), with_model=False)
     return d
-
-
-def _stamp() -> str:
-    """The time and random letters: two deployments of one second stay apart."""
-    return f"{time.strftime('%Y%m%d%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
 
 
 def _print_result(d: Deployment, region: str, what: str, output_format: OutputFormat) -> None:

@@ -120,10 +120,9 @@ def _request(
     if len(given) != 1:
         have = " and ".join(given) if given else "none of them"
         raise UserError(f"Give PROMPT, --messages or --body, one of them; {have} was given.")
-    from peagle.deploy.invoke import chat_body, completion_body
-
+    fields = {name: value for name, value in sampling.items() if value is not None}
     if body is not None:
-        set_too = [f"--{name.replace('_', '-')}" for name, v in sampling.items() if v is not None]
+        set_too = [f"--{name.replace('_', '-')}" for name in fields]
         set_too += ["--completion"] if completion else []
         if set_too:
             raise UserError(f"--body is sent as it is; put {set_too[0]} into it.")
@@ -131,13 +130,13 @@ def _request(
     if messages is not None:
         if completion:
             raise UserError("--messages is a chat; leave --completion out.")
-        return chat_body(_conversation(messages), **sampling)
+        return {"messages": _conversation(messages), **fields}
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text:
         raise UserError("The prompt is empty; expected at least one character.")
     if completion:
-        return completion_body(text, **sampling)
-    return chat_body([{"role": "user", "content": text}], **sampling)
+        return {"prompt": text, **fields}
+    return {"messages": [{"role": "user", "content": text}], **fields}
 
 
 def _body(text: str) -> dict[str, Any]:

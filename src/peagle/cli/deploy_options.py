@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -296,6 +298,11 @@ def region_of(given: Given) -> str:
         return boto3.Session().region_name or ""
     except BotoCoreError:
         return ""
+
+
+def new_stamp() -> str:
+    """The time and random letters: two changes of one second stay apart."""
+    return f"{time.strftime('%Y%m%d%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from peagle.cli.deploy_options import EndpointName, Region, leftovers_printed
+from peagle.cli.deploy_options import EndpointName, Region, leftovers_printed, new_stamp
 from peagle.cli.options import Format, OutputFormat
 from peagle.errors import UserError
 
@@ -164,7 +163,7 @@ def _change_scaling(
 
     stack.require_updatable(stack.stack_of(clients, endpoint), endpoint, clients.region)
     present = stack.template_of(clients, endpoint)
-    base = deployment_of(present, f"{time.strftime('%Y%m%d%H%M%S', time.gmtime())}-scaling")
+    base = deployment_of(present, new_stamp())
     changed = with_autoscaling(present, wanted)
     if print_calls:
         calls = stack.planned_calls(base, [stack.change_set_request(base, changed)])

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from peagle.deploy.aws_errors import WHERE_CREDENTIALS, WHERE_REGION, explain
+from peagle.deploy.aws_errors import WHERE_CREDENTIALS, WHERE_REGION, explain, is_gone
 from peagle.errors import UserError
 from peagle.extras import install_extra
 
@@ -115,6 +115,21 @@ class Clients:
         from botocore import xform_name
 
         return getattr(self.client(service), xform_name(operation))(**parameters)
+
+    def ask(self, service: str, operation: str, **parameters: Any) -> dict[str, Any]:
+        """Return an answer; {} where AWS says that it is about something that is not there.
+
+        Raises:
+            UserError: AWS refused, or gave no answer.
+        """
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            return self.request(service, operation, **parameters)
+        except (BotoCoreError, ClientError) as error:
+            if is_gone(error):
+                return {}
+            raise explain(error) from None
 
 
 def _session() -> Any:

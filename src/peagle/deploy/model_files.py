@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any
 
 from peagle.deploy.models import ModelSource
 from peagle.errors import CheckpointError, UserError
@@ -21,24 +21,12 @@ CONFIG = "config.json"
 _WEIGHTS = ".safetensors"
 
 
-class ModelFiles(Protocol):
-    """Where they are does not matter to who asks."""
-
-    def config(self) -> dict[str, Any]:
-        """config.json."""
-        ...
-
-    def tensor_names(self) -> Collection[str]:
-        """Of all its safetensors files."""
-        ...
-
-
 def _place(source: ModelSource) -> tuple[str, str]:
     bucket, _, prefix = source.name.removeprefix("s3://").partition("/")
     return bucket, prefix
 
 
-def files_of(source: ModelSource, s3: Any = None) -> ModelFiles | None:
+def files_of(source: ModelSource, s3: Any = None) -> LocalFiles | HubFiles | S3Files | None:
     """The files of a model; None in S3 without boto3's client to read them with."""
     if source.kind == "local":
         return LocalFiles(Path(source.name))

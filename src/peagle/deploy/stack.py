@@ -18,7 +18,7 @@ from typing import Any
 
 from peagle.deploy import logs, uploads
 from peagle.deploy.aws import Clients
-from peagle.deploy.aws_errors import clean, explain, is_gone
+from peagle.deploy.aws_errors import clean, explain
 from peagle.deploy.deployment import ENDPOINT_TAG, SOURCE_TAG, Deployment, Transfer
 from peagle.deploy.models import folder_files
 from peagle.deploy.template import (
@@ -98,9 +98,9 @@ def find_stack(clients: Clients, endpoint: str) -> dict[str, Any] | None:
     Raises:
         UserError: AWS refused.
     """
-    found = _ask(clients, "DescribeStacks", StackName=stack_name_of(endpoint))
-    stack = found["Stacks"][0] if found else None
-    return stack if stack and stack["StackStatus"] != "DELETE_COMPLETE" else None
+    found = clients.ask("cloudformation", "DescribeStacks", StackName=stack_name_of(endpoint))
+    stacks = found.get("Stacks", ())
+    return next((s for s in stacks if s["StackStatus"] != "DELETE_COMPLETE"), None)
 
 
 def stack_of(clients: Clients, endpoint: str) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def require_absent(clients: Clients, endpoint: str) -> None:
     Raises:
         UserError: it is there, or AWS refused.
     """
-    if _ask(clients, "DescribeEndpoint", "sagemaker", EndpointName=endpoint) is not None:
+    if clients.ask("sagemaker", "DescribeEndpoint", EndpointName=endpoint):
         raise UserError(
             f"The endpoint {endpoint!r} was not made by this version of peagle: it has no stack "
             f"{stack_name_of(endpoint)}. Change it with what made it, or delete it: aws sagemaker "
@@ -138,7 +138,7 @@ def template_of(clients: Clients, endpoint: str) -> Template:
     Raises:
         UserError: there is none, or AWS refused.
     """
-    found = _ask(clients, "GetTemplate", StackName=stack_name_of(endpoint)) or {}
+    found = clients.ask("cloudformation", "GetTemplate", StackName=stack_name_of(endpoint))
     body = found.get("TemplateBody") or {}
     return dict(json.loads(body) if isinstance(body, str) else body)
 
@@ -152,8 +152,8 @@ def require_new(clients: Clients, endpoint: str) -> None:
     stack = find_stack(clients, endpoint)
     status = stack["StackStatus"] if stack else ""
     if status in ("", _REVIEW):
-        found = _ask(clients, "DescribeEndpoint", "sagemaker", EndpointName=endpoint)
-        if found is None:
+        found = clients.ask("sagemaker", "DescribeEndpoint", EndpointName=endpoint)
+        if not found:
             return
         status = found["EndpointStatus"]
     raise UserError(
@@ -203,20 +203,6 @@ def _remedy(status: str, endpoint: str, region: str) -> str:
             f"deploy sagemaker status` shows, and delete it again: {delete}"
         )
     return ""
-
-
-def _ask(
-    clients: Clients, operation: str, service: str = "cloudformation", **parameters: Any
-) -> dict[str, Any] | None:
-    """An answer; None where AWS says that it is about something that is not there."""
-    from botocore.exceptions import BotoCoreError, ClientError
-
-    try:
-        return clients.request(service, operation, **parameters)
-    except (BotoCoreError, ClientError) as error:
-        if is_gone(error):
-            return None
-        raise explain(error) from None
 
 
 # ---- requests -------------------------------------------------------------------------------
@@ -557,17 +543,12 @@ class _Change:
         Raises:
             StackFailed: something of it could not be deleted.
         """
-        from botocore.exceptions import BotoCoreError, ClientError
-
-        try:
-            stack = _ask(self._clients, "DescribeStacks", StackName=self._stack)
-            if stack is None:
-                return
-            self._stack = stack["Stacks"][0]["StackId"]
-            self._skip_events()
-            self._clients.request("cloudformation", "DeleteStack", StackName=self._stack)
-        except (BotoCoreError, ClientError) as error:
-            raise explain(error) from None
+        found = self._clients.ask("cloudformation", "DescribeStacks", StackName=self._stack)
+        if not found:
+            return
+        self._stack = found["Stacks"][0]["StackId"]
+        self._skip_events()
+        self._clients.ask("cloudformation", "DeleteStack", StackName=self._stack)
         self._wait("stack_delete_complete")
 
     def delete_empty(self) -> None:
@@ -584,22 +565,17 @@ class _Change:
         """
         if not self.is_running:
             return
-        if _ask(self._clients, "CancelUpdateStack", StackName=self._stack) is not None:
+        if self._clients.ask("cloudformation", "CancelUpdateStack", StackName=self._stack):
             self._wait("stack_rollback_complete")
 
     def stayed(self) -> list[Stayed]:
-        """The resources that CloudFormation could not delete, and the stack itself."""
-        found = _ask(self._clients, "DescribeStackResources", StackName=self._stack) or {}
+        """The resources that CloudFormation could not delete, or else the stack itself."""
         region = self._clients.region
         again = f"peagle deploy sagemaker delete {self._endpoint} --yes --region {region}"
         stayed = [
-            Stayed(
-                f"{resource['ResourceType']} {resource.get('PhysicalResourceId', '')}",
-                again,
-                clean(resource.get("ResourceStatusReason", "")),
-            )
-            for resource in found.get("StackResources", ())
-            if resource["ResourceStatus"].endswith("_FAILED")
+            Stayed(name, again, reason)
+            for name, status, reason in _resources(self._clients, self._stack)
+            if status.endswith("_FAILED")
         ]
         return stayed or [Stayed(f"stack {self._name}", again)]
 
@@ -610,7 +586,7 @@ def stack_events(clients: Clients, stack: str) -> list[dict[str, Any]]:
     Raises:
         UserError: AWS refused.
     """
-    found = _ask(clients, "DescribeStackEvents", StackName=stack) or {}
+    found = clients.ask("cloudformation", "DescribeStackEvents", StackName=stack)
     return list(reversed(found.get("StackEvents", ())))
 
 
@@ -637,10 +613,19 @@ def resources_of(clients: Clients, endpoint: str) -> list[str]:
     Raises:
         UserError: AWS refused.
     """
-    found = _ask(clients, "DescribeStackResources", StackName=stack_name_of(endpoint)) or {}
+    return [name for name, _, _ in _resources(clients, stack_name_of(endpoint))]
+
+
+def _resources(clients: Clients, stack: str) -> list[tuple[str, str, str]]:
+    """Name, status and reason of each resource of a stack."""
+    found = clients.ask("cloudformation", "DescribeStackResources", StackName=stack)
     return [
-        f"{resource['ResourceType']} {resource.get('PhysicalResourceId', '')}"
-        for resource in found.get("StackResources", ())
+        (
+            f"{one['ResourceType']} {one.get('PhysicalResourceId', '')}".rstrip(),
+            one["ResourceStatus"],
+            clean(one.get("ResourceStatusReason", "")),
+        )
+        for one in found.get("StackResources", ())
     ]
 
 

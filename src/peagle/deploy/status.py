@@ -11,7 +11,7 @@ from typing import Any
 
 from peagle.config import cloudwatch as names
 from peagle.config.speculative import MAX_SPECULATIVE_TOKENS
-from peagle.deploy import aws_errors, logs, monitoring
+from peagle.deploy import logs, monitoring
 from peagle.deploy.aws import Clients
 from peagle.deploy.deployment import SOURCE_TAG, Autoscaling
 from peagle.deploy.monitoring import Acceptance, Drift
@@ -124,19 +124,23 @@ def describe(clients: Clients, name: str) -> EndpointState:
         UserError: there is no such endpoint (the nearest names are told), or AWS refused.
     """
     stack = find_stack(clients, name)
-    endpoint = _read(clients, "DescribeEndpoint", EndpointName=name)
+    endpoint = clients.ask("sagemaker", "DescribeEndpoint", EndpointName=name)
     if not endpoint and stack is None:
-        listed = _read(clients, "ListEndpoints", MaxResults=100).get("Endpoints", ())
+        listed = clients.ask("sagemaker", "ListEndpoints", MaxResults=100).get("Endpoints", ())
         near = get_close_matches(name, [one["EndpointName"] for one in listed], 3)
         guess = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
         raise UserError(f"There is no endpoint {name!r} in {clients.region}.{guess}")
     config: dict[str, Any] = {}
     if config_name := endpoint.get("EndpointConfigName"):
-        config = _read(clients, "DescribeEndpointConfig", EndpointConfigName=config_name)
+        config = clients.ask("sagemaker", "DescribeEndpointConfig", EndpointConfigName=config_name)
     variant = next(iter(config.get("ProductionVariants", ())), {})
     model_name = variant.get("ModelName")
-    model = _read(clients, "DescribeModel", ModelName=model_name) if model_name else {}
-    tags = _read(clients, "ListTags", ResourceArn=endpoint["EndpointArn"]) if endpoint else {}
+    model = clients.ask("sagemaker", "DescribeModel", ModelName=model_name) if model_name else {}
+    tags = (
+        clients.ask("sagemaker", "ListTags", ResourceArn=endpoint["EndpointArn"])
+        if endpoint
+        else {}
+    )
     stack_status = stack["StackStatus"] if stack else ""
     running = [v["VariantName"] for v in endpoint.get("ProductionVariants", ())]
     return EndpointState(
@@ -153,20 +157,6 @@ def describe(clients: Clients, name: str) -> EndpointState:
     )
 
 
-def _read(
-    clients: Clients, operation: str, service: str = "sagemaker", **parameters: Any
-) -> dict[str, Any]:
-    """An answer; {} where it is about something that is gone."""
-    from botocore.exceptions import BotoCoreError, ClientError
-
-    try:
-        return clients.request(service, operation, **parameters)
-    except (BotoCoreError, ClientError) as error:
-        if aws_errors.is_gone(error):
-            return {}
-        raise aws_errors.explain(error) from None
-
-
 def _failures(clients: Clients, stack: Mapping[str, Any] | None) -> tuple[str, ...]:
     assert stack is not None
     events = stack_events(clients, stack["StackId"])
@@ -180,10 +170,10 @@ def _scaling(
         where = {"ServiceNamespace": "sagemaker", "ScalableDimension": DIMENSION}
         service, resource = "application-autoscaling", resource_of(name, variant)
         asked = {**where, "ResourceIds": [resource]}
-        targets = _read(clients, "DescribeScalableTargets", service, **asked)
+        targets = clients.ask(service, "DescribeScalableTargets", **asked)
         for target in targets.get("ScalableTargets", ()):
             asked = {**where, "ResourceId": resource}
-            answer = _read(clients, "DescribeScalingPolicies", service, **asked)
+            answer = clients.ask(service, "DescribeScalingPolicies", **asked)
             policies = answer.get("ScalingPolicies", [])
             tracking = [p.get("TargetTrackingScalingPolicyConfiguration") for p in policies]
             first = next(filter(None, tracking), {})
@@ -449,7 +439,7 @@ def _results(window: _Window, queries: Sequence[dict[str, Any]]) -> Iterator[dic
         "EndTime": window.end,
     }
     while True:
-        answer = _read(window.clients, "GetMetricData", "cloudwatch", **asked)
+        answer = window.clients.ask("cloudwatch", "GetMetricData", **asked)
         yield from answer.get("MetricDataResults", ())
         if not answer.get("NextToken"):
             return
