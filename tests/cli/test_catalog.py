@@ -62,7 +62,7 @@ def test_a_head_that_only_jumpstart_has(peagle: Peagle) -> None:
     result = peagle("catalog", "gemma-4-31b-it")
     assert "google/gemma-4-31B-it (bf16, ~58.2 GiB)" in result.out
     assert "the head that JumpStart brings" in result.out
-    assert result.out.endswith("create gemma-4-31b-it --role ROLE_ARN --source jumpstart\n")
+    assert result.out.endswith("JumpStart as huggingface-vlm-gemma-4-31b-it.\n")
 
 
 def test_json(peagle: Peagle) -> None:
@@ -111,7 +111,8 @@ def test_the_commands_it_prints_are_understood(peagle: Peagle, tmp_path: Path) -
         planned = peagle(*arguments, "--region", "us-east-1")
         assert planned.status == 0, planned.err
         calls = json.loads(planned.out)["calls"]
-        (model,) = (c["parameters"] for c in calls if c["operation"] == "CreateModel")
+        (change,) = (c["parameters"] for c in calls if c["operation"] == "CreateChangeSet")
+        model = change["TemplateBody"]["Resources"]["Model"]["Properties"]
         variables = model["PrimaryContainer"]["Environment"]
         config = json.loads(variables["SM_VLLM_SPECULATIVE_CONFIG"])
         assert config["model"] == listed["draft"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -11,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from botocore.exceptions import ClientError
 
 from deploy.fake_aws import ACCESS_KEY, BUCKET, ROLE, SECRET_KEY, FakeAws
 from peagle.cli.deploy import SUBCOMMANDS
-from peagle.deploy.aws import Clients, Clock
+from peagle.deploy.aws import Clock
 from tests.cli.conftest import Pair, Peagle, Result, environment
 
 SAGEMAKER = ("deploy", "sagemaker")
@@ -25,7 +25,7 @@ HERE = ("--region", "us-east-1", "--role", ROLE)
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[FakeAws]:
-    with FakeAws(create_s=0, update_s=0) as fake:
+    with FakeAws(change_s=0) as fake:
         yield fake
 
 
@@ -63,9 +63,14 @@ def operations(plan: dict[str, Any]) -> list[str]:
     return [call["operation"] for call in plan["calls"]]
 
 
-def environment_of(plan: dict[str, Any]) -> dict[str, str]:
-    (model,) = (c for c in plan["calls"] if c["operation"] == "CreateModel")
-    return model["parameters"]["PrimaryContainer"]["Environment"]
+def template_of(plan: dict[str, Any]) -> dict[str, Any]:
+    (change,) = (c for c in plan["calls"] if c["operation"] == "CreateChangeSet")
+    return change["parameters"]["TemplateBody"]
+
+
+def environment_of(plan: dict[str, Any]) -> dict[str, Any]:
+    model = template_of(plan)["Resources"]["Model"]["Properties"]
+    return model["PrimaryContainer"]["Environment"]
 
 
 # ---- help -----------------------------------------------------------------------------------
@@ -91,8 +96,8 @@ def test_help_lists_the_commands(peagle: Peagle) -> None:
 def test_plan_touches_nothing(peagle: Peagle) -> None:
     plan = planned(peagle(*PLAN, "gpt-oss-20b", *HERE, "-k", 5, "--", "--max-model-len", "4096"))
     assert operations(plan) == [
-        *("DescribeEndpoint", "CreateModel", "CreateEndpointConfig", "CreateEndpoint"),
-        "DescribeEndpoint",
+        *("DescribeStacks", "DescribeEndpoint", "CreateChangeSet", "DescribeChangeSet"),
+        *("ExecuteChangeSet", "DescribeStacks"),
     ]
     assert environment_of(plan)["SM_VLLM_MAX_MODEL_LEN"] == "4096"
     assert json.loads(environment_of(plan)["SM_VLLM_SPECULATIVE_CONFIG"]) == {
@@ -111,43 +116,62 @@ def test_plan_needs_neither_boto3_nor_torch() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True)
     assert result.returncode == 0, result.stderr
-    assert operations(json.loads(result.stdout))[-1] == "PutScalingPolicy"
+    assert "ScalingPolicy" in template_of(json.loads(result.stdout))["Resources"]
 
 
 @pytest.mark.usefixtures("offline")
 def test_plan_hides_secrets(peagle: Peagle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_nobody_may_see_it")
     result = peagle(*PLAN, "gpt-oss-20b", *HERE, "--pass-hf-token", "--env", "MY_KEY=hush")
-    variables = environment_of(planned(result))
-    assert variables["HF_TOKEN"] == variables["MY_KEY"] == "********"
+    plan = planned(result)
+    (change,) = (c for c in plan["calls"] if c["operation"] == "CreateChangeSet")
+    values = {one["ParameterValue"] for one in change["parameters"]["Parameters"]}
+    assert values == {"********"}
     assert "nobody" not in result.out + result.err and "hush" not in result.out + result.err
 
 
 @pytest.mark.usefixtures("offline")
-def test_plan_of_what_only_aws_knows(peagle: Peagle) -> None:
-    """Stand-ins for names; the hub's call, and the catalog for its answer. It says so."""
-    hub = planned(peagle(*PLAN, "gpt-oss-20b", *HERE, "--source", "jumpstart"))
-    assert operations(hub)[0] == "DescribeHubContent" and "CreateModel" in operations(hub)
-    assert "not known without asking" in hub["notes"][0]
-    delete = planned(peagle(*PLAN, "chat", "--for", "delete", "--region", "eu-west-1"))
-    assert operations(delete)[-3:] == ["DeleteEndpoint", "DeleteEndpointConfig", "DeleteModel"]
-    assert "PRESENT-MODEL" in delete["notes"][0]
+def test_plan_needs_neither_region_nor_role(peagle: Peagle) -> None:
+    plan = planned(peagle(*PLAN, "gpt-oss-20b"))
+    assert plan["region"] is None
+    assert any("No role was given" in note for note in plan["notes"])
+    assert "RoleArn" in template_of(plan)["Parameters"]
+    assert "${AWS::Region}" in json.dumps(template_of(plan)["Resources"])
+    told = planned(peagle(*PLAN, "gpt-oss-20b", *HERE))
+    assert (told["region"], told["notes"]) == ("us-east-1", [])
+    assert "Parameters" not in template_of(told)
+
+
+@pytest.mark.usefixtures("offline")
+def test_template_is_that_of_the_plan(peagle: Peagle, pair: Pair) -> None:
+    result = peagle(*SAGEMAKER, "template", "gpt-oss-20b", *HERE)
+    assert result.status == 0, result.err
+    assert json.loads(result.out) == template_of(planned(peagle(*PLAN, "gpt-oss-20b", *HERE)))
+    local = peagle(*SAGEMAKER, "template", pair.target, "--instance-type", "ml.g6.xlarge", *HERE)
+    assert f"Put the files of {pair.target} under s3://{BUCKET}/peagle/" in local.err
+
+
+@pytest.mark.usefixtures("offline")
+def test_plan_of_later_commands(peagle: Peagle) -> None:
+    delete = planned(peagle(*PLAN, "chat", "--for", "delete"))
+    assert operations(delete)[-2:] == ["DeleteStack", "DescribeStacks"]
     update = planned(peagle(*PLAN, "chat", "--for", "update", "--model", "gpt-oss-20b", *HERE))
-    assert "UpdateEndpoint" in operations(update) and "CreateEndpoint" not in operations(update)
+    (change,) = (c for c in update["calls"] if c["operation"] == "CreateChangeSet")
+    assert change["parameters"]["ChangeSetType"] == "UPDATE"
 
 
 @pytest.mark.usefixtures("offline")
 def test_plan_of_models_here(peagle: Peagle, pair: Pair) -> None:
     options = ("--draft", pair.eagle3, "--instance-type", "ml.g6.xlarge", "--name", "x", *HERE)
     plan = planned(peagle(*PLAN, pair.target, *options))
-    assert operations(plan)[1:3] == ["PutObject", "PutObject"]
-    target, draft = plan["calls"][1:3]
+    assert operations(plan)[2:4] == ["PutObject", "PutObject"]
+    target, draft = plan["calls"][2:4]
     assert target["parameters"]["Bucket"] == BUCKET
     assert any(key.endswith("/target/tokenizer.json") for key in target["keys"])
     assert any(key.endswith("/draft/config.json") for key in draft["keys"])
     config = json.loads(environment_of(plan)["SM_VLLM_SPECULATIVE_CONFIG"])
     assert config["parallel_drafting"] is False
-    assert config["model"] == "/opt/ml/additional-model-data-sources/drafter/"
+    assert config["model"].startswith("/opt/ml/model/peagle/x/")
 
 
 @pytest.mark.usefixtures("offline")
@@ -164,10 +188,8 @@ def test_plan_says_what_it_did_not_look_at(peagle: Peagle) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["gpt-oss-20b", "--role", ROLE], "No AWS region is known"),
-        (["gpt-oss-20b", "--region", "us-east-1"], "No role"),
         (["gpt-oss-2b", *HERE], "Did you mean gpt-oss-20b"),
-        (["gpt-oss-20b", *HERE, "--source", "vllm"], "expected one of native, managed, jumpstart"),
+        (["gpt-oss-20b", *HERE, "--source", "vllm"], "expected one of managed, native"),
         (["gpt-oss-20b", *HERE, "--min-instances", "2"], "--min-instances is given without"),
         (["gpt-oss-20b", *HERE, "--max-instances", "2"], "give --scale-from"),
         (["gpt-oss-20b", *HERE, "stray"], "expected options of vLLM there"),
@@ -214,7 +236,7 @@ def test_create_update_and_what_they_tell(peagle: Peagle, aws: FakeAws) -> None:
     arguments = ("gpt-oss-20b", "--role", ROLE, "--name", "chat", "--tag", "team=nlp")
     result = peagle(*SAGEMAKER, "create", *arguments)
     assert result.status == 0, result.err
-    assert "created model 'chat-" in result.err
+    assert "CloudFormation works on the stack peagle-endpoint-chat" in result.err
     assert result.out.startswith("created: chat in us-east-1, openai/gpt-oss-20b (K = 7) on 1 x ")
     assert "peagle deploy sagemaker invoke chat --region us-east-1 'Hello'" in result.out
     assert aws.endpoints.status("chat") == "InService"
@@ -248,9 +270,11 @@ def test_create_of_models_here(peagle: Peagle, aws: FakeAws, pair: Pair) -> None
     assert result.status == 0, result.err
     keys = {key for call in plan["calls"] for key in call.get("keys", ())}
     listed = aws.client("s3").list_objects_v2(Bucket=BUCKET)["Contents"]
-    stripped = [{key.split("/", 3)[3] for key in one} for one in (keys, {x["Key"] for x in listed})]
+    found = {x["Key"] for x in listed}
+    stripped = [{re.sub(r"/\d{14}-\w{4}/", "/", key) for key in one} for one in (keys, found)]
     assert stripped[0] == stripped[1]
-    assert "target/model.safetensors" in stripped[0] and "draft/config.json" in stripped[0]
+    assert "peagle/mine/target/model.safetensors" in stripped[0]
+    assert "peagle/mine/target/peagle/mine/draft/config.json" in stripped[0]
 
 
 @pytest.mark.filterwarnings("ignore:Whether the model fits")
@@ -276,11 +300,13 @@ def test_a_head_in_s3_is_looked_at(peagle: Peagle, aws: FakeAws, pair: Pair) -> 
     container = described["PrimaryContainer"]
     found = json.loads(container["Environment"]["SM_VLLM_SPECULATIVE_CONFIG"])
     assert found["parallel_drafting"] is False
-    (channel,) = container["AdditionalModelDataSources"]
-    assert channel["S3DataSource"]["S3Uri"] == f"s3://{BUCKET}/head/"
+    assert container["ModelDataSource"]["S3DataSource"]["S3Uri"] == f"s3://{BUCKET}/model/"
+    copied = f"s3://{BUCKET}/model/" + found["model"].removeprefix("/opt/ml/model/")
+    assert aws.objects(copied) == aws.objects(f"s3://{BUCKET}/head/")
 
     plan = planned(peagle(*PLAN, model, *options, "--name", "y"))
-    assert operations(plan)[:2] == ["GetObject", "ListObjectsV2"]
+    assert "CopyObject" in operations(plan)
+    assert "was not looked at" in plan["notes"][0]
     client.put_object(Bucket=BUCKET, Key="head/model.safetensors", Body=b"broken")
     broken = peagle(*create, *options, "--name", "y")
     assert broken.status == 2 and "is not readable as safetensors" in broken.err
@@ -289,53 +315,20 @@ def test_a_head_in_s3_is_looked_at(peagle: Peagle, aws: FakeAws, pair: Pair) -> 
         assert peagle(*create, *options, "--name", "y").status == 0
 
 
-def test_the_hub_answers(peagle: Peagle, aws: FakeAws) -> None:
-    document = {"HostingEcrUri": "the/hubs:image", "DefaultInferenceInstanceType": "ml.g7e.2xlarge"}
-    aws.endpoints.hub["openai-reasoning-gpt-oss-20b"] = document
-    options = ("gpt-oss-20b", "--source", "jumpstart", "--name", "js", *HERE, "--format", "json")
-    result = peagle(*SAGEMAKER, "create", *options)
-    assert result.status == 0, result.err
-    told = json.loads(result.out)
-    assert (told["source"], told["image"]) == ("jumpstart", "the/hubs:image")
-
-
-def test_the_hub_refuses(peagle: Peagle, aws: FakeAws) -> None:
-    aws.fail("access denied", "DescribeHubContent")
-    options = ("gpt-oss-20b", "--source", "jumpstart", "--name", "js", *HERE, "--format", "json")
-    result = peagle(*SAGEMAKER, "create", *options)
-    assert result.status == 0, result.err
-    assert json.loads(result.out)["source"] == "managed"
-    assert "SageMaker's hub does not tell about" in result.err and "the catalog" in result.err
-
-
-def test_the_hub_is_not_reached(
-    peagle: Peagle, aws: FakeAws, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody knows what it would have said: that is no reason for another container."""
-
-    def throttle(*_: object) -> None:
-        raise ClientError({"Error": {"Code": "ThrottlingException"}}, "DescribeHubContent")
-
-    monkeypatch.setattr(Clients, "call", throttle)
-    result = peagle(*SAGEMAKER, "create", "gpt-oss-20b", "--source", "jumpstart", *HERE)
-    assert result.status == 2 and result.out == ""
-    assert not aws.holdings()
-
-
 def test_nothing_stays_of_what_fails(peagle: Peagle, aws: FakeAws) -> None:
     before = aws.holdings()
-    aws.fail("access denied", "CreateEndpoint")
+    aws.stacks.fail_next("CREATE", "Endpoint", "no instances")
     result = peagle(*SAGEMAKER, "create", "gpt-oss-20b", *HERE)
     assert result.status == 2 and result.out == ""
     assert "nothing stayed" in result.err
     assert aws.holdings() == before
 
 
-def test_scaling_needs_the_endpoint(peagle: Peagle, aws: FakeAws) -> None:
-    del aws
-    scaled = ("--max-instances", 4, "--scale-target", 8)
-    result = peagle(*SAGEMAKER, "create", "gpt-oss-20b", *HERE, *scaled, "--no-wait")
-    assert result.status == 2 and "--no-wait and --max-instances contradict" in result.err
+def test_a_role_is_needed(peagle: Peagle, aws: FakeAws, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SAGEMAKER_ROLE", raising=False)
+    result = peagle(*SAGEMAKER, "create", "gpt-oss-20b")
+    assert result.status == 2 and "No role" in result.err
+    assert not aws.holdings()
 
 
 def test_a_measured_curve_scales(peagle: Peagle, tmp_path: Path) -> None:
@@ -346,6 +339,6 @@ def test_a_measured_curve_scales(peagle: Peagle, tmp_path: Path) -> None:
     file = tmp_path / "tune.json"
     file.write_text(json.dumps({"predictions": rows, "best_single_k": 7}))
     plan = planned(peagle(*PLAN, "gpt-oss-20b", *HERE, "--max-instances", 4, "--scale-from", file))
-    (policy,) = (c for c in plan["calls"] if c["operation"] == "PutScalingPolicy")
-    tracking = policy["parameters"]["TargetTrackingScalingPolicyConfiguration"]
+    policy = template_of(plan)["Resources"]["ScalingPolicy"]["Properties"]
+    tracking = policy["TargetTrackingScalingPolicyConfiguration"]
     assert tracking["TargetValue"] == 5.0

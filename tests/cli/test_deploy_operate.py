@@ -28,7 +28,9 @@ from deploy.operating import (
     put_log,
 )
 from peagle.cli.main import LazyCommand, app
-from peagle.deploy.scaling import policy_of
+from peagle.deploy import stack
+from peagle.deploy.models import ModelSource
+from tests.deploy.deployments import a_deployment
 
 NOW = datetime.now(UTC)
 SESSION = boto3.Session(ACCESS_KEY, SECRET_KEY, region_name=REGION)
@@ -36,7 +38,7 @@ SESSION = boto3.Session(ACCESS_KEY, SECRET_KEY, region_name=REGION)
 
 @pytest.fixture(scope="module")
 def server():
-    with FakeAws(create_s=0, update_s=0) as fake:
+    with FakeAws(change_s=0) as fake:
         yield fake
 
 
@@ -240,67 +242,83 @@ def test_logs(aws, run):
 # ---- scale ----------------------------------------------------------------------------------
 
 
-def test_scaling_on_changed_and_off(aws, run):
-    result = run("scale", "code", "--max", 4, "--target", 16)
+@pytest.fixture
+def stacked(aws):
+    """An endpoint of a stack, that drafts 3 tokens."""
+    config = {"method": "eagle3", "num_speculative_tokens": 3, "parallel_drafting": True}
+    d = a_deployment(
+        endpoint_name="chat", draft=ModelSource("hub", "a/b"), speculative_config=config
+    )
+    stack.create(aws.clients(), d, report=lambda line: None)
+    return aws
+
+
+def scaling(run):
+    return json.loads(run("status", "chat", "--format", "json").out)["autoscaling"]
+
+
+def test_scaling_on_changed_and_off(stacked, run):
+    result = run("scale", "chat", "--max", 4, "--target", 16)
     assert (result.status, result.out) == (
         0,
-        "code: 1 to 4 instances at 16 requests at once on each\n",
+        "chat: 1 to 4 instances at 16 requests at once on each\n",
     )
-    scaled = {
-        "scalable target endpoint/code/variant/AllTraffic",
-        f"scaling policy {policy_of('code')}",
-    }
-    assert scaled <= aws.holdings()
-    assert run("scale", "code", "--min", 2, "--max", 3, "--target", 8).status == 0
-    data = json.loads(run("status", "code", "--format", "json").out)["autoscaling"]
+    assert scaling(run)["policies"] == ["peagle-chat"]
+    assert run("scale", "chat", "--min", 2, "--max", 3, "--target", 8).status == 0
+    data = scaling(run)
     assert (data["min_instances"], data["max_instances"], data["target_value"]) == (2, 3, 8.0)
     # A number of one's own would be changed again.
-    result = run("scale", "code", "--instances", 5)
+    result = run("scale", "chat", "--instances", 5)
     assert result.status == 2
     assert "scaled automatically (2 to 3 instances)" in result.err
-    assert run("scale", "code", "--off").status == 0
-    assert not scaled & aws.holdings()
-    told = json.loads(run("scale", "code", "--max", 2, "--target", 5, "--format", "json").out)
+    assert run("scale", "chat", "--off").status == 0
+    assert scaling(run) is None
+    told = json.loads(run("scale", "chat", "--max", 2, "--target", 5, "--format", "json").out)
     assert (told["autoscaling"]["max_instances"], told["autoscaling"]["target_value"]) == (2, 5.0)
-    assert run("scale", "code", "--off").status == 0
-    assert "is not scaled automatically" in run("scale", "code", "--off").err
+    assert run("scale", "chat", "--off").status == 0
+    assert "is not scaled automatically" in run("scale", "chat", "--off").err
 
 
-def test_scaling_that_fails_leaves_what_was_there(aws, run):
-    aws.fail("validation", "PutScalingPolicy")
-    before = aws.holdings()
-    result = run("scale", "code", "--max", 4, "--target", 16)
-    assert result.status == 2
-    assert aws.holdings() == before
-    run("scale", "code", "--max", 4, "--target", 16)
-    aws.fail("validation", "PutScalingPolicy")
-    assert run("scale", "code", "--max", 9, "--target", 2).status == 2
-    data = json.loads(run("status", "code", "--format", "json").out)["autoscaling"]
+def test_scaling_that_fails_leaves_what_was_there(stacked, run):
+    run("scale", "chat", "--max", 4, "--target", 16)
+    stacked.stacks.fail_next("UPDATE", "ScalingPolicy", "no")
+    result = run("scale", "chat", "--max", 9, "--target", 2)
+    assert result.status == 2 and "ScalingPolicy: UPDATE_FAILED (no)" in result.err
+    data = scaling(run)
     assert (data["max_instances"], data["target_value"]) == (4, 16.0)
 
 
-def test_the_target_of_a_measured_curve(aws, run, tmp_path):
+def test_endpoints_of_others_are_not_scaled(aws, run):
+    result = run("scale", "code", "--max", 4, "--target", 16)
+    assert result.status == 2
+    assert "was not made by this version of peagle" in result.err
+
+
+def test_the_target_of_a_measured_curve(stacked, run, tmp_path):
     path = throughput(tmp_path / "throughput.json", k=3)
-    result = run("scale", "code", "--max", 4, "--from", path)
-    assert result.out == "code: 1 to 4 instances at 11 requests at once on each\n"
+    result = run("scale", "chat", "--max", 4, "--from", path)
+    assert result.out == "chat: 1 to 4 instances at 11 requests at once on each\n"
     assert "one instance carries 16 requests at once (at 32 drafts no longer pay" in result.err
-    result = run("scale", "code", "--max", 4, "--from", path, "--max-itl-ms", 20)
+    result = run("scale", "chat", "--max", 4, "--from", path, "--max-itl-ms", 20)
     assert "at 5 requests at once" in result.out
-    result = run("scale", "code", "--max", 4, "--from", path, "--metric", "invocations")
+    result = run("scale", "chat", "--max", 4, "--from", path, "--metric", "invocations")
     assert "at 420 requests a minute" in result.out
-    metric = json.loads(run("status", "code", "--format", "json").out)["autoscaling"]["metric"]
+    metric = json.loads(run("status", "chat", "--format", "json").out)["autoscaling"]["metric"]
     assert metric == "SageMakerVariantInvocationsPerInstance"
     # The endpoint drafts 3 tokens; the file has 7.
-    result = run("scale", "code", "--max", 4, "--from", tune(tmp_path / "tune.json"))
+    result = run("scale", "chat", "--max", 4, "--from", tune(tmp_path / "tune.json"))
     assert "no speeds at K = 3" in result.err
-    assert run("scale", "code", "--max", 4, "--from", tmp_path / "tune.json", "-k", 7).status == 0
+    assert run("scale", "chat", "--max", 4, "--from", tmp_path / "tune.json", "-k", 7).status == 0
 
 
-def test_calls_are_printed_and_not_made(aws, run):
-    result = run("scale", "code", "--max", 4, "--target", 16, "--print-calls")
+def test_calls_are_printed_and_not_made(stacked, run):
+    result = run("scale", "chat", "--max", 4, "--target", 16, "--print-calls")
     calls = json.loads(result.out)
-    assert [c["operation"] for c in calls] == ["RegisterScalableTarget", "PutScalingPolicy"]
-    assert not any("scal" in one for one in aws.holdings())
+    assert calls[0]["operation"] == "CreateChangeSet"
+    assert "ScalingPolicy" in calls[0]["parameters"]["TemplateBody"]["Resources"]
+    assert scaling(run) is None
+    count = json.loads(run("scale", "chat", "--instances", 3, "--print-calls").out)
+    assert [c["operation"] for c in count] == ["UpdateEndpointWeightsAndCapacities"]
 
 
 def test_a_number_of_instances(aws, run):
@@ -320,7 +338,7 @@ def test_a_number_of_instances(aws, run):
         (("--max", 4), "neither was given"),
         (("--max", 4, "--target", 3, "--from", "x"), "both were given"),
         (("--off", "--target", 3), "go with --max"),
-        (("--max", 0, "--target", 3), "1 <= --min <= --max"),
+        (("--max", 0, "--target", 3), "1 <= fewest <= most"),
         (("--max", 4, "--target", -3), "above 0"),
         (("--instances", 0), "at least 1"),
         (("--max", 4, "--from", "x", "--percentile", 95), "50, 90 or 99"),

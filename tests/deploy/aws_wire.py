@@ -11,6 +11,7 @@ import json
 import re
 import struct
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from io import BytesIO
@@ -21,9 +22,7 @@ from xml.etree import ElementTree
 from botocore.loaders import create_loader
 from botocore.model import OperationModel, ServiceModel, Shape
 from botocore.parsers import BaseCBORParser
-
-from peagle.deploy.aws import validate
-from peagle.deploy.calls import Call
+from botocore.validate import ParamValidator
 
 # Of X-Amz-Target, and of the credential scope where there is none.
 TARGETS = {
@@ -31,8 +30,15 @@ TARGETS = {
     "AnyScaleFrontendService": "application-autoscaling",
     "Logs_20140328": "logs",
     "GraniteServiceVersion20100801": "cloudwatch",
+    "secretsmanager": "secretsmanager",
 }
-SCOPES = {"s3": "s3", "sts": "sts", "iam": "iam", "monitoring": "cloudwatch"}
+SCOPES = {
+    "cloudformation": "cloudformation",
+    "s3": "s3",
+    "sts": "sts",
+    "iam": "iam",
+    "monitoring": "cloudwatch",
+}
 NUMBERS = {"integer": int, "long": int, "float": float, "double": float}
 
 
@@ -92,10 +98,38 @@ def read_request(environ: dict[str, Any], body: bytes) -> Request:
         fields.pop("Version")
         parameters = fields
     assert operation in service_model(service).operation_names, (service, operation)
-    validate(Call(service, operation, parameters))
+    if service != "cloudformation":  # its requests are flat; boto3 checked them before
+        check_parameters(service, operation, parameters)
     attempts = re.search(r"attempt=(\d+)", environ.get("HTTP_AMZ_SDK_REQUEST", ""))
     identity = environ.get("HTTP_AMZ_SDK_INVOCATION_ID", "")
     return Request(service, operation, parameters, identity, int(attempts[1]) if attempts else 1)
+
+
+def check_parameters(service: str, operation: str, parameters: dict[str, Any]) -> None:
+    """AssertionError if parameters do not fit the service model: types, enumerations, patterns."""
+    shape = service_model(service).operation_model(operation).input_shape
+    report = ParamValidator().validate(dict(parameters), shape)
+    assert not report.has_errors(), report.generate_report()
+    problems = list(_misfits(parameters, shape, operation))
+    assert not problems, problems
+
+
+def _misfits(value: Any, shape: Any, where: str) -> Iterator[str]:
+    if shape.type_name == "structure":
+        for name, member in value.items():
+            yield from _misfits(member, shape.members[name], f"{where}.{name}")
+    elif shape.type_name in ("list", "map"):
+        inside = shape.member if shape.type_name == "list" else shape.value
+        for member in value if shape.type_name == "list" else value.values():
+            yield from _misfits(member, inside, where)
+    elif shape.type_name == "string":
+        allowed = getattr(shape, "enum", None)
+        if allowed and value not in allowed:
+            yield f"{where} is {value!r}, expected one of {allowed}"
+        pattern = shape.metadata.get("pattern", "")
+        is_pythons = "\\p{" not in pattern and "\\u" not in pattern
+        if pattern and is_pythons and not re.fullmatch(pattern, value, re.DOTALL):
+            yield f"{where} does not match {pattern}"
 
 
 def _path(environ: dict[str, Any]) -> str:

@@ -17,7 +17,6 @@ from serving.image import start_warm
 from serving.warm import WarmProcess
 
 MODEL_FOLDER = "/opt/ml/model"
-CHANNELS = "/opt/ml/additional-model-data-sources"
 
 
 class ContainerHost:
@@ -69,13 +68,9 @@ class ContainerHost:
     def _start(self, container: Mapping[str, Any], config: str) -> tuple[WarmProcess, int]:
         folder = self._folder / config
         folder.mkdir()
-        sources = {CHANNELS + f"/{s['ChannelName']}": s for s in _additional(container)}
-        if "ModelDataSource" in container:
-            sources[MODEL_FOLDER] = container["ModelDataSource"]
-        for place, source in sources.items():
-            self._fetch(source["S3DataSource"]["S3Uri"], Path(f"{folder}{place}"))
         variables = dict(container.get("Environment", {}))
-        if MODEL_FOLDER in sources:
+        if source := container.get("ModelDataSource"):
+            self._fetch(source["S3DataSource"]["S3Uri"], Path(f"{folder}{MODEL_FOLDER}"))
             # SageMaker mounts it where the image looks by itself.
             variables.setdefault("SM_VLLM_MODEL", MODEL_FOLDER)
         moved = {k: v.replace("/opt/ml/", f"{folder}/opt/ml/") for k, v in variables.items()}
@@ -87,10 +82,6 @@ class ContainerHost:
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
-
-
-def _additional(container: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return container.get("AdditionalModelDataSources") or []
 
 
 def _free_port() -> int:

@@ -1,16 +1,14 @@
 """A stand-in for AWS on a loopback port, for deployments.
 
-moto holds models, endpoint configurations, endpoints, scaling and S3. In front of it, under the
-same address, is what moto does not know: the states of an endpoint, update_endpoint, invocations,
-the hub, and refusals that AWS has and moto does not. Every request is read back by botocore's
-service models and checked against them.
+moto holds stacks, models, endpoint configurations, endpoints, secrets and S3. In front of it, under
+the same address, is what moto does not know: stacks that take time and fail, and invocations.
+Every request is read back by botocore's service models and checked against them.
 
     with FakeAws() as aws:
         clients = aws.clients()                 # peagle's, with the stand-in's clock
-        aws.fail("throttling", "CreateModel")   # the next such call is throttled, once
-        aws.endpoints.fail_next("UpdateEndpoint", "The container did not become healthy.")
+        aws.fail("throttling", "CreateChangeSet")   # the next such call is throttled, once
+        aws.stacks.fail_next("UPDATE", "Endpoint", "The container did not become healthy.")
         aws.endpoints.answer_with = lambda invocation: [b"data: ..."]
-        aws.endpoints.hub["the-model"] = {...}  # its document
         aws.calls, aws.holdings()
 
 `aws.clock` only moves when somebody sleeps on it. Leaving the block fails if a request was not
@@ -23,9 +21,9 @@ import json
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from copy import copy
 from functools import cache
 from io import BytesIO
 from typing import Any
@@ -45,12 +43,14 @@ from moto.moto_server.werkzeug_app import (
 )
 from moto.s3.models import s3_backends
 from moto.sagemaker.models import sagemaker_backends
+from moto.secretsmanager.models import secretsmanager_backends
 from werkzeug.serving import make_server
 from werkzeug.test import create_environ, run_wsgi_app
 
 from deploy.aws_wire import Answer, Request, error_answer, read_request
 from deploy.fake_endpoints import FakeEndpoints
 from deploy.fake_faults import KINDS, Fault
+from deploy.fake_stacks import FakeStacks, cloudformation_backends
 from peagle.deploy.aws import Clients, Clock
 
 # moto reads a folder for every request.
@@ -85,6 +85,16 @@ class FakeClock(Clock):
         object.__setattr__(self, "_now", self._now + seconds)
 
 
+class NoSleep:
+    """In place of the module `time` in botocore: retries follow at once."""
+
+    time = staticmethod(time.time)
+
+    @staticmethod
+    def sleep(seconds: float) -> None:
+        pass
+
+
 class NoAnswer(Exception):
     """The connection breaks."""
 
@@ -108,12 +118,15 @@ class FakeAws:
             s3_backends,
             logs_backends,
             cloudwatch_backends,
+            cloudformation_backends,
+            secretsmanager_backends,
         ):
             backends[ACCOUNT].reset()
         self.calls: list[Request] = []
         self.violations: list[str] = []
         self.faults: list[Fault] = []
-        self.endpoints = FakeEndpoints(self.clock, ACCOUNT, REGION, **self._durations)
+        self.endpoints = FakeEndpoints(ACCOUNT, REGION)
+        self.stacks = FakeStacks(self.clock, ACCOUNT, REGION, self.endpoints, **self._durations)
 
     # ---- what tests use -----------------------------------------------------------------
 
@@ -139,19 +152,20 @@ class FakeAws:
     def make_bucket(self, name: str = BUCKET) -> None:
         s3_backends[ACCOUNT]["aws"].create_bucket(name, REGION)
 
-    def holdings(self, *, detailed: bool = False) -> set[str]:
-        """Everything that is there, in words; detailed: and how it scales, what endpoints run."""
-        self.endpoints.settle()
+    def holdings(self) -> set[str]:
+        """Everything that is there, in words."""
+        self.stacks.settle()
         sagemaker = sagemaker_backends[ACCOUNT][REGION]
-        scaling = applicationautoscaling_backends[ACCOUNT][REGION]
         buckets = s3_backends[ACCOUNT]["aws"].buckets
-        targets = [t for held in scaling.targets.values() for t in held.values()]
-        found = {
+        return {
+            *(
+                f"stack {stack.name}"
+                for stack in cloudformation_backends[ACCOUNT][REGION].stacks.values()
+            ),
             *(f"model {name}" for name in sagemaker._models),
             *(f"endpoint configuration {name}" for name in sagemaker.endpoint_configs),
             *(f"endpoint {name}" for name in sagemaker.endpoints),
-            *(f"scalable target {target.resource_id}" for target in targets),
-            *(f"scaling policy {policy.policy_name}" for policy in scaling.policies.values()),
+            *(f"secret {name}" for name in secretsmanager_backends[ACCOUNT][REGION].secrets),
             *(f"object s3://{n}/{key}" for n, b in buckets.items() for key in b.keys),
             *(
                 f"multipart upload s3://{name}/{upload.key_name}"
@@ -159,48 +173,12 @@ class FakeAws:
                 for upload in bucket.multiparts.values()
             ),
         }
-        if detailed:
-            found |= {f"{t.min_capacity} to {t.max_capacity} instances" for t in targets}
-            found |= {f"scaled by {_tracked(policy)}" for policy in scaling.policies.values()}
-            found |= {f"runs {e.endpoint_config_name}" for e in sagemaker.endpoints.values()}
-        return found
 
     def objects(self, uri: str) -> dict[str, bytes]:
         """Contents of what is below s3://bucket/prefix/, by the rest of the key."""
         bucket, _, prefix = uri.removeprefix("s3://").partition("/")
         keys = s3_backends[ACCOUNT]["aws"].buckets[bucket].keys
         return {k.removeprefix(prefix): v.value for k, v in keys.items() if k.startswith(prefix)}
-
-    def snapshot(self) -> Callable[[], None]:
-        """A function that brings back what there is now, faster than making it again."""
-        self.endpoints.settle()
-        sagemaker = sagemaker_backends[ACCOUNT][REGION]
-        scaling = applicationautoscaling_backends[ACCOUNT][REGION]
-        # Models and configurations never change; endpoints and targets do.
-        models, configs = dict(sagemaker._models), dict(sagemaker.endpoint_configs)
-        alive = {name: copy(endpoint) for name, endpoint in sagemaker.endpoints.items()}
-        policies = dict(scaling.policies)
-        targets = {k: {r: copy(t) for r, t in v.items()} for k, v in scaling.targets.items()}
-        store = s3_backends[ACCOUNT]["aws"]
-        objects = [
-            (bucket.name, key.name, key.value, dict(key.metadata))
-            for bucket in store.buckets.values()
-            for key in bucket.keys.values()
-        ]
-
-        def restore() -> None:
-            self.reset()
-            self.make_bucket()
-            sagemaker._models.update(models)
-            sagemaker.endpoint_configs.update(configs)
-            sagemaker.endpoints.update({name: copy(e) for name, e in alive.items()})
-            scaling.policies.update(policies)
-            for dimension, held in targets.items():
-                scaling.targets[dimension] = {r: copy(target) for r, target in held.items()}
-            for bucket, name, value, metadata in objects:
-                store.put_object(bucket, name, value).set_metadata(metadata, replace=True)
-
-        return restore
 
     # ---- the server ---------------------------------------------------------------------
 
@@ -265,24 +243,19 @@ class FakeAws:
                 code, message, status = KINDS[fault]
                 action = f"{request.service}:{request.operation}"
                 return error_answer(request, code, message.format(action=action), status)
-            self.endpoints.settle()
-            answer = self.endpoints.answer(request, lambda: self._ask_moto(environ))
+            self.stacks.settle()
+            place = self.stacks if request.service == "cloudformation" else self.endpoints
+            answer = place.answer(request, lambda: self._ask_moto(environ))
             if fault == "time-out after":
                 raise NoAnswer
             if fault == "interrupt twice after":
                 _interrupt(2)
-        self.violations += self.endpoints.violations
-        self.endpoints.violations.clear()
         return answer
 
     def _ask_moto(self, environ: dict[str, Any]) -> Answer:
         chunks, status, headers = run_wsgi_app(self._moto, environ)
         named = {key: value for key, value in headers if key.lower() not in _HOP}
         return int(status.split()[0]), named, b"".join(chunks)
-
-
-def _tracked(policy: Any) -> Any:
-    return policy.target_tracking_scaling_policy_configuration["TargetValue"]
 
 
 def _interrupt(times: int) -> None:

@@ -14,7 +14,7 @@ from peagle.serving.emf import document
 
 SPECULATION = {
     "method": "eagle3",
-    "model": "/opt/ml/additional-model-data-sources/drafter/",
+    "model": "/opt/ml/model/draft/",
     "num_speculative_tokens": 3,
     "parallel_drafting": True,
 }

@@ -11,17 +11,12 @@ from pathlib import Path
 import botocore.exceptions as faults
 import pytest
 from botocore.exceptions import ClientError
-from botocore.validate import validate_parameters
-from hypothesis import given
-from hypothesis import strategies as st
 
-from deploy.aws_wire import service_model
 from deploy.fake_aws import ACCESS_KEY, REGION, ROLE, SECRET_KEY, FakeAws
 from deploy.fake_faults import KINDS
 from peagle.deploy import aws_errors
-from peagle.deploy.aws import MAX_ATTEMPTS, Clients, validate
+from peagle.deploy.aws import MAX_ATTEMPTS, Clients
 from peagle.deploy.aws_errors import explain
-from peagle.deploy.calls import Call
 from peagle.errors import UserError
 
 SRC = Path(__file__).parents[2] / "src"
@@ -106,12 +101,10 @@ def test_without_boto3(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(UserError, match=r"-m pip install .*\[sagemaker\]'"):
         Clients("us-east-1")
-    with pytest.raises(UserError, match=r"-m pip install .*\[sagemaker\]'"):
-        validate(Call("sagemaker", "DeleteModel", {"ModelName": "m"}))
 
 
 def test_modules_load_without_boto3_and_torch():
-    names = ("aws", "aws_errors", "apply", "endpoints", "interrupts", "undo", "uploads")
+    names = ("aws", "aws_errors", "stack", "template", "uploads")
     imports = "; ".join(f"import peagle.deploy.{name}" for name in names)
     program = f"import sys; {imports}; print({{'boto3', 'botocore', 'torch'}} & set(sys.modules))"
     environment = {**os.environ, "PYTHONPATH": str(SRC)}
@@ -157,60 +150,6 @@ def test_silent_server(aws, monkeypatch):
         with pytest.raises(faults.ReadTimeoutError) as caught:
             clients.request("sagemaker", "ListModels")
     assert "AWS gave no answer" in str(explain(caught.value))
-    assert aws_errors.may_have_happened(caught.value)
-
-
-# ---- requests ---------------------------------------------------------------------------------
-
-VARIANT = {
-    "VariantName": "AllTraffic",
-    "ModelName": "model",
-    "InstanceType": "ml.g6e.2xlarge",
-    "InitialInstanceCount": 1,
-}
-
-
-def config(**changes):
-    variants = [{**VARIANT, **changes}]
-    parameters = {"EndpointConfigName": "config", "ProductionVariants": variants}
-    return Call("sagemaker", "CreateEndpointConfig", parameters)
-
-
-def test_valid_requests_pass():
-    validate(config(InferenceAmiVersion="al2-ami-sagemaker-inference-gpu-3-1"))
-    validate(Call("sagemaker-runtime", "InvokeEndpoint", {"EndpointName": "e", "Body": b"{}"}))
-
-
-@pytest.mark.parametrize(
-    ("call", "problem"),
-    [
-        (Call("sagemaker", "DeleteModels", {}), "no operation 'DeleteModels' of 'sagemaker'"),
-        (Call("sagemaker", "DeleteModel", {}), 'Missing required parameter in input: "ModelName"'),
-        (Call("sagemaker", "DeleteModel", {"Name": "m"}), 'Unknown parameter in input: "Name"'),
-        (Call("sagemaker", "DeleteModel", {"ModelName": 3}), "Invalid type for parameter ModelN"),
-        (Call("sagemaker", "DeleteModel", {"ModelName": "a_b"}), "ModelName does not match"),
-        (Call("sagemaker", "DeleteModel", {"ModelName": "m" * 64}), "ModelName has length 64"),
-        (config(InstanceType="ml.x9.huge"), "InstanceType is 'ml.x9.huge', expected one of"),
-        (config(InitialInstanceCount=0), "InitialInstanceCount, value: 0"),
-        (config(ContainerStartupHealthCheckTimeoutInSeconds=59), "valid min value: 60"),
-        (config(ContainerStartupHealthCheckTimeoutInSeconds=3601), "has 3601, expected 60 to 3600"),
-    ],
-)
-def test_wrong_requests_are_refused(call, problem):
-    with pytest.raises(UserError) as caught:
-        validate(call)
-    assert problem in str(caught.value)
-
-
-@given(st.dictionaries(st.sampled_from(["ModelName", "Name"]), st.text() | st.integers()))
-def test_what_botocore_refuses_is_refused(parameters):
-    """botocore's own check is the reference; ours only adds to it."""
-    shape = service_model("sagemaker").operation_model("DeleteModel").input_shape
-    try:
-        validate_parameters(parameters, shape)
-    except faults.ParamValidationError:
-        with pytest.raises(UserError):
-            validate(Call("sagemaker", "DeleteModel", parameters))
 
 
 # ---- errors -----------------------------------------------------------------------------------
@@ -276,24 +215,6 @@ def test_text_cannot_steer_a_terminal():
 
 
 @pytest.mark.parametrize(
-    ("raised", "happened"),
-    [
-        (error("throttling", retries=5), False),
-        (error("access denied"), False),
-        (error("validation"), False),
-        # The second attempt says "exists already" of what the first one made.
-        (error("validation", retries=1), True),
-        (error("internal"), True),
-        (faults.ReadTimeoutError(endpoint_url="https://x"), True),
-        (faults.ParamValidationError(report=""), False),
-        (KeyboardInterrupt(), True),
-    ],
-)
-def test_what_may_have_happened(raised, happened):
-    assert aws_errors.may_have_happened(raised) is happened
-
-
-@pytest.mark.parametrize(
     ("code", "message", "gone"),
     [
         ("ValidationException", 'Could not find endpoint "arn:aws:x".', True),
@@ -307,10 +228,3 @@ def test_what_may_have_happened(raised, happened):
 )
 def test_what_is_gone(code, message, gone):
     assert aws_errors.is_gone(answered(code, message)) is gone
-
-
-def test_endpoints_that_are_busy():
-    """As SageMaker says it of deletions and updates meanwhile."""
-    busy = 'Cannot update in-progress endpoint "arn:aws:sagemaker:us-east-1:1:endpoint/e".'
-    assert aws_errors.is_busy(answered("ValidationException", busy))
-    assert not aws_errors.is_busy(error("validation"))

@@ -102,16 +102,6 @@ def test_the_heads_and_their_k():
     }
 
 
-def test_sources():
-    entries = load_catalog()
-    entries["gpt-oss-20b"].require_source("managed")
-    entries["gemma-4-31b-it"].require_source("jumpstart")
-    with pytest.raises(UserError, match=r"only with JumpStart. Give --source jumpstart\.$"):
-        entries["gemma-4-31b-it"].require_source("managed")
-    with pytest.raises(UserError, match=r"no jumpstart_model_id.*--source managed or native, or"):
-        entries["qwen3-coder-30b-a3b-instruct"].require_source("jumpstart")
-
-
 def test_our_own_engine_needs_more_for_what_it_unpacks():
     entry = load_catalog()["gpt-oss-20b"]
     managed, native = entry.memory_needed(), entry.memory_needed("native")

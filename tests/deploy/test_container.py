@@ -14,20 +14,20 @@ from peagle.deploy.container import (
     AMI_CUDA_12,
     AMI_CUDA_13,
     check_image,
-    container,
     default_ami,
     environment,
     flags_from,
     is_secret_name,
     managed_image,
 )
-from peagle.deploy.deployment import HubModel, Secret, Source
+from peagle.deploy.deployment import Secret, Source
 from peagle.deploy.models import ModelSource
 from peagle.errors import UserError
 from peagle.serving.sagemaker import vllm_flags
-from tests.deploy.wishes import TEXT, WORD, a_deployment
+from tests.deploy.deployments import TEXT, WORD, a_deployment
 
 S3 = ModelSource("s3", "s3://bucket/model/")
+HEAD_IN_S3 = ModelSource("s3", "s3://bucket/model/draft/")
 CONFIG = {"method": "eagle3", "num_speculative_tokens": 7, "parallel_drafting": True}
 
 
@@ -44,7 +44,6 @@ CONFIG = {"method": "eagle3", "num_speculative_tokens": 7, "parallel_drafting": 
 )
 def test_managed_image_of_a_region(region: str, registry: str) -> None:
     assert managed_image(region) == f"{registry}/vllm:server-sagemaker-cuda-v2.3"
-    assert managed_image(region, "x") == f"{registry}/vllm:x"
 
 
 @pytest.mark.parametrize(
@@ -103,9 +102,7 @@ def test_a_command_line_of_vllm_arrives_as_it_was_written(flags: dict[str, list[
     k=st.integers(1, 64),
     parallel=st.booleans(),
     target=st.sampled_from([ModelSource("hub", "a/b"), ModelSource("hub", "a/b", "v1"), S3]),
-    draft=st.sampled_from(
-        [ModelSource("hub", "c/d"), ModelSource("hub", "c/d", "v2"), ModelSource("s3", "s3://c/")]
-    ),
+    draft=st.sampled_from([ModelSource("hub", "c/d"), ModelSource("hub", "c/d", "v2"), HEAD_IN_S3]),
     further=st.dictionaries(WORD.map("V_".__add__), TEXT, max_size=2),
 )
 def test_head_and_target_arrive(
@@ -120,7 +117,7 @@ def test_head_and_target_arrive(
     tokens = flags.pop("--speculative-config")
     assert tokens is not None
     (text,) = tokens
-    mounted = "/opt/ml/additional-model-data-sources/drafter/"
+    mounted = "/opt/ml/model/draft/" if target.kind == "s3" else "/opt/ml/model/"
     model = draft.name if draft.kind == "hub" else mounted
     revision = {"revision": draft.revision} if draft.revision else {}
     assert json.loads(text) == {**config, "model": model, **revision}
@@ -232,51 +229,3 @@ def test_a_value_that_is_too_long_is_not_shown() -> None:
     with pytest.raises(UserError) as caught:
         environment(a_deployment(environment={"MY_TOKEN": Secret("s3cr3t" * 200)}))
     assert "s3cr3t" not in str(caught.value)
-
-
-# ---- what the hub names ---------------------------------------------------------------------
-
-DATA = {"S3Uri": "s3://jumpstart/m/", "S3DataType": "S3Prefix", "CompressionType": "None"}
-HEAD = {**DATA, "S3Uri": "s3://jumpstart/d/"}
-HUB_MODEL = HubModel(
-    "a-model",
-    {"SM_VLLM_DTYPE": "auto", "SM_VLLM_SPECULATIVE_CONFIG": '{"model": "/of/the/hub"}'},
-    DATA,
-    (("draft_model", HEAD),),
-    gated=True,
-)
-
-
-@pytest.mark.parametrize("accepted", [True, False])
-def test_files_of_the_hub_with_their_licence(accepted: bool) -> None:
-    deployment = a_deployment(
-        source="jumpstart",
-        hub_model=HUB_MODEL,
-        speculative_config={"model": "/of/the/hub", "num_speculative_tokens": 3},
-        accept_eula=accepted,
-    )
-    made = container(deployment, {})
-    access = {"ModelAccessConfig": {"AcceptEula": True}} if accepted else {}
-    assert made["ModelDataSource"] == {"S3DataSource": {**DATA, **access}}
-    (channel,) = made["AdditionalModelDataSources"]
-    assert channel == {"ChannelName": "draft_model", "S3DataSource": {**HEAD, **access}}
-    assert made["Environment"] == {
-        "SM_VLLM_DTYPE": "auto",
-        "SM_VLLM_SPECULATIVE_CONFIG": '{"model":"/of/the/hub","num_speculative_tokens":3}',
-    }
-
-
-def test_the_hubs_head_goes_with_speculation() -> None:
-    made = container(a_deployment(source="jumpstart", hub_model=HUB_MODEL), {})
-    assert "AdditionalModelDataSources" not in made
-    assert made["Environment"] == {"SM_VLLM_DTYPE": "auto"}
-
-
-def test_the_users_options_win_over_the_hubs() -> None:
-    deployment = a_deployment(
-        source="jumpstart",
-        hub_model=HUB_MODEL,
-        vllm_flags={"dtype": "half"},
-        environment={"A": "1"},
-    )
-    assert environment(deployment) == {"SM_VLLM_DTYPE": "half", "A": "1"}

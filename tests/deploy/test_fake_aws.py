@@ -56,7 +56,6 @@ def unchecked(aws: FakeAws, service: str) -> Any:
         ("sagemaker", "delete_model", {}, "Missing required"),
         ("sagemaker", "delete_model", {"ModelName": "a_b"}, "does not match"),
         ("sagemaker", "create_endpoint", {"EndpointName": "e"}, "Missing required"),
-        ("sagemaker", "update_endpoint", {"EndpointName": "e"}, "Missing required"),
         ("application-autoscaling", "register_scalable_target",
          {"ServiceNamespace": "nowhere", "ResourceId": "r", "ScalableDimension": "d"},
          "expected one of"),
@@ -83,45 +82,6 @@ def test_requests_are_read_as_they_were_meant(aws):
     assert deleted.parameters["Delete"] == {"Objects": [{"Key": "a b/ü"}], "Quiet": True}
     aws.client("cloudwatch").list_metrics(Namespace="peagle", RecentlyActive="PT3H")
     assert aws.calls[-1].parameters == {"Namespace": "peagle", "RecentlyActive": "PT3H"}
-
-
-def test_states_of_an_endpoint(aws):
-    _make(aws)
-    client = aws.client("sagemaker")
-
-    def status() -> str:
-        return client.describe_endpoint(EndpointName="e")["EndpointStatus"]
-
-    aws.endpoints.fail_next("UpdateEndpoint", "no")
-    client.update_endpoint(EndpointName="e", EndpointConfigName="c")
-    seen = []
-    while (now := status()) != "InService":
-        with pytest.raises(ClientError, match="Cannot update in-progress"):
-            client.delete_endpoint(EndpointName="e")
-        seen.append(now)
-        aws.clock.sleep(30)
-    assert seen == ["Updating", "Updating", "RollingBack"]
-    client.delete_endpoint(EndpointName="e")
-    assert status() == "Deleting"
-    aws.clock.sleep(100)
-    with pytest.raises(ClientError, match="Could not find endpoint"):
-        status()
-
-
-def test_names_are_taken_once(aws):
-    _make(aws)
-    client = aws.client("sagemaker")
-    with pytest.raises(ClientError, match="Cannot create already existing model"):
-        client.create_model(ModelName="m", ExecutionRoleArn=ROLE, PrimaryContainer=IMAGE)
-    with pytest.raises(ClientError, match="Cannot create already existing endpoint"):
-        client.create_endpoint(EndpointName="e", EndpointConfigName="c")
-
-
-def test_configuration_in_use_must_not_be_deleted():
-    aws = FakeAws()
-    with pytest.raises(AssertionError, match="c was deleted while e runs with it"), aws:
-        _make(aws)
-        aws.client("sagemaker").delete_endpoint_config(EndpointConfigName="c")
 
 
 # ---- invocations ------------------------------------------------------------------------------
@@ -171,13 +131,3 @@ def test_errors_of_the_container(serving):
 def test_endpoint_that_is_not_there(serving):
     with pytest.raises(ClientError, match="not found"):
         serving.client("sagemaker-runtime").invoke_endpoint(EndpointName="x", Body=b"{}")
-
-
-def test_hub(aws):
-    aws.endpoints.hub["model"] = {"HostingEcrUri": "x"}
-    client = aws.client("sagemaker")
-    asked = {"HubName": "SageMakerPublicHub", "HubContentType": "Model"}
-    answer = client.describe_hub_content(**asked, HubContentName="model")
-    assert json.loads(answer["HubContentDocument"]) == {"HostingEcrUri": "x"}
-    with pytest.raises(ClientError, match="does not exist"):
-        client.describe_hub_content(**asked, HubContentName="other")

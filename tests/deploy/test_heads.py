@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from peagle.deploy.heads import HeadFacts, check_target, facts_of_files, head_facts
+from peagle.deploy.heads import (
+    HeadFacts,
+    check_target,
+    facts_of_files,
+    facts_of_hub,
+    head_facts,
+)
+from peagle.deploy.memory import facts_of_folder
 from peagle.deploy.models import ModelSource
 from peagle.errors import CheckpointError, UserError
 from tests.conftest import make_target_folder
@@ -129,3 +136,20 @@ def test_what_cannot_be_looked_at_is_told(hub: FakeHub) -> None:
 def test_what_is_no_head() -> None:
     with pytest.raises(UserError, match="is a whole model"):
         facts_of_files({"architectures": ["GptOssForCausalLM"]}, set(), "x")
+
+
+def test_sizes_of_a_model_on_the_hub(hub: FakeHub, tmp_path: Path) -> None:
+    """Nothing but config.json and headers is fetched, and nothing stays."""
+    folder = make_target_folder(tmp_path / "target")
+    hub.add("org/model", folder)
+    assert facts_of_hub(ModelSource("hub", "org/model")) == facts_of_folder(folder)
+    assert hub.fetched() <= {"config.json", "model.safetensors"}
+    assert not list((tmp_path / "home").rglob("models--org--model/snapshots"))
+
+
+def test_sizes_of_what_cannot_be_looked_at(hub: FakeHub) -> None:
+    hub.add("org/empty")
+    for name in ("org/nothing", "org/empty"):
+        with pytest.warns(UserWarning, match=f"The model '{name}' could not be looked at on the"):
+            assert facts_of_hub(ModelSource("hub", name)) is None
+    assert facts_of_hub(ModelSource("s3", "s3://bucket/model/")) is None

@@ -17,12 +17,12 @@ from peagle.deploy import invoke
 from peagle.errors import UserError
 
 NUM_SPLITS = 1000
-CHAT = invoke.chat_body([{"role": "user", "content": "Hi"}], max_tokens=9)
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}
 
 
 @pytest.fixture(scope="module")
 def aws() -> Iterator[FakeAws]:
-    with FakeAws(create_s=0) as fake:
+    with FakeAws(change_s=0) as fake:
         make_endpoint(fake)
         yield fake
 

@@ -127,5 +127,6 @@ def _live(aws: FakeAws, sagemaker: Command) -> None:
     assert stream(aws) == text
 
     sagemaker("scale", NAME, "--max", 3, "--target", 4)
-    assert f"scaling policy peagle-{NAME}" in aws.holdings()
+    scaled = json.loads(sagemaker("status", NAME, "--format", "json"))["autoscaling"]
+    assert scaled["policies"] == [f"peagle-{NAME}"]
     sagemaker("delete", NAME, "--yes")

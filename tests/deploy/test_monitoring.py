@@ -141,9 +141,7 @@ def test_the_speculative_configuration_of_a_container():
 
 @pytest.mark.parametrize(("source", "is_told"), [("native", True), ("managed", False)])
 def test_create_tells_our_container_which_endpoint_it_is_of(source, is_told):
-    d = Deployment(
-        "code", "us-east-1", "1", source, "a/b:c", ModelSource("hub", "org/m"), "", "ml.g7e.2xlarge"
-    )
+    d = Deployment("code", "1", source, "a/b:c", ModelSource("hub", "org/m"), "", "ml.g7e.2xlarge")
     named = dimensions_from(environment(d), "m")
     told = {"EndpointName": "code", "VariantName": "AllTraffic"}
     assert named == (told if is_told else {"ModelName": "m"})

@@ -9,10 +9,8 @@ from deploy.fake_aws import FakeAws
 from deploy.operating import drafts, make_endpoint, put, put_acceptance, put_log, vllm_line
 from peagle.cli.deploy_view import status_lines
 from peagle.deploy import monitoring
-from peagle.deploy.deployment import Autoscaling
-from peagle.deploy.endpoints import describe
-from peagle.deploy.scaling import METRICS, scaling_calls
-from peagle.deploy.status import age, look
+from peagle.deploy.status import age, describe, look
+from peagle.deploy.template import METRICS
 from peagle.engine.stats import SpeculationStats
 
 # The last whole minute, so that what happens at it is in one period.
@@ -22,7 +20,7 @@ AGO = [NOW - timedelta(minutes=minutes) for minutes in range(120)]
 
 @pytest.fixture(scope="module")
 def server():
-    with FakeAws(create_s=0) as fake:
+    with FakeAws() as fake:
         yield fake
 
 
@@ -108,17 +106,30 @@ def test_drift_beside_the_tag_or_what_is_given(aws):
 
 def test_state_speculation_and_scaling(aws):
     make_endpoint(aws, tags={"peagle:source": "native"})
-    clients = aws.clients()
-    wanted = Autoscaling(1, 4, 11.0, METRICS["concurrency"])
-    for call in scaling_calls("code", "AllTraffic", wanted):
-        clients.call(call)
+    client = aws.client("application-autoscaling")
+    where = {
+        "ServiceNamespace": "sagemaker",
+        "ResourceId": "endpoint/code/variant/AllTraffic",
+        "ScalableDimension": "sagemaker:variant:DesiredInstanceCount",
+    }
+    client.register_scalable_target(**where, MinCapacity=1, MaxCapacity=4)
+    metric = {"PredefinedMetricType": METRICS["concurrency"]}
+    client.put_scaling_policy(
+        PolicyName="p",
+        **where,
+        PolicyType="TargetTrackingScaling",
+        TargetTrackingScalingPolicyConfiguration={
+            "TargetValue": 11.0,
+            "PredefinedMetricSpecification": metric,
+        },
+    )
     found = status(aws)
     text = "\n".join(status_lines(found))
     for said in (
         "code: InService, us-east-1",
         "container: native",
         "AllTraffic: 1 x ml.g7e.2xlarge",
-        "eagle3, /opt/ml/additional-model-data-sources/drafter/, K = 3, parallel drafting",
+        "eagle3, /opt/ml/model/draft/, K = 3, parallel drafting",
         "1 to 4 instances, 11 requests at once on each",
         "acceptance length: not known",
     ):

@@ -102,7 +102,9 @@ def catalog(
     elif output_format is CatalogFormat.JSON:
         print(json.dumps(facts(entry, catalogs or ()), indent=2))
     else:
-        lines = [*_details(entry), "", *(f"  {line}" for line in commands(entry, catalogs or ()))]
+        found = commands(entry, catalogs or ())
+        found = found or [f"Deploy it in SageMaker JumpStart as {entry.jumpstart_model_id}."]
+        lines = [*_details(entry), "", *(f"  {line}" for line in found)]
         print(printable("\n".join(lines)))
 
 
@@ -137,13 +139,15 @@ def commands(entry: CatalogEntry, catalogs: Sequence[Path] = ()) -> list[str]:
         entry: the model.
         catalogs: files that were named for this call, and must be named to deploy it.
     """
+    if entry.sources == ("jumpstart",):
+        return []
     create = ["peagle", "deploy", "sagemaker", "create", entry.name, "--role", "ROLE_ARN"]
-    if entry.sources[0] != "managed":
+    if entry.sources[0] == "native":
         create += ["--source", entry.sources[0]]
     if entry.origin in map(str, catalogs):
         create += ["--catalog", entry.origin]
     found = [shlex.join(create)]
-    if entry.target.startswith("s3://") or entry.sources == ("jumpstart",):
+    if entry.target.startswith("s3://"):
         return found
     model = ["--target", entry.target]
     if entry.draft is not None:

@@ -15,8 +15,8 @@ EXAMPLES = """
 One click: a model of the catalog with its P-EAGLE head (needs a role, and credentials of AWS):
   peagle deploy sagemaker create gpt-oss-20b --role arn:aws:iam::123456789012:role/sagemaker
 
-What that would call, as JSON, without calling anything; then the endpoint's life:
-  peagle deploy sagemaker plan gpt-oss-20b --role arn:... --region us-east-1
+The calls that this makes, as JSON, without a call; then the endpoint's life:
+  peagle deploy sagemaker plan gpt-oss-20b
   peagle deploy sagemaker status peagle-gpt-oss-20b
   peagle deploy sagemaker invoke peagle-gpt-oss-20b 'Why is the sky blue?'
   peagle deploy sagemaker delete peagle-gpt-oss-20b
@@ -36,6 +36,7 @@ SUBCOMMANDS = {
     "logs": ("deploy_operate", "Show the log of an endpoint's containers."),
     "delete": ("deploy_delete", "Delete an endpoint and all that was made for it."),
     "plan": ("deploy_create", "Print every call of AWS that a command would make, and make none."),
+    "template": ("deploy_create", "Print the CloudFormation template of an endpoint."),
 }
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 

@@ -1,30 +1,23 @@
-"""`peagle deploy sagemaker create | update | plan`: from options to calls, and the calls made."""
+"""`peagle deploy sagemaker create | update | plan | template`: from options to a stack."""
 
 from __future__ import annotations
 
 import json
-import secrets
 import sys
-import time
-from collections.abc import Mapping
 from dataclasses import replace
 from enum import StrEnum
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from peagle.cli import deploy_options as options
-from peagle.cli.deploy_errors import leftovers_told
+from peagle.cli.deploy_options import EndpointName
 from peagle.cli.flags import Given, takes
 from peagle.cli.options import Format, OutputFormat
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
-    from peagle.deploy.aws import Clients
     from peagle.deploy.deployment import Deployment
-    from peagle.deploy.plan import Step
     from peagle.deploy.request import Lookups
 
 CREATE_EXAMPLES = """
@@ -53,13 +46,20 @@ Without drafts; on larger instances; with another option of vLLM:
   peagle deploy sagemaker update qwen3 --instance-type ml.g7e.2xlarge -- --max-num-seqs 64
 """
 PLAN_EXAMPLES = """
-Every call of create, as JSON; no network, no credentials:
-  peagle deploy sagemaker plan gpt-oss-20b --region us-east-1 \\
-      --role arn:aws:iam::123456789012:role/sagemaker
+Every call of create, as JSON; no network, no region, no role, no credentials:
+  peagle deploy sagemaker plan gpt-oss-20b
 
-Those of update and delete, whose present names are not known without asking:
+Every call of update and of delete:
   peagle deploy sagemaker plan peagle-gpt-oss-20b --for update --model gpt-oss-20b -k 5
-  peagle deploy sagemaker plan peagle-gpt-oss-20b --for delete --region us-east-1
+  peagle deploy sagemaker plan peagle-gpt-oss-20b --for delete
+"""
+
+TEMPLATE_EXAMPLES = """
+The CloudFormation template of an endpoint, for a pipeline of your own:
+  peagle deploy sagemaker template gpt-oss-20b > endpoint.json
+  aws cloudformation deploy --stack-name peagle-endpoint-peagle-gpt-oss-20b \\
+      --template-file endpoint.json \\
+      --parameter-overrides RoleArn=arn:aws:iam::123456789012:role/sagemaker
 """
 
 VllmOptions = Annotated[
@@ -67,7 +67,8 @@ VllmOptions = Annotated[
     typer.Argument(metavar="[-- VLLM OPTIONS]", help="Options of vLLM.", show_default=False),
 ]
 Wait = Annotated[
-    bool, typer.Option("--wait/--no-wait", help="Return when it serves, or as soon as asked for.")
+    bool,
+    typer.Option("--wait/--no-wait", help="Return once the endpoint serves, or once it is begun."),
 ]
 OtherModel = Annotated[
     str | None,
@@ -81,13 +82,10 @@ Model = Annotated[
         show_default=False,
     ),
 ]
-EndpointName = Annotated[
-    str, typer.Argument(metavar="ENDPOINT", help="Its name.", show_default=False)
-]
 
 
 class Purpose(StrEnum):
-    """Whose calls `plan` prints."""
+    """The command whose calls `plan` prints."""
 
     CREATE = "create"
     UPDATE = "update"
@@ -104,30 +102,26 @@ def create(
 ) -> None:
     """Create an endpoint on Amazon SageMaker: a model with its draft head, in one command.
 
-    Whatever fails, and a Ctrl-C, takes back what was made until then; what cannot be taken back is
-    listed with the command that does it. Costs begin with the instances.
+    CloudFormation makes a stack of it. If that fails, and on Ctrl-C, all of it is taken back; what
+    cannot be taken back is listed with the command that does it. Costs begin with the instances.
     """
     if model.startswith((".", "/", "~")):
         from peagle.deploy.models import source_of
 
         source_of(model)  # refuses what is not there before AWS is asked
+    from peagle.deploy import stack
     from peagle.deploy.aws import Clients
-    from peagle.deploy.endpoints import require_new
-    from peagle.deploy.plan import create_calls
-    from peagle.deploy.wanted import new_deployment
+    from peagle.deploy.request import Lookups, new_deployment, require_role
 
     clients = Clients(given.value("region"))
+    lookups = Lookups(options.load_entries(given), clients.client("s3"))
     request = options.read_request(given, model, clients.region, vllm or ())
-    deployment = _checked(new_deployment(request, _stamp(), _asking(given, clients)))
-    if deployment.autoscaling is not None and not wait:
-        raise UserError(
-            "--no-wait and --max-instances contradict each other: an endpoint can only be scaled "
-            "once it is in service. Leave one out, and use `peagle deploy sagemaker scale` later."
-        )
-    require_new(clients, deployment.endpoint_name)
-    with leftovers_told(output_format):
-        _carry_out(create_calls(deployment), clients, wait=wait)
-    _tell(deployment, "created" if wait else "creating", output_format)
+    d = _checked(new_deployment(request, options.new_stamp(), lookups))
+    require_role(d)
+    stack.require_new(clients, d.endpoint_name)
+    with options.leftovers_printed(output_format):
+        stack.create(clients, d, wait=wait)
+    _print_result(d, clients.region, "created" if wait else "creating", output_format)
 
 
 @takes(*options.CHANGES)
@@ -139,31 +133,48 @@ def update(
     wait: Wait = True,
     output_format: Format = OutputFormat.TEXT,
 ) -> None:
-    """Change an endpoint: what is not said stays. It answers requests all the while.
+    """Change an endpoint: what no option names stays. It answers requests all the while.
 
     SageMaker starts new instances beside the old ones and switches when they are healthy. If they
-    are not, the old ones go on.
+    are not, CloudFormation goes back, and the old ones go on.
     """
+    from peagle.deploy import stack
     from peagle.deploy.aws import Clients
-    from peagle.deploy.current import deployed
-    from peagle.deploy.endpoints import describe, require_updatable
-    from peagle.deploy.plan import update_calls
-    from peagle.deploy.wanted import changed_deployment
+    from peagle.deploy.request import Lookups, changed_deployment
+    from peagle.deploy.template import deployment_of
 
     clients = Clients(given.value("region"))
+    lookups = Lookups(options.load_entries(given), clients.client("s3"))
     request = options.read_request(given, model or "", clients.region, vllm or (), name=endpoint)
-    current = describe(clients, endpoint)
-    require_updatable(current)
-    base = deployed(current, _stamp())
-    deployment = _checked(changed_deployment(base, request, _asking(given, clients)))
-    if replace(deployment, bucket=base.bucket) == base:
+    stack.require_updatable(stack.stack_of(clients, endpoint), endpoint, clients.region)
+    present = stack.template_of(clients, endpoint)
+    base = deployment_of(present, options.new_stamp())
+    d = _checked(changed_deployment(base, request, lookups))
+    if replace(d, sets_count=False) == base and not d.sets_count:
         raise UserError(
             f"Nothing is to change about {endpoint!r}; name an option (`peagle deploy sagemaker "
             "update --help`)."
         )
-    with leftovers_told(output_format):
-        _carry_out(update_calls(deployment, current), clients, wait=wait)
-    _tell(deployment, "updated" if wait else "updating", output_format)
+    with options.leftovers_printed(output_format):
+        stack.update(clients, d, base, present, wait=wait)
+    _print_result(d, clients.region, "updated" if wait else "updating", output_format)
+
+
+@takes(*options.ALL)
+def template(given: Given, model: Model, vllm: VllmOptions = None) -> None:
+    """Print the CloudFormation template of an endpoint as JSON, and call nothing.
+
+    Values of --env, and the role where none is given, are parameters of the template.
+    """
+    from peagle.deploy.template import endpoint_template
+
+    lookups = options.offline_lookups(given)
+    d = _new(given, model, vllm, lookups, stamp="")
+    print(json.dumps(endpoint_template(d), indent=2))
+    for transfer in d.transfers:
+        print(f"Put the files of {transfer.source.name} under {transfer.uri}.", file=sys.stderr)
+    for note in lookups.notes:
+        print(note, file=sys.stderr)
 
 
 @takes(*options.ALL)
@@ -185,24 +196,23 @@ def plan(
 ) -> None:
     """Print every call of AWS that a command would make as JSON, and make none.
 
-    Nothing is asked of a network, and no credentials are needed. Secrets are not shown. Draft heads
-    on the hub or in S3 are not looked at; create does that.
+    Nothing is asked of a network; region, role and credentials are not needed. Secrets are not
+    shown. Draft heads on the hub or in S3 are not looked at; create does that.
     """
-    from peagle.deploy.plan import shown
-
-    region = options.region_of(given)
-    notes: list[str] = []
+    lookups = options.offline_lookups(given)
     if purpose is Purpose.CREATE:
-        steps = _create_steps(given, name_or_model, region, vllm, notes)
+        calls = _create_calls(_new(given, name_or_model, vllm, lookups), lookups.notes)
+    elif purpose is Purpose.UPDATE:
+        calls = _update_calls(given, name_or_model, vllm, model, lookups)
     else:
-        if purpose is Purpose.DELETE and model is not None:
+        if model is not None:
             raise UserError("--model and --for delete contradict each other; leave one out.")
-        steps = _later_steps(given, name_or_model, region, vllm, notes, purpose, model)
+        calls = _delete_calls(name_or_model, lookups.notes)
     result = {
         "for": purpose.value,
-        "region": region,
-        "calls": [shown(step) for step in steps],
-        "notes": notes,
+        "region": options.region_of(given) or None,
+        "calls": calls,
+        "notes": lookups.notes,
     }
     print(json.dumps(result, indent=2))
 
@@ -210,122 +220,80 @@ def plan(
 # ---- plans ----------------------------------------------------------------------------------
 
 
-def _create_steps(
-    given: Given, model: str, region: str, vllm: list[str] | None, notes: list[str]
-) -> list[Step]:
-    from peagle.deploy.calls import Call
-    from peagle.deploy.plan import create_calls
-    from peagle.deploy.wanted import new_deployment
+def _create_calls(d: Deployment, notes: list[str]) -> list[dict[str, Any]]:
+    from peagle.deploy.stack import change_set_request, planned_call, planned_calls, stack_name_of
 
-    asked: list[Step] = []
-    request = options.read_request(given, model, region, vllm or ())
-    deployment = _checked(new_deployment(request, _stamp(), _silent(given, asked, notes)))
-    is_free = Call("sagemaker", "DescribeEndpoint", {"EndpointName": deployment.endpoint_name})
-    return [*asked, is_free, *create_calls(deployment)]
+    if not d.role:
+        notes.append("No role was given: create needs --role, or the variable SAGEMAKER_ROLE.")
+    name = d.endpoint_name
+    reading = [
+        planned_call("cloudformation", "DescribeStacks", {"StackName": stack_name_of(name)}),
+        planned_call("sagemaker", "DescribeEndpoint", {"EndpointName": name}),
+    ]
+    return [*reading, *planned_calls(d, [change_set_request(d, creates=True)])]
 
 
-def _later_steps(
-    given: Given,
-    endpoint: str,
-    region: str,
-    vllm: list[str] | None,
-    notes: list[str],
-    purpose: Purpose,
-    model: str | None,
-) -> list[Step]:
-    """The calls of update or delete, with stand-ins for the names that only AWS knows."""
-    from peagle.deploy.deployment import Current, check_endpoint_name
-    from peagle.deploy.plan import NO_ACCOUNT, delete_calls, reading_calls, update_calls
-    from peagle.deploy.wanted import new_deployment
+def _update_calls(
+    given: Given, endpoint: str, vllm: list[str] | None, model: str | None, lookups: Lookups
+) -> list[dict[str, Any]]:
+    from peagle.deploy.stack import change_set_request, planned_calls
 
-    check_endpoint_name(endpoint)
-    current = Current(endpoint, region, "InService", "PRESENT-CONFIGURATION", ("PRESENT-MODEL",))
-    notes.append(
-        f"PRESENT-CONFIGURATION, PRESENT-MODEL and the account {NO_ACCOUNT} stand for what the "
-        "reading calls tell."
-    )
-    reading = reading_calls(current)
-    if purpose is Purpose.DELETE:
-        return [*reading, *delete_calls(current)]
     if model is None:
         raise UserError(
             "plan asks AWS nothing, so it does not know what the endpoint serves: give --model and "
             "the other options of its creation."
         )
-    notes.append("What update keeps of the endpoint is not known here: options have the defaults.")
-    request = options.read_request(given, model, region, vllm or (), name=endpoint)
-    deployment = _checked(new_deployment(request, _stamp(), _silent(given, reading, notes)))
-    return [*reading, *update_calls(deployment, current)]
-
-
-def _silent(given: Given, asked: list[Step], notes: list[str]) -> Lookups:
-    """Who asks nobody: the hub's call is listed instead, and heads here alone are looked at."""
-    from peagle.deploy import heads, jumpstart
-    from peagle.deploy.catalog import load_catalog
-    from peagle.deploy.model_files import reading_calls
-    from peagle.deploy.models import ModelSource
-    from peagle.deploy.request import Lookups
-
-    def ask_hub(model_id: str) -> Mapping[str, Any] | None:
-        asked.append(jumpstart.describe_call(model_id))
-        notes.append(
-            "What SageMaker's hub would answer is not known without asking: the calls after "
-            "DescribeHubContent are those of the catalog, with --source managed."
-        )
-        return None
-
-    def read_head(draft: ModelSource) -> heads.HeadFacts | None:
-        if draft.kind == "local":
-            return heads.head_facts(draft)
-        asked.extend(reading_calls(draft))
-        notes.append(f"The head {draft.name!r} was not looked at; it is taken for a P-EAGLE head.")
-        return None
-
-    def check_target(facts: heads.HeadFacts, draft: ModelSource, target: ModelSource) -> None:
-        if target.kind == "local":
-            heads.check_target(facts, draft, target)
-
-    return Lookups(load_catalog(_catalogs(given)), read_head, check_target, ask_hub)
-
-
-# ---- carrying out ---------------------------------------------------------------------------
-
-
-def _asking(given: Given, clients: Clients) -> Lookups:
-    """Who asks the hub of models, and SageMaker's."""
-    from peagle.deploy import heads, jumpstart
-    from peagle.deploy.aws_errors import explain, may_pass
-    from peagle.deploy.catalog import load_catalog
-    from peagle.deploy.model_size import facts_of_hub
-    from peagle.deploy.request import Lookups
-
-    def ask_hub(model_id: str) -> Mapping[str, Any] | None:
-        from botocore.exceptions import BotoCoreError, ClientError
-
-        try:
-            return clients.call(jumpstart.describe_call(model_id))
-        except (BotoCoreError, ClientError) as error:
-            if may_pass(error):
-                raise explain(error) from None
-            print(
-                f"SageMaker's hub does not tell about {model_id!r}: {explain(error)} Going on with "
-                "the catalog.",
-                file=sys.stderr,
-            )
-            return None
-
-    s3 = clients.client("s3")
-    return Lookups(
-        load_catalog(_catalogs(given)),
-        partial(heads.head_facts, s3=s3),
-        partial(heads.check_target, s3=s3),
-        ask_hub,
-        read_size=facts_of_hub,
+    lookups.notes.append(
+        "plan does not know what update keeps of the endpoint: options have their defaults."
     )
+    d = _new(given, model, vllm, lookups, name=endpoint)
+    return [*_reading_calls(endpoint), *planned_calls(d, [change_set_request(d)])]
 
 
-def _catalogs(given: Given) -> list[Path]:
-    return given.value("catalog", [])
+def _delete_calls(endpoint: str, notes: list[str]) -> list[dict[str, Any]]:
+    from peagle.deploy.deployment import check_endpoint_name
+    from peagle.deploy.stack import planned_call, stack_name_of
+
+    stack = {"StackName": stack_name_of(check_endpoint_name(endpoint))}
+    notes.append("Files that peagle put into S3 go after the stack; its template names them.")
+    return [
+        *_reading_calls(endpoint),
+        planned_call("cloudformation", "DescribeStackResources", stack),
+        planned_call("cloudformation", "DeleteStack", stack),
+        planned_call("cloudformation", "DescribeStacks", stack) | {"until": "DELETE_COMPLETE"},
+    ]
+
+
+def _reading_calls(endpoint: str) -> list[dict[str, Any]]:
+    from peagle.deploy.stack import planned_call, stack_name_of
+
+    stack = {"StackName": stack_name_of(endpoint)}
+    return [
+        planned_call("cloudformation", operation, stack)
+        for operation in ("DescribeStacks", "GetTemplate")
+    ]
+
+
+def _new(
+    given: Given,
+    model: str,
+    vllm: list[str] | None,
+    lookups: Lookups,
+    *,
+    name: str = "",
+    stamp: str | None = None,
+) -> Deployment:
+    from peagle.deploy.request import new_deployment
+
+    region = options.region_of(given)
+    if not region and given.value("image") is None:
+        lookups.notes.append(
+            "No region was given: some regions have the managed image in another account."
+        )
+    request = options.read_request(given, model, region, vllm or (), name=name)
+    return _checked(
+        new_deployment(request, options.new_stamp() if stamp is None else stamp, lookups)
+    )
 
 
 def _checked(d: Deployment) -> Deployment:
@@ -342,49 +310,32 @@ def _checked(d: Deployment) -> Deployment:
     return d
 
 
-def _stamp() -> str:
-    """The time, and letters by chance: who deploys under one name in one second undoes his own."""
-    return f"{time.strftime('%Y%m%d%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
-
-
-def _carry_out(steps: list[Step], clients: Clients, *, wait: bool) -> None:
-    """Check all requests, then make them."""
-    from peagle.deploy.apply import apply
-    from peagle.deploy.aws import validate
-    from peagle.deploy.calls import Call
-
-    for step in steps:
-        if isinstance(step, Call):
-            validate(step)
-    apply(steps, clients, wait=wait)
-
-
-def _tell(d: Deployment, what: str, output_format: OutputFormat) -> None:
-    """The end of the command: the endpoint, and how to call it."""
-    invoke = f"peagle deploy sagemaker invoke {d.endpoint_name} --region {d.region}"
-    result = {
-        "endpoint": d.endpoint_name,
-        "status": what,
-        "region": d.region,
-        "source": d.source,
-        "image": d.image,
-        "model": d.served_model_name,
-        "draft": d.draft.name if d.draft else None,
-        "num_speculative_tokens": d.num_speculative_tokens,
-        "instance_type": d.instance_type,
-        "instance_count": d.instance_count,
-        "invoke": invoke,
-    }
+def _print_result(d: Deployment, region: str, what: str, output_format: OutputFormat) -> None:
+    """Print the endpoint, and how to call it."""
+    invoke = f"peagle deploy sagemaker invoke {d.endpoint_name} --region {region}"
     if output_format is OutputFormat.JSON:
+        result = {
+            "endpoint": d.endpoint_name,
+            "status": what,
+            "region": region,
+            "source": d.source,
+            "image": d.image,
+            "model": d.served_model_name,
+            "draft": d.draft.name if d.draft else None,
+            "num_speculative_tokens": d.num_speculative_tokens,
+            "instance_type": d.instance_type,
+            "instance_count": d.instance_count,
+            "invoke": invoke,
+        }
         print(json.dumps(result, indent=2))
         return
-    drafts = f"K = {d.num_speculative_tokens}" if d.speculation else "without drafts"
+    drafts = f"K = {d.num_speculative_tokens}" if d.speculative_config else "without drafts"
     print(
-        f"{what}: {d.endpoint_name} in {d.region}, {d.served_model_name} ({drafts}) on "
+        f"{what}: {d.endpoint_name} in {region}, {d.served_model_name} ({drafts}) on "
         f"{d.instance_count} x {d.instance_type}\n"
         f"Call it:   {invoke} 'Hello'\n"
         "           or boto3's invoke_endpoint_with_response_stream with a request of OpenAI's "
         f'form and "model": "{d.served_model_name}"\n'
-        f"Look:      peagle deploy sagemaker status {d.endpoint_name} --region {d.region}\n"
-        f"Delete it: peagle deploy sagemaker delete {d.endpoint_name} --region {d.region}"
+        f"Look:      peagle deploy sagemaker status {d.endpoint_name} --region {region}\n"
+        f"Delete it: peagle deploy sagemaker delete {d.endpoint_name} --region {region}"
     )

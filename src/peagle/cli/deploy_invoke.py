@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from peagle.cli.deploy_options import EndpointName, Region, Variant
 from peagle.cli.options import Format, OutputFormat
 from peagle.cli.terminal import dim, printable
 from peagle.errors import UserError
@@ -30,18 +31,6 @@ A body of OpenAI's API as it is, from a file or typed:
   peagle deploy sagemaker invoke qwen3 --body request.json
   peagle deploy sagemaker invoke qwen3 --body '{"prompt": "Once", "max_tokens": 16, "n": 2}'
 """
-
-EndpointName = Annotated[
-    str, typer.Argument(metavar="ENDPOINT", help="Its name.", show_default=False)
-]
-Region = Annotated[
-    str | None,
-    typer.Option(help="Of AWS.", show_default="boto3's own configuration"),
-]
-Variant = Annotated[
-    str | None,
-    typer.Option(help="Production variant of the endpoint.", show_default="all"),
-]
 
 
 def invoke(
@@ -131,10 +120,9 @@ def _request(
     if len(given) != 1:
         have = " and ".join(given) if given else "none of them"
         raise UserError(f"Give PROMPT, --messages or --body, one of them; {have} was given.")
-    from peagle.deploy.invoke import chat_body, completion_body
-
+    fields = {name: value for name, value in sampling.items() if value is not None}
     if body is not None:
-        set_too = [f"--{name.replace('_', '-')}" for name, v in sampling.items() if v is not None]
+        set_too = [f"--{name.replace('_', '-')}" for name in fields]
         set_too += ["--completion"] if completion else []
         if set_too:
             raise UserError(f"--body is sent as it is; put {set_too[0]} into it.")
@@ -142,13 +130,13 @@ def _request(
     if messages is not None:
         if completion:
             raise UserError("--messages is a chat; leave --completion out.")
-        return chat_body(_conversation(messages), **sampling)
+        return {"messages": _conversation(messages), **fields}
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text:
         raise UserError("The prompt is empty; expected at least one character.")
     if completion:
-        return completion_body(text, **sampling)
-    return chat_body([{"role": "user", "content": text}], **sampling)
+        return {"prompt": text, **fields}
+    return {"messages": [{"role": "user", "content": text}], **fields}
 
 
 def _body(text: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from peagle.cli.deploy_invoke import EndpointName, Region, Variant
+from peagle.cli.deploy_options import EndpointName, Region, Variant
 from peagle.cli.options import Format, OutputFormat
 from peagle.cli.terminal import printable
 
@@ -67,9 +67,8 @@ def status(
     """
     from peagle.cli.deploy_view import status_lines
     from peagle.deploy.aws import Clients
-    from peagle.deploy.endpoints import describe
     from peagle.deploy.logs import seconds_ago
-    from peagle.deploy.status import look
+    from peagle.deploy.status import describe, look
 
     window_s = seconds_ago(window, "--window")
     clients = Clients(region)

@@ -1,48 +1,65 @@
-"""The options of `peagle deploy sagemaker create`, `update` and `plan`, and what they ask for."""
+"""The options that the commands of `peagle deploy sagemaker` share, and how they are read."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from peagle.cli.flags import Flag, Given, group
+from peagle.cli.options import OutputFormat
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
-    from peagle.deploy.deployment import Source
-    from peagle.deploy.request import Request, ScalingAsked
+    from peagle.deploy.catalog_entry import CatalogEntry
+    from peagle.deploy.request import Lookups, Request
+
+EndpointName = Annotated[
+    str, typer.Argument(metavar="ENDPOINT", help="Name of the endpoint.", show_default=False)
+]
+Region = Annotated[
+    str | None, typer.Option(help="AWS region.", show_default="boto3's own configuration")
+]
+Variant = Annotated[
+    str | None, typer.Option(help="Production variant of the endpoint.", show_default="all")
+]
 
 ENDPOINT = group(
     "Endpoint",
-    Flag("name", str, "Of the endpoint.", default="peagle-MODEL"),
+    Flag("name", str, "Name of the endpoint.", default="peagle-MODEL"),
     Flag(
         "source",
         str,
-        "Whose container: managed (AWS's for vLLM), native (ours, see --image), jumpstart (what "
-        "SageMaker's public hub says of the model).",
+        "Container: managed (AWS's for vLLM) or native (ours, see --image).",
         default="managed, or what the catalog says",
     ),
 )
 PLACE = group(
     "Place",
-    Flag("region", str, "Of AWS.", default="boto3's own configuration"),
+    Flag("region", str, "AWS region.", default="boto3's own configuration"),
     Flag(
         "role",
         str,
-        "IAM role that the containers have.",
+        "IAM role of the containers.",
         metavar="ARN",
         default="the variable SAGEMAKER_ROLE",
     ),
     Flag(
         "instance_type",
         str,
-        "Like ml.g7e.2xlarge.",
+        "Instance type, like ml.g7e.2xlarge.",
         metavar="TYPE",
         default="what the catalog says",
     ),
-    Flag("instance_count", int, "How many.", default="1"),
+    Flag("instance_count", int, "Number of instances.", default="1"),
     Flag(
         "subnet",
         list[str],
@@ -59,18 +76,27 @@ PLACE = group(
     Flag(
         "kms_key",
         str,
-        "Encrypts the hosts' volumes and what is uploaded.",
+        "KMS key for the hosts' volumes and for uploads.",
         metavar="KEY",
         default="AWS's own keys",
     ),
     Flag(
         "upload_to",
         str,
-        "Where local folders are uploaded, below peagle/NAME/.",
+        "S3 prefix for uploads, which go below peagle/NAME/.",
         metavar="S3-URI",
         default="s3://sagemaker-REGION-ACCOUNT/ of the role's account",
     ),
-    Flag("tag", list[str], "May be given several times.", metavar="KEY=VALUE"),
+    Flag(
+        "tag", list[str], "Tag of all resources; may be given several times.", metavar="KEY=VALUE"
+    ),
+    Flag(
+        "alarm_topic",
+        str,
+        "SNS topic that gets alarms on failures and, with native, on drifting acceptance.",
+        metavar="ARN",
+        default="no alarms",
+    ),
     Flag(
         "catalog",
         list[Path],
@@ -104,7 +130,7 @@ SPECULATION = group(
     Flag(
         "speculative_config",
         str,
-        "All of the above in vLLM's form, in place of --draft.",
+        "Speculative configuration in vLLM's form, in place of --draft.",
         metavar="JSON",
     ),
 )
@@ -113,7 +139,7 @@ CONTAINER = group(
     Flag(
         "image",
         str,
-        "URI of its image; native needs one.",
+        "URI of the container's image; native needs one.",
         metavar="URI",
         default="the managed vLLM container's",
     ),
@@ -147,10 +173,9 @@ CONTAINER = group(
     Flag(
         "pass_hf_token",
         bool,
-        "Give the container this machine's Hugging Face token, for gated models. Who may describe "
-        "the model in AWS can read it there.",
+        "Give the container this machine's Hugging Face token, for gated models; Secrets Manager "
+        "keeps it. Whoever may describe the model in AWS can read it there.",
     ),
-    Flag("accept_eula", bool, "Accept the licence of a gated model of SageMaker's hub."),
 )
 SCALING = group(
     "Automatic scaling",
@@ -191,19 +216,27 @@ def read_request(
     """
     from peagle.deploy.container import flags_from
     from peagle.deploy.request import Request
-    from peagle.deploy.speculation import Asked
+    from peagle.deploy.speculation import SpeculationOptions
 
+    most, others = given.value("max_instances"), ("min_instances", "scale_target", "scale_from")
+    named = next((key for key in others if key in given), None)
+    if most is None and named is not None:
+        raise UserError(
+            f"{given[named].source} is given without --max-instances; expected the most instances "
+            "too."
+        )
     return Request(
         model=model,
         region=region,
         name=name or given.value("name", ""),
-        source=_source(given.value("source")),
+        source=given.value("source"),
         image=given.value("image"),
         ami=given.value("ami"),
         role=given.value("role"),
         kms_key=given.value("kms_key"),
+        alarm_topic=given.value("alarm_topic"),
         upload_to=given.value("upload_to"),
-        speculative=Asked(
+        speculation=SpeculationOptions(
             given.value("speculation"),
             given.value("draft"),
             given.value("num_speculative_tokens"),
@@ -218,20 +251,11 @@ def read_request(
         security_groups=tuple(given.value("security_group", ())),
         vllm_flags=flags_from(given.value("vllm_flag", []), list(vllm)),
         hf_token=_hub_token() if given.value("pass_hf_token") else None,
-        accept_eula=bool(given.value("accept_eula")),
-        scaling=_scaling(given),
+        min_instances=given.value("min_instances", 1),
+        max_instances=most,
+        scale_target=given.value("scale_target"),
+        scale_from=given.value("scale_from"),
     )
-
-
-def _source(text: str | None) -> Source | None:
-    from peagle.deploy.deployment import SOURCES
-
-    if text is None:
-        return None
-    for source in SOURCES:
-        if source == text:
-            return source
-    raise UserError(f"--source is {text!r}; expected one of {', '.join(SOURCES)}.")
 
 
 def _hub_token() -> str:
@@ -246,43 +270,53 @@ def _hub_token() -> str:
     return token
 
 
-def _scaling(given: Given) -> ScalingAsked | None:
-    from peagle.deploy.request import ScalingAsked
+def load_entries(given: Given) -> dict[str, CatalogEntry]:
+    """The catalog, with the user's own files."""
+    from peagle.deploy.catalog import load_catalog
 
-    most, others = given.value("max_instances"), ("min_instances", "scale_target", "scale_from")
-    if most is not None:
-        asked = (given.value("min_instances", 1), *map(given.value, others[1:]))
-        return ScalingAsked(most, *asked)
-    if named := next((key for key in others if key in given), None):
-        raise UserError(
-            f"{given[named].source} is given without --max-instances; expected the most instances "
-            "too."
-        )
-    return None
+    return load_catalog(given.value("catalog", []))
+
+
+def offline_lookups(given: Given) -> Lookups:
+    """Lookups that read local files alone."""
+    from peagle.deploy.request import Lookups
+
+    return Lookups(load_entries(given))
 
 
 def region_of(given: Given) -> str:
-    """The region, without a network and without credentials.
-
-    Raises:
-        UserError: none is known.
-    """
-    found = given.value("region") or os.environ.get("AWS_DEFAULT_REGION") or _configured_region()
-    if not found:
-        raise UserError(
-            "No AWS region is known. Give it with --region, in the variable AWS_DEFAULT_REGION, or "
-            "in ~/.aws/config."
-        )
-    return found
-
-
-def _configured_region() -> str | None:
+    """The region, without a network and without credentials; "" where none is known."""
+    found = given.value("region") or os.environ.get("AWS_DEFAULT_REGION")
+    if found:
+        return found
     try:
         import boto3
         from botocore.exceptions import BotoCoreError
     except ImportError:
-        return None
+        return ""
     try:
-        return boto3.Session().region_name
+        return boto3.Session().region_name or ""
     except BotoCoreError:
-        return None
+        return ""
+
+
+def new_stamp() -> str:
+    """The time and random letters: two changes of one second stay apart."""
+    return f"{time.strftime('%Y%m%d%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
+
+
+@contextmanager
+def leftovers_printed(output_format: OutputFormat) -> Iterator[None]:
+    """Within, an error that leaves something behind is also printed as JSON, if that was asked for.
+
+    One object on standard output: error, and stayed, a list of what, command and reason.
+    """
+    from peagle.deploy.stack import Unfinished
+
+    try:
+        yield
+    except Unfinished as error:
+        if output_format is OutputFormat.JSON:
+            stayed = [asdict(one) for one in error.stayed]
+            print(json.dumps({"error": error.cause, "stayed": stayed}, indent=2))
+        raise

@@ -7,20 +7,19 @@ import sys
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from peagle.cli.deploy_errors import leftovers_told
-from peagle.cli.deploy_invoke import EndpointName, Region
+from peagle.cli.deploy_options import EndpointName, Region, leftovers_printed, new_stamp
 from peagle.cli.options import Format, OutputFormat
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
-    from peagle.deploy.calls import Call
+    from peagle.deploy.aws import Clients
     from peagle.deploy.curve import Bounds
-    from peagle.deploy.deployment import Autoscaling, Current
-    from peagle.deploy.plan import Step
+    from peagle.deploy.deployment import Autoscaling
+    from peagle.deploy.status import EndpointState
 
 SCALE_EXAMPLES = """
 Between 1 and 4 instances, 16 requests at once on each:
@@ -35,11 +34,11 @@ The same calls, printed and not made; no scaling any more; three instances:
   peagle deploy sagemaker scale qwen3 --off
   peagle deploy sagemaker scale qwen3 --instances 3
 """
-_WAIT_S = 3600
+_POLL_S = 15
 
 
 class ScalingMetric(StrEnum):
-    """What an instance should have so much of."""
+    """The load of an instance that scaling keeps."""
 
     CONCURRENCY = "concurrency"
     INVOCATIONS = "invocations"
@@ -58,7 +57,8 @@ def scale(
     ] = None,
     most: Annotated[int | None, typer.Option("--max", help="Most instances.")] = None,
     target: Annotated[
-        float | None, typer.Option(metavar="NUMBER", help="Of the metric, on one instance.")
+        float | None,
+        typer.Option(metavar="NUMBER", help="Value of the metric that one instance should have."),
     ] = None,
     metric: Annotated[
         ScalingMetric,
@@ -74,16 +74,16 @@ def scale(
         ),
     ] = None,
     max_itl_ms: Annotated[
-        float | None, typer.Option(min=0.0, help="With --from: most time between tokens.")
+        float | None, typer.Option(min=0.0, help="With --from: longest time between tokens.")
     ] = None,
     max_ttft_ms: Annotated[
-        float | None, typer.Option(min=0.0, help="With --from: most time to the first token.")
+        float | None, typer.Option(min=0.0, help="With --from: longest time to the first token.")
     ] = None,
     percentile: Annotated[
-        int, typer.Option(help="With --from: of these times; 50, 90 or 99.")
+        int, typer.Option(help="With --from: percentile of these times: 50, 90 or 99.")
     ] = 90,
     method: Annotated[
-        str | None, typer.Option(metavar="NAME", help="With --from: of throughput.json's methods.")
+        str | None, typer.Option(metavar="NAME", help="With --from: method of throughput.json.")
     ] = None,
     k: Annotated[
         int | None,
@@ -93,10 +93,10 @@ def scale(
         bool, typer.Option("--off", help="End automatic scaling; the instances stay.")
     ] = False,
     instances: Annotated[
-        int | None, typer.Option(help="Have so many, without automatic scaling.")
+        int | None, typer.Option(help="Fixed number of instances, without automatic scaling.")
     ] = None,
     wait: Annotated[
-        bool, typer.Option("--wait/--no-wait", help="With --instances: until they serve.")
+        bool, typer.Option("--wait/--no-wait", help="With --instances: wait until they serve.")
     ] = True,
     print_calls: Annotated[
         bool, typer.Option("--print-calls", help="Print the calls as JSON, and make none of them.")
@@ -118,40 +118,82 @@ def scale(
     from peagle.deploy.aws import Clients
     from peagle.deploy.curve import Bounds
     from peagle.deploy.deployment import Autoscaling
-    from peagle.deploy.endpoints import describe
-    from peagle.deploy.scaling import METRICS, scaling_calls
+    from peagle.deploy.request import check_autoscaling
+    from peagle.deploy.status import describe
+    from peagle.deploy.template import METRICS
 
     clients = Clients(region)
     current = describe(clients, endpoint)
-    name, count = _variant(current, variant)
+    name = _variant(current, variant)
+    if instances is not None:
+        call = _count_call(current, name, instances)
+        if print_calls:
+            print(json.dumps([call], indent=2))
+            return
+        _set_count(clients, call, wait=wait)
+        _print_result(endpoint, name, None, instances, output_format)
+        return
     wanted: Autoscaling | None = None
-    if off:
-        steps, done = _off(current, name), "no longer scaled automatically"
-    elif instances is not None:
-        steps = _count(current, name, instances, count, wait=wait)
-        done = f"{instances} instance{'s' * (instances != 1)} of {name}"
-    else:
+    if not off:
         assert most is not None
         if curve is not None:
             bounds = Bounds(max_itl_ms, max_ttft_ms)
             target = _target(current, curve, k, method, percentile, bounds, metric)
         assert target is not None
-        wanted = Autoscaling(1 if least is None else least, most, target, METRICS[metric])
-        steps = scaling_calls(endpoint, name, wanted, current.autoscaling, current.scaling_policies)
-        done = f"{_said(wanted)} at {target:g} {_UNITS[metric]} on each"
-    if print_calls:
-        print(json.dumps([_json(step) for step in steps], indent=2))
-        return
-    from peagle.deploy.apply import apply
+        least = 1 if least is None else least
+        wanted = check_autoscaling(Autoscaling(least, most, target, METRICS[metric]))
+    elif current.autoscaling is None:
+        raise UserError(f"The endpoint {endpoint!r} is not scaled automatically.")
+    _change_scaling(clients, endpoint, wanted, output_format, print_calls=print_calls)
+    if not print_calls:
+        _print_result(endpoint, name, wanted, None, output_format)
 
-    with leftovers_told(output_format):
-        apply(steps, clients)
+
+def _change_scaling(
+    clients: Clients,
+    endpoint: str,
+    wanted: Autoscaling | None,
+    output_format: OutputFormat,
+    *,
+    print_calls: bool,
+) -> None:
+    """Change the scaling of an endpoint's stack, or print the calls that would."""
+    from peagle.deploy import stack
+    from peagle.deploy.template import deployment_of, with_autoscaling
+
+    stack.require_updatable(stack.stack_of(clients, endpoint), endpoint, clients.region)
+    present = stack.template_of(clients, endpoint)
+    base = deployment_of(present, new_stamp())
+    changed = with_autoscaling(present, wanted)
+    if print_calls:
+        calls = stack.planned_calls(base, [stack.change_set_request(base, changed)])
+        print(json.dumps(calls, indent=2))
+        return
+    with leftovers_printed(output_format):
+        stack.rescale(clients, base, changed, stack.to_stderr)
+
+
+def _print_result(
+    endpoint: str,
+    variant: str,
+    wanted: Autoscaling | None,
+    instances: int | None,
+    output_format: OutputFormat,
+) -> None:
+    from peagle.deploy.template import METRICS
+
     if output_format is OutputFormat.JSON:
         scaled = None if wanted is None else asdict(wanted)
-        told = {"endpoint": endpoint, "variant": name, "autoscaling": scaled}
-        print(json.dumps(told | {"instances": instances}))
+        result = {"endpoint": endpoint, "variant": variant, "autoscaling": scaled}
+        print(json.dumps(result | {"instances": instances}))
+    elif wanted is not None:
+        metric = next(name for name, full in METRICS.items() if full == wanted.metric)
+        unit = _UNITS[ScalingMetric(metric)]
+        print(f"{endpoint}: {_bounds(wanted)} at {wanted.target_value:g} {unit} on each")
+    elif instances is not None:
+        print(f"{endpoint}: {instances} instance{'s' * (instances != 1)} of {variant}")
     else:
-        print(f"{endpoint}: {done}")
+        print(f"{endpoint}: no longer scaled automatically")
 
 
 def _check(
@@ -172,60 +214,73 @@ def _check(
         raise UserError(f"Give --target or --from, one of them; {have} given.")
 
 
-def _said(wanted: Autoscaling) -> str:
-    return f"{wanted.min_instances} to {wanted.max_instances} instances"
+def _bounds(scaling: Autoscaling) -> str:
+    return f"{scaling.min_instances} to {scaling.max_instances} instances"
 
 
-def _json(step: Step) -> object:
-    from peagle.deploy.plan import shown
-
-    return shown(step)
-
-
-def _variant(current: Current, variant: str | None) -> tuple[str, int | None]:
-    """Name of a variant, and the instances that are wanted of it now."""
+def _variant(current: EndpointState, variant: str | None) -> str:
+    """Name of the variant that is scaled."""
     from peagle.deploy.status import variants
 
-    found = {one["name"]: one["wanted"] for one in variants(current)}
+    found = [one["name"] for one in variants(current)]
     if variant is None and len(found) == 1:
-        return next(iter(found.items()))
+        return found[0]
     if variant is not None and variant in found:
-        return variant, found[variant]
+        return variant
     raise UserError(
         f"The endpoint {current.endpoint_name!r} has the variants: {', '.join(found) or 'none'}. "
         "Choose one with --variant."
     )
 
 
-def _off(current: Current, variant: str) -> list[Call]:
-    from peagle.deploy.scaling import unscale_calls
-
-    if current.autoscaling is None:
-        raise UserError(f"The endpoint {current.endpoint_name!r} is not scaled automatically.")
-    return unscale_calls(current.endpoint_name, variant, current.scaling_policies)
-
-
-def _count(
-    current: Current, variant: str, instances: int, now: int | None, *, wait: bool
-) -> list[Step]:
-    from peagle.deploy.endpoints import require_updatable
-    from peagle.deploy.plan import Wait
-    from peagle.deploy.scaling import count_call
+def _count_call(current: EndpointState, variant: str, instances: int) -> dict[str, Any]:
+    """The call that gives a variant a number of instances; updates of the stack keep it."""
+    from peagle.deploy.stack import planned_call
 
     endpoint = current.endpoint_name
     if current.autoscaling is not None:
         raise UserError(
-            f"The endpoint {endpoint!r} is scaled automatically ({_said(current.autoscaling)}) and "
-            "would change the number again: set bounds with --min and --max, or end that with "
+            f"The endpoint {endpoint!r} is scaled automatically ({_bounds(current.autoscaling)}) "
+            "and would change the number again: set bounds with --min and --max, or end that with "
             "--off first."
         )
-    require_updatable(current)
-    call = count_call(endpoint, variant, instances, now)
-    return [call, Wait(endpoint, _WAIT_S)] if wait else [call]
+    if instances < 1:
+        raise UserError(
+            f"--instances is {instances}; expected at least 1. To stop paying, delete the endpoint."
+        )
+    if current.status != "InService":
+        raise UserError(
+            f"The endpoint {endpoint!r} is {current.status}: SageMaker changes the number of "
+            f"instances of an endpoint in service alone. See: peagle deploy sagemaker status "
+            f"{endpoint}"
+        )
+    wanted = [{"VariantName": variant, "DesiredInstanceCount": instances}]
+    parameters = {"EndpointName": endpoint, "DesiredWeightsAndCapacities": wanted}
+    return planned_call("sagemaker", "UpdateEndpointWeightsAndCapacities", parameters)
+
+
+def _set_count(clients: Clients, call: dict[str, Any], *, wait: bool) -> None:
+    from botocore.exceptions import BotoCoreError, ClientError, WaiterError
+
+    from peagle.deploy.aws_errors import explain
+
+    name = call["parameters"]["EndpointName"]
+    try:
+        clients.request(call["service"], call["operation"], **call["parameters"])
+        if wait:
+            waiter = clients.client("sagemaker").get_waiter("endpoint_in_service")
+            waiter.wait(EndpointName=name, WaiterConfig={"Delay": _POLL_S, "MaxAttempts": 240})
+    except WaiterError:
+        raise UserError(
+            f"The endpoint {name!r} did not come into service with so many instances. See why: "
+            f"peagle deploy sagemaker status {name}"
+        ) from None
+    except (BotoCoreError, ClientError) as error:
+        raise explain(error) from None
 
 
 def _target(
-    current: Current,
+    current: EndpointState,
     path: Path,
     k: int | None,
     method: str | None,

@@ -26,12 +26,14 @@ def status_lines(status: Status) -> list[str]:
 
 def _state(status: Status) -> Iterator[str]:
     current = status.current
-    facts = [current.status, current.region]
+    facts = [current.status or "not there yet", current.region]
+    facts += [f"stack {current.stack_status}"] if current.stack_status else []
     facts += [f"{age(current)} old"] if age(current) else []
     facts += [f"container: {status.source}"] if status.source else []
     yield f"{current.endpoint_name}: {', '.join(facts)}"
     if reason := current.endpoint.get("FailureReason"):
         yield f"  why: {reason}"
+    yield from (f"  why: {failure}" for failure in current.failures)
     yield f"  configuration {current.config_name or 'gone'}; models {_names(current.model_names)}"
     for one in variants(current):
         wanted = "" if one["wanted"] in (None, one["instances"]) else f", {one['wanted']} wanted"

@@ -5,17 +5,14 @@ Credentials and region come from boto3's own chain, and are never read or shown 
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
-from peagle.deploy.aws_errors import WHERE_CREDENTIALS, WHERE_REGION, explain
-from peagle.deploy.calls import Call
+from peagle.deploy.aws_errors import WHERE_CREDENTIALS, WHERE_REGION, explain, is_gone
 from peagle.errors import UserError
-from peagle.extras import install_extra, pip_install
+from peagle.extras import install_extra
 
 # At most so many attempts of a call that was throttled or got no answer, with growing pauses of up
 # to 20 s: https://docs.aws.amazon.com/boto3/latest/guide/retries.html
@@ -113,15 +110,26 @@ class Clients:
                 raise explain(error) from None
         return self._clients[service]
 
-    def call(self, call: Call) -> dict[str, Any]:
-        """Make a call and return its answer; errors are botocore's."""
-        return self.request(call.service, call.operation, **call.parameters)
-
     def request(self, service: str, operation: str, **parameters: Any) -> dict[str, Any]:
         """`request("sagemaker", "DescribeEndpoint", EndpointName=...)`; errors are botocore's."""
         from botocore import xform_name
 
         return getattr(self.client(service), xform_name(operation))(**parameters)
+
+    def ask(self, service: str, operation: str, **parameters: Any) -> dict[str, Any]:
+        """Return an answer; {} where AWS says that it is about something that is not there.
+
+        Raises:
+            UserError: AWS refused, or gave no answer.
+        """
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            return self.request(service, operation, **parameters)
+        except (BotoCoreError, ClientError) as error:
+            if is_gone(error):
+                return {}
+            raise explain(error) from None
 
 
 def _session() -> Any:
@@ -136,91 +144,3 @@ def _session() -> Any:
         return boto3.Session()
     except BotoCoreError as error:
         raise explain(error) from None
-
-
-# ---- requests without a network --------------------------------------------------------------
-
-
-@cache
-def _service_model(service: str) -> Any:
-    from botocore.loaders import create_loader
-    from botocore.model import ServiceModel
-
-    return ServiceModel(create_loader().load_service_model(service, "service-2"), service)
-
-
-def validate(call: Call) -> None:
-    """Check a call's parameters by the service model that botocore brings; nothing is sent.
-
-    Names, types and what is required are checked as botocore does before it sends, and beyond it
-    the values of enumerations, the lengths and the patterns of text, and the bounds of numbers.
-
-    Raises:
-        UserError: botocore knows no such operation, or its parameters do not fit.
-    """
-    try:
-        from botocore.validate import ParamValidator
-    except ImportError:
-        _session()
-        raise
-    model = _service_model(call.service)
-    if call.operation not in model.operation_names:
-        raise UserError(
-            f"The installed boto3 knows no operation {call.operation!r} of {call.service!r}: "
-            f"{pip_install('--upgrade boto3')}"
-        )
-    shape = model.operation_model(call.operation).input_shape
-    report = ParamValidator().validate(dict(call.parameters), shape)
-    problems = [report.generate_report()] if report.has_errors() else []
-    problems = problems or _misfits(call.parameters, shape, "")
-    if problems:
-        raise UserError(f"{call.operation} would be refused: {'; '.join(problems)}")
-
-
-def _misfits(value: Any, shape: Any, where: str) -> list[str]:
-    """Where a value of the right type breaks what its shape says of enumerations and bounds."""
-    if shape.type_name == "structure":
-        return [
-            problem
-            for name, member in value.items()
-            for problem in _misfits(member, shape.members[name], f"{where}.{name}".lstrip("."))
-        ]
-    if shape.type_name == "map":
-        return [
-            problem
-            for key, member in value.items()
-            for problem in (
-                *_misfits(key, shape.key, f"{where}[{key!r}]"),
-                *_misfits(member, shape.value, f"{where}[{key!r}]"),
-            )
-        ]
-    problems = []
-    if shape.type_name == "list":
-        problems = [
-            problem
-            for number, member in enumerate(value)
-            for problem in _misfits(member, shape.member, f"{where}[{number}]")
-        ]
-    metadata = shape.metadata
-    size = value if shape.type_name in ("integer", "long", "float", "double") else None
-    if shape.type_name in ("string", "list"):
-        size = len(value)
-    if size is not None and not metadata.get("min", size) <= size <= metadata.get("max", size):
-        bounds = f"{metadata.get('min', '')} to {metadata.get('max', '')}"
-        what = "length " if shape.type_name in ("string", "list") else ""
-        problems.append(f"{where} has {what}{size}, expected {bounds}")
-    if shape.type_name == "string":
-        if (allowed := getattr(shape, "enum", None)) and value not in allowed:
-            problems.append(f"{where} is {str(value)!r}, expected one of {', '.join(allowed)}")
-        if (pattern := _pattern(metadata.get("pattern", ""))) and not pattern.fullmatch(value):
-            problems.append(f"{where} does not match {pattern.pattern}")
-    return problems
-
-
-@cache
-def _pattern(text: str) -> re.Pattern[str] | None:
-    """The service model's pattern, if Python's expressions can say it."""
-    try:
-        return re.compile(text, re.DOTALL) if text else None
-    except re.error:  # \p{...}
-        return None

@@ -35,7 +35,6 @@ _GONE = {"ResourceNotFound", "ResourceNotFoundException", "ObjectNotFoundExcepti
 _GONE |= {"404", "NotFound", "NoSuchUpload"}
 # "Could not find endpoint ...", "No scalable target found ...", "... does not exist".
 _GONE_TEXT = re.compile(r"could not find|not found|no \w+ \w+ found|does not exist", re.I)
-_BUSY_TEXT = re.compile(r"in-progress|in progress|being (created|updated)|current status|Creating")
 
 
 def _response(error: BaseException) -> dict[str, Any]:
@@ -70,36 +69,9 @@ def is_gone(error: BaseException) -> bool:
     return code(error) in _GONE or (is_validation and bool(_GONE_TEXT.search(text(error))))
 
 
-def is_busy(error: BaseException) -> bool:
-    """Whether AWS says that the endpoint cannot be changed while it is being changed."""
-    return code(error) == "ValidationException" and bool(_BUSY_TEXT.search(text(error)))
-
-
 def is_throttled(error: BaseException) -> bool:
     """Whether AWS took no more calls at that moment."""
     return code(error) in _THROTTLING
-
-
-def may_pass(error: BaseException) -> bool:
-    """Whether the same call may succeed later: throttled, no answer, or a fault inside AWS."""
-    return is_throttled(error) or status(error) >= 500 or not code(error)
-
-
-def may_have_happened(error: BaseException) -> bool:
-    """Whether a call that ended so may have done what it was to do.
-
-    No answer came, or a fault of AWS's; or the call had been sent several times, and an earlier
-    attempt may have been the one that did it. Anything that is not an error of botocore's (an
-    interruption) may have come at any moment.
-    """
-    from botocore.exceptions import ClientError, ParamValidationError
-
-    if isinstance(error, ParamValidationError):
-        return False
-    if not isinstance(error, ClientError):
-        return True
-    tried_again = bool(_response(error).get("ResponseMetadata", {}).get("RetryAttempts"))
-    return status(error) >= 500 or (tried_again and not is_throttled(error))
 
 
 # ---- what an error means to the user ---------------------------------------------------------

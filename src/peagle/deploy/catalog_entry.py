@@ -20,7 +20,6 @@ from peagle.deploy.memory import (
     facts_of_folder,
     memory_needed,
 )
-from peagle.errors import UserError
 
 Precision = Literal["bf16", "fp16", "fp32", "fp8", "mxfp4", "nvfp4", "int8", "int4"]
 _UNPACKED = ("bf16", "fp16")
@@ -98,7 +97,7 @@ class CatalogEntry(BaseModel):
     instance_types: tuple[_Instance, ...] = Field(min_length=1)
     vllm_flags: dict[_Flag, _Value] = Field(default_factory=dict)
     environment: dict[str, _Value] = Field(default_factory=dict)
-    sources: tuple[Source, ...] = Field(("managed", "native", "jumpstart"), min_length=1)
+    sources: tuple[Source, ...] = Field(("managed", "native"), min_length=1)
     jumpstart_model_id: str | None = None
     gated: bool | None = None
     license: str | None = None
@@ -120,25 +119,6 @@ class CatalogEntry(BaseModel):
         if self.sources == ("jumpstart",) and self.jumpstart_model_id is None:
             raise ValueError("sources is jumpstart alone and there is no jumpstart_model_id")
         return self
-
-    def require_source(self, source: Source) -> None:
-        """Refuse a source that cannot serve this model.
-
-        Raises:
-            UserError: naming those that can.
-        """
-        if source not in self.sources:
-            why = "" if self.draft else ": its head is not published by itself, only with JumpStart"
-            raise UserError(
-                f"{self.name} cannot be deployed with --source {source}{why}. Give --source "
-                f"{' or '.join(self.sources)}."
-            )
-        if source == "jumpstart" and self.jumpstart_model_id is None:
-            raise UserError(
-                f"{self.name} has no jumpstart_model_id: its name in SageMaker's public hub is not "
-                f"known here. Give --source {' or '.join(s for s in self.sources if s != source)}, "
-                "or an entry of your own with the id (`peagle catalog --help`)."
-            )
 
     def target_facts(self) -> ModelFacts | None:
         """Sizes of the target; None where the weights' are not known."""

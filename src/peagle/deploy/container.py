@@ -1,4 +1,4 @@
-"""The container of a deployment: its image, its environment, and the files mounted into it.
+"""The container of a deployment: its image and its environment.
 
 Both containers, ours and the managed vLLM one, read SM_VLLM_* as options of vLLM (ours through
 `serving.sagemaker`), so one environment fits both.
@@ -12,14 +12,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from peagle.deploy.deployment import DRAFT_CHANNEL, VARIANT, Deployment, Secret, Source
-from peagle.deploy.models import ModelSource
+from peagle.deploy.deployment import MODEL_FOLDER, VARIANT, Deployment, KeptSecret, Secret, Source
 from peagle.deploy.monitoring import container_environment
 from peagle.errors import UserError
 
 PREFIX = "SM_VLLM_"
 SPECULATIVE = "SM_VLLM_SPECULATIVE_CONFIG"
-CHANNEL_ROOT = "/opt/ml/additional-model-data-sources"
 
 MANAGED_TAG = "server-sagemaker-cuda-v2.3"
 _MANAGED_ACCOUNT = "763104351884"
@@ -71,11 +69,13 @@ _OURS = {
 }
 
 
-def managed_image(region: str, tag: str = MANAGED_TAG) -> str:
-    """URI of the managed vLLM container's image in a region."""
+def managed_image(region: str = "") -> str:
+    """URI of the managed vLLM container's image in a region; "" leaves the region to the stack."""
+    if not region:
+        return f"{_MANAGED_ACCOUNT}.dkr.ecr.${{AWS::Region}}.${{AWS::URLSuffix}}/vllm:{MANAGED_TAG}"
     account = _ACCOUNTS.get(region, _MANAGED_ACCOUNT)
     domain = "amazonaws.com.cn" if region.startswith("cn-") else "amazonaws.com"
-    return f"{account}.dkr.ecr.{region}.{domain}/vllm:{tag}"
+    return f"{account}.dkr.ecr.{region}.{domain}/vllm:{MANAGED_TAG}"
 
 
 def default_ami(image: str) -> str:
@@ -97,7 +97,7 @@ def environment(d: Deployment) -> dict[str, str]:
     Raises:
         UserError: a name or value that SageMaker refuses, or one variable given in two ways.
     """
-    own = {PREFIX + _variable(name): value for name, value in d.vllm_flags.items()}
+    own = {variable_of(name): value for name, value in d.vllm_flags.items()}
     own |= _model_variables(d, own)
     if d.speculative_config is not None:
         own[SPECULATIVE] = json.dumps(_speculative(d), separators=(",", ":"))
@@ -106,12 +106,9 @@ def environment(d: Deployment) -> dict[str, str]:
             f"The variable {twice[0]} is given with --env, and set by another option too; leave "
             "one of them out."
         )
-    hub = dict(d.hub_model.environment) if d.hub_model else {}
-    if d.speculative_config is None:
-        hub.pop(SPECULATIVE, None)
     # SageMaker does not tell a container which endpoint it is of: our metrics are named by it.
-    told = container_environment(d.endpoint_name, VARIANT) if d.source == "native" else {}
-    merged = {**hub, **runner(d.source, d.speculative_config), **own, **d.environment, **told}
+    named = container_environment(d.endpoint_name, VARIANT) if d.source == "native" else {}
+    merged = {**_runner(d), **own, **d.environment, **named}
     _check(merged)
     return dict(sorted(merged.items()))
 
@@ -119,18 +116,16 @@ def environment(d: Deployment) -> dict[str, str]:
 def _model_variables(d: Deployment, given: Mapping[str, str]) -> dict[str, str]:
     """The model, where it is not in /opt/ml/model, and the name that clients call it by."""
     if d.target.kind == "hub":
-        if d.hub_model is not None:
-            return {}
         revision = {PREFIX + "REVISION": d.target.revision} if d.target.revision else {}
         return {PREFIX + "MODEL": d.target.name, **revision}
     name = PREFIX + "SERVED_MODEL_NAME"
-    return {} if name in given or d.hub_model else {name: d.endpoint_name}
+    return {} if name in given else {name: d.endpoint_name}
 
 
-def runner(source: str, speculative_config: Mapping[str, Any] | None) -> dict[str, str]:
-    """vLLM's model runner V2 does not draft in parallel: its first one is asked for."""
-    is_parallel = (speculative_config or {}).get("parallel_drafting")
-    return {"VLLM_USE_V2_MODEL_RUNNER": "0"} if is_parallel and source == "managed" else {}
+def _runner(d: Deployment) -> dict[str, str]:
+    """vLLM's first model runner, since its model runner V2 does not draft in parallel."""
+    is_parallel = (d.speculative_config or {}).get("parallel_drafting")
+    return {"VLLM_USE_V2_MODEL_RUNNER": "0"} if is_parallel and d.source == "managed" else {}
 
 
 def _speculative(d: Deployment) -> dict[str, Any]:
@@ -140,18 +135,21 @@ def _speculative(d: Deployment) -> dict[str, Any]:
         return config
     method = {"method": config.pop("method")} if "method" in config else {}
     if d.draft.kind != "hub":
-        return {**method, "model": draft_path(), **config}
+        return {**method, "model": draft_path(d), **config}
     revision = {"revision": d.draft.revision} if d.draft.revision else {}
     return {**method, "model": d.draft.name, **revision, **config}
 
 
-def draft_path() -> str:
-    """Where the container finds a head that comes from S3."""
-    return f"{CHANNEL_ROOT}/{DRAFT_CHANNEL}/"
+def draft_path(d: Deployment) -> str:
+    """The folder of a head that comes from S3, in the container: below the target's, if any."""
+    assert d.draft is not None
+    below = d.draft.name.removeprefix(d.target.name) if d.target.kind == "s3" else ""
+    return MODEL_FOLDER + below
 
 
-def _variable(flag: str) -> str:
-    return flag.upper().replace("-", "_")
+def variable_of(flag: str) -> str:
+    """The variable of an option of vLLM."""
+    return PREFIX + flag.upper().replace("-", "_")
 
 
 def _check(variables: Mapping[str, str]) -> None:
@@ -166,7 +164,7 @@ def _check(variables: Mapping[str, str]) -> None:
                 f"The variable's name is {name!r}; expected letters, digits and underscores, with "
                 "no digit in front."
             )
-        if len(value) > _MAX_CHARACTERS:
+        if len(value) > _MAX_CHARACTERS and not isinstance(value, KeptSecret):
             raise UserError(
                 f"The value of {name} has {len(value)} characters; SageMaker allows "
                 f"{_MAX_CHARACTERS}. Shorten it, or put it into a file of the model's folder."
@@ -231,39 +229,6 @@ def _add(found: dict[str, str], name: str, value: str, shown: str) -> None:
     if name in found:
         raise UserError(f"The option {name} of vLLM is given twice; leave one of them out.")
     found[name] = Secret(value) if is_secret_name(name) else value
-
-
-# ---- what is mounted ------------------------------------------------------------------------
-
-
-def s3_source(uri: str) -> dict[str, Any]:
-    """An S3DataSource: all files below a prefix, as they are."""
-    return {"S3Uri": uri, "S3DataType": "S3Prefix", "CompressionType": "None"}
-
-
-def container(d: Deployment, uris: Mapping[ModelSource, str]) -> dict[str, Any]:
-    """The PrimaryContainer of CreateModel.
-
-    Args:
-        d: what is wanted.
-        uris: the s3:// prefixes of the models that are, or will be, in S3.
-
-    Raises:
-        UserError: as `environment`.
-    """
-    made: dict[str, Any] = {"Image": d.image, "Environment": environment(d)}
-    channels: list[dict[str, Any]] = []
-    if d.hub_model is not None:
-        made |= d.hub_model.model_data(d.accept_eula)
-        channels += d.hub_model.channels(d.accept_eula) if d.speculation else []
-    elif d.target in uris:
-        made["ModelDataSource"] = {"S3DataSource": s3_source(uris[d.target])}
-    if d.speculation and d.draft is not None and d.draft in uris:
-        channels = [c for c in channels if c["ChannelName"] != DRAFT_CHANNEL]
-        channels.append({"ChannelName": DRAFT_CHANNEL, "S3DataSource": s3_source(uris[d.draft])})
-    if channels:
-        made["AdditionalModelDataSources"] = channels
-    return made
 
 
 def check_image(source: Source, image: str | None) -> None:

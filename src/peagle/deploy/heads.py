@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from peagle.deploy.model_files import CONFIG, files_of, unseen_is_told, warn_unseen
+from peagle.deploy.memory import ModelFacts, model_facts
+from peagle.deploy.model_files import CONFIG, HubFiles, files_of, unseen_is_told, warn_unseen
 from peagle.deploy.models import ModelSource
 from peagle.errors import CheckpointError
 
@@ -111,3 +112,16 @@ def _target_facts(target: ModelSource, s3: Any) -> dict[str, Any]:
     text = data.get("text_config") or data
     facts |= {key: text.get(key) for key in ("vocab_size", "hidden_size")}
     return facts | {"num_layers": text.get("num_hidden_layers")}
+
+
+def facts_of_hub(source: ModelSource) -> ModelFacts | None:
+    """Return the sizes of a model on the hub; None for others.
+
+    None, too, with a warning, where the hub does not answer or has no safetensors of it: the
+    container may well be able to.
+    """
+    if source.kind == "hub":
+        with unseen_is_told(source, "The model"):
+            files = HubFiles(source)
+            return model_facts(files.config(), files.tensors())
+    return None

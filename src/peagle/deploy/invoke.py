@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,20 +84,6 @@ class Answer:
 
 
 # ---- bodies ---------------------------------------------------------------------------------
-
-
-def chat_body(messages: Sequence[Mapping[str, Any]], **fields: Any) -> dict[str, Any]:
-    """The body of a chat; fields that are None are left out."""
-    return {"messages": list(messages), **_given(fields)}
-
-
-def completion_body(prompt: str, **fields: Any) -> dict[str, Any]:
-    """The body of a completion; fields that are None are left out."""
-    return {"prompt": prompt, **_given(fields)}
-
-
-def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value is not None}
 
 
 def streamed(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any
 
-from peagle.deploy.calls import Call
 from peagle.deploy.models import ModelSource
 from peagle.errors import CheckpointError, UserError
 from peagle.model_folder import MAX_JSON_BYTES, Readable, parse_json, read_header
@@ -22,35 +21,12 @@ CONFIG = "config.json"
 _WEIGHTS = ".safetensors"
 
 
-class ModelFiles(Protocol):
-    """Where they are does not matter to who asks."""
-
-    def config(self) -> dict[str, Any]:
-        """config.json."""
-        ...
-
-    def tensor_names(self) -> Collection[str]:
-        """Of all its safetensors files."""
-        ...
-
-
-def reading_calls(source: ModelSource) -> list[Call]:
-    """What is asked of AWS before weights' headers are read: nothing but for models in S3."""
-    if source.kind != "s3":
-        return []
-    bucket, prefix = _place(source)
-    return [
-        Call("s3", "GetObject", {"Bucket": bucket, "Key": prefix + CONFIG}),
-        Call("s3", "ListObjectsV2", {"Bucket": bucket, "Prefix": prefix, "Delimiter": "/"}),
-    ]
-
-
 def _place(source: ModelSource) -> tuple[str, str]:
     bucket, _, prefix = source.name.removeprefix("s3://").partition("/")
     return bucket, prefix
 
 
-def files_of(source: ModelSource, s3: Any = None) -> ModelFiles | None:
+def files_of(source: ModelSource, s3: Any = None) -> LocalFiles | HubFiles | S3Files | None:
     """The files of a model; None in S3 without boto3's client to read them with."""
     if source.kind == "local":
         return LocalFiles(Path(source.name))

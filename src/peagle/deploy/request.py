@@ -1,21 +1,42 @@
-"""What a user asks of a deployment: the options, and what single ones of them mean."""
+"""From the options of `create` and `update` to a `Deployment`.
+
+Nothing is created here, and mistakes are found here: unknown names, no role, an instance that is
+too small, heads that do not fit.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from peagle.deploy import scaling
-from peagle.deploy.catalog import CatalogEntry, ReadSize
+from peagle.bundled import expand_bundled
+from peagle.deploy import catalog, heads
+from peagle.deploy.catalog import CatalogEntry
+from peagle.deploy.container import check_image, default_ami, environment, managed_image
 from peagle.deploy.curve import Bounds, capacity, read_curves
-from peagle.deploy.deployment import Autoscaling, Secret, Source, Vpc, role_account
+from peagle.deploy.deployment import (
+    CONTAINERS,
+    DEFAULT_STARTUP_TIMEOUT_S,
+    MAX_NAME,
+    STARTUP_TIMEOUTS_S,
+    Autoscaling,
+    Deployment,
+    Secret,
+    Source,
+    Transfer,
+    Vpc,
+    check_endpoint_name,
+    role_account,
+)
 from peagle.deploy.heads import HeadFacts
-from peagle.deploy.models import ModelSource, s3_prefix
-from peagle.deploy.speculation import Asked
+from peagle.deploy.instances import find_instance_type, require_fits_flags
+from peagle.deploy.models import ModelSource, s3_prefix, source_of
+from peagle.deploy.speculation import Defaults, SpeculationOptions, decide
 from peagle.errors import UserError
 
 ROLE_VARIABLE = "SAGEMAKER_ROLE"
@@ -23,54 +44,40 @@ _TAG = re.compile(r"[\w\s.:/=+@-]*")
 _OWN_TAGS = ("aws:", "peagle:")
 # Bounds of VpcConfig and of tags in SageMaker's service model.
 _MAX_SUBNETS, _MAX_GROUPS, _MAX_TAGS = 16, 5, 46
-
-
-@dataclass(frozen=True, slots=True)
-class ScalingAsked:
-    """Automatic scaling, as it was asked for.
-
-    Attributes:
-        max_instances, min_instances: bounds.
-        target: requests at once on an instance; None takes the curve's.
-        curve: file of a measured curve, see `deploy.curve`.
-    """
-
-    max_instances: int
-    min_instances: int = 1
-    target: float | None = None
-    curve: Path | None = None
+_PARALLEL = ("tensor-parallel-size", "data-parallel-size", "pipeline-parallel-size")
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the user said; None, "" and empty where nothing was said.
+    """The options of a user; None, "" and empty where one was not given.
 
     Attributes:
         model: a catalog name, a hub id, an s3:// prefix or a folder; "" in an update that keeps it.
-        name: of the endpoint; "" makes one of the model's.
-        region: of AWS, known by now.
-        source: whose container.
-        image, ami, role, kms_key, upload_to: as in `Deployment` (upload_to is its bucket).
-        speculative: of speculation.
-        instance_type, instance_count, startup_timeout_s: as in `Deployment`.
+        region: AWS region; "" where none is known.
+        name: the endpoint's; "" makes one of the model's.
+        source: the container: "managed" or "native".
+        image, ami, role, kms_key, alarm_topic, instance_type, instance_count, startup_timeout_s,
+            vllm_flags: as in `Deployment`.
+        upload_to: s3:// prefix for uploads.
+        speculation: options of speculation.
         tags, env: "NAME=VALUE" each; a variable without "=" takes the value it has here.
-        subnets, security_groups: of the VPC.
-        vllm_flags: as in `Deployment`.
-        hf_token: that the container gets as HF_TOKEN.
-        accept_eula: --accept-eula.
-        scaling: automatic scaling.
+        subnets, security_groups: ids of the VPC.
+        hf_token: token that the container gets as HF_TOKEN.
+        min_instances, max_instances, scale_target, scale_from: automatic scaling, by requests at
+            once on an instance or by a measured curve.
     """
 
     model: str
-    region: str
+    region: str = ""
     name: str = ""
-    source: Source | None = None
+    source: str | None = None
     image: str | None = None
     ami: str | None = None
     role: str | None = None
     kms_key: str | None = None
+    alarm_topic: str | None = None
     upload_to: str | None = None
-    speculative: Asked = field(default_factory=Asked)
+    speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     instance_type: str | None = None
     instance_count: int | None = None
     startup_timeout_s: int | None = None
@@ -80,67 +87,332 @@ class Request:
     security_groups: tuple[str, ...] = ()
     vllm_flags: Mapping[str, str] = field(default_factory=dict)
     hf_token: str | None = None
-    accept_eula: bool = False
-    scaling: ScalingAsked | None = None
+    min_instances: int = 1
+    max_instances: int | None = None
+    scale_target: float | None = None
+    scale_from: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Lookups:
-    """What is asked of others while a request is read.
+    """What may be read while a request becomes a deployment.
 
     Attributes:
-        entries: of the catalog.
-        read_head: what a head's files say; None if they are not looked at.
-        check_target: raises UserError if a head is of another target.
-        ask_hub: SageMaker's hub's answer about a model id; None if it is not asked, or refuses.
-        environ: variables of this process.
-        read_size: sizes of a model on the hub; None if it is not looked at.
+        entries: the catalog.
+        s3: boto3's client of S3; None reads local files alone, and adds a note for the others.
+        notes: gets what was not looked at.
     """
 
     entries: dict[str, CatalogEntry]
-    read_head: Callable[[ModelSource], HeadFacts | None]
-    check_target: Callable[[HeadFacts, ModelSource, ModelSource], None]
-    ask_hub: Callable[[str], Mapping[str, Any] | None]
-    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    read_size: ReadSize = lambda _: None
+    s3: Any = None
+    notes: list[str] = field(default_factory=list)
+
+    def read_head(self, draft: ModelSource) -> HeadFacts | None:
+        """What a head's files say; None where they are not read."""
+        if draft.kind == "local" or self.s3 is not None:
+            return heads.head_facts(draft, self.s3)
+        self.notes.append(
+            f"The head {draft.name!r} was not looked at; it is taken for a P-EAGLE head."
+        )
+        return None
+
+    def check_target(self, facts: HeadFacts, draft: ModelSource, target: ModelSource) -> None:
+        """Refuse a head of another target, where the target can be read."""
+        if target.kind == "local" or self.s3 is not None:
+            heads.check_target(facts, draft, target, self.s3)
+
+
+def new_deployment(request: Request, stamp: str, lookups: Lookups) -> Deployment:
+    """Return the deployment that `create` makes; `stamp` makes its names unique.
+
+    Raises:
+        UserError: anything that would fail later, as far as it can be known now.
+    """
+    entry = catalog.lookup(request.model, lookups.entries)
+    target = _target(request.model, entry, lookups)
+    source = _source(request.source, entry)
+    check_image(source, request.image)
+    image = request.image or managed_image(request.region)
+    instance_type = request.instance_type or (entry.instance_types[0] if entry else "")
+    if not instance_type:
+        raise UserError(
+            f"No instance type: the catalog does not know {request.model!r}. Give one with "
+            "--instance-type, like ml.g6e.2xlarge."
+        )
+    draft, config = _speculation(
+        request.speculation, source, _defaults(entry), target, entry, lookups
+    )
+    if entry is not None and entry.gated and not request.hf_token:
+        warnings.warn(
+            f"{entry.target} is gated on the hub: accept its licence there, and give "
+            "--pass-hf-token, or the container cannot fetch it.",
+            stacklevel=2,
+        )
+    role = request.role or os.environ.get(ROLE_VARIABLE, "")
+    if role:
+        role_account(role)
+    flags = {**(entry.vllm_flags if entry else {}), **request.vllm_flags}
+    return _checked(
+        Deployment(
+            endpoint_name=check_endpoint_name(request.name or _name_of(entry, target)),
+            stamp=stamp,
+            source=source,
+            image=image,
+            target=target,
+            role=role,
+            instance_type=instance_type,
+            instance_count=1 if request.instance_count is None else request.instance_count,
+            draft=draft,
+            speculative_config=config,
+            ami=request.ami or default_ami(image),
+            startup_timeout_s=DEFAULT_STARTUP_TIMEOUT_S
+            if request.startup_timeout_s is None
+            else request.startup_timeout_s,
+            tags=_tags(request.tags),
+            kms_key=request.kms_key or "",
+            vpc=_vpc(request),
+            environment={**(entry.environment if entry else {}), **_environment(request)},
+            vllm_flags=_spread(flags, source, instance_type),
+            autoscaling=_autoscaling(request, config),
+            alarm_topic=request.alarm_topic or "",
+        ),
+        request,
+        lookups,
+    )
+
+
+def changed_deployment(base: Deployment, request: Request, lookups: Lookups) -> Deployment:
+    """Return the deployment that `update` makes of one that is there: options, else as it is.
+
+    Raises:
+        UserError: as `new_deployment`.
+    """
+    target = base.target
+    entry = catalog.lookup(request.model or target.name, lookups.entries)
+    if request.model:
+        target = _target(request.model, entry, lookups)
+    draft, config = base.draft, base.speculative_config
+    if request.speculation != SpeculationOptions() or target != base.target:
+        defaults = Defaults(draft, config or {})
+        if target != base.target or config is None:
+            defaults = _defaults(entry)
+        draft, config = _speculation(
+            request.speculation, base.source, defaults, target, entry, lookups
+        )
+    if request.role is not None:
+        role_account(request.role)
+    instance_type = request.instance_type or base.instance_type
+    changes: dict[str, Any] = {
+        "image": request.image,
+        "ami": request.ami or (default_ami(request.image) if request.image else None),
+        "instance_type": request.instance_type,
+        "instance_count": request.instance_count,
+        "startup_timeout_s": request.startup_timeout_s,
+        "kms_key": request.kms_key,
+        "role": request.role,
+        "vpc": _vpc(request),
+        "autoscaling": _autoscaling(request, config),
+        "alarm_topic": request.alarm_topic,
+    }
+    made = replace(
+        base,
+        target=target,
+        draft=draft,
+        speculative_config=config,
+        sets_count=request.instance_count is not None,
+        tags={**base.tags, **_tags(request.tags)},
+        environment={**base.environment, **_environment(request)},
+        vllm_flags={
+            **_respread(base, instance_type, request.vllm_flags),
+            **request.vllm_flags,
+        },
+        **{key: value for key, value in changes.items() if value is not None},
+    )
+    return _checked(made, request, lookups)
+
+
+def _checked(d: Deployment, request: Request, lookups: Lookups) -> Deployment:
+    """The deployment with its files placed in S3, if nothing is known that would fail."""
+    low, high = STARTUP_TIMEOUTS_S
+    if not low <= d.startup_timeout_s <= high:
+        raise UserError(
+            f"--startup-timeout is {d.startup_timeout_s}; SageMaker allows {low} to {high} seconds."
+        )
+    if d.instance_count < 1:
+        raise UserError(f"--instance-count is {d.instance_count}; expected at least 1.")
+    if d.kms_key and re.fullmatch(r"[a-zA-Z0-9:/_-]{1,2048}", d.kms_key) is None:
+        raise UserError(f"--kms-key is {d.kms_key!r}; expected the id, ARN or alias of a key.")
+    stages = d.vllm_flags.get("pipeline-parallel-size", "1")
+    if stages != "1" and (d.speculative_config or {}).get("parallel_drafting"):
+        # vLLM hands hidden states over pipeline stages in its model runner V2 alone.
+        raise UserError(
+            f"pipeline-parallel-size is {stages}, and the head drafts in parallel, which vLLM does "
+            "not do over several stages. Use tensor-parallel-size, or --no-speculation."
+        )
+    needed = catalog.needed_by(
+        d.target,
+        d.draft,
+        d.vllm_flags,
+        lookups.entries,
+        native=d.source == "native",
+        read_size=heads.facts_of_hub if lookups.s3 is not None else None,
+    )
+    require_fits_flags(d.instance_type, needed, d.vllm_flags)
+    placed = _placed(d, _bucket(request, d.role))
+    environment(placed)
+    return placed
+
+
+def _placed(d: Deployment, bucket: str) -> Deployment:
+    """The deployment whose models are on the hub or in S3, with the transfers that puts them there.
+
+    A container mounts one prefix of S3, so a head from S3 lies below its target's prefix.
+    """
+    own = f"peagle/{d.endpoint_name}/{d.stamp}/"
+    target, draft = d.target, d.draft
+    transfers: list[Transfer] = []
+    if target.kind == "local":
+        moved = ModelSource("s3", f"{bucket}{own}target/")
+        transfers.append(Transfer(target, moved.name, d.kms_key))
+        target = moved
+    if draft is not None and draft.kind != "hub":
+        root = target.name if target.kind == "s3" else bucket
+        is_below = target.kind == "hub" or draft.name.startswith(root)
+        if draft.kind == "local" or not is_below:
+            moved = ModelSource("s3", f"{root}{own}draft/")
+            transfers.append(Transfer(draft, moved.name, d.kms_key))
+            draft = moved
+    models = [m.name for m in (target, draft) if m is not None]
+    made = [transfer.uri for transfer in transfers]
+    uploads = dict.fromkeys([u for u in d.uploads if u in models] + made)
+    return replace(
+        d, target=target, draft=draft, uploads=tuple(uploads), transfers=tuple(transfers)
+    )
+
+
+# ---- the model, its container and its head --------------------------------------------------
+
+
+def _target(model: str, entry: CatalogEntry | None, lookups: Lookups) -> ModelSource:
+    text = expand_bundled(model, "target")
+    if entry is not None:
+        return source_of(entry.target)
+    if re.fullmatch(r"[\w.-]+", text) and not os.path.isdir(text) and not text.startswith("."):
+        catalog.find(text, lookups.entries)  # raises, with the nearest name
+    return source_of(text)
+
+
+def _source(given: str | None, entry: CatalogEntry | None) -> Source:
+    source: Source | None = next((s for s in CONTAINERS if s == given), None)
+    if given is not None and source is None:
+        raise UserError(f"--source is {given!r}; expected one of {', '.join(CONTAINERS)}.")
+    if entry is None:
+        return source or "managed"
+    can: list[Source] = [s for s in CONTAINERS if s in entry.sources]
+    can.sort(key=entry.sources.index)
+    if not can:
+        raise UserError(
+            f"{entry.name} cannot be deployed from here: its head is only published inside "
+            f"SageMaker JumpStart. Deploy it in SageMaker Studio as {entry.jumpstart_model_id!r}."
+        )
+    if source is not None and source not in can:
+        raise UserError(
+            f"{entry.name} cannot be deployed with --source {source}. Give --source "
+            f"{' or '.join(can)}."
+        )
+    return source or can[0]
+
+
+def _name_of(entry: CatalogEntry | None, target: ModelSource) -> str:
+    """A name for the endpoint: the model's, of the characters that SageMaker takes."""
+    name = re.sub(r"[^a-zA-Z0-9-]+", "-", entry.name if entry else target.short_name)
+    return f"peagle-{name.strip('-').lower()}"[:MAX_NAME].rstrip("-")
+
+
+def _defaults(entry: CatalogEntry | None) -> Defaults:
+    """The head that the catalog knows."""
+    if entry is None or entry.draft is None:
+        return Defaults()
+    config = {"num_speculative_tokens": entry.num_speculative_tokens}
+    return Defaults(source_of(entry.draft, "draft"), config, entry.max_speculative_tokens)
+
+
+def _speculation(
+    options: SpeculationOptions,
+    source: Source,
+    defaults: Defaults,
+    target: ModelSource,
+    entry: CatalogEntry | None,
+    lookups: Lookups,
+) -> tuple[ModelSource | None, dict[str, Any] | None]:
+    found: list[HeadFacts] = []
+
+    def read_head(draft: ModelSource) -> HeadFacts | None:
+        if entry is not None and draft == defaults.draft and entry.origin == catalog.PACKAGED:
+            # The package's catalog has only P-EAGLE heads, each with its target.
+            return HeadFacts(True, entry.max_speculative_tokens)
+        facts = lookups.read_head(draft)
+        found.extend([facts] if facts else [])
+        return facts
+
+    draft, config = decide(options, source, defaults, read_head)
+    if draft is not None and found:
+        lookups.check_target(found[0], draft, target)
+    if config is None and options.speculation is None:
+        warnings.warn(
+            f"No draft head is known for {target.name!r}: it is served without speculation. Name a "
+            "head with --draft.",
+            stacklevel=4,
+        )
+    return draft, config
+
+
+def _spread(flags: Mapping[str, str], source: Source, instance_type: str) -> dict[str, str]:
+    """Options of vLLM that use all GPUs: one copy over them all, or, in ours, one on each."""
+    instance = find_instance_type(instance_type)
+    if instance is None or instance.num_gpus == 1 or set(_PARALLEL) & set(flags):
+        return dict(flags)
+    name = "data-parallel-size" if source == "native" else "tensor-parallel-size"
+    return {**flags, name: str(instance.num_gpus)}
+
+
+def _respread(base: Deployment, instance_type: str, given: Mapping[str, str]) -> dict[str, str]:
+    """The options of a deployment, for another instance type."""
+    kept = dict(base.vllm_flags)
+    if instance_type == base.instance_type:
+        return kept
+    old = find_instance_type(base.instance_type)
+    for name in ("data-parallel-size", "tensor-parallel-size"):
+        if old is not None and kept.get(name) == str(old.num_gpus):
+            del kept[name]
+    return _spread({**kept, **given}, base.source, instance_type)
 
 
 # ---- single options -------------------------------------------------------------------------
 
 
-def role_of(request: Request, lookups: Lookups) -> str:
-    """The ARN of the role.
+def require_role(d: Deployment) -> None:
+    """Refuse a deployment without a role.
 
     Raises:
-        UserError: there is none, or it is no ARN of a role.
+        UserError: it has none.
     """
-    role = request.role or lookups.environ.get(ROLE_VARIABLE, "")
-    if not role:
+    if not d.role:
         raise UserError(
             "No role: SageMaker needs the ARN of an IAM role that may read the image and the "
             f"model. Give --role, or set {ROLE_VARIABLE}."
         )
-    role_account(role)
-    return role
 
 
-def bucket_of(request: Request, role: str) -> str:
-    """Where uploads go: as told, else SageMaker's usual bucket of the role's account.
-
-    Raises:
-        UserError: no prefix in S3, or no role.
-    """
+def _bucket(request: Request, role: str) -> str:
+    """The prefix for uploads: as told, else SageMaker's usual bucket of the role's account."""
     if request.upload_to:
         return s3_prefix(request.upload_to, "--upload-to")
-    return f"s3://sagemaker-{request.region}-{role_account(role)[1]}/"
+    account = role_account(role)[1] if role else "${AWS::AccountId}"
+    return f"s3://sagemaker-{request.region or '${AWS::Region}'}-{account}/"
 
 
-def vpc_of(request: Request) -> Vpc | None:
-    """The network; None for SageMaker's own.
-
-    Raises:
-        UserError: subnets without security groups or the other way round, or too many.
-    """
+def _vpc(request: Request) -> Vpc | None:
     subnets, groups = request.subnets, request.security_groups
     if not subnets and not groups:
         return None
@@ -152,12 +424,7 @@ def vpc_of(request: Request) -> Vpc | None:
     return Vpc(subnets, groups)
 
 
-def tags_of(pairs: tuple[str, ...]) -> dict[str, str]:
-    """Tags of KEY=VALUE pairs.
-
-    Raises:
-        UserError: no such pair, or a key or value that AWS refuses.
-    """
+def _tags(pairs: tuple[str, ...]) -> dict[str, str]:
     tags: dict[str, str] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -173,52 +440,55 @@ def tags_of(pairs: tuple[str, ...]) -> dict[str, str]:
     return tags
 
 
-def environment_of(request: Request, lookups: Lookups) -> dict[str, str]:
-    """Further variables of the container, whose values are never shown.
-
-    A secret may have any name, DATABASE_URL for one.
-
-    Raises:
-        UserError: a name alone that is not set here.
-    """
+def _environment(request: Request) -> dict[str, str]:
+    """Further variables of the container; a secret may have any name, DATABASE_URL for one."""
     found: dict[str, str] = {}
     for pair in request.env:
         name, equals, value = pair.partition("=")
         if not equals:
-            if name not in lookups.environ:
+            if name not in os.environ:
                 raise UserError(
                     f"--env names {name!r}, which is not set here; expected NAME=VALUE, or the "
                     "name of a variable that is."
                 )
-            value = lookups.environ[name]
+            value = os.environ[name]
         found[name] = Secret(value)
     if request.hf_token:
         found["HF_TOKEN"] = Secret(request.hf_token)
     return found
 
 
-def autoscaling_of(asked: ScalingAsked | None, k: int) -> Autoscaling | None:
-    """Bounds and target, the target of the curve at K (0 without drafts).
+def _autoscaling(request: Request, config: Mapping[str, Any] | None) -> Autoscaling | None:
+    """Bounds and target; a curve is read at the deployment's K, 0 without drafts."""
+    least, most, target = request.min_instances, request.max_instances, request.scale_target
+    if most is None:
+        return None
+    if target is not None and request.scale_from is not None:
+        raise UserError("--scale-target and --scale-from contradict each other; leave one out.")
+    if request.scale_from is not None:
+        k = 0 if config is None else config["num_speculative_tokens"]
+        target = capacity(read_curves(request.scale_from, k=k), Bounds()).target("concurrency")
+    if target is None:
+        raise UserError(
+            "--max-instances is given without a target: give --scale-from a measured curve "
+            "(tune.json of `peagle tune`), or the requests at once on an instance with "
+            "--scale-target."
+        )
+    return check_autoscaling(Autoscaling(least, most, target))
+
+
+def check_autoscaling(wanted: Autoscaling) -> Autoscaling:
+    """Return the same, if its numbers are possible.
 
     Raises:
-        UserError: no target or two, a curve that was not measured as it is deployed, bad bounds.
+        UserError: bounds or target are out of range.
     """
-    if asked is None:
-        return None
-    least, most, target = asked.min_instances, asked.max_instances, asked.target
+    least, most = wanted.min_instances, wanted.max_instances
     if not 1 <= least <= most:
         raise UserError(
-            f"--min-instances is {least} and --max-instances is {most}; expected "
-            "1 <= --min-instances <= --max-instances."
+            f"The fewest instances are {least} and the most {most}; expected 1 <= fewest <= most. "
+            "(An endpoint without instances would refuse requests: delete it if it is not needed.)"
         )
-    if target is not None and asked.curve is not None:
-        raise UserError("--scale-target and --scale-from contradict each other; leave one out.")
-    if asked.curve is not None:
-        target = capacity(read_curves(asked.curve, k=k), Bounds()).target("concurrency")
-    if target is None or not target > 0:
-        raise UserError(
-            f"--max-instances is given, and the target is {target}: give --scale-from a measured "
-            "curve (tune.json of `peagle tune`), or the requests at once on an instance with "
-            "--scale-target, a number above 0."
-        )
-    return scaling.check(Autoscaling(least, most, target))
+    if not wanted.target_value > 0:
+        raise UserError(f"The target is {wanted.target_value}; expected a number above 0.")
+    return wanted

@@ -10,8 +10,7 @@ from typing import Any
 
 from peagle.config import SpeculativeConfig
 from peagle.config.speculative import MAX_SPECULATIVE_TOKENS
-from peagle.deploy.container import draft_path
-from peagle.deploy.deployment import Source
+from peagle.deploy.deployment import MODEL_FOLDER, Source
 from peagle.deploy.heads import HeadFacts
 from peagle.deploy.models import ModelSource, source_of
 from peagle.errors import UserError
@@ -25,8 +24,8 @@ _NOT_OF_VLLM = ("check_target", "draft_sampling")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What the user asks for; None where nothing was said.
+class SpeculationOptions:
+    """The user's options; None where one was not given.
 
     Attributes:
         speculation: --speculation or --no-speculation.
@@ -43,7 +42,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What holds where the user says nothing: of the catalog, or of the deployment that is there.
+    """What holds without options: of the catalog, or of the deployment that is there.
 
     Attributes:
         draft: the head; None if none is known.
@@ -57,7 +56,7 @@ class Defaults:
 
 
 def decide(
-    asked: Asked,
+    options: SpeculationOptions,
     source: Source,
     defaults: Defaults,
     read_head: Callable[[ModelSource], HeadFacts | None],
@@ -65,34 +64,34 @@ def decide(
     """The head and vLLM's configuration without its "model"; (None, None) without speculation.
 
     Args:
-        asked: the user's options.
+        options: the user's.
         source: whose container it is for.
-        defaults: for what was not asked.
+        defaults: for what was not options.
         read_head: tells of a head what its files say; None if they cannot be read.
 
     Raises:
         UserError: options that contradict each other, no head, or what the container cannot do.
     """
-    given = [asked.draft, asked.num_speculative_tokens, asked.config]
-    if asked.speculation is False:
+    given = [options.draft, options.num_speculative_tokens, options.config]
+    if options.speculation is False:
         if any(value is not None for value in given):
             raise UserError("--no-speculation contradicts the other options of speculation.")
         return None, None
-    config = {} if asked.config is None else read_config(asked.config, "--speculative-config")
-    draft = _draft(asked, config)
-    merged = {**_kept(defaults, asked, draft), **config}
+    config = {} if options.config is None else read_config(options.config, "--speculative-config")
+    draft = _draft(options, config)
+    merged = {**_kept(defaults, options, draft), **config}
     needs_head = merged.get("method", _DEFAULT_METHOD) != "ngram"
     if draft is None and needs_head:
         draft = defaults.draft
     if draft is None and needs_head and "model" not in merged:
-        if asked.speculation or any(value is not None for value in given):
+        if options.speculation or any(value is not None for value in given):
             raise UserError(
                 "No draft head is known for this model, and none was named. Name one with --draft "
                 "(a hub id, s3:// or a folder), or take --no-speculation."
             )
         return None, None
-    if asked.num_speculative_tokens is not None:
-        merged["num_speculative_tokens"] = asked.num_speculative_tokens
+    if options.num_speculative_tokens is not None:
+        merged["num_speculative_tokens"] = options.num_speculative_tokens
     merged.setdefault("method", _DEFAULT_METHOD)
     if "num_speculative_tokens" in merged:
         _check_tokens(merged["num_speculative_tokens"])
@@ -131,23 +130,25 @@ def read_config(text: str, source: str) -> dict[str, Any]:
     return {key: value for key, value in data.items() if value is not None}
 
 
-def _draft(asked: Asked, config: dict[str, Any]) -> ModelSource | None:
+def _draft(options: SpeculationOptions, config: dict[str, Any]) -> ModelSource | None:
     """The head that was named, taken out of the configuration."""
     model, revision = config.pop("model", None), config.pop("revision", None)
     if model is None:
-        return None if asked.draft is None else source_of(asked.draft, "draft")
-    if asked.draft is not None:
+        return None if options.draft is None else source_of(options.draft, "draft")
+    if options.draft is not None:
         raise UserError(
-            f"--draft is {asked.draft!r} and --speculative-config names the model {model!r}; leave "
-            "one of them out."
+            f"--draft is {options.draft!r} and --speculative-config names the model {model!r}; "
+            "leave one of them out."
         )
     found = source_of(str(model), "draft")
     return found if revision is None else ModelSource(found.kind, found.name, str(revision))
 
 
-def _kept(defaults: Defaults, asked: Asked, draft: ModelSource | None) -> dict[str, Any]:
+def _kept(
+    defaults: Defaults, options: SpeculationOptions, draft: ModelSource | None
+) -> dict[str, Any]:
     """Of the defaults what still holds: of another head nothing but K is taken over."""
-    if asked.config is None and draft is None:
+    if options.config is None and draft is None:
         return dict(defaults.config)
     key = "num_speculative_tokens"
     return {key: defaults.config[key]} if key in defaults.config else {}
@@ -189,7 +190,7 @@ def _check_tokens(k: object) -> None:
 def _check_container(config: Mapping[str, Any], source: Source, draft: ModelSource | None) -> None:
     """Refuse what the container of a source cannot do: of ours, its parser knows."""
     if source == "native":
-        model = {} if draft is None else {"model": draft_path()}
+        model = {} if draft is None else {"model": MODEL_FOLDER}
         SpeculativeConfig.parse({**model, **config})
         return
     if _TREES in config:

@@ -1,19 +1,22 @@
-"""An endpoint at a glance: its state, what it drafts with, its metrics, its acceptance."""
+"""An endpoint at a glance: its state, speculation, metrics and acceptance."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
+from difflib import get_close_matches
 from typing import Any
 
 from peagle.config import cloudwatch as names
 from peagle.config.speculative import MAX_SPECULATIVE_TOKENS
-from peagle.deploy import aws_errors, logs, monitoring
+from peagle.deploy import logs, monitoring
 from peagle.deploy.aws import Clients
-from peagle.deploy.deployment import SOURCE_TAG, Current
-from peagle.deploy.monitoring import Acceptance, Drift, Expected
+from peagle.deploy.deployment import SOURCE_TAG, Autoscaling
+from peagle.deploy.monitoring import Acceptance, Drift
+from peagle.deploy.stack import event_line, find_stack, stack_events
+from peagle.deploy.template import DIMENSION, resource_of
 from peagle.errors import UserError
 
 DEFAULT_WINDOW_S = 3600.0
@@ -75,6 +78,113 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
+class EndpointState:
+    """An endpoint as AWS describes it.
+
+    Attributes:
+        endpoint_name, region: of the endpoint.
+        status: EndpointStatus, "InService"; "" before there is an endpoint.
+        stack_status: StackStatus of its stack; "" without one.
+        failures: events of the stack that say why its last change failed.
+        endpoint, config, model: answers of the describe calls; the model is that of the first
+            variant. Empty where it is gone.
+        tags: of the endpoint.
+        autoscaling: the registered scaling; None without it.
+        scaling_policies: names of its scaling policies.
+    """
+
+    endpoint_name: str
+    region: str
+    status: str
+    stack_status: str = ""
+    failures: tuple[str, ...] = ()
+    endpoint: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
+    tags: Mapping[str, str] = field(default_factory=dict)
+    autoscaling: Autoscaling | None = None
+    scaling_policies: tuple[str, ...] = ()
+
+    @property
+    def config_name(self) -> str:
+        """Name of the endpoint configuration; "" without one."""
+        return self.endpoint.get("EndpointConfigName", "")
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Models of the endpoint configuration's variants."""
+        variants = self.config.get("ProductionVariants", ())
+        return tuple(dict.fromkeys(v["ModelName"] for v in variants if "ModelName" in v))
+
+
+def describe(clients: Clients, name: str) -> EndpointState:
+    """Return an endpoint's state.
+
+    Raises:
+        UserError: there is no such endpoint (the nearest names are told), or AWS refused.
+    """
+    stack = find_stack(clients, name)
+    endpoint = clients.ask("sagemaker", "DescribeEndpoint", EndpointName=name)
+    if not endpoint and stack is None:
+        listed = clients.ask("sagemaker", "ListEndpoints", MaxResults=100).get("Endpoints", ())
+        near = get_close_matches(name, [one["EndpointName"] for one in listed], 3)
+        guess = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+        raise UserError(f"There is no endpoint {name!r} in {clients.region}.{guess}")
+    config: dict[str, Any] = {}
+    if config_name := endpoint.get("EndpointConfigName"):
+        config = clients.ask("sagemaker", "DescribeEndpointConfig", EndpointConfigName=config_name)
+    variant = next(iter(config.get("ProductionVariants", ())), {})
+    model_name = variant.get("ModelName")
+    model = clients.ask("sagemaker", "DescribeModel", ModelName=model_name) if model_name else {}
+    tags = (
+        clients.ask("sagemaker", "ListTags", ResourceArn=endpoint["EndpointArn"])
+        if endpoint
+        else {}
+    )
+    stack_status = stack["StackStatus"] if stack else ""
+    running = [v["VariantName"] for v in endpoint.get("ProductionVariants", ())]
+    return EndpointState(
+        name,
+        clients.region,
+        endpoint.get("EndpointStatus", ""),
+        stack_status,
+        _failures(clients, stack) if "FAILED" in stack_status or "ROLLBACK" in stack_status else (),
+        endpoint,
+        config,
+        model,
+        {tag["Key"]: tag["Value"] for tag in tags.get("Tags", ())},
+        *_scaling(clients, name, running),
+    )
+
+
+def _failures(clients: Clients, stack: Mapping[str, Any] | None) -> tuple[str, ...]:
+    assert stack is not None
+    events = stack_events(clients, stack["StackId"])
+    return tuple(event_line(e) for e in events if e["ResourceStatus"].endswith("_FAILED"))[-3:]
+
+
+def _scaling(
+    clients: Clients, name: str, variants: list[str]
+) -> tuple[Autoscaling | None, tuple[str, ...]]:
+    for variant in variants:
+        where = {"ServiceNamespace": "sagemaker", "ScalableDimension": DIMENSION}
+        service, resource = "application-autoscaling", resource_of(name, variant)
+        asked = {**where, "ResourceIds": [resource]}
+        targets = clients.ask(service, "DescribeScalableTargets", **asked)
+        for target in targets.get("ScalableTargets", ()):
+            asked = {**where, "ResourceId": resource}
+            answer = clients.ask(service, "DescribeScalingPolicies", **asked)
+            policies = answer.get("ScalingPolicies", [])
+            tracking = [p.get("TargetTrackingScalingPolicyConfiguration") for p in policies]
+            first = next(filter(None, tracking), {})
+            metric = first.get("PredefinedMetricSpecification", {}).get("PredefinedMetricType", "")
+            bounds = target["MinCapacity"], target["MaxCapacity"]
+            scaling = Autoscaling(*bounds, first.get("TargetValue", 0.0), metric)
+            return scaling, tuple(policy["PolicyName"] for policy in policies)
+    return None, ()
+
+
+@dataclass(frozen=True, slots=True)
 class Status:
     """What there is to say of an endpoint.
 
@@ -88,7 +198,7 @@ class Status:
         notes: what could not be looked at, and why.
     """
 
-    current: Current
+    current: EndpointState
     speculation: dict[str, Any] | None
     window_s: float
     values: tuple[Value, ...]
@@ -110,6 +220,8 @@ class Status:
             "region": current.region,
             "status": current.status,
             "failure_reason": endpoint.get("FailureReason"),
+            "stack_status": current.stack_status or None,
+            "stack_failures": list(current.failures),
             "source": self.source or None,
             "created": _iso(endpoint.get("CreationTime")),
             "changed": _iso(endpoint.get("LastModifiedTime")),
@@ -120,13 +232,7 @@ class Status:
             "speculation": self.speculation,
             "autoscaling": None
             if autoscaling is None
-            else {
-                "min_instances": autoscaling.min_instances,
-                "max_instances": autoscaling.max_instances,
-                "target_value": autoscaling.target_value,
-                "metric": autoscaling.metric,
-                "policies": list(current.scaling_policies),
-            },
+            else {**asdict(autoscaling), "policies": list(current.scaling_policies)},
             "window_s": self.window_s,
             "metrics": {value.metric.name: _value_json(value) for value in self.values},
             "acceptance": self.acceptance and self.acceptance.to_json(),
@@ -145,7 +251,7 @@ def _iso(moment: Any) -> str | None:
     return moment.astimezone(UTC).isoformat(timespec="seconds") if moment else None
 
 
-def variants(current: Current) -> Iterator[dict[str, Any]]:
+def variants(current: EndpointState) -> Iterator[dict[str, Any]]:
     """Name, instance type, instances now and wanted, and share of the traffic of each variant."""
     types = {v["VariantName"]: v for v in current.config.get("ProductionVariants", ())}
     for variant in current.endpoint.get("ProductionVariants", ()):
@@ -159,7 +265,7 @@ def variants(current: Current) -> Iterator[dict[str, Any]]:
         }
 
 
-def age(current: Current, now: datetime | None = None) -> str:
+def age(current: EndpointState, now: datetime | None = None) -> str:
     """How long the endpoint exists, "3 d 4 h"; "" where AWS does not say."""
     created = current.endpoint.get("CreationTime")
     if created is None:
@@ -173,7 +279,7 @@ def age(current: Current, now: datetime | None = None) -> str:
 
 def look(
     clients: Clients,
-    current: Current,
+    current: EndpointState,
     *,
     window_s: float = DEFAULT_WINDOW_S,
     expected: str | None = None,
@@ -212,26 +318,22 @@ def look(
         window_s,
         values,
         acceptance,
-        _drift(acceptance, compare),
+        monitoring.drift(acceptance, compare) if acceptance and compare else None,
         tuple(notes),
     )
 
 
-def _drift(acceptance: Acceptance | None, expected: Expected | None) -> Drift | None:
-    return monitoring.drift(acceptance, expected) if acceptance and expected else None
-
-
-def _container(current: Current) -> Mapping[str, Any]:
+def _container(current: EndpointState) -> Mapping[str, Any]:
     model = current.model
     return model.get("PrimaryContainer") or next(iter(model.get("Containers") or ()), {})
 
 
-def speculation_of(current: Current) -> dict[str, Any] | None:
+def speculation_of(current: EndpointState) -> dict[str, Any] | None:
     """The speculative configuration of an endpoint's container, in vLLM's form."""
     return monitoring.speculation_of(_container(current).get("Environment") or {})
 
 
-def depth_of(current: Current) -> int | None:
+def depth_of(current: EndpointState) -> int | None:
     """K of an endpoint, 0 without drafts, None where its configuration does not say."""
     speculation = speculation_of(current)
     if speculation is None:
@@ -249,7 +351,7 @@ class _Window:
     """A time of an endpoint."""
 
     clients: Clients
-    current: Current
+    current: EndpointState
     start: datetime
     end: datetime
     seconds: float
@@ -331,18 +433,13 @@ def _query(
 
 
 def _results(window: _Window, queries: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    from botocore.exceptions import BotoCoreError, ClientError
-
     asked: dict[str, Any] = {
         "MetricDataQueries": list(queries),
         "StartTime": window.start,
         "EndTime": window.end,
     }
     while True:
-        try:
-            answer = window.clients.request("cloudwatch", "GetMetricData", **asked)
-        except (BotoCoreError, ClientError) as error:
-            raise aws_errors.explain(error) from None
+        answer = window.clients.ask("cloudwatch", "GetMetricData", **asked)
         yield from answer.get("MetricDataResults", ())
         if not answer.get("NextToken"):
             return

@@ -1,14 +1,12 @@
-"""What one instance carries by a measured curve, and the calls that scale an endpoint."""
+"""What one instance carries by a measured curve."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from deploy.curves import throughput, tune
-from peagle.deploy import curve, scaling
-from peagle.deploy.aws import validate
+from peagle.deploy import curve
 from peagle.deploy.curve import Bounds, Curve, Point, capacity, read_curves
-from peagle.deploy.deployment import Autoscaling
 from peagle.errors import UserError
 
 # ---- the rule -------------------------------------------------------------------------------
@@ -160,62 +158,3 @@ def test_files_that_hold_no_curve(tmp_path, text, said):
         path.write_text(text)
     with pytest.raises(UserError, match=said):
         read_curves(path, k=7)
-
-
-# ---- calls ----------------------------------------------------------------------------------
-
-WANTED = Autoscaling(1, 4, 11.0)
-
-
-def test_calls_are_what_aws_takes():
-    calls = scaling.scaling_calls("code", "AllTraffic", WANTED)
-    calls += scaling.unscale_calls("code", "AllTraffic", ["a", "b"])
-    calls.append(scaling.count_call("code", "AllTraffic", 3, before=2))
-    for call in [*calls, *(call.undo for call in calls if call.undo)]:
-        validate(call)
-    assert [call.operation for call in calls] == [
-        "RegisterScalableTarget",
-        "PutScalingPolicy",
-        "DeleteScalingPolicy",
-        "DeleteScalingPolicy",
-        "DeregisterScalableTarget",
-        "UpdateEndpointWeightsAndCapacities",
-    ]
-    policy = calls[1].parameters["TargetTrackingScalingPolicyConfiguration"]
-    assert policy["TargetValue"] == 11.0
-    metric = policy["PredefinedMetricSpecification"]["PredefinedMetricType"]
-    assert metric == "SageMakerVariantConcurrentRequestsPerModelHighResolution"
-
-
-def test_undone_leaves_what_was_there_before():
-    before = Autoscaling(2, 3, 5.0)
-    mine = scaling.policy_of("code")
-    fresh = scaling.scaling_calls("code", "v", WANTED)
-    assert [c.undo.operation for c in fresh] == ["DeregisterScalableTarget", "DeleteScalingPolicy"]
-    assert all(call.creates for call in fresh)
-    again = scaling.scaling_calls("code", "v", WANTED, before, [mine])
-    old = scaling.scaling_calls("code", "v", before)
-    assert [(c.undo.operation, c.undo.parameters) for c in again] == [
-        (c.operation, c.parameters) for c in old
-    ]
-    # Somebody else's policy: ours goes again, the target stays as it was.
-    beside = scaling.scaling_calls("code", "v", WANTED, before, ["somebody's"])
-    assert beside[0].undo.parameters == old[0].parameters
-    assert beside[1].undo.operation == "DeleteScalingPolicy"
-
-
-@pytest.mark.parametrize(
-    ("wanted", "said"),
-    [
-        (Autoscaling(0, 4, 11.0), "1 <= --min"),
-        (Autoscaling(5, 4, 11.0), "--min is 5"),
-        (Autoscaling(1, 4, 0.0), "above 0"),
-        (Autoscaling(1, 4, float("nan")), "above 0"),
-        (Autoscaling(1, 4, 1.0, "CPU"), "metric is 'CPU'"),
-    ],
-)
-def test_scaling_that_cannot_be(wanted, said):
-    with pytest.raises(UserError, match=said):
-        scaling.scaling_calls("code", "AllTraffic", wanted)
-    with pytest.raises(UserError, match="at least 1"):
-        scaling.count_call("code", "AllTraffic", 0)
