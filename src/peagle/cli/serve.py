@@ -120,7 +120,7 @@ def serve(
         setup.show(sections=("engine", "server"))
         return
     from peagle.serving.keys import load_keys
-    from peagle.serving.telemetry import configure_logging
+    from peagle.serving.logs import configure_logging
 
     configure_logging(config.log_format)
     keys = load_keys(os.environ, given.value("api_key_file"))
@@ -166,8 +166,8 @@ def refuse_vllm_options(given: Given, flags: list[str]) -> None:
 def _as_in_sagemaker(*, with_model: bool) -> None:
     """Start again with what the container's environment says; flags of the command line win."""
     from peagle.cli.main import run
+    from peagle.serving.logs import configure_logging
     from peagle.serving.sagemaker import arguments_from
-    from peagle.serving.telemetry import configure_logging
 
     typed = [word for word in sys.argv[2:] if word != "--sagemaker"]
     # What the environment gives cause to warn of is warned of before the options are read.

@@ -30,6 +30,7 @@ from peagle.llm import LLM
 from peagle.models.target import TargetModel
 from peagle.serving.heartbeat import Heartbeat, Pulse, announce_compilation
 from peagle.serving.kv_split import split_kv
+from peagle.serving.logs import configure_logging
 from peagle.serving.memory import trim
 from peagle.serving.messages import (
     Add,
@@ -42,7 +43,6 @@ from peagle.serving.messages import (
     Stepped,
     Stop,
 )
-from peagle.serving.telemetry import configure_logging
 
 _STATS_EVERY_S = 0.1
 _COMPILERS = 2

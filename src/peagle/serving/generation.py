@@ -17,7 +17,7 @@ from peagle.serving.engine_pool import EnginePool, EngineProcess
 from peagle.serving.errors import ApiError
 from peagle.serving.metrics import Failure, Metrics
 from peagle.serving.quotas import Lease
-from peagle.serving.telemetry import Tracer, span_attributes
+from peagle.serving.tracing import Tracing, span_attributes
 
 logger = logging.getLogger("peagle.serving.requests")
 
@@ -31,7 +31,6 @@ class Caller:
         route: that was asked.
         cache_salt: of the key and the request.
         lease: on what its key may use.
-        traceparent: of the caller's span, if any.
         deadline: until when the request must be answered; None: for ever.
     """
 
@@ -39,7 +38,6 @@ class Caller:
     route: str
     cache_salt: bytes = b""
     lease: Lease = field(default_factory=Lease)
-    traceparent: str | None = None
     deadline: Deadline | None = None
 
 
@@ -74,7 +72,7 @@ class Generation:
 
     pool: EnginePool
     metrics: Metrics
-    tracer: Tracer
+    tracing: Tracing | None
     model: str
     job: Job
     caller: Caller
@@ -196,7 +194,7 @@ class Generation:
     def _tell(self, status: int, failure: Failure | None) -> None:
         """A line of the log and a span."""
         outputs = list(self.outputs.values())
-        attributes = span_attributes(self.model, outputs)
+        attributes = span_attributes(self.caller.route, self.model, outputs)
         seconds = time.perf_counter() - self._start
         facts: dict[str, Any] = {
             "request_id": self.caller.request_id,
@@ -211,22 +209,16 @@ class Generation:
         if self.log_prompts:
             facts["log_prompts"] = {"output": [output.text for output in outputs]}
         logger.info(failure or "done", extra=facts)
+        if self.tracing is None:
+            return
         # Outputs that were left in the middle count too.
         attributes["gen_ai.usage.input_tokens"] = facts["prompt_tokens"]
         attributes["gen_ai.usage.output_tokens"] = facts["completion_tokens"]
         if failure is not None:
             attributes["error.type"] = failure
         queue_s = min((output.queue_time_s for output in outputs), default=None)
-        self.tracer.request(
-            self.caller.request_id,
-            self.caller.route,
-            self._started_s,
-            queue_s,
-            self._first_s,
-            self._started_s + seconds,
-            attributes,
-            self.caller.traceparent,
-        )
+        end_s = self._started_s + seconds
+        self.tracing.describe(attributes, self._started_s, queue_s, self._first_s, end_s)
 
 
 def _error_of(output: RequestOutput) -> ApiError:

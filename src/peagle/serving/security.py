@@ -13,6 +13,7 @@ import asyncio
 import json
 import re
 import sys
+import uuid
 from collections.abc import Awaitable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
@@ -22,7 +23,6 @@ from peagle.serving.absent_routes import reason_for_absence
 from peagle.serving.errors import ApiError
 from peagle.serving.hosts import Host, allowed_host, allowed_origin, parse_host, parse_origin
 from peagle.serving.keys import ApiKeys, key_of
-from peagle.serving.request_ids import request_id_from
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -44,6 +44,7 @@ _JSON = re.compile(
 )
 _PARAMETER = re.compile(rf';[ \t]*({_TOKEN})=(?:({_TOKEN})|"([^"\\]*)")')
 _HEADER_NAMES = re.compile(rf"{_TOKEN}(?:[ \t]*,[ \t]*{_TOKEN})*".encode())
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 _PREFLIGHT_AGE_S = 600
 # How long a refused body is still read, so that its client comes to read the answer.
 _LINGER_S = 2.0
@@ -112,8 +113,7 @@ class SecurityMiddleware:
         if scope["type"] == "websocket":
             return await send({"type": "websocket.close", "code": 1008})
         asked = _wanted(scope["headers"])
-        told = asked.get(b"x-request-id")
-        request_id = request_id_from({"x-request-id": told[0].decode("latin-1")} if told else {})
+        request_id = _request_id(asked.get(b"x-request-id", []))
         state = scope.setdefault("state", {})
         state["request_id"], state["cache_salt"] = request_id, b""
         headers = [(b"x-request-id", request_id.encode()), *self._answer_headers]
@@ -357,6 +357,12 @@ def _wanted(headers: Iterable[tuple[bytes, bytes]]) -> _Headers:
         if name in _WANTED:
             found.setdefault(name, []).append(value)
     return found
+
+
+def _request_id(given: list[bytes]) -> str:
+    """The client's X-Request-ID if it is fit for logs and headers, else a new one."""
+    is_fit = bool(given) and _REQUEST_ID.fullmatch(given[0])
+    return given[0].decode() if is_fit else uuid.uuid4().hex
 
 
 def _too_large(size: str, limit: int) -> ApiError:

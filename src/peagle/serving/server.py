@@ -33,7 +33,7 @@ from peagle.serving.prompts import Prompts
 from peagle.serving.quotas import QuotaMiddleware, Quotas
 from peagle.serving.security import SecurityMiddleware
 from peagle.serving.service import Service
-from peagle.serving.telemetry import make_tracer
+from peagle.serving.tracing import Tracing
 
 logger = logging.getLogger("peagle.serving")
 
@@ -175,8 +175,8 @@ async def _serve(
         on_hang=metrics.engine_hung,
         on_beat=metrics.engine_beat,
     )
-    tracer = make_tracer(config.otlp_endpoint)
-    service = Service(config, name, tuple(spec.proposers), pool, metrics, tracer)
+    tracing = Tracing(config.otlp_endpoint) if config.otlp_endpoint is not None else None
+    service = Service(config, name, tuple(spec.proposers), pool, metrics, tracing)
     connections = Connections(limits)
     server = Server(_uvicorn_config(_guarded(service, keys), connections), service)
     host, port = listening.getsockname()[:2]
@@ -198,13 +198,17 @@ async def _serve(
                 for task in (loading, watching, returning):
                     task.cancel()
                 await pool.close()
-                tracer.shutdown()
+                if tracing is not None:
+                    tracing.shutdown()
 
 
 def _guarded(service: Service, keys: ApiKeys) -> ASGIApp:
     config = service.config
     hosts = config.allowed_hosts
-    app: ASGIApp = CountOpen(create_app(service), service)
+    app: ASGIApp = create_app(service)
+    if service.tracing is not None:
+        app = service.tracing.wrap(app)
+    app = CountOpen(app, service)
     if (quotas := Quotas.of(config, has_keys=bool(keys))) is not None:
         app = QuotaMiddleware(app, quotas, service.metrics)
     return SecurityMiddleware(

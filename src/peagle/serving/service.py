@@ -24,8 +24,8 @@ from peagle.serving.params import as_api_error, check_context, refuse_grammars
 from peagle.serving.prompts import Prompts
 from peagle.serving.protocol import ChatBody, GenerationFields, TokenizeBody, Tool
 from peagle.serving.quotas import Lease
-from peagle.serving.telemetry import Tracer
 from peagle.serving.tool_parsers import detect_parser
+from peagle.serving.tracing import Tracing
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class Service:
     proposers: tuple[str, ...]
     pool: EnginePool
     metrics: Metrics
-    tracer: Tracer
+    tracing: Tracing | None = None
     prompts: Prompts | None = None
     is_draining: bool = False
     num_open: int = 0
@@ -141,7 +141,7 @@ class Service:
         return Generation(
             self.pool,
             self.metrics,
-            self.tracer,
+            self.tracing,
             self.name,
             job,
             caller,
@@ -240,7 +240,6 @@ def caller_of(request: Request, body: GenerationFields, deadline: Deadline) -> C
         request.url.path,
         salt,
         state.get("lease", Lease()),
-        request.headers.get("traceparent"),
         deadline,
     )
 
