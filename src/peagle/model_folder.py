@@ -150,6 +150,17 @@ def read_header(data: Readable, size: int | None = None) -> dict[str, dict[str, 
     return header
 
 
+def read_file_header(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the tensors that a safetensors file on disk names, as `read_header` does.
+
+    Raises:
+        ValueError: as `read_header`.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as data:
+        return read_header(data, path.stat().st_size)
+
+
 def _span(name: str, entry: Any) -> tuple[int, int]:
     """Where a tensor begins and ends."""
     try:

@@ -24,13 +24,12 @@ from peagle.serving.app import parsed
 from peagle.serving.config import ServerConfig
 from peagle.serving.errors import ApiError
 from peagle.serving.generation import Caller
-from peagle.serving.json_body import parse_json
-from peagle.serving.limits import LIMITS, most, table
+from peagle.serving.limits import LIMITS, most, parse_json, table
 from peagle.serving.metrics import Metrics
 from peagle.serving.prompts import Prompts, encode_text
 from peagle.serving.protocol import ChatBody, CompletionBody, ResponsesBody
 from peagle.serving.service import Service
-from serving.live import LiveServer, running
+from serving.live import KEYS, LOOPING_TEMPLATE, LiveServer
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -346,16 +345,11 @@ def test_bad_words_reach_the_engine_as_ids(prompts: Prompts) -> None:
 
 # ---- templates ----------------------------------------------------------------------------------
 
-LOOP = """\
-{% for message in messages %}{{ message.content }}{% endfor %}\
-{% if forever %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}\
-{% endif %}"""
-
 
 @pytest.fixture(scope="module")
 def looping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prompts]:
     template = tmp_path_factory.mktemp("loop") / "loop.jinja"
-    template.write_text(LOOP)
+    template.write_text(LOOPING_TEMPLATE)
     yield Prompts(str(BUNDLED_TARGET), str(template))
 
 
@@ -402,11 +396,8 @@ def test_a_deadline_ends_no_other_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert endings == {"done", "late"}
 
 
-def test_a_request_with_such_a_template(tmp_path: Path) -> None:
-    template = tmp_path / "loop.jinja"
-    template.write_text(LOOP)
-    options = ("--chat-template", template, "--no-playground", "--ignore-priority")
-    with running(*options, warm=True) as live, live.client() as client:
+def test_a_request_with_such_a_template(strict: LiveServer) -> None:
+    with strict.as_holder(KEYS[5]) as client:
         body = {"messages": MESSAGES, "chat_template_kwargs": {"forever": True}, "max_tokens": 1}
         answer = client.post(CHAT, json=body)
         error = answer.json()["error"]

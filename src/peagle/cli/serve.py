@@ -66,13 +66,15 @@ def serve(
     given: Given,
     model: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help="The target, like --target.", show_default=False),
+        typer.Argument(
+            metavar="[MODEL]", help="The target model, like --target.", show_default=False
+        ),
     ] = None,
     flags: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[-- FLAGS OF VLLM]",
-            help="Handed on to vLLM as they are.",
+            help="Flags of vLLM, which it gets as they are.",
             show_default=False,
         ),
     ] = None,
@@ -80,7 +82,7 @@ def serve(
         str | None,
         typer.Option(
             metavar="MODEL",
-            help="A second head, to compare with: folder or hub id. It shares the target.",
+            help="A second head to compare with, for the same target: a folder or a hub id.",
             show_default="the EAGLE-3 head with the bundled model",
         ),
     ] = None,
@@ -88,7 +90,7 @@ def serve(
         bool,
         typer.Option(
             "--sagemaker",
-            help="Follow SageMaker's contract: port 8080, and what SM_VLLM_* variables say.",
+            help="Serve as SageMaker expects: on port 8080, by the variables SM_VLLM_*.",
         ),
     ] = False,
 ) -> None:

@@ -25,8 +25,7 @@ from peagle.serving.completions import complete
 from peagle.serving.deadline import Deadline
 from peagle.serving.errors import ApiError
 from peagle.serving.generation import Caller, failure_of
-from peagle.serving.json_body import LARGE, parse_json
-from peagle.serving.limits import limits_of_model
+from peagle.serving.limits import LARGE, limits_of_model, parse_json
 from peagle.serving.params import as_api_error
 from peagle.serving.protocol import (
     PROMPT_KINDS,
@@ -279,7 +278,7 @@ def _model(service: Service) -> dict[str, Any]:
 
 
 class _JsonRequest(Request):
-    """A request whose body FastAPI takes as `json_body` read it."""
+    """A request whose body FastAPI takes as `parse_json` read it."""
 
     value: Any
 

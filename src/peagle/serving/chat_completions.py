@@ -19,8 +19,7 @@ from peagle.serving.params import as_api_error, chat_params
 from peagle.serving.prompts import Prompts
 from peagle.serving.protocol import ChatBody
 from peagle.serving.service import Service, tool_dicts
-from peagle.serving.tool_parsers import parser_for
-from peagle.serving.tool_reader import ToolCallParser
+from peagle.serving.tool_parsers import ToolCallParser, parser_for
 from peagle.serving.tools import (
     CallDelta,
     Delta,
@@ -59,7 +58,7 @@ async def prepare(
     tools = tool_dicts(body.tools)
     choice = body.tool_choice
     tool_choice = choice if choice is None or isinstance(choice, str) else choice.model_dump()
-    check_tools(tools or None, tool_choice)
+    check_tools(tools, tool_choice)
     if prompts.template_source is None:
         raise ApiError(
             400,

@@ -115,7 +115,7 @@ class Generation:
             if failure is not None:
                 self.metrics.failed(failure)
             self.caller.lease.settle(self.job.num_prompt_tokens + self._num_tokens)
-            self._tell(status, failure)
+            self._report_end(status, failure)
 
     async def finish(self) -> list[RequestOutput]:
         """All outputs, by prompt, then by output."""
@@ -191,7 +191,7 @@ class Generation:
             self.outputs[key] = chunk.output
             self.metrics.finished(chunk.output, now - self._start, engine=engine.number)
 
-    def _tell(self, status: int, failure: Failure | None) -> None:
+    def _report_end(self, status: int, failure: Failure | None) -> None:
         """A line of the log and a span."""
         outputs = list(self.outputs.values())
         attributes = span_attributes(self.caller.route, self.model, outputs)

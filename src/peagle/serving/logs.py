@@ -221,7 +221,7 @@ class RateLimitedHandler(logging.StreamHandler[TextIO]):
         if status == 200:
             return super().emit(record)
         if time.monotonic() >= self._window_ends_s:
-            self._tell()
+            self._write_counts()
             self._window_ends_s = time.monotonic() + self._window_s
         first_line = str(record.msg).partition("\n")[0][:100]
         name = first_line if status is None else f"{first_line} (status {status})"
@@ -231,24 +231,24 @@ class RateLimitedHandler(logging.StreamHandler[TextIO]):
             super().emit(record)
         elif self._timer is None:
             # Records of other kinds may not come for a long time.
-            self._timer = threading.Timer(self._window_s, self.tell)
+            self._timer = threading.Timer(self._window_s, self.write_counts)
             self._timer.daemon = True
             self._timer.start()
 
-    def tell(self) -> None:
+    def write_counts(self) -> None:
         """Write how many records were left out so far."""
         self.acquire()
         try:
-            self._tell()
+            self._write_counts()
         finally:
             self.release()
 
     def close(self) -> None:
-        """Write what is left to tell."""
-        self.tell()
+        """Write how many records were left out, and close."""
+        self.write_counts()
         super().close()
 
-    def _tell(self) -> None:
+    def _write_counts(self) -> None:
         counts, self._counts = self._counts, Counter()
         if self._timer is not None:
             self._timer.cancel()

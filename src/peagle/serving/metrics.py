@@ -322,7 +322,7 @@ class _Engine:
         self.inter_token = self.histograms["inter_token_latency_seconds"]
         self.inter_chunk = self.histograms["inter_chunk_latency_seconds"]
         self._ended: list[int] = []  # the totals of processes that are gone
-        self._shown: list[int] = []
+        self._totals: list[int] = []
 
     def record(self, stats: EngineStats) -> None:
         if self.stats is not None and stats.num_steps < self.stats.num_steps:
@@ -340,8 +340,8 @@ class _Engine:
         An engine takes the tokens of a stop string back: its count of tokens may fall. A counter
         stays where it was until the count has caught up.
         """
-        self._shown = [max(pair) for pair in zip_longest(self._shown, self._sums(), fillvalue=0)]
-        return self._shown
+        self._totals = [max(pair) for pair in zip_longest(self._totals, self._sums(), fillvalue=0)]
+        return self._totals
 
     def _sums(self) -> list[int]:
         if self.stats is None:

@@ -166,7 +166,7 @@ class SecurityMiddleware:
         if host is None:
             raise ApiError(
                 400,
-                f"The Host header is {_shown(values[0])}: expected a name or an address, with or "
+                f"The Host header is {_quoted(values[0])}: expected a name or an address, with or "
                 "without a port.",
             )
         if not self._any_host and host.name not in self._hosts:
@@ -189,7 +189,7 @@ class SecurityMiddleware:
             is_foreign = origin is None or not origin.is_same_as(host)
         if is_foreign:
             if not (method in _SAFE_METHODS and (path == "/" or path.startswith(_STATIC))):
-                shown = ", ".join(map(_shown, origins))
+                shown = ", ".join(map(_quoted, origins))
                 raise ApiError(
                     403,
                     f"The request comes from a web page of {shown}, not of this server: to let "
@@ -230,7 +230,7 @@ class SecurityMiddleware:
             return
         # Nineteen digits are more than any body has, and few enough to convert without a thought.
         if len(values) != 1 or not values[0].isdigit() or len(values[0]) > 19:
-            shown = ", ".join(map(_shown, values))
+            shown = ", ".join(map(_quoted, values))
             raise ApiError(400, f"The Content-Length header is {shown}: expected one number.")
         if int(values[0]) > self.max_body_bytes:
             raise _too_large(f"{int(values[0])} bytes", self.max_body_bytes)
@@ -378,7 +378,7 @@ def _check_content_type(headers: _Headers) -> None:
     """Refuse what a browser sends to other sites without asking them first: anything but JSON."""
     values = headers.get(b"content-type", ())
     if len(values) != 1 or not _is_json(values[0]):
-        shown = ", ".join(map(_shown, values)) or "absent"
+        shown = ", ".join(map(_quoted, values)) or "absent"
         raise ApiError(
             415,
             f"The Content-Type header is {shown}: expected application/json, in UTF-8.",
@@ -409,7 +409,7 @@ def _preflight_headers(headers: _Headers) -> list[tuple[bytes, bytes]]:
     return answer
 
 
-def _shown(value: bytes) -> str:
+def _quoted(value: bytes) -> str:
     """A header's value as an error names it."""
     text = value[:100].decode("latin-1")
     return ascii(text) + ("..." if len(value) > 100 else "")
