@@ -1,4 +1,4 @@
-"""Files of a model's folder, read within limits: the folder may be broken, or made to do harm.
+"""Read files of a model's folder within limits: the folder may be broken or malicious.
 
 JSON of up to 100 MB, nested up to 64 deep; headers of safetensors files of up to 100 MB, which is
 that format's own limit, and never more than the file has.

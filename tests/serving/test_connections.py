@@ -418,7 +418,7 @@ def test_it_can_be_interrupted_twice_while_it_loads(tmp_path: Path) -> None:
 
 STORM = """
 import asyncio
-from peagle.serving import memory
+from peagle.serving import memory_release as memory
 
 async def main():
     memory._EVERY_S = 0.2

@@ -239,7 +239,6 @@ def serve(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
     [
         (("/no/such/model",), "/no/such/model"),
         (("--port", 70000), "--port: port is 70000"),
-        (("--chat-template", "nothing.jinja"), "nothing.jinja"),
         (("--on-engine-failure", "panic"), "panic"),
         (("--log-format", "xml"), "xml"),
         (("--api-key-file", "/no/such/file"), "/no/such/file"),
@@ -259,12 +258,6 @@ def test_what_the_engine_refuses_ends_with_status_2(tmp_path: Path) -> None:
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 2, output
     assert "max_model_len is 99999" in output and "Traceback" not in output
-
-
-def test_a_taken_port_is_named(serve: Any, server: LiveServer) -> None:
-    port = server.url.rpartition(":")[2]
-    status, output = serve("--port", port)
-    assert status == 2 and f"port {port}" in output
 
 
 def test_the_configuration_is_shown(

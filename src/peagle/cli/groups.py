@@ -46,7 +46,7 @@ SPECULATION = group(
         int,
         "Number of draft tokens in a step, K.",
         short="-k",
-        default="what the head was trained for, at most 7; 7 if it does not tell",
+        default="what the head was trained for, at most 7; 7 if the head does not name it",
     ),
     Flag("no_speculation", bool, "Decode without drafts."),
     Flag(
@@ -71,7 +71,7 @@ SPECULATION = group(
         "speculative.draft_window",
         int,
         "Number of tokens that a head attends to when it drafts; 0 is all of them.",
-        default="the longest text that the head was trained on, if it tells; else all",
+        default="the longest training text if the head names it, else all",
     ),
     Flag(
         "speculative_config",
@@ -356,7 +356,7 @@ VLLM = group(
     Flag("print_command", bool, "Print the command that starts vLLM, and start nothing."),
 )
 
-# Of the engine, for those who tune a server.
+# Options of the engine for tuning a server.
 TUNING = group(
     "Tuning",
     Flag("engine.seed", int, "Source of the seeds of requests without a seed."),

@@ -37,7 +37,7 @@ With vLLM's form of the speculative configuration; two engines behind one port:
   peagle serve ./model --data-parallel-size 2 --speculative-config \\
       '{"method": "eagle3", "model": "./head", "num_speculative_tokens": 5}'
 
-For other machines, with a key; in a SageMaker container, whose environment says the rest:
+For other machines, with a key; in a SageMaker container, by its environment:
   PEAGLE_API_KEY=... peagle serve --host 0.0.0.0 --log-format json
   peagle serve --sagemaker
 
@@ -141,7 +141,7 @@ def serve(
 
 
 def _apart(model: str | None, flags: list[str]) -> tuple[str | None, list[str]]:
-    """The model, and the flags of vLLM: without a model the first of them stands in its place."""
+    """Separate the model from the flags of vLLM; without a model it is the first flag."""
     if model is not None and model.startswith("-"):
         return None, [model, *flags]
     if flags and not flags[0].startswith("-"):
@@ -166,7 +166,7 @@ def refuse_vllm_options(given: Given, flags: list[str]) -> None:
 
 
 def _as_in_sagemaker(*, with_model: bool) -> None:
-    """Start again with what the container's environment says; flags of the command line win."""
+    """Start again with the options of the container's environment; typed flags override them."""
     from peagle.cli.main import run
     from peagle.serving.logs import configure_logging
     from peagle.serving.sagemaker import arguments_from
@@ -180,7 +180,7 @@ def _as_in_sagemaker(*, with_model: bool) -> None:
 
 
 def _spec(setup: Setup, config: ServerConfig, compare: str | None) -> tuple[EngineSpec, str]:
-    """What the engines load, and what the model is called."""
+    """Return what the engines load, and the name of the model."""
     from peagle.models.loading import resolve_model, with_local_head
 
     folder = resolve_model(setup.target, setup.settings.value("revision"))

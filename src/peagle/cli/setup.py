@@ -39,7 +39,7 @@ class Setup:
         target: folder or hub id of the target.
         speculative: how drafts are made; None decodes plainly.
         engine: sizes of the engine.
-        params: how to sample, as far as the settings say.
+        params: how to sample, where the settings set it.
         threads: CPU threads; None leaves them to the model and the machine.
         off: what turned drafting off, where it is off.
         show_memory: whether the memory plan is printed on a CPU too.
@@ -110,7 +110,7 @@ class Setup:
         return with_depth(self.speculative, folder)
 
     def load(self, folder: Path | None = None) -> LLM:
-        """Load the models; say where the memory goes, on a CPU only if asked.
+        """Load the models; print the memory plan, on a CPU only with --show-memory.
 
         Args:
             folder: of the target, where it was found already.
@@ -152,7 +152,7 @@ class Setup:
 
 
 def note(text: str) -> None:
-    """Tell the user something beside the result."""
+    """Print a note beside the result."""
     print(f"peagle: note: {text}", file=sys.stderr)
 
 
@@ -180,7 +180,7 @@ def _speculative_flags(given: Given) -> Layer:
         )
     if whole:
         return speculative_layer(whole.value, whole.source)
-    # Another source of drafts: what a lower layer says of its own does not apply.
+    # With another source of drafts the keys of a lower layer's source do not apply.
     keys: tuple[str, ...] = ()
     if "speculative.model" in given or given.value("speculative.method") == "ngram":
         keys = ("method", "model", "revision", "parallel_drafting", "max_model_len")

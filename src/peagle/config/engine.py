@@ -45,7 +45,7 @@ class EngineConfig:
         gpu_memory_utilization: share of the GPU's memory that may be in use in all: by weights,
             KV cache, activations and graphs of this engine, and by whatever else is there.
         enable_prefix_caching: keep the KV of prompts and outputs for later requests that begin the
-            same way, as long as nobody else needs the blocks.
+            same way, until other requests need the blocks.
         enforce_eager: launch every kernel by itself instead of a CUDA graph a step; a GPU only.
         seed: source of the seeds of requests that bring none.
     """

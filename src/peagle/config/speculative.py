@@ -16,7 +16,7 @@ Method = Literal["eagle3", "ngram"]
 DraftSampling = Literal["argmax", "probabilistic"]
 
 MAX_SPECULATIVE_TOKENS = 64
-DEFAULT_DEPTH = 7  # K where neither the user nor the head tells
+DEFAULT_DEPTH = 7  # K where neither the user nor the head sets it
 
 # Keys of vLLM that concern how it runs, not what it drafts: accepted with the values for which this
 # engine does the same.
@@ -72,10 +72,10 @@ class SpeculativeConfig:
             None takes the length that the head was trained for.
         draft_window: how many tokens a position of the head attends to, itself and those before
             it; 0: all. None takes the longest sequence of the head's training where its config.json
-            tells (`max_sequence_length_trained`), else all: mask slots, above all, guess badly
-            where they see more than they ever did in training (docs/experiments.md).
+            has it (`max_sequence_length_trained`), else all: above all mask slots draft badly if
+            they attend to more tokens than in training (docs/experiments.md).
         synthetic_acceptance_rates: r_1 to r_K; at least the first i drafts are accepted with
-            probability r_i, whatever they are. Outputs are then NOT what the model would say: for
+            probability r_i, whatever they are. The output is then NOT the model's own: for
             measuring speed only, with heads that cannot draft (random weights). None: acceptance
             is real.
 
@@ -242,7 +242,7 @@ def _rename_draft_sampling(given: dict[str, Any]) -> None:
 
 
 def _check_rejection_sampling(given: dict[str, Any]) -> None:
-    """Take the method out: it says no more than the rates do."""
+    """Remove the method, which the rates imply."""
     method = given.pop("rejection_sample_method")
     expected = " or ".join(map(json.dumps, _REJECTION_SAMPLE_METHODS))
     require(method in _REJECTION_SAMPLE_METHODS, "rejection_sample_method", method, expected)

@@ -31,7 +31,7 @@ from peagle.models.target import TargetModel
 from peagle.serving.heartbeat import Heartbeat, Pulse, announce_compilation
 from peagle.serving.kv_split import split_kv
 from peagle.serving.logs import configure_logging
-from peagle.serving.memory import trim
+from peagle.serving.memory_release import trim
 from peagle.serving.messages import (
     Add,
     Cancel,

@@ -24,7 +24,7 @@ logger = logging.getLogger("peagle.serving.requests")
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks, as far as the answer depends on it.
+    """The sender of a request, as far as the answer depends on it.
 
     Attributes:
         request_id: for logs and spans.
@@ -192,7 +192,7 @@ class Generation:
             self.metrics.finished(chunk.output, now - self._start, engine=engine.number)
 
     def _report_end(self, status: int, failure: Failure | None) -> None:
-        """A line of the log and a span."""
+        """Write the log line, and complete the span."""
         outputs = list(self.outputs.values())
         attributes = span_attributes(self.caller.route, self.model, outputs)
         seconds = time.perf_counter() - self._start
@@ -222,13 +222,13 @@ class Generation:
 
 
 def _error_of(output: RequestOutput) -> ApiError:
-    """What the client is told of an output that ended with an error."""
+    """Return the client's error for an output that ended with an error."""
     status = 400 if output.error_code == "grammar_too_slow" else 500
     return ApiError(status, output.error or "", code=output.error_code)
 
 
 def failure_of(status: int) -> Failure:
-    """How metrics call an error of that status."""
+    """Return the name of an error status in the metrics."""
     if status in (429, 503):
         return "refused"
     if status in (408, 504):

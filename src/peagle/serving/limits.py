@@ -83,7 +83,7 @@ def limits_of_model(max_model_len: int, characters_per_token: int) -> dict[str, 
 
     Args:
         max_model_len: the context, in tokens.
-        characters_per_token: the most that one token stands for.
+        characters_per_token: the largest number in one token.
     """
     return {
         **{name: limit.value for name, limit in LIMITS.items()},
@@ -108,12 +108,12 @@ def table() -> str:
 
 
 def at_most(name: str) -> Any:
-    """The constraint on a text or an object that a limit says."""
+    """Return the constraint of a limit on a text or an object."""
     return Field(max_length=most(name))
 
 
 def bounded_list(name: str, least: int = 0) -> Any:
-    """The same for a list, of which the first wrong element is told alone."""
+    """Return the constraint of a limit on a list; only its first wrong element is an error."""
     return Field(min_length=least, max_length=most(name), fail_fast=True)
 
 
@@ -145,7 +145,7 @@ _STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
 
 
 def parse_json(body: bytes, max_model_len: int) -> Any:
-    """The value that a body says.
+    """Return the value of a JSON body.
 
     Raises:
         ApiError: 400, it holds more than `limits.LIMITS` allows, or is not JSON in UTF-8.

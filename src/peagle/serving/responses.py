@@ -52,8 +52,8 @@ async def respond(service: Service, body: ResponsesBody, caller: Caller) -> Resp
         ApiError: it cannot be served.
     """
     with _named_as_here():
-        prompts, _ = service.loaded()
-        chat = _as_chat(body, prompts.template_source or "")
+        tokenizer, _ = service.loaded()
+        chat = _as_chat(body, tokenizer.template_source or "")
         generation, readers = await prepare(service, chat, caller)
     answer = _Response(service, body, generation, readers)
     if body.stream:
@@ -63,7 +63,7 @@ async def respond(service: Service, body: ResponsesBody, caller: Caller) -> Resp
 
 @contextmanager
 def _named_as_here() -> Iterator[None]:
-    """Let errors name the fields of this route."""
+    """Rename the fields in errors to those of this route."""
     try:
         yield
     except ApiError as error:
@@ -121,14 +121,14 @@ class _Response:
         generation: Generation,
         readers: AnswerReaders,
     ) -> None:
-        self._prompts, _ = service.loaded()
+        self._tokenizer, _ = service.loaded()
         self._body = body
         self._generation = generation
         self._reader = readers.make()
         self._items = OutputItems()
         self._numbers = count()
         params = generation.job.params
-        told = body.model_dump(mode="json", by_alias=True, exclude_none=True)
+        given = body.model_dump(mode="json", by_alias=True, exclude_none=True)
         self._head: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -140,13 +140,13 @@ class _Response:
             "metadata": body.metadata or {},
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None, **told.get("reasoning", {})},
+            "reasoning": {"effort": None, "summary": None, **given.get("reasoning", {})},
             "background": False,
             "store": False,
             "temperature": params.temperature,
-            "text": {"format": {"type": "text"}, **told.get("text", {})},
-            "tool_choice": told.get("tool_choice", "auto"),
-            "tools": told.get("tools", []),
+            "text": {"format": {"type": "text"}, **given.get("text", {})},
+            "tool_choice": given.get("tool_choice", "auto"),
+            "tools": given.get("tools", []),
             "top_logprobs": 0,
             "top_p": params.top_p,
             "truncation": "disabled",
@@ -221,7 +221,7 @@ class _Response:
         low, high = 0, len(ids)
         while low < high:  # the fewest tokens whose text has the end marker, or all
             middle = (low + high) // 2
-            has_ended = END in await self._prompts.decode(ids[:middle])
+            has_ended = END in await self._tokenizer.decode(ids[:middle])
             low, high = (low, middle) if has_ended else (middle + 1, high)
         return low
 
@@ -356,7 +356,7 @@ _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
 class OutputItems:
-    """Makes items of a growing answer, and the events of a stream that tell of each step.
+    """Makes items of a growing answer, and the events of a stream for each step.
 
     One item is open at a time. Events have no `sequence_number` yet.
 

@@ -1,4 +1,4 @@
-"""Who may ask what: the ASGI middleware between the network and the routes.
+"""The ASGI middleware that checks each request before the routes.
 
 A request passes, in this order: its Host (against DNS rebinding), its Origin (against other sites
 in the same browser), its key, its content type, and the limits of its body.
@@ -31,7 +31,7 @@ _OPEN_PATHS = frozenset({"/live", "/health", "/ping"})
 _STATIC = "/static/"
 _SAFE_METHODS = frozenset({"GET", "HEAD"})
 _BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
-_WANTED = {
+_RELEVANT = {
     *(b"x-request-id", b"host", b"origin", b"sec-fetch-site", b"authorization", b"accept"),
     *(b"content-type", b"content-length"),
     *(b"access-control-request-method", b"access-control-request-headers"),
@@ -71,8 +71,8 @@ class SecurityMiddleware:
         allowed_origins: of web pages elsewhere that may use the server, such as
             "https://chat.example.com"; "*" for any.
         body_timeout_s: seconds from the first read of a body to its end.
-        has_every_route: the application may have any route; else a file that is sent to one that
-            peagle lacks is answered by the application, which tells about the route.
+        has_every_route: the application may have any route. Otherwise a body of any type may go to
+            a route that peagle lacks: the application answers with the reason.
 
     Raises:
         UserError: a host, an origin or a limit that is none.
@@ -112,8 +112,8 @@ class SecurityMiddleware:
             return await self.app(scope, receive, send)
         if scope["type"] == "websocket":
             return await send({"type": "websocket.close", "code": 1008})
-        asked = _wanted(scope["headers"])
-        request_id = _request_id(asked.get(b"x-request-id", []))
+        request_headers = _relevant(scope["headers"])
+        request_id = _request_id(request_headers.get(b"x-request-id", []))
         state = scope.setdefault("state", {})
         state["request_id"], state["cache_salt"] = request_id, b""
         headers = [(b"x-request-id", request_id.encode()), *self._answer_headers]
@@ -121,7 +121,7 @@ class SecurityMiddleware:
             headers.append((b"cache-control", b"no-store"))
         exchange = _Exchange(receive, send, headers, self.max_body_bytes, self.body_timeout_s)
         try:
-            preflight = self._check(scope, asked, headers)
+            preflight = self._check(scope, request_headers, headers)
         except ApiError as error:
             return await exchange.refuse(error)
         if preflight is not None:
@@ -350,11 +350,11 @@ async def _until(deadline: float, coming: Awaitable[_T]) -> _T:
         raise TimeoutError from None
 
 
-def _wanted(headers: Iterable[tuple[bytes, bytes]]) -> _Headers:
+def _relevant(headers: Iterable[tuple[bytes, bytes]]) -> _Headers:
     """The headers that matter here, each with all its values."""
     found: _Headers = {}
     for name, value in headers:
-        if name in _WANTED:
+        if name in _RELEVANT:
             found.setdefault(name, []).append(value)
     return found
 

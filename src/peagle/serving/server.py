@@ -26,21 +26,21 @@ from peagle.serving.engine_pool import EngineFailed, EnginePool, specs_for
 from peagle.serving.hosts import bind_warning, default_allowed_hosts
 from peagle.serving.keys import ApiKeys
 from peagle.serving.listening import BACKLOG, connection_limit, listen
-from peagle.serving.memory import return_memory
+from peagle.serving.memory_release import return_memory
 from peagle.serving.messages import EngineSpec
 from peagle.serving.metrics import Metrics
-from peagle.serving.prompts import Prompts
 from peagle.serving.quotas import QuotaMiddleware, Quotas
 from peagle.serving.security import SecurityMiddleware
 from peagle.serving.service import Service
+from peagle.serving.tokenizer import Tokenizer
 from peagle.serving.tracing import Tracing
 
 logger = logging.getLogger("peagle.serving")
 
 _UNCOUNTED = ("/live", "/health", "/ready", "/ping", "/metrics")
-# What clients still get after the last request, or after an engine died for good.
+# Seconds for answers on their way after the last request, or after an engine died for good.
 _FLUSH_S = 2
-# How long the last lines of the log may take, where nobody may read them.
+# Seconds for the last lines of the log, whose reader may be gone.
 _LOG_S = 1.0
 
 
@@ -236,9 +236,9 @@ def _uvicorn_config(app: ASGIApp, connections: Connections) -> uvicorn.Config:
 
 
 async def _load(service: Service, spec: EngineSpec, where: str, started: float) -> None:
-    """The tokenizer, while the engines load; then say that the server is ready."""
+    """Load the tokenizer beside the engines; log when the server is ready."""
     config = service.config
-    service.prompts = await asyncio.to_thread(Prompts, spec.target, config.chat_template)
+    service.tokenizer = await asyncio.to_thread(Tokenizer, spec.target, config.chat_template)
     await service.pool.became_ready.wait()
     info = service.pool.info
     if info is not None:

@@ -396,7 +396,7 @@ PARSERS: dict[str, type[ToolCallParser]] = {
 
 
 def detect_parser(chat_template: str) -> str:
-    """The key of `PARSERS` that fits what a chat template tells the model; "none" if unknown."""
+    """Return the key of `PARSERS` for the calls that a chat template asks for, or "none"."""
     if "<tool_call>" in chat_template:
         # Qwen3-Coder and GLM write the arguments as XML.
         is_xml = "<function=" in chat_template or "<arg_key>" in chat_template

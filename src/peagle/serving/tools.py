@@ -113,7 +113,7 @@ def constraint(
     tool_choice: ToolChoice = None,
     parallel: bool = True,
 ) -> StructuredOutput | None:
-    """What forces the calls that a choice asks for; None for "auto" and "none".
+    """Return the constraint that forces the calls of a choice; None for "auto" and "none".
 
     A named function: the whole output is its arguments. "required": it is an array of objects
     {"name": ..., "arguments": {...}}, one only unless `parallel`.
@@ -161,7 +161,7 @@ def _calls(functions: Mapping[str, Mapping[str, Any]], parallel: bool) -> dict[s
 
 
 def _arguments(function: Mapping[str, Any], root: str) -> dict[str, Any]:
-    """The schema of a function's arguments, as it stands at `root`: an object in any case."""
+    """Return the schema of a function's arguments at the place `root`: always an object."""
     parameters = function.get("parameters")
     if parameters is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}

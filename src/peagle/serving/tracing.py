@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from peagle.engine.outputs import RequestOutput
 
-# Probes and files tell nothing about requests.
+# Probes and files of the page have no span.
 _UNTRACED = "/(live|health|ready|ping|metrics)$,/static/,://[^/]+/?$"
 
 
