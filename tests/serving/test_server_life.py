@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -175,25 +174,6 @@ def test_two_engines_share_the_work() -> None:
         wait_for(lambda: "is gone" in server.text)
         assert HTTP.get(f"{server.url}/ready").status_code == 200
         assert HTTP.post(server.url + COMPLETIONS, json=SHORT).status_code == 200
-
-
-def test_connections_are_accepted_before_models_are_loaded(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    process = warm_serve(tmp_path / "log", "--port", port)
-    try:
-        wait_for(lambda: _accepts(port), timeout_s=20)
-        response = HTTP.get(f"http://127.0.0.1:{port}/ping")
-        assert response.status_code in (200, 503)
-    finally:
-        process.kill()
-        process.wait()
-
-
-def _accepts(port: int) -> bool:
-    with socket.socket() as client:
-        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_every_line_of_a_json_log_is_json() -> None:

@@ -10,6 +10,7 @@ from peagle.engine.outputs import RequestOutput, StreamChunk
 from peagle.serving.answers import EventStream, WholeAnswer
 from peagle.serving.errors import ApiError
 from peagle.serving.generation import Caller, Generation
+from peagle.serving.generation_answer import GenerationAnswer, report_of
 from peagle.serving.logprobs import chat_logprobs, prompt_logprobs
 from peagle.serving.params import as_api_error, chat_params
 from peagle.serving.protocol import ChatBody
@@ -24,7 +25,6 @@ from peagle.serving.tools import (
     finish_reason,
     message_from,
 )
-from peagle.serving.usage import GenerationAnswer, report_of
 from peagle.thinking import START, ThinkingSplitter
 
 ToolChoice = str | dict[str, Any] | None

@@ -11,12 +11,12 @@ from peagle.engine.outputs import RequestOutput, StreamChunk
 from peagle.serving.answers import EventStream, WholeAnswer
 from peagle.serving.errors import ApiError
 from peagle.serving.generation import Caller, Generation
+from peagle.serving.generation_answer import GenerationAnswer, report_of, usage_of
 from peagle.serving.logprobs import TextOffset, completion_logprobs, prompt_logprobs
 from peagle.serving.params import completion_params
 from peagle.serving.protocol import CompletionBody
 from peagle.serving.service import Service
 from peagle.serving.tokenizer import Tokenizer
-from peagle.serving.usage import GenerationAnswer, report_of, usage_of
 
 
 async def complete(service: Service, body: CompletionBody, caller: Caller) -> Response:

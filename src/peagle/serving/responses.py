@@ -16,6 +16,7 @@ from peagle.serving.answers import EventStream, WholeAnswer
 from peagle.serving.chat_completions import AnswerReaders, prepare
 from peagle.serving.errors import ApiError
 from peagle.serving.generation import Caller, Generation
+from peagle.serving.generation_answer import usage_of
 from peagle.serving.protocol import (
     ChatBody,
     FunctionChoice,
@@ -31,7 +32,6 @@ from peagle.serving.protocol import (
 )
 from peagle.serving.service import Service
 from peagle.serving.tools import CallDelta, Delta
-from peagle.serving.usage import usage_of
 from peagle.thinking import END
 
 # Names of fields here, by their names in a chat.
