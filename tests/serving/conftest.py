@@ -24,7 +24,9 @@ def server(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> It
     """The bundled pair with a chat template, for tests that leave it as it is."""
     template = tmp_path_factory.mktemp("template") / "chat.jinja"
     template.write_text(CHAT_TEMPLATE)
+    # Both servers live for long, beside whatever else keeps the machine busy.
     options = ("--chat-template", template, "--otlp-endpoint", collector.url)
+    options += ("--hang-timeout", 120)
     with running(*options, OTEL_BSP_SCHEDULE_DELAY="100") as live:
         yield live
 
@@ -36,7 +38,7 @@ def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     template.write_text(LOOPING_TEMPLATE)
     options = ("--key-requests-per-minute", 5, "--key-tokens-per-minute", 1000)
     options += ("--key-concurrency", 2, "--no-user-grammars", "--grammar-budget", "1e-9")
-    options += ("--chat-template", template, "--ignore-priority")
+    options += ("--chat-template", template, "--ignore-priority", "--hang-timeout", 120)
     with running(*options, warm=True, PEAGLE_API_KEY=",".join(KEYS)) as live:
         yield live
 

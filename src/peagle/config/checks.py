@@ -54,7 +54,7 @@ def number(accepts: Callable[[Any], bool], expected: str) -> Check:
     return Check(lambda value: is_number(value) and accepts(value), expected)
 
 
-def one_of(*allowed: object) -> Check:
+def choice_of(*allowed: object) -> Check:
     """One of some words."""
     return Check(lambda value: value in allowed, "one of " + ", ".join(map(str, allowed)))
 

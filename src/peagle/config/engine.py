@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from peagle.config.checks import BOOLEAN, Check, check_fields, is_number, number, one_of, whole
+from peagle.config.checks import BOOLEAN, Check, check_fields, choice_of, is_number, number, whole
 from peagle.config.sampling import MAX_SEED
 
 DType = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 
 
 _CHECKS = {
-    "dtype": one_of(*get_args(DType)),
+    "dtype": choice_of(*get_args(DType)),
     "device": Check(lambda name: isinstance(name, str), '"auto", "cpu" or "cuda"'),
     **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "block_size"), whole(1)),
     **dict.fromkeys(("max_model_len", "num_kv_blocks"), whole(1, optional=True)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from peagle.config.checks import Check, check_fields, number, one_of, whole
+from peagle.config.checks import Check, check_fields, choice_of, number, whole
 
 OnFailure = Literal["restart", "exit"]
 LogFormat = Literal["text", "json"]
@@ -31,9 +31,9 @@ _CHECKS = {
     "hang_timeout_s": number(
         lambda s: s == 0 or s >= 1, "a number of seconds of at least 1, or 0 for none"
     ),
-    "on_engine_failure": one_of("restart", "exit"),
-    "log_format": one_of("text", "json"),
-    "tool_call_parser": one_of(*TOOL_PARSERS),
+    "on_engine_failure": choice_of("restart", "exit"),
+    "log_format": choice_of("text", "json"),
+    "tool_call_parser": choice_of(*TOOL_PARSERS),
 }
 
 

@@ -31,11 +31,6 @@ _OPEN_PATHS = frozenset({"/live", "/health", "/ping"})
 _STATIC = "/static/"
 _SAFE_METHODS = frozenset({"GET", "HEAD"})
 _BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
-_RELEVANT = {
-    *(b"x-request-id", b"host", b"origin", b"sec-fetch-site", b"authorization", b"accept"),
-    *(b"content-type", b"content-length"),
-    *(b"access-control-request-method", b"access-control-request-headers"),
-}
 _FIXED = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]
 _TOKEN = r"[A-Za-z0-9!#$%&'*+.^_`|~-]+"
 _JSON = re.compile(
@@ -112,7 +107,7 @@ class SecurityMiddleware:
             return await self.app(scope, receive, send)
         if scope["type"] == "websocket":
             return await send({"type": "websocket.close", "code": 1008})
-        request_headers = _relevant(scope["headers"])
+        request_headers = _by_name(scope["headers"])
         request_id = _request_id(request_headers.get(b"x-request-id", []))
         state = scope.setdefault("state", {})
         state["request_id"], state["cache_salt"] = request_id, b""
@@ -350,12 +345,11 @@ async def _until(deadline: float, coming: Awaitable[_T]) -> _T:
         raise TimeoutError from None
 
 
-def _relevant(headers: Iterable[tuple[bytes, bytes]]) -> _Headers:
-    """The headers that matter here, each with all its values."""
+def _by_name(headers: Iterable[tuple[bytes, bytes]]) -> _Headers:
+    """The values of each header."""
     found: _Headers = {}
     for name, value in headers:
-        if name in _RELEVANT:
-            found.setdefault(name, []).append(value)
+        found.setdefault(name, []).append(value)
     return found
 
 
