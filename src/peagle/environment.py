@@ -48,11 +48,11 @@ def _cpu_name() -> str:
 
 def _commit() -> str | None:
     """The commit of this package's checkout, "-dirty" if changed; None outside a checkout."""
-    # A copy without its history (a machine that only computes) is told the commit.
-    if told := os.environ.get("PEAGLE_COMMIT"):
-        return told
+    # A copy without its history gets the commit by this variable.
+    if commit := os.environ.get("PEAGLE_COMMIT"):
+        return commit
     source = Path(__file__).resolve().parents[2]
-    # An installed package may lie below somebody else's checkout, a virtual environment in it say.
+    # An installed package may lie below another checkout, for example in a virtual environment.
     if not (source / "src" / "peagle").is_dir():
         return None
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]

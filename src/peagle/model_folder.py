@@ -1,4 +1,4 @@
-"""Files of a model's folder, read within limits: the folder may be broken, or made to do harm.
+"""Read files of a model's folder within limits: the folder may be broken or malicious.
 
 JSON of up to 100 MB, nested up to 64 deep; headers of safetensors files of up to 100 MB, which is
 that format's own limit, and never more than the file has.
@@ -155,6 +155,17 @@ def read_header(data: Readable, size: int | None = None) -> dict[str, dict[str, 
     if size is not None and end != size - 8 - length:
         raise ValueError(f"its tensors take {size - 8 - length} bytes, expected {end}")
     return header
+
+
+def read_file_header(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the tensors that a safetensors file on disk names, as `read_header` does.
+
+    Raises:
+        ValueError: as `read_header`.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as data:
+        return read_header(data, path.stat().st_size)
 
 
 def _span(name: str, entry: Any) -> tuple[int, int]:

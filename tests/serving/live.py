@@ -29,6 +29,13 @@ CHAT_TEMPLATE = """\
 {% for message in messages %}# {{ message.role }}: {{ message.content }}
 {% endfor %}{% if add_generation_prompt %}# assistant:{% endif %}"""
 
+# Of the server `strict`: each test takes keys of its own, as each key has limits of its own.
+KEYS = [letter * 24 for letter in "abcdefghij"]
+LOOPING_TEMPLATE = """\
+{% for message in messages %}{{ message.content }}{% endfor %}\
+{% if forever %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}\
+{% endif %}"""
+
 
 @dataclass(slots=True)
 class LiveServer:
@@ -51,6 +58,10 @@ class LiveServer:
 
     def client(self, **options: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=120, verify=False, **options)
+
+    def as_holder(self, key: str) -> httpx.Client:
+        """A client with an API key."""
+        return self.client(headers={"Authorization": f"Bearer {key}"})
 
     def metrics(self) -> dict[str, float]:
         """Samples of /metrics by their name and labels, the model's name left out."""

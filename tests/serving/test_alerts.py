@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
-
-from serving.test_metrics import busy_metrics
 
 yaml = pytest.importorskip("yaml")
 
@@ -25,16 +22,6 @@ ALERTS: dict[str, dict[str, Any]] = {
 }
 NAMES = sorted(ALERTS)
 PROMTOOL = shutil.which("promtool")
-
-
-@pytest.fixture(scope="module")
-def rendered() -> dict[str, set[str]]:
-    """Name of every sample that /metrics gives after some traffic -> its labels."""
-    found: dict[str, set[str]] = {}
-    for family in text_string_to_metric_families(busy_metrics().render()[0].decode()):
-        for sample in family.samples:
-            found.setdefault(sample.name, set()).update(sample.labels)
-    return found
 
 
 def test_what_matters_is_watched():

@@ -258,11 +258,6 @@ def end(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-def test_version(tmp_path):
-    output, _ = start(tmp_path, "--version").communicate(timeout=240)
-    assert re.fullmatch(r"peagle \d+\.\d+\.\d+\n", output)
-
-
 def test_other_commands_are_peagles(tmp_path):
     process = start(tmp_path, "generate", "--help")
     output, _ = process.communicate(timeout=240)
@@ -303,15 +298,6 @@ def test_accepts_connections_at_once(tmp_path):
     assert min(clock) < 20 * ACCEPTS_WITHIN_S, clock
 
 
-def test_options_behind_serve_win(tmp_path):
-    port = free_port()
-    process = start(tmp_path, "serve", "--port", str(port), SM_VLLM_PORT=str(free_port()))
-    try:
-        seconds_until_accepted(port, process)
-    finally:
-        end(process)
-
-
 def test_model_behind_serve_wins(tmp_path):
     named = str(tmp_path / "named")
     process = start_warm(
@@ -322,9 +308,9 @@ def test_model_behind_serve_wins(tmp_path):
     assert f"The target model {named!r} is not there" in output
 
 
-def test_ends_while_it_loads(tmp_path):
+def test_options_behind_serve_win_and_it_ends_while_it_loads(tmp_path):
     port = free_port()
-    process = start(tmp_path, SM_VLLM_PORT=str(port))
+    process = start(tmp_path, "serve", "--port", str(port), SM_VLLM_PORT=str(free_port()))
     try:
         seconds_until_accepted(port, process)
         process.send_signal(signal.SIGTERM)

@@ -177,9 +177,8 @@ def test_a_request_with_nan_is_an_error_of_its_own(front: Front) -> None:
 
     job = Job([[broken]], params, "peagle")
     pool: Any = Pool()
-    tracer: Any = SimpleNamespace(request=lambda *_: None)
     caller = Caller("id", "/v1/completions")
-    generation = Generation(pool, Metrics("model"), tracer, "model", job, caller)
+    generation = Generation(pool, Metrics("model"), None, "model", job, caller)
     with pytest.raises(ApiError, match="logits are NaN or infinite after 3 tokens") as caught:
         asyncio.run(generation.finish())
     assert (caught.value.status, caught.value.code) == (500, "logits_not_finite")

@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
-
-from serving.test_metrics import busy_metrics
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "deploy" / "grafana.json"
 NAME = re.compile(r"peagle:\w+")
@@ -27,16 +24,6 @@ def dashboard() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def queries(dashboard) -> list[str]:
     return [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
-
-
-@pytest.fixture(scope="module")
-def rendered() -> dict[str, set[str]]:
-    """Name of every sample that /metrics gives after some traffic -> its labels."""
-    found: dict[str, set[str]] = {}
-    for family in text_string_to_metric_families(busy_metrics().render()[0].decode()):
-        for sample in family.samples:
-            found.setdefault(sample.name, set()).update(sample.labels)
-    return found
 
 
 def is_balanced(query: str) -> bool:

@@ -11,7 +11,8 @@ from typing import Any, cast
 
 import pytest
 
-from peagle.serving.keys import ENVIRONMENT_VARIABLE
+from peagle.serving.keys import ENVIRONMENT_VARIABLE, ApiKeys
+from serving.asgi import guard
 from serving.image import ROOT, USER, environment_of, last
 
 yaml = pytest.importorskip("yaml")
@@ -147,10 +148,10 @@ def routes() -> set[str]:
 
 def test_probes_need_no_key():
     """The kubelet has none, and the secret's cannot be put into a probe's headers."""
-    from peagle.serving import security
-
-    open_paths = security._OPEN_PATHS
-    assert {probe["httpGet"]["path"] for probe in probes().values()} <= open_paths
+    server = guard(keys=ApiKeys(["k" * 20]))
+    paths = {probe["httpGet"]["path"] for probe in probes().values()}
+    assert {server(path=path).status for path in paths} == {200}
+    assert server(path="/v1/models").status == 401
     # Other paths are scraped with the key that the server is given.
     (scraped,) = OBJECTS["PodMonitor"]["spec"]["podMetricsEndpoints"]
     (key,) = [v for v in SERVER["env"] if v["name"] == ENVIRONMENT_VARIABLE]

@@ -19,18 +19,17 @@ from peagle.bundled import BUNDLED_TARGET
 from peagle.config import SamplingParams
 from peagle.errors import UserError
 from peagle.models.target import load_tokenizer
-from peagle.serving import prompts as prompts_file
+from peagle.serving import tokenizer as tokenizer_file
 from peagle.serving.app import parsed
 from peagle.serving.config import ServerConfig
 from peagle.serving.errors import ApiError
 from peagle.serving.generation import Caller
-from peagle.serving.json_body import parse_json
-from peagle.serving.limits import LIMITS, most, table
+from peagle.serving.limits import LIMITS, most, parse_json, table
 from peagle.serving.metrics import Metrics
-from peagle.serving.prompts import Prompts, encode_text
 from peagle.serving.protocol import ChatBody, CompletionBody, ResponsesBody
 from peagle.serving.service import Service
-from serving.live import LiveServer, running
+from peagle.serving.tokenizer import Tokenizer, encode_text
+from serving.live import KEYS, LOOPING_TEMPLATE, LiveServer
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -130,22 +129,6 @@ def test_two_contexts_of_token_ids_fit() -> None:
 )
 def test_what_is_not_json_in_utf8(body: bytes, code: str) -> None:
     assert refusal(body).code == code
-
-
-def test_500s_of_old(server: LiveServer) -> None:
-    headers = {"Content-Type": "application/json"}
-    with server.client() as client:
-        for path, field in (
-            (COMPLETIONS, b'"prompt": "x"'),
-            (CHAT, json.dumps({"messages": MESSAGES})[1:-1].encode()),
-        ):
-            for digits in (99, 100, 101, 4_299, 4_300, 4_301):
-                body = b"{" + field + b', "max_tokens": ' + b"9" * digits + b"}"
-                answer = client.post(path, content=body, headers=headers)
-                assert answer.status_code == 400 and "max_tokens" in answer.json()["error"]["param"]
-        body = b'{"prompt": "\xed\xa0\x80", "max_tokens": 1}'
-        answer = client.post(COMPLETIONS, content=body, headers=headers)
-        assert answer.status_code == 400 and "UTF-8" in answer.json()["error"]["message"]
 
 
 # ---- counts and lengths -------------------------------------------------------------------------
@@ -253,7 +236,7 @@ def test_priority_can_be_ignored(is_ignored: bool) -> None:
     pool: Any = SimpleNamespace(info=info)
     config = ServerConfig(ignore_priority=is_ignored)
     service = Service(config, "m", ("plain",), pool, Metrics("m"), None)  # type: ignore[arg-type]
-    service.prompts = SimpleNamespace()  # type: ignore[assignment]
+    service.tokenizer = SimpleNamespace()  # type: ignore[assignment]
     body = CompletionBody(prompt="x", priority=-5)
     generation = service.generation([[1]], SamplingParams(), body, Caller("id", COMPLETIONS))
     assert generation.job.priority == (0 if is_ignored else -5)
@@ -263,14 +246,14 @@ def test_priority_can_be_ignored(is_ignored: bool) -> None:
 
 
 @pytest.fixture(scope="module")
-def prompts() -> Prompts:
-    return Prompts(str(BUNDLED_TARGET))
+def tokenizer() -> Tokenizer:
+    return Tokenizer(str(BUNDLED_TARGET))
 
 
 def test_a_text_that_cannot_fit_is_not_tokenised(
-    server: LiveServer, monkeypatch: pytest.MonkeyPatch, prompts: Prompts
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
 ) -> None:
-    limit = CONTEXT * prompts.characters_per_token
+    limit = CONTEXT * tokenizer.characters_per_token
     with server.client() as client:
         for path, body, param in (
             (COMPLETIONS, {"prompt": "x" * (limit + 1)}, "prompt"),
@@ -288,9 +271,9 @@ def test_a_text_that_cannot_fit_is_not_tokenised(
         assert client.post("/detokenize", json={"tokens": [1] * 2_048}).status_code == 200
         longest = client.post("/tokenize", json={"prompt": "x" * limit, "return_token_strs": True})
         assert longest.json()["count"] == len(longest.json()["token_strs"])
-    monkeypatch.setattr(prompts_file, "encode_text", lambda *_, **__: pytest.fail("tokenised"))
+    monkeypatch.setattr(tokenizer_file, "encode_text", lambda *_, **__: pytest.fail("tokenised"))
     with pytest.raises(ApiError):
-        asyncio.run(prompts.encode("x" * (limit + 1), CONTEXT))
+        asyncio.run(tokenizer.encode("x" * (limit + 1), CONTEXT))
 
 
 def test_ids_are_those_of_the_tokenizer() -> None:
@@ -316,21 +299,21 @@ def test_ids_are_those_of_the_tokenizer() -> None:
 
 
 def test_short_texts_do_not_wait_for_long_ones(
-    monkeypatch: pytest.MonkeyPatch, prompts: Prompts
+    monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
 ) -> None:
     is_let_go = threading.Event()
-    encode = prompts_file.encode_text
+    encode = tokenizer_file.encode_text
 
     def held(tokenizer: Any, text: str, **options: Any) -> list[int]:
         if len(text) > 20_000:
             assert is_let_go.wait(60)
         return encode(tokenizer, text, **options)
 
-    monkeypatch.setattr(prompts_file, "encode_text", held)
+    monkeypatch.setattr(tokenizer_file, "encode_text", held)
 
     async def both() -> None:
-        long = [asyncio.ensure_future(prompts.encode("x " * 15_000, 2048)) for _ in range(3)]
-        assert await prompts.encode("def f", 2048)
+        long = [asyncio.ensure_future(tokenizer.encode("x " * 15_000, 2048)) for _ in range(3)]
+        assert await tokenizer.encode("def f", 2048)
         assert not any(task.done() for task in long)
         is_let_go.set()
         assert await asyncio.gather(*long)
@@ -338,29 +321,24 @@ def test_short_texts_do_not_wait_for_long_ones(
     asyncio.run(both())
 
 
-def test_bad_words_reach_the_engine_as_ids(prompts: Prompts) -> None:
-    ids = asyncio.run(prompts.encode_words(["foo", " foo", "foo"]))
-    texts = {prompts.tokenizer.decode(one) for one in ids}
+def test_bad_words_reach_the_engine_as_ids(tokenizer: Tokenizer) -> None:
+    ids = asyncio.run(tokenizer.encode_words(["foo", " foo", "foo"]))
+    texts = {tokenizer.tokenizer.decode(one) for one in ids}
     assert texts == {"foo", " foo"}
 
 
 # ---- templates ----------------------------------------------------------------------------------
 
-LOOP = """\
-{% for message in messages %}{{ message.content }}{% endfor %}\
-{% if forever %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}\
-{% endif %}"""
-
 
 @pytest.fixture(scope="module")
-def looping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prompts]:
+def looping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tokenizer]:
     template = tmp_path_factory.mktemp("loop") / "loop.jinja"
-    template.write_text(LOOP)
-    yield Prompts(str(BUNDLED_TARGET), str(template))
+    template.write_text(LOOPING_TEMPLATE)
+    yield Tokenizer(str(BUNDLED_TARGET), str(template))
 
 
-def test_a_template_that_loops_ends(monkeypatch: pytest.MonkeyPatch, looping: Prompts) -> None:
-    monkeypatch.setattr(prompts_file, "most", lambda _: 0.5)
+def test_a_template_that_loops_ends(monkeypatch: pytest.MonkeyPatch, looping: Tokenizer) -> None:
+    monkeypatch.setattr(tokenizer_file, "most", lambda _: 0.5)
 
     async def run() -> None:
         for _ in range(2):
@@ -373,14 +351,14 @@ def test_a_template_that_loops_ends(monkeypatch: pytest.MonkeyPatch, looping: Pr
 
 
 def test_a_deadline_ends_no_other_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompts_file, "_WATCH_S", 0.0005)
+    monkeypatch.setattr(tokenizer_file, "_WATCH_S", 0.0005)
     endings: set[str] = set()
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
         with ThreadPoolExecutor(1) as thread:
             for number in range(120):
-                deadline = prompts_file._Deadline(0)
+                deadline = tokenizer_file._Deadline(0)
                 end = time.monotonic() + 0.002 * (number % 15)
 
                 def call(end: float = end) -> str:
@@ -402,11 +380,8 @@ def test_a_deadline_ends_no_other_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert endings == {"done", "late"}
 
 
-def test_a_request_with_such_a_template(tmp_path: Path) -> None:
-    template = tmp_path / "loop.jinja"
-    template.write_text(LOOP)
-    options = ("--chat-template", template, "--no-playground", "--ignore-priority")
-    with running(*options, warm=True) as live, live.client() as client:
+def test_a_request_with_such_a_template(strict: LiveServer) -> None:
+    with strict.as_holder(KEYS[5]) as client:
         body = {"messages": MESSAGES, "chat_template_kwargs": {"forever": True}, "max_tokens": 1}
         answer = client.post(CHAT, json=body)
         error = answer.json()["error"]

@@ -172,29 +172,6 @@ def test_a_restart_that_is_announced_loses_nothing():
     assert value(metrics, "engine_restarts_total", engine="0") == 1
 
 
-def test_a_restart_is_seen_in_the_steps():
-    metrics = Metrics("m")
-    metrics.record_engine(0, snapshot(num_steps=9, accepted=[3, 3], num_output_tokens=8))
-    metrics.record_engine(0, snapshot(num_steps=1, accepted=[1], num_output_tokens=2))
-    assert value(metrics, "generation_tokens_total", engine="0") == 10
-    assert value(metrics, "spec_decode_num_accepted_tokens_total", engine="0") == 7
-    per_pos = "spec_decode_num_accepted_tokens_per_pos_total"
-    assert value(metrics, per_pos, engine="0", position="0") == 3
-    assert value(metrics, per_pos, engine="0", position="2") == 2
-    assert value(metrics, "engine_restarts_total", engine="0") == 1
-
-
-def test_tokens_taken_back_do_not_lower_the_counter():
-    metrics = Metrics("m")
-    metrics.record_engine(0, snapshot(num_steps=1, num_output_tokens=20))
-    assert value(metrics, "generation_tokens_total", engine="0") == 20
-    metrics.record_engine(0, snapshot(num_steps=2, num_output_tokens=17))
-    assert value(metrics, "generation_tokens_total", engine="0") == 20
-    metrics.record_engine(0, snapshot(num_steps=3, num_output_tokens=22))
-    assert value(metrics, "generation_tokens_total", engine="0") == 22
-    assert value(metrics, "engine_restarts_total", engine="0") == 0
-
-
 class FakeEngine:
     """An engine whose processes come and go; `totals` is what all of them did."""
 
@@ -268,28 +245,6 @@ def test_counters_never_fall_and_end_at_the_sum_of_all_processes(events):
 
 
 # ---- requests -------------------------------------------------------------------------------
-
-
-def test_a_burst_counts_once_per_token_with_its_share_of_the_time():
-    metrics = Metrics("m")
-    metrics.chunk(0.006, 4)
-    inter_token, inter_chunk = "inter_token_latency_seconds", "inter_chunk_latency_seconds"
-    assert value(metrics, f"{inter_token}_count", engine="0") == 4
-    assert value(metrics, f"{inter_token}_sum", engine="0") == pytest.approx(0.006)
-    # All four at 1.5 ms, which is a bound: it belongs to the bucket below.
-    assert value(metrics, f"{inter_token}_bucket", engine="0", le="0.001") == 0
-    assert value(metrics, f"{inter_token}_bucket", engine="0", le="0.0015") == 4
-    assert value(metrics, f"{inter_chunk}_count", engine="0") == 1
-    assert value(metrics, f"{inter_chunk}_sum", engine="0") == pytest.approx(0.006)
-    assert value(metrics, f"{inter_chunk}_bucket", engine="0", le="0.005") == 0
-    assert value(metrics, f"{inter_chunk}_bucket", engine="0", le="0.0075") == 1
-
-
-def test_a_chunk_without_tokens_is_only_a_chunk():
-    metrics = Metrics("m")
-    metrics.chunk(0.01, 0)
-    assert value(metrics, "inter_token_latency_seconds_count", engine="0") == 0
-    assert value(metrics, "inter_chunk_latency_seconds_count", engine="0") == 1
 
 
 SECONDS = st.one_of(

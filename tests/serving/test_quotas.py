@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -20,7 +19,7 @@ from peagle.serving.keys import ApiKeys
 from peagle.serving.metrics import Metrics
 from peagle.serving.quotas import Lease, QuotaMiddleware, Quotas
 from serving.asgi import JSON, echo, guard
-from serving.live import LiveServer, running, wait_for, warm_serve
+from serving.live import KEYS, LiveServer, wait_for
 
 # ---- the arithmetic -------------------------------------------------------------------------
 
@@ -228,18 +227,6 @@ def test_an_answer_that_fails_frees_its_place(when):
 # ---- a server -------------------------------------------------------------------------------
 
 COMPLETIONS = "/v1/completions"
-KEYS = [letter * 24 for letter in "abcd"]
-LIMITS = ("--key-requests-per-minute", 4, "--key-tokens-per-minute", 1000, "--key-concurrency", 2)
-
-
-@pytest.fixture(scope="module")
-def limited() -> Iterator[LiveServer]:
-    with running(*LIMITS, "--no-playground", warm=True, PEAGLE_API_KEY=",".join(KEYS)) as server:
-        yield server
-
-
-def client_of(server: LiveServer, key: str) -> httpx.Client:
-    return server.client(headers={"Authorization": f"Bearer {key}"})
 
 
 def refusal(response: httpx.Response) -> str:
@@ -251,23 +238,23 @@ def refusal(response: httpx.Response) -> str:
     return error["message"]
 
 
-def test_requests_of_a_key(limited):
-    with client_of(limited, KEYS[0]) as client, client_of(limited, KEYS[1]) as other:
-        for left in (3, 2, 1, 0):
+def test_requests_of_a_key(strict):
+    with strict.as_holder(KEYS[0]) as client, strict.as_holder(KEYS[1]) as other:
+        for left in (4, 3, 2, 1, 0):
             answer = client.post("/tokenize", json={"prompt": "x"})
             assert answer.status_code == 200
-            assert answer.headers["x-ratelimit-limit-requests"] == "4"
+            assert answer.headers["x-ratelimit-limit-requests"] == "5"
             assert int(answer.headers["x-ratelimit-remaining-requests"]) >= left
         answer = client.post("/tokenize", json={"prompt": "x"})
-        assert "4 requests a minute (--key-requests-per-minute)" in refusal(answer)
+        assert "5 requests a minute (--key-requests-per-minute)" in refusal(answer)
         assert client.get("/v1/models").status_code == 200
         assert other.post("/tokenize", json={"prompt": "x"}).status_code == 200
-    assert not any(key in limited.text for key in KEYS)
+    assert not any(key in strict.text for key in KEYS)
 
 
-def test_tokens_of_a_key(limited):
+def test_tokens_of_a_key(strict):
     body = {"prompt": "def f(", "temperature": 0}
-    with client_of(limited, KEYS[2]) as client:
+    with strict.as_holder(KEYS[2]) as client:
         # What an answer does not use comes back when it ends.
         answer = client.post(COMPLETIONS, json={**body, "max_tokens": 900, "stop": ["\n"]})
         assert answer.status_code == 200, answer.text
@@ -298,20 +285,12 @@ def begin(server: LiveServer, key: str) -> socket.socket:
     return connection
 
 
-def test_concurrency_of_a_key(limited):
-    with client_of(limited, KEYS[3]) as client:
-        first, second = begin(limited, KEYS[3]), begin(limited, KEYS[3])
+def test_concurrency_of_a_key(strict):
+    with strict.as_holder(KEYS[3]) as client:
+        first, second = begin(strict, KEYS[3]), begin(strict, KEYS[3])
         with first, second:
             client.get("/v1/models")  # by now the server has read what the others sent
             answer = client.post("/tokenize", json={"prompt": "x"})
             assert "expected at most 2 at a time (--key-concurrency)" in refusal(answer)
         # Leaving frees both places; a refusal takes nothing of the key's requests.
         wait_for(lambda: client.post("/tokenize", json={"prompt": "x"}).status_code == 200)
-
-
-def test_a_server_without_keys_does_not_start(tmp_path):
-    process = warm_serve(tmp_path / "log", "--port", 0, "--key-concurrency", 2)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 2, output
-    assert "--key-concurrency is 2" in output and "PEAGLE_API_KEY" in output
-    assert "Traceback" not in output

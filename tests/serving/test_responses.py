@@ -13,8 +13,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from peagle.llm import LLM
 from peagle.serving.errors import ApiError
-from peagle.serving.response_input import messages_of
-from peagle.serving.response_items import OutputItems
+from peagle.serving.responses import OutputItems, messages_of
 from peagle.serving.tools import CallDelta, ContentDelta
 from serving.live import LiveServer
 from serving.test_server_openai import MODEL, texts

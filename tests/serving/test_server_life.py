@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
-import socket
-import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,12 +17,12 @@ from typing import Any
 import httpx
 import pytest
 
+from peagle.cli import main
 from serving.live import (
     HTTP,
+    KEYS,
     LiveServer,
-    environment,
     running,
-    serve_command,
     wait_for,
     wait_until_ready,
     warm_serve,
@@ -108,8 +108,16 @@ def test_it_ends_where_a_lost_engine_is_to_end_it() -> None:
         assert "the server ends" in server.text
 
 
-def test_sigterm_lets_requests_finish() -> None:
-    with running("--no-playground", warm=True) as server:
+def test_a_full_queue_says_so_and_sigterm_lets_requests_finish() -> None:
+    with running("--max-num-seqs", 1, "--max-queue", 1, "--no-playground", warm=True) as server:
+        with streaming(server), httpx.Client(timeout=1, verify=False) as waiting:
+            with pytest.raises(httpx.ReadTimeout):
+                waiting.post(server.url + COMPLETIONS, json={**LONG, "stream": False})
+            two = {**SHORT, "n": 2, "temperature": 1}
+            response = HTTP.post(server.url + COMPLETIONS, json=two)
+            assert response.status_code == 429
+            assert int(response.headers["Retry-After"]) > 0
+            assert response.json()["error"]["type"] == "rate_limit_error"
         with streaming(server, max_tokens=200) as lines:
             server.terminate()
             wait_for(lambda: HTTP.get(f"{server.url}/ready").status_code == 503)
@@ -125,57 +133,30 @@ def test_sigterm_lets_requests_finish() -> None:
         assert server.process.wait(20) == 0
 
 
-def test_a_second_signal_ends_it_at_once() -> None:
-    with (
-        running("--no-playground", warm=True) as server,
-        contextlib.suppress(httpx.TransportError),
-        streaming(server),
-    ):
-        server.terminate()
-        wait_for(lambda: "SIGTERM" in server.text)
-        server.terminate()
-        assert server.process.wait(15) == 0
+def test_keys_guard_all_but_probes_and_part_the_prefix_cache(strict: LiveServer) -> None:
+    server, (key, other) = strict, KEYS[6:8]
+    opened = [(path, 200) for path in ("/live", "/health", "/ping")]
+    for path, status in (*opened, ("/v1/models", 401), ("/", 401)):
+        assert HTTP.get(server.url + path).status_code == status, path
+    headers = {"Authorization": f"Bearer {key}"}
+    assert HTTP.get(f"{server.url}/v1/models", headers=headers).status_code == 200
+    bad = {"Authorization": "Bearer x"}
+    assert HTTP.post(server.url + COMPLETIONS, json=SHORT, headers=bad).status_code == 401
+    assert HTTP.get(server.url + "/", auth=("any", key)).status_code == 200
 
+    def num_cached(used: str, **extra: str) -> int:
+        body = {**SHORT, "prompt": "def function(argument):\n" * 20, **extra}
+        answer = HTTP.post(
+            server.url + COMPLETIONS, json=body, headers={"Authorization": f"Bearer {used}"}
+        )
+        return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
-def test_a_full_queue_says_so() -> None:
-    with (
-        running("--max-num-seqs", 1, "--max-queue", 1, "--no-playground", warm=True) as server,
-        streaming(server),
-        httpx.Client(timeout=1, verify=False) as waiting,
-    ):
-        with pytest.raises(httpx.ReadTimeout):
-            waiting.post(server.url + COMPLETIONS, json={**LONG, "stream": False})
-        response = HTTP.post(server.url + COMPLETIONS, json={**SHORT, "n": 2, "temperature": 1})
-        assert response.status_code == 429
-        assert int(response.headers["Retry-After"]) > 0
-        assert response.json()["error"]["type"] == "rate_limit_error"
-
-
-def test_keys_guard_all_but_probes_and_part_the_prefix_cache() -> None:
-    key, other = "k" * 32, "o" * 32
-    with running(warm=True, PEAGLE_API_KEY=f"{key},{other}") as server:
-        opened = [(path, 200) for path in ("/live", "/health", "/ping")]
-        for path, status in (*opened, ("/v1/models", 401), ("/", 401)):
-            assert HTTP.get(server.url + path).status_code == status, path
-        headers = {"Authorization": f"Bearer {key}"}
-        assert HTTP.get(f"{server.url}/v1/models", headers=headers).status_code == 200
-        bad = {"Authorization": "Bearer x"}
-        assert HTTP.post(server.url + COMPLETIONS, json=SHORT, headers=bad).status_code == 401
-        assert HTTP.get(server.url + "/", auth=("any", key)).status_code == 200
-
-        def num_cached(used: str, **extra: str) -> int:
-            body = {**SHORT, "prompt": "def function(argument):\n" * 20, **extra}
-            answer = HTTP.post(
-                server.url + COMPLETIONS, json=body, headers={"Authorization": f"Bearer {used}"}
-            )
-            return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-        assert num_cached(key) == 0
-        assert num_cached(key) > 50
-        assert num_cached(other) == 0
-        assert num_cached(other, cache_salt="a") == 0
-        assert num_cached(other, cache_salt="a") > 50
-        assert key not in server.text
+    assert num_cached(key) == 0
+    assert num_cached(key) > 50
+    assert num_cached(other) == 0
+    assert num_cached(other, cache_salt="a") == 0
+    assert num_cached(other, cache_salt="a") > 50
+    assert key not in server.text
 
 
 def test_two_engines_share_the_work() -> None:
@@ -193,25 +174,6 @@ def test_two_engines_share_the_work() -> None:
         wait_for(lambda: "is gone" in server.text)
         assert HTTP.get(f"{server.url}/ready").status_code == 200
         assert HTTP.post(server.url + COMPLETIONS, json=SHORT).status_code == 200
-
-
-def test_connections_are_accepted_before_models_are_loaded(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    process = warm_serve(tmp_path / "log", "--port", port)
-    try:
-        wait_for(lambda: _accepts(port), timeout_s=20)
-        response = HTTP.get(f"http://127.0.0.1:{port}/ping")
-        assert response.status_code in (200, 503)
-    finally:
-        process.kill()
-        process.wait()
-
-
-def _accepts(port: int) -> bool:
-    with socket.socket() as client:
-        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_every_line_of_a_json_log_is_json() -> None:
@@ -234,54 +196,58 @@ def test_a_mistake_in_a_json_log_is_json(tmp_path: Path) -> None:
     assert last["level"] == "error" and "/no/such/model" in last["message"]
 
 
+@pytest.fixture
+def serve(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Runs `peagle serve` in this process: the status, and what it printed."""
+    monkeypatch.delenv("PEAGLE_API_KEY", raising=False)
+    monkeypatch.setattr(sys, "stderr", sys.stderr)
+    names = (None, "peagle.serving", "uvicorn", "opentelemetry", "asyncio")
+    kept = [(log, log.handlers, log.level) for log in map(logging.getLogger, names)]
+
+    def call(*arguments: object) -> tuple[int, str]:
+        status = main.run(["serve", "--port", "0", *map(str, arguments)])
+        captured = capsys.readouterr()
+        return status, captured.out + captured.err
+
+    yield call
+    for log, handlers, level in kept:
+        log.handlers, log.level = handlers, level
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("/no/such/model",), "/no/such/model"),
         (("--port", 70000), "--port: port is 70000"),
-        (("--max-model-len", 99999), "max_model_len is 99999"),
-        (("--chat-template", "nothing.jinja"), "nothing.jinja"),
         (("--on-engine-failure", "panic"), "panic"),
         (("--log-format", "xml"), "xml"),
         (("--api-key-file", "/no/such/file"), "/no/such/file"),
         (("a", "--target", "b"), "leave one of them out"),
         (("--no-speculation", "--compare-draft", "bundled-eagle3"), "--compare-draft"),
+        (("--key-concurrency", 2), "--key-concurrency is 2"),
     ],
 )
-def test_mistakes_end_with_status_2(
-    arguments: tuple[object, ...], words: str, tmp_path: Path
-) -> None:
-    port = () if "--port" in arguments else ("--port", 0)
-    process = warm_serve(tmp_path / "log", *port, *arguments)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 2, output
+def test_mistakes_end_with_status_2(serve: Any, arguments: tuple[object, ...], words: str) -> None:
+    status, output = serve(*arguments)
+    assert status == 2, output
     assert words in output and "Traceback" not in output
 
 
-def test_a_taken_port_is_named(server: LiveServer) -> None:
-    """On standard error, by a process that starts from nothing."""
-    port = server.url.rpartition(":")[2]
-    result = subprocess.run(
-        serve_command("--port", port),
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert result.returncode == 2
-    assert f"port {port}" in result.stderr
+def test_what_the_engine_refuses_ends_with_status_2(tmp_path: Path) -> None:
+    process = warm_serve(tmp_path / "log", "--port", 0, "--max-model-len", 99999)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 2, output
+    assert "max_model_len is 99999" in output and "Traceback" not in output
 
 
-def test_the_configuration_is_shown(tmp_path: Path) -> None:
+def test_the_configuration_is_shown(
+    serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "peagle.toml"
     file.write_text("[server]\nmax_queue = 3\nallowed_hosts = ['a.example']\n")
-    result = subprocess.run(
-        serve_command("--config", file, "--port", 9000, "--show-config"),
-        env=environment(PEAGLE_SERVER='{"drain_timeout_s": 5}'),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    shown = json.loads(result.stdout)["server"]
+    monkeypatch.setenv("PEAGLE_SERVER", '{"drain_timeout_s": 5}')
+    status, output = serve("--config", file, "--port", 9000, "--show-config")
+    shown = json.loads(output)["server"]
+    assert status == 0
     assert (shown["max_queue"], shown["port"], shown["drain_timeout_s"]) == (3, 9000, 5)
     assert (shown["host"], shown["allowed_hosts"]) == ("127.0.0.1", ["a.example"])

@@ -76,7 +76,7 @@ ALL_PARSERS = {
 
 
 @pytest.mark.parametrize("kind", ALL_PARSERS)
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(text=outputs(), data=st.data())
 def test_chunks_make_no_difference(kind, text, data):
     expected = parse(ALL_PARSERS[kind](), text)
@@ -107,7 +107,7 @@ def account_of(deltas: list[Any]) -> str:
 
 
 @pytest.mark.parametrize("kind", [k for k in ALL_PARSERS if k != "named"])
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(text=outputs())
 def test_nothing_is_lost(kind, text):
     deltas = ALL_PARSERS[kind]().add(text, final=True)
@@ -115,7 +115,7 @@ def test_nothing_is_lost(kind, text):
     assert re.fullmatch(pattern + r"\s*" if "(?:" in pattern else pattern, text), deltas
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(text=outputs())
 def test_all_text_is_the_arguments_of_a_named_call(text):
     assert parse(ForcedCall("get"), text) == (None, [("get", text)] if text else [])
@@ -124,7 +124,7 @@ def test_all_text_is_the_arguments_of_a_named_call(text):
 PROSE = st.text(alphabet="ab <_{\n.", max_size=6)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(
     before=PROSE,
     calls=st.lists(st.tuples(st.sampled_from(NAMES), ARGUMENTS), min_size=1, max_size=4),
@@ -136,7 +136,7 @@ def test_hermes_reads_what_was_written(before, calls, after):
     assert parse(parser_for("hermes", TOOLS), text) == ("".join(kept) or None, calls)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(
     calls=st.lists(st.tuples(st.sampled_from(NAMES), ARGUMENTS), min_size=1, max_size=4),
     data=st.data(),

@@ -12,7 +12,10 @@ from conftest import VOCAB_SIZE, byte_tokenizer
 from peagle.config.structured import StructuredOutput
 from peagle.engine.grammar.compiler import GrammarCompiler
 from peagle.errors import UserError
+from peagle.serving.app import parsed
 from peagle.serving.errors import ApiError
+from peagle.serving.protocol import ChatBody, ToolChoice
+from peagle.serving.service import tool_dicts
 from peagle.serving.tools import (
     CallDelta,
     ContentDelta,
@@ -21,6 +24,7 @@ from peagle.serving.tools import (
     finish_reason,
     message_from,
 )
+from serving.tool_calls import named
 
 EOS = 0
 
@@ -30,8 +34,14 @@ def tool(name: Any, parameters: Any = None, **more: Any) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def named(name: str) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name}}
+def check(tools: Any, choice: Any) -> None:
+    """Check tools as a request brings them."""
+    given = {"tools": tools, "tool_choice": choice, "messages": [{"role": "user", "content": "x"}]}
+    body = parsed(ChatBody, {name: value for name, value in given.items() if value is not None})
+    chosen = body.tool_choice
+    check_tools(
+        tool_dicts(body.tools), chosen.model_dump() if isinstance(chosen, ToolChoice) else chosen
+    )
 
 
 # ---- requests -------------------------------------------------------------------------------
@@ -41,10 +51,10 @@ def test_good_tools_and_choices_pass():
     parameters = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
     tools = [tool("get", parameters, strict=True), tool("x" * 64, {}), named("without")]
     for choice in (None, "none", "auto", "required", named("get")):
-        check_tools(tools, choice)
-    check_tools(None, None)
-    check_tools([], "none")
-    check_tools([tool(f"f{i}") for i in range(128)], "auto")
+        check(tools, choice)
+    check(None, None)
+    check([], "none")
+    check([tool(f"f{i}") for i in range(128)], "auto")
 
 
 @pytest.mark.parametrize(
@@ -55,10 +65,10 @@ def test_good_tools_and_choices_pass():
         ([tool("x" * 65)], None, "tools[0].function.name", "1 to 64"),
         ([tool("")], None, "tools[0].function.name", "''"),
         ([tool("a\n")], None, "tools[0].function.name", "expected 1 to 64"),
-        ([tool(None)], None, "tools[0].function.name", "None"),
-        ([tool("a"), {"type": "web"}], None, "tools[1]", "'web'"),
-        ([tool("a"), "b"], None, "tools[1]", "'b'"),
-        ([tool("a", [1])], None, "tools[0].function.parameters", "[1]"),
+        ([tool(None)], None, "tools.0.function.name", "None"),
+        ([tool("a"), {"type": "web"}], None, "tools.1.type", "'web'"),
+        ([tool("a"), "b"], None, "tools.1", "'b'"),
+        ([tool("a", [1])], None, "tools.0.function.parameters", "[1]"),
         ([tool("a", {"type": "array"})], None, "tools[0].function.parameters", "'array'"),
         (
             [tool("a", {"type": ["object"]})],
@@ -87,8 +97,8 @@ def test_good_tools_and_choices_pass():
         ([tool(f"f{i}") for i in range(129)], None, "tools", "129"),
         ([tool("a")], named("b"), "tool_choice", "'b'"),
         ([tool("a")], "any", "tool_choice", "'any'"),
-        ([tool("a")], {"type": "function"}, "tool_choice", "'type'"),
-        ([tool("a")], {"type": "tool", "function": {"name": "a"}}, "tool_choice", "'tool'"),
+        ([tool("a")], {"type": "function"}, "tool_choice.function", "is missing"),
+        ([tool("a")], {"type": "tool", "function": {"name": "a"}}, "tool_choice.type", "'tool'"),
         (None, "auto", "tool_choice", "no tools"),
         ([], "required", "tool_choice", "no tools"),
         (None, named("a"), "tool_choice", "no tools"),
@@ -96,13 +106,13 @@ def test_good_tools_and_choices_pass():
 )
 def test_bad_tools_and_choices_are_refused(tools, choice, param, message):
     with pytest.raises(ApiError, match=re.escape(message)) as caught:
-        check_tools(tools, choice)
+        check(tools, choice)
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
 def test_long_values_are_shortened_in_errors():
     with pytest.raises(ApiError) as caught:
-        check_tools([tool("a", ["x" * 10_000])])
+        check([tool("a", {"type": ["x" * 10_000]})], None)
     assert len(caught.value.message) < 400
 
 

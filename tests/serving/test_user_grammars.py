@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from peagle.serving.errors import ApiError
 from peagle.serving.params import refuse_grammars
 from peagle.serving.protocol import ChatBody, CompletionBody, ResponsesBody
-from serving.live import LiveServer, running
+from serving.live import KEYS, LiveServer
 
 pytest.importorskip("xgrammar")
 
@@ -55,14 +54,8 @@ def test_other_structures_stay(fields: dict[str, Any]) -> None:
     refuse_grammars(ResponsesBody.model_validate({"input": "x"}))
 
 
-@pytest.fixture(scope="module")
-def strict() -> Iterator[LiveServer]:
-    with running("--no-user-grammars", "--grammar-budget", "1e-9", warm=True) as live:
-        yield live
-
-
 def complete(server: LiveServer, **fields: Any) -> Any:
-    with server.client() as client:
+    with server.as_holder(KEYS[4]) as client:
         body = {"prompt": "x", "max_tokens": 8, "temperature": 0, **fields}
         return client.post("/v1/completions", json=body)
 

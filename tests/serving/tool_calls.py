@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from peagle.serving.tool_reader import ToolCallParser
+from peagle.serving.tool_parsers import ToolCallParser
 from peagle.serving.tools import message_from
 
 NAMES = ("get", "get_weather", "b-2")

@@ -19,7 +19,7 @@ MODEL = group(
     Flag(
         "revision",
         str,
-        "Branch, tag or commit of the target's hub id; owner/name@revision does the same.",
+        "Branch, tag or commit of the target on the hub; owner/name@revision does the same.",
         default="main",
     ),
     Flag(
@@ -33,7 +33,7 @@ MODEL = group(
     Flag(
         "speculative.revision",
         str,
-        "Branch, tag or commit of the head's hub id.",
+        "Branch, tag or commit of the head on the hub.",
         "--draft-revision",
         default="main",
     ),
@@ -44,58 +44,63 @@ SPECULATION = group(
     Flag(
         "speculative.num_speculative_tokens",
         int,
-        "K: draft tokens per step.",
+        "Number of draft tokens in a step, K.",
         short="-k",
-        default="what the head was trained for, at most 7; 7 if it does not tell",
+        default="what the head was trained for, at most 7; 7 if the head does not name it",
     ),
-    Flag("no_speculation", bool, "Decode plainly, with no draft."),
+    Flag("no_speculation", bool, "Decode without drafts."),
     Flag(
         "speculative.method",
         str,
-        "eagle3 (a head; its kind is read from it) or ngram (prompt lookup).",
+        "Source of drafts: eagle3 (a head of either kind) or ngram (prompt lookup).",
         default="eagle3 with a head",
     ),
     Flag(
         "speculative.draft_sampling",
         str,
-        "argmax or probabilistic drafts, where the temperature is not 0.",
+        "Drafts at a temperature above 0: argmax or probabilistic.",
     ),
     Flag(
         "speculative.max_model_len",
         int,
-        "Tokens up to which a head drafts; longer texts go on without drafts.",
+        "Length in tokens up to which a head drafts; longer texts go on without drafts.",
         "--draft-max-len",
         default="the length that the head was trained for",
     ),
     Flag(
         "speculative.draft_window",
         int,
-        "Tokens that a head looks back over when it drafts; 0: all.",
-        default="the longest text that the head was trained on, if it tells; else all",
+        "Number of tokens that a head attends to when it drafts; 0 is all of them.",
+        default="the longest training text if the head names it, else all",
     ),
     Flag(
         "speculative_config",
         str,
-        "All of the above in vLLM's form, in place of the options above.",
+        "Speculative configuration in vLLM's form, in place of the options above.",
         metavar="JSON",
     ),
 )
 
 SAMPLING = group(
     "Sampling",
-    Flag("sampling.max_tokens", int, "Most tokens to generate per prompt.", "--max-new-tokens"),
-    Flag("sampling.temperature", float, "0 is greedy."),
-    Flag("sampling.top_k", int, "0 keeps every token."),
-    Flag("sampling.top_p", float, "1 keeps every token."),
+    Flag(
+        "sampling.max_tokens",
+        int,
+        "Largest number of tokens to generate for a prompt.",
+        "--max-new-tokens",
+    ),
+    Flag("sampling.temperature", float, "Temperature of sampling; 0 is greedy."),
+    Flag("sampling.top_k", int, "Number of most likely tokens to keep; 0 keeps every token."),
+    Flag("sampling.top_p", float, "Probability mass of the tokens to keep; 1 keeps every token."),
     Flag(
         "sampling.min_p",
         float,
-        "Keep tokens of at least this share of the highest probability; 0 keeps every token.",
+        "Lowest probability to keep, as a share of the highest one; 0 keeps every token.",
     ),
     Flag(
         "sampling.seed",
         int,
-        "Of every prompt: alone or batched, the same seed gives the same output.",
+        "Seed of every prompt; the same seed gives the same output, alone or in a batch.",
         default="one for each prompt, the same in every run",
     ),
     Flag(
@@ -110,39 +115,47 @@ FINER_SAMPLING = group(
     Flag(
         "sampling.typical_p",
         float,
-        "Keep the tokens of most typical surprise, up to this mass; 1 keeps every token.",
+        "Probability mass of the tokens of most typical surprise to keep; 1 keeps every token.",
     ),
-    Flag("sampling.repetition_penalty", float, "On tokens of prompt and output; 1 is none."),
-    Flag("sampling.presence_penalty", float, "On tokens of the output, -2 to 2."),
-    Flag("sampling.frequency_penalty", float, "The same, times how often they came."),
+    Flag(
+        "sampling.repetition_penalty",
+        float,
+        "Penalty on tokens of the prompt and the output; 1 is none.",
+    ),
+    Flag("sampling.presence_penalty", float, "Penalty on tokens of the output, from -2 to 2."),
+    Flag(
+        "sampling.frequency_penalty",
+        float,
+        "Penalty on tokens of the output for each time that they came, from -2 to 2.",
+    ),
     Flag(
         "sampling.logit_bias",
         str,
-        'Added to the logits of token ids, like \'{"42": -5}\'; "-inf" forbids one.',
+        'Numbers to add to the logits of token ids, like \'{"42": -5}\'; "-inf" forbids one.',
         metavar="JSON",
         read=values.read_logit_bias,
     ),
     Flag(
         "sampling.bad_words",
         list[str],
-        "Text that may not come; may be given several times.",
+        "Text that the output may not contain; may be given several times.",
         "--bad-word",
     ),
     Flag(
         "sampling.allowed_token_ids",
         list[int],
-        "The only token ids that may come; may be given several times.",
+        "Token id that the output may contain, and no other; may be given several times.",
         "--allowed-token-id",
         default="all",
     ),
-    Flag("sampling.min_tokens", int, "No end of text before so many tokens."),
+    Flag("sampling.min_tokens", int, "Number of tokens before which the output does not end."),
     Flag(
         "sampling.stop_token_ids",
         list[int],
-        "A token id that ends the output; may be given several times.",
+        "Token id that ends the output; may be given several times.",
         "--stop-token-id",
     ),
-    Flag("sampling.ignore_eos", bool, "Go on past the model's own end of text."),
+    Flag("sampling.ignore_eos", bool, "Generate on past the model's own end of text."),
 )
 
 STRUCTURE = group(
@@ -185,14 +198,19 @@ STRUCTURE = group(
 
 RESULTS = group(
     "Results",
-    Flag("sampling.n", int, "Outputs of each prompt; more than one needs a temperature."),
+    Flag("sampling.n", int, "Number of outputs of each prompt; more than one needs a temperature."),
     Flag(
         "sampling.logprobs",
         int,
-        "Log-probabilities of the output and of this many likeliest tokens; in JSON only.",
+        "Print log-probabilities of the output and of this many likeliest tokens; in JSON only.",
         default="none",
     ),
-    Flag("sampling.prompt_logprobs", int, "The same of the prompt's tokens.", default="none"),
+    Flag(
+        "sampling.prompt_logprobs",
+        int,
+        "Print log-probabilities of the prompt and of this many likeliest tokens.",
+        default="none",
+    ),
 )
 
 ENGINE = group(
@@ -200,25 +218,26 @@ ENGINE = group(
     Flag(
         "engine.dtype",
         str,
-        "auto (float32 on a CPU, bfloat16 on a GPU), float32, float64, bfloat16 or float16.",
+        "Type of weights and cache: auto (float32 on a CPU, bfloat16 on a GPU), float32, float64, "
+        "bfloat16 or float16.",
     ),
-    Flag("engine.device", str, "auto (the GPU if there is one), cpu or cuda."),
+    Flag("engine.device", str, "Device: auto (the GPU if there is one), cpu or cuda."),
     Flag(
         "engine.max_model_len",
         int,
-        "Most tokens of a prompt and its output.",
+        "Largest number of tokens of a prompt and its output together.",
         default="the model's",
     ),
-    Flag("engine.max_num_seqs", int, "Most prompts decoded together."),
+    Flag("engine.max_num_seqs", int, "Largest number of sequences decoded together."),
     Flag(
         "engine.max_num_batched_tokens",
         int,
-        "Most prompt tokens of one step; longer prompts go in chunks.",
+        "Largest number of prompt tokens in a step; longer prompts go in chunks.",
     ),
     Flag(
         "engine.kv_cache_gib",
         float,
-        "Memory bound of the KV cache in GiB.",
+        "Size of the KV cache in GiB.",
         default="2 on a CPU, all that --gpu-memory-utilization leaves on a GPU",
     ),
     Flag(
@@ -229,11 +248,16 @@ ENGINE = group(
     Flag(
         "engine.enable_prefix_caching",
         bool,
-        "Compute every prompt anew, also where it begins like an earlier one.",
+        "Compute every prompt anew, also where it shares a prefix with an earlier one.",
         "--no-prefix-caching",
         read=lambda _: False,
     ),
-    Flag("threads", int, "CPU threads.", default="1 for a small model, else up to one a core"),
+    Flag(
+        "threads",
+        int,
+        "Number of CPU threads.",
+        default="1 for a small model, else up to one a core",
+    ),
 )
 
 SERVER = group(
@@ -243,48 +267,63 @@ SERVER = group(
     Flag(
         "server.served_model_name",
         str,
-        "What clients call the model.",
+        "Name of the model for clients.",
         metavar="NAME",
         default="the folder's name, or the hub id",
     ),
     Flag(
         "server.data_parallel_size",
         int,
-        "Engine processes behind the one port, on a GPU each; the least loaded takes a request.",
+        "Number of engine processes behind the port, each on a GPU of its own; the least loaded "
+        "one takes a request.",
     ),
     Flag(
         "server.on_engine_failure",
         str,
-        "restart an engine process that died, or exit with status 1.",
+        "What the server does when an engine process dies: restart it, or exit with status 1.",
     ),
     Flag(
         "server.hang_timeout_s",
         float,
-        "Seconds without a sign of life after which an engine process is killed; 20 times its "
-        "slowest step where that is longer; 0 never.",
+        "Seconds without a sign of life after which the server kills an engine process, or 20 "
+        "times its slowest step where that is longer; 0 is never.",
         "--hang-timeout",
     ),
     Flag(
         "server.request_timeout_s",
         float,
-        "Seconds that a request may take in all, before it is answered with status 504; 0: for "
-        "ever.",
+        "Seconds that a request may take in all before the server answers 504; 0 is for ever.",
         "--request-timeout",
     ),
-    Flag("server.max_queue", int, "Outputs that may wait; more are answered with status 429."),
-    Flag("server.ignore_priority", bool, "Take priority of requests without an effect."),
-    Flag("server.drain_timeout_s", float, "Seconds to finish after SIGTERM.", "--drain-timeout"),
-    Flag("server.chat_template", str, "Jinja template, or the name of one of the model's."),
+    Flag(
+        "server.max_queue",
+        int,
+        "Number of outputs that may wait; the server answers further ones with 429.",
+    ),
+    Flag(
+        "server.ignore_priority", bool, "Accept the field priority of requests without an effect."
+    ),
+    Flag(
+        "server.drain_timeout_s",
+        float,
+        "Seconds that running requests have to finish after SIGTERM.",
+        "--drain-timeout",
+    ),
+    Flag(
+        "server.chat_template",
+        str,
+        "Chat template: a Jinja file, or the name of one of the model's.",
+    ),
     Flag(
         "server.tool_call_parser",
         str,
-        "How tool calls are recognised: hermes, llama3_json, mistral, none, or auto (by the "
+        "Form of tool calls in outputs: hermes, llama3_json, mistral, none, or auto (by the "
         "template).",
     ),
     Flag(
         "server.playground",
         bool,
-        "No page at /.",
+        "Serve no page at /.",
         "--no-playground",
         read=lambda _: False,
     ),
@@ -295,7 +334,7 @@ VLLM = group(
     Flag(
         "engine_name",
         str,
-        "peagle, or vllm: another engine, for several GPUs and nodes, installed beside it.",
+        "Engine: peagle, or vllm (installed beside it, for several GPUs and nodes).",
         "--engine",
         default="peagle",
         read=values.one_of("peagle", "vllm"),
@@ -303,22 +342,36 @@ VLLM = group(
     Flag(
         "vllm_python",
         Path,
-        "The python of the environment that has vLLM.",
+        "Python of the environment that has vLLM.",
         metavar="FILE",
         default="PEAGLE_VLLM_PYTHON, this one, or .venv-vllm/bin/python",
     ),
-    Flag("tensor_parallel_size", int, "GPUs that share each layer.", default="1"),
-    Flag("pipeline_parallel_size", int, "Groups of GPUs that share the layers out.", default="1"),
-    Flag("print_command", bool, "Print how vLLM would be started, and start nothing."),
+    Flag("tensor_parallel_size", int, "Number of GPUs that share each layer.", default="1"),
+    Flag(
+        "pipeline_parallel_size",
+        int,
+        "Number of groups of GPUs that share the layers out.",
+        default="1",
+    ),
+    Flag("print_command", bool, "Print the command that starts vLLM, and start nothing."),
 )
 
-# Of the engine, for those who tune a server.
+# Options of the engine for tuning a server.
 TUNING = group(
     "Tuning",
-    Flag("engine.seed", int, "Source of the seeds of requests that bring none."),
-    Flag("engine.block_size", int, "Token slots of a KV block."),
-    Flag("engine.num_kv_blocks", int, "KV blocks.", default="what memory and --max-num-seqs allow"),
-    Flag("engine.enforce_eager", bool, "No CUDA graphs; a GPU only."),
+    Flag("engine.seed", int, "Source of the seeds of requests without a seed."),
+    Flag("engine.block_size", int, "Number of token slots in a KV block."),
+    Flag(
+        "engine.num_kv_blocks",
+        int,
+        "Number of KV blocks.",
+        default="what memory and --max-num-seqs allow",
+    ),
+    Flag(
+        "engine.enforce_eager",
+        bool,
+        "Launch every kernel by itself, without CUDA graphs; on a GPU only.",
+    ),
 )
 
 SAFETY = group(
@@ -326,22 +379,22 @@ SAFETY = group(
     Flag(
         "api_key_file",
         Path,
-        "API keys, one a line, that open all routes but /live, /health and /ping; the variable "
-        "PEAGLE_API_KEY may hold them too, separated by commas.",
+        "File of API keys, one a line, that open all routes; /live, /health and /ping need none. "
+        "The variable PEAGLE_API_KEY may hold keys too, separated by commas.",
         metavar="FILE",
         default="none: everybody who reaches the port is served",
     ),
     Flag(
         "server.allowed_hosts",
         list[str],
-        "Name under which clients reach the server; may be given several times, * is any.",
+        "Host name of the server; may be given several times, * is any.",
         "--allowed-host",
         default="localhost on a loopback address, else any",
     ),
     Flag(
         "server.allowed_origins",
         list[str],
-        "Web page elsewhere that may call the server, like https://chat.example.com; may be given "
+        "Origin of web pages that may call the server, like https://chat.example.com; may be given "
         "several times.",
         "--allowed-origin",
         default="none",
@@ -349,41 +402,42 @@ SAFETY = group(
     Flag(
         "server.key_requests_per_minute",
         int,
-        "Requests that each API key may send a minute; more are answered with status 429.",
+        "Number of requests of each API key a minute; the server answers further ones with 429.",
         default="no limit",
     ),
     Flag(
         "server.key_tokens_per_minute",
         int,
-        "Tokens of prompts and outputs that each API key may use a minute. max_tokens counts until "
-        "an answer ends, then its length.",
+        "Number of prompt and output tokens of each API key a minute. A request counts with its "
+        "max_tokens until it ends, then with its length.",
         default="no limit",
     ),
     Flag(
         "server.key_concurrency",
         int,
-        "Requests of each API key that may be under way.",
+        "Number of requests of each API key at a time.",
         default="no limit",
     ),
-    Flag("server.max_body_bytes", int, "Largest request."),
+    Flag("server.max_body_bytes", int, "Largest body of a request, in bytes."),
     Flag(
         "server.max_connections",
         int,
-        "Most connections at once; one more closes the one that has waited longest for a request.",
+        "Number of connections at a time; one more closes the connection that has been silent for "
+        "longest.",
         default="what the limit of open files allows, at most 4096",
     ),
     Flag(
         "server.head_timeout_s",
         float,
-        "Seconds that a client may take for the head of a request.",
+        "Seconds that a client has for the head of a request.",
         "--head-timeout",
     ),
-    Flag("server.compile_timeout_s", float, "Seconds that a schema may compile."),
+    Flag("server.compile_timeout_s", float, "Seconds that a grammar or a schema may compile."),
     Flag(
         "server.grammar_budget_s",
         float,
-        "Processor seconds that a request's grammar may take in one step; a request that takes "
-        "more ends with an error. 0 sets no limit.",
+        "Processor seconds that the grammar of a request may take in a step; beyond that the "
+        "request ends with an error. 0 sets no limit.",
         "--grammar-budget",
     ),
     Flag(
@@ -397,20 +451,20 @@ SAFETY = group(
 
 OBSERVATION = group(
     "Logs and traces",
-    Flag("server.log_format", str, "text or json, to standard error."),
-    Flag("server.log_prompts", bool, "Put outputs into the log."),
+    Flag("server.log_format", str, "Form of the log on standard error: text or json."),
+    Flag("server.log_prompts", bool, "Write outputs into the log."),
     Flag(
         "server.otlp_endpoint",
         str,
-        "Where OpenTelemetry spans go, like http://localhost:4318.",
+        "Address of the OpenTelemetry collector for spans, like http://localhost:4318.",
         metavar="URL",
         default="nowhere",
     ),
     Flag(
         "server.cloudwatch_interval_s",
         float,
-        "Seconds between two lines about acceptance on standard output, in CloudWatch's embedded "
-        "metric format; 0 writes none.",
+        "Seconds between two lines of acceptance metrics for CloudWatch on standard output; 0 "
+        "writes none.",
         "--cloudwatch-interval",
         default="0, in a SageMaker container 60",
     ),
@@ -421,9 +475,9 @@ SETTINGS = group(
     Flag(
         "config",
         Path,
-        "TOML file: format_version, target, revision, and the tables engine, speculative, "
-        "sampling and server. Variables (PEAGLE_DTYPE, PEAGLE_SPECULATIVE_CONFIG, PEAGLE_SAMPLING, "
-        "...) go over it, flags over both.",
+        "TOML file of settings: format_version, target, revision, and the tables engine, "
+        "speculative, sampling and server. Variables (PEAGLE_DTYPE, PEAGLE_SPECULATIVE_CONFIG, "
+        "PEAGLE_SAMPLING, ...) override the file, flags override both.",
         metavar="FILE",
     ),
     Flag(
@@ -434,7 +488,7 @@ SETTINGS = group(
     Flag(
         "show_memory",
         bool,
-        "Print where the memory goes, how long a context and how many requests it allows, to "
-        "standard error; on a GPU that is always printed.",
+        "Print the memory plan to standard error: what takes memory, and the context and number of "
+        "requests that fit. On a GPU it is always printed.",
     ),
 )

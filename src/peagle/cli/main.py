@@ -39,7 +39,7 @@ COMMANDS = {
     "generate": "Complete prompts of your own.",
     "push": "Push a draft head and its model card to a Hugging Face hub.",
     "serve": "Serve a model over HTTP, compatible with OpenAI's API.",
-    "train": "Train a draft head as a TOML file says.",
+    "train": "Train a draft head by a TOML file.",
     "tune": "Choose K by batch size for this machine and head.",
 }
 

@@ -24,7 +24,7 @@ class OutputFormat(StrEnum):
 ChatTemplate = Annotated[
     str | None,
     typer.Option(
-        help="Jinja file, or the name of one of the tokenizer's templates.",
+        help="Chat template: a Jinja file, or the name of one of the tokenizer's.",
         show_default="the tokenizer's",
     ),
 ]
@@ -32,7 +32,7 @@ Split = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="Split of a folder of data; FOLDER/NAME says the same.",
+        help="Split of a folder of data; FOLDER/NAME names it too.",
         show_default=False,
     ),
 ]
@@ -41,14 +41,14 @@ MoreHeads = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME=MODEL",
-        help="A further head under a name of yours, or ngram; may be given several times.",
+        help="Another method: a head with a name of yours, or ngram; may be given several times.",
     ),
 ]
 UseTemplate = Annotated[
     bool | None,
     typer.Option(
         "--chat-template/--no-chat-template",
-        help="Put prompts behind the chat template, or send them as text.",
+        help="Format prompts by the chat template, or take them as text.",
         show_default="the template where there is one",
     ),
 ]
@@ -56,7 +56,7 @@ Thinking = Annotated[
     bool | None,
     typer.Option(
         "--thinking/--no-thinking",
-        help="Thinking mode of the chat template; --no-thinking is fine where it has none.",
+        help="Thinking mode of the chat template; a template without one accepts --no-thinking.",
         show_default="the template's",
     ),
 ]
@@ -64,14 +64,15 @@ DEFAULT_LIMIT = 16
 PromptLimit = Annotated[
     int | None,
     typer.Option(
-        help="Prompts of each set.", show_default=f"{DEFAULT_LIMIT} without --set, else all"
+        help="Number of prompts of each set.",
+        show_default=f"{DEFAULT_LIMIT} without --set, else all",
     ),
 ]
 ShuffleSeed = Annotated[
     int | None,
     typer.Option(
         metavar="SEED",
-        help="Take the prompts from all over a set, by this seed.",
+        help="Seed that chooses prompts from all over a set.",
         show_default="the first ones",
     ),
 ]
@@ -79,10 +80,10 @@ Results = Annotated[
     Path | None,
     typer.Option(
         metavar="FOLDER",
-        help="Keep results and a report here; what is there already is not measured again.",
+        help="Folder for results and a report; results in it are not measured again.",
     ),
 ]
-Format = Annotated[OutputFormat, typer.Option("--format", help="How the result is printed.")]
+Format = Annotated[OutputFormat, typer.Option("--format", help="Form of the printed result.")]
 
 
 def own_target(target: str | None) -> str | None:

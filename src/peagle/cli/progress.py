@@ -1,4 +1,4 @@
-"""One line on standard error that says what a long command is doing, and how far it is."""
+"""A progress line on standard error for long commands."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ With vLLM's form of the speculative configuration; two engines behind one port:
   peagle serve ./model --data-parallel-size 2 --speculative-config \\
       '{"method": "eagle3", "model": "./head", "num_speculative_tokens": 5}'
 
-For other machines, with a key; in a SageMaker container, whose environment says the rest:
+For other machines, with a key; in a SageMaker container, by its environment:
   PEAGLE_API_KEY=... peagle serve --host 0.0.0.0 --log-format json
   peagle serve --sagemaker
 
@@ -66,13 +66,15 @@ def serve(
     given: Given,
     model: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help="The target, like --target.", show_default=False),
+        typer.Argument(
+            metavar="[MODEL]", help="The target model, like --target.", show_default=False
+        ),
     ] = None,
     flags: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[-- FLAGS OF VLLM]",
-            help="Handed on to vLLM as they are.",
+            help="Flags of vLLM, which it gets as they are.",
             show_default=False,
         ),
     ] = None,
@@ -80,7 +82,7 @@ def serve(
         str | None,
         typer.Option(
             metavar="MODEL",
-            help="A second head, to compare with: folder or hub id. It shares the target.",
+            help="A second head to compare with, for the same target: a folder or a hub id.",
             show_default="the EAGLE-3 head with the bundled model",
         ),
     ] = None,
@@ -88,7 +90,7 @@ def serve(
         bool,
         typer.Option(
             "--sagemaker",
-            help="Follow SageMaker's contract: port 8080, and what SM_VLLM_* variables say.",
+            help="Serve as SageMaker expects: on port 8080, by the variables SM_VLLM_*.",
         ),
     ] = False,
 ) -> None:
@@ -120,7 +122,7 @@ def serve(
         setup.show(sections=("engine", "server"))
         return
     from peagle.serving.keys import load_keys
-    from peagle.serving.telemetry import configure_logging
+    from peagle.serving.logs import configure_logging
 
     configure_logging(config.log_format)
     keys = load_keys(os.environ, given.value("api_key_file"))
@@ -139,7 +141,7 @@ def serve(
 
 
 def _apart(model: str | None, flags: list[str]) -> tuple[str | None, list[str]]:
-    """The model, and the flags of vLLM: without a model the first of them stands in its place."""
+    """Separate the model from the flags of vLLM; without a model it is the first flag."""
     if model is not None and model.startswith("-"):
         return None, [model, *flags]
     if flags and not flags[0].startswith("-"):
@@ -164,10 +166,10 @@ def refuse_vllm_options(given: Given, flags: list[str]) -> None:
 
 
 def _as_in_sagemaker(*, with_model: bool) -> None:
-    """Start again with what the container's environment says; flags of the command line win."""
+    """Start again with the options of the container's environment; typed flags override them."""
     from peagle.cli.main import run
+    from peagle.serving.logs import configure_logging
     from peagle.serving.sagemaker import arguments_from
-    from peagle.serving.telemetry import configure_logging
 
     typed = [word for word in sys.argv[2:] if word != "--sagemaker"]
     # What the environment gives cause to warn of is warned of before the options are read.
@@ -178,7 +180,7 @@ def _as_in_sagemaker(*, with_model: bool) -> None:
 
 
 def _spec(setup: Setup, config: ServerConfig, compare: str | None) -> tuple[EngineSpec, str]:
-    """What the engines load, and what the model is called."""
+    """Return what the engines load, and the name of the model."""
     from peagle.models.loading import resolve_model, with_local_head
 
     folder = resolve_model(setup.target, setup.settings.value("revision"))

@@ -6,7 +6,7 @@ import json
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -97,34 +97,6 @@ class Settings:
             # Messages about a value begin with the field's name.
             source = self.source(f"{name}.{str(error).partition(' ')[0]}")
             raise UserError(str(error) if source == "default" else f"{source}: {error}") from None
-
-    def shown(
-        self,
-        target: str,
-        speculative: SpeculativeConfig | None,
-        sections: tuple[str, ...],
-        of_model: tuple[str, ...] = (),
-    ) -> dict[str, Any]:
-        """The merged values, as `--show-config` prints them, in the tables of a file.
-
-        Args:
-            target: the target in use.
-            speculative: how drafts are made.
-            sections: those that the command uses.
-            of_model: sampling parameters that the model's generation_config.json sets where no
-                layer does; these are null.
-        """
-        of_model = tuple(name for name in of_model if self.value(f"sampling.{name}") is None)
-        shown = {name: values.shown(asdict(self.build(name))) for name in sections}
-        if "sampling" in shown:
-            shown["sampling"] |= dict.fromkeys(of_model)
-        return {
-            "format_version": FORMAT_VERSION,
-            "target": target,
-            "revision": self.value("revision"),
-            "speculative": speculative and values.shown(asdict(speculative)),
-            **shown,
-        }
 
 
 def speculative_layer(source: str, name: str) -> Layer:

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peagle.bundled import BUNDLED, expand_bundled
-from peagle.cli import options
+from peagle.cli import options, values
 from peagle.cli.flags import Given
 from peagle.cli.settings import (
+    FORMAT_VERSION,
     SECTIONS,
     Layer,
     Setting,
@@ -39,7 +40,7 @@ class Setup:
         target: folder or hub id of the target.
         speculative: how drafts are made; None decodes plainly.
         engine: sizes of the engine.
-        params: how to sample, as far as the settings say.
+        params: how to sample, where the settings set it.
         threads: CPU threads; None leaves them to the model and the machine.
         off: what turned drafting off, where it is off.
         show_memory: whether the memory plan is printed on a CPU too.
@@ -93,24 +94,41 @@ class Setup:
         sections: tuple[str, ...] = ("engine", "sampling"),
         of_model: tuple[str, ...] = (),
     ) -> None:
-        """Print the merged settings as JSON; arguments as `Settings.shown`."""
-        speculative = self._with_shown_depth()
-        shown = self.settings.shown(self.target, speculative, sections, of_model)
-        print(json.dumps(shown, indent=2))
+        """Print the merged settings as JSON, in the tables of a file.
 
-    def _with_shown_depth(self) -> SpeculativeConfig | None:
+        Args:
+            sections: those that the command uses.
+            of_model: sampling parameters that the model's generation_config.json sets where no
+                layer does; these are null.
+        """
+        given, speculative = self.settings, self._with_depth()
+        tables = {name: values.as_written(asdict(given.build(name))) for name in sections}
+        if "sampling" in tables:
+            unset = [name for name in of_model if given.value(f"sampling.{name}") is None]
+            tables["sampling"] |= dict.fromkeys(unset)
+        merged = {
+            "format_version": FORMAT_VERSION,
+            "target": self.target,
+            "revision": given.value("revision"),
+            "speculative": speculative and values.as_written(asdict(speculative)),
+            **tables,
+        }
+        print(json.dumps(merged, indent=2))
+
+    def _with_depth(self) -> SpeculativeConfig | None:
         """How drafts are made, with the K of a head that lies in a folder."""
-        if self.speculative is None or self.speculative.model is None:
-            return self.speculative
+        speculative = self.speculative
+        if speculative is None or speculative.model is None or speculative.num_speculative_tokens:
+            return speculative
+        folder = Path(expand_bundled(speculative.model, "draft")).expanduser()
+        if not folder.is_dir():
+            return speculative
         from peagle.models.trained_depth import with_depth
 
-        folder = Path(expand_bundled(self.speculative.model, "draft")).expanduser()
-        if not folder.is_dir() or self.speculative.num_speculative_tokens is not None:
-            return self.speculative
-        return with_depth(self.speculative, folder)
+        return with_depth(speculative, folder)
 
     def load(self, folder: Path | None = None) -> LLM:
-        """Load the models; say where the memory goes, on a CPU only if asked.
+        """Load the models; print the memory plan, on a CPU only with --show-memory.
 
         Args:
             folder: of the target, where it was found already.
@@ -152,7 +170,7 @@ class Setup:
 
 
 def note(text: str) -> None:
-    """Tell the user something beside the result."""
+    """Print a note beside the result."""
     print(f"peagle: note: {text}", file=sys.stderr)
 
 
@@ -180,7 +198,7 @@ def _speculative_flags(given: Given) -> Layer:
         )
     if whole:
         return speculative_layer(whole.value, whole.source)
-    # Another source of drafts: what a lower layer says of its own does not apply.
+    # With another source of drafts the keys of a lower layer's source do not apply.
     keys: tuple[str, ...] = ()
     if "speculative.model" in given or given.value("speculative.method") == "ngram":
         keys = ("method", "model", "revision", "parallel_drafting", "max_model_len")

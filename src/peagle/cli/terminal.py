@@ -1,4 +1,4 @@
-"""What a terminal is told, and what it tells."""
+"""Text for a terminal, and signals from it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def command_prefix() -> str:
 
 
 def printable(text: str) -> str:
-    """Text that cannot steer the terminal."""
+    """Return the text without characters that control a terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
@@ -42,21 +42,21 @@ def has_styles(stream: TextIO) -> bool:
 
 
 def dim(text: str, stream: TextIO) -> str:
-    """Text of minor importance, for this stream."""
+    """Return the text dimmed, if the stream has styles."""
     return f"\x1b[2m{text}\x1b[0m" if has_styles(stream) else text
 
 
 def bright(text: str, stream: TextIO) -> str:
-    """Text that stands out, for this stream."""
+    """Return the text in bold green, if the stream has styles."""
     return f"\x1b[1;32m{text}\x1b[0m" if has_styles(stream) else text
 
 
 @contextmanager
 def interrupt_asks() -> Iterator[Callable[[], bool]]:
-    """Within, a first Ctrl-C only asks to stop; the second interrupts as ever.
+    """Turn a first Ctrl-C into a request to stop; the second interrupts.
 
-    A step of the engine that is cut in two could not be taken up again. Yields what tells whether
-    it was asked.
+    Yields a function that returns whether there was a request. The engine could not go on after a
+    step that was interrupted in the middle.
     """
     asked = False
 

@@ -121,7 +121,7 @@ def sampling(table: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def shown(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a configuration as a user writes them, JSON throughout."""
+def as_written(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a configuration as a user writes them in JSON."""
     bias = {str(k): "-inf" if v == -math.inf else v for k, v in values.get("logit_bias", ())}
     return {**values, "logit_bias": bias} if "logit_bias" in values else dict(values)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from peagle.errors import UserError
 
@@ -21,6 +22,55 @@ def require(condition: bool, name: str, value: object, expected: str, remedy: st
         raise UserError(
             f"{name} is {value!r}; expected {expected}.{' ' + remedy if remedy else ''}"
         )
+
+
+class Check(NamedTuple):
+    """What a field of a configuration may be.
+
+    Attributes:
+        accepts: whether a value is fine.
+        expected: the fine values, as a phrase.
+    """
+
+    accepts: Callable[[Any], bool]
+    expected: str
+
+
+def whole(least: int, most: int | None = None, *, note: str = "", optional: bool = False) -> Check:
+    """A whole number from `least` to `most`; None is fine too where it is optional."""
+    shown = "2**63 - 1" if most == 2**63 - 1 else most
+    span = f"of at least {least}" if most is None else f"from {least} to {shown}"
+
+    def accepts(value: Any) -> bool:
+        if value is None:
+            return optional
+        return is_int(value) and least <= value and (most is None or value <= most)
+
+    return Check(accepts, f"a whole number {span}{note}{', or none' if optional else ''}")
+
+
+def number(accepts: Callable[[Any], bool], expected: str) -> Check:
+    """A finite number with a further condition."""
+    return Check(lambda value: is_number(value) and accepts(value), expected)
+
+
+def choice_of(*allowed: object) -> Check:
+    """One of some words."""
+    return Check(lambda value: value in allowed, "one of " + ", ".join(map(str, allowed)))
+
+
+BOOLEAN = Check(lambda value: isinstance(value, bool), "true or false")
+
+
+def check_fields(config: object, checks: Mapping[str, Check]) -> None:
+    """Refuse a configuration with a field that is not as it may be.
+
+    Raises:
+        UserError: naming the first such field and its value.
+    """
+    for name, check in checks.items():
+        value = getattr(config, name)
+        require(check.accepts(value), name, value, check.expected)
 
 
 def require_neutral(name: str, given: object, neutral: object, reason: str) -> None:

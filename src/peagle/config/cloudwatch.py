@@ -11,9 +11,9 @@ NAMESPACE = "peagle"
 # Dimensions, named as those of SageMaker's own metrics.
 ENDPOINT = "EndpointName"
 VARIANT = "VariantName"
-MODEL = "ModelName"  # in place of both, where the server was not told of an endpoint
+MODEL = "ModelName"  # in place of both, where the environment names no endpoint
 
-# A container is not told by SageMaker which endpoint it serves: `create` sets these.
+# SageMaker does not name the endpoint to a container: `create` sets these variables.
 ENDPOINT_VARIABLE = "PEAGLE_ENDPOINT_NAME"
 VARIANT_VARIABLE = "PEAGLE_VARIANT_NAME"
 

@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-from peagle.config.checks import is_int, is_number, require
+from peagle.config.checks import BOOLEAN, Check, check_fields, choice_of, is_number, number, whole
 from peagle.config.sampling import MAX_SEED
 
 DType = Literal["auto", "float32", "float64", "bfloat16", "float16"]
+
+
+_CHECKS = {
+    "dtype": choice_of(*get_args(DType)),
+    "device": Check(lambda name: isinstance(name, str), '"auto", "cpu" or "cuda"'),
+    **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "block_size"), whole(1)),
+    **dict.fromkeys(("max_model_len", "num_kv_blocks"), whole(1, optional=True)),
+    "kv_cache_gib": Check(
+        lambda gib: gib is None or (is_number(gib) and gib > 0), "a number above 0, or none"
+    ),
+    "gpu_memory_utilization": number(lambda s: 0 < s <= 1, "a number above 0, at most 1"),
+    "enable_prefix_caching": BOOLEAN,
+    "enforce_eager": BOOLEAN,
+    "seed": whole(0, MAX_SEED),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +45,7 @@ class EngineConfig:
         gpu_memory_utilization: share of the GPU's memory that may be in use in all: by weights,
             KV cache, activations and graphs of this engine, and by whatever else is there.
         enable_prefix_caching: keep the KV of prompts and outputs for later requests that begin the
-            same way, as long as nobody else needs the blocks.
+            same way, until other requests need the blocks.
         enforce_eager: launch every kernel by itself instead of a CUDA graph a step; a GPU only.
         seed: source of the seeds of requests that bring none.
     """
@@ -49,28 +64,4 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        dtypes = ("auto", "float32", "float64", "bfloat16", "float16")
-        require(self.dtype in dtypes, "dtype", self.dtype, "one of " + ", ".join(dtypes))
-        ok = isinstance(self.device, str)
-        require(ok, "device", self.device, '"auto", "cpu" or "cuda"')
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
-            value = getattr(self, name)
-            require(is_int(value) and value >= 1, name, value, "a whole number of at least 1")
-        for name in ("max_model_len", "num_kv_blocks"):
-            value = getattr(self, name)
-            ok = value is None or (is_int(value) and value >= 1)
-            require(ok, name, value, "a whole number of at least 1, or none")
-        ok = self.kv_cache_gib is None or (is_number(self.kv_cache_gib) and self.kv_cache_gib > 0)
-        require(ok, "kv_cache_gib", self.kv_cache_gib, "a number above 0, or none")
-        share = self.gpu_memory_utilization
-        ok = is_number(share) and 0 < share <= 1
-        require(ok, "gpu_memory_utilization", share, "a number above 0, at most 1")
-        for name in ("enable_prefix_caching", "enforce_eager"):
-            value = getattr(self, name)
-            require(isinstance(value, bool), name, value, "true or false")
-        require(
-            is_int(self.seed) and 0 <= self.seed <= MAX_SEED,
-            "seed",
-            self.seed,
-            "a whole number from 0 to 2**63 - 1",
-        )
+        check_fields(self, _CHECKS)

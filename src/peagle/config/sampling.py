@@ -7,7 +7,16 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import InitVar, asdict, dataclass
 from typing import Any
 
-from peagle.config.checks import is_int, is_number, require, require_neutral
+from peagle.config.checks import (
+    BOOLEAN,
+    check_fields,
+    is_int,
+    is_number,
+    number,
+    require,
+    require_neutral,
+    whole,
+)
 from peagle.config.speculative import MAX_SPECULATIVE_TOKENS
 from peagle.config.structured import StructuredOutput
 from peagle.errors import UserError
@@ -17,6 +26,28 @@ MAX_STOP_STRINGS = 64
 MAX_LOGPROBS = 20
 MAX_OUTPUTS = 64
 
+_MASS = number(lambda p: 0 < p <= 1, "a number above 0 and at most 1 (1 keeps every token)")
+_PENALTY = number(lambda p: -2 <= p <= 2, "a number from -2 to 2 (0 changes nothing)")
+_CHECKS = {
+    "max_tokens": whole(1),
+    "min_tokens": whole(0),
+    "top_k": whole(0, note=" (0 keeps every token)"),
+    "n": whole(1, MAX_OUTPUTS),
+    "seed": whole(0, MAX_SEED, optional=True),
+    "logprobs": whole(0, MAX_LOGPROBS, optional=True),
+    "prompt_logprobs": whole(0, MAX_LOGPROBS, optional=True),
+    "num_speculative_tokens": whole(
+        0, MAX_SPECULATIVE_TOKENS, note=" (0 drafts nothing)", optional=True
+    ),
+    "ignore_eos": BOOLEAN,
+    "temperature": number(lambda t: t >= 0, "a number of at least 0 (0 is greedy)"),
+    "top_p": _MASS,
+    "typical_p": _MASS,
+    "min_p": number(lambda p: 0 <= p <= 1, "a number from 0 to 1 (0 keeps every token)"),
+    "repetition_penalty": number(lambda p: p > 0, "a number above 0 (1 changes nothing)"),
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+}
 # Arguments of vLLM's SamplingParams that are taken with these values only, and why.
 _NEUTRAL: dict[str, tuple[object, str]] = {
     "best_of": (None, "no output is left out. Set n, and choose among the outputs."),
@@ -161,8 +192,7 @@ class SamplingParams:
             self.top_k = 0
         self._read_structure("structured_outputs", structured_outputs)
         self._read_structure("guided_decoding", guided_decoding)
-        self._check_counts()
-        self._check_numbers()
+        check_fields(self, _CHECKS)
         self._check_tokens()
         self._check_stop()
         self._check_together()
@@ -183,43 +213,6 @@ class SamplingParams:
             if isinstance(given, StructuredOutputsParams)
             else StructuredOutput.from_vllm(given, f"{name}.")
         )
-
-    def _check_counts(self) -> None:
-        for name, least, most, optional, note in (
-            ("max_tokens", 1, None, False, ""),
-            ("min_tokens", 0, None, False, ""),
-            ("top_k", 0, None, False, " (0 keeps every token)"),
-            ("n", 1, MAX_OUTPUTS, False, ""),
-            ("seed", 0, MAX_SEED, True, ""),
-            ("logprobs", 0, MAX_LOGPROBS, True, ""),
-            ("prompt_logprobs", 0, MAX_LOGPROBS, True, ""),
-            ("num_speculative_tokens", 0, MAX_SPECULATIVE_TOKENS, True, " (0 drafts nothing)"),
-        ):
-            value: Any = getattr(self, name)
-            if is_int(value) and least <= value and (most is None or value <= most):
-                continue
-            span = f"of at least {least}" if most is None else f"from {least} to {_shown(most)}"
-            expected = f"a whole number {span}{note}{', or none' if optional else ''}"
-            require(optional and value is None, name, value, expected)
-        require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "true or false")
-
-    def _check_numbers(self) -> None:
-        value: Any = self.temperature
-        expected = "a number of at least 0 (0 is greedy)"
-        require(is_number(value) and value >= 0, "temperature", value, expected)
-        for name in ("top_p", "typical_p"):
-            value = getattr(self, name)
-            expected = "a number above 0 and at most 1 (1 keeps every token)"
-            require(is_number(value) and 0 < value <= 1, name, value, expected)
-        expected = "a number from 0 to 1 (0 keeps every token)"
-        require(is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, expected)
-        value = self.repetition_penalty
-        expected = "a number above 0 (1 changes nothing)"
-        require(is_number(value) and value > 0, "repetition_penalty", value, expected)
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            expected = "a number from -2 to 2 (0 changes nothing)"
-            require(is_number(value) and -2 <= value <= 2, name, value, expected)
 
     def _check_tokens(self) -> None:
         self.stop_token_ids = _ids("stop_token_ids", self.stop_token_ids)
@@ -283,10 +276,6 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0
-
-
-def _shown(limit: int) -> str:
-    return "2**63 - 1" if limit == MAX_SEED else str(limit)
 
 
 def _ids(name: str, values: Any) -> tuple[int, ...]:

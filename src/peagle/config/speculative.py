@@ -9,14 +9,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from peagle.config.checks import is_int, is_number, require
+from peagle.config.checks import BOOLEAN, Check, check_fields, is_int, is_number, require, whole
 from peagle.errors import UserError
 
 Method = Literal["eagle3", "ngram"]
 DraftSampling = Literal["argmax", "probabilistic"]
 
 MAX_SPECULATIVE_TOKENS = 64
-DEFAULT_DEPTH = 7  # K where neither the user nor the head tells
+DEFAULT_DEPTH = 7  # K where neither the user nor the head sets it
 
 # Keys of vLLM that concern how it runs, not what it drafts: accepted with the values for which this
 # engine does the same.
@@ -29,6 +29,22 @@ _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
 RUNTIME_KEYS = tuple(_WITHOUT_EFFECT)
 _DRAFT_SAMPLE_METHODS = {"greedy": "argmax", "probabilistic": "probabilistic"}
 _REJECTION_SAMPLE_METHODS = ("standard", "synthetic")
+
+
+_CHECKS = {
+    "method": Check(lambda name: name in ("eagle3", "ngram"), '"eagle3" or "ngram"'),
+    "draft_sampling": Check(
+        lambda name: name in ("argmax", "probabilistic"), '"argmax" or "probabilistic"'
+    ),
+    "parallel_drafting": Check(
+        lambda value: value is None or isinstance(value, bool), "true, false or none"
+    ),
+    "check_target": BOOLEAN,
+    "max_model_len": whole(1, optional=True),
+    "draft_window": Check(
+        whole(0, optional=True).accepts, "a whole number, 0 for no window, or none"
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +72,10 @@ class SpeculativeConfig:
             None takes the length that the head was trained for.
         draft_window: how many tokens a position of the head attends to, itself and those before
             it; 0: all. None takes the longest sequence of the head's training where its config.json
-            tells (`max_sequence_length_trained`), else all: mask slots, above all, guess badly
-            where they see more than they ever did in training (docs/experiments.md).
+            has it (`max_sequence_length_trained`), else all: above all mask slots draft badly if
+            they attend to more tokens than in training (docs/experiments.md).
         synthetic_acceptance_rates: r_1 to r_K; at least the first i drafts are accepted with
-            probability r_i, whatever they are. Outputs are then NOT what the model would say: for
+            probability r_i, whatever they are. The output is then NOT the model's own: for
             measuring speed only, with heads that cannot draft (random weights). None: acceptance
             is real.
 
@@ -90,23 +106,7 @@ class SpeculativeConfig:
             f"a whole number from 1 to {MAX_SPECULATIVE_TOKENS}",
             "To decode without drafts, leave the speculative configuration out (--no-speculation).",
         )
-        require(self.method in ("eagle3", "ngram"), "method", self.method, '"eagle3" or "ngram"')
-        require(
-            self.draft_sampling in ("argmax", "probabilistic"),
-            "draft_sampling",
-            self.draft_sampling,
-            '"argmax" or "probabilistic"',
-        )
-        parallel, check = self.parallel_drafting, self.check_target
-        ok = parallel is None or isinstance(parallel, bool)
-        require(ok, "parallel_drafting", parallel, "true, false or none")
-        require(isinstance(check, bool), "check_target", check, "true or false")
-        length = self.max_model_len
-        ok = length is None or (is_int(length) and length >= 1)
-        require(ok, "max_model_len", length, "a whole number of at least 1, or none")
-        window = self.draft_window
-        ok = window is None or (is_int(window) and window >= 0)
-        require(ok, "draft_window", window, "a whole number, 0 for no window, or none")
+        check_fields(self, _CHECKS)
         self._check_source()
         if self.num_speculative_tokens_per_batch_size is not None:
             self._check_schedule(self.num_speculative_tokens_per_batch_size)
@@ -242,7 +242,7 @@ def _rename_draft_sampling(given: dict[str, Any]) -> None:
 
 
 def _check_rejection_sampling(given: dict[str, Any]) -> None:
-    """Take the method out: it says no more than the rates do."""
+    """Remove the method, which the rates imply."""
     method = given.pop("rejection_sample_method")
     expected = " or ".join(map(json.dumps, _REJECTION_SAMPLE_METHODS))
     require(method in _REJECTION_SAMPLE_METHODS, "rejection_sample_method", method, expected)

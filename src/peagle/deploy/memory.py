@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.errors import CheckpointError
-from peagle.model_folder import read_header
+from peagle.model_folder import read_file_header
 
 GIB = 2**30
 # Of a GPU, for activations, CUDA graphs and buffers of the steps: an estimate.
@@ -225,9 +225,7 @@ def _tensors(folder: Path) -> Iterator[tuple[str, str, int]]:
     """Name, type and bytes of every tensor of the safetensors files."""
     for file in sorted(folder.glob("*.safetensors")):
         try:
-            with file.open("rb") as data:
-                header = read_header(data, file.stat().st_size)
-            for name, entry in header.items():
+            for name, entry in read_file_header(file).items():
                 begin, end = entry["data_offsets"]
                 yield name, entry["dtype"], end - begin
         except (ValueError, KeyError, TypeError):

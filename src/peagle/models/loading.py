@@ -11,7 +11,7 @@ from typing import Any
 from peagle.bundled import Role, expand_bundled
 from peagle.config import SpeculativeConfig, require_folder
 from peagle.errors import CheckpointError, UserError
-from peagle.model_folder import check_json, read_header, read_json, read_weight_map
+from peagle.model_folder import check_json, read_file_header, read_json, read_weight_map
 from peagle.models.trained_depth import with_depth
 from peagle.models.whole_model import refuse_whole_model
 
@@ -157,21 +157,13 @@ def check_weights(folder: Path) -> None:
                 f"shards, {len(missing)} of which are not there. Copy or fetch them again."
             )
     for file in sorted(folder.glob("*.safetensors")):
-        if problem := _header_problem(file):
+        try:
+            read_file_header(file)
+        except (ValueError, OSError) as error:
             raise CheckpointError(
-                f"{str(file)!r} is cut or damaged: {problem}. Copy or fetch it again (the hub's "
+                f"{str(file)!r} is cut or damaged: {error}. Copy or fetch it again (the hub's "
                 "cache fetches a file anew once it is removed)."
-            )
-
-
-def _header_problem(file: Path) -> str:
-    """What is wrong with the frame of a safetensors file, "" if nothing is."""
-    try:
-        with file.open("rb") as data:
-            read_header(data, file.stat().st_size)
-    except (ValueError, OSError) as error:
-        return str(error)
-    return ""
+            ) from None
 
 
 def _refuse_code(data: Mapping[str, Any], name: str) -> None:

@@ -20,9 +20,9 @@ _BATCHES = (
 )
 _MANAGED = (
     "a running peagle server keeps its model and its settings. Start another `peagle serve` with "
-    "the options that you want; /metrics and /v1/models say how this one stands."
+    "the options that you want; /metrics and /v1/models describe this one."
 )
-# By a path that stands for itself and all below it, or with a slash for those below it alone.
+# By path, for it and all paths below it; with a final slash for the paths below it alone.
 _REASONS = {
     **dict.fromkeys(("/v1/embeddings", "/v2/embed", "/pooling", "/v1/pooling"), _EMBEDDINGS),
     **dict.fromkeys(("/score", "/v1/score", "/classify", "/v1/classify"), _EMBEDDINGS),

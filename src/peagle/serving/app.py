@@ -25,8 +25,7 @@ from peagle.serving.completions import complete
 from peagle.serving.deadline import Deadline
 from peagle.serving.errors import ApiError
 from peagle.serving.generation import Caller, failure_of
-from peagle.serving.json_body import LARGE, parse_json
-from peagle.serving.limits import limits_of_model
+from peagle.serving.limits import LARGE, limits_of_model, parse_json
 from peagle.serving.params import as_api_error
 from peagle.serving.protocol import (
     PROMPT_KINDS,
@@ -95,7 +94,7 @@ def _add_handlers(app: FastAPI, service: Service) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, error: RequestValidationError) -> Response:
-        # The endpoint says which body it takes.
+        # The endpoint's signature names the model of its body.
         model = get_type_hints(request.scope["endpoint"]).get("body")
         return answer(request, validation_error(error.errors(), model))
 
@@ -119,13 +118,13 @@ def _add_handlers(app: FastAPI, service: Service) -> None:
 
 
 def validation_error(errors: Any, model: Any = None) -> ApiError:
-    """What is wrong with a body, as the client may read it: the error of the deepest field.
+    """Return the error for a body that does not fit: that of the deepest field.
 
-    `model` is the body's; a misspelt field is told the closest of its names.
+    `model` is the body's model; for a misspelt field the error names the closest of its fields.
     """
     # A field that is missing may have been misspelt.
-    first = max(errors, key=lambda e: (_place(e).count("."), e["type"] == "extra_forbidden"))
-    place = _place(first)
+    first = max(errors, key=lambda e: (_field_path(e).count("."), e["type"] == "extra_forbidden"))
+    place = _field_path(first)
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "it cannot be parsed")
         return ApiError(400, f"The body is not JSON: {reason}.", code="invalid_json")
@@ -133,7 +132,7 @@ def validation_error(errors: Any, model: Any = None) -> ApiError:
         return ApiError(
             400,
             f"Unknown field {place!r:.200}; leave it out, or see /openapi.json."
-            + _meant(str(first["loc"][-1]), _fields_at(model, first["loc"][:-1])),
+            + _suggestion(str(first["loc"][-1]), _fields_at(model, first["loc"][:-1])),
             param=place[:200],
             code="unknown_field",
         )
@@ -144,8 +143,8 @@ def validation_error(errors: Any, model: Any = None) -> ApiError:
     given = repr(value[:100] if isinstance(value, str | list) else value)
     given = given if len(given) <= 80 else f"{given[:77]}..."
     given += f" ({len(value)} characters)" if isinstance(value, str) and len(value) > 80 else ""
-    # The branches of a union each say what they expected.
-    wanted = dict.fromkeys(_wish(error) for error in errors if _place(error) == place)
+    # Each branch of a union has an expectation of its own.
+    wanted = dict.fromkeys(_expectation(error) for error in errors if _field_path(error) == place)
     return ApiError(
         400,
         f"{place[:200] or 'The body'} is {given}; it {' or '.join(wanted)}.",
@@ -153,7 +152,7 @@ def validation_error(errors: Any, model: Any = None) -> ApiError:
     )
 
 
-# What one route calls so, another one calls otherwise.
+# Fields that other routes name differently.
 _SYNONYMS = (
     {"max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens"},
     {"messages", "input", "prompt"},
@@ -161,8 +160,8 @@ _SYNONYMS = (
 )
 
 
-def _meant(name: str, known: set[str]) -> str:
-    """Which field an unknown one may be meant to be, as a sentence, or ""."""
+def _suggestion(name: str, known: set[str]) -> str:
+    """Return a sentence that names the field probably meant by an unknown one, or ""."""
     others = [other for group in _SYNONYMS if name in group for other in sorted(group & known)]
     return f" Did you mean {others[0]!r}?" if others else did_you_mean(name, sorted(known))
 
@@ -178,12 +177,12 @@ def _fields_at(kind: Any, path: Any) -> set[str]:
     return {name for part in get_args(kind) for name in _fields_at(part, path)}
 
 
-def _wish(error: Any) -> str:
+def _expectation(error: Any) -> str:
     message = str(error["msg"]).removeprefix("Value error, ")
     return message.removeprefix("Input ").replace("List should", "should")
 
 
-def _place(error: Any) -> str:
+def _field_path(error: Any) -> str:
     """The field that an error is about; parts that name a branch of a union are left out."""
     parts = [part for part in error["loc"] if part != "body"]
     kept = [
@@ -210,7 +209,7 @@ def parsed(model: type[BaseModel], body: Any) -> Any:
         raise validation_error(error.errors(), model) from None
 
 
-# ---- how the server stands ----------------------------------------------------------------------
+# ---- status -------------------------------------------------------------------------------------
 
 
 def _add_status(app: FastAPI, service: Service) -> None:
@@ -255,7 +254,7 @@ def _add_status(app: FastAPI, service: Service) -> None:
 
 
 def _model(service: Service) -> dict[str, Any]:
-    prompts, info = service.loaded()
+    tokenizer, info = service.loaded()
     depths = dict(info.num_speculative_tokens)
     depths.setdefault("plain", 0)
     return {
@@ -264,8 +263,8 @@ def _model(service: Service) -> dict[str, Any]:
         "created": service.created,
         "owned_by": "peagle",
         "max_model_len": info.max_model_len,
-        "limits": limits_of_model(info.max_model_len, prompts.characters_per_token),
-        "chat": prompts.template_source is not None,
+        "limits": limits_of_model(info.max_model_len, tokenizer.characters_per_token),
+        "chat": tokenizer.template_source is not None,
         "speculation": {
             "default": service.proposers[0],
             "proposers": [
@@ -279,7 +278,7 @@ def _model(service: Service) -> dict[str, Any]:
 
 
 class _JsonRequest(Request):
-    """A request whose body FastAPI takes as `json_body` read it."""
+    """A request whose body FastAPI takes as `parse_json` read it."""
 
     value: Any
 
@@ -297,7 +296,7 @@ def _route_class(service: Service) -> type[APIRoute]:
         if len(body) < LARGE:
             return parse_json(body, max_model_len)
         async with large:
-            if await request.is_disconnected():  # nobody waits for it any more
+            if await request.is_disconnected():  # its client is gone
                 raise ClientDisconnect
             return await asyncio.to_thread(parse_json, body, max_model_len)
 
@@ -364,13 +363,13 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
         """Token ids of a prompt, or of a conversation under the chat template."""
-        prompts, info = service.loaded()
+        tokenizer, info = service.loaded()
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, 'Expected "prompt" or "messages", one of the two.', param="prompt")
         if body.prompt is not None:
             with as_api_error("prompt"):
-                ids = await prompts.encode(
+                ids = await tokenizer.encode(
                     body.prompt, info.max_model_len, add_special_tokens=body.add_special_tokens
                 )
         else:
@@ -382,13 +381,13 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             "tokens": ids,
         }
         if body.return_token_strs:
-            answer["token_strs"] = await prompts.token_texts(ids)
+            answer["token_strs"] = await tokenizer.token_texts(ids)
         return answer
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> dict[str, str]:
         """The text of token ids."""
-        prompts, info = service.loaded()
+        tokenizer, info = service.loaded()
         service.check_model(body.model)
         if (count := len(body.tokens)) > info.max_model_len:
             text = f"tokens has {count} ids; expected at most {info.max_model_len}, the model's "
@@ -397,7 +396,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         if wrong is not None:
             text = f"tokens has {wrong}; expected ids from 0 to {info.vocab_size - 1}."
             raise ApiError(400, text, param="tokens")
-        return {"prompt": await prompts.decode(body.tokens)}
+        return {"prompt": await tokenizer.decode(body.tokens)}
 
 
 # ---- playground ---------------------------------------------------------------------------------

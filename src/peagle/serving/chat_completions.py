@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import time
-import uuid
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
 from starlette.responses import Response
@@ -14,13 +10,13 @@ from peagle.engine.outputs import RequestOutput, StreamChunk
 from peagle.serving.answers import EventStream, WholeAnswer
 from peagle.serving.errors import ApiError
 from peagle.serving.generation import Caller, Generation
+from peagle.serving.generation_answer import GenerationAnswer, report_of
 from peagle.serving.logprobs import chat_logprobs, prompt_logprobs
 from peagle.serving.params import as_api_error, chat_params
-from peagle.serving.prompts import Prompts
 from peagle.serving.protocol import ChatBody
 from peagle.serving.service import Service, tool_dicts
-from peagle.serving.tool_parsers import parser_for
-from peagle.serving.tool_reader import ToolCallParser
+from peagle.serving.tokenizer import Tokenizer
+from peagle.serving.tool_parsers import ToolCallParser, parser_for
 from peagle.serving.tools import (
     CallDelta,
     Delta,
@@ -29,7 +25,6 @@ from peagle.serving.tools import (
     finish_reason,
     message_from,
 )
-from peagle.serving.usage import RunningUsage, report_of, usage_of
 from peagle.thinking import START, ThinkingSplitter
 
 ToolChoice = str | dict[str, Any] | None
@@ -54,20 +49,20 @@ async def prepare(
     Raises:
         ApiError: it cannot be served.
     """
-    prompts, info = service.loaded()
+    tokenizer, info = service.loaded()
     service.check_model(body.model)
     tools = tool_dicts(body.tools)
     choice = body.tool_choice
     tool_choice = choice if choice is None or isinstance(choice, str) else choice.model_dump()
-    check_tools(tools or None, tool_choice)
-    if prompts.template_source is None:
+    check_tools(tools, tool_choice)
+    if tokenizer.template_source is None:
         raise ApiError(
             400,
             f"The model {service.name!r} has no chat template; use /v1/completions, or start the "
             "server with --chat-template FILE.",
             param="messages",
         )
-    kwargs = _template_kwargs(body, prompts.template_source)
+    kwargs = _template_kwargs(body, tokenizer.template_source)
     ids, opened = await service.render(body, tools if tool_choice != "none" else [], kwargs)
     with as_api_error("tools"):
         forced = constraint(tools, tool_choice, body.parallel_tool_calls is not False)
@@ -76,7 +71,7 @@ async def prepare(
         text = "prompt_logprobs does not stream; leave one of the two out."
         raise ApiError(400, text, param="stream")
     generation = service.generation([ids], params, body, caller)
-    return generation, AnswerReaders(prompts, opened, service.tool_parser(), tools, tool_choice)
+    return generation, AnswerReaders(tokenizer, opened, service.tool_parser(), tools, tool_choice)
 
 
 def _template_kwargs(body: ChatBody, template_source: str) -> dict[str, Any]:
@@ -94,17 +89,17 @@ def _template_kwargs(body: ChatBody, template_source: str) -> dict[str, Any]:
 
 
 class AnswerReaders:
-    """Makes what tells reasoning, content and tool calls of an output apart."""
+    """Makes readers that separate reasoning, content and tool calls of an output."""
 
     def __init__(
         self,
-        prompts: Prompts,
+        tokenizer: Tokenizer,
         opened: bool,
         kind: str,
         tools: list[dict[str, Any]],
         tool_choice: ToolChoice,
     ) -> None:
-        self.thinks = opened or START in (prompts.template_source or "")
+        self.thinks = opened or START in (tokenizer.template_source or "")
         self.opened = opened
         self.tool_choice = tool_choice
         self._kind, self._tools = kind, tools
@@ -136,41 +131,26 @@ class AnswerReader:
         return reasoning, deltas
 
 
-class _Chat:
-    """One answer, whole or in events."""
+class _Chat(GenerationAnswer):
+    """The answer to a chat, whole or in events."""
 
     def __init__(
-        self,
-        service: Service,
-        body: ChatBody,
-        generation: Generation,
-        readers: AnswerReaders,
+        self, service: Service, body: ChatBody, generation: Generation, readers: AnswerReaders
     ) -> None:
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        super().__init__(service.name, body, service.loaded()[0], generation, "chatcmpl", kind)
         self._body = body
-        self._prompts, _ = service.loaded()
-        self._generation = generation
-        self._make_readers = readers
+        self._tool_choice = readers.tool_choice
         self._readers = [readers.make() for _ in range(generation.job.params.n)]
         self._begun: set[int] = set()
-        self._report = body.speculation is not None and body.speculation.report
-        self._head = {
-            "id": f"chatcmpl-{uuid.uuid4().hex}",
-            "object": "chat.completion.chunk" if body.stream else "chat.completion",
-            "created": int(time.time()),
-            "model": service.name,
-        }
 
     async def whole(self) -> dict[str, Any]:
-        """The answer as one object."""
-        outputs = await self._generation.finish()
-        choices = [self._choice(output) for output in outputs]
-        answer = {**self._head, "choices": choices}
-        answer["usage"] = usage_of(outputs, report=self._report)
-        if (given := outputs[0].prompt_logprobs) is not None:
-            answer["prompt_logprobs"] = prompt_logprobs(given, self._prompts.token_bytes)
+        answer = await super().whole()
+        if (given := self.generation.ordered[0].prompt_logprobs) is not None:
+            answer["prompt_logprobs"] = prompt_logprobs(given, self.tokenizer.token_bytes)
         return answer
 
-    def _choice(self, output: RequestOutput) -> dict[str, Any]:
+    async def choice(self, prompt_index: int, output: RequestOutput) -> dict[str, Any]:
         reader = self._readers[output.index]
         reasoning, deltas = reader.add(output.text, final=True)
         content, calls = message_from(deltas)
@@ -186,29 +166,15 @@ class _Chat:
         return {
             "index": output.index,
             "message": message,
-            "logprobs": None if given is None else chat_logprobs(given, self._prompts.token_bytes),
+            "logprobs": None if given is None else chat_logprobs(given, self.tokenizer.token_bytes),
             "finish_reason": self._finish_reason(output, reader),
         }
 
     def _finish_reason(self, output: RequestOutput, reader: AnswerReader) -> str:
-        choice = self._make_readers.tool_choice
-        return finish_reason(output.finish_reason, reader.has_called, choice)
+        return finish_reason(output.finish_reason, reader.has_called, self._tool_choice)
 
-    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
-        """The answer as it comes."""
-        running = RunningUsage(self._body.stream_options, [*map(len, self._generation.job.prompts)])
-        async with aclosing(self._generation.chunks()) as chunks:
-            async for _, chunk in chunks:
-                usage = running.add(0, chunk)
-                for event in self._events(chunk):
-                    yield event | ({"usage": usage} if running.is_wanted else {})
-        options = self._body.stream_options
-        if (options is not None and options.include_usage) or self._report:
-            usage = usage_of(self._generation.ordered, report=self._report)
-            yield {**self._head, "choices": [], "usage": usage}
-
-    def _events(self, chunk: StreamChunk) -> list[dict[str, Any]]:
-        """Events of a chunk: the role first, then what it brings, the reason at the end."""
+    async def chunk_events(self, prompt_index: int, chunk: StreamChunk) -> list[dict[str, Any]]:
+        """Return the role first, then the new deltas, and the reason at the end."""
         index, reader = chunk.output_index, self._readers[chunk.output_index]
         reasoning, new = reader.add(chunk.text, final=chunk.output is not None)
         deltas: list[dict[str, Any]] = []
@@ -218,21 +184,21 @@ class _Chat:
         if reasoning:
             deltas.append({"reasoning_content": reasoning, "reasoning": reasoning})
         deltas += [delta.body() for delta in new]
-        if not deltas and (self._report or chunk.logprobs):
+        if not deltas and (self.report or chunk.logprobs):
             deltas.append({"content": ""})
         events = [self._event(index, delta) for delta in deltas]
         if chunk.output is not None:
             reason = self._finish_reason(chunk.output, reader)
             events.append(self._event(index, {}, reason))
         if events and chunk.logprobs and self._body.logprobs:
-            given = chat_logprobs(chunk.logprobs, self._prompts.token_bytes)
+            given = chat_logprobs(chunk.logprobs, self.tokenizer.token_bytes)
             events[-1]["choices"][0]["logprobs"] = given
-        if events and self._report:
-            events[0]["speculation"] = report_of(chunk, self._prompts.token_text)
+        if events and self.report:
+            events[0]["speculation"] = report_of(chunk, self.tokenizer.token_text)
         return events
 
     def _event(
         self, index: int, delta: dict[str, Any], reason: str | None = None
     ) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
-        return {**self._head, "choices": [choice]}
+        return {**self.head, "choices": [choice]}

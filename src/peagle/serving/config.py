@@ -5,11 +5,36 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from peagle.config.checks import is_int, is_number, require
+from peagle.config.checks import Check, check_fields, choice_of, number, whole
 
 OnFailure = Literal["restart", "exit"]
 LogFormat = Literal["text", "json"]
 TOOL_PARSERS = ("auto", "hermes", "llama3_json", "mistral", "none")
+
+
+_LIMITS = ("max_connections", "key_requests_per_minute", "key_tokens_per_minute", "key_concurrency")
+_CHECKS = {
+    "host": Check(bool, "an address or a name, like 127.0.0.1"),
+    "port": whole(0, 65535),
+    "max_body_bytes": whole(1),
+    "data_parallel_size": whole(1),
+    "max_queue": whole(0),
+    **dict.fromkeys(_LIMITS, whole(1, optional=True)),
+    **dict.fromkeys(
+        ("compile_timeout_s", "drain_timeout_s", "head_timeout_s"),
+        number(lambda s: s > 0, "a number of seconds above 0"),
+    ),
+    **dict.fromkeys(
+        ("cloudwatch_interval_s", "request_timeout_s", "grammar_budget_s"),
+        number(lambda s: s >= 0, "a number of seconds, or 0 for none"),
+    ),
+    "hang_timeout_s": number(
+        lambda s: s == 0 or s >= 1, "a number of seconds of at least 1, or 0 for none"
+    ),
+    "on_engine_failure": choice_of("restart", "exit"),
+    "log_format": choice_of("text", "json"),
+    "tool_call_parser": choice_of(*TOOL_PARSERS),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,35 +105,4 @@ class ServerConfig:
     playground: bool = True
 
     def __post_init__(self) -> None:
-        require(bool(self.host), "host", self.host, "an address or a name, like 127.0.0.1")
-        ok = is_int(self.port) and 0 <= self.port <= 65535
-        require(ok, "port", self.port, "a whole number from 0 to 65535")
-        for name in ("max_body_bytes", "data_parallel_size"):
-            value = getattr(self, name)
-            require(is_int(value) and value >= 1, name, value, "a whole number of at least 1")
-        value = self.max_connections
-        ok = value is None or (is_int(value) and value >= 1)
-        require(ok, "max_connections", value, "a whole number of at least 1")
-        ok = is_int(self.max_queue) and self.max_queue >= 0
-        require(ok, "max_queue", self.max_queue, "a whole number of at least 0")
-        for name in ("compile_timeout_s", "drain_timeout_s", "head_timeout_s"):
-            value = getattr(self, name)
-            require(is_number(value) and value > 0, name, value, "a number of seconds above 0")
-        for name in ("cloudwatch_interval_s", "request_timeout_s", "grammar_budget_s"):
-            value = getattr(self, name)
-            ok = is_number(value) and value >= 0
-            require(ok, name, value, "a number of seconds, or 0 for none")
-        value = self.hang_timeout_s
-        ok = is_number(value) and (value == 0 or value >= 1)
-        require(ok, "hang_timeout_s", value, "a number of seconds of at least 1, or 0 for none")
-        for name, allowed in (
-            ("on_engine_failure", ("restart", "exit")),
-            ("log_format", ("text", "json")),
-            ("tool_call_parser", TOOL_PARSERS),
-        ):
-            value = getattr(self, name)
-            require(value in allowed, name, value, "one of " + ", ".join(allowed))
-        for name in ("key_requests_per_minute", "key_tokens_per_minute", "key_concurrency"):
-            value = getattr(self, name)
-            ok = value is None or (is_int(value) and value >= 1)
-            require(ok, name, value, "a whole number of at least 1")
+        check_fields(self, _CHECKS)

@@ -32,7 +32,7 @@ MAX_HEADERS = 100
 # One read of a socket. h11 takes 2 ms for a KiB of one-byte chunks, in which all others wait.
 _READ_BYTES = 8 << 10
 _SWEEP_S = 1.0
-_TELL_S = 10.0
+_REPORT_S = 10.0
 # What a refused client may go on sending: a connection closed before that loses the answer.
 _LINGER_S, _LINGER_BYTES = 2.0, 64 << 10
 _BLANK_LINE = re.compile(rb"\n\r?\n")
@@ -118,19 +118,19 @@ class Connections:
         connection.transport.abort()
 
     async def watch(self) -> None:
-        """Close connections that take too long, and tell what was closed, until cancelled."""
+        """Close connections that take too long, and log how many, until cancelled."""
         loop = asyncio.get_running_loop()
-        told_s = loop.time()
+        reported_s = loop.time()
         while True:
             await asyncio.sleep(_SWEEP_S)
             now = loop.time()
             for connection in tuple(self._open):
                 connection.check(now)
-            if now - told_s >= _TELL_S:
+            if now - reported_s >= _REPORT_S:
                 for reason, count in self._closed.items():
                     logger.warning("closed %d connections %s", count, reason)
                 self._closed.clear()
-                told_s = now
+                reported_s = now
 
 
 class Connection(H11Protocol, asyncio.BufferedProtocol):
@@ -254,7 +254,7 @@ class _Parser(h11.Connection):
     """h11 with bounds for the head of a request.
 
     Attributes:
-        refusal: what the client is told about a head that is too large.
+        refusal: the error for a head that is too large.
     """
 
     def __init__(self) -> None:

@@ -80,7 +80,7 @@ class AcceptanceLog:
     """Writes what was drafted since the last line.
 
     Args:
-        metrics: whose counters are told.
+        metrics: the counters.
         dimensions: by name.
         stream: where lines go; None is standard output.
     """
@@ -106,7 +106,7 @@ class AcceptanceLog:
 
 @asynccontextmanager
 async def publishing(metrics: Metrics, model_name: str, interval_s: float) -> AsyncIterator[None]:
-    """Within, a line goes to standard output each interval, and one at the end; with 0, none."""
+    """Write a line to standard output each interval, and one at the end; with 0, none."""
     if not interval_s:
         yield
         return

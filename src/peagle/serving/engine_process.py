@@ -31,7 +31,8 @@ from peagle.llm import LLM
 from peagle.models.target import TargetModel
 from peagle.serving.heartbeat import Heartbeat, Pulse, announce_compilation
 from peagle.serving.kv_split import split_kv
-from peagle.serving.memory import trim
+from peagle.serving.logs import configure_logging
+from peagle.serving.memory_release import trim
 from peagle.serving.messages import (
     Add,
     Cancel,
@@ -43,7 +44,6 @@ from peagle.serving.messages import (
     Stepped,
     Stop,
 )
-from peagle.serving.telemetry import configure_logging
 
 _STATS_EVERY_S = 0.1
 # Beats of an idle engine, and steps of one token that show that its device still answers.

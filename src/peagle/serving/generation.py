@@ -17,21 +17,20 @@ from peagle.serving.engine_pool import EnginePool, EngineProcess
 from peagle.serving.errors import ApiError
 from peagle.serving.metrics import Failure, Metrics
 from peagle.serving.quotas import Lease
-from peagle.serving.telemetry import Tracer, span_attributes
+from peagle.serving.tracing import Tracing, span_attributes
 
 logger = logging.getLogger("peagle.serving.requests")
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks, as far as the answer depends on it.
+    """The sender of a request, as far as the answer depends on it.
 
     Attributes:
         request_id: for logs and spans.
         route: that was asked.
         cache_salt: of the key and the request.
         lease: on what its key may use.
-        traceparent: of the caller's span, if any.
         deadline: until when the request must be answered; None: for ever.
     """
 
@@ -39,7 +38,6 @@ class Caller:
     route: str
     cache_salt: bytes = b""
     lease: Lease = field(default_factory=Lease)
-    traceparent: str | None = None
     deadline: Deadline | None = None
 
 
@@ -74,7 +72,7 @@ class Generation:
 
     pool: EnginePool
     metrics: Metrics
-    tracer: Tracer
+    tracing: Tracing | None
     model: str
     job: Job
     caller: Caller
@@ -117,7 +115,7 @@ class Generation:
             if failure is not None:
                 self.metrics.failed(failure)
             self.caller.lease.settle(self.job.num_prompt_tokens + self._num_tokens)
-            self._tell(status, failure)
+            self._report_end(status, failure)
 
     async def finish(self) -> list[RequestOutput]:
         """All outputs, by prompt, then by output."""
@@ -193,10 +191,10 @@ class Generation:
             self.outputs[key] = chunk.output
             self.metrics.finished(chunk.output, now - self._start, engine=engine.number)
 
-    def _tell(self, status: int, failure: Failure | None) -> None:
-        """A line of the log and a span."""
+    def _report_end(self, status: int, failure: Failure | None) -> None:
+        """Write the log line, and complete the span."""
         outputs = list(self.outputs.values())
-        attributes = span_attributes(self.model, outputs)
+        attributes = span_attributes(self.caller.route, self.model, outputs)
         seconds = time.perf_counter() - self._start
         facts: dict[str, Any] = {
             "request_id": self.caller.request_id,
@@ -211,32 +209,26 @@ class Generation:
         if self.log_prompts:
             facts["log_prompts"] = {"output": [output.text for output in outputs]}
         logger.info(failure or "done", extra=facts)
+        if self.tracing is None:
+            return
         # Outputs that were left in the middle count too.
         attributes["gen_ai.usage.input_tokens"] = facts["prompt_tokens"]
         attributes["gen_ai.usage.output_tokens"] = facts["completion_tokens"]
         if failure is not None:
             attributes["error.type"] = failure
         queue_s = min((output.queue_time_s for output in outputs), default=None)
-        self.tracer.request(
-            self.caller.request_id,
-            self.caller.route,
-            self._started_s,
-            queue_s,
-            self._first_s,
-            self._started_s + seconds,
-            attributes,
-            self.caller.traceparent,
-        )
+        end_s = self._started_s + seconds
+        self.tracing.describe(attributes, self._started_s, queue_s, self._first_s, end_s)
 
 
 def _error_of(output: RequestOutput) -> ApiError:
-    """What the client is told of an output that ended with an error."""
+    """Return the client's error for an output that ended with an error."""
     status = 400 if output.error_code == "grammar_too_slow" else 500
     return ApiError(status, output.error or "", code=output.error_code)
 
 
 def failure_of(status: int) -> Failure:
-    """How metrics call an error of that status."""
+    """Return the name of an error status in the metrics."""
     if status in (429, 503):
         return "refused"
     if status in (408, 504):

@@ -1,4 +1,4 @@
-"""Names of servers: what Host and Origin headers say, and which hosts a server answers to."""
+"""Host and Origin headers, and the hosts that a server answers to."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://(.+)", re.ASCII | re.IGNORECASE)
 
 
 class Host(NamedTuple):
-    """What a Host header says.
+    """A parsed Host header.
 
     Attributes:
         name: in lower case, without a trailing dot; IPv6 in its shortest form, in brackets.
@@ -101,7 +101,7 @@ def allowed_origin(value: str) -> Origin:
 
 
 def default_allowed_hosts(bind_host: str) -> tuple[str, ...]:
-    """The hosts that a server bound to `bind_host` answers to unless told otherwise.
+    """Return the hosts that a server bound to `bind_host` answers to by default.
 
     A loopback server answers to the names of the loopback only: a web page whose DNS name is
     turned to 127.0.0.1 must not reach it. A server elsewhere has names that it cannot know.
@@ -113,7 +113,7 @@ def default_allowed_hosts(bind_host: str) -> tuple[str, ...]:
 
 
 def bind_warning(host: str, keys: ApiKeys) -> str | None:
-    """What to tell the user about a server bound to `host`; None if there is nothing to tell."""
+    """Return a warning about a server bound to `host` without keys, if others reach it."""
     if keys or is_loopback(host):
         return None
     return (

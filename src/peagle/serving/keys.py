@@ -19,7 +19,7 @@ ENVIRONMENT_VARIABLE = "PEAGLE_API_KEY"
 MIN_LENGTH = 16
 
 _logger = logging.getLogger(__name__)
-# Of this process, so that a salt says nothing about its key to anyone who sees it elsewhere.
+# Drawn for each process, so that a salt reveals nothing about its key.
 _PROCESS_SECRET = secrets.token_bytes(32)
 
 
@@ -51,7 +51,7 @@ class ApiKeys:
         """16 bytes that isolate this key's prefix cache from other keys'; None if it is no key.
 
         The salt is the same for all requests with one key while the process lives. Every key is
-        compared, in constant time, so that the time taken tells nothing.
+        compared, in constant time, so that the time reveals nothing.
         """
         digest = sha256(candidate).digest()
         found = None
@@ -77,24 +77,24 @@ def read_keys(environ: Mapping[str, str], file: str | Path | None = None) -> tup
         UserError: a file that cannot be read, a source without any key, or a key with characters
             that a header cannot carry. No message contains a key.
     """
-    told = environ.get(ENVIRONMENT_VARIABLE)
+    variable = environ.get(ENVIRONMENT_VARIABLE)
     if file is not None:
-        if told is not None:
+        if variable is not None:
             _logger.warning("%s is ignored: keys come from the key file.", ENVIRONMENT_VARIABLE)
         # Not splitlines, nor a plain strip: those would hide control characters from the check.
         lines = enumerate(_read(Path(file)).split("\n"), start=1)
         named = [(f"line {n} of {str(file)!r}", line.strip(" \t")) for n, line in lines]
         named = [(name, key) for name, key in named if key and not key.startswith("#")]
         source, remedy = f"the key file {str(file)!r}", "leave the option out"
-    elif told is not None:
-        parts = enumerate(told.split(","), start=1)
+    elif variable is not None:
+        parts = enumerate(variable.split(","), start=1)
         named = [(f"key {n} in {ENVIRONMENT_VARIABLE}", part.strip()) for n, part in parts]
         named = [(name, key) for name, key in named if key]
         source, remedy = f"the variable {ENVIRONMENT_VARIABLE}", "unset it"
     else:
         return ()
     if not named:
-        # Somebody meant to lock the server: an empty secret must not open it.
+        # An empty secret must not open a server that was meant to be locked.
         raise UserError(
             f"No API key in {source}: expected at least one. Put a key there, or {remedy} to serve "
             "without keys."
@@ -143,7 +143,7 @@ def _read(file: Path) -> str:
 
 
 def _check(name: str, key: str) -> None:
-    """Refuse a key that cannot be sent, warn of one that can be guessed; `name` says which."""
+    """Refuse a key that no header can carry, warn of a short one; `name` is its place."""
     if not all("!" <= character <= "~" for character in key):
         raise UserError(
             f"An API key contains a space, a control character or a character outside ASCII "

@@ -8,7 +8,7 @@ import torch
 
 from peagle.config import EngineConfig
 
-CPU_KV_GIB = 2.0  # what an engine takes on a CPU where nobody says how much
+CPU_KV_GIB = 2.0  # KV cache of an engine on a CPU by default
 
 
 def split_kv(config: EngineConfig, device: torch.device, number: int, count: int) -> EngineConfig:

@@ -14,7 +14,7 @@ _OTHER_FILES = 256
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that accepts connections from now on, though nobody answers yet.
+    """Return a socket that accepts connections at once, before the server answers.
 
     Raises:
         UserError: the address cannot be had.
@@ -37,12 +37,12 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def connection_limit(asked: int | None) -> int:
-    """How many connections there may be; all of them can be open at once.
+    """Return the limit of open connections.
 
     The limit of open files is raised as far as this process may, to 65,536 at most.
 
     Args:
-        asked: how many there are to be; None takes what the files allow, 4,096 at most.
+        asked: the limit that the user set; None takes what the files allow, at most 4,096.
 
     Raises:
         UserError: more are asked for than files may be open.

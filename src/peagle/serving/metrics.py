@@ -1,7 +1,7 @@
-"""What the server did, for Prometheus: vLLM's names and meanings under `peagle:`.
+"""Metrics of the server for Prometheus: vLLM's names and meanings under `peagle:`.
 
-One `Metrics` belongs to one event loop: it has no locks. Nothing is worked out before somebody
-asks: a snapshot of an engine is only kept, an observation is one addition to one bucket.
+One `Metrics` belongs to one event loop: it has no locks. It computes values when it
+renders them: it keeps the last snapshot of each engine, and an observation is one addition.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Metrics:
         self._at(engine).record(stats)
 
     def engine_restarted(self, engine: int) -> None:
-        """Say that an engine's process is gone, before the first snapshot of the next one.
+        """Note that an engine's process is gone, before the first snapshot of the next one.
 
         Only so is a restart seen if the new process has done more than the old one by the time
         of its first snapshot. The engine's gauges are 0 until then.
@@ -134,19 +134,19 @@ class Metrics:
         self._at(engine).restart()
 
     def engine_hung(self, engine: int) -> None:
-        """Say that an engine gave no sign of life and is killed."""
+        """Note that an engine wrote no heartbeat and is killed."""
         self._at(engine).num_hangs += 1
 
     def engine_beat(self, engine: int, seconds: float) -> None:
-        """Say how long ago an engine gave its last sign of life."""
+        """Note the seconds since an engine's last heartbeat."""
         self._at(engine).silent_s = seconds
 
     def begins_to_wait(self, request: object) -> None:
-        """A request begins to wait for its first token."""
+        """Note that a request begins to wait for its first token."""
         self._waiting[id(request)] = time.monotonic()
 
     def waits_no_more(self, request: object) -> None:
-        """A request has its first token, or has ended; it may be told several times."""
+        """Note that a request has its first token, or has ended; repeated calls do nothing."""
         self._waiting.pop(id(request), None)
 
     def first_token(self, seconds: float, *, engine: int = 0) -> None:
@@ -322,7 +322,7 @@ class _Engine:
         self.inter_token = self.histograms["inter_token_latency_seconds"]
         self.inter_chunk = self.histograms["inter_chunk_latency_seconds"]
         self._ended: list[int] = []  # the totals of processes that are gone
-        self._shown: list[int] = []
+        self._totals: list[int] = []
 
     def record(self, stats: EngineStats) -> None:
         if self.stats is not None and stats.num_steps < self.stats.num_steps:
@@ -340,8 +340,8 @@ class _Engine:
         An engine takes the tokens of a stop string back: its count of tokens may fall. A counter
         stays where it was until the count has caught up.
         """
-        self._shown = [max(pair) for pair in zip_longest(self._shown, self._sums(), fillvalue=0)]
-        return self._shown
+        self._totals = [max(pair) for pair in zip_longest(self._totals, self._sums(), fillvalue=0)]
+        return self._totals
 
     def _sums(self) -> list[int]:
         if self.stats is None:

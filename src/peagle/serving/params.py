@@ -265,8 +265,8 @@ def refuse_grammars(body: GenerationFields) -> None:
         if is_given:
             raise ApiError(
                 400,
-                f"{field} asks for a regular expression or a grammar, which this server takes from "
-                "nobody (--no-user-grammars). Ask for a JSON schema or for choices, or have the "
+                f"{field} asks for a regular expression or a grammar, which this server refuses "
+                "(--no-user-grammars). Ask for a JSON schema or for choices, or have the "
                 "operator leave that option out.",
                 param=field,
                 code="grammars_not_allowed",

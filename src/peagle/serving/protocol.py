@@ -1,7 +1,7 @@
 """Bodies of requests, as OpenAI has them, with vLLM's extensions and ours.
 
 Unknown fields are refused: a misspelt one would silently change nothing. Fields of OpenAI's that
-say nothing about the output (`user`, `metadata`, ...) are taken and left alone.
+do not concern the output (`user`, `metadata`, ...) are accepted and ignored.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Body(BaseModel):
 
 
 class StreamOptions(_Body):
-    """What a stream tells beside text."""
+    """Options of a stream."""
 
     include_usage: StrictBool = False
     include_obfuscation: StrictBool | None = None
@@ -64,12 +64,12 @@ class StreamOptions(_Body):
 
 
 class SpeculationOptions(_Body):
-    """How this request is drafted, and whether the answer tells.
+    """How this request is drafted, and whether the answer reports it.
 
     Attributes:
         proposer: one of those that /v1/models lists.
         num_speculative_tokens: K, at most the proposer's; 0 turns drafting off.
-        report: tell of drafts in every chunk and in `usage`.
+        report: report drafts in every chunk and in `usage`.
     """
 
     proposer: Name | None = None
@@ -242,7 +242,7 @@ _ONLY: dict[str, tuple[Any, str]] = {
     "verbosity": ("medium", "should be 'medium': ask for a length in the instructions"),
     "summary": ("auto", _NO_SUMMARY),
     "generate_summary": ("auto", _NO_SUMMARY),
-    # The reasoning is given as plain text, so that nobody needs an encrypted copy of it.
+    # The output has the reasoning as plain text; there is no encrypted copy.
     "include": (["reasoning.encrypted_content"], "should be ['reasoning.encrypted_content']"),
     "top_logprobs": (0, "should be 0: only /v1/chat/completions gives log-probabilities"),
     "truncation": ("disabled", "should be 'disabled': peagle shortens no input"),
@@ -300,7 +300,7 @@ class ReasoningOptions(_Limited):
 
 
 class ResponseStreamOptions(_Body):
-    """What a streamed response tells beside its events."""
+    """Options of a streamed response."""
 
     include_obfuscation: StrictBool | None = None
 

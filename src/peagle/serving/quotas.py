@@ -1,6 +1,6 @@
-"""What one API key may use: requests and tokens a minute, and requests at a time.
+"""Limits of each API key: requests and tokens a minute, and requests at a time.
 
-A key is known by its salt alone (`ApiKeys.salt_of`), so that nothing here could tell a key. One
+A key is identified by its salt (`ApiKeys.salt_of`), so that nothing here can reveal a key. One
 `Quotas` belongs to one event loop: it has no locks.
 """
 
@@ -42,7 +42,7 @@ class Bucket:
 
     def seconds_until(self, level: float, now: float) -> float:
         """Seconds until it holds as much; 0 if it does."""
-        # A billionth, so that whoever waited as long as told is not refused by rounding.
+        # A billionth, so that rounding refuses no client that waited for `Retry-After`.
         return max(0.0, (level - self.level(now)) * 60 / self.size - 1e-9)
 
     def take(self, amount: float, now: float) -> None:
@@ -214,7 +214,7 @@ def _exceeded(text: str, wait_s: float, headers: dict[str, str] | None = None) -
 
 
 class QuotaMiddleware:
-    """Holds each key to its quota before its request is read; stands behind the key's check.
+    """Holds each key to its quota before its request is read; it runs after the check of the key.
 
     For the application it sets `scope["state"]["lease"]`. What reads only (GET) is free.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from itertools import count
 from typing import Any
@@ -16,6 +16,7 @@ from peagle.serving.answers import EventStream, WholeAnswer
 from peagle.serving.chat_completions import AnswerReaders, prepare
 from peagle.serving.errors import ApiError
 from peagle.serving.generation import Caller, Generation
+from peagle.serving.generation_answer import usage_of
 from peagle.serving.protocol import (
     ChatBody,
     FunctionChoice,
@@ -29,10 +30,8 @@ from peagle.serving.protocol import (
     ToolChoice,
     ToolChoiceFunction,
 )
-from peagle.serving.response_input import messages_of
-from peagle.serving.response_items import OutputItems
 from peagle.serving.service import Service
-from peagle.serving.usage import usage_of
+from peagle.serving.tools import CallDelta, Delta
 from peagle.thinking import END
 
 # Names of fields here, by their names in a chat.
@@ -53,8 +52,8 @@ async def respond(service: Service, body: ResponsesBody, caller: Caller) -> Resp
         ApiError: it cannot be served.
     """
     with _named_as_here():
-        prompts, _ = service.loaded()
-        chat = _as_chat(body, prompts.template_source or "")
+        tokenizer, _ = service.loaded()
+        chat = _as_chat(body, tokenizer.template_source or "")
         generation, readers = await prepare(service, chat, caller)
     answer = _Response(service, body, generation, readers)
     if body.stream:
@@ -64,7 +63,7 @@ async def respond(service: Service, body: ResponsesBody, caller: Caller) -> Resp
 
 @contextmanager
 def _named_as_here() -> Iterator[None]:
-    """Let errors name the fields of this route."""
+    """Rename the fields in errors to those of this route."""
     try:
         yield
     except ApiError as error:
@@ -122,14 +121,14 @@ class _Response:
         generation: Generation,
         readers: AnswerReaders,
     ) -> None:
-        self._prompts, _ = service.loaded()
+        self._tokenizer, _ = service.loaded()
         self._body = body
         self._generation = generation
         self._reader = readers.make()
         self._items = OutputItems()
         self._numbers = count()
         params = generation.job.params
-        told = body.model_dump(mode="json", by_alias=True, exclude_none=True)
+        given = body.model_dump(mode="json", by_alias=True, exclude_none=True)
         self._head: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -141,13 +140,13 @@ class _Response:
             "metadata": body.metadata or {},
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None, **told.get("reasoning", {})},
+            "reasoning": {"effort": None, "summary": None, **given.get("reasoning", {})},
             "background": False,
             "store": False,
             "temperature": params.temperature,
-            "text": {"format": {"type": "text"}, **told.get("text", {})},
-            "tool_choice": told.get("tool_choice", "auto"),
-            "tools": told.get("tools", []),
+            "text": {"format": {"type": "text"}, **given.get("text", {})},
+            "tool_choice": given.get("tool_choice", "auto"),
+            "tools": given.get("tools", []),
             "top_logprobs": 0,
             "top_p": params.top_p,
             "truncation": "disabled",
@@ -170,7 +169,9 @@ class _Response:
                 if not has_begun:
                     has_begun = True
                     for name in ("created", "in_progress"):
-                        yield self._event(f"response.{name}", response=self._told("in_progress"))
+                        yield self._event(
+                            f"response.{name}", response=self._response("in_progress")
+                        )
                 is_last = chunk.output is not None
                 reasoning, deltas = self._reader.add(chunk.text, final=is_last)
                 for event in self._items.add(reasoning, deltas):
@@ -184,12 +185,12 @@ class _Response:
     def failed(self, error: ApiError) -> dict[str, Any]:
         """The last event of a stream that an error ends."""
         reason = {"code": "server_error", "message": error.message}
-        return self._event("response.failed", response=self._told("failed", error=reason))
+        return self._event("response.failed", response=self._response("failed", error=reason))
 
     def _event(self, type: str, **fields: Any) -> dict[str, Any]:
         return {"type": type, "sequence_number": next(self._numbers), **fields}
 
-    def _told(self, status: str, **fields: Any) -> dict[str, Any]:
+    def _response(self, status: str, **fields: Any) -> dict[str, Any]:
         """The response so far."""
         facts = {"status": status, "error": None, "incomplete_details": None, "usage": None}
         return {**self._head, "output": self._items.items, **facts, **fields}
@@ -198,7 +199,7 @@ class _Response:
         status = _status(output)
         details = None if status == "completed" else {"reason": "max_output_tokens"}
         usage = await self._usage(output)
-        return self._told(status, incomplete_details=details, usage=usage)
+        return self._response(status, incomplete_details=details, usage=usage)
 
     async def _usage(self, output: RequestOutput) -> dict[str, Any]:
         speculation = self._body.speculation
@@ -220,10 +221,233 @@ class _Response:
         low, high = 0, len(ids)
         while low < high:  # the fewest tokens whose text has the end marker, or all
             middle = (low + high) // 2
-            has_ended = END in await self._prompts.decode(ids[:middle])
+            has_ended = END in await self._tokenizer.decode(ids[:middle])
             low, high = (low, middle) if has_ended else (middle + 1, high)
         return low
 
 
 def _status(output: RequestOutput) -> str:
     return "incomplete" if output.finish_reason == "length" else "completed"
+
+
+# ---- the input as messages -----------------------------------------------------------------------
+
+_TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+
+
+def messages_of(
+    given: str | Sequence[Mapping[str, Any]], instructions: str | None, template_source: str
+) -> list[dict[str, Any]]:
+    """Return a conversation in the form of chat completions.
+
+    A message of the assistant, the reasoning before it and the function calls after it become one
+    message. Reasoning that nothing follows is left out. The role "developer" becomes "system"
+    where the chat template does not know it.
+
+    Args:
+        given: the text of a user, or items of the types "message", "function_call",
+            "function_call_output" and "reasoning"; a type may be left out of a message.
+        instructions: a system message that comes first.
+        template_source: the chat template.
+
+    Raises:
+        ApiError: 400, an item has another type or another form.
+    """
+    messages: list[dict[str, Any]] = []
+    if instructions is not None:
+        messages.append({"role": "system", "content": instructions})
+    if isinstance(given, str):
+        return [*messages, {"role": "user", "content": given}]
+    names: dict[str, str] = {}  # of functions, by the id of their call
+    reasoning = ""
+    for i, item in enumerate(given):
+        place = f"input[{i}]"
+        kind = item.get("type", "message" if "role" in item else None)
+        if kind == "reasoning":
+            reasoning += _reasoning(item, place)
+        elif kind == "message":
+            role = _text(item, "role", place)
+            if role == "developer" and role not in template_source:
+                role = "system"
+            messages.append({"role": role, "content": _content(item.get("content"), place)})
+            reasoning = _explain(messages[-1], reasoning)
+        elif kind == "function_call":
+            name, call_id = _text(item, "name", place), _text(item, "call_id", place)
+            names[call_id] = name
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            function = {"name": name, "arguments": _text(item, "arguments", place)}
+            call = {"id": call_id, "type": "function", "function": function}
+            messages[-1].setdefault("tool_calls", []).append(call)
+            reasoning = _explain(messages[-1], reasoning)
+        elif kind == "function_call_output":
+            call_id = _text(item, "call_id", place)
+            if call_id not in names:
+                text = f"{place} answers the call {call_id!r:.80}, and no function_call before it "
+                raise _wrong(f"{text}has that call_id; send the function_call too.", place)
+            content = _content(item.get("output"), place, "output")
+            tool = {"role": "tool", "tool_call_id": call_id, "name": names[call_id]}
+            messages.append({**tool, "content": content})
+        else:
+            raise _wrong(
+                f"{place} has the type {kind!r:.80}; expected message, function_call, "
+                "function_call_output or reasoning. peagle stores no items and runs no tools.",
+                f"{place}.type",
+            )
+    return messages
+
+
+def _explain(message: dict[str, Any], reasoning: str) -> str:
+    """Give reasoning to a message of the assistant; the reasoning that is left."""
+    if reasoning and message["role"] == "assistant":
+        message["reasoning_content"] = message.get("reasoning_content", "") + reasoning
+    return ""
+
+
+def _reasoning(item: Mapping[str, Any], place: str) -> str:
+    """The text of a reasoning item: the reasoning itself, or else its summary."""
+    for name in ("content", "summary"):
+        if parts := item.get(name):
+            ok = isinstance(parts, list) and all(isinstance(part, Mapping) for part in parts)
+            if not ok:
+                raise _wrong(f"{place}.{name} is {parts!r:.80}; expected a list of parts.", place)
+            return "".join(_text(part, "text", f"{place}.{name}") for part in parts)
+    return ""
+
+
+def _content(content: Any, place: str, name: str = "content") -> Any:
+    """Text, or parts of text in the form of chat completions."""
+    place = f"{place}.{name}"
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise _wrong(f"{place} is {content!r:.80}; expected text or a list of parts.", place)
+    parts = []
+    for j, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in _TEXT_PARTS:
+            raise _wrong(
+                f"{place}[{j}] has the type {kind!r:.80}; expected input_text or output_text. "
+                "peagle reads text only.",
+                f"{place}[{j}].type",
+            )
+        parts.append({"type": "text", "text": _text(part, _TEXT_PARTS[kind], f"{place}[{j}]")})
+    return parts
+
+
+def _text(item: Mapping[str, Any], name: str, place: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise _wrong(f"{place}.{name} is {value!r:.80}; expected text.", f"{place}.{name}")
+    return value
+
+
+def _wrong(message: str, param: str) -> ApiError:
+    return ApiError(400, message, param=param)
+
+
+# ---- the output as items -------------------------------------------------------------------------
+
+Event = dict[str, Any]
+
+# The first letters of an item's id, and the type of its text part.
+_IDS = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
+
+
+class OutputItems:
+    """Makes items of a growing answer, and the events of a stream for each step.
+
+    One item is open at a time. Events have no `sequence_number` yet.
+
+    Attributes:
+        items: of the types "reasoning", "message" and "function_call", in order.
+    """
+
+    def __init__(self) -> None:
+        self.items: list[dict[str, Any]] = []
+        self._is_open = False
+
+    def add(self, reasoning: str, deltas: Iterable[Delta]) -> Iterator[Event]:
+        """Add new reasoning, then new content and calls."""
+        if reasoning:
+            yield from self._add_text("reasoning", reasoning)
+        for delta in deltas:
+            if isinstance(delta, CallDelta):
+                yield from self._add_call(delta)
+            else:
+                yield from self._add_text("message", delta.text)
+
+    def close(self, status: str) -> Iterator[Event]:
+        """End the answer; its last item gets the status "completed" or "incomplete".
+
+        An answer of nothing is an empty message.
+        """
+        if not self.items:
+            yield from self._begin("message")
+        yield from self._end(status)
+
+    def _add_text(self, kind: str, text: str) -> Iterator[Event]:
+        if not self._is_open or self.items[-1]["type"] != kind:
+            yield from self._begin(kind)
+        (part,) = self.items[-1]["content"]
+        part["text"] += text
+        yield self._event(f"{_PARTS[kind]}.delta", delta=text, **self._of_part())
+
+    def _add_call(self, delta: CallDelta) -> Iterator[Event]:
+        if delta.name is not None:
+            yield from self._begin("function_call", call_id=delta.id, name=delta.name, arguments="")
+        if delta.arguments:
+            self.items[-1]["arguments"] += delta.arguments
+            yield self._event("function_call_arguments.delta", delta=delta.arguments)
+
+    def _begin(self, kind: str, **fields: Any) -> Iterator[Event]:
+        yield from self._end("completed")
+        item = {"id": f"{_IDS[kind]}_{uuid.uuid4().hex}", "type": kind, **fields}
+        if kind == "message":
+            item["role"] = "assistant"
+        if kind == "reasoning":
+            item |= {"summary": [], "encrypted_content": None}
+        if kind in _PARTS:
+            item["content"] = []
+        item["status"] = "in_progress"
+        self.items.append(item)
+        self._is_open = True
+        yield {
+            "type": "response.output_item.added",
+            "output_index": len(self.items) - 1,
+            "item": dict(item),
+        }
+        if kind in _PARTS:
+            part = {"type": _PARTS[kind], "text": ""}
+            if kind == "message":
+                part |= {"annotations": [], "logprobs": []}
+            item["content"] = [part]
+            yield self._event("content_part.added", part=dict(part), content_index=0)
+
+    def _end(self, status: str) -> Iterator[Event]:
+        if not self._is_open:
+            return
+        self._is_open = False
+        item = self.items[-1]
+        if item["type"] == "function_call":
+            call = {"name": item["name"], "arguments": item["arguments"]}
+            yield self._event("function_call_arguments.done", **call)
+        else:
+            (part,) = item["content"]
+            yield self._event(f"{part['type']}.done", text=part["text"], **self._of_part())
+            yield self._event("content_part.done", part=part, content_index=0)
+        item["status"] = status
+        yield {
+            "type": "response.output_item.done",
+            "output_index": len(self.items) - 1,
+            "item": item,
+        }
+
+    def _of_part(self) -> dict[str, Any]:
+        is_message = self.items[-1]["type"] == "message"
+        return {"content_index": 0, **({"logprobs": []} if is_message else {})}
+
+    def _event(self, name: str, /, **fields: Any) -> Event:
+        place = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+        return {"type": f"response.{name}", **place, **fields}

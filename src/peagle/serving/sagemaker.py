@@ -1,9 +1,9 @@
 """The environment of a SageMaker container, as arguments of `peagle serve`.
 
 Variables are read as the managed vLLM container reads them: SM_VLLM_X_Y=v is vLLM's option
-`--x-y v`. The table below says what each of vLLM's options is here: an option of ours, nothing to
-be had (dropped, with a warning), or something that this server cannot do (refused). What the table
-does not know is refused too, so that nothing is silently ignored.
+`--x-y v`. The table below maps each of vLLM's options to one of ours, drops it with a warning where
+it would change nothing, or refuses it. Options outside the table are refused too, so that none is
+silently ignored.
 """
 
 from __future__ import annotations
@@ -299,7 +299,7 @@ def arguments_from(
     model folder if anything is in it, else HF_MODEL_ID. Without SM_VLLM_HOST, SM_VLLM_PORT and
     SM_VLLM_SHUTDOWN_TIMEOUT the server listens on port 8080 of all addresses (SageMaker names
     another port in SAGEMAKER_BIND_TO_PORT where a container shares its host) and drains for 25 s.
-    It tells CloudWatch of acceptance once a minute; PEAGLE_CLOUDWATCH_INTERVAL names other seconds,
+    It writes acceptance metrics once a minute; PEAGLE_CLOUDWATCH_INTERVAL sets other seconds,
     0 for never.
 
     Args:

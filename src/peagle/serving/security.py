@@ -1,4 +1,4 @@
-"""Who may ask what: the ASGI middleware between the network and the routes.
+"""The ASGI middleware that checks each request before the routes.
 
 A request passes, in this order: its Host (against DNS rebinding), its Origin (against other sites
 in the same browser), its key, its content type, and the limits of its body.
@@ -13,6 +13,7 @@ import asyncio
 import json
 import re
 import sys
+import uuid
 from collections.abc import Awaitable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
@@ -22,7 +23,6 @@ from peagle.serving.absent_routes import reason_for_absence
 from peagle.serving.errors import ApiError
 from peagle.serving.hosts import Host, allowed_host, allowed_origin, parse_host, parse_origin
 from peagle.serving.keys import ApiKeys, key_of
-from peagle.serving.request_ids import request_id_from
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -31,11 +31,6 @@ _OPEN_PATHS = frozenset({"/live", "/health", "/ping"})
 _STATIC = "/static/"
 _SAFE_METHODS = frozenset({"GET", "HEAD"})
 _BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
-_WANTED = {
-    *(b"x-request-id", b"host", b"origin", b"sec-fetch-site", b"authorization", b"accept"),
-    *(b"content-type", b"content-length"),
-    *(b"access-control-request-method", b"access-control-request-headers"),
-}
 _FIXED = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]
 _TOKEN = r"[A-Za-z0-9!#$%&'*+.^_`|~-]+"
 _JSON = re.compile(
@@ -44,6 +39,7 @@ _JSON = re.compile(
 )
 _PARAMETER = re.compile(rf';[ \t]*({_TOKEN})=(?:({_TOKEN})|"([^"\\]*)")')
 _HEADER_NAMES = re.compile(rf"{_TOKEN}(?:[ \t]*,[ \t]*{_TOKEN})*".encode())
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 _PREFLIGHT_AGE_S = 600
 # How long a refused body is still read, so that its client comes to read the answer.
 _LINGER_S = 2.0
@@ -70,8 +66,8 @@ class SecurityMiddleware:
         allowed_origins: of web pages elsewhere that may use the server, such as
             "https://chat.example.com"; "*" for any.
         body_timeout_s: seconds from the first read of a body to its end.
-        has_every_route: the application may have any route; else a file that is sent to one that
-            peagle lacks is answered by the application, which tells about the route.
+        has_every_route: the application may have any route. Otherwise a body of any type may go to
+            a route that peagle lacks: the application answers with the reason.
 
     Raises:
         UserError: a host, an origin or a limit that is none.
@@ -111,9 +107,8 @@ class SecurityMiddleware:
             return await self.app(scope, receive, send)
         if scope["type"] == "websocket":
             return await send({"type": "websocket.close", "code": 1008})
-        asked = _wanted(scope["headers"])
-        told = asked.get(b"x-request-id")
-        request_id = request_id_from({"x-request-id": told[0].decode("latin-1")} if told else {})
+        request_headers = _by_name(scope["headers"])
+        request_id = _request_id(request_headers.get(b"x-request-id", []))
         state = scope.setdefault("state", {})
         state["request_id"], state["cache_salt"] = request_id, b""
         headers = [(b"x-request-id", request_id.encode()), *self._answer_headers]
@@ -121,7 +116,7 @@ class SecurityMiddleware:
             headers.append((b"cache-control", b"no-store"))
         exchange = _Exchange(receive, send, headers, self.max_body_bytes, self.body_timeout_s)
         try:
-            preflight = self._check(scope, asked, headers)
+            preflight = self._check(scope, request_headers, headers)
         except ApiError as error:
             return await exchange.refuse(error)
         if preflight is not None:
@@ -166,7 +161,7 @@ class SecurityMiddleware:
         if host is None:
             raise ApiError(
                 400,
-                f"The Host header is {_shown(values[0])}: expected a name or an address, with or "
+                f"The Host header is {_quoted(values[0])}: expected a name or an address, with or "
                 "without a port.",
             )
         if not self._any_host and host.name not in self._hosts:
@@ -189,7 +184,7 @@ class SecurityMiddleware:
             is_foreign = origin is None or not origin.is_same_as(host)
         if is_foreign:
             if not (method in _SAFE_METHODS and (path == "/" or path.startswith(_STATIC))):
-                shown = ", ".join(map(_shown, origins))
+                shown = ", ".join(map(_quoted, origins))
                 raise ApiError(
                     403,
                     f"The request comes from a web page of {shown}, not of this server: to let "
@@ -230,7 +225,7 @@ class SecurityMiddleware:
             return
         # Nineteen digits are more than any body has, and few enough to convert without a thought.
         if len(values) != 1 or not values[0].isdigit() or len(values[0]) > 19:
-            shown = ", ".join(map(_shown, values))
+            shown = ", ".join(map(_quoted, values))
             raise ApiError(400, f"The Content-Length header is {shown}: expected one number.")
         if int(values[0]) > self.max_body_bytes:
             raise _too_large(f"{int(values[0])} bytes", self.max_body_bytes)
@@ -350,13 +345,18 @@ async def _until(deadline: float, coming: Awaitable[_T]) -> _T:
         raise TimeoutError from None
 
 
-def _wanted(headers: Iterable[tuple[bytes, bytes]]) -> _Headers:
-    """The headers that matter here, each with all its values."""
+def _by_name(headers: Iterable[tuple[bytes, bytes]]) -> _Headers:
+    """The values of each header."""
     found: _Headers = {}
     for name, value in headers:
-        if name in _WANTED:
-            found.setdefault(name, []).append(value)
+        found.setdefault(name, []).append(value)
     return found
+
+
+def _request_id(given: list[bytes]) -> str:
+    """The client's X-Request-ID if it is fit for logs and headers, else a new one."""
+    is_fit = bool(given) and _REQUEST_ID.fullmatch(given[0])
+    return given[0].decode() if is_fit else uuid.uuid4().hex
 
 
 def _too_large(size: str, limit: int) -> ApiError:
@@ -372,7 +372,7 @@ def _check_content_type(headers: _Headers) -> None:
     """Refuse what a browser sends to other sites without asking them first: anything but JSON."""
     values = headers.get(b"content-type", ())
     if len(values) != 1 or not _is_json(values[0]):
-        shown = ", ".join(map(_shown, values)) or "absent"
+        shown = ", ".join(map(_quoted, values)) or "absent"
         raise ApiError(
             415,
             f"The Content-Type header is {shown}: expected application/json, in UTF-8.",
@@ -403,7 +403,7 @@ def _preflight_headers(headers: _Headers) -> list[tuple[bytes, bytes]]:
     return answer
 
 
-def _shown(value: bytes) -> str:
+def _quoted(value: bytes) -> str:
     """A header's value as an error names it."""
     text = value[:100].decode("latin-1")
     return ascii(text) + ("..." if len(value) > 100 else "")

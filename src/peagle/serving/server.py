@@ -26,21 +26,21 @@ from peagle.serving.engine_pool import EngineFailed, EnginePool, specs_for
 from peagle.serving.hosts import bind_warning, default_allowed_hosts
 from peagle.serving.keys import ApiKeys
 from peagle.serving.listening import BACKLOG, connection_limit, listen
-from peagle.serving.memory import return_memory
+from peagle.serving.memory_release import return_memory
 from peagle.serving.messages import EngineSpec
 from peagle.serving.metrics import Metrics
-from peagle.serving.prompts import Prompts
 from peagle.serving.quotas import QuotaMiddleware, Quotas
 from peagle.serving.security import SecurityMiddleware
 from peagle.serving.service import Service
-from peagle.serving.telemetry import make_tracer
+from peagle.serving.tokenizer import Tokenizer
+from peagle.serving.tracing import Tracing
 
 logger = logging.getLogger("peagle.serving")
 
 _UNCOUNTED = ("/live", "/health", "/ready", "/ping", "/metrics")
-# What clients still get after the last request, or after an engine died for good.
+# Seconds for answers on their way after the last request, or after an engine died for good.
 _FLUSH_S = 2
-# How long the last lines of the log may take, where nobody may read them.
+# Seconds for the last lines of the log, whose reader may be gone.
 _LOG_S = 1.0
 
 
@@ -175,8 +175,8 @@ async def _serve(
         on_hang=metrics.engine_hung,
         on_beat=metrics.engine_beat,
     )
-    tracer = make_tracer(config.otlp_endpoint)
-    service = Service(config, name, tuple(spec.proposers), pool, metrics, tracer)
+    tracing = Tracing(config.otlp_endpoint) if config.otlp_endpoint is not None else None
+    service = Service(config, name, tuple(spec.proposers), pool, metrics, tracing)
     connections = Connections(limits)
     server = Server(_uvicorn_config(_guarded(service, keys), connections), service)
     host, port = listening.getsockname()[:2]
@@ -198,13 +198,17 @@ async def _serve(
                 for task in (loading, watching, returning):
                     task.cancel()
                 await pool.close()
-                tracer.shutdown()
+                if tracing is not None:
+                    tracing.shutdown()
 
 
 def _guarded(service: Service, keys: ApiKeys) -> ASGIApp:
     config = service.config
     hosts = config.allowed_hosts
-    app: ASGIApp = CountOpen(create_app(service), service)
+    app: ASGIApp = create_app(service)
+    if service.tracing is not None:
+        app = service.tracing.wrap(app)
+    app = CountOpen(app, service)
     if (quotas := Quotas.of(config, has_keys=bool(keys))) is not None:
         app = QuotaMiddleware(app, quotas, service.metrics)
     return SecurityMiddleware(
@@ -232,9 +236,9 @@ def _uvicorn_config(app: ASGIApp, connections: Connections) -> uvicorn.Config:
 
 
 async def _load(service: Service, spec: EngineSpec, where: str, started: float) -> None:
-    """The tokenizer, while the engines load; then say that the server is ready."""
+    """Load the tokenizer beside the engines; log when the server is ready."""
     config = service.config
-    service.prompts = await asyncio.to_thread(Prompts, spec.target, config.chat_template)
+    service.tokenizer = await asyncio.to_thread(Tokenizer, spec.target, config.chat_template)
     await service.pool.became_ready.wait()
     info = service.pool.info
     if info is not None:

@@ -1,4 +1,4 @@
-"""What all routes that generate share: the model's name, its tokenizer, engines, and limits."""
+"""The state and the checks that all routes which generate share."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from peagle.serving.generation import Caller, Generation, Job
 from peagle.serving.messages import EngineInfo
 from peagle.serving.metrics import Metrics
 from peagle.serving.params import as_api_error, check_context, refuse_grammars
-from peagle.serving.prompts import Prompts
 from peagle.serving.protocol import ChatBody, GenerationFields, TokenizeBody, Tool
 from peagle.serving.quotas import Lease
-from peagle.serving.telemetry import Tracer
+from peagle.serving.tokenizer import Tokenizer
 from peagle.serving.tool_parsers import detect_parser
+from peagle.serving.tracing import Tracing
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class Service:
     Attributes:
         name: what clients call it.
         proposers: names of the proposers; the first one is the default.
-        prompts: the tokenizer; None while it loads.
+        tokenizer: None while it loads.
         is_draining: no new requests are taken.
         num_open: answers under way.
     """
@@ -45,8 +45,8 @@ class Service:
     proposers: tuple[str, ...]
     pool: EnginePool
     metrics: Metrics
-    tracer: Tracer
-    prompts: Prompts | None = None
+    tracing: Tracing | None = None
+    tokenizer: Tokenizer | None = None
     is_draining: bool = False
     num_open: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
@@ -54,9 +54,9 @@ class Service:
     @property
     def is_ready(self) -> bool:
         """Whether requests are taken."""
-        return bool(self.prompts and self.pool.ready and not self.is_draining)
+        return bool(self.tokenizer and self.pool.ready and not self.is_draining)
 
-    def loaded(self) -> tuple[Prompts, EngineInfo]:
+    def loaded(self) -> tuple[Tokenizer, EngineInfo]:
         """Tokenizer and engine facts.
 
         Raises:
@@ -66,10 +66,10 @@ class Service:
             text = "The server is about to stop and takes no new requests; try another one."
             raise ApiError(503, text, code="draining", headers={"Retry-After": "5"})
         info = self.pool.info
-        if self.prompts is None or info is None:
+        if self.tokenizer is None or info is None:
             text = "The model is not loaded yet; try again shortly."
             raise ApiError(503, text, code="not_ready", headers={"Retry-After": "2"})
-        return self.prompts, info
+        return self.tokenizer, info
 
     def check_model(self, model: str | None) -> None:
         """Refuse another model's name.
@@ -118,7 +118,7 @@ class Service:
         kind = self.config.tool_call_parser
         if kind != "auto":
             return kind
-        source = self.prompts.template_source if self.prompts else None
+        source = self.tokenizer.template_source if self.tokenizer else None
         return detect_parser(source) if source else "none"
 
     def generation(
@@ -141,7 +141,7 @@ class Service:
         return Generation(
             self.pool,
             self.metrics,
-            self.tracer,
+            self.tracing,
             self.name,
             job,
             caller,
@@ -157,11 +157,11 @@ class Service:
         """Token ids of a body's messages, and whether the answer begins inside its reasoning.
 
         Raises:
-            ApiError: as `Prompts.render`, with the field that is wrong as `param`.
+            ApiError: as `Tokenizer.render`, with the field that is wrong as `param`.
         """
-        prompts, info = self.loaded()
+        tokenizer, info = self.loaded()
         try:
-            return await prompts.render(
+            return await tokenizer.render(
                 body.messages or [],
                 info.max_model_len,
                 tools=tools,
@@ -180,14 +180,14 @@ class Service:
         Raises:
             ApiError: one is empty, too long for the context, or has ids outside the vocabulary.
         """
-        prompts, info = self.loaded()
+        tokenizer, info = self.loaded()
         items: Sequence[Any] = [prompt] if _is_one(prompt) else prompt
         longest = max(len(item) for item in items)
         if not isinstance(items[0], str):
             check_context(longest, 1, info.max_model_len)
         with as_api_error("prompt"):
             encoded = [
-                await prompts.encode(
+                await tokenizer.encode(
                     item, info.max_model_len, add_special_tokens=add_special_tokens
                 )
                 if isinstance(item, str)
@@ -227,7 +227,7 @@ def _is_one(prompt: Any) -> bool:
 
 
 def caller_of(request: Request, body: GenerationFields, deadline: Deadline) -> Caller:
-    """Who asks; a request's own salt counts within those of its key."""
+    """Return the sender of a request; its own salt is combined with that of its key."""
     state: dict[str, Any] = request.scope.get("state", {})
     salt: bytes = state.get("cache_salt", b"")
     if body.cache_salt:
@@ -240,7 +240,6 @@ def caller_of(request: Request, body: GenerationFields, deadline: Deadline) -> C
         request.url.path,
         salt,
         state.get("lease", Lease()),
-        request.headers.get("traceparent"),
         deadline,
     )
 

@@ -1,6 +1,11 @@
 """Tool calls in a growing output, by the form in which a family of models writes them.
 
-See `peagle.serving.tool_reader` for what is a call, and what stays content.
+What is not sure to be a call is content, byte for byte. A call is sure once its function's name is
+known and its arguments have begun; from there on the arguments are passed on as the model writes
+them, so a call may have arguments that are cut off or no valid JSON, as OpenAI's API has it too.
+Marks and braces around calls, and blanks between them, belong to neither.
+
+Parsers are generators that read the text as if all of it were there, and yield to wait for more.
 """
 
 from __future__ import annotations
@@ -8,11 +13,250 @@ from __future__ import annotations
 import re
 import string
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from peagle.markers import open_tail
-from peagle.serving.tool_reader import Steps, ToolCallParser
+from peagle.serving.tools import CallDelta, ContentDelta, Delta, joined, new_call_id
+
+_T = TypeVar("_T")
+Steps = Generator[None, None, _T]  # each yield waits for more text
+
+_BLANKS = " \t\n\r"
+_ARGUMENTS = ('"arguments"', '"parameters"')
+_KEYS = ('"name"', *_ARGUMENTS, '"id"', '"type"')
+_CLOSING = {"{": "}", "[": "]"}
+_TURNS = {False: re.compile(r'["{}\[\]]'), True: re.compile(r'["\\]')}  # in a string?
+
+
+class ToolCallParser:
+    """Finds no calls: everything is content. Base of the parsers that do.
+
+    Deltas, put together, are the same however the text is cut into pieces.
+
+    Args:
+        names: of the functions that may be called; calls of others stay content.
+    """
+
+    def __init__(self, names: Collection[str] = ()) -> None:
+        self._names = {f'"{name}"': name for name in names}
+        self._text = ""
+        self._start = 0  # what is before is given out or dropped
+        self._at = 0  # what is from start to here is read, and held back
+        self._ended = False
+        self._calls = 0
+        self._deltas: list[Delta] = []
+        self._steps = self._parse()
+
+    def add(self, text: str, *, final: bool = False) -> list[Delta]:
+        """What new text brings; `final` settles what was held back.
+
+        Raises:
+            ValueError: the text was final before.
+        """
+        if self._ended:
+            raise ValueError(f"{text!r} was added to an output that had ended; use a new parser.")
+        self._text = self._text[self._start :] + text
+        self._at -= self._start
+        self._start = 0
+        self._ended = final
+        next(self._steps, None)
+        deltas, self._deltas = self._deltas, []
+        return joined(deltas)
+
+    def _parse(self) -> Steps[None]:
+        while (yield from self._more()):
+            self._give(len(self._text))
+
+    # ---- reading: each moves self._at -------------------------------------------------------
+
+    def _more(self) -> Steps[bool]:
+        """Wait for a character; False at the end of the text."""
+        while self._at == len(self._text):
+            if self._ended:
+                return False
+            yield
+        return True
+
+    def _one_of(self, options: Iterable[str]) -> Steps[str]:
+        """Move past that option with which the text goes on; "" if with none.
+
+        No option begins with another one.
+        """
+        options = list(options)
+        while True:
+            for option in options:
+                if self._text.startswith(option, self._at):
+                    self._at += len(option)
+                    return option
+            left = len(self._text) - self._at
+            options = [
+                o for o in options if len(o) > left and self._text.endswith(o[:left], self._at)
+            ]
+            if self._ended or not options:
+                return ""
+            yield
+
+    def _blanks(self) -> Steps[None]:
+        while (yield from self._more()) and self._text[self._at] in _BLANKS:
+            self._at += 1
+
+    def _value(self, opening: str, *, stream: bool = False) -> Steps[bool]:
+        """Move past a string, object or array; False if it begins otherwise or does not end.
+
+        Args:
+            opening: how it begins.
+            stream: give it out as arguments of the current call.
+        """
+        if not (yield from self._more()) or self._text[self._at] != opening:
+            return False
+        balance = _Balance()
+        while balance.is_open and (yield from self._more()):
+            self._at = balance.scan(self._text, self._at)
+            if stream:
+                self._argue()
+        return balance.is_closed
+
+    # ---- settling: each moves self._start ---------------------------------------------------
+
+    def _give(self, end: int) -> None:
+        """Give out the text up to `end` as content, and go on there."""
+        if end > self._start:
+            self._deltas.append(ContentDelta(self._text[self._start : end]))
+        self._start = self._at = end
+
+    def _drop(self) -> None:
+        """What was read belongs to a call."""
+        self._start = self._at
+
+    def _begin(self, name: str, arguments: str = "") -> None:
+        """A new call; what was read belongs to it."""
+        self._deltas.append(CallDelta(self._calls, arguments, new_call_id(), name))
+        self._calls += 1
+        self._drop()
+
+    def _argue(self) -> None:
+        """Give out what was read as arguments of the current call."""
+        if self._at > self._start:
+            self._deltas.append(CallDelta(self._calls - 1, self._text[self._start : self._at]))
+        self._drop()
+
+    # ---- calls: each settles what belongs to the call, or nothing and returns False ---------
+
+    def _object(self) -> Steps[bool]:
+        """A call that is an object of name and arguments."""
+        name = arguments = ""
+        separator = yield from self._one_of("{")
+        while separator and separator != "}":
+            key = yield from self._key()
+            begin = self._at - self._start
+            if key == '"name"' and not name:
+                name = yield from self._one_of(self._names)
+                is_read = bool(name)
+            elif key in _ARGUMENTS and name and not arguments:
+                if not (yield from self._more()) or self._text[self._at] != "{":
+                    return False
+                self._begin(self._names[name])
+                if (yield from self._value("{", stream=True)):
+                    yield from self._end_of_object()
+                return True
+            elif key in _ARGUMENTS and not arguments:
+                is_read = yield from self._value("{")
+                arguments = self._text[self._start + begin : self._at]
+            else:
+                is_read = key in ('"id"', '"type"') and (yield from self._value('"'))
+            if not is_read:
+                return False
+            yield from self._blanks()
+            separator = yield from self._one_of(",}")
+        if not separator or not name:
+            return False
+        self._begin(self._names[name], arguments or "{}")
+        return True
+
+    def _key(self) -> Steps[str]:
+        """A key and its colon; "" if it is none that a call has."""
+        yield from self._blanks()
+        key = yield from self._one_of(_KEYS)
+        yield from self._blanks()
+        if not (yield from self._one_of(":")):
+            return ""
+        yield from self._blanks()
+        return key
+
+    def _end_of_object(self) -> Steps[None]:
+        """What follows the arguments, up to the brace; whatever else is there stays."""
+        while True:
+            yield from self._blanks()
+            separator = yield from self._one_of(",}")
+            if separator == "}":
+                return self._drop()
+            is_read = separator and (yield from self._key()) in ('"id"', '"type"')
+            if not is_read or not (yield from self._value('"')):
+                self._at = self._start
+                return
+
+    def _array(self) -> Steps[bool]:
+        """An array of calls; it ends before the first element that is none."""
+        if not (yield from self._one_of("[")):
+            return False
+        yield from self._blanks()
+        if not (yield from self._object()):
+            return False
+        while True:
+            yield from self._blanks()
+            separator = yield from self._one_of(",]")
+            if separator == "]":
+                self._drop()
+                return True
+            yield from self._blanks()
+            if not separator or not (yield from self._object()):
+                self._at = self._start
+                return True
+
+
+class _Balance:
+    """Strings and brackets of one JSON value; what is between them may be anything."""
+
+    def __init__(self) -> None:
+        self.is_open = True
+        self.is_closed = False
+        self._expected: list[str] = []
+        self._in_string = False
+        self._escaped = False
+
+    def scan(self, text: str, at: int) -> int:
+        """Where the value ends, or what cannot belong to it begins, or else the text ends."""
+        while at < len(text) and self.is_open:
+            if self._escaped:
+                self._escaped = False
+                at += 1
+                continue
+            found = _TURNS[self._in_string].search(text, at)
+            if not found:
+                return len(text)
+            if not self._turn(found[0]):
+                return found.start()
+            at = found.end()
+        return at
+
+    def _turn(self, char: str) -> bool:
+        """Past a quote, a backslash or a bracket; False if a closing bracket is the wrong one."""
+        if char == "\\":
+            self._escaped = True
+        elif char == '"':
+            self._in_string = not self._in_string
+        elif char in _CLOSING:
+            self._expected.append(_CLOSING[char])
+        elif self._expected.pop() != char:
+            self.is_open = False
+            return False
+        if not self._expected and not self._in_string:
+            self.is_open, self.is_closed = False, True
+        return True
+
+
+# ---- families of models ----------------------------------------------------------------------
 
 _LETTERS = string.ascii_letters + string.digits
 
@@ -152,7 +396,7 @@ PARSERS: dict[str, type[ToolCallParser]] = {
 
 
 def detect_parser(chat_template: str) -> str:
-    """The key of `PARSERS` that fits what a chat template tells the model; "none" if unknown."""
+    """Return the key of `PARSERS` for the calls that a chat template asks for, or "none"."""
     if "<tool_call>" in chat_template:
         # Qwen3-Coder and GLM write the arguments as XML.
         is_xml = "<function=" in chat_template or "<arg_key>" in chat_template

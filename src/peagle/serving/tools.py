@@ -15,14 +15,11 @@ from typing import Any
 from peagle.config.structured import StructuredOutput
 from peagle.serving.errors import ApiError
 
-MAX_TOOLS = 128
-CHOICES = ("none", "auto", "required")
-
 ToolChoice = str | Mapping[str, Any] | None
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _ID_LETTERS = string.ascii_letters + string.digits
-_SHOWN = 100
+_CUT = 100
 # Of a schema: what constrains nothing, what holds values, what maps names to schemas.
 _NOTES = ("$schema", "$id", "$comment", "title", "description", "default", "examples")
 _VALUES = ("const", "enum", "required")
@@ -33,7 +30,7 @@ _ALTERNATIVES = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 # ---- requests -------------------------------------------------------------------------------
 
 
-def check_tools(tools: Sequence[Any] | None, tool_choice: ToolChoice = None) -> None:
+def check_tools(tools: Sequence[Mapping[str, Any]], tool_choice: ToolChoice = None) -> None:
     """Refuse tools and a choice of them that peagle cannot work with.
 
     Args:
@@ -44,90 +41,58 @@ def check_tools(tools: Sequence[Any] | None, tool_choice: ToolChoice = None) -> 
     Raises:
         ApiError: 400, with the field that is wrong as `param`.
     """
-    tools = tools or []
-    if len(tools) > MAX_TOOLS:
-        raise _error(f"{len(tools)} tools were given; expected {MAX_TOOLS} at most.", "tools")
     names: set[str] = set()
     for i, tool in enumerate(tools):
-        name = _checked_name(tool, f"tools[{i}]")
+        place, name = f"tools[{i}].function", tool["function"]["name"]
+        if not _NAME.fullmatch(name):
+            raise _error(
+                f"tools[{i}] has the name {_cut(name)}; expected 1 to 64 characters, each a "
+                "letter, a digit, '_' or '-'.",
+                f"{place}.name",
+            )
         if name in names:
             raise _error(
                 f"Two tools have the name {name!r}; give each function a name of its own.",
-                f"tools[{i}].function.name",
+                f"{place}.name",
             )
         names.add(name)
-        _check_parameters(tool["function"].get("parameters"), f"tools[{i}].function.parameters")
-    _check_choice(tool_choice, names)
-
-
-def _checked_name(tool: Any, place: str) -> str:
-    """The name of a tool's function."""
-    function = tool.get("function") if isinstance(tool, Mapping) else None
-    if not isinstance(function, Mapping) or tool.get("type") != "function":
-        raise _error(
-            f"{place} is {_shown(tool)}; expected "
-            '{"type": "function", "function": {"name": ..., "parameters": {...}}}.',
-            place,
-        )
-    name = function.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise _error(
-            f"{place} has the name {_shown(name)}; expected 1 to 64 characters, each a letter, a "
-            "digit, '_' or '-'.",
-            f"{place}.function.name",
-        )
-    return name
-
-
-def _check_parameters(parameters: Any, place: str) -> None:
-    """A schema of an object, or none; whether a grammar can enforce it shows when it is forced."""
-    if parameters is None:
+        _check_parameters(tool["function"].get("parameters") or {}, f"{place}.parameters")
+    if tool_choice is None or tool_choice == "none":
         return
-    expected = 'a JSON schema of an object, {"type": "object", "properties": {...}}'
-    if not isinstance(parameters, Mapping):
-        raise _error(f"{place} is {_shown(parameters)}; expected {expected}.", place)
+    if not names:
+        raise _error(
+            f"tool_choice is {_cut(tool_choice)}, and there are no tools; give tools, or leave "
+            "tool_choice out.",
+            "tool_choice",
+        )
+    if isinstance(tool_choice, Mapping) and (name := tool_choice["function"]["name"]) not in names:
+        raise _error(
+            f"tool_choice names the function {_cut(name)}, which is not among the tools: "
+            f"{_cut(', '.join(sorted(names)))}.",
+            "tool_choice",
+        )
+
+
+def _check_parameters(parameters: Mapping[str, Any], place: str) -> None:
+    """A schema of an object; whether a grammar can enforce it shows when it is forced."""
     if parameters.get("type", "object") != "object":
         raise _error(
-            f"{place} has the type {_shown(parameters['type'])}; expected {expected}.", place
+            f"{place} has the type {_cut(parameters['type'])}; expected a JSON schema of an "
+            'object, {"type": "object", "properties": {...}}.',
+            place,
         )
     properties, required = parameters.get("properties", {}), parameters.get("required", [])
     if not isinstance(properties, Mapping) or not all(
         isinstance(schema, Mapping | bool) for schema in properties.values()
     ):
         raise _error(
-            f"{place} has the properties {_shown(properties)}; expected an object of schemas.",
+            f"{place} has the properties {_cut(properties)}; expected an object of schemas.",
             f"{place}.properties",
         )
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         raise _error(
-            f"{place} has required: {_shown(required)}; expected a list of names.",
+            f"{place} has required: {_cut(required)}; expected a list of names.",
             f"{place}.required",
-        )
-
-
-def _check_choice(tool_choice: ToolChoice, names: set[str]) -> None:
-    if tool_choice is None or tool_choice == "none":
-        return
-    function = tool_choice.get("function") if isinstance(tool_choice, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    is_named = isinstance(tool_choice, Mapping) and tool_choice.get("type") == "function"
-    if tool_choice not in CHOICES and not (is_named and isinstance(name, str)):
-        raise _error(
-            f"tool_choice is {_shown(tool_choice)}; expected one of: {', '.join(CHOICES)}, or "
-            '{"type": "function", "function": {"name": ...}}.',
-            "tool_choice",
-        )
-    if not names:
-        raise _error(
-            f"tool_choice is {_shown(tool_choice)}, and there are no tools; give tools, or leave "
-            "tool_choice out.",
-            "tool_choice",
-        )
-    if name is not None and name not in names:
-        raise _error(
-            f"tool_choice names the function {_shown(name)}, which is not among the tools: "
-            f"{_shown(', '.join(sorted(names)))}.",
-            "tool_choice",
         )
 
 
@@ -135,9 +100,9 @@ def _error(message: str, param: str) -> ApiError:
     return ApiError(400, message, param=param)
 
 
-def _shown(value: object) -> str:
+def _cut(value: object) -> str:
     text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return text if len(text) <= _CUT else f"{text[:_CUT]}..."
 
 
 # ---- forced calls ---------------------------------------------------------------------------
@@ -148,7 +113,7 @@ def constraint(
     tool_choice: ToolChoice = None,
     parallel: bool = True,
 ) -> StructuredOutput | None:
-    """What forces the calls that a choice asks for; None for "auto" and "none".
+    """Return the constraint that forces the calls of a choice; None for "auto" and "none".
 
     A named function: the whole output is its arguments. "required": it is an array of objects
     {"name": ..., "arguments": {...}}, one only unless `parallel`.
@@ -196,7 +161,7 @@ def _calls(functions: Mapping[str, Mapping[str, Any]], parallel: bool) -> dict[s
 
 
 def _arguments(function: Mapping[str, Any], root: str) -> dict[str, Any]:
-    """The schema of a function's arguments, as it stands at `root`: an object in any case."""
+    """Return the schema of a function's arguments at the place `root`: always an object."""
     parameters = function.get("parameters")
     if parameters is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}

@@ -12,7 +12,7 @@ from peagle.bundled import expand_bundled
 from peagle.config import SpeculativeConfig
 from peagle.config.network import is_loopback
 from peagle.errors import CheckpointError, UserError
-from peagle.model_folder import read_header
+from peagle.model_folder import read_file_header
 
 if TYPE_CHECKING:
     from peagle.models.drafter_config import DrafterConfig
@@ -166,8 +166,7 @@ def _check_kind(config: SpeculativeConfig, head: DrafterConfig, folder: str) -> 
 def _has_mask_hidden(folder: str) -> bool:
     for file in sorted(Path(folder).glob("*.safetensors")):
         try:
-            with file.open("rb") as data:
-                names = read_header(data, file.stat().st_size)
+            names = read_file_header(file)
         except ValueError as error:
             raise CheckpointError(f"{str(file)!r} is cut or damaged: {error}.") from None
         if any(name.endswith("mask_hidden") for name in names):

@@ -1,4 +1,4 @@
-"""Prompts of requests as token ids: the front end's use of the tokenizer.
+"""The front end's tokenizer: prompts of requests as token ids.
 
 A long text takes a while, and the event loop goes on meanwhile: two threads, each with a tokenizer
 of its own, take short and long texts, so that a short one never waits behind long ones. A text of
@@ -45,15 +45,15 @@ class _Lane:
         return await loop.run_in_executor(self._thread, call, self.tokenizer)
 
 
-class Prompts:
-    """Encodes, renders and decodes for one model.
+class Tokenizer:
+    """Encodes, renders and decodes texts for one model, in threads.
 
     Args:
         folder: of the model.
         chat_template: file or name of a template; None takes the model's, if there is one.
 
     Attributes:
-        characters_per_token: the most that one token of the vocabulary stands for.
+        characters_per_token: the largest number in one token of the vocabulary.
 
     Raises:
         UserError: the tokenizer does not load, or the template that was named is not usable.
@@ -191,7 +191,7 @@ class Prompts:
 def encode_text(
     tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool = True
 ) -> list[int]:
-    """The ids of `tokenizer.encode`, without the offsets that nobody reads where it can be.
+    """Return the ids of `tokenizer.encode`, if possible without computing offsets.
 
     A fast tokenizer encodes a batch without holding the interpreter.
     """
@@ -210,7 +210,7 @@ class _Deadline:
     """Ends what runs in another thread after some seconds.
 
     The exception is raised in the thread between two bytecodes, and in no other call than the one
-    of `run`: whoever raises it holds the lock, as does whoever ends the call.
+    of `run`: both raising it and ending the call need the lock.
     """
 
     def __init__(self, seconds: float) -> None:
