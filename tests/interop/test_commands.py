@@ -15,7 +15,8 @@ from peagle.backends.vllm.installation import VllmInstallation
 from peagle.backends.vllm.launch import VllmLaunch
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.config import SpeculativeConfig
-from peagle.doctor.examiner import Examiner
+from peagle.doctor.examiner import examine
+from peagle.doctor.probed_target import ProbedTarget
 from peagle.doctor.questions import choose_texts
 from peagle.doctor.served import VllmServing
 from peagle.models.target import load_tokenizer
@@ -115,7 +116,7 @@ def test_doctor_names_what_is_wrong_with_a_head_that_vllm_serves(
 
 
 @pytest.fixture(scope="module")
-def examiner() -> Examiner:
+def probed() -> ProbedTarget:
     texts = choose_texts(None, load_tokenizer(BUNDLED_TARGET))[::2]
     return make_examiner(BUNDLED_TARGET, BUNDLED_PEAGLE, texts)
 
@@ -141,7 +142,7 @@ def test_doctor_names_what_vllm_serves_wrongly(
     served: Callable[[Path], Path],
     options: dict[str, Any],
     installation: VllmInstallation,
-    examiner: Examiner,
+    probed: ProbedTarget,
     tmp_path: Path,
 ) -> None:
     """The head examined is healthy; the one that vLLM serves differs in one respect."""
@@ -154,7 +155,7 @@ def test_doctor_names_what_vllm_serves_wrongly(
         threads=1,
         **options,
     )
-    report = examiner.examine(BUNDLED_PEAGLE, VllmServing(launch, installation))
+    report = examine(probed, BUNDLED_PEAGLE, VllmServing(launch, installation))
     assert [(one.id, one.where) for one in report.causes] == [(cause, "serving")], report.causes
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from peagle.engine.pipeline import RowReport, read_report
+from peagle.engine.graph_runner import RowReport, read_report
 from peagle.kernels.launch import launch
 from peagle.kernels.step_state import Finish, StepRecord, StepState
 

@@ -15,6 +15,7 @@ from peagle.cli import groups, options
 from peagle.cli.flags import Given, takes
 from peagle.cli.settings import Layer, Setting
 from peagle.cli.setup import Setup
+from peagle.cli.vllm_engine import refuse_vllm_options
 from peagle.config import SpeculativeConfig
 from peagle.errors import UserError
 from peagle.extras import require_package
@@ -147,22 +148,6 @@ def _apart(model: str | None, flags: list[str]) -> tuple[str | None, list[str]]:
     if flags and not flags[0].startswith("-"):
         raise UserError(f"{flags[0]!r} was given after the model {model!r}; expected options.")
     return model, flags
-
-
-def refuse_vllm_options(given: Given, flags: list[str]) -> None:
-    """Refuse options and flags of vLLM where another engine runs.
-
-    Raises:
-        UserError: naming the first.
-    """
-    for flag in groups.VLLM:
-        if flag.key in given and flag.key != "engine_name":
-            raise UserError(f"{flag.shown_name} was given; it needs --engine vllm.")
-    if flags:
-        raise UserError(
-            f"{flags[0]!r} was given after --, where flags of vLLM stand; expected --engine vllm "
-            "with them. Leave them out, or name that engine."
-        )
 
 
 def _as_in_sagemaker(*, with_model: bool) -> None:

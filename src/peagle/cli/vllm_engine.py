@@ -11,8 +11,8 @@ import typer
 
 from peagle.cli import groups
 from peagle.cli.flags import Given, pick
-from peagle.cli.serve import refuse_vllm_options
 from peagle.config import SpeculativeConfig
+from peagle.errors import UserError
 
 if TYPE_CHECKING:
     from peagle.backends.vllm.installation import VllmInstallation
@@ -97,3 +97,19 @@ def launch_for(
 def say(text: str) -> None:
     """Print a line of progress to standard error."""
     print(f"peagle: {text}", file=sys.stderr, flush=True)
+
+
+def refuse_vllm_options(given: Given, flags: list[str]) -> None:
+    """Refuse options and flags of vLLM where another engine runs.
+
+    Raises:
+        UserError: naming the first.
+    """
+    for flag in groups.VLLM:
+        if flag.key in given and flag.key != "engine_name":
+            raise UserError(f"{flag.shown_name} was given; it needs --engine vllm.")
+    if flags:
+        raise UserError(
+            f"{flags[0]!r} was given after --, where flags of vLLM stand; expected --engine vllm "
+            "with them. Leave them out, or name that engine."
+        )

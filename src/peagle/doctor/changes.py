@@ -20,7 +20,7 @@ from peagle.doctor.files import HeadFiles, json_bool, target_rope
 from peagle.doctor.forward import HeadDrafts
 from peagle.doctor.head import Head
 from peagle.doctor.probed_target import ProbedTarget, aux_choices
-from peagle.models.checkpoint.layers import AUX_KEY
+from peagle.models.checkpoint.formats import AUX_KEY
 
 MEAN_FEATURE = "the mean feature in place of mask_hidden"
 MASK_STATE = "fc(norm(mask_hidden)), with the norm before fc if any"

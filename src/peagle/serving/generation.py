@@ -19,7 +19,7 @@ from peagle.serving.metrics import Failure, Metrics
 from peagle.serving.quotas import Lease
 from peagle.serving.tracing import Tracing, span_attributes
 
-logger = logging.getLogger("peagle.serving.requests")
+logger = logging.getLogger("peagle.serving.generation")
 
 
 @dataclass(frozen=True, slots=True)
