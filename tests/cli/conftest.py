@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import peagle as package
 from peagle.cli.main import run
+from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.evaluation.report import charts
 from peagle.models.checkpoint import save_drafter
 from peagle.models.fingerprint import TargetFingerprint
@@ -33,6 +36,20 @@ class Result:
 
 Peagle = Callable[..., Result]
 _can_draw = charts.can_draw
+
+# Sections of what `--show-config` prints.
+DEFAULTS = {
+    "engine": EngineConfig(),
+    "speculative": SpeculativeConfig(method="ngram"),
+    "sampling": SamplingParams(),
+}
+
+
+def without_defaults(section: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a section of `--show-config` that are not defaults."""
+    defaults = json.loads(json.dumps(asdict(DEFAULTS[section])))
+    defaults |= {"method": None, "logit_bias": {}}
+    return {key: value for key, value in values.items() if value != defaults[key]}
 
 
 def environment() -> dict[str, str]:

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from peagle import LLM, EngineConfig, SamplingParams, SpeculativeConfig
+from peagle import LLM, SamplingParams
 from peagle.bundled import BUNDLED, FOLDERS
-from tests.cli.conftest import Pair, Peagle, Result, environment
+from tests.cli.conftest import DEFAULTS, Pair, Peagle, Result, environment, without_defaults
 from tests.fake_hub import FakeHub, read_folder, serve, used
 from tests.fake_hub import environment as hub_environment
 
@@ -40,11 +40,6 @@ temperature = 0.5
 stop_token_ids = [7]
 """
 JSON_CONFIG = '{"method": "eagle3", "model": "org/json-head", "num_speculative_tokens": 2}'
-DEFAULTS = {
-    "engine": EngineConfig(),
-    "speculative": SpeculativeConfig(method="ngram"),
-    "sampling": SamplingParams(),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -67,9 +62,8 @@ def settings(result: Result) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in json.loads(result.out).items():
         if name in DEFAULTS and value is not None:
-            default = json.loads(json.dumps(asdict(DEFAULTS[name]))) | {"method": None}
-            default |= {"logit_bias": {}}
-            found |= {f"{name}.{key}": one for key, one in value.items() if one != default[key]}
+            changed = without_defaults(name, value)
+            found |= {f"{name}.{key}": one for key, one in changed.items()}
         elif name != "format_version":
             found[name] = value
     return {key: value for key, value in found.items() if value is not None}

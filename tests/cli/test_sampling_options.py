@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,10 @@ import pytest
 
 from peagle.cli.generate import _in_order
 from peagle.cli.options import OutputFormat
-from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.evaluation.prompts import Prompt
-from tests.cli.conftest import Pair, Peagle, Result
+from tests.cli.conftest import Pair, Peagle, Result, without_defaults
 
 SCHEMA = "{}"
-DEFAULTS = {
-    "engine": EngineConfig(),
-    "speculative": SpeculativeConfig(model="org/h"),
-    "sampling": SamplingParams(),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -34,10 +27,7 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 def shown(result: Result, section: str = "sampling") -> dict[str, Any]:
     """Values that are not defaults."""
     assert (result.status, result.err) == (0, "")
-    defaults = json.loads(json.dumps(asdict(DEFAULTS[section])))
-    defaults |= {"logit_bias": {}} if section == "sampling" else {}
-    values = json.loads(result.out)[section]
-    return {key: value for key, value in values.items() if value != defaults[key]}
+    return without_defaults(section, json.loads(result.out)[section])
 
 
 # ---- what is set ----------------------------------------------------------------------------
