@@ -17,7 +17,7 @@ from common import add_prompts, finish, methods_of, parser, run_guarded, specula
 
 from peagle.config import SamplingParams
 from peagle.engine.model_runner import TargetPass
-from peagle.evaluation.compare import Measurement, build, measure, warm_up
+from peagle.evaluation.engine_backend import Measurement, build, measure, warm_up
 from peagle.evaluation.prompts import load_prompt_set
 from peagle.llm import LLM
 from peagle.models.target import TargetModel

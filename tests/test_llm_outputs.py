@@ -21,7 +21,7 @@ from peagle.engine.outputs import RequestOutput
 from peagle.engine.requests import word_ids
 from peagle.engine.stats import SpeculationStats
 from peagle.errors import CheckpointError, UserError
-from peagle.evaluation.compare import measure
+from peagle.evaluation.engine_backend import measure
 from peagle.kernels.logprobs import TokenLogprobs
 from peagle.models.target import TargetModel
 from tests.conftest import make_target_folder

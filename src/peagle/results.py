@@ -302,6 +302,16 @@ class Cell(Record):
     linearity: float | None = None
     meets_objective: bool | None = None
 
+    @property
+    def speed(self) -> float:
+        """Output tokens per second, the median of the repeats."""
+        return self.median.output_tokens_per_s
+
+    @property
+    def speed_range(self) -> Interval:
+        """Least and most output tokens per second of the repeats."""
+        return self.spread.output_tokens_per_s or (self.speed, self.speed)
+
 
 class BestK(Record):
     """The best K of a method at one load, and every K that ties with the fastest."""

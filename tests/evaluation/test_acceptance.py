@@ -6,12 +6,11 @@ import pytest
 
 from peagle.engine import SpeculationStats
 from peagle.evaluation.acceptance import (
-    Completion,
-    DecodedStep,
     acceptance_figures,
     conditional_acceptance,
     loop_start,
 )
+from peagle.evaluation.decoding import Completion, DecodedStep
 from peagle.llm import RequestOutput
 
 

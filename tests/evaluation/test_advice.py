@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from peagle.evaluation.comparisons import compare_entries
-from peagle.evaluation.intervals import acceptance_intervals, paired_difference
+from peagle.evaluation.intervals import acceptance_intervals, compare_entries, paired_difference
 from peagle.evaluation.report import charts, write_report
 from peagle.evaluation.report.advice import acceptance_advice, throughput_advice
 from peagle.evaluation.training_record import read_training_record

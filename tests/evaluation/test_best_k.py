@@ -6,21 +6,19 @@ import json
 import random
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from peagle.cli import tune_view
 from peagle.cli.bench_view import result_text
-from peagle.evaluation.best_k import Speed, best_k, tied_fastest
 from peagle.evaluation.report import charts, write_report
 from peagle.evaluation.report.advice import throughput_advice
 from peagle.evaluation.report.files import read_results
 from peagle.evaluation.report.series import Cast, best_cells
 from peagle.evaluation.sweep import SweepPoint
-from peagle.evaluation.throughput import summarize
+from peagle.evaluation.throughput import best_k_cell, summarize, tied_fastest
 from peagle.evaluation.tuning.schedule import k_at
-from peagle.results import ThroughputResults, TuneResults
+from peagle.results import Cell, RunFigures, ThroughputResults, TuneResults
 from tests.evaluation import report_samples
 from tests.evaluation.report_samples import write
 
@@ -32,17 +30,11 @@ def _undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(charts, "can_draw", lambda: False)
 
 
-def figures(speed: float) -> dict[str, Any]:
-    """As `timing.figures_of` gives them."""
-    percentiles = dict.fromkeys(("p50", "p90", "p99", "mean"), 0.1)
-    return {
-        **{"seconds": 1.0, "num_requests": 4, "num_tokens": 64, "output_tokens_per_s": speed},
-        **{"requests_per_s": 1.0, "acceptance_length": 2.0, "gpu_busy": None, "errors": 0},
-        **{"ttft_s": percentiles, "itl_s": percentiles, "e2e_s": percentiles},
-    }
+def figures(speed: float) -> RunFigures:
+    return RunFigures(output_tokens_per_s=speed, requests_per_s=1.0, acceptance_length=2.0)
 
 
-def measured(rng: random.Random) -> dict[SweepPoint, list[dict[str, Any]]]:
+def measured(rng: random.Random) -> dict[SweepPoint, list[RunFigures]]:
     """A sweep of random speeds, of which many tie."""
     arms = [("plain", 0), *(("eagle3", k) for k in KS), *(("peagle", k) for k in KS)]
     return {
@@ -65,12 +57,23 @@ def bench(rng: random.Random) -> ThroughputResults:
     return results.model_copy(update={"advice": throughput_advice(results)})
 
 
-def test_the_definition() -> None:
-    speeds = {3: Speed(100, 95, 104), 5: Speed(110, 103, 112), 7: Speed(90, 80, 102)}
-    assert tied_fastest(speeds) == [3, 5]
-    assert best_k(speeds) == 3
-    assert best_k(speeds | {3: Speed(100, 95, 102.9)}) == 5
-    assert best_k({7: Speed(100, 100, 100), 5: Speed(100, 100, 100), 3: Speed(99, 99, 99)}) == 5
+def at(k: int, median: float, least: float, most: float) -> Cell:
+    median_speed, spread = {"output_tokens_per_s": median}, {"output_tokens_per_s": (least, most)}
+    cell = {"method": "peagle", "k": k, "concurrency": 1, "median": median_speed, "spread": spread}
+    return Cell.model_validate(cell)
+
+
+@pytest.mark.parametrize(
+    ("cells", "tied", "best"),
+    [
+        ([at(3, 100, 95, 104), at(5, 110, 103, 112), at(7, 90, 80, 102)], [3, 5], 3),
+        ([at(3, 100, 95, 102.9), at(5, 110, 103, 112), at(7, 90, 80, 102)], [5], 5),
+        ([at(7, 100, 100, 100), at(5, 100, 100, 100), at(3, 99, 99, 99)], [7, 5], 5),
+    ],
+)
+def test_the_definition(cells: list[Cell], tied: list[int], best: int) -> None:
+    assert [cell.k for cell in tied_fastest(cells)] == tied
+    assert best_k_cell(cells).k == best
 
 
 @pytest.mark.parametrize("seed", range(12))

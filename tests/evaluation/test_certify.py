@@ -19,8 +19,8 @@ from peagle.evaluation.certify.certificate import certificate_text
 from peagle.evaluation.certify.matrix import Case, difference
 from peagle.evaluation.certify.reference import Reference, TargetReference, probabilities
 from peagle.evaluation.certify.run import Options, run
-from peagle.evaluation.compare import load_target
 from peagle.evaluation.decoding_methods import DecodingMethod
+from peagle.evaluation.engine_backend import load_target
 from peagle.results import CertificateResults, CertifiedCase, Difference
 from peagle.speculation import verification
 from peagle.speculation.verification import Verified

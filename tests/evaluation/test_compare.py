@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from peagle import LLM, SamplingParams, SpeculativeConfig
-from peagle.evaluation.compare import build, load_target, measure
+from peagle.evaluation.engine_backend import build, load_target, measure
 from peagle.llm import StreamChunk
 from peagle.models.target import TargetModel
 
@@ -100,7 +100,7 @@ def test_engines_on_one_card_share_what_is_free(
         plan.append((given, free))
         free -= given
 
-    monkeypatch.setattr("peagle.evaluation.compare.free_and_total", card)
+    monkeypatch.setattr("peagle.evaluation.engine_backend.free_and_total", card)
     monkeypatch.setattr(LLM, "__init__", watched)
     target = load_target(target_folder, dtype="float64", device="cpu")
     build(target, dict.fromkeys("abc"), gpu_memory_utilization=0.8)

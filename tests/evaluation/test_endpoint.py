@@ -14,8 +14,7 @@ from peagle.client.events import DONE
 from peagle.config import SamplingParams
 from peagle.engine import SpeculationStats
 from peagle.errors import UserError
-from peagle.evaluation.acceptance import DecodedStep
-from peagle.evaluation.decoding import Answer, Request
+from peagle.evaluation.decoding import Answer, DecodedStep, Request
 from peagle.evaluation.endpoint import KEY_VARIABLES, EndpointBackend
 from peagle.evaluation.endpoint_answers import ForeignAnswer, read_answer
 from peagle.evaluation.http_client import Reply

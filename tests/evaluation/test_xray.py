@@ -12,22 +12,20 @@ from hypothesis import strategies as st
 from peagle import LLM, SamplingParams
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.engine import SpeculationStats
-from peagle.evaluation.acceptance import DecodedStep, acceptance_figures
-from peagle.evaluation.compare import measure
-from peagle.evaluation.decoding import Answer
-from peagle.evaluation.dialogues import run_dialogues
-from peagle.evaluation.engine_backend import EngineBackend
-from peagle.evaluation.prompts import load_prompt_set
-from peagle.evaluation.texts import hardest_texts, pieces
-from peagle.evaluation.xray import (
+from peagle.evaluation.acceptance import (
     GroupCounters,
-    Observation,
+    acceptance_figures,
     beyond_training,
     decode_steps,
+    figures_of_answers,
+    figures_of_counters,
     histogram,
-    xray,
-    xray_of_counters,
 )
+from peagle.evaluation.decoding import Answer, DecodedStep, Observation
+from peagle.evaluation.dialogues import run_dialogues
+from peagle.evaluation.engine_backend import EngineBackend, measure
+from peagle.evaluation.prompts import load_prompt_set
+from peagle.evaluation.texts import hardest_texts, pieces
 from peagle.results import AcceptanceFigures
 from tests.engine.engines import watch_drafts
 
@@ -58,7 +56,7 @@ def observations(llm: LLM) -> list[Observation]:
 
 @pytest.fixture(scope="module")
 def result(llm: LLM, observations: list[Observation]) -> AcceptanceFigures:
-    return xray(observations, K, llm.tokenizer)
+    return figures_of_answers(observations, K, llm.tokenizer)
 
 
 def replay(
@@ -263,7 +261,7 @@ def test_turns_of_a_conversation_are_one_cluster() -> None:
     """Twice the same requests, as second turns, must not make the interval narrower."""
     single = [synthetic([n % 8] * 10, name=str(n)) for n in range(24)]
     twice = single + [synthetic([n % 8] * 10, name=str(n)) for n in range(24)]
-    one, other = (xray(observed, 7).pooled for observed in (single, twice))
+    one, other = (figures_of_answers(observed, 7).pooled for observed in (single, twice))
     assert other.num_requests == 48
     assert other.acceptance_length_ci == pytest.approx(one.acceptance_length_ci)
 
@@ -275,7 +273,7 @@ def test_counters_of_a_server() -> None:
         GroupCounters("mt_bench", "mt_bench/stem", 5, 105, SpeculationStats(50, 150, 0, [0, 0, 0])),
         GroupCounters("gsm8k", "gsm8k", 5, 100, None),
     ]
-    result = xray_of_counters(groups, 3)
+    result = figures_of_counters(groups, 3)
     math = result.by_category["mt_bench/math"]
     assert (math.acceptance_length, math.unconditional) == (2.8, [0.9, 0.6, 0.3])
     assert math.conditional == [0.9, pytest.approx(60 / 90), 0.5]
@@ -289,10 +287,10 @@ def test_counters_of_a_server() -> None:
 def test_without_steps_requests_still_count() -> None:
     """Our server tells the drafts of a request, but not its tokens."""
     every = [synthetic([n % 4] * 10, name=str(n)) for n in range(12)]
-    expected = xray(every, 7)
+    expected = figures_of_answers(every, 7)
     for one in every:
         one.answer.steps = None
-    result = xray(every, 7)
+    result = figures_of_answers(every, 7)
     assert result.histogram == expected.histogram
     assert result.pooled.tokens_per_step == expected.pooled.tokens_per_step
     assert result.pooled.acceptance_length_ci == expected.pooled.acceptance_length_ci

@@ -31,7 +31,7 @@ from peagle.evaluation.prompts import Prompt, load_prompt_set
 
 if TYPE_CHECKING:
     # torch takes seconds to import, and the spinner should turn by then.
-    from peagle.evaluation.compare import Measurement
+    from peagle.evaluation.engine_backend import Measurement
     from peagle.llm import LLM, StreamChunk
     from peagle.models.target import TargetModel
 
@@ -121,7 +121,13 @@ def demo(
     with view.loading():
         options.set_threads(given.value("threads"))
         options.quiet_libraries()
-        from peagle.evaluation.compare import Measurement, build, load_target, measure, warm_up
+        from peagle.evaluation.engine_backend import (
+            Measurement,
+            build,
+            load_target,
+            measure,
+            warm_up,
+        )
 
         model = load_target(folder, dtype=engine.dtype, device=engine.device)
         _check_kinds(configurations, model.num_layers)

@@ -12,8 +12,8 @@ from typing import Protocol
 
 from peagle.config import SamplingParams
 from peagle.engine import SpeculationStats
+from peagle.engine.outputs import RequestOutput
 from peagle.errors import UserError
-from peagle.evaluation.acceptance import DecodedStep
 
 Message = dict[str, str]
 
@@ -27,18 +27,38 @@ class Request:
     params: SamplingParams
 
 
+@dataclass(frozen=True, slots=True)
+class DecodedStep:
+    """The tokens that one step added to one output.
+
+    `num_drafted` draft tokens were verified; the first `num_accepted` tokens added are drafts.
+    """
+
+    num_tokens: int
+    num_drafted: int
+    num_accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished output and the steps it came in; the first step is the prompt pass."""
+
+    output: RequestOutput
+    steps: list[DecodedStep]
+
+
 @dataclass(slots=True)
 class Answer:
     """The answer to a request. Times are seconds since it was sent.
 
     Attributes:
         finish_reason: "stop" or "length"; "" where it broke off.
-        chunks: when each piece of the output came, and how many tokens it held.
+        chunks: time of each piece of the output, and the number of its tokens.
         texts: text of each chunk.
-        seconds: to the end.
+        seconds: time of the end.
         steps: one a chunk, the first the prompt pass; None like `token_ids` and `stats`, the
             drafts of this request, where the backend does not tell them.
-        error: why there is no whole answer; "" where there is.
+        error: the reason why there is no whole answer; "" where there is one.
     """
 
     text: str = ""

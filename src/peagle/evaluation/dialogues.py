@@ -10,10 +10,10 @@ from peagle.chat import with_answer
 from peagle.config import SamplingParams
 from peagle.engine import SpeculationStats
 from peagle.errors import UserError
+from peagle.evaluation.acceptance import GroupCounters
 from peagle.evaluation.decoding import Answer, Backend, Message, Observation, Request
 from peagle.evaluation.engine_backend import EngineBackend
 from peagle.evaluation.prompts import Prompt
-from peagle.evaluation.xray import GroupCounters
 
 PromptSets = Mapping[str, Sequence[Prompt]]
 TURN_SEEDS = 1_000_003  # more than a set has prompts

@@ -11,8 +11,7 @@ from typing import Any
 from peagle.client.api import error_message, printable
 from peagle.client.events import DONE
 from peagle.engine import SpeculationStats
-from peagle.evaluation.acceptance import DecodedStep
-from peagle.evaluation.decoding import Answer
+from peagle.evaluation.decoding import Answer, DecodedStep
 from peagle.evaluation.http_client import Reply
 
 _PROBLEMS = {

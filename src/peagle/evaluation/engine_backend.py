@@ -1,22 +1,165 @@
-"""Our engine in this process, as a backend of an evaluation."""
+"""Engines on one loaded target: as a backend of an evaluation, and for timed runs."""
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from peagle.chat import opens_thinking, render_chat
-from peagle.config import SpeculativeConfig
+from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine import SpeculationStats
+from peagle.engine.memory_plan import free_and_total
+from peagle.engine.placement import resolve_device, resolve_dtype
 from peagle.errors import UserError
-from peagle.evaluation.acceptance import DecodedStep
-from peagle.evaluation.compare import build, release
-from peagle.evaluation.decoding import Answer, Request, Run, require_some
+from peagle.evaluation.decoding import (
+    Answer,
+    Completion,
+    DecodedStep,
+    Request,
+    Run,
+    require_some,
+)
 from peagle.llm import LLM, StreamChunk
 from peagle.models.target import TargetModel
+
+WARM_UP_TOKENS = 16
+
+
+# ---- engines --------------------------------------------------------------------------------
+
+
+def load_target(folder: str | Path, *, dtype: str, device: str) -> TargetModel:
+    """Load a target in Hugging Face format; dtype and device are as in EngineConfig.
+
+    Raises:
+        UserError: the folder, the type or the device is not usable.
+    """
+    config = EngineConfig(dtype=dtype, device=device)  # type: ignore[arg-type]
+    where = resolve_device(config.device)
+    return TargetModel.load(folder, dtype=resolve_dtype(config.dtype, where), device=where)
+
+
+def build(
+    target: TargetModel,
+    configurations: Mapping[str, SpeculativeConfig | None],
+    **engine_options: Any,
+) -> dict[str, LLM]:
+    """Build one LLM for each configuration, all on the same target; None decodes plainly.
+
+    Prefix caching is off unless asked for: repeated runs would find the KV of their prompts. On a
+    GPU the engines share what is free.
+
+    Raises:
+        UserError: a head does not fit the target, or an option is not usable.
+    """
+    options = {"enable_prefix_caching": False, **engine_options}
+    most = options.get("gpu_memory_utilization", EngineConfig().gpu_memory_utilization)
+    llms: dict[str, LLM] = {}
+    for name, speculative in configurations.items():
+        if (card := free_and_total(target.device)) is not None:
+            # Each engine still to come gets an equal part of what the others have left.
+            in_use = 1 - card[0] / card[1]
+            share = max(0.0, most - in_use) / (len(configurations) - len(llms))
+            options["gpu_memory_utilization"] = in_use + share
+        llms[name] = LLM(model=target, speculative_config=speculative, **options)
+    return llms
+
+
+def release(target: TargetModel) -> None:
+    """Give back the memory of the engines on a target that nobody holds any more."""
+    target.drop_kv_caches()
+    gc.collect()  # an engine and its parts refer to each other
+    if target.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+# ---- timed runs -----------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Measurement:
+    """Outputs of one run in the order of the prompts, and the engine's seconds for them.
+
+    The seconds hold the prompt passes, and nothing that the caller does between steps.
+    """
+
+    completions: list[Completion] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def extend(self, other: Measurement) -> None:
+        """Append another run."""
+        self.completions += other.completions
+        self.seconds += other.seconds
+
+    @property
+    def token_ids(self) -> list[list[int]]:
+        """Tokens of each output."""
+        return [completion.output.token_ids for completion in self.completions]
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens."""
+        return sum(map(len, self.token_ids))
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens a second."""
+        return self.num_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def stats(self) -> SpeculationStats:
+        """Pooled counters of the drafts."""
+        return SpeculationStats.pooled(one.output.stats for one in self.completions)
+
+
+def measure(
+    llm: LLM,
+    prompts: Sequence[str],
+    params: SamplingParams | Sequence[SamplingParams],
+    watch: Callable[[StreamChunk], None] | None = None,
+) -> Measurement:
+    """Complete prompts and time the engine; `watch` gets every chunk, outside that time.
+
+    Raises:
+        UserError: a prompt is empty or too long.
+    """
+    steps: dict[tuple[int, int], list[DecodedStep]] = {}
+    completions: dict[tuple[int, int], Completion] = {}
+    seconds = 0.0
+    stream = llm.stream(prompts, params)
+    while True:
+        start = time.perf_counter()
+        chunk = next(stream, None)
+        seconds += time.perf_counter() - start
+        if chunk is None:
+            break
+        key = chunk.index, chunk.output_index
+        steps.setdefault(key, []).append(_step_of(chunk))
+        if chunk.output is not None:
+            completions[key] = Completion(chunk.output, steps[key])
+        if watch is not None:
+            watch(chunk)
+    return Measurement([completions[key] for key in sorted(completions)], seconds)
+
+
+def warm_up(llms: Mapping[str, LLM], prompts: Sequence[str]) -> None:
+    """Run each engine a little, so that the first measurement is not slower than the others."""
+    for llm in llms.values():
+        llm.generate(prompts, SamplingParams(max_tokens=WARM_UP_TOKENS))
+
+
+def _step_of(chunk: StreamChunk) -> DecodedStep:
+    return DecodedStep(len(chunk.token_ids), chunk.num_drafted, chunk.num_accepted)
+
+
+# ---- the backend ----------------------------------------------------------------------------
 
 
 class EngineBackend:
@@ -129,7 +272,7 @@ class EngineBackend:
 
 def _add_chunk(answer: Answer, chunk: StreamChunk, seconds: float) -> None:
     answer.steps = answer.steps or []
-    answer.steps.append(DecodedStep(len(chunk.token_ids), chunk.num_drafted, chunk.num_accepted))
+    answer.steps.append(_step_of(chunk))
     answer.chunks.append((seconds, len(chunk.token_ids)))
     answer.texts.append(chunk.text)
     if (output := chunk.output) is not None:
@@ -146,7 +289,7 @@ def open_engine(
     thinking: bool | None = None,
     **engine_options: Any,
 ) -> Iterator[EngineBackend]:
-    """Build an engine on a target, as `compare.build` does, and free its memory at the end.
+    """Build an engine on a target, as `build` does, and free its memory at the end.
 
     Raises:
         UserError: a head does not fit the target, or an option is not usable.

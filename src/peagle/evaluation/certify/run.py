@@ -13,12 +13,12 @@ import torch
 from peagle.config import SamplingParams
 from peagle.engine.outputs import RequestOutput
 from peagle.errors import UserError
-from peagle.evaluation.acceptance import Completion
 from peagle.evaluation.certify.distribution import MIN_EXPECTED, Tokens, fit, joint_cells
 from peagle.evaluation.certify.matrix import Case, Feature, difference, features, greedy_case
 from peagle.evaluation.certify.reference import TargetReference
-from peagle.evaluation.compare import build, measure
+from peagle.evaluation.decoding import Completion
 from peagle.evaluation.decoding_methods import NGRAM, PLAIN, DecodingMethod
+from peagle.evaluation.engine_backend import build, measure
 from peagle.evaluation.prompt_sets import load
 from peagle.llm import LLM
 from peagle.models.target import TargetModel

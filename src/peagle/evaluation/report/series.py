@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from peagle.evaluation.best_k import Speed, best_k
 from peagle.evaluation.report.files import Results
 from peagle.evaluation.report.text import method_name
+from peagle.evaluation.throughput import best_k_cell
 from peagle.results import Cell, Entry
 
 _STYLES = {"plain": 0, "peagle": 1, "eagle3": 2, "ngram": 3}
@@ -139,21 +139,12 @@ def sets_of(cells: Iterable[Cell]) -> list[str]:
 
 
 def best_cells(cells: Iterable[Cell], key: Key, name: str) -> list[Cell]:
-    """The cell of a series with the best K on a prompt set at each concurrency, ascending."""
-    loads: dict[int, dict[int, Cell]] = {}
+    """Return the cell with the best K of a series on a set, at each concurrency, ascending."""
+    loads: dict[int, list[Cell]] = {}
     for cell in cells:
         if (key_of(cell), cell.set) == (key, name):
-            loads.setdefault(cell.concurrency, {})[cell.k or 0] = cell
-    return [
-        own[best_k({k: speed_of(c) for k, c in own.items()})] for _, own in sorted(loads.items())
-    ]
-
-
-def speed_of(cell: Cell) -> Speed:
-    """The speeds of a cell, for the choice of K."""
-    median = cell.median.output_tokens_per_s
-    least, most = cell.spread.output_tokens_per_s or (median, median)
-    return Speed(median, least, most)
+            loads.setdefault(cell.concurrency, []).append(cell)
+    return [best_k_cell(own) for _, own in sorted(loads.items())]
 
 
 def k_runs(best: Iterable[Cell]) -> list[tuple[int, list[int]]]:

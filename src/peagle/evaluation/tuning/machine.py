@@ -14,8 +14,8 @@ from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine.graph_runner import buckets
 from peagle.engine.stats import StepTimes
 from peagle.errors import UserError
-from peagle.evaluation.compare import release
 from peagle.evaluation.dialogues import PromptSets
+from peagle.evaluation.engine_backend import release
 from peagle.evaluation.tuning.acceptance import AcceptanceByK
 from peagle.llm import LLM
 from peagle.models.checkpoint import read_head_config
