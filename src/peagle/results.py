@@ -343,6 +343,11 @@ class ThroughputResults(Document):
     training: dict[str, TrainingRecord] = {}
     advice: str = ""
 
+    @property
+    def has_many_k(self) -> bool:
+        """Whether several K were measured."""
+        return len({cell.k for cell in self.cells if cell.k}) > 1
+
 
 # ---- tune.json ------------------------------------------------------------------------------
 
@@ -354,6 +359,18 @@ class TunedCosts(Record):
     draft_s: list[tuple[Number, float]] = []  # rows in the pass, seconds
     step_s: list[tuple[int, int, float, bool]] = []  # batch, K, seconds, whether it was fitted
     spread: float | None = None
+
+    @property
+    def passes(self) -> list[tuple[str, str, list[tuple[int, float]]]]:
+        """Title, unit and ascending (size, milliseconds) of each kind of pass that was timed."""
+        return [
+            (title, unit, sorted((max(1, round(size)), 1000 * time) for size, time in costs))
+            for title, unit, costs in (
+                ("Target pass", "tokens in the pass", self.target_s),
+                ("Drafter pass", "rows in the pass", self.draft_s),
+            )
+            if costs
+        ]
 
 
 class TunedAcceptance(Record):

@@ -21,7 +21,7 @@ from evaluation.report_pages import Parsed, page_of, small, some
 from peagle.evaluation.report import charts, write_report
 from peagle.evaluation.report.charts import Axis, Chart, Line, Point
 from peagle.evaluation.report.files import Results, read_results
-from peagle.evaluation.report.page import Page
+from peagle.evaluation.report.page import page_html
 from peagle.evaluation.report.series import Cast
 from peagle.evaluation.report.text import visible
 from peagle.results import AcceptanceResults, ThroughputResults, TuneResults
@@ -225,7 +225,7 @@ def test_what_is_not_known_is_left_out(seed, chance):
         ThroughputResults.model_validate(raw["throughput"]),
         TuneResults.model_validate(raw["tune"]),
     )
-    text = Parsed(Page(results).html()).text("style", "script")
+    text = Parsed(page_html(results)).text("style", "script")
     assert "None" not in text and "nan" not in text.split()
 
 
@@ -258,7 +258,7 @@ def test_engines_are_told_apart(tmp_path):
     cast = Cast.of(results)
     assert len(cast.styles) == 6 and len(set(cast.styles.values())) == 6
     assert cast.hero == ("peagle", "peagle")
-    text = Parsed(Page(results).html()).text("style", "script")
+    text = Parsed(page_html(results)).text("style", "script")
     assert "EAGLE-3 on gpu.example:8000" in text
     assert "Engines differ" in text
 

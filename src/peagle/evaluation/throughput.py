@@ -40,7 +40,7 @@ def tied_fastest(cells: Iterable[Cell]) -> list[Cell]:
 
 def best_k_cell(cells: Iterable[Cell]) -> Cell:
     """Return the cell with the best K, of those of one method at one load."""
-    return min(tied_fastest(cells), key=lambda cell: cell.k or 0)
+    return min(tied_fastest(cells), key=lambda cell: (cell.k or 0, -cell.speed))
 
 
 def summarize(
