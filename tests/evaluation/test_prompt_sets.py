@@ -12,8 +12,7 @@ import pytest
 from huggingface_hub import constants
 
 from peagle.errors import UserError
-from peagle.evaluation.hub_sets import HUB_SETS, HubSet, choose
-from peagle.evaluation.prompt_sets import PROMPT_SETS, load
+from peagle.evaluation.prompt_sets import HUB_SETS, PROMPT_SETS, HubSet, choose, load
 from peagle.evaluation.prompts import PROMPT_SETS as BUNDLED_SETS
 from peagle.evaluation.prompts import load_prompt_set
 from tests.fake_hub import FakeHub, message_of, serve, used
