@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -151,19 +150,12 @@ def test_records_of_training(tmp_path: Path) -> None:
 # ---- advice on speed ------------------------------------------------------------------------
 
 
-def cell(method: str, k: int, load: int, least: float, most: float) -> dict[str, Any]:
-    one = make_cell(method, k, load, "humaneval", random.Random(0))
-    one["median"] |= {"output_tokens_per_s": (least + most) / 2}
-    one["spread"] = {"output_tokens_per_s": [least, most]}
-    return one
-
-
 def test_ties_go_to_the_simpler_choice() -> None:
     cells = [
-        *(cell("plain", 0, 1, 95, 105), cell("plain", 0, 16, 900, 1000)),
-        *(cell("ngram", 3, 1, 100, 120), cell("ngram", 3, 16, 950, 980)),
-        *(cell("peagle", 3, 1, 180, 200), cell("peagle", 5, 1, 190, 210)),
-        *(cell("peagle", 3, 16, 990, 1100), cell("peagle", 5, 16, 700, 800)),
+        *(make_cell("plain", 0, 1, 95, 105), make_cell("plain", 0, 16, 900, 1000)),
+        *(make_cell("ngram", 3, 1, 100, 120), make_cell("ngram", 3, 16, 950, 980)),
+        *(make_cell("peagle", 3, 1, 180, 200), make_cell("peagle", 5, 1, 190, 210)),
+        *(make_cell("peagle", 3, 16, 990, 1100), make_cell("peagle", 5, 16, 700, 800)),
     ]
     file = {"provenance": provenance("peagle bench"), "cells": cells}
     told = throughput_advice(ThroughputResults.model_validate(file))
@@ -173,7 +165,7 @@ def test_ties_go_to_the_simpler_choice() -> None:
     assert "P-EAGLE was trained too little" in throughput_advice(
         ThroughputResults.model_validate(file)
     )
-    faster = [*cells, cell("ngram", 5, 1, 300, 310)]
+    faster = [*cells, make_cell("ngram", 5, 1, 300, 310)]
     told = throughput_advice(ThroughputResults.model_validate(file | {"cells": faster}))
     assert "prompt lookup with K = 5 at 1 together" in told
 

@@ -19,7 +19,7 @@ from markupsafe import escape
 from evaluation import report_samples as samples
 from evaluation.report_pages import Parsed, page_of, small, some
 from peagle.evaluation.report import charts, write_report
-from peagle.evaluation.report.charts import Axis, Chart, Line, Point
+from peagle.evaluation.report.charts import Axis, Chart, ChartLine, ChartPoint
 from peagle.evaluation.report.files import Results, read_results
 from peagle.evaluation.report.page import page_html
 from peagle.evaluation.report.series import Cast
@@ -347,9 +347,9 @@ def test_bars_have_their_counts(html):
     st.booleans(),
 )
 def test_a_chart_holds_its_points(values, low, log):
-    points = [Point(i, value, tip=str(value)) for i, value in enumerate(values, 1)]
+    points = [ChartPoint(i, value, tip=str(value)) for i, value in enumerate(values, 1)]
     y = Axis("y", log=True) if log else Axis("y", low=low)
-    drawn = Chart("", [Line("a", 1, points)], Axis("x"), y)
+    drawn = Chart("", [ChartLine("a", 1, points)], Axis("x"), y)
     ((_, svg),) = drawn.svgs()
     hits = [(float(x), float(y)) for _, x, y in HIT.findall(svg)]
     assert len(hits) == len(values)

@@ -105,25 +105,15 @@ class AcceptanceFile:
 
 @dataclass(frozen=True, slots=True)
 class EvalPlan:
-    """The requests that every method gets.
-
-    Attributes:
-        sets: prompts by the name of their set.
-        temperatures: of the target's sampling.
-        params: further parameters of sampling; the seed is not None.
-        draft_sampling: of heads, where the temperature is not 0.
-        concurrency: requests in flight.
-        chat: prompts go behind the chat template.
-        thinking: mode of the template; None leaves it to the template.
-    """
+    """The requests that every method gets."""
 
     sets: PromptSets
     temperatures: tuple[float, ...]
-    params: SamplingParams
-    draft_sampling: str
+    params: SamplingParams  # the seed is not None
+    draft_sampling: str  # of heads, where the temperature is not 0
     concurrency: int
-    chat: bool
-    thinking: bool | None = None
+    chat: bool  # prompts go behind the chat template
+    thinking: bool | None = None  # mode of the template; None leaves it to the template
 
     def settings(self, target_sha256: str) -> dict[str, Any]:
         """Return the settings that all entries share, as JSON."""
@@ -150,21 +140,16 @@ class EvalPlan:
 class EvalArm:
     """A method at one K.
 
-    Attributes:
-        method: its name and head.
-        k: draft tokens per step. Each K is a run of its own: reading K = 3 off the first positions
-            of a run at K = 7 would be biased, since the steps of a shorter draft begin elsewhere in
-            the text, more of them where drafting is easy.
-        open: opens the backend, for as long as its context lasts.
-        engine: its name in the entries.
-        requested_k: K that every request asks for; None asks for none.
+    Each K is a run of its own: reading K = 3 off the first positions of a run at K = 7 would be
+    biased, since the steps of a shorter draft begin elsewhere in the text, more of them where
+    drafting is easy.
     """
 
     method: DecodingMethod
     k: int
     open: Callable[[], AbstractContextManager[Backend]]
-    engine: str = "peagle"
-    requested_k: int | None = None
+    engine: str = "peagle"  # its name in the entries
+    requested_k: int | None = None  # K that every request asks for; None asks for none
 
     def keys(self, plan: EvalPlan) -> list[EntryKey]:
         """Return the keys of its entries, one a temperature."""

@@ -82,21 +82,13 @@ Watch = Callable[[SweepProgress], None]
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """The measurements of a benchmark.
+    """The measurements of a benchmark."""
 
-    Attributes:
-        arms: in the order of tables.
-        sets: the requests of each set.
-        concurrencies: requests in flight.
-        repeats: measurements of each point.
-        warm_up: short runs of each arm at each concurrency before the first measurement.
-    """
-
-    arms: Sequence[Arm]
+    arms: Sequence[Arm]  # in the order of tables
     sets: Mapping[str, Sequence[Request]]
     concurrencies: Sequence[int]
-    repeats: int = 3
-    warm_up: int = 1
+    repeats: int = 3  # measurements of each point
+    warm_up: int = 1  # short runs of each arm at each concurrency before the first measurement
 
     @property
     def points(self) -> dict[SweepPoint, Arm]:

@@ -38,7 +38,7 @@ _ATTRIBUTES = {"fill", "fill-opacity", "opacity", "stroke", "stroke-width", "str
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class ChartPoint:
     """One point: where it is, its interval, its tooltip, and a note above it."""
 
     x: float
@@ -49,12 +49,12 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ChartLine:
     """A series: its name, its style, and its points from left to right."""
 
     name: str
     style: int
-    points: Sequence[Point]
+    points: Sequence[ChartPoint]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Chart:
     """A chart; matplotlib draws it as SVG and as PNG."""
 
     title: str
-    lines: Sequence[Line]
+    lines: Sequence[ChartLine]
     x: Axis
     y: Axis
     about: str = ""  # the text alternative; "" takes the title
@@ -225,7 +225,7 @@ def _look(style: int) -> dict[str, Any]:
     return look | more | {"clip_on": False}
 
 
-def _draw_intervals(chart: Chart, axes: Axes, line: Line) -> None:
+def _draw_intervals(chart: Chart, axes: Axes, line: ChartLine) -> None:
     """Draw a band where several neighbouring points have intervals, whiskers elsewhere."""
     held = [(point.x, point.y, *point.interval) for point in line.points if point.interval]
     if not held:

@@ -7,7 +7,7 @@ from itertools import groupby
 from statistics import median
 from typing import TypeVar
 
-from peagle.evaluation.report.charts import WIDE, Axis, Chart, Line, Point
+from peagle.evaluation.report.charts import WIDE, Axis, Chart, ChartLine, ChartPoint
 from peagle.evaluation.report.series import Cast, Condition, best_cells, key_of
 from peagle.evaluation.report.text import (
     depth,
@@ -63,7 +63,7 @@ def load_charts(file: ThroughputResults, cast: Cast, name: str) -> list[Chart]:
     for key in cast.among(own):
         best = best_cells(own, key, name)
         points = [
-            Point(
+            ChartPoint(
                 cell.concurrency,
                 max(cell.speed, 0.01),
                 cell.spread.output_tokens_per_s,
@@ -72,13 +72,13 @@ def load_charts(file: ThroughputResults, cast: Cast, name: str) -> list[Chart]:
             )
             for cell in best
         ]
-        speeds.append(Line(cast.name(key), cast.styles[key], points))
+        speeds.append(ChartLine(cast.name(key), cast.styles[key], points))
         points = [
-            Point(cell.concurrency, cell.speed_up_over_plain, tip=_cell_tip(cell, cast))
+            ChartPoint(cell.concurrency, cell.speed_up_over_plain, tip=_cell_tip(cell, cast))
             for cell in best
             if cell.speed_up_over_plain is not None and key[0] != "plain"
         ]
-        ups += [Line(cast.name(key), cast.styles[key], points)] if points else []
+        ups += [ChartLine(cast.name(key), cast.styles[key], points)] if points else []
     hero = f"; the numbers are the K of {cast.name(cast.hero)}" if cast.hero else ""
     charts = [
         Chart(
@@ -126,7 +126,7 @@ def k_charts(file: ThroughputResults, cast: Cast, name: str) -> list[Chart]:
             cells = sorted((c for c in here if key_of(c) == key), key=lambda cell: cell.k or 0)
             top = max(cell.speed for cell in cells)
             points = [
-                Point(
+                ChartPoint(
                     cell.k,
                     cell.speed,
                     cell.spread.output_tokens_per_s,
@@ -137,9 +137,11 @@ def k_charts(file: ThroughputResults, cast: Cast, name: str) -> list[Chart]:
                 if cell.k
             ]
             if not points and key[0] == "plain":
-                points = [Point(k, top, tip=_cell_tip(cells[0], cast)) for k in (ks[0], ks[-1])]
+                points = [
+                    ChartPoint(k, top, tip=_cell_tip(cells[0], cast)) for k in (ks[0], ks[-1])
+                ]
             if points:
-                lines.append(Line(cast.name(key), cast.styles[key], points))
+                lines.append(ChartLine(cast.name(key), cast.styles[key], points))
         charts.append(
             Chart(
                 "One request" if load == 1 else f"{load} requests together",
@@ -159,11 +161,11 @@ def _named(entry: Entry, cast: Cast) -> str:
     return ", ".join(filter(None, [cast.name_of(entry), depth(entry.k)]))
 
 
-def _length_point(x: float, piece: Slice, name: str) -> Iterator[Point]:
+def _length_point(x: float, piece: Slice, name: str) -> Iterator[ChartPoint]:
     """Yield the acceptance length of a slice as a point; nothing where nothing was drafted."""
     if piece.length is not None:
         tip = f"{name}\n{with_interval(piece)} tokens a step"
-        yield Point(x, piece.length, piece.acceptance_length_ci, tip)
+        yield ChartPoint(x, piece.length, piece.acceptance_length_ci, tip)
 
 
 def position_charts(condition: Condition, cast: Cast) -> list[Chart]:
@@ -178,7 +180,7 @@ def position_charts(condition: Condition, cast: Cast) -> list[Chart]:
                 entry.depth, entry.pooled, f"{cast.name(key)}, K = {entry.depth}"
             )
         ]
-        lengths.append(Line(cast.name(key), cast.styles[key], points))
+        lengths.append(ChartLine(cast.name(key), cast.styles[key], points))
     ks = sorted({entry.depth for entry in condition.entries})
     x, y = _whole("K, draft tokens a step", ks), Axis("tokens a step", low=1)
     charts = [Chart("Acceptance length by K", lengths, x, y)]
@@ -198,8 +200,8 @@ def position_charts(condition: Condition, cast: Cast) -> list[Chart]:
                 tip = f"{cast.name_of(entry)}, position {position}\n{percent(value)}"
                 if ends:
                     tip += f" ({percent(ends[0])} to {percent(ends[1])})"
-                points.append(Point(position, value, ends, tip))
-            lines.append(Line(cast.name_of(entry), cast.style(entry), points))
+                points.append(ChartPoint(position, value, ends, tip))
+            lines.append(ChartLine(cast.name_of(entry), cast.style(entry), points))
         charts.append(Chart(f"{kind.capitalize()} acceptance", lines, x, y))
     return charts
 
@@ -217,12 +219,12 @@ def set_charts(condition: Condition, cast: Cast) -> tuple[list[Chart], list[Slic
     lines = []
     for entry, own in zip(entries, slices, strict=True):
         points = [
-            Point(point.y, row, point.interval, point.tip)
+            ChartPoint(point.y, row, point.interval, point.tip)
             for row, name in enumerate(names[:MOST_ROWS])
             if name in own
             for point in _length_point(row, own[name], f"{cast.name_of(entry)}, {titles[name]}")
         ]
-        lines.append(Line(_named(entry, cast), cast.style(entry), points))
+        lines.append(ChartLine(_named(entry, cast), cast.style(entry), points))
     rows = [
         (titles[name], entry, own[name])
         for name in names
@@ -279,7 +281,7 @@ def place_charts(condition: Condition, cast: Cast) -> tuple[list[Chart], list[Sl
                 where = f"{title[3:]} {_tokens(one.first)} to {_tokens(one.last)}"
                 rows.append((where, entry, one.slice))
             if points:
-                lines.append(Line(_named(entry, cast), cast.style(entry), points))
+                lines.append(ChartLine(_named(entry, cast), cast.style(entry), points))
         ticks = [(i, f"{_tokens(low)}–{_tokens(high)}") for i, (low, high) in enumerate(edges)]
         x = Axis(axis, ticks[:: -(-len(ticks) // 5)], -0.35, len(edges) - 0.65)
         y = Axis("tokens a step", low=1)
@@ -306,7 +308,7 @@ def request_charts(condition: Condition, cast: Cast) -> list[Chart]:
         charts.append(
             Chart(
                 name,
-                [Line(cast.name_of(entry), cast.style(entry), [])],
+                [ChartLine(cast.name_of(entry), cast.style(entry), [])],
                 Axis("acceptance length", low=1, high=max(end, 2.0)),
                 Axis("requests", low=0, high=1.15 * max(count for *_, count, _ in bars)),
                 f"Requests by acceptance length, {name}",
@@ -326,10 +328,10 @@ def schedule_chart(file: TuneResults) -> Chart:
     points = []
     for low, high, k in file.schedule:
         tip = f"{f'K = {k}' if k else 'no drafts'} for {low} to {high} sequences together"
-        points += [Point(low, k, tip=tip), Point(high, k, tip=tip)]
+        points += [ChartPoint(low, k, tip=tip), ChartPoint(high, k, tip=tip)]
     return Chart(
         "K schedule",
-        [Line("K of the schedule", _HEAD, points)],
+        [ChartLine("K of the schedule", _HEAD, points)],
         _sizes("sequences together", [*(low for low, *_ in file.schedule), file.schedule[-1][1]]),
         Axis("K", low=0),
         f"K schedule ({schedule_words(file.schedule)})",
@@ -348,23 +350,28 @@ def cost_charts(file: TuneResults) -> list[Chart]:
             times = [milliseconds for _, milliseconds in group]
             ends = (min(times), max(times)) if len(times) > 1 else None
             tip = f"{size:,} {axis.split()[0]}\n{median(times):.3f} ms"
-            points.append(Point(size, median(times), ends, tip))
+            points.append(ChartPoint(size, median(times), ends, tip))
         style = _HEAD if axis.startswith("rows") else _PLAIN
         x = _sizes(axis, [point.x for point in points])
-        charts.append(Chart(title, [Line(title, style, points)], x, Axis("milliseconds", low=0)))
-    errors: dict[bool, list[Point]] = {False: [], True: []}
+        charts.append(
+            Chart(title, [ChartLine(title, style, points)], x, Axis("milliseconds", low=0))
+        )
+    errors: dict[bool, list[ChartPoint]] = {False: [], True: []}
     for one in file.predictions:
         predicted, measured = one.predicted_tokens_per_s, one.measured_tokens_per_s
         if measured and predicted:
             speeds = f"predicted {rate(predicted)}, measured {rate(measured)} tokens/s"
             tip = f"batch {one.batch}, K = {one.k}\n{speeds}"
-            errors[one.fitted].append(Point(measured, predicted / measured - 1, tip=tip))
+            errors[one.fitted].append(ChartPoint(measured, predicted / measured - 1, tip=tip))
     if any(errors.values()):
         most = max(0.15, *(abs(point.y) * 1.1 for own in errors.values() for point in own))
         charts.append(
             Chart(
                 "Errors of predictions",
-                [Line("not fitted", _HEAD, errors[False]), Line("fitted", _PLAIN, errors[True])],
+                [
+                    ChartLine("not fitted", _HEAD, errors[False]),
+                    ChartLine("fitted", _PLAIN, errors[True]),
+                ],
                 Axis("measured tokens/s", log=True),
                 Axis("prediction off by", low=-most, high=most, is_share=True),
                 small="The band is 10% either way",
@@ -381,7 +388,7 @@ def break_even_charts(file: TuneResults) -> list[Chart]:
     for k in _spaced([item.k for item in file.break_even], _MOST_PANELS):
         own = sorted((item for item in file.break_even if item.k == k), key=lambda one: one.batch)
         points = [
-            Point(
+            ChartPoint(
                 item.batch,
                 item.acceptance_length,
                 tip=f"batch {item.batch}, K = {k}\nneeds {number(item.acceptance_length)}",
@@ -392,7 +399,7 @@ def break_even_charts(file: TuneResults) -> list[Chart]:
         charts.append(
             Chart(
                 f"K = {k}",
-                [Line("acceptance length that is needed", _NEED, points)],
+                [ChartLine("acceptance length that is needed", _NEED, points)],
                 _sizes("sequences together", [item.batch for item in own]),
                 Axis("tokens a step", low=1),
                 f"Acceptance length that is needed with K = {k}",

@@ -55,11 +55,11 @@ class EngineMachine:
     few that warm up. On a GPU, where steps are graphs, the parts are the device's own stamps; on a
     CPU the time in the target's pass and in drafting. Where one thread computes everything its own
     time counts, so that a busy machine measures like a quiet one. Drafts are accepted as often as
-    the head's acceptance says, whatever the text.
+    the head's acceptance says, whatever the text. `changes_k_cheaply` says whether K may change
+    between any two measurements: a CPU keeps an engine for each K, a GPU has room for one.
 
     Args:
-        target: the target.
-        head: folder of the head.
+        target, head: the models; the head by its folder.
         acceptance: of the head, for all of `ks`.
         ks: draft tokens per step; 0 comes by itself.
         prompts: token ids, at least `context` of each; one for every sequence of the largest batch.
@@ -67,10 +67,6 @@ class EngineMachine:
         steps: number of timed steps.
         temperature: of the requests.
         **engine_options: fields of EngineConfig.
-
-    Attributes:
-        changes_k_cheaply: whether K may change between any two measurements: a CPU keeps an engine
-            for each K, a GPU has room for one.
 
     Raises:
         UserError: the context with the tokens of the steps is longer than target and head go.
