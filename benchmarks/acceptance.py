@@ -48,7 +48,7 @@ def main() -> None:
         run = measure(llms[name], texts, params)
         results[name] = {
             "head": folder,
-            **acceptance_figures(run.completions),
+            **acceptance_figures(run.answers),
             "seconds": run.seconds,
             "tokens_per_s": run.tokens_per_s,
         }

@@ -120,7 +120,7 @@ def figures(
         for seed, (_, schema) in enumerate(jobs)
     ]
     shaped = measure(llm, prompts, constrained)
-    outputs = [completion.output for completion in shaped.completions]
+    outputs = shaped.answers
     free = measure(
         llm,
         prompts,

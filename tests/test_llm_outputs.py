@@ -126,11 +126,9 @@ def test_measuring_n_outputs(llm: LLM) -> None:
     params = [replace(SAMPLED, n=3), replace(SAMPLED, max_tokens=7)]
     run = measure(llm, ["hello", "ho"], params)
     assert run.token_ids == tokens_of(llm.generate(["hello", "ho"], params))
-    assert [completion.output.index for completion in run.completions] == [0, 1, 2, 0]
-    for completion in run.completions:
-        emitted = sum(step.num_tokens for step in completion.steps)
-        assert emitted == len(completion.output.token_ids)
-    assert run.num_tokens == 3 * 24 + 7
+    for answer in run.answers:
+        assert sum(step.num_tokens for step in answer.steps or []) == answer.num_tokens
+    assert [answer.num_tokens for answer in run.answers] == [24, 24, 24, 7]
 
 
 # ---- priority -------------------------------------------------------------------------------

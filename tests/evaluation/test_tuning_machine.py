@@ -76,7 +76,7 @@ def test_what_is_timed(
         llm = machine._llm(point.k)
         assert not llm.engine.has_unfinished and not llm.requests.has_unfinished
         drafting = llm.engine.drafting
-        assert "Stopwatch" not in f"{llm.engine.runner.run}{drafting and drafting.draft}"
+        assert "timed_call" not in f"{llm.engine.runner.run}{drafting and drafting.draft}"
     # As synthetic as it was told: of two drafts the first always passes, the second half the time.
     machine.measure(CostPoint(3, 2))
     stats = machine._llm(2).engine.speculation_stats

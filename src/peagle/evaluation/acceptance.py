@@ -14,7 +14,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from peagle.engine import SpeculationStats
-from peagle.evaluation.decoding import Answer, Completion, DecodedStep, Observation
+from peagle.evaluation.decoding import Answer, DecodedStep, Observation
 from peagle.evaluation.intervals import MIN_CLUSTERS, acceptance_intervals
 from peagle.evaluation.texts import coloured_samples, hardest_texts
 from peagle.results import AcceptanceFigures, HistogramBin, RangeSlice, Slice
@@ -45,12 +45,6 @@ class RequestCounts:
     num_steps: int = 0
     loops: bool | None = None
     before_loop: tuple[SpeculationStats, int] | None = None
-
-    def look_for_loop(self, token_ids: Sequence[int], steps: Sequence[DecodedStep]) -> None:
-        """Set `num_steps` and the counters up to the loop from the steps of the whole output."""
-        self.num_steps = len(steps) - 1
-        found = _before_loop(token_ids, steps)
-        self.loops, self.before_loop = found is not None, found or (self.stats, self.num_steps)
 
 
 def loop_start(token_ids: Sequence[int], ngram: int = LOOP_NGRAM) -> int | None:
@@ -85,12 +79,14 @@ def _before_loop(
     return stats, num_steps
 
 
-def _counts_of(one: Observation) -> RequestCounts:
-    answer = one.answer
+def _counts_of(answer: Answer, conversation: str = "") -> RequestCounts:
     assert answer.stats is not None
-    counts = RequestCounts(one.conversation, answer.stats, answer.num_tokens)
+    counts = RequestCounts(conversation, answer.stats, answer.num_tokens)
     if answer.steps is not None and answer.token_ids is not None:
-        counts.look_for_loop(answer.token_ids, answer.steps)
+        counts.num_steps = len(answer.steps) - 1
+        found = _before_loop(answer.token_ids, answer.steps)
+        counts.loops = found is not None
+        counts.before_loop = found or (answer.stats, counts.num_steps)
     else:
         # Every step but the prompt pass brings one token beside the accepted ones.
         decoded = answer.num_tokens - 1 - answer.stats.num_accepted_tokens
@@ -113,22 +109,20 @@ def tokens_per_step(stats: SpeculationStats, steps: int) -> float:
     return 1 + stats.num_accepted_tokens / steps if steps else 1.0
 
 
-def acceptance_figures(completions: Sequence[Completion]) -> dict[str, Any]:
-    """Return the pooled figures of some outputs as a JSON object.
+def acceptance_figures(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Return the pooled figures of answers with their steps as a JSON object.
 
     acceptance_length = 1 + accepted draft tokens / drafts. tokens_per_step counts the steps that
     had nothing to verify too: it is the same for heads, and lower for prompt lookup, which does not
     find a draft at every step. Figures "before_loop" are of the steps that end before a loop.
     """
-    every = [RequestCounts(stats=one.output.stats) for one in completions]
-    for counts, one in zip(every, completions, strict=True):
-        counts.look_for_loop(one.output.token_ids, one.steps)
+    every = [_counts_of(answer) for answer in answers]
     total = SpeculationStats.pooled(counts.stats for counts in every)
     early = [counts.before_loop for counts in every if counts.before_loop is not None]
     before = SpeculationStats.pooled(stats for stats, _ in early)
     return {
-        "num_outputs": len(completions),
-        "num_tokens": sum(len(one.output.token_ids) for one in completions),
+        "num_outputs": len(answers),
+        "num_tokens": sum(one.num_tokens for one in every),
         "num_drafts": total.num_drafts,
         "num_draft_tokens": total.num_draft_tokens,
         "num_accepted_tokens": total.num_accepted_tokens,
@@ -207,7 +201,7 @@ def figures_of_answers(
         tokenizer: of the target, for texts by token; None leaves these out.
         seed: of the intervals.
     """
-    counts = [_counts_of(one) for one in observations]
+    counts = [_counts_of(one.answer, one.conversation) for one in observations]
 
     def by(key: Callable[[Observation], str]) -> dict[str, Slice]:
         groups: dict[str, list[RequestCounts]] = {}

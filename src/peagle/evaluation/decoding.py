@@ -12,7 +12,6 @@ from typing import Protocol
 
 from peagle.config import SamplingParams
 from peagle.engine import SpeculationStats
-from peagle.engine.outputs import RequestOutput
 from peagle.errors import UserError
 
 Message = dict[str, str]
@@ -37,14 +36,6 @@ class DecodedStep:
     num_tokens: int
     num_drafted: int
     num_accepted: int
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A finished output and the steps it came in; the first step is the prompt pass."""
-
-    output: RequestOutput
-    steps: list[DecodedStep]
 
 
 @dataclass(slots=True)
@@ -86,9 +77,30 @@ class Run:
     `counters` are the drafts of the whole run by the backend's own counters, None without any.
     """
 
-    answers: list[Answer]
-    seconds: float
+    answers: list[Answer] = field(default_factory=list)
+    seconds: float = 0.0
     counters: SpeculationStats | None = None
+
+    def extend(self, other: Run) -> None:
+        """Append the answers and the seconds of another run."""
+        self.answers += other.answers
+        self.seconds += other.seconds
+
+    @property
+    def token_ids(self) -> list[list[int]]:
+        """Tokens of each answer, of a backend that tells them."""
+        return [answer.token_ids or [] for answer in self.answers]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens a second."""
+        num_tokens = sum(answer.num_tokens for answer in self.answers)
+        return num_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def stats(self) -> SpeculationStats:
+        """Pooled counters of the drafts of each answer."""
+        return SpeculationStats.pooled(one.stats for one in self.answers if one.stats)
 
 
 class Backend(Protocol):

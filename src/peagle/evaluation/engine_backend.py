@@ -6,7 +6,6 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from peagle.engine.placement import resolve_device, resolve_dtype
 from peagle.errors import UserError
 from peagle.evaluation.decoding import (
     Answer,
-    Completion,
     DecodedStep,
     Request,
     Run,
@@ -83,55 +81,20 @@ def release(target: TargetModel) -> None:
 # ---- timed runs -----------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class Measurement:
-    """Outputs of one run in the order of the prompts, and the engine's seconds for them.
-
-    The seconds hold the prompt passes, and nothing that the caller does between steps.
-    """
-
-    completions: list[Completion] = field(default_factory=list)
-    seconds: float = 0.0
-
-    def extend(self, other: Measurement) -> None:
-        """Append another run."""
-        self.completions += other.completions
-        self.seconds += other.seconds
-
-    @property
-    def token_ids(self) -> list[list[int]]:
-        """Tokens of each output."""
-        return [completion.output.token_ids for completion in self.completions]
-
-    @property
-    def num_tokens(self) -> int:
-        """Output tokens."""
-        return sum(map(len, self.token_ids))
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Output tokens a second."""
-        return self.num_tokens / self.seconds if self.seconds else 0.0
-
-    @property
-    def stats(self) -> SpeculationStats:
-        """Pooled counters of the drafts."""
-        return SpeculationStats.pooled(one.output.stats for one in self.completions)
-
-
 def measure(
     llm: LLM,
     prompts: Sequence[str],
     params: SamplingParams | Sequence[SamplingParams],
     watch: Callable[[StreamChunk], None] | None = None,
-) -> Measurement:
+) -> Run:
     """Complete prompts and time the engine; `watch` gets every chunk, outside that time.
+
+    The answers are in the order of the prompts, `params.n` for each.
 
     Raises:
         UserError: a prompt is empty or too long.
     """
-    steps: dict[tuple[int, int], list[DecodedStep]] = {}
-    completions: dict[tuple[int, int], Completion] = {}
+    answers: dict[tuple[int, int], Answer] = {}
     seconds = 0.0
     stream = llm.stream(prompts, params)
     while True:
@@ -140,23 +103,17 @@ def measure(
         seconds += time.perf_counter() - start
         if chunk is None:
             break
-        key = chunk.index, chunk.output_index
-        steps.setdefault(key, []).append(_step_of(chunk))
-        if chunk.output is not None:
-            completions[key] = Completion(chunk.output, steps[key])
+        answer = answers.setdefault((chunk.index, chunk.output_index), Answer())
+        _add_chunk(answer, chunk, seconds)
         if watch is not None:
             watch(chunk)
-    return Measurement([completions[key] for key in sorted(completions)], seconds)
+    return Run([answers[key] for key in sorted(answers)], seconds)
 
 
 def warm_up(llms: Mapping[str, LLM], prompts: Sequence[str]) -> None:
     """Run each engine a little, so that the first measurement is not slower than the others."""
     for llm in llms.values():
         llm.generate(prompts, SamplingParams(max_tokens=WARM_UP_TOKENS))
-
-
-def _step_of(chunk: StreamChunk) -> DecodedStep:
-    return DecodedStep(len(chunk.token_ids), chunk.num_drafted, chunk.num_accepted)
 
 
 # ---- the backend ----------------------------------------------------------------------------
@@ -272,7 +229,7 @@ class EngineBackend:
 
 def _add_chunk(answer: Answer, chunk: StreamChunk, seconds: float) -> None:
     answer.steps = answer.steps or []
-    answer.steps.append(_step_of(chunk))
+    answer.steps.append(DecodedStep(len(chunk.token_ids), chunk.num_drafted, chunk.num_accepted))
     answer.chunks.append((seconds, len(chunk.token_ids)))
     answer.texts.append(chunk.text)
     if (output := chunk.output) is not None:

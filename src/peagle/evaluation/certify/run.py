@@ -16,7 +16,7 @@ from peagle.errors import UserError
 from peagle.evaluation.certify.distribution import MIN_EXPECTED, Tokens, fit, joint_cells
 from peagle.evaluation.certify.matrix import Case, Feature, difference, features, greedy_case
 from peagle.evaluation.certify.reference import TargetReference
-from peagle.evaluation.decoding import Completion
+from peagle.evaluation.decoding import Answer
 from peagle.evaluation.decoding_methods import NGRAM, PLAIN, DecodingMethod
 from peagle.evaluation.engine_backend import build, measure
 from peagle.evaluation.prompt_sets import load
@@ -236,7 +236,7 @@ def _test_distribution(subject: _Subject, cases: Sequence[Case]) -> Iterator[Sam
             ]
             prompts: list[Any] = [context] * options.samples
             found = measure(llm, prompts, every)
-            drafted, accepted = _count_drafts(found.completions, num_tokens)
+            drafted, accepted = _count_drafts(found.answers, num_tokens)
             yield SampledTest(
                 method=method.name,
                 draft_sampling=sampling,
@@ -265,12 +265,12 @@ def _context(subject: _Subject, prompt: list[int]) -> list[int]:
     return tail + found.token_ids[:place]
 
 
-def _count_drafts(completions: Sequence[Completion], num_tokens: int) -> tuple[int, int]:
+def _count_drafts(answers: Sequence[Answer], num_tokens: int) -> tuple[int, int]:
     """Count the draft tokens for the first tokens of outputs, and the accepted ones of them."""
     drafted = accepted = 0
-    for completion in completions:
+    for answer in answers:
         position = 0
-        for step in completion.steps:
+        for step in answer.steps or []:
             room = max(0, num_tokens - position)
             drafted += min(step.num_drafted, room)
             accepted += min(step.num_accepted, room)

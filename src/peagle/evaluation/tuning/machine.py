@@ -171,25 +171,37 @@ def clock_of(device: torch.device) -> Clock:
 
 def time_steps(llm: LLM, steps: int) -> StepCost:
     """Return the medians over steps of the sequences that run."""
-    engine, drafting = llm.engine, llm.engine.drafting
-    clock = clock_of(llm.target.device)
-    parts = [(engine.runner, "run"), *([(drafting, "draft")] if drafting is not None else [])]
-    stopwatches = [_Stopwatch(getattr(owner, name), clock) for owner, name in parts]
-    for (owner, name), stopwatch in zip(parts, stopwatches):
-        setattr(owner, name, stopwatch)
+    engine, clock = llm.engine, clock_of(llm.target.device)
+    spent = [0.0, 0.0]  # in the target's pass and in drafting, within this step
+
+    def timed(part: int, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed_call(*arguments: Any) -> Any:
+            start = clock()
+            try:
+                return call(*arguments)
+            finally:
+                spent[part] += clock() - start
+
+        return timed_call
+
+    run, draft = engine.runner.run, engine.drafting and engine.drafting.draft
+    engine.runner.run = timed(0, run)
+    if engine.drafting is not None:
+        engine.drafting.draft = timed(1, engine.drafting.draft)
     rows: list[tuple[float, ...]] = []
     before = engine.stats.step_times
     try:
         for _ in range(steps):
             start = clock()
             llm.requests.step()
-            rows.append((clock() - start, *(stopwatch.take() for stopwatch in stopwatches)))
+            rows.append((clock() - start, *spent))
+            spent[:] = 0.0, 0.0
     finally:
-        for (owner, name), stopwatch in zip(parts, stopwatches):
-            setattr(owner, name, stopwatch.call)
+        engine.runner.run = run
+        if engine.drafting is not None and draft is not None:
+            engine.drafting.draft = draft
     seconds, *own_parts = (median(column) for column in zip(*rows))
-    on_device = device_parts(before, engine.stats.step_times)
-    target_s, draft_s, *_ = on_device or (*own_parts, 0.0)
+    target_s, draft_s = device_parts(before, engine.stats.step_times) or own_parts
     return StepCost(seconds, target_s, draft_s)
 
 
@@ -204,23 +216,3 @@ def device_parts(
         target += times.target + times.verify - earlier.target - earlier.verify
         draft += times.draft - earlier.draft
     return (target / steps, draft / steps) if steps else None
-
-
-class _Stopwatch:
-    """A function that adds up the seconds spent in it."""
-
-    def __init__(self, call: Callable[..., Any], clock: Clock) -> None:
-        self.call, self._clock = call, clock
-        self._seconds = 0.0
-
-    def __call__(self, *arguments: Any) -> Any:
-        start = self._clock()
-        try:
-            return self.call(*arguments)
-        finally:
-            self._seconds += self._clock() - start
-
-    def take(self) -> float:
-        """Return the seconds since the last call of this."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
