@@ -9,9 +9,14 @@ import pytest
 from packaging.version import Version
 
 from backends.fake_vllm import install
-from peagle.backends.vllm.advisories import ADVISORIES, advisory_note
 from peagle.backends.vllm.checks import check_launch
-from peagle.backends.vllm.installation import OLDEST, VllmInstallation, find_vllm
+from peagle.backends.vllm.installation import (
+    ADVISORIES,
+    OLDEST,
+    VllmInstallation,
+    advisory_note,
+    find_vllm,
+)
 from peagle.backends.vllm.launch import VllmLaunch
 
 OLDEST_VERSION = ".".join(map(str, OLDEST))

@@ -122,13 +122,13 @@ def test_speculation_of_each_kind():
     synthetic = replace(PEAGLE, synthetic_acceptance_rates=(0.5, 0.4, 0.3, 0.2))
     found = of(synthetic)
     assert found is not None and found["rejection_sample_method"] == "synthetic"
-    assert found["synthetic_acceptance_rates"] == [0.5, 0.4, 0.3, 0.2]
+    assert found["synthetic_acceptance_rates"] == (0.5, 0.4, 0.3, 0.2)
     autoregressive = SpeculativeConfig(
         model=str(BUNDLED_EAGLE3), num_speculative_tokens_per_batch_size=((1, 4, 7), (5, 9, 2))
     )
     found = of(autoregressive)
     assert found is not None
-    assert found["num_speculative_tokens_per_batch_size"] == [[1, 4, 7], [5, 9, 2]]
+    assert found["num_speculative_tokens_per_batch_size"] == ((1, 4, 7), (5, 9, 2))
 
 
 def test_both_styles_of_a_head_draft_in_parallel(tmp_path):

@@ -49,7 +49,7 @@ def test_a_sound_server(gpu):
         assert len(server.api_key) >= 32 and server.api_key not in str(told)
         assert not any(server.api_key in word for word in server.command.argv)
         assert post(server, {}, "wrong").status == 401
-        pid = server._child.pid
+        pid = server.process.pid
     assert is_gone(pid)
     assert "INFO ready" in logged and any("ready after" in text for text in said)
     server.stop()  # again does nothing
@@ -77,9 +77,9 @@ def test_without_a_key_if_none_is_wanted(gpu):
 def test_a_server_that_does_not_draft_as_asked(gpu, monkeypatch, mode, message):
     monkeypatch.setenv("FAKE_VLLM", mode)
     server = VllmServer(LAUNCH, gpu)
-    children = []
+    children, await_ready = [], server._await_ready
     monkeypatch.setattr(
-        server, "_spawn", lambda spawn=server._spawn: (spawn(), children.append(server._child.pid))
+        server, "_await_ready", lambda child: (children.append(child.pid), await_ready(child))
     )
     with pytest.raises(UserError, match=message) as error, server:
         pass
@@ -130,10 +130,10 @@ def test_notes_are_warnings(cpu):
 
 def test_workers_of_a_server_that_does_not_end(gpu, monkeypatch):
     monkeypatch.setenv("FAKE_VLLM", "stubborn")
-    monkeypatch.setattr("peagle.backends.vllm.process.Child.end.__defaults__", (0.3,))
+    monkeypatch.setattr("peagle.backends.vllm.server.END_S", 0.3)
     logged = []
     with VllmServer(LAUNCH, gpu, log=logged.append) as server:
-        pids = [server._child.pid, *(int(s.split()[1]) for s in logged if s.startswith("worker"))]
+        pids = [server.process.pid, *(int(s.split()[1]) for s in logged if s.startswith("worker"))]
         assert len(pids) == 2 and not any(map(is_gone, pids))
     time.sleep(0.1)
     assert all(map(is_gone, pids))

@@ -84,7 +84,7 @@ def test_sizes_agree():
 
 
 def test_the_command_line_is_understood():
-    from peagle.backends.vllm.flags import check_flags
+    from peagle.backends.vllm.checks import check_flags
     from peagle.cli.main import LazyCommand
 
     words = container(HEAD)["args"][2:]
