@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from machine_speed import KEEPS_BYTECODE, processor_seconds, usual_seconds
+from browsing import opened_pages
+from machine_speed import KEEPS_BYTECODE
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src"
 MAX_TREE_BYTES = 30 * 10**6
-HELP_SECONDS = 0.5
 
 
 # ---- start-up -------------------------------------------------------------------------------
@@ -60,14 +60,6 @@ def test_help_imports_nothing_heavy():
     assert "generate" in result.stdout
 
 
-def test_help_is_quick():
-    def show_help() -> None:
-        result = run_python("import sys\n" + RUN_HELP)
-        assert result.returncode == 0, result.stderr
-
-    assert usual_seconds(lambda: processor_seconds(show_help)) < HELP_SECONDS
-
-
 @pytest.mark.parametrize("module", ["peagle", "peagle.llm"])
 def test_import_works_without_triton(module):
     code = f"import {module}\nprint('imported')"
@@ -82,6 +74,25 @@ def test_targets_keep_bytecode_where_the_environment_forbids_it():
     command = ["make", "--silent", "-C", str(ROOT), f"--eval=show: ; @{said}", "show"]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     assert subprocess.check_output(command, env=environment, text=True).strip() == "False"
+
+
+# ---- the browser of the tests of web pages ---------------------------------------------------
+
+
+@pytest.mark.parametrize(("required", "outcome"), [("", "skipped"), ("1", "failed")])
+def test_without_a_chromium_tests_of_pages_say_so(monkeypatch, tmp_path, required, outcome):
+    pytest.importorskip("playwright")
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("PLAYWRIGHT_BROWSERS_PATH", str(tmp_path))
+    monkeypatch.setenv("PEAGLE_REQUIRE_BROWSER", required)
+    kind = {"skipped": pytest.skip.Exception, "failed": pytest.fail.Exception}[outcome]
+    with pytest.raises(kind, match=r"no Chromium starts.*tools/setup_browser\.sh"), opened_pages():
+        pass
+
+
+def test_ci_requires_a_browser():
+    assert 'PEAGLE_REQUIRE_BROWSER: "1"' in (ROOT / ".github/workflows/ci.yml").read_text()
+    assert "setup_browser.sh" in (ROOT / "Makefile").read_text()
 
 
 # ---- the tree -------------------------------------------------------------------------------
