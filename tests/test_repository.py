@@ -67,6 +67,15 @@ def test_import_works_without_triton(module):
     assert result.stdout.strip() == "imported", result.stderr
 
 
+def test_llm_imports_no_more_than_torch_and_transformers_themselves():
+    """Their parts are imported when a model is loaded: imports are most of what a start takes."""
+    code = "import sys, torch, transformers\nbefore = set(sys.modules)\nfrom peagle import LLM\n"
+    result = run_python(code + "print(*set(sys.modules) - before)")
+    packages = {name.partition(".")[0] for name in result.stdout.split()}
+    assert "peagle" in packages, result.stderr
+    assert packages - sys.stdlib_module_names <= {"peagle", "safetensors", "tokenizers"}
+
+
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_targets_keep_bytecode_where_the_environment_forbids_it():
     """Packages are installed uncompiled: each process would spend its first half minute on that."""

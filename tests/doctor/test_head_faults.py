@@ -84,9 +84,7 @@ def test_a_fault_of_the_bundled_head(bundled: Probe, tmp_path: Path) -> None:
 def test_prompts_of_another_style(pair2_small: Probe) -> None:
     """The pair was trained with its chat template, thinking as the template has it."""
     for style, cause in ((Style(False), "chat_template"), (Style(True, None, False), "thinking")):
-        like = pair2_small
-        other = Probe.of(like.target, like.tokenizer, style, like.texts, 6, (2, 4, 5))
-        report = examine(other, HEADS["pair2"])
+        report = examine(pair2_small.in_other_styles[style], HEADS["pair2"])
         assert ids(report) == {cause}, style
         assert report.causes[0].where == "prompts"
 

@@ -65,7 +65,8 @@ def test_a_fault_of_a_server_is_named_by_its_counters(
 def test_faults_without_a_name(
     pair2_small: Probe, monkeypatch: pytest.MonkeyPatch, name: str, tells_drafts: bool
 ) -> None:
-    """No known fault makes such drafts; which slots of a draft they come from can be told."""
+    """No known fault makes such drafts; the doctor tells the slots of a draft that they come from."""
+    monkeypatch.setattr("peagle.doctor.serving._FOR_PAIRS", 1)
     causes, change = HEAD_CHANGES[name]
     serve_changed(monkeypatch, change)
     found = named(serve(pair2_small, None if tells_drafts else lambda one: one))
