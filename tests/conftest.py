@@ -38,7 +38,7 @@ lighten()
 settings.register_profile("peagle", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("peagle")
 
-# Who starts the tests in the background has interrupts ignored, in children too.
+# Shells start background jobs with interrupts ignored, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 VOCAB_SIZE = 320
@@ -46,7 +46,7 @@ CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: engines collect garbage when they go, which else looks at it all."""
+    """Freeze imported objects: engines collect garbage when they end, and would visit them all."""
     gc.collect()
     gc.freeze()
 

@@ -1,6 +1,4 @@
-"""What a user can get wrong with `LLM`: every message names the value, what was expected and what
-to do.
-"""
+"""Mistakes of a user of `LLM`: every message names the value, the expectation and the remedy."""
 
 from __future__ import annotations
 
@@ -53,11 +51,6 @@ def test_every_form_of_prompts(llm: LLM) -> None:
     assert [o.prompt_token_ids for o in mixed] == [ids, ids, llm.tokenizer.encode("ho")]
     assert [len(o.token_ids) for o in mixed] == [4, 2, 4]
     assert llm.generate([]) == []
-
-
-def test_default_params_are_greedy(llm: LLM) -> None:
-    greedy = SamplingParams(max_tokens=128)
-    assert llm.generate("hi")[0].token_ids == llm.generate("hi", greedy)[0].token_ids
 
 
 def test_output_as_json(llm: LLM, heads: dict[bool, str]) -> None:

@@ -182,7 +182,7 @@ def is_true(node: ast.AST | None) -> bool:
 
 
 def unsafe_loading(source: str) -> Iterator[str]:
-    """What in `source` could run code out of a checkpoint: 'line: what'."""
+    """Yield the parts of `source` that could run code out of a checkpoint, as 'line: what'."""
     for node in ast.walk(ast.parse(source)):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -288,7 +288,7 @@ def test_workflow_is_well_formed_and_may_only_read(workflow):
     for job in read["jobs"].values():
         assert job["timeout-minutes"] and "permissions" not in job
         assert all(("uses" in step) != ("run" in step) for step in job["steps"])
-    # What a workflow installs has a version.
+    # Every package that a workflow installs has a version.
     for package in re.findall(r"pip install (.+)|apt-get download (.+)", workflow.read_text()):
         assert re.fullmatch(r"'?[\w-]+==?[\d.*]+'?", "".join(package)), package
 

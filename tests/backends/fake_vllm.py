@@ -161,7 +161,7 @@ def install(
         (site / path).write_text(text)
     python = folder / "bin" / "python"
     python.parent.mkdir(exist_ok=True)
-    # What comes before our own environment wins.
+    # Python takes the first package of a name on its path: this one, not our environment's.
     python.write_text(f'#!/bin/sh\nPYTHONPATH="{site}:$PYTHONPATH" exec {sys.executable} "$@"\n')
     python.chmod(0o755)
     return python

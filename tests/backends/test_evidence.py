@@ -1,4 +1,4 @@
-"""What counters, log and configuration say about drafts. Figures are real vLLM's."""
+"""Counters, log and configuration as evidence of drafts. The figures are real vLLM's."""
 
 from dataclasses import replace
 from functools import partial

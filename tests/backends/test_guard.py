@@ -1,6 +1,6 @@
-"""The guard inside vLLM's process: what it has beside the checks of peagle's own server.
+"""The guard inside vLLM's process: its own parts, beside the checks of peagle's server.
 
-Those checks are the same code; tests/serving/test_security*.py try them before both.
+Those checks are the same code; tests/serving/test_security*.py test them before both.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PEAGLE = Path(__file__).resolve().parents[2] / "src" / "peagle"
 
 
 def ask(body: Any, path: str = "/v1/completions", **rules: Any) -> Answer:
-    """What a client gets that sends `body`, as JSON or as bytes."""
+    """Return the answer to a client that sends `body`, as JSON or as bytes."""
     sent = body if isinstance(body, bytes) else json.dumps(body).encode()
     return Server(Guard(echo, {**RULES, **rules}))("POST", path, JSON, sent)
 
@@ -140,7 +140,7 @@ def test_routes_of_a_greedy_server(root: str) -> None:
 
 
 def under(app: Any, root: str) -> Any:
-    """An application that is told that its paths begin with `root`, as vLLM's --root-path does."""
+    """Return an application whose paths begin with `root`, as with vLLM's --root-path."""
 
     async def told(scope: Any, receive: Any, send: Any) -> None:
         await app({**scope, "root_path": root}, receive, send)
@@ -236,7 +236,7 @@ print(json.dumps({"told": told, "outside": {name: files[name] for name in outsid
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
-    """What the guard does in an interpreter without site-packages and without our variables."""
+    """Results of the guard in an interpreter without site-packages and without our variables."""
     rules = {**RULES, "keys": [sha256(KEY.encode()).hexdigest()], "greedy_only": True}
     rules["body_timeout_s"] = 0.2
     good = {"host": "localhost:8000", "authorization": f"Bearer {KEY}", **JSON}

@@ -1,4 +1,4 @@
-"""Where vLLM is looked for, and the versions that are refused or get a note."""
+"""The places where peagle looks for vLLM, and the versions that it refuses or notes."""
 
 import re
 import sys

@@ -54,7 +54,7 @@ LIMITS = {
 }
 _NUM_FEW = 12  # prompts of few.jsonl
 _PAIR2 = ROOT / "tests" / "fixtures" / "pair2"  # it has a chat template with a thinking mode
-# What stands where pages name models, heads and prompts of the reader's own.
+# Stand-ins for the models, heads and prompts of the reader's own that pages name.
 _STAND_INS = {
     "MODEL": _PAIR2 / "target",
     "HEAD": _PAIR2 / "peagle",

@@ -41,5 +41,5 @@ def pair2_small() -> Probe:
 
 @pytest.fixture(scope="session")
 def bundled() -> Probe:
-    texts = choose_texts(None, load_tokenizer(BUNDLED_TARGET))[::2]
+    texts = choose_texts(None, load_tokenizer(BUNDLED_TARGET))[::3]
     return make_probe(BUNDLED_TARGET, BUNDLED_PEAGLE, texts)

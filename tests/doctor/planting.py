@@ -245,7 +245,7 @@ def scramble_tokenizer(source: Path, folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Counting:
-    """A serving side that tells counters only, as servers do."""
+    """A serving side that reports counters only, as servers do."""
 
     inner: EngineServing
     change: Callable[[Served], Served] = lambda one: one
@@ -325,7 +325,7 @@ def _served_noise(drafter: Drafter) -> None:
     weight.add_(_noise(weight) * weight.std() * 2)
 
 
-# Names, the causes of which a doctor has to name one, what plants them into a loaded head.
+# By name: the causes (the doctor has to name one of them), and the change of a loaded head.
 HEAD_CHANGES: dict[str, tuple[tuple[str, ...], Callable[[Drafter], Any]]] = {
     "aux layers": (("aux_layers",), _served_aux),
     "mask id": (("mask_token_id",), _reconfigure(mask_token_id=0)),

@@ -1,4 +1,4 @@
-"""Heads broken in one way or two: the doctor names what was done to them, and nothing else."""
+"""Heads with one fault or two: the doctor names these faults and nothing else."""
 
 from __future__ import annotations
 

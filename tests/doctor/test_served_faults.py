@@ -1,4 +1,4 @@
-"""Healthy heads, served wrongly: token by token where drafts are told, by counters where not."""
+"""Healthy heads, served wrongly: found by draft tokens if they are reported, else by counters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Sabotage = Callable[[pytest.MonkeyPatch], None]
 
 
 def serve(probe: Probe, change: Callable[[Served], Served] | None = None) -> Examination:
-    """Examine the serving side alone; `change` makes counters of it all that is told."""
+    """Examine the serving side alone; with `change` it reports counters only, changed by it."""
     files = examine_files(HEAD, probe.target)
     files.report = Examination()
     engine = EngineServing(probe.target, HEAD, 6)
@@ -65,7 +65,7 @@ def test_a_fault_of_a_server_is_named_by_its_counters(
 def test_faults_without_a_name(
     pair2_small: Probe, monkeypatch: pytest.MonkeyPatch, name: str, tells_drafts: bool
 ) -> None:
-    """No known fault makes such drafts; the doctor tells the slots of a draft that they come from."""
+    """No known fault makes such drafts; the doctor names the slots that they come from."""
     monkeypatch.setattr("peagle.doctor.serving._FOR_PAIRS", 1)
     causes, change = HEAD_CHANGES[name]
     serve_changed(monkeypatch, change)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from peagle.results import TrainingRecord
 
-Status = Literal["agrees", "differs", "not checked"]
+CheckStatus = Literal["agrees", "differs", "not checked"]
 Where = Literal["head", "prompts", "serving"]
 
 # Names of the causes, by their ids.
@@ -37,11 +37,11 @@ CAUSES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class CheckResult:
     """One property that was examined: its name, its state in this head, figures on one line."""
 
     name: str
-    status: Status
+    status: CheckStatus
     text: str
 
 
@@ -72,7 +72,7 @@ class Examination:
         training: the length of the head's training, None where no record tells it.
     """
 
-    checks: list[Check] = field(default_factory=list)
+    checks: list[CheckResult] = field(default_factory=list)
     causes: list[Cause] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
     training: TrainingRecord | None = None
@@ -94,9 +94,9 @@ class Examination:
             advice += "acceptance length."
         return advice
 
-    def check(self, name: str, status: Status, text: str) -> None:
+    def check(self, name: str, status: CheckStatus, text: str) -> None:
         """Add a check."""
-        self.checks.append(Check(name, status, text))
+        self.checks.append(CheckResult(name, status, text))
 
     def blame(self, id: str, where: Where, evidence: str, remedy: str) -> None:
         """Add a cause; a cause that is there already gets more evidence and the new remedy."""

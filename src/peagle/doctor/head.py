@@ -60,10 +60,13 @@ class Head:
         """Return the head with other values in its configuration."""
         return replace(self, config=replace(self.config, **changes))
 
-    def filled(self, **tensors: Tensor) -> Head:
-        """Return the head with other tensors; "." of their names is written "__"."""
-        named = {name.replace("__", "."): value for name, value in tensors.items()}
-        return replace(self, tensors={**self.tensors, **named})
+    def read(self, **changes: Any) -> Head:
+        """Return the head with other attributes."""
+        return replace(self, **changes)
+
+    def filled(self, tensors: Mapping[str, Tensor]) -> Head:
+        """Return the head with other tensors under these names."""
+        return replace(self, tensors={**self.tensors, **tensors})
 
     def target_ids(self) -> Tensor:
         """Return the target id of every draft id, int64 [DV]."""
@@ -74,7 +77,7 @@ class Head:
         """Return the head with another draft vocabulary."""
         kept = torch.zeros(self.config.vocab_size, dtype=torch.bool)
         kept[ids] = True
-        return self.filled(d2t=ids - torch.arange(len(ids)), t2d=kept)
+        return self.filled({"d2t": ids - torch.arange(len(ids)), "t2d": kept})
 
     def drafter(self, device: torch.device) -> Drafter:
         """Return the module, ready to run."""

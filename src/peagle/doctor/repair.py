@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -105,7 +105,7 @@ def _common_changes(
                 f"Set {AUX_KEY} to {list(other)} in config.json.",
                 "Correct its taps: the ids name layers whose entering states are taken, which are "
                 "the outputs of the layers before.",
-                _configure(aux_layer_ids=other),
+                partial(Head.configured, aux_layer_ids=other),
             )
     for name, what in (
         ("token_shift", "slot p with the token x[p] instead of x[p+1]"),
@@ -117,7 +117,7 @@ def _common_changes(
                 what,
                 "Train the head again with slot p = (x[p+1], g[p]), which is how it is served.",
                 "Slot p takes the token x[p+1] and the feature g[p], at position p.",
-                _read(**{name: 1}),
+                partial(Head.read, **{name: 1}),
             )
     if config.is_parallel:
         current = config.mask_token_id
@@ -132,7 +132,7 @@ def _common_changes(
                     f"mask token {other} ({token!r}) instead of {current}",
                     f"Set mask_token_id, ptd_token_id and pard_token to {other} in config.json.",
                     "Write mask_token_id, ptd_token_id and pard_token into config.json, all equal.",
-                    _configure(mask_token_id=other),
+                    partial(Head.configured, mask_token_id=other),
                 )
         has_norm = config.norm_before_fc or config.fc_norm
         for kind in ("fc", "no fc", *(["fc without norm"] if has_norm else [])):
@@ -142,7 +142,7 @@ def _common_changes(
                     f"the state of mask slots by {kind!r} instead of {head.shared_state!r}",
                     "Export mask_hidden again, [1, 1, A * H], as it is before fc and its norm.",
                     f"The state of mask slots is {MASK_STATE}.",
-                    _read(shared_state=kind),
+                    partial(Head.read, shared_state=kind),
                 )
     if config.is_pruned:
         last = config.vocab_size - 1
@@ -174,7 +174,7 @@ def _common_changes(
                 f"RoPE of theta {theta:g} ({kind}) instead of {was:g}",
                 f"Set rope_theta, and in rope_parameters, to {theta:g} (rope_type {kind}).",
                 "Write the head's rope_theta both at the top level and in rope_parameters.",
-                _configure(rope_parameters=rope),
+                partial(Head.configured, rope_parameters=rope),
             )
     flag = not config.norm_before_residual
     yield change(
@@ -182,20 +182,8 @@ def _common_changes(
         f"norm_before_residual {json_bool(flag)} instead of {json_bool(not flag)}",
         f"Set norm_before_residual to {json_bool(flag)} in config.json.",
         "Write norm_before_residual into config.json: runtimes assume different defaults.",
-        _configure(norm_before_residual=flag),
+        partial(Head.configured, norm_before_residual=flag),
     )
-
-
-def _configure(**values: Any) -> Callable[[Head], Head]:
-    return lambda head: head.configured(**values)
-
-
-def _read(**values: Any) -> Callable[[Head], Head]:
-    return lambda head: replace(head, **values)
-
-
-def _fill(**tensors: Tensor) -> Callable[[Head], Head]:
-    return lambda head: head.filled(**tensors)
 
 
 def _mask_choices(files: HeadFiles, probe: Probe, current: int | None) -> list[int]:
@@ -219,14 +207,16 @@ def _aux_order_repairs(head: Head) -> Iterator[Change]:
     backwards = torch.cat(head.tensors["fc.weight"].chunk(len(ids), dim=1)[::-1], dim=1)
     what = f"the aux states in the order {list(ids[::-1])}"
     remedy = "Reorder the columns of fc.weight: runtimes concatenate in ascending layer order."
-    yield Change("aux_layers", what, remedy, _fill(fc__weight=backwards))
+    yield Change("aux_layers", what, remedy, partial(Head.filled, tensors={"fc.weight": backwards}))
 
 
 def _mask_state_repairs(head: Head, probe: Probe) -> Iterator[Change]:
     features = probe.features(head.config.aux_layer_ids)
     mean = features.flatten(0, 1).mean(0).float().cpu().view(1, 1, -1)
     remedy = "Export mask_hidden again, or train it: mask slots do better without the stored one."
-    yield Change("mask_hidden", MEAN_FEATURE, remedy, _fill(mask_hidden=mean))
+    yield Change(
+        "mask_hidden", MEAN_FEATURE, remedy, partial(Head.filled, tensors={"mask_hidden": mean})
+    )
 
 
 def _map_repairs(head: Head, now: HeadDrafts, files: HeadFiles, probe: Probe) -> Iterator[Change]:
@@ -283,14 +273,14 @@ def _window_repairs(head: Head, files: HeadFiles, probe: Probe) -> Iterator[Chan
     if head.window is not None:
         what = f"no sliding window instead of {head.window}"
         remedy = "Remove sliding_window and layer_types from config.json."
-        yield Change("sliding_window", what, remedy, _read(window=None))
+        yield Change("sliding_window", what, remedy, partial(Head.read, window=None))
         return
     of_target = getattr(probe.target.text_config, "sliding_window", None)
     for window in dict.fromkeys((files.window, of_target)):
         if window and window < max(probe.lengths):
             what = f"a sliding window of {window} in the head"
             remedy = "Train the head with full attention: runtimes give its layers no window."
-            yield Change("sliding_window", what, remedy, _read(window=window))
+            yield Change("sliding_window", what, remedy, partial(Head.read, window=window))
 
 
 def _norm_repairs(head: Head) -> Iterator[Change]:
@@ -299,7 +289,7 @@ def _norm_repairs(head: Head) -> Iterator[Change]:
     swapped = {**tensors, hidden: tensors[token], token: tensors[hidden]}
     what = "hidden_norm and input_layernorm of layer 0 exchanged"
     remedy = "Exchange the two tensors in the checkpoint."
-    yield Change("norms", what, remedy, _read(tensors=swapped))
+    yield Change("norms", what, remedy, partial(Head.read, tensors=swapped))
     width, aux = config.target_hidden_size, range(len(config.aux_layer_ids))
     blank = {
         "norm_before_fc": {"input_norm.weight": torch.ones(config.feature_size)},
@@ -313,12 +303,14 @@ def _norm_repairs(head: Head) -> Iterator[Change]:
         changed = replace(config, **flags), rest if is_set else {**rest, **weights}
         what = f"{flag} {json_bool(not is_set)} instead of {json_bool(is_set)}"
         remedy = f"Set {flag} to {json_bool(not is_set)} in config.json, and export its weights."
-        yield Change("norms", what, remedy, _read(config=changed[0], tensors=changed[1]))
+        yield Change(
+            "norms", what, remedy, partial(Head.read, config=changed[0], tensors=changed[1])
+        )
     if not config.is_parallel:
         flag = not config.norm_output
         what = f"norm_output {json_bool(flag)} instead of {json_bool(not flag)}"
         remedy = f"Set norm_output to {json_bool(flag)} in config.json."
-        yield Change("norms", what, remedy, _configure(norm_output=flag))
+        yield Change("norms", what, remedy, partial(Head.configured, norm_output=flag))
 
 
 # ---- faults of a serving side alone ------------------------------------------------------------
@@ -332,7 +324,7 @@ def _parallel_faults() -> Iterator[Change]:
     def without_mask_hidden(head: Head) -> Head:
         if not head.config.is_parallel:
             return head
-        return head.filled(mask_hidden=torch.zeros_like(head.tensors["mask_hidden"]))
+        return head.filled({"mask_hidden": torch.zeros_like(head.tensors["mask_hidden"])})
 
     remedy = 'Turn it on: "parallel_drafting": true in the speculative configuration.'
     yield Change("parallel_drafting", "drafts made token by token", remedy, one_by_one)
@@ -345,17 +337,19 @@ def _layer_faults(probe: Probe) -> Iterator[Change]:
         if window < max(probe.lengths):
             what = f"a drafter that looks back {window} positions only"
             remedy = "Take the target's sliding window out of the drafter's configuration."
-            yield Change("sliding_window", what, remedy, _read(window=window))
+            yield Change("sliding_window", what, remedy, partial(Head.read, window=window))
     yield Change(
         "norms",
         "a final norm without its weight",
         "Load norm.weight of the head.",
-        lambda h: h.filled(norm__weight=torch.ones_like(h.tensors["norm.weight"])),
+        lambda h: h.filled({"norm.weight": torch.ones_like(h.tensors["norm.weight"])}),
     )
     for dtype in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
         what = f"drafts computed in {name}, where the head falls apart"
-        yield Change("dtype", what, "Serve it in bfloat16, or in float32.", _read(dtype=dtype))
+        yield Change(
+            "dtype", what, "Serve it in bfloat16, or in float32.", partial(Head.read, dtype=dtype)
+        )
 
 
 # ---- the search --------------------------------------------------------------------------------
