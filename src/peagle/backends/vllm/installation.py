@@ -1,4 +1,4 @@
-"""vLLM where it is installed: in this environment or, better, in one of its own; notes on versions."""
+"""vLLM where it is installed, in this environment or one of its own, and notes on its version."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def _dotted(release: tuple[int, int]) -> str:
 
 
 class Advisory(NamedTuple):
-    """A published advisory: first version with the fault ("0": all), first without it, the fault."""
+    """A published advisory: the first version with the fault, the first without it, the fault."""
 
     name: str
     since: str

@@ -100,7 +100,7 @@ class VllmLaunch:
         return any(flag_name(word) == name for word in self.extra)
 
     def dtype_on(self, installation: VllmInstallation) -> str:
-        """Return the type of weights: float32 by default on a CPU, where bfloat16 ends some runs."""
+        """Return the type of weights: float32 by default on a CPU, as bfloat16 ends some runs."""
         return "float32" if self.dtype == "auto" and installation.is_cpu else self.dtype
 
     def is_greedy_only(self, installation: VllmInstallation) -> bool:
