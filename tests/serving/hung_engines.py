@@ -18,8 +18,7 @@ from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine.requests import Requests
 from peagle.serving import engine_pool, engine_process
-from peagle.serving.heartbeat import Pulse, announce_compilation
-from peagle.serving.messages import Add, EngineSpec
+from peagle.serving.engine_process import Add, EngineSpec, Pulse, announce_compilation
 from serving.warm import _fork_engines
 
 REAL_STEP, REAL_LOAD = Requests.step, engine_process._load

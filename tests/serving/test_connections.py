@@ -20,8 +20,7 @@ import pytest
 import uvicorn
 
 from peagle.errors import UserError
-from peagle.serving.connections import MAX_HEADERS, ConnectionLimits, Connections
-from peagle.serving.listening import connection_limit
+from peagle.serving.connections import MAX_HEADERS, ConnectionLimits, Connections, connection_limit
 from serving.live import (
     LiveServer,
     environment,
@@ -418,10 +417,10 @@ def test_it_can_be_interrupted_twice_while_it_loads(tmp_path: Path) -> None:
 
 STORM = """
 import asyncio
-from peagle.serving import memory_release as memory
+from peagle.serving import server as memory
 
 async def main():
-    memory._EVERY_S = 0.2
+    memory._RETURN_EVERY_S = 0.2
     loaded = asyncio.get_running_loop().create_future()
     loaded.set_result(None)
     returning = asyncio.ensure_future(memory.return_memory(loaded))

@@ -23,11 +23,10 @@ from peagle.serving import tokenizer as tokenizer_file
 from peagle.serving.app import parsed
 from peagle.serving.config import ServerConfig
 from peagle.serving.errors import ApiError
-from peagle.serving.generation import Caller
 from peagle.serving.limits import LIMITS, most, parse_json, table
 from peagle.serving.metrics import Metrics
 from peagle.serving.protocol import ChatBody, CompletionBody, ResponsesBody
-from peagle.serving.service import Service
+from peagle.serving.service import Caller, Service
 from peagle.serving.tokenizer import Tokenizer, encode_text
 from serving.live import KEYS, LOOPING_TEMPLATE, LiveServer
 
@@ -239,7 +238,7 @@ def test_priority_can_be_ignored(is_ignored: bool) -> None:
     service.tokenizer = SimpleNamespace()  # type: ignore[assignment]
     body = CompletionBody(prompt="x", priority=-5)
     generation = service.generation([[1]], SamplingParams(), body, Caller("id", COMPLETIONS))
-    assert generation.job.priority == (0 if is_ignored else -5)
+    assert generation.priority == (0 if is_ignored else -5)
 
 
 # ---- texts --------------------------------------------------------------------------------------
@@ -358,7 +357,7 @@ def test_a_deadline_ends_no_other_call(monkeypatch: pytest.MonkeyPatch) -> None:
         loop = asyncio.get_running_loop()
         with ThreadPoolExecutor(1) as thread:
             for number in range(120):
-                deadline = tokenizer_file._Deadline(0)
+                deadline = tokenizer_file._TimeLimit(0)
                 end = time.monotonic() + 0.002 * (number % 15)
 
                 def call(end: float = end) -> str:

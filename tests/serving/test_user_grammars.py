@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from peagle.serving.errors import ApiError
-from peagle.serving.params import refuse_grammars
-from peagle.serving.protocol import ChatBody, CompletionBody, ResponsesBody
+from peagle.serving.protocol import ChatBody, CompletionBody, ResponsesBody, refuse_grammars
 from serving.live import KEYS, LiveServer
 
 pytest.importorskip("xgrammar")

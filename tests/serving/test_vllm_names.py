@@ -210,7 +210,7 @@ def test_absent_routes_say_why(method: str, path: str, words: str) -> None:
 
 
 def test_routes_that_exist_are_not_called_absent() -> None:
-    from peagle.serving.absent_routes import reason_for_absence
+    from peagle.serving.errors import reason_for_absence
 
     paths = json.loads(guard(create_app(service()))(path="/openapi.json").body)["paths"]
     assert "/v1/responses" in paths

@@ -23,12 +23,11 @@ from peagle.config import SamplingParams
 from peagle.engine.outputs import StreamChunk
 from peagle.errors import UserError
 from peagle.llm import LLM
-from peagle.serving import crash_budget, engine_pool, engine_process
+from peagle.serving import engine_pool, engine_process
 from peagle.serving.config import ServerConfig
-from peagle.serving.crash_budget import CrashBudget
-from peagle.serving.engine_pool import EngineFailed, EnginePool, EngineProcess
+from peagle.serving.engine_pool import CrashBudget, EngineFailed, EnginePool, EngineProcess
+from peagle.serving.engine_process import Heartbeat, Pulse
 from peagle.serving.errors import ApiError
-from peagle.serving.heartbeat import Heartbeat, Pulse
 from peagle.serving.metrics import Metrics
 from serving import hung_engines
 from serving.hung_engines import SLOW_S, SPEC
@@ -253,8 +252,8 @@ def test_what_compiles_is_no_hang_and_what_stands_still_later_is() -> None:
 def test_an_engine_that_dies_at_every_request_ends_the_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(crash_budget, "_FIRST_DELAY_S", 0.01)
-    monkeypatch.setattr(crash_budget, "MOST_CRASHES", 2)
+    monkeypatch.setattr(engine_pool, "_FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(engine_pool, "MOST_CRASHES", 2)
 
     async def check() -> None:
         async with pool_of(hung_engines.dies_in_a_step) as pool:
@@ -277,7 +276,7 @@ def test_an_engine_that_dies_at_every_request_ends_the_server(
 def test_the_others_go_on_without_an_engine_that_does_not_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(crash_budget, "_FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(engine_pool, "_FIRST_DELAY_S", 0.01)
 
     async def check() -> None:
         good = replace(SPEC, log_format="json")
@@ -293,7 +292,7 @@ def test_the_others_go_on_without_an_engine_that_does_not_start(
 
 
 def test_a_process_that_cannot_be_made_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crash_budget, "_FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(engine_pool, "_FIRST_DELAY_S", 0.01)
 
     def fails(*_: Any) -> None:
         raise OSError(24, "Too many open files")
@@ -331,17 +330,17 @@ def test_a_pool_with_a_stopped_engine_closes_soon() -> None:
 def test_failed_starts_and_crashes_have_budgets_of_their_own() -> None:
     budget = CrashBudget()
     delays = []
-    for _ in range(crash_budget.MOST_CRASHES):
+    for _ in range(engine_pool.MOST_CRASHES):
         budget.crashed(while_loading=False)
         delays.append(budget.delay_s)
-        budget.started()  # to be ready forgives no crash
+        budget.num_failed_starts = 0  # to be ready forgives no crash
         assert budget.spent is None
     assert delays == [0.5, 1, 2, 4, 8]
     budget.crashed(while_loading=False)
     assert "ended 6 times within 10 minutes" in str(budget.spent)
 
     budget = CrashBudget()
-    for count in range(crash_budget.MOST_FAILED_STARTS):
+    for count in range(engine_pool.MOST_FAILED_STARTS):
         assert budget.spent is None, count
         budget.crashed(while_loading=True)
     assert "3 starts in a row failed" in str(budget.spent)
@@ -352,8 +351,8 @@ def test_crashes_of_long_ago_are_forgiven(monkeypatch: pytest.MonkeyPatch) -> No
     for _ in range(9):
         budget.crashed(while_loading=False)
     assert budget.spent
-    later = time.monotonic() + crash_budget.WINDOW_S + 1
-    monkeypatch.setattr(crash_budget.time, "monotonic", lambda: later)
+    later = time.monotonic() + engine_pool.WINDOW_S + 1
+    monkeypatch.setattr(engine_pool.time, "monotonic", lambda: later)
     assert budget.spent is None and budget.num_recent == 0
 
 
@@ -412,7 +411,7 @@ def test_a_limit_is_a_multiple_of_the_slowest_step_that_compiled_nothing() -> No
         time.sleep(0.2)
     pulse.beat()
     assert limit_of(heartbeat) > 20 * 0.2
-    pulse.order()
+    pulse.beat(60)
     assert limit_of(heartbeat) == pytest.approx(60)
 
 

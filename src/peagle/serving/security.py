@@ -19,8 +19,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from peagle.errors import UserError
-from peagle.serving.absent_routes import reason_for_absence
-from peagle.serving.errors import ApiError
+from peagle.serving.errors import ApiError, reason_for_absence
 from peagle.serving.hosts import Host, allowed_host, allowed_origin, parse_host, parse_origin
 from peagle.serving.keys import ApiKeys, key_of
 

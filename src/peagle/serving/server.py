@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -20,16 +22,20 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from peagle.serving.app import create_app
 from peagle.serving.config import ServerConfig
-from peagle.serving.connections import ACCEPTED_AT_ONCE, ConnectionLimits, Connections
+from peagle.serving.connections import (
+    ACCEPTED_AT_ONCE,
+    BACKLOG,
+    ConnectionLimits,
+    Connections,
+    connection_limit,
+    listen,
+)
 from peagle.serving.emf import publishing
 from peagle.serving.engine_pool import EngineFailed, EnginePool, specs_for
+from peagle.serving.engine_process import EngineSpec, trim
 from peagle.serving.hosts import bind_warning, default_allowed_hosts
-from peagle.serving.keys import ApiKeys
-from peagle.serving.listening import BACKLOG, connection_limit, listen
-from peagle.serving.memory_release import return_memory
-from peagle.serving.messages import EngineSpec
+from peagle.serving.keys import ApiKeys, QuotaMiddleware, Quotas
 from peagle.serving.metrics import Metrics
-from peagle.serving.quotas import QuotaMiddleware, Quotas
 from peagle.serving.security import SecurityMiddleware
 from peagle.serving.service import Service
 from peagle.serving.tokenizer import Tokenizer
@@ -42,6 +48,9 @@ _UNCOUNTED = ("/live", "/health", "/ready", "/ping", "/metrics")
 _FLUSH_S = 2
 # Seconds for the last lines of the log, whose reader may be gone.
 _LOG_S = 1.0
+# Memory is given back this often, where it grew beyond this share of the memory at rest.
+_RETURN_EVERY_S = 15.0
+_GROWTH = 0.05
 
 
 class CountOpen:
@@ -77,13 +86,12 @@ class Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to accept connections."""
         await super().startup(sockets)
         for listening in sockets or ():
             listening.listen(BACKLOG)  # uvicorn's setting is also how many are accepted at once
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called by a signal, whatever the event loop and other threads do."""
+        """Handle a signal, whatever the event loop and other threads do."""
         if self._is_ending:
             self.service.pool.kill()
             end_process(0)
@@ -117,9 +125,6 @@ def serve(
     """Serve until a signal ends the process: with status 0, or 1 if the engines were lost.
 
     Args:
-        config: how it is reached and guarded.
-        spec: what the engines load.
-        keys: that open it.
         name: what clients call the model.
         listening: a socket that is bound already; None binds one.
 
@@ -178,10 +183,22 @@ async def _serve(
     tracing = Tracing(config.otlp_endpoint) if config.otlp_endpoint is not None else None
     service = Service(config, name, tuple(spec.proposers), pool, metrics, tracing)
     connections = Connections(limits)
-    server = Server(_uvicorn_config(_guarded(service, keys), connections), service)
+    uvicorn_config = uvicorn.Config(
+        _guarded(service, keys),
+        http=connections.protocol,
+        backlog=ACCEPTED_AT_ONCE,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=_FLUSH_S,
+    )
+    server = Server(uvicorn_config, service)
     host, port = listening.getsockname()[:2]
-    where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    logger.info("listening on %s; loading %s", where, name)
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    logger.info("listening on %s; loading %s", url, name)
     logger.info("at most %d connections at once", limits.max_connections)
     if warning := bind_warning(config.host, keys):
         logger.warning("%s", warning)
@@ -189,7 +206,7 @@ async def _serve(
         pool.start()
         async with publishing(metrics, name, config.cloudwatch_interval_s):
             serving = asyncio.ensure_future(server.serve(sockets=[listening]))
-            loading = asyncio.ensure_future(_load(service, spec, where, started))
+            loading = asyncio.ensure_future(_load(service, spec, url, started))
             watching = asyncio.ensure_future(connections.watch())
             returning = asyncio.ensure_future(return_memory(loading))
             try:
@@ -220,44 +237,25 @@ def _guarded(service: Service, keys: ApiKeys) -> ASGIApp:
     )
 
 
-def _uvicorn_config(app: ASGIApp, connections: Connections) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        http=connections.protocol,
-        backlog=ACCEPTED_AT_ONCE,
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        server_header=False,
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=_FLUSH_S,
-    )
-
-
-async def _load(service: Service, spec: EngineSpec, where: str, started: float) -> None:
+async def _load(service: Service, spec: EngineSpec, url: str, started: float) -> None:
     """Load the tokenizer beside the engines; log when the server is ready."""
-    config = service.config
-    service.tokenizer = await asyncio.to_thread(Tokenizer, spec.target, config.chat_template)
+    template = service.config.chat_template
+    service.tokenizer = await asyncio.to_thread(Tokenizer, spec.target, template)
     await service.pool.became_ready.wait()
     info = service.pool.info
     if info is not None:
         drafting = ", ".join(f"{n} (K = {k})" for n, k in info.num_speculative_tokens.items())
         logger.info(
             "ready on %s after %.1f s: %s with %s, %d tokens of context, on %s",
-            where,
-            time.monotonic() - started,
-            service.name,
-            drafting,
-            info.max_model_len,
-            info.device,
+            *(url, time.monotonic() - started, service.name),
+            *(drafting, info.max_model_len, info.device),
         )
 
 
 async def _until_end(
     service: Service, server: Server, serving: asyncio.Task[Any], loading: asyncio.Task[Any]
 ) -> int:
-    """Wait for whatever ends the server first."""
+    """Wait for whatever ends the server first; return the status of the process."""
     failure = service.pool.failure
     waiting = {serving, loading, failure}
     while not serving.done() and not failure.done():
@@ -276,3 +274,30 @@ async def _until_end(
         logger.error("the server ends: %s", error)
         return 1
     raise error
+
+
+async def return_memory(loading: asyncio.Future[None]) -> None:
+    """Give freed memory back every 15 s while there is more than at rest, until cancelled.
+
+    It does so with glibc on Linux; elsewhere it returns at once. The memory of all that is loaded
+    by the end of `loading` is kept.
+    """
+    if trim is None:
+        return
+    await asyncio.wait([loading])
+    # No later collection needs to go through what is loaded.
+    gc.collect()
+    gc.freeze()
+    await asyncio.to_thread(trim, 0)
+    rest = resident_bytes()
+    while True:
+        await asyncio.sleep(_RETURN_EVERY_S)
+        if resident_bytes() > rest * (1 + _GROWTH):
+            gc.collect()
+            await asyncio.to_thread(trim, 0)
+        rest = min(rest, resident_bytes())
+
+
+def resident_bytes() -> int:
+    """Return the resident memory of this process, in bytes; needs Linux."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
