@@ -417,10 +417,10 @@ def test_it_can_be_interrupted_twice_while_it_loads(tmp_path: Path) -> None:
 
 STORM = """
 import asyncio
-from peagle.serving import server as memory
+from peagle.serving import memory_release as memory
 
 async def main():
-    memory._RETURN_EVERY_S = 0.2
+    memory._EVERY_S = 0.2
     loaded = asyncio.get_running_loop().create_future()
     loaded.set_result(None)
     returning = asyncio.ensure_future(memory.return_memory(loaded))

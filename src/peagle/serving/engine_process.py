@@ -37,6 +37,7 @@ from peagle.errors import UserError
 from peagle.llm import LLM
 from peagle.models.target import TargetModel
 from peagle.serving.logs import configure_logging
+from peagle.serving.memory_release import trim
 
 CPU_KV_GIB = 2.0  # KV cache of all engines on a CPU by default
 _STATS_EVERY_S = 0.1
@@ -46,13 +47,6 @@ _CHECK_EVERY_S = 10.0
 # What a step may take to end when the front end is gone.
 _LAST_STEP_S = 2.0
 _PR_SET_PDEATHSIG = 1
-
-# Gives freed memory back to the system; None where the C library is not glibc. The library keeps
-# what was freed for the next allocation: after a few bodies of megabytes several times what the
-# server needs.
-trim: Any = None
-if sys.platform == "linux":
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 # ---- messages between the front end and an engine process, pickled over a private pipe -----------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import signal
@@ -13,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -32,9 +30,10 @@ from peagle.serving.connections import (
 )
 from peagle.serving.emf import publishing
 from peagle.serving.engine_pool import EngineFailed, EnginePool, specs_for
-from peagle.serving.engine_process import EngineSpec, trim
+from peagle.serving.engine_process import EngineSpec
 from peagle.serving.hosts import bind_warning, default_allowed_hosts
 from peagle.serving.keys import ApiKeys, QuotaMiddleware, Quotas
+from peagle.serving.memory_release import return_memory
 from peagle.serving.metrics import Metrics
 from peagle.serving.security import SecurityMiddleware
 from peagle.serving.service import Service
@@ -48,9 +47,6 @@ _UNCOUNTED = ("/live", "/health", "/ready", "/ping", "/metrics")
 _FLUSH_S = 2
 # Seconds for the last lines of the log, whose reader may be gone.
 _LOG_S = 1.0
-# Memory is given back this often, where it grew beyond this share of the memory at rest.
-_RETURN_EVERY_S = 15.0
-_GROWTH = 0.05
 
 
 class CountOpen:
@@ -274,30 +270,3 @@ async def _until_end(
         logger.error("the server ends: %s", error)
         return 1
     raise error
-
-
-async def return_memory(loading: asyncio.Future[None]) -> None:
-    """Give freed memory back every 15 s while there is more than at rest, until cancelled.
-
-    It does so with glibc on Linux; elsewhere it returns at once. The memory of all that is loaded
-    by the end of `loading` is kept.
-    """
-    if trim is None:
-        return
-    await asyncio.wait([loading])
-    # No later collection needs to go through what is loaded.
-    gc.collect()
-    gc.freeze()
-    await asyncio.to_thread(trim, 0)
-    rest = resident_bytes()
-    while True:
-        await asyncio.sleep(_RETURN_EVERY_S)
-        if resident_bytes() > rest * (1 + _GROWTH):
-            gc.collect()
-            await asyncio.to_thread(trim, 0)
-        rest = min(rest, resident_bytes())
-
-
-def resident_bytes() -> int:
-    """Return the resident memory of this process, in bytes; needs Linux."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
