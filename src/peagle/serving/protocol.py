@@ -30,17 +30,13 @@ from peagle.errors import UserError
 from peagle.serving.errors import ApiError
 from peagle.serving.limits import (
     LIMITS,
-    AllowedIds,
-    BadWords,
-    Choices,
+    BadWord,
     Description,
     Messages,
     Name,
     Options,
     Source,
-    StopIds,
     StopString,
-    StopStrings,
     TokenIds,
     at_most,
     bounded_list,
@@ -129,16 +125,16 @@ class GenerationFields(_Body):
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
     logit_bias: Annotated[dict[Name, Number], at_most("logit_bias")] | None = None
-    bad_words: BadWords | None = None
-    allowed_token_ids: AllowedIds | None = None
+    bad_words: Annotated[list[BadWord], bounded_list("bad_words")] | None = None
+    allowed_token_ids: Annotated[list[StrictInt], bounded_list("allowed_token_ids")] | None = None
     seed: StrictInt | None = None
-    stop: StopString | StopStrings | None = None
-    stop_token_ids: StopIds | None = None
+    stop: StopString | Annotated[list[StopString], bounded_list("stop")] | None = None
+    stop_token_ids: Annotated[list[StrictInt], bounded_list("stop_token_ids")] | None = None
     ignore_eos: StrictBool | None = None
     structured_outputs: Options | None = None
     guided_json: dict[StrictStr, Any] | Source | None = None
     guided_regex: Source | None = None
-    guided_choice: Choices | None = None
+    guided_choice: Annotated[list[Source], bounded_list("choices")] | None = None
     guided_grammar: Source | None = None
     guided_json_object: StrictBool | None = None
     guided_whitespace_pattern: Source | None = None
