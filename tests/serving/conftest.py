@@ -27,7 +27,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> It
     # Both servers live for long, beside whatever else keeps the machine busy.
     options = ("--chat-template", template, "--otlp-endpoint", collector.url)
     options += ("--hang-timeout", 120)
-    with running(*options, OTEL_BSP_SCHEDULE_DELAY="100") as live:
+    with running(*options, warm=True, OTEL_BSP_SCHEDULE_DELAY="100") as live:
         yield live
 
 

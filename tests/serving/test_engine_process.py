@@ -27,7 +27,6 @@ from peagle.serving.engine_process import (
     EngineSpec,
     EngineWorker,
     Heartbeat,
-    Pulse,
     Refused,
     Stepped,
     Stop,
@@ -85,8 +84,8 @@ def front(llm: LLM) -> Iterator[Front]:
     spec = EngineSpec(
         str(BUNDLED_TARGET), {"peagle": SPECULATIVE}, EngineConfig(), compile_timeout_s=4
     )
-    pulse = Pulse(Heartbeat(multiprocessing, spec.hang_timeout_s))
-    worker = EngineWorker({"peagle": llm}, spec, theirs, pulse)
+    heartbeat = Heartbeat(multiprocessing, spec.hang_timeout_s)
+    worker = EngineWorker({"peagle": llm}, spec, theirs, heartbeat)
     thread = threading.Thread(target=worker.serve)
     thread.start()
     front = Front(ours, llm)

@@ -213,7 +213,7 @@ EVENTS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(EVENTS)
 def test_counters_never_fall_and_end_at_the_sum_of_all_processes(events):
     metrics, engine = Metrics("m"), FakeEngine()
@@ -305,19 +305,14 @@ def test_an_output_without_tokens_was_in_its_prompt_pass_to_the_end():
     assert value(metrics, "request_decode_time_seconds_sum", engine="0") == 0.0
 
 
-@pytest.mark.parametrize("reason", get_args(Failure))
-def test_failures(reason):
+def test_failures():
     metrics = Metrics("m")
-    assert value(metrics, "request_failure_total", reason=reason) == 0
-    metrics.failed(reason)
-    others = [other for other in get_args(Failure) if other != reason]
-    assert value(metrics, "request_failure_total", reason=reason) == 1
-    assert {value(metrics, "request_failure_total", reason=other) for other in others} == {0}
-
-
-def test_an_unknown_failure_is_a_mistake():
-    with pytest.raises(KeyError, match="sunspots"):
-        Metrics("m").failed("sunspots")  # pyright: ignore[reportArgumentType]
+    reasons: tuple[Failure, ...] = get_args(Failure)
+    for number, reason in enumerate(reasons):
+        for _ in range(number):
+            metrics.failed(reason)
+    counts = [value(metrics, "request_failure_total", reason=reason) for reason in reasons]
+    assert counts == list(range(len(reasons)))
 
 
 # ---- the page -------------------------------------------------------------------------------
@@ -406,8 +401,11 @@ def test_any_model_name_comes_back(accept, name):
     assert names == {name}
 
 
-def test_loads_without_torch():
-    code = "import sys, peagle.serving.metrics; print('torch' in sys.modules)"
+def test_metrics_and_spans_load_nothing_heavy():
+    code = (
+        "import sys, peagle.serving.emf, peagle.serving.metrics, peagle.serving.tracing\n"
+        "print(sorted({'opentelemetry', 'torch', 'requests', 'google'} & set(sys.modules)))"
+    )
     result = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": str(SOURCE)},
@@ -415,4 +413,4 @@ def test_loads_without_torch():
         text=True,
         timeout=240,
     )
-    assert result.stdout.strip() == "False", result.stderr
+    assert result.stdout.strip() == "[]", result.stderr

@@ -75,10 +75,13 @@ def real_site(server: LiveServer) -> Site:
     return Site(server.url)
 
 
-@pytest.fixture(params=["fake_site", "real_site"])
+@pytest.fixture
 def site(request: pytest.FixtureRequest) -> Site:
-    """Any server that has the playground; another fixture's name in `params` adds another."""
-    return request.getfixturevalue(request.param)
+    """A server that has the playground, the fake one unless a test names both."""
+    return request.getfixturevalue(getattr(request, "param", "fake_site"))
+
+
+both_sites = pytest.mark.parametrize("site", ["fake_site", "real_site"], indirect=True)
 
 
 @pytest.fixture
@@ -173,6 +176,7 @@ def until(condition: Callable[[], bool], page: Any) -> None:
 # ---- any server -----------------------------------------------------------------------------
 
 
+@both_sites
 def test_tokens_arrive_one_after_another(site: Site, visit):
     page = visit(site)
     page.locator("#max-tokens").fill("40")
@@ -263,6 +267,7 @@ def test_the_keyboard_is_enough(site: Site, visit):
     expect(page.locator("#run")).to_be_focused()
 
 
+@both_sites
 def test_the_policy_is_in_force(site: Site, visit):
     page = visit(site)
     page.evaluate(
@@ -308,6 +313,7 @@ def test_on_a_phone_the_answers_come_into_view(site: Site, visit):
     assert page.evaluate("scrollY") == 0
 
 
+@both_sites
 def test_slow_motion_shows_each_refused_draft(site: Site, visit):
     page = visit(site, reduced_motion="reduce")
     page.locator("#max-tokens").fill("24")

@@ -167,18 +167,6 @@ def test_without_tools_or_with_none_everything_is_content():
     assert parse(parser_for("hermes", [], "auto"), text) == (text, [])
 
 
-def test_an_unknown_kind_is_refused():
-    with pytest.raises(ValueError, match="'pythonic'"):
-        parser_for("pythonic", TOOLS)
-
-
-def test_text_after_the_end_is_refused():
-    parser = parser_for("hermes", TOOLS)
-    parser.add("a", final=True)
-    with pytest.raises(ValueError, match="'b'"):
-        parser.add("b")
-
-
 @pytest.mark.parametrize(
     ("kind", "head"),
     [

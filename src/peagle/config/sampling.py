@@ -274,9 +274,10 @@ class SamplingParams:
 def _ids(name: str, values: Any) -> tuple[int, ...]:
     ok = isinstance(values, Sequence | Set) and not isinstance(values, str)
     require(ok, name, values, "a list of token ids")
-    for token in values:
+    ids: tuple[Any, ...] = tuple(values)
+    for token in ids:
         require(is_int(token) and token >= 0, name, token, "token ids of at least 0")
-    return tuple(values)
+    return ids
 
 
 def _bias(pair: Any) -> tuple[int, float]:

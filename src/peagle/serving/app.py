@@ -205,7 +205,7 @@ def parsed(model: type[BaseModel], body: Any) -> Any:
 def _add_status(app: FastAPI, service: Service) -> None:
     @app.get("/live")
     async def live() -> Response:
-        """Whether the process works: 503 only once its engines are lost for good."""
+        """Tell whether the process works: 503 only once its engines are lost for good."""
         if service.pool.failure.done():
             return JSONResponse({"status": "failed"}, 503)
         return JSONResponse({"status": "ok"})
@@ -214,7 +214,7 @@ def _add_status(app: FastAPI, service: Service) -> None:
     @app.get("/ready")
     @app.get("/ping")
     async def ready() -> Response:
-        """Whether requests are served: 503 while the model loads and while the server drains."""
+        """Tell whether the server takes requests: 503 while it loads the model or drains."""
         if service.is_ready:
             return JSONResponse({"status": "ready"})
         status = "draining" if service.is_draining else "loading"
@@ -222,23 +222,23 @@ def _add_status(app: FastAPI, service: Service) -> None:
 
     @app.get("/version")
     async def version() -> dict[str, str]:
-        """The version of peagle."""
+        """Return the version of peagle."""
         return {"version": __version__}
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
-        """Metrics for Prometheus."""
+        """Return metrics for Prometheus."""
         body, content_type = service.metrics.render(request.headers.get("accept"))
         return Response(body, headers={"content-type": content_type})
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The model that is served, and how it can be drafted for."""
+        """Return the model that is served, and its proposers."""
         return {"object": "list", "data": [_model(service)]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        """The model of that name."""
+        """Return the model of that name."""
         service.check_model(name)
         return _model(service)
 
@@ -268,7 +268,7 @@ def _model(service: Service) -> dict[str, Any]:
 
 
 class _JsonRequest(Request):
-    """A request whose body FastAPI takes as `parse_json` read it."""
+    """A request whose body FastAPI takes as `parse_json` returned it."""
 
     value: Any
 
@@ -318,10 +318,10 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         deadline = Deadline.after(service.config.request_timeout_s)
         caller = Caller.of(request, body, deadline)
         try:
-            async with asyncio.timeout_at(deadline and deadline.end_s):
+            async with asyncio.timeout_at(deadline and deadline.end_s) as timeout:
                 return await respond_to(service, body, caller)
         except TimeoutError:
-            if deadline is None:
+            if deadline is None or not timeout.expired():
                 raise
             raise deadline.error from None
 
@@ -342,9 +342,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
     @app.post("/invocations")
     async def invocations(request: Request, body: dict[str, Any]) -> Response:
-        """SageMaker's route: a chat where there are `messages`, a completion where there is a
-        `prompt`.
-        """
+        """Answer SageMaker: a chat if the body has `messages`, a completion if it has `prompt`."""
         if ("messages" in body) == ("prompt" in body):
             text = 'The body needs "messages" (a chat) or "prompt" (a completion), one of the two.'
             raise ApiError(400, text)
@@ -356,7 +354,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
-        """Token ids of a prompt, or of a conversation under the chat template."""
+        """Return the token ids of a prompt, or of a conversation under the chat template."""
         tokenizer, info = service.loaded()
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
@@ -380,7 +378,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> dict[str, str]:
-        """The text of token ids."""
+        """Return the text of token ids."""
         tokenizer, info = service.loaded()
         service.check_model(body.model)
         if (count := len(body.tokens)) > info.max_model_len:

@@ -21,7 +21,6 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from peagle.config import SamplingParams
-from peagle.engine import EngineStats
 from peagle.engine.loop import Add
 from peagle.engine.outputs import StreamChunk
 from peagle.errors import UserError
@@ -37,6 +36,7 @@ from peagle.serving.engine_process import (
     run_engine,
 )
 from peagle.serving.errors import ApiError
+from peagle.serving.metrics import Metrics
 
 logger = logging.getLogger("peagle.serving")
 
@@ -224,12 +224,9 @@ class EnginePool:
 
     Args:
         specs: what each process loads.
+        metrics: takes the counters, the signs of life and the ends of the engines.
         max_queue: number of outputs that may wait beyond those that are decoded.
         restart: whether a process that died is started again.
-        on_stats: called with the number of an engine and its counters, now and then.
-        on_restart, on_hang: called with the number of an engine that is started again, or hangs.
-        on_beat: called about twice a second with the number of an engine and the seconds since its
-            last sign of life, 0 while it loads or compiles.
 
     Attributes:
         failure: why the server cannot go on, once it cannot.
@@ -237,21 +234,12 @@ class EnginePool:
     """
 
     def __init__(
-        self,
-        specs: list[EngineSpec],
-        *,
-        max_queue: int,
-        restart: bool,
-        on_stats: Callable[[int, EngineStats], None],
-        on_restart: Callable[[int], None],
-        on_hang: Callable[[int], None],
-        on_beat: Callable[[int, float], None],
+        self, specs: list[EngineSpec], metrics: Metrics, *, max_queue: int, restart: bool
     ) -> None:
         self._specs = specs
+        self._metrics = metrics
         self._max_queue = max_queue
         self._restart = restart
-        self._on_stats, self._on_restart = on_stats, on_restart
-        self._on_hang, self._on_beat = on_hang, on_beat
         self._engines: list[EngineProcess | None] = [None] * len(specs)
         self._budgets = [CrashBudget() for _ in specs]
         self._beats = [time.monotonic()] * len(specs)
@@ -361,7 +349,7 @@ class EnginePool:
                     if (stream := engine.streams.get(chunk.index)) is not None:
                         stream.items.put_nowait(chunk)
                 if stats is not None:
-                    self._on_stats(engine.number, stats)
+                    self._metrics.record_engine(engine.number, stats)
             case Refused(index, text, is_user_error):
                 if (stream := engine.streams.get(index)) is None:
                     return
@@ -401,7 +389,7 @@ class EnginePool:
                     is_busy = engine.heartbeat.activity != "working"
                     if not engine.end and engine.is_overdue(now, late_s):
                         self._end_hung(engine, now)
-                self._on_beat(number, 0.0 if is_busy else now - self._beats[number])
+                self._metrics.engine_beat(number, 0.0 if is_busy else now - self._beats[number])
 
     def _end_hung(self, engine: EngineProcess, now: float) -> None:
         heartbeat, number = engine.heartbeat, engine.number
@@ -412,7 +400,7 @@ class EnginePool:
             *(number, heartbeat.activity, silent_s, limit_s),
             extra={"engine": number, "pid": engine.pid},
         )
-        self._on_hang(number)
+        self._metrics.engine_hung(number)
         self._take_out_of_service(engine, f"hung for {silent_s:.1f} s", "engine_hung")
         engine.kill()
         asyncio.get_running_loop().call_later(_KILL_S, self._give_up_if_alive, engine)
@@ -459,7 +447,7 @@ class EnginePool:
         elif budget.spent is not None:
             self._give_up(number, f"{end}; {budget.spent}")
         else:
-            self._on_restart(number)
+            self._metrics.engine_restarted(number)
             asyncio.get_running_loop().call_later(budget.delay_s, self._start, number)
 
     def _give_up(self, number: int, reason: str) -> None:

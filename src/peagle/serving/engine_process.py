@@ -150,25 +150,30 @@ class Heartbeat:
     notices an engine that is stopped, locked up, or waiting for a GPU that does not answer. On
     Linux all processes share the clock `time.monotonic`.
 
+    The limit of a step is 20 times the slowest step before it. A pass over more tokens than any
+    before it may also take as long as its tokens would take one by one. A batch always takes less,
+    because it reads the weights once. So the first long prompt on a slow CPU is no hang. Steps that
+    compile something do not count.
+
     Args:
         context: multiprocessing context, whose processes may receive the heartbeat.
         timeout_s: seconds that the engine may always be silent; 0 sets no limit.
     """
 
     def __init__(self, context: Any, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
+        self._timeout_s = timeout_s
         self._values = context.RawArray("d", 3)
-        self.announce("loading")
+        # The engine alone uses the attributes below.
+        self._is_loading = True
+        self._num_compiling = 0  # one compilation begins others
+        self._has_compiled = False
+        self._token_s = 0.0
+        self._slowest_s = 0.0
+        self._most_tokens = 0
+        self._planned_tokens = 0
+        self.beat()
 
-    def beat(self, limit_s: float = 0.0, activity: Activity = "working") -> None:
-        """Write that the engine is alive, and may be silent for `limit_s` or the time-out."""
-        now = time.monotonic()
-        limit_s = max(limit_s, self.timeout_s) if self.timeout_s else math.inf
-        self._values[:] = (now, now + limit_s, _ACTIVITIES.index(activity))
-
-    def announce(self, activity: Activity) -> None:
-        """Write that work begins that takes long."""
-        self.beat(_ANNOUNCED_S[activity], activity)
+    # ---- read by the front end ------------------------------------------------------------------
 
     @property
     def last_s(self) -> float:
@@ -185,38 +190,25 @@ class Heartbeat:
         """What the engine does until then."""
         return _ACTIVITIES[int(self._values[2])]
 
+    # ---- written by the engine ------------------------------------------------------------------
 
-class Pulse:
-    """Writes an engine process's heartbeat, and decides for how long each beat holds.
+    def _write(self, limit_s: float, activity: Activity) -> None:
+        now = time.monotonic()
+        limit_s = max(limit_s, self._timeout_s) if self._timeout_s else math.inf
+        self._values[:] = (now, now + limit_s, _ACTIVITIES.index(activity))
 
-    The limit of a step is 20 times the slowest step before it. A pass over more tokens than any
-    before it may also take as long as its tokens would take one by one. A batch always takes less,
-    because it reads the weights once. So the first long prompt on a slow CPU is no hang. Steps that
-    compile something do not count.
-    """
-
-    def __init__(self, heartbeat: Heartbeat) -> None:
-        self._heartbeat = heartbeat
-        self._is_loading = True
-        self._num_compiling = 0  # one compilation begins others
-        self._has_compiled = False
-        self._token_s = 0.0
-        self._slowest_s = 0.0
-        self._most_tokens = 0
-        self._planned_tokens = 0
+    def beat(self, limit_s: float = 0.0) -> None:
+        """Note that the engine goes on, and may be silent for `limit_s`, or longer by its steps."""
+        if self._is_loading:
+            self._write(_ANNOUNCED_S["loading"], "loading")
+        else:
+            self._write(max(limit_s, _SLOWER * self._slowest_s), "working")
 
     def loaded(self, token_s: float) -> None:
         """Note that all is loaded; a step of one token takes `token_s` seconds."""
         self._token_s = self._slowest_s = token_s
         self._is_loading = False
         self.beat()
-
-    def beat(self, limit_s: float = 0.0) -> None:
-        """Note that the engine goes on, and may be silent for `limit_s`, or longer by its steps."""
-        if self._is_loading:
-            self._heartbeat.announce("loading")
-        else:
-            self._heartbeat.beat(max(limit_s, _SLOWER * self._slowest_s))
 
     def planned(self, num_tokens: int) -> None:
         """Note that a pass over so many tokens begins."""
@@ -238,29 +230,29 @@ class Pulse:
         """Note that a compilation begins."""
         self._has_compiled = True
         self._num_compiling += 1
-        self._heartbeat.announce("compiling")
+        self._write(_ANNOUNCED_S["compiling"], "compiling")
 
     def compiled(self, *_: Any, **__: Any) -> None:
         """Note that a compilation ended."""
         self._num_compiling -= 1
         # Between two compilations of the start, graphs are captured.
         if self._is_loading or self._num_compiling > 0:
-            self._heartbeat.announce("compiling")
+            self._write(_ANNOUNCED_S["compiling"], "compiling")
         else:
             self.beat()
 
 
-def announce_compilation(pulse: Pulse) -> None:
-    """Call a pulse whenever torch.compile or Triton compiles something."""
+def announce_compilation(heartbeat: Heartbeat) -> None:
+    """Call a heartbeat whenever torch.compile or Triton compiles something."""
     from torch._dynamo.callback import callback_handler
 
-    callback_handler.register_start_callback(pulse.compiling)
-    callback_handler.register_end_callback(pulse.compiled)
+    callback_handler.register_start_callback(heartbeat.compiling)
+    callback_handler.register_end_callback(heartbeat.compiled)
     with suppress(ImportError):  # only where torch brings it
         from triton import knobs
 
-        knobs.runtime.jit_cache_hook = pulse.compiling
-        knobs.runtime.jit_post_compile_hook = pulse.compiled
+        knobs.runtime.jit_cache_hook = heartbeat.compiling
+        knobs.runtime.jit_post_compile_hook = heartbeat.compiled
 
 
 # ---- the process ---------------------------------------------------------------------------------
@@ -273,13 +265,12 @@ def run_engine(spec: EngineSpec, connection: Connection, heartbeat: Heartbeat) -
         signal.signal(number, signal.SIG_IGN)
     _end_with_front_end()
     configure_logging(spec.log_format)
-    pulse = Pulse(heartbeat)
     try:
-        worker = EngineWorker(_load(spec, pulse), spec, connection, pulse)
+        worker = EngineWorker(_load(spec, heartbeat), spec, connection, heartbeat)
         worker.check()  # the first step makes what later ones find made
         start = time.monotonic()
         worker.check()
-        pulse.loaded(time.monotonic() - start)
+        heartbeat.loaded(time.monotonic() - start)
         connection.send(worker.info())
         worker.serve()
     except (BrokenPipeError, EOFError, ConnectionResetError):
@@ -314,23 +305,23 @@ def _end_with_front_end() -> None:
             os._exit(1)
 
 
-def _load(spec: EngineSpec, pulse: Pulse) -> dict[str, LLM]:
+def _load(spec: EngineSpec, heartbeat: Heartbeat) -> dict[str, LLM]:
     """Load an LLM for each proposer, on one target."""
     if spec.device_index is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(spec.device_index)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if spec.threads is not None:
         set_threads(spec.threads)
-    pulse.beat()
+    heartbeat.beat()
     device = resolve_device(spec.engine.device)
     if device.type == "cuda":  # nothing is compiled for a CPU, and the compilers load slowly
-        announce_compilation(pulse)
+        announce_compilation(heartbeat)
     dtype = resolve_dtype(spec.engine.dtype, device)
     target = TargetModel.load(Path(spec.target), dtype=dtype, device=device)
     sizes = replace(spec.engine, dtype="auto", device="auto")
     llms: dict[str, LLM] = {}
     for number, (name, speculative) in enumerate(spec.proposers.items()):
-        pulse.beat()
+        heartbeat.beat()
         share = asdict(split_kv(sizes, device, number, len(spec.proposers)))
         llm = llms[name] = LLM(model=target, speculative_config=speculative, **share)
         llm.requests = Requests(llm.engine, llm.tokenizer, spec.grammar_budget_s or None)
@@ -364,20 +355,19 @@ class EngineWorker(EngineLoop):
     Args:
         llms: an LLM for each proposer, all on one target.
         connection: the pipe to the front end.
-        pulse: takes the signs of life.
     """
 
     def __init__(
-        self, llms: dict[str, LLM], spec: EngineSpec, connection: Connection, pulse: Pulse
+        self, llms: dict[str, LLM], spec: EngineSpec, connection: Connection, heartbeat: Heartbeat
     ) -> None:
         super().__init__({n: llm.requests for n, llm in llms.items()}, spec.compile_timeout_s)
         self._llms = llms
         self._connection = connection
-        self._pulse = pulse
+        self._heartbeat = heartbeat
         self._beat_every_s = min(_BEAT_EVERY_S, spec.hang_timeout_s / 4 or _BEAT_EVERY_S)
         self._worked_s = time.monotonic()
         for llm in llms.values():
-            llm.engine.on_pass = pulse.planned
+            llm.engine.on_pass = heartbeat.planned
         self._last_stats_s = 0.0
 
     def info(self) -> EngineInfo:
@@ -402,12 +392,12 @@ class EngineWorker(EngineLoop):
     def check(self) -> None:
         """Compute one token with each engine; no request may run."""
         for llm in self._llms.values():
-            with self._pulse.step():
+            with self._heartbeat.step():
                 llm.engine.check()
         self._worked_s = time.monotonic()
 
     def step(self) -> list[StreamChunk]:
-        with self._pulse.step():
+        with self._heartbeat.step():
             chunks = super().step()
         self._worked_s = time.monotonic()
         return chunks
@@ -423,7 +413,7 @@ class EngineWorker(EngineLoop):
     def next_order(self) -> Order | None:
         """Wait for an order; an idle engine beats, and is checked now and then."""
         while True:
-            self._pulse.beat()
+            self._heartbeat.beat()
             try:
                 order = self._orders.get(timeout=self._beat_every_s)
             except Empty:
@@ -432,7 +422,7 @@ class EngineWorker(EngineLoop):
                     if trim is not None:
                         trim(0)
             else:
-                self._pulse.beat(_ORDER_S)
+                self._heartbeat.beat(_ORDER_S)
                 return order
 
     def _receive(self) -> None:

@@ -70,7 +70,7 @@ class StreamOptions(_Body):
 
 
 class SpeculationOptions(_Body):
-    """How this request is drafted, and whether the answer reports it.
+    """How the server drafts for this request, and whether the answer reports it.
 
     Attributes:
         proposer: one of those that /v1/models lists.
@@ -93,7 +93,7 @@ class JsonSchema(_Body):
 
 
 class ResponseFormat(_Body):
-    """What shape the answer must have; "regex" and "grammar" are ours."""
+    """The structure that the answer must have; "regex" and "grammar" are ours."""
 
     type: Literal["text", "json_object", "json_schema", "regex", "grammar"]
     json_schema: JsonSchema | None = None
@@ -109,7 +109,7 @@ class ResponseFormat(_Body):
 
 
 class GenerationFields(_Body):
-    """What every route that generates takes; ranges are those of SamplingParams, which checks them.
+    """Fields of every route that generates; SamplingParams checks the ranges.
 
     Of vLLM's names for structured outputs, `StructuredOutput.from_vllm` checks the values.
     """
@@ -142,7 +142,7 @@ class GenerationFields(_Body):
     speculation: SpeculationOptions | None = None
     priority: StrictInt = 0
     cache_salt: Name | None = None
-    # Of OpenAI's, without an effect on the output.
+    # OpenAI's fields without an effect on the output.
     user: Name | None = None
     metadata: Options | None = None
     store: StrictBool | None = None
@@ -152,7 +152,7 @@ class GenerationFields(_Body):
 
 
 class SamplingFields(GenerationFields):
-    """What completions and chat completions share beyond that."""
+    """Further fields that completions and chat completions share."""
 
     max_tokens: StrictInt | None = None
     n: StrictInt | None = None
@@ -165,7 +165,7 @@ PROMPT_KINDS = {"text", "ids", "texts", "lists"}
 
 
 def _kind_of_prompt(prompt: Any) -> str:
-    """Which form a prompt has, by its first element: no other form is tried."""
+    """Return the form of a prompt, by its first element; pydantic tries no other form."""
     if not isinstance(prompt, list) or not prompt:
         return "ids" if isinstance(prompt, list) else "text"
     return {str: "texts", list: "lists"}.get(type(prompt[0]), "ids")
@@ -281,7 +281,7 @@ class FunctionTool(_Restricted):
 
 
 class TextFormat(_Body):
-    """What shape the text of a response must have."""
+    """The structure that the text of a response must have."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: Name = "schema"
@@ -291,14 +291,14 @@ class TextFormat(_Body):
 
 
 class TextOptions(_Restricted):
-    """How the text of a response is written."""
+    """How the model writes the text of a response."""
 
     format: TextFormat | None = None
     verbosity: Name | None = None
 
 
 class ReasoningOptions(_Restricted):
-    """How a response is reasoned about."""
+    """How the model reasons before a response."""
 
     effort: Name | None = None
     summary: Name | None = None

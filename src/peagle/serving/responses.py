@@ -30,7 +30,7 @@ from peagle.serving.service import Caller, Generation, Service
 from peagle.serving.tools import CallDelta, Delta
 from peagle.thinking import END
 
-# Names of fields here, by their names in a chat.
+# Names of fields of this route, by their names in a chat.
 _NAMES = {
     "messages": "input",
     "prompt": "input",

@@ -169,12 +169,9 @@ async def _serve(
     metrics = Metrics(name)
     pool = EnginePool(
         specs_for(spec, config.data_parallel_size),
+        metrics,
         max_queue=config.max_queue,
         restart=config.on_engine_failure == "restart",
-        on_stats=metrics.record_engine,
-        on_restart=metrics.engine_restarted,
-        on_hang=metrics.engine_hung,
-        on_beat=metrics.engine_beat,
     )
     tracing = Tracing(config.otlp_endpoint) if config.otlp_endpoint is not None else None
     service = Service(config, name, tuple(spec.proposers), pool, metrics, tracing)
