@@ -35,11 +35,6 @@ ALL_KINDS = r'<think>ab</think>hi <tool_call>\{"name": "add", "arguments": \{"a"
 EVENTS: Any = TypeAdapter(ResponseStreamEvent)
 
 
-@pytest.fixture(scope="module")
-def client(server: LiveServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
-
-
 def asked(text: Any = "x", **options: Any) -> dict[str, Any]:
     return {"model": MODEL, "input": text, "temperature": 0, "max_output_tokens": 40, **options}
 

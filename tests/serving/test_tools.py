@@ -23,7 +23,7 @@ from peagle.serving.tools import (
     finish_reason,
     message_from,
 )
-from serving.tool_calls import named
+from serving.test_tool_parsers import named
 
 EOS = 0
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-import socket
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 

@@ -29,11 +29,6 @@ SCHEMA = {
 GRAMMAR = 'root ::= "select " column\ncolumn ::= "a" | "b"\n'
 
 
-@pytest.fixture(scope="module")
-def client(server: LiveServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
-
-
 @pytest.mark.parametrize(
     ("kind", "value", "pattern"),
     [

@@ -15,7 +15,6 @@ import socket
 import sys
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -106,21 +105,6 @@ def _raise_file_limit() -> int:
     return wanted
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    """How many connections there may be, and for how long they may keep the server waiting.
-
-    Attributes:
-        head_timeout_s: seconds from the start of a connection to the end of the head of its first
-            request, and from the first byte of any later request to the end of its head.
-        stall_timeout_s: seconds in which a client that has data to read must read some of it.
-    """
-
-    max_connections: int
-    head_timeout_s: float = 15.0
-    stall_timeout_s: float = 60.0
-
-
 class Connections:
     """All connections of a server.
 
@@ -128,12 +112,21 @@ class Connections:
     that a client that sends its request at once still gets an answer. Connections whose requests
     are being answered stay; if all are, a new one is refused with status 503.
 
+    Args:
+        max_connections: connections at once.
+        head_timeout_s: seconds from the start of a connection to the end of the head of its first
+            request, and from the first byte of any later request to the end of its head.
+        stall_timeout_s: seconds in which a client that has data to read must read some of it.
+
     Attributes:
         protocol: makes a connection; uvicorn's setting `http`.
     """
 
-    def __init__(self, limits: ConnectionLimits) -> None:
-        self.limits = limits
+    def __init__(
+        self, max_connections: int, head_timeout_s: float = 15.0, stall_timeout_s: float = 60.0
+    ) -> None:
+        self.max_connections = max_connections
+        self.head_timeout_s, self.stall_timeout_s = head_timeout_s, stall_timeout_s
         self.protocol: Any = partial(Connection, self)
         self.buffer = bytearray(_READ_BYTES)
         self._open: set[Connection] = set()
@@ -147,7 +140,7 @@ class Connections:
     def add(self, connection: Connection) -> None:
         """Take a new connection, at the cost of one that waits if there are too many."""
         self._open.add(connection)
-        limit = self.limits.max_connections
+        limit = self.max_connections
         while len(self._open) > limit and self._waiting:
             self.close(next(iter(self._waiting)), f"at the limit of {limit} connections")
         self._waiting[connection] = None
@@ -203,8 +196,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         super().__init__(**arguments)
         self.conn = _Parser()
         self._table = table
-        self._limits = table.limits
-        self._head_deadline_s: float | None = self.loop.time() + self._limits.head_timeout_s
+        self._head_deadline_s: float | None = self.loop.time() + self._table.head_timeout_s
         # Bytes that a refused client may still send, which are dropped.
         self._linger_bytes: int | None = None
         self._num_unread = 0
@@ -239,7 +231,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self._head_deadline_s = None
         elif self._head_deadline_s is None:
-            self._head_deadline_s = self.loop.time() + self._limits.head_timeout_s
+            self._head_deadline_s = self.loop.time() + self._table.head_timeout_s
         self._table.sort(self)
 
     def on_response_complete(self) -> None:
@@ -255,7 +247,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     def check(self, now: float) -> None:
         """Close the connection if its client has taken too long by `now`."""
         if self._head_deadline_s is not None and now > self._head_deadline_s:
-            limit = f"{self._limits.head_timeout_s:g} s"
+            limit = f"{self._table.head_timeout_s:g} s"
             if self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
                 text = (
                     f"The head of the request did not end within {limit}. Send it faster, or "
@@ -268,8 +260,8 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         num_unread = self._count_unread()
         if num_unread == 0 or num_unread != self._num_unread:
             self._num_unread, self._read_s = num_unread, now
-        elif now - self._read_s > self._limits.stall_timeout_s:
-            limit = f"{self._limits.stall_timeout_s:g} s"
+        elif now - self._read_s > self._table.stall_timeout_s:
+            limit = f"{self._table.stall_timeout_s:g} s"
             self._table.close(self, f"that read nothing of their answers for {limit}")
 
     def refuse(self, error: ApiError) -> None:

@@ -23,7 +23,6 @@ from peagle.serving.config import ServerConfig
 from peagle.serving.connections import (
     ACCEPTED_AT_ONCE,
     BACKLOG,
-    ConnectionLimits,
     Connections,
     connection_limit,
     listen,
@@ -128,9 +127,9 @@ def serve(
         UserError: a model or an option is not usable, or the address is taken.
     """
     listening = listening or listen(config.host, config.port)
-    limits = ConnectionLimits(connection_limit(config.max_connections), config.head_timeout_s)
+    connections = Connections(connection_limit(config.max_connections), config.head_timeout_s)
     with asyncio.Runner() as runner:
-        end_process(runner.run(_serve(config, spec, keys, name, listening, limits)))
+        end_process(runner.run(_serve(config, spec, keys, name, listening, connections)))
 
 
 def end_process(status: int) -> NoReturn:
@@ -163,7 +162,7 @@ async def _serve(
     keys: ApiKeys,
     name: str,
     listening: socket.socket,
-    limits: ConnectionLimits,
+    connections: Connections,
 ) -> int:
     started = time.monotonic()
     metrics = Metrics(name)
@@ -175,7 +174,6 @@ async def _serve(
     )
     tracing = Tracing(config.otlp_endpoint) if config.otlp_endpoint is not None else None
     service = Service(config, name, tuple(spec.proposers), pool, metrics, tracing)
-    connections = Connections(limits)
     uvicorn_config = uvicorn.Config(
         _guarded(service, keys),
         http=connections.protocol,
@@ -192,7 +190,7 @@ async def _serve(
     host, port = listening.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     logger.info("listening on %s; loading %s", url, name)
-    logger.info("at most %d connections at once", limits.max_connections)
+    logger.info("at most %d connections at once", connections.max_connections)
     if warning := bind_warning(config.host, keys):
         logger.warning("%s", warning)
     with _signals_to(server.handle_exit):
