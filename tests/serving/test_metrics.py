@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from peagle import __version__
 from peagle.engine.outputs import RequestOutput
 from peagle.engine.stats import EngineStats, SpeculationStats
+from peagle.serving import metrics as metrics_file
 from peagle.serving.metrics import Failure, Metrics
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
@@ -128,21 +129,23 @@ def test_accepted_tokens_are_counted_per_position():
     assert sum(counts) == value(metrics, "spec_decode_num_accepted_tokens_total", engine="0")
 
 
-def test_hangs_signs_of_life_and_the_oldest_request_without_a_token():
+def test_hangs_signs_of_life_and_the_oldest_request_without_a_token(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    clock = iter([100.0, 101.0, 105.0, 110.0, 111.0])  # two requests begin, three looks
+    monkeypatch.setattr(metrics_file, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     metrics = Metrics("m")
-    metrics.engine_beat(1, 12.5)
-    metrics.engine_hung(1)
-    assert value(metrics, "engine_last_beat_seconds", engine="1") == 12.5
-    assert value(metrics, "engine_hangs_total", engine="1") == 1
-    assert value(metrics, "oldest_waiting_request_seconds") == 0
     first, second = object(), object()
     metrics.begins_to_wait(first)
-    time.sleep(0.05)
     metrics.begins_to_wait(second)
-    both = value(metrics, "oldest_waiting_request_seconds")
+    metrics.engine_beat(1, 12.5)
+    metrics.engine_hung(1)
+    found = samples(metrics)
+    assert found["peagle:engine_last_beat_seconds", (("engine", "1"),)] == 12.5
+    assert found["peagle:engine_hangs_total", (("engine", "1"),)] == 1
+    assert found["peagle:oldest_waiting_request_seconds", ()] == 5
     metrics.waits_no_more(first)
-    alone = value(metrics, "oldest_waiting_request_seconds")
-    assert both >= 0.05 and 0 < alone < both
+    assert value(metrics, "oldest_waiting_request_seconds") == 9
     metrics.waits_no_more(second)
     metrics.waits_no_more(second)
     assert value(metrics, "oldest_waiting_request_seconds") == 0

@@ -312,7 +312,7 @@ class _Parser(h11.Connection):
         self.refusal: ApiError | None = None
 
     def next_event(self) -> Any:
-        """As in h11; a head is judged before it is parsed."""
+        """Return h11's next event; refuse a head that is too large before h11 parses it."""
         if self.their_state is h11.IDLE and (data := self.trailing_data[0]):
             end = _BLANK_LINE.search(data)
             num_bytes = end.end() if end else len(data)

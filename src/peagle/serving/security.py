@@ -245,7 +245,7 @@ class _Exchange:
         self.has_started = False
 
     async def receive(self) -> Message:
-        """As in ASGI; an ApiError once if the body is too large or too slow."""
+        """Receive as in ASGI; raise an ApiError once if the body is too large or too slow."""
         if self.failure is not None:
             return {"type": "http.disconnect"}
         if self._body_has_ended:  # what comes now is the disconnection, whenever that is
@@ -270,7 +270,7 @@ class _Exchange:
         return message
 
     async def send(self, message: Message) -> None:
-        """As in ASGI; in place of what the application answers to a failed body, that failure."""
+        """Send as in ASGI; replace the application's answer to a failed body by that failure."""
         if self._is_refused:
             return
         if message["type"] == "http.response.start":
@@ -311,7 +311,7 @@ class _Exchange:
 
 
 async def _until(deadline: float, coming: Awaitable[_T]) -> _T:
-    """Await something until a time of the event loop's clock, at which it is a TimeoutError."""
+    """Await something until a time of the event loop's clock; then raise a TimeoutError."""
     if sys.version_info >= (3, 11):  # noqa: UP036 (vLLM may run Python 3.10)
         async with asyncio.timeout_at(deadline):
             return await coming
