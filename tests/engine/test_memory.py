@@ -19,7 +19,6 @@ from peagle.config import EngineConfig, SamplingParams
 from peagle.engine import Sequence
 from peagle.engine import memory_plan as memory
 from peagle.engine.block_manager import BlockManager
-from peagle.engine.build import run_largest_passes
 from peagle.engine.features import FEATURES_KEPT
 from peagle.engine.memory_plan import (
     CPU_CACHE_GIB,
@@ -27,6 +26,7 @@ from peagle.engine.memory_plan import (
     MemoryPlan,
     make_memory_plan,
     measure_peak,
+    run_largest_passes,
     size_text,
     storage_bytes,
 )

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from peagle import LLM, SamplingParams
 from peagle.attention import AttentionMetadata, LayerKVCache, TorchAttention
-from peagle.engine import pass_graphs
-from peagle.engine.pass_graphs import (
+from peagle.engine import graph_runner
+from peagle.engine.graph_runner import (
     PassGraphs,
     make_capturer,
     make_drafter_graphs,
@@ -213,8 +213,8 @@ def small_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pass_graphs, "TOKEN_BUCKETS", BUCKETS)
-    monkeypatch.setattr(pass_graphs, "MAX_SEQUENCES", MOST_SEQUENCES)
+    monkeypatch.setattr(graph_runner, "TOKEN_BUCKETS", BUCKETS)
+    monkeypatch.setattr(graph_runner, "MAX_SEQUENCES", MOST_SEQUENCES)
 
 
 @pytest.fixture(params=["target", "target, KV apart", "head, KV apart"])

@@ -408,16 +408,24 @@ class DecodeStep:
         hidden_BD = hidden_SD[last_B]
         self._choose(proposer, hidden_BD, own.drafts_BK[:, 0])
         for j in range(1, sizes.num_drafts):
-            metadata = AttentionMetadata.of_single_tokens(
-                chain.query_start_loc,
-                chain.seq_lens_PB[j - 1],
+            tokens_B, positions_B = own.drafts_BK[:, j - 1], chain.positions_PB[j - 1]
+            start_loc = chain.query_start_loc
+            single = TargetBatch(
+                tokens_B,
+                positions_B,
                 chain.slots_PB[j - 1],
+                start_loc[:-1],
+                start_loc,
+                chain.seq_lens_PB[j - 1],
+            )
+            metadata = AttentionMetadata.of_batch(
+                single,
                 own.block_tables_BM,
+                max_query_len=1,
                 max_seq_len=sizes.max_model_len,
                 context_starts_B=own.context_starts_B,
             )
             attend = self._backend.prepare(metadata)
-            tokens_B, positions_B = own.drafts_BK[:, j - 1], chain.positions_PB[j - 1]
             hidden_BD = proposer.run_prepared(tokens_B, hidden_BD, positions_B, attend)
             self._choose(proposer, hidden_BD, own.drafts_BK[:, j])
 

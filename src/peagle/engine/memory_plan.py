@@ -15,8 +15,13 @@ import torch
 from torch import nn
 
 from peagle.attention import LayerKVCache
-from peagle.config import EngineConfig
+from peagle.config import EngineConfig, SamplingParams
 from peagle.config.checks import require
+from peagle.engine.drafting import Drafting, HeadDrafting
+from peagle.engine.features import FEATURES_KEPT, FeatureRings
+from peagle.engine.model_runner import ModelRunner
+from peagle.engine.scheduler import Chunk
+from peagle.engine.sequence import Sequence
 from peagle.errors import UserError
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
@@ -206,6 +211,88 @@ def make_memory_plan(
     )
     _check(plan, config)
     return plan
+
+
+def run_largest_passes(
+    runner: ModelRunner,
+    drafting: Drafting | None,
+    features: FeatureRings,
+    config: EngineConfig,
+    *,
+    num_drafts: int,
+    num_resuming: int,
+) -> None:
+    """Run the largest prefill and the largest decode steps once, and drop what they compute.
+
+    The peak of memory meanwhile is what a GPU must keep free for passes. The sequences ask for all
+    that takes memory: sampling, penalties, log-probabilities of the prompt, K drafts each. Where
+    drafting may pause, `num_resuming` of them have features to read. All of them share KV block 0,
+    the only one that the caches need.
+    """
+    max_len, most = runner.max_model_len, config.max_num_seqs
+    k = max(0, min(num_drafts, max_len - 2))
+    params = SamplingParams(
+        temperature=1.0,
+        top_p=0.9,
+        min_p=0.01,
+        repetition_penalty=1.1,
+        max_tokens=max_len,
+        prompt_logprobs=0,
+    )
+
+    def sequence(seq_id: int, num_tokens: int) -> Sequence:
+        made = Sequence(
+            seq_id,
+            [0] * num_tokens,
+            params,
+            seq_id,
+            frozenset(),
+            num_speculative_tokens=num_drafts,
+        )
+        made.block_table = [0] * -(-max_len // runner.block_size)
+        return made
+
+    def run(chunks: list[Chunk]) -> None:
+        done = runner.run(chunks)
+        assert done.sampled is not None
+        for chunk, accepted in zip(chunks, done.sampled.num_accepted, strict=True):
+            chunk.sequence.num_computed_tokens += chunk.num_tokens + accepted
+            missing = chunk.sequence.num_computed_tokens + 1 - len(chunk.sequence)
+            chunk.sequence.token_ids += [0] * missing
+        if drafting is not None:
+            drafting.draft(done)
+
+    left, prompts = min(config.max_num_batched_tokens, most * max(1, max_len - 1)), []
+    while left:
+        prompts.append(sequence(len(prompts), min(left, max(1, max_len - 1))))
+        left -= len(prompts[-1])
+    run([Chunk(prompt, len(prompt)) for prompt in prompts])
+    for prompt in prompts:
+        runner.sampler.release(prompt)
+        features.release(prompt.seq_id)
+
+    kept = max(1, min(FEATURES_KEPT, max_len - 2 * k - 4))
+    every = [sequence(i, kept if i < num_resuming else 1) for i in range(most)]
+    for one in every:
+        one.num_computed_tokens = len(one)
+        one.token_ids += [0]
+        one.drafts = [0] * k
+        one.num_drafter_tokens = len(one) - 1
+    run([Chunk(one, 1, k) for one in every])
+    # The second step has the first one's drafts, whose probabilities take memory where they are
+    # drawn, and the drafter reads kept features.
+    for one in every[:num_resuming]:
+        assert isinstance(drafting, HeadDrafting)
+        drafter = drafting.proposer.drafter
+        weight, width = drafter.fc.weight, drafter.config.feature_size
+        kept_NA = weight.new_zeros(min(FEATURES_KEPT, one.num_computed_tokens), width)
+        one.num_drafter_tokens, first = 0, one.num_computed_tokens - len(kept_NA)
+        one.pending_features = features.open(one.seq_id, first, kept_NA)
+        one.pending_features.put(kept_NA)
+    run([Chunk(one, 1, len(one.drafts)) for one in every])
+    for one in every:
+        runner.sampler.release(one)
+        features.release(one.seq_id)
 
 
 def measure_peak(run: Callable[[], None], device: torch.device, config: EngineConfig) -> int:
