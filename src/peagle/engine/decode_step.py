@@ -66,22 +66,12 @@ _FLOATS = ("temperature", "top_p", "min_p")
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """Sizes of a step's buffers.
+    """Sizes of a step's buffers; lengths as in `StepLimits`, rates as in `SpeculativeConfig`."""
 
-    Attributes:
-        num_seqs: B.
-        num_drafts: K, 0 without a drafter.
-        table_width: M.
-        num_stop_ids: E.
-        block_size: slots of a KV block.
-        max_model_len, max_draft_len: as in `StepLimits`.
-        synthetic_rates: acceptance set for measurements, see `SpeculativeConfig`.
-    """
-
-    num_seqs: int
-    num_drafts: int
-    table_width: int
-    num_stop_ids: int
+    num_seqs: int  # B
+    num_drafts: int  # K, 0 without a drafter
+    table_width: int  # M
+    num_stop_ids: int  # E
     block_size: int
     max_model_len: int
     max_draft_len: int
@@ -130,7 +120,6 @@ class StepBuffers:
     """State on the device of the sequences that decode.
 
     Attributes:
-        state, limits, sampling: see the classes.
         synthetic: acceptance set for measurements; None for the real one.
         drafts_BK: drafts that the next step verifies.
         block_tables_BM: KV blocks, int64.
@@ -236,7 +225,6 @@ class DecodeStep:
     Args:
         target: the target, its KV caches set.
         proposer: the head with its KV caches; None decodes plainly.
-        buffers: state of the sequences.
         greedy: every sequence has temperature 0.
         kept_SCA: `FeatureRings.rows_SCA`, which takes the features for a head that reads them
             later; None keeps none. With rings there is no drafter, and one row a sequence.

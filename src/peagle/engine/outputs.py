@@ -13,16 +13,7 @@ from peagle.kernels.logprobs import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one step added to one sequence.
-
-    Attributes:
-        sequence: the sequence, with its output so far.
-        new_token_ids: the tokens added.
-        num_accepted: how many of them came from the draft (the first ones).
-        num_drafted: draft tokens that the step verified.
-        logprobs: of the tokens added, if asked for.
-        rejected_token_ids: the draft tokens that it refused.
-    """
+    """What one step added to one sequence; the fields are those of `StreamChunk`."""
 
     sequence: Sequence
     new_token_ids: list[int]
@@ -123,24 +114,25 @@ class RequestOutput:
             "time_to_first_token_s": self.time_to_first_token_s,
             "elapsed_s": self.elapsed_s,
         }
+
+        def number(logprob: float) -> float | None:
+            return logprob if math.isfinite(logprob) else None
+
         for name in ("logprobs", "prompt_logprobs"):
             if (values := getattr(self, name)) is not None:
-                fields[name] = [_logprobs_json(value) for value in values if value is not None]
+                fields[name] = [
+                    {
+                        "token_id": one.token_id,
+                        "logprob": number(one.logprob),
+                        "rank": one.rank,
+                        "top": [[token_id, number(logprob)] for token_id, logprob in one.top],
+                    }
+                    for one in values
+                    if one is not None
+                ]
         if self.error is not None:
             fields |= {"error": self.error, "error_code": self.error_code}
         return fields
-
-
-def _logprobs_json(given: TokenLogprobs) -> dict[str, Any]:
-    def number(logprob: float) -> float | None:
-        return logprob if math.isfinite(logprob) else None
-
-    return {
-        "token_id": given.token_id,
-        "logprob": number(given.logprob),
-        "rank": given.rank,
-        "top": [[token_id, number(logprob)] for token_id, logprob in given.top],
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +142,7 @@ class StreamChunk:
     Attributes:
         index: of the prompt in the list given.
         text: new text; may be empty while a character is incomplete.
-        token_ids: new tokens.
-        num_accepted: how many of them came from the draft (the first ones).
+        num_accepted: how many of the new tokens came from the draft (the first ones).
         num_drafted: draft tokens that the step verified, 0 in a prompt pass.
         output: the finished output with its last chunk, None before.
         output_index: of the output among those of its prompt, 0 to n - 1.

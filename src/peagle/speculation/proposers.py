@@ -19,7 +19,7 @@ from peagle.kernels.expand import DraftBatch, expand_draft_batch, slot_mapping
 from peagle.kernels.random import Purpose, uniform
 from peagle.kernels.sampling import sample_from_weights
 from peagle.kernels.target_batch import TargetBatch
-from peagle.models.drafter import Drafter
+from peagle.models.drafter import Attend, Drafter
 from peagle.speculation.verification import SamplingTensors
 
 
@@ -166,13 +166,16 @@ class HeadProposer:
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, prepared: Prepared
     ) -> Tensor:
         """The drafter's hidden states of one pass whose attention is prepared."""
+        return self.drafter(tokens, hidden, positions, self._attend(prepared))
+
+    def _attend(self, prepared: Prepared) -> Attend:
         window = self.drafter.window
 
         def attend(layer_idx: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             cache = self.caches[layer_idx]
             return prepared(query, key, value, cache, scaling=self.scaling, sliding_window=window)
 
-        return self.drafter(tokens, hidden, positions, attend)
+        return attend
 
     def _draw(
         self, hidden_NJD: Tensor, step: TargetStep, sequences_N: Tensor, first: int
