@@ -178,21 +178,6 @@ def test_mixed_features_and_schedules(requests: tuple[Request, ...], seed: int) 
         pass
 
 
-@settings(deadline=None, max_examples=60)
-@given(any_batch)
-def test_neighbours_do_not_influence_each_other(requests: tuple[Request, ...]) -> None:
-    together, batch = make_sampler(), list(requests)
-    alone = [(make_sampler(), replace(r, output_token_ids=[])) for r in requests]
-    for _ in range(4):
-        _, result = run_step(together, batch)
-        for row, (sampler, request) in enumerate(alone):
-            _, own = run_step(sampler, [request])
-            assert own.new_token_ids[0] == result.new_token_ids[row]
-            assert own.logprobs[0] == result.logprobs[row]
-            for one in (request, batch[row]):
-                one.output_token_ids.extend(own.new_token_ids[0])
-
-
 @pytest.mark.parametrize("drafting", ["argmax", "probabilistic"])
 @pytest.mark.parametrize("temperature", [0.0, 1.2], ids=["greedy", "sampled"])
 def test_synthetic_acceptance(temperature: float, drafting: str) -> None:

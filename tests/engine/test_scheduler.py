@@ -79,9 +79,6 @@ def prefills(scheduler: Scheduler) -> list[list[tuple[int, int]]]:
     return found
 
 
-# ---- any workload ---------------------------------------------------------------------------
-
-
 @dataclass
 class Workload:
     """Requests (prompt, max_tokens, priority, step of arrival) and the limits they run under."""
@@ -182,9 +179,6 @@ def check_plan(
         assert plan.admitted[-1].order < standing[0].order, "somebody was overtaken"
 
 
-# ---- prompts and the budget -----------------------------------------------------------------
-
-
 def test_prompts_share_a_pass_and_are_cut_at_the_budget() -> None:
     scheduler = make_scheduler(num_blocks=40, max_num_seqs=9, budget=16)
     for i, length in enumerate([6, 12, 1, 20]):
@@ -202,16 +196,6 @@ def test_a_long_prompt_goes_in_chunks_while_others_decode() -> None:
         assert ids(plan.decode) == [(0, 1)]
         assert plan.prefill == [Chunk(plan.prefill[0].sequence, num_tokens, samples=samples)]
     assert ids(run(scheduler).decode) == [(0, 1), (1, 1)]
-
-
-def test_seats_limit_the_batch() -> None:
-    scheduler = make_scheduler(num_blocks=100, max_num_seqs=2)
-    for i in range(5):
-        scheduler.add(make_sequence(i, 1, 3))
-    assert prefills(scheduler) == [[(0, 1), (1, 1)], [(2, 1), (3, 1)], [(4, 1)]]
-
-
-# ---- who waits ------------------------------------------------------------------------------
 
 
 def test_a_large_request_is_not_overtaken() -> None:
@@ -247,20 +231,6 @@ def test_a_shared_prompt_is_computed_once() -> None:
     assert ids(run(scheduler).prefill) == [(3, 1), (1, 3)], "two blocks of four are there"
     assert followers[0].block_table[:2] == leader.block_table[:2]
     assert followers[0].num_cached_tokens == 8
-
-
-def test_followers_of_a_cancelled_leader_go_on() -> None:
-    scheduler = make_scheduler(budget=6)
-    leader = make_sequence(0, 11)
-    follower = make_sequence(1, 11, leader=leader)
-    scheduler.add(leader)
-    scheduler.add(follower)
-    assert ids(run(scheduler).prefill) == [(0, 6)]
-    finish(scheduler, leader)
-    assert run(scheduler).admitted == [follower]
-
-
-# ---- who yields -----------------------------------------------------------------------------
 
 
 def test_the_last_in_order_yields_and_resumes_where_it_was() -> None:
@@ -305,16 +275,6 @@ def test_higher_priority_takes_seats_and_blocks_of_lower(
     assert plan.admitted == ([urgent] if takes else [])
     assert plan.preempted == ([running[1]] if takes else []), "the last to come goes first"
     assert running[1].seq_id not in dict(ids(plan.decode)) or not takes
-
-
-def test_waiting_ones_go_by_priority_then_by_arrival() -> None:
-    scheduler = make_scheduler(num_blocks=100, max_num_seqs=1)
-    for i, priority in enumerate([1, 0, 1, -1, 0]):
-        scheduler.add(make_sequence(i, 1, 1, priority=priority))
-    assert [i for step in prefills(scheduler) for i, _ in step] == [3, 1, 4, 0, 2]
-
-
-# ---- ends -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("state", ["waiting", "prefilling", "running"])

@@ -31,11 +31,12 @@ from peagle.engine import LLMEngine, Sequence, SequenceStatus
 from peagle.engine.block_manager import BlockManager
 from peagle.engine.drafting import DepthPolicy, HeadDrafting
 from peagle.engine.features import FeatureRings
+from peagle.engine.graph_runner import Pipeline
 from peagle.engine.scheduler import Scheduler
 from peagle.models.target import TargetModel
 from peagle.speculation import TargetStep
 from tests.engine import fake_model
-from tests.engine.fake_model import FakeProposer, FakeRunner, FakeSampler, digest
+from tests.engine.fake_model import FakeGraphs, FakeProposer, FakeRunner, FakeSampler, digest
 
 NUM_SCHEDULES = int(os.environ.get("PEAGLE_SCHEDULES", "1000"))
 MAX_MODEL_LEN = 48
@@ -50,6 +51,7 @@ class Kind:
     max_draft_len: int = MAX_MODEL_LEN
     features_kept: int = 256
     depths: tuple[int, ...] = (K,) * 5  # by how many run
+    has_graphs: bool = False
 
 
 KINDS = {
@@ -59,6 +61,7 @@ KINDS = {
     "plain": Kind(has_head=False),
     "K by load": Kind(features_kept=6, depths=(K, K, 0, 2, 0)),
     "mostly no drafts": Kind(depths=(K, K, 0, 0, 0)),
+    "graphs": Kind(depths=(K,) * 9, has_graphs=True),
 }
 
 
@@ -109,7 +112,11 @@ def make_engine(kind: Kind, config: EngineConfig) -> LLMEngine:
             kind.max_draft_len,
             fake._features,
         )
-        engine.scheduler.num_lookahead_slots = 2 * (K + 1)
+        engine.scheduler.num_lookahead_slots = (3 if kind.has_graphs else 2) * (K + 1)
+    if kind.has_graphs:
+        head = fake.drafting.proposer
+        graphs: Any = FakeGraphs(fake.runner, head, config.max_num_seqs, MAX_MODEL_LEN)
+        fake._pipeline = Pipeline(graphs, engine.scheduler, engine._take)
     return engine
 
 
@@ -118,6 +125,7 @@ _ALONE: dict[tuple[Kind, tuple[int, ...], str], list[int]] = {}
 
 def alone(kind: Kind, prompt: tuple[int, ...], params: SamplingParams) -> list[int]:
     """The output of a request that nothing disturbs: no neighbour, chunk, cache or preemption."""
+    kind = replace(kind, has_graphs=False)
     key = (kind, prompt, repr(params))
     if key not in _ALONE:
         _ALONE[key] = _run_alone(kind, prompt, params)
@@ -245,7 +253,7 @@ class Schedules(RuleBasedStateMachine):
             self.stopped.add(sequence.seq_id)
             self.engine.stop(sequence, min(surplus, sequence.num_output_tokens))
 
-    @precondition(lambda self: self.kind.has_head)
+    @precondition(lambda self: self.kind.has_head and not self.kind.has_graphs)
     @rule(times=st.integers(1, 8))
     def pause_drafting(self, times: int) -> None:
         """Holes in the drafter's KV."""
