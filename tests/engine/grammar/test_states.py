@@ -10,57 +10,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from conftest import VOCAB_SIZE, byte_tokenizer
 from peagle.bundled import BUNDLED_TARGET
 from peagle.config.structured import StructuredOutput
-from peagle.engine.grammar.compiler import GrammarCompiler, GrammarState, full_bitmask, pack, unpack
+from peagle.engine.grammar.compiler import GrammarCompiler, GrammarState, pack, unpack
 from peagle.engine.grammar.drafts import DraftGrammar, prepare, verification_masks
 from peagle.errors import UserError
+from tests.conftest import VOCAB_SIZE, byte_tokenizer
+from tests.engine.grammar.conftest import EOS, allowed, encode
+from tests.engine.test_detokenizer import fallback_tokenizer
 
 pytest.importorskip("xgrammar")
 
-EOS = 0
 REGEX = StructuredOutput.regex
 EBNF = StructuredOutput.ebnf
 TREE = EBNF('root ::= "(" root* ")" | [a-c]')
-
-
-def byte_compiler(**options) -> GrammarCompiler:
-    return GrammarCompiler(byte_tokenizer(), VOCAB_SIZE, [EOS], **options)
-
-
-def fallback_tokenizer() -> PreTrainedTokenizerFast:
-    """Llama-2's kind: blanks as ▁, every byte as <0xNN>, a few words."""
-    words = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
-    words += ["▁", "a", "b", "c", "ab", "▁a", "▁b", "é", "(", ")", '"', '{"', "▁{", "}", ":", "1"]
-    core = Tokenizer(
-        models.BPE(
-            vocab={word: i for i, word in enumerate(words)},
-            merges=[("a", "b"), ("▁", "a"), ("▁", "b"), ("{", '"'), ("▁", "{")][:3],
-            unk_token="<unk>",
-            byte_fallback=True,
-        )
-    )
-    core.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    core.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", eos_token="</s>")
-
-
-@pytest.fixture(scope="module")
-def compiler() -> GrammarCompiler:
-    return byte_compiler()
 
 
 @pytest.fixture(scope="module")
@@ -69,16 +35,6 @@ def bundled() -> tuple[GrammarCompiler, list[str]]:
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED_TARGET)
     texts = [tokenizer.decode([i]) for i in range(len(tokenizer))]
     return GrammarCompiler(tokenizer, len(tokenizer) + 37, [EOS]), texts
-
-
-def allowed(state: GrammarState) -> set[int]:
-    bitmask = full_bitmask(1, state.vocab_size)
-    state.mask_into(bitmask, 0)
-    return set(unpack(bitmask, state.vocab_size)[0].nonzero().flatten().tolist())
-
-
-def encode(text: str) -> list[int]:
-    return byte_tokenizer().encode(text, add_special_tokens=False)
 
 
 # ---- the language ---------------------------------------------------------------------------
