@@ -23,9 +23,8 @@ from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.config.checks import did_you_mean, require, require_neutral
 from peagle.engine import EngineStats, LLMEngine
 from peagle.engine.outputs import RequestOutput, StreamChunk
-from peagle.engine.placement import resolve_device, resolve_dtype
+from peagle.engine.placement import choose_threads, resolve_device, resolve_dtype
 from peagle.engine.requests import Prompt, Requests
-from peagle.engine.threads import choose_threads
 from peagle.errors import CheckpointError, UserError
 from peagle.kernels.logprobs import TokenLogprobs
 from peagle.models.loading import resolve_model, with_local_head

@@ -33,7 +33,6 @@ class RequestOutput:
     Attributes:
         text: the output, without the end-of-text token or the stop string.
         token_ids: output tokens, the stop token or those of the stop string included.
-        prompt_token_ids: the prompt as the model read it.
         finish_reason: "stop" or "length"; "error" where `error` says why.
         stats: drafts made and accepted.
         elapsed_s: seconds from the request to the last token.
@@ -41,7 +40,7 @@ class RequestOutput:
         time_to_first_token_s: seconds from the request to the first token.
         queue_time_s: seconds of them before its prompt was begun.
         num_cached_tokens: prompt tokens whose KV was there already.
-        num_preemptions: times that it was computed again because others needed its blocks.
+        num_preemptions: number of times that it lost its blocks and was computed again.
         logprobs: of the output tokens; None unless asked for.
         prompt_logprobs: of the prompt tokens, the first of which has None; None unless asked for.
         stop_reason: the stop string, or the id out of `stop_token_ids`, that ended the output; None
