@@ -174,6 +174,9 @@ def test_each_batch_replaces_the_one_before(device: torch.device, seed: int) -> 
                     room = WIDTH - len(sequence.block_table)
                     sequence.block_table += rng.sample(range(500, 900), min(room, rng.randrange(3)))
             sleep(device)
+            buffers.drafts_BK.add_(1)  # as a step on the device, which tables leave alone
+            for sequence in sequences:
+                sequence.drafts = [token + 1 for token in sequence.drafts]
             buffers.upload_tables(sequences)
             check(buffers, sequences)
 
@@ -186,20 +189,6 @@ def test_a_step_of_fewer_drafts_takes_the_first(device: torch.device) -> None:
     assert buffers.state.num_drafts_B[0] == buffers.limits.num_speculative_B[0] == K
     assert buffers.drafts_BK[0].tolist() == sequence.drafts[:K]
     assert len(sequence.drafts) == K + 2
-
-
-def test_state_and_drafts_of_the_device_are_left_alone_by_tables(device: torch.device) -> None:
-    buffers, rng = make_buffers(device), random.Random(3)
-    sequences = [make_sequence(i, rng) for i in range(3)]
-    buffers.upload(sequences, VOCAB)
-    for name in buffers.state.__dataclass_fields__:
-        getattr(buffers.state, name).fill_(31)
-    buffers.drafts_BK.fill_(32)
-    sequences[1].block_table.append(17)
-    buffers.upload_tables(sequences)
-    for name in buffers.state.__dataclass_fields__:
-        assert getattr(buffers.state, name).eq(31).all(), name
-    assert buffers.drafts_BK.eq(32).all()
 
 
 @pytest.mark.parametrize("num_before", [0, 1, 2])
