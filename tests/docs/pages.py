@@ -29,6 +29,7 @@ NEEDS = {
     "long": "more than minutes on a CPU",
     "data": "data that the repository does not hold",
     "peer": "another project's program",
+    "server": "the server that a block above started",
 }
 _FENCE = re.compile(r"^```(\S*) ?(.*)$")
 

@@ -84,7 +84,7 @@ class Shell:
             shutil.copytree(ROOT / name, self.folder / name)
         (self.folder / "src").symlink_to(ROOT / "src")
         for example in (self.folder / "examples").glob("*.py"):
-            example.write_text(self._on_this_port(example.read_text()))
+            example.write_text(self.on_its_port(example.read_text()))
         for name, stand_in in _STAND_INS.items():
             (self.folder / name).symlink_to(stand_in)
         self._server: Any = None
@@ -121,7 +121,7 @@ class Shell:
         # A file: of a pipe the server, which goes on, would hold the other end.
         with tempfile.TemporaryFile("w+") as written:
             result = subprocess.run(
-                ["bash", "-euo", "pipefail", "-c", self._on_this_port(text)],
+                ["bash", "-euo", "pipefail", "-c", self.on_its_port(text)],
                 cwd=self.folder,
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
@@ -139,7 +139,8 @@ class Shell:
         self._end_server()
         self._listener.close()
 
-    def _on_this_port(self, text: str) -> str:
+    def on_its_port(self, text: str) -> str:
+        """The text with the port of this shell's servers."""
         return text.replace("8000", str(self._port))
 
     def _serve_commands(self) -> None:

@@ -46,6 +46,9 @@ def test_commands_of_a_page_run_in_order(page: Path, shell: Shell) -> None:
                 (shell.folder / name[0].rstrip(";")).write_text(block.text)
         elif block.language == "sh" and not block.needs:
             shell.run(block.text)
+        elif block.needs == "server":
+            (shell.folder / "client.py").write_text(shell.on_its_port(block.text))
+            shell.run("python client.py")
 
 
 @pytest.mark.parametrize("block", SHELL, ids=str)
