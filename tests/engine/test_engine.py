@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from peagle import LLM, SamplingParams
-from peagle.engine import Sequence, SequenceStatus
 from peagle.llm import StreamChunk
 from peagle.models.target import TargetModel
 from tests.engine.engines import (
@@ -21,7 +20,6 @@ from tests.engine.engines import (
     K,
     assert_idle,
     config_of,
-    drive,
     know_the_answer,
     make_llm,
 )
@@ -145,49 +143,6 @@ def test_an_error_in_one_prompt_queues_none(target_folder: Path) -> None:
     with pytest.raises(ValueError, match="Prompt 2 of 3: The prompt is empty"):
         llm.generate([[1, 2], [], [3]])
     assert_idle(llm)
-
-
-def reached(state: str, sequence: Sequence) -> bool:
-    """Whether a sequence stands where the test wants to cancel it."""
-    if state == "preempted":
-        return sequence.status is SequenceStatus.WAITING and sequence.num_preemptions > 0
-    running = sequence.status is SequenceStatus.RUNNING
-    return {
-        "waiting": sequence.status is SequenceStatus.WAITING,
-        "prefilling": running and sequence.is_prefilling and sequence.num_computed_tokens > 0,
-        "decoding": running and sequence.num_output_tokens > 2,
-        "finished": sequence.is_finished,
-    }[state]
-
-
-@pytest.mark.parametrize("state", ["waiting", "prefilling", "decoding", "preempted", "finished"])
-def test_cancel_frees_what_is_held_and_leaves_the_others_alone(
-    target_folder: Path, speculative: dict[str, Any] | None, state: str
-) -> None:
-    params = SamplingParams(max_tokens=40, ignore_eos=True)
-    expected = [o.token_ids for o in make_llm(target_folder).generate(PROMPTS, params)]
-    # Few blocks: all get in, and not all can stay.
-    small: dict[str, Any] = {"num_kv_blocks": 26, "block_size": 4, "max_num_batched_tokens": 20}
-    llm = make_llm(target_folder, speculative, **small)
-    cancelled: list[Sequence] = []
-
-    def cancel(step: int, sequences: list[Sequence]) -> None:
-        if not cancelled:
-            for sequence in [s for s in sequences if reached(state, s)][:1]:
-                llm.engine.cancel(sequence)
-                assert sequence.is_finished
-                assert sequence.block_table == []
-                cancelled.append(sequence)
-
-    sequences = drive(llm, PROMPTS, params, cancel)
-    (gone,) = cancelled
-    assert gone.finish_reason == ("length" if state == "finished" else "cancelled")
-    for sequence, whole in zip(sequences, expected, strict=True):
-        output = sequence.output_token_ids
-        assert output == (whole[: len(output)] if sequence is gone else whole)
-    stats = llm.engine.stats
-    assert stats.num_cancelled == (state != "finished")
-    assert stats.num_finished + stats.num_cancelled == len(PROMPTS)
 
 
 def test_engines_may_share_a_target(target_folder: Path, heads: dict[bool, Path]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peagle import LLM, SamplingParams
-from peagle.engine import Sequence
 from peagle.engine.drafting import RESUME_AFTER, DepthPolicy
 from peagle.engine.features import FEATURES_KEPT, FeatureRing, FeatureRings
 from peagle.engine.graph_runner import graph_sizes
@@ -89,24 +87,6 @@ def test_prompts_are_shared_while_nobody_drafts(
     found = watch_drafts(llm)
     drive(llm, [PROMPTS[3]], GREEDY)
     assert found == expected, "what it shares is whole"
-
-
-@pytest.mark.parametrize("name", ["peagle", "eagle3"])
-def test_random_loads(target_folder: Path, heads: dict[bool, Path], name: str) -> None:
-    """K between 0 and the most at the whim of a die, step by step; float64, so no difference."""
-    expected = [o.token_ids for o in make_llm(target_folder).generate(PROMPTS, GREEDY)]
-    for seed in range(4):
-        llm, rng = make_llm(target_folder, config_of(name, heads)), random.Random(seed)
-        die = [K]
-        llm.engine._depth = DepthPolicy(lambda n, die=die: die[0])
-
-        def roll(step: int, sequences: list[Sequence], die: Any = die, rng: Any = rng) -> None:
-            if rng.random() < 0.2:
-                die[0] = rng.choice([0, 0, 1, K])
-
-        sequences = drive(llm, PROMPTS, GREEDY, roll)
-        assert [s.output_token_ids for s in sequences] == expected
-        assert all(s.pending_features is None for s in sequences)
 
 
 # ---- rings in one tensor --------------------------------------------------------------------

@@ -32,7 +32,7 @@ from peagle.engine.block_manager import BlockManager
 from peagle.engine.drafting import DepthPolicy, HeadDrafting
 from peagle.engine.features import FeatureRings
 from peagle.engine.graph_runner import Pipeline
-from peagle.engine.scheduler import Scheduler
+from peagle.engine.scheduler import Schedule, Scheduler
 from peagle.models.target import TargetModel
 from peagle.speculation import TargetStep
 from tests.engine import fake_model
@@ -182,6 +182,7 @@ class Schedules(RuleBasedStateMachine):
             enable_prefix_caching=caching,
         )
         self.engine = make_engine(self.kind, config)
+        self.engine.scheduler.schedule = self._scheduled  # type: ignore[method-assign]
         self.sequences: list[Sequence] = []
         self.paused: set[int] = set()
         self.stopped: set[int] = set()
@@ -235,6 +236,15 @@ class Schedules(RuleBasedStateMachine):
         for sequence in self.sequences:
             if sequence.seq_id in before:
                 assert sequence.token_ids == before[sequence.seq_id], "output without a report"
+
+    def _scheduled(self) -> Schedule:
+        """Choose a step, and hold it against the limits and the order."""
+        scheduler = self.engine.scheduler
+        before = list(scheduler.running)
+        following = [s for s in scheduler.waiting if s.waits_for_leader]
+        plan = Scheduler.schedule(scheduler)
+        check_plan(scheduler, before, following, plan)
+        return plan
 
     def _pick(self, which: int) -> Sequence | None:
         unfinished = [s for s in self.sequences if not s.is_finished]
@@ -316,6 +326,28 @@ class Schedules(RuleBasedStateMachine):
             assert output == expected[: len(output)]
         else:
             assert output == expected
+
+
+def check_plan(
+    scheduler: Scheduler, before: list[Sequence], following: list[Sequence], plan: Schedule
+) -> None:
+    """One step; `before` ran until then, `following` waited for their leaders."""
+    chunks = [*plan.prefill, *plan.decode]
+    run_now = [chunk.sequence for chunk in chunks]
+    assert len(set(run_now)) == len(run_now) > 0
+    assert len(scheduler.running) <= scheduler.max_num_seqs
+    used = sum(chunk.num_tokens for chunk in plan.prefill)
+    assert used <= scheduler.max_num_batched_tokens
+    assert all(chunk.num_tokens == 1 for chunk in plan.decode)
+    stayed = [s for s in before if s not in plan.preempted]
+    if used < scheduler.max_num_batched_tokens:
+        assert set(stayed) | set(plan.admitted) == set(run_now), "somebody was left out"
+    # The last in order yield, the first come first, and nobody passes one who waits.
+    assert all(s.order < lost.order for s in stayed for lost in plan.preempted)
+    assert [s.order for s in plan.admitted] == sorted(s.order for s in plan.admitted)
+    standing = [s for s in scheduler.waiting if s not in following]
+    if standing and plan.admitted:
+        assert plan.admitted[-1].order < standing[0].order, "somebody was overtaken"
 
 
 def run_machine(

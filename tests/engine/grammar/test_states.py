@@ -300,6 +300,7 @@ def test_draft_masks_equal_rebuilding_every_column(compiler, batch, pruned):
     drafts = [tokens[:k] for _, tokens in batch]
     vocabulary = encode("(abc") if pruned else None  # no ")", no end of text
     states = states_of(compiler, outputs)
+    before = [None if s is None else allowed(s) for s in states]
     grammar = DraftGrammar(states, VOCAB_SIZE, draft_token_ids=vocabulary)
     full_lens, _ = rebuilt_rows(compiler, outputs, drafts)
     over = [False] * len(batch)
@@ -322,6 +323,7 @@ def test_draft_masks_equal_rebuilding_every_column(compiler, batch, pruned):
         assert grammar.lens == full_lens
     assert all(have <= full for have, full in zip(grammar.lens, full_lens))
     grammar.finish()
+    assert [None if s is None else allowed(s) for s in states] == before
     cut = [tokens[:length] for tokens, length in zip(drafts, grammar.lens)]
     # The masks made while drafting are those that verify the drafts, or the first of them.
     for count in (k, k // 2):
@@ -329,27 +331,6 @@ def test_draft_masks_equal_rebuilding_every_column(compiler, batch, pruned):
         masks = verification_masks(states, shorter, VOCAB_SIZE)
         if masks is not None:
             assert row_sets(masks) == rebuilt_rows(compiler, outputs, shorter)[1]
-
-
-def test_finish_restores_the_states(compiler):
-    states = states_of(compiler, [encode("("), None, []])
-    before = [None if state is None else allowed(state) for state in states]
-    grammar = DraftGrammar(states, VOCAB_SIZE)
-    for letter in "(a)":
-        assert grammar.mask() is not None
-        grammar.advance(encode(letter) * 3)
-    assert grammar.lens == [3, 3, 3]
-    grammar.finish()
-    assert [None if state is None else allowed(state) for state in states] == before
-
-
-def test_a_batch_without_grammars_has_no_masks():
-    grammar = DraftGrammar([None, None], VOCAB_SIZE)
-    assert grammar.mask() is None
-    grammar.advance([5, 6])
-    assert grammar.lens == [1, 1]
-    grammar.finish()
-    assert verification_masks([None], [[1, 2]], VOCAB_SIZE) is None
 
 
 def test_pack_and_unpack():
