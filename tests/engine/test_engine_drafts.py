@@ -132,7 +132,7 @@ def test_a_large_hole_is_never_looked_into(
 
     clean = run(None)
     assert run(1e6) == clean
-    assert run(1e6, looks_inside=True) != clean, "the poison shows if somebody looks"
+    assert run(1e6, looks_inside=True) != clean, "the poison shows if attention looks"
 
 
 @KINDS

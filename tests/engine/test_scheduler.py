@@ -1,4 +1,4 @@
-"""Scheduling within the seats, the blocks and the token budget: who runs, who waits, who yields."""
+"""Scheduling within the seats, the blocks and the token budget: order, waiting, preemption."""
 
 from __future__ import annotations
 

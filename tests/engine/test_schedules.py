@@ -38,7 +38,7 @@ from peagle.speculation import TargetStep
 from tests.engine import fake_model
 from tests.engine.fake_model import FakeGraphs, FakeProposer, FakeRunner, FakeSampler, digest
 
-NUM_SCHEDULES = int(os.environ.get("PEAGLE_SCHEDULES", "1000"))
+NUM_SCHEDULES = int(os.environ.get("PEAGLE_SCHEDULES", "840"))
 MAX_MODEL_LEN = 48
 K = 3
 
@@ -302,14 +302,14 @@ class Schedules(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
-        # Each step computes a token of somebody; preempted work is done again, hence the factor.
+        # Each step computes a token; preempted work is done again, hence the factor.
         most = 50 * sum(len(s) + s.params.max_tokens for s in self.sequences) + 10
         for _ in range(most):
             if not self.engine.has_unfinished:
                 break
             self._step()
             self.blocks_are_accounted_for()
-        assert not self.engine.has_unfinished, "somebody starves"
+        assert not self.engine.has_unfinished, "a sequence starves"
         assert self.engine.blocks.num_free_blocks == self.engine.blocks.num_blocks
         for sequence in self.sequences:
             self._check_output(sequence)
@@ -341,13 +341,13 @@ def check_plan(
     assert all(chunk.num_tokens == 1 for chunk in plan.decode)
     stayed = [s for s in before if s not in plan.preempted]
     if used < scheduler.max_num_batched_tokens:
-        assert set(stayed) | set(plan.admitted) == set(run_now), "somebody was left out"
-    # The last in order yield, the first come first, and nobody passes one who waits.
+        assert set(stayed) | set(plan.admitted) == set(run_now), "a sequence was left out"
+    # The last in order yield, the first come first, and none passes a waiting one.
     assert all(s.order < lost.order for s in stayed for lost in plan.preempted)
     assert [s.order for s in plan.admitted] == sorted(s.order for s in plan.admitted)
     standing = [s for s in scheduler.waiting if s not in following]
     if standing and plan.admitted:
-        assert plan.admitted[-1].order < standing[0].order, "somebody was overtaken"
+        assert plan.admitted[-1].order < standing[0].order, "a sequence was overtaken"
 
 
 def run_machine(

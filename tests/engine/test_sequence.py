@@ -1,4 +1,4 @@
-"""A sequence: its ends, what is computed of it, who goes first; the counters of its drafts."""
+"""A sequence: its ends, what is computed of it, its order; the counters of its drafts."""
 
 from __future__ import annotations
 

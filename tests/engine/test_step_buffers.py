@@ -122,7 +122,7 @@ def end(sequence: Sequence) -> None:
 
 
 def check(buffers: StepBuffers, sequences: list[Sequence]) -> None:
-    """What the device holds of each sequence, and that the rows behind are nobody's."""
+    """What the device holds of each sequence, and that the rows behind are empty."""
     state, limits, sampling = buffers.state, buffers.limits, buffers.sampling
     for row, s in enumerate(sequences):
         expected: list[tuple[Any, float]] = [

@@ -1,4 +1,4 @@
-"""How many CPU threads torch gets, by the model, the machine and who has decided already."""
+"""How many CPU threads torch gets, by the model, the machine and earlier settings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALL = nn.Linear(8, 8)
 
 @pytest.fixture(autouse=True)
 def _undecided(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Four cores, torch's default, and nobody has asked for a number."""
+    """Four cores, torch's default, and no earlier setting."""
     before = torch.get_num_threads()
     for variable in placement.VARIABLES:
         monkeypatch.delenv(variable, raising=False)

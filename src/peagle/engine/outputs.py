@@ -95,8 +95,8 @@ class RequestOutput:
     def to_json(self) -> dict[str, Any]:
         """As a JSON object, the fields of `peagle generate --format json` without the id.
 
-        The index is left out where there is one output, log-probabilities where nobody asked.
-        JSON has no -inf: the log-probability of what cannot come is null.
+        It has no index where there is one output, and the log-probabilities that the request asks
+        for. JSON has no -inf: an impossible token's log-probability is null.
         """
         fields: dict[str, Any] = {
             "text": self.text,
