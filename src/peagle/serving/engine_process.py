@@ -30,9 +30,8 @@ from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.engine import EngineStats, LLMEngine, SpeculationStats
 from peagle.engine.loop import Add, EngineLoop, Order
 from peagle.engine.outputs import StreamChunk
-from peagle.engine.placement import resolve_device, resolve_dtype
+from peagle.engine.placement import resolve_device, resolve_dtype, set_threads
 from peagle.engine.requests import Requests
-from peagle.engine.threads import set_threads
 from peagle.errors import UserError
 from peagle.llm import LLM
 from peagle.models.target import TargetModel
