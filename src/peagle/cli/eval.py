@@ -305,7 +305,6 @@ def _vllm_arms(
     concurrency: int,
 ) -> tuple[list[EvalArm], str]:
     """vLLM, started for each head and K, and the data type that it takes."""
-    from peagle.backends.vllm.command import dtype_for
     from peagle.evaluation.eval_run import EvalArm
     from peagle.evaluation.vllm_server import ENGINE, vllm_backend
 
@@ -317,7 +316,7 @@ def _vllm_arms(
             given, flags, models.folder, one.folder, k, max_num_seqs=concurrency
         )
 
-    dtype = dtype_for(launch(models.methods[0], models.default_k), installation)
+    dtype = launch(models.methods[0], models.default_k).dtype_on(installation)
     arms = [EvalArm(one, k, partial(opened, one, k), ENGINE) for one in models.methods for k in ks]
     return arms, models.dtype if dtype == "auto" else dtype
 
