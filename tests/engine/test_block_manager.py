@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -12,7 +12,7 @@ from peagle.config import SamplingParams
 from peagle.engine.block_manager import BlockManager
 from peagle.engine.sequence import Sequence
 
-TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+TOKENS = st.lists(st.sampled_from([0, 0, 1, 2**40]), min_size=1, max_size=14)
 WHICH = st.integers(0, 99)
 
 
@@ -152,27 +152,6 @@ class Blocks(RuleBasedStateMachine):
 
 Blocks.TestCase.settings = settings(deadline=None, max_examples=200, stateful_step_count=30)
 TestAgainstTheModel = Blocks.TestCase
-
-
-@given(
-    st.lists(st.lists(st.sampled_from([0, 1, 256, 2**40]), min_size=1, max_size=9), max_size=5),
-    st.integers(1, 4),
-)
-def test_hashes_are_equal_where_all_tokens_so_far_are(texts: list[list[int]], size: int) -> None:
-    blocks = BlockManager(40, size)
-    known: dict[bytes, tuple[int, ...]] = {}
-    prefixes = set[tuple[int, ...]]()
-    for text in texts:
-        sequence = make_sequence(text)
-        blocks.admit(sequence, [], len(sequence))
-        blocks.publish(sequence, len(text) - 1)
-        assert len(sequence.block_hashes) == (len(text) - 1) // size
-        for index, key in enumerate(sequence.block_hashes):
-            prefix = tuple(text[: (index + 1) * size + 1])
-            prefixes.add(prefix)
-            assert known.setdefault(key, prefix) == prefix, "one hash, two texts"
-        blocks.free(sequence)
-    assert len(known) == len(prefixes), "one text, two hashes"
 
 
 def test_the_block_used_longest_ago_is_taken_first_and_ends_before_beginnings() -> None:

@@ -57,20 +57,6 @@ def test_every_bucket_has_a_graph_without_drafts_if_one_has() -> None:
 # ---- the engine that launches kernel by kernel ----------------------------------------------
 
 
-@pytest.mark.parametrize("parallel", [True, False], ids=["peagle", "eagle3"])
-def test_drafts_after_a_pause_are_those_of_a_run_without_one(
-    target_folder: Path, heads: dict[bool, Path], parallel: bool
-) -> None:
-    config = config_of("peagle" if parallel else "eagle3", heads)
-    whole = make_llm(target_folder, config)
-    paused = make_llm(target_folder, scheduled(config))
-    expected, found = watch_drafts(whole), watch_drafts(paused)
-    drive(whole, PROMPTS, PARAMS)
-    drive(paused, PROMPTS, PARAMS)
-    assert 5 < len(found) < len(expected)
-    assert found == {text: expected[text] for text in found}
-
-
 def test_prompts_are_shared_while_nobody_drafts(
     target_folder: Path, heads: dict[bool, Path]
 ) -> None:

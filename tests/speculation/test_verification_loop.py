@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -120,40 +119,6 @@ def test_verification_equals_the_loop(temperatures: list[float], data: st.DataOb
     case = data.draw(ragged(temperatures))
     case.q = case.q if any(temperatures) else None
     assert case.run() == case.reference()
-
-
-@settings(deadline=None, max_examples=50)
-@given(ragged([0.0, 0.8, 1.3]))
-def test_argmax_drafts_are_drafts_of_a_one_hot_q(case: Ragged) -> None:
-    case.q = None
-    without = case.run()
-    case.q = F.one_hot(case.drafts, VOCAB).double()
-    assert case.run() == without
-
-
-@settings(deadline=None, max_examples=50)
-@given(ragged([0.0, 0.8, 1.3]))
-def test_rows_do_not_influence_each_other(case: Ragged) -> None:
-    together, row = case.run(), 0
-    for b, k in enumerate(case.num_drafts):
-        whole = case.sampling
-        alone = SamplingTensors(
-            *(getattr(whole, f"{name}_B")[b : b + 1] for name in SAMPLING_FIELDS),
-            all_greedy=case.temperature[b] == 0,
-        )
-        found = verify(
-            case.logits[row : row + k + 1],
-            VerificationRows(
-                case.drafts[b : b + 1, :k], torch.tensor([k]), alone.num_outputs_B, k + 1
-            ),
-            alone,
-            None if case.q is None else case.q[b : b + 1, :k],
-        )
-        assert (int(found.num_accepted_B), int(found.next_tokens_B)) == together[b]
-        row += k + 1
-
-
-SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "seeds", "num_outputs")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

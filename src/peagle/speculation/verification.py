@@ -98,12 +98,7 @@ def verify(
     weights_BV = target_probs_RV[rows.first_row_B + num_accepted_B]
     if rows.max_drafts > 0:
         at_B = num_accepted_B.clamp_max(rows.max_drafts - 1)
-        batch_B = torch.arange(at_B.shape[0], device=at_B.device)
-        if draft_probs_BKV is not None:
-            q_BV = draft_probs_BKV[batch_B, at_B]
-        else:
-            token_B1 = rows.drafts_BK[batch_B, at_B].unsqueeze(1)
-            q_BV = torch.zeros_like(weights_BV).scatter_(1, token_B1, 1.0)
+        q_BV = _draft_distribution(rows.drafts_BK, draft_probs_BKV, at_B, weights_BV)
         leftover_BV = (weights_BV - q_BV).clamp_min(0)
         # p = q to the last bit leaves nothing over; rejection then has probability 0 but for
         # rounding, and p itself is the right answer.
@@ -145,3 +140,14 @@ def _accepted_synthetically(
 
 def _prefix_length(accepted_BK: Tensor) -> Tensor:
     return accepted_BK.long().cumprod(-1).sum(-1)
+
+
+def _draft_distribution(
+    drafts_BK: Tensor, draft_probs_BKV: Tensor | None, at_B: Tensor, like_BV: Tensor
+) -> Tensor:
+    """q at one position of each sequence, [B, V]."""
+    batch_B = torch.arange(at_B.shape[0], device=at_B.device)
+    if draft_probs_BKV is not None:
+        return draft_probs_BKV[batch_B, at_B]
+    token_B1 = drafts_BK[batch_B, at_B].unsqueeze(1)
+    return torch.zeros_like(like_BV).scatter_(1, token_B1, 1.0)
