@@ -21,7 +21,7 @@ from peagle.engine.outputs import RequestOutput
 from peagle.engine.requests import word_ids
 from peagle.engine.stats import SpeculationStats
 from peagle.errors import CheckpointError, UserError
-from peagle.evaluation.compare import measure
+from peagle.evaluation.engine_backend import measure
 from peagle.kernels.logprobs import TokenLogprobs
 from peagle.models.target import TargetModel
 from tests.conftest import make_target_folder
@@ -121,11 +121,9 @@ def test_measuring_n_outputs(llm: LLM) -> None:
     params = [replace(SAMPLED, n=3), replace(SAMPLED, max_tokens=7)]
     run = measure(llm, ["hello", "ho"], params)
     assert run.token_ids == tokens_of(llm.generate(["hello", "ho"], params))
-    assert [completion.output.index for completion in run.completions] == [0, 1, 2, 0]
-    for completion in run.completions:
-        emitted = sum(step.num_tokens for step in completion.steps)
-        assert emitted == len(completion.output.token_ids)
-    assert run.num_tokens == 3 * 24 + 7
+    for answer in run.answers:
+        assert sum(step.num_tokens for step in answer.steps or []) == answer.num_tokens
+    assert [answer.num_tokens for answer in run.answers] == [24, 24, 24, 7]
 
 
 # ---- priority -------------------------------------------------------------------------------

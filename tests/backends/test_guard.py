@@ -24,7 +24,7 @@ from peagle.backends.vllm.installation import VllmInstallation
 from peagle.backends.vllm.launch import VllmLaunch
 from peagle.serving.keys import ApiKeys
 from peagle.serving.vllm_guard import Guard, _is_alive
-from serving.asgi import JSON, LIMIT, Answer, Server, echo
+from serving.asgi import JSON, LIMIT, AsgiClient, Reply, echo
 
 KEY = "0123456789abcdef0123456789abcdef"
 RULES: dict[str, Any] = {
@@ -37,10 +37,10 @@ RULES: dict[str, Any] = {
 PEAGLE = Path(__file__).resolve().parents[2] / "src" / "peagle"
 
 
-def ask(body: Any, path: str = "/v1/completions", **rules: Any) -> Answer:
-    """Return the answer to a client that sends `body`, as JSON or as bytes."""
+def ask(body: Any, path: str = "/v1/completions", **rules: Any) -> Reply:
+    """Return the reply to a client that sends `body`, as JSON or as bytes."""
     sent = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return Server(Guard(echo, {**RULES, **rules}))("POST", path, JSON, sent)
+    return AsgiClient(Guard(echo, {**RULES, **rules}))("POST", path, JSON, sent)
 
 
 # ---- greedy decoding only ---------------------------------------------------------------------
@@ -120,7 +120,7 @@ def test_a_body_nested_deeper_than_python_reads_is_refused() -> None:
 @pytest.mark.parametrize("root", ["", "/api"])
 def test_routes_of_a_greedy_server(root: str) -> None:
     def status(path: str, body: Any, method: str = "POST") -> int:
-        server = Server(Guard(echo, {**RULES, "greedy_only": True}))
+        server = AsgiClient(Guard(echo, {**RULES, "greedy_only": True}))
         server.app = under(server.app, root)
         return server(method, root + path, JSON, json.dumps(body).encode()).status
 
@@ -162,9 +162,9 @@ def test_engine_facts() -> None:
     assert told["speculative"] == vars(config.speculative_config)
     assert told["has_config"] is True and told["model_runner_v2"] is False
     assert facts_of(None) == {"has_config": False, "speculative": None, "model_runner_v2": None}
-    answer = Server(Guard(echo, RULES))(path=ENGINE_PATH)
+    answer = AsgiClient(Guard(echo, RULES))(path=ENGINE_PATH)
     assert answer.status == 200 and json.loads(answer.body)["has_config"] is False
-    locked = Server(Guard(echo, {**RULES, "keys": [sha256(KEY.encode()).hexdigest()]}))
+    locked = AsgiClient(Guard(echo, {**RULES, "keys": [sha256(KEY.encode()).hexdigest()]}))
     assert locked(path=ENGINE_PATH).status == 401
 
 
@@ -175,7 +175,7 @@ def test_rules_come_from_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PEAGLE_VLLM_GUARD", command.environment["PEAGLE_VLLM_GUARD"])
     guard = Guard(echo)
     assert guard.guarded.keys.digests == ApiKeys([KEY]).digests and not guard.greedy_only
-    server, key = Server(guard), {"authorization": f"Bearer {KEY}"}
+    server, key = AsgiClient(guard), {"authorization": f"Bearer {KEY}"}
     assert server().status == 401 and server(headers=key).status == 200
     assert server(headers={**key, "host": "evil.example"}).status == 403
     assert server(headers={**key, "origin": "https://a.b"}).status == 200
