@@ -188,8 +188,11 @@ def test_whose_end_is_waited_for() -> None:
     child = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
     assert child.stdout is not None
     child.stdout.read()  # it has ended, and nobody has asked how
-    while _is_alive(child.pid):  # for ever only where a zombie counts as alive
+    for _ in range(6000):
+        if not _is_alive(child.pid):
+            break
         time.sleep(0.01)
+    assert not _is_alive(child.pid)
     child.wait()
     child.stdout.close()
     assert not _is_alive(child.pid)

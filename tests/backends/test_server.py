@@ -26,6 +26,7 @@ from peagle.errors import UserError
 
 LAUNCH = VllmLaunch(TARGET, SpeculativeConfig(model=HEAD, num_speculative_tokens=4), port=0)
 SRC = Path(__file__).resolve().parents[2] / "src"
+LONG_S = 200.0  # a process that takes so long hangs
 
 
 def is_gone(pid: int) -> bool:
@@ -211,8 +212,8 @@ def test_first_signal_drains(process, number):
     until(started, "is served at")
     answer = ask(started, url, "until the end")
     started.send_signal(number)
-    assert answer.result() == 200
-    assert started.wait() == 0
+    assert answer.result(LONG_S) == 200
+    assert started.wait(LONG_S) == 0
     assert "ended in order" in started.stdout.read()
 
 
@@ -223,15 +224,15 @@ def test_second_signal_ends_at_once(process):
     started.send_signal(signal.SIGTERM)
     until(started, "asked to end")
     started.send_signal(signal.SIGTERM)
-    assert isinstance(answer.exception(), NoAnswer)
-    assert started.wait() == 128 + signal.SIGKILL
+    assert isinstance(answer.exception(LONG_S), NoAnswer)
+    assert started.wait(LONG_S) == 128 + signal.SIGKILL
 
 
 def test_signal_while_it_loads(process):
     started, _ = process
     until(started, "starting vLLM")
     started.send_signal(signal.SIGTERM)
-    assert started.wait() != 0
+    assert started.wait(LONG_S) != 0
     assert "KeyboardInterrupt" not in started.stdout.read()
 
 

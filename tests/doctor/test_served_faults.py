@@ -88,11 +88,10 @@ def test_the_engine_drafts_what_training_foresees(bundled: Probe) -> None:
     """Token by token, to the last draft of an answer, of which its end may cut accepted ones."""
     head = examine_files(BUNDLED_PEAGLE, bundled.target).head
     assert head is not None
-    probe = bundled.part(2)
-    tokens = probe.all_anchors_PC.shape[1] + 1
-    served = EngineServing(bundled.target, BUNDLED_PEAGLE, 6).answer(probe.questions, tokens)
-    ours = drafted(head, probe, every_anchor=True)
-    found = agreement(served, ours, probe, chained=False)
+    tokens = bundled.all_anchors_PC.shape[1] + 1
+    served = EngineServing(bundled.target, BUNDLED_PEAGLE, 6).answer(bundled.questions, tokens)
+    ours = drafted(head, bundled, every_anchor=True)
+    found = agreement(served, ours, bundled, chained=False)
     assert found.count > 500
     assert found.share > 0.998  # rounding may turn a draft whose two best logits are equal
 
