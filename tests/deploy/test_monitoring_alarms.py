@@ -164,13 +164,13 @@ def test_drift_is_what_status_calls_drift(create, length, drafts, breaches):
     assert alarm["ComparisonOperator"] == "GreaterThanThreshold"
     assert (share > alarm["Threshold"]) is breaches
     measured = monitoring.Acceptance(drafts, accepted, (), "")
-    drift = monitoring.drift(measured, monitoring.Expected(3.0))
+    drift = monitoring.drift(measured, monitoring.ExpectedAcceptance(3.0))
     assert drift.is_drift is breaches
 
 
 def test_the_alarm_reads_what_the_server_writes(create):
     """Namespace, dimensions and names of the alarm are those of a line of the server."""
-    environment = monitoring.container_environment("qwen3", "AllTraffic")
+    environment = {names.ENDPOINT_VARIABLE: "qwen3", names.VARIANT_VARIABLE: "AllTraffic"}
     told = document(SpeculationStats(4, 8, 5, [3, 2]), dimensions_from(environment, "m"), 10**12)
     (directive,) = told["_aws"]["CloudWatchMetrics"]
     written = {metric["Name"] for metric in directive["Metrics"]}

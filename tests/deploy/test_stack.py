@@ -388,7 +388,7 @@ def test_a_name_that_is_taken(aws: FakeAws, clients: Clients, deployment: Deploy
     config = client.list_endpoint_configs()["EndpointConfigs"][0]["EndpointConfigName"]
     client.create_endpoint(EndpointName="theirs", EndpointConfigName=config)
     for check in (stack.stack_of, stack.require_absent):
-        with pytest.raises(UserError, match="was not made by this version of peagle"):
+        with pytest.raises(UserError, match="This version of peagle did not make"):
             check(clients, "theirs")
     with pytest.raises(UserError, match="There is an endpoint 'theirs'"):
         stack.require_new(clients, "theirs")

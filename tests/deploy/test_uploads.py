@@ -142,7 +142,7 @@ def test_parts_of_failed_uploads_go(
     aws.fail("access denied", operation, calls=10)
     if abort_fails:  # boto3's own; peagle asks once more
         aws.fail("access denied", "AbortMultipartUpload", calls=1)
-    with pytest.raises(UserError, match=f"{operation} was denied"):
+    with pytest.raises(UserError, match=f"AWS denied {operation}"):
         uploads.put([model(tmp_path, 12 << 20)], clients(aws), quiet)
     assert aws.holdings() == set()
 

@@ -1,4 +1,4 @@
-"""The speculative configuration of a deployment, in vLLM's form: of options and a head's files."""
+"""The speculative configuration of a deployment, from options and a head's files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from peagle.config import SpeculativeConfig
 from peagle.config.speculative import MAX_SPECULATIVE_TOKENS
 from peagle.deploy.deployment import MODEL_FOLDER, Source
-from peagle.deploy.heads import HeadFacts
+from peagle.deploy.model_files import HeadFacts
 from peagle.deploy.models import ModelSource, source_of
 from peagle.errors import UserError
 from peagle.models.trained_depth import default_depth
@@ -19,20 +19,13 @@ from peagle.models.trained_depth import default_depth
 _DEFAULT_METHOD = "eagle3"
 _TREES = "parallel_drafting_spec"
 _SCHEDULE = "num_speculative_tokens_per_batch_size"
-# Fields of ours that vLLM does not have.
+# Fields of our engine that vLLM does not have.
 _NOT_OF_VLLM = ("check_target", "draft_sampling")
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationOptions:
-    """The user's options; None where one was not given.
-
-    Attributes:
-        speculation: --speculation or --no-speculation.
-        draft: --draft, as it was typed.
-        num_speculative_tokens: K.
-        config: --speculative-config, JSON text.
-    """
+    """--speculation, --draft, -k and --speculative-config (JSON text); None if not given."""
 
     speculation: bool | None = None
     draft: str | None = None
@@ -42,11 +35,11 @@ class SpeculationOptions:
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What holds without options: of the catalog, or of the deployment that is there.
+    """The values without options, from the catalog or the present deployment.
 
     Attributes:
-        draft: the head; None if none is known.
-        config: vLLM's form without "model"; {} where nothing is known.
+        draft: the head; None without one.
+        config: vLLM's form without "model"; {} if unknown.
         max_tokens: K up to which the head drafts well; None if unknown.
     """
 
@@ -61,13 +54,13 @@ def decide(
     defaults: Defaults,
     read_head: Callable[[ModelSource], HeadFacts | None],
 ) -> tuple[ModelSource | None, dict[str, Any] | None]:
-    """The head and vLLM's configuration without its "model"; (None, None) without speculation.
+    """Return the head and vLLM's configuration without "model"; (None, None) without speculation.
 
     Args:
         options: the user's.
-        source: whose container it is for.
-        defaults: for what was not options.
-        read_head: tells of a head what its files say; None if they cannot be read.
+        source: of the container.
+        defaults: for options that were not given.
+        read_head: returns facts from a head's files; None if they are not readable.
 
     Raises:
         UserError: options that contradict each other, no head, or what the container cannot do.
@@ -107,10 +100,9 @@ def decide(
 
 
 def read_config(text: str, source: str) -> dict[str, Any]:
-    """A speculative configuration in vLLM's form; `source` names it in messages.
+    """Return a speculative configuration in vLLM's form; UserError for other text.
 
-    Raises:
-        UserError: no JSON object, or a key twice.
+    `source` names the text in messages.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -131,7 +123,7 @@ def read_config(text: str, source: str) -> dict[str, Any]:
 
 
 def _draft(options: SpeculationOptions, config: dict[str, Any]) -> ModelSource | None:
-    """The head that was named, taken out of the configuration."""
+    """Take the head that the user named out of the configuration."""
     model, revision = config.pop("model", None), config.pop("revision", None)
     if model is None:
         return None if options.draft is None else source_of(options.draft, "draft")
@@ -147,7 +139,7 @@ def _draft(options: SpeculationOptions, config: dict[str, Any]) -> ModelSource |
 def _kept(
     defaults: Defaults, options: SpeculationOptions, draft: ModelSource | None
 ) -> dict[str, Any]:
-    """Of the defaults what still holds: of another head nothing but K is taken over."""
+    """The defaults that still hold: for another head only K."""
     if options.config is None and draft is None:
         return dict(defaults.config)
     key = "num_speculative_tokens"
@@ -160,7 +152,7 @@ def _settle_kind(
     facts: HeadFacts | None,
     depth: int | None,
 ) -> None:
-    """`parallel_drafting` by the head's kind, which no container finds out by itself."""
+    """Set `parallel_drafting` by the head's kind, which no container finds out by itself."""
     asked = config.get("parallel_drafting")
     if facts is not None and asked is not None and asked != facts.is_parallel:
         remedy = "true" if facts.is_parallel else "false"
@@ -188,7 +180,7 @@ def _check_tokens(k: object) -> None:
 
 
 def _check_container(config: Mapping[str, Any], source: Source, draft: ModelSource | None) -> None:
-    """Refuse what the container of a source cannot do: of ours, its parser knows."""
+    """Refuse what a source's container cannot do; the engine's own parser knows it for ours."""
     if source == "native":
         model = {} if draft is None else {"model": MODEL_FOLDER}
         SpeculativeConfig.parse({**model, **config})
