@@ -335,9 +335,13 @@ def test_a_measured_curve_scales(peagle: Peagle, tmp_path: Path) -> None:
     """tune.json: at K = 7 drafts pay up to 8 at once; 70% of that is the target."""
     speeds = {(1, 0): 100.0, (1, 7): 250.0, (8, 0): 600.0, (8, 7): 900.0, (16, 0): 1100.0}
     speeds[16, 7] = 1000.0
-    rows = [{"batch": b, "k": k, "predicted_tokens_per_s": s} for (b, k), s in speeds.items()]
+    rows = [
+        {"batch": b, "k": k, "fitted": True, "predicted_tokens_per_s": s}
+        for (b, k), s in speeds.items()
+    ]
     file = tmp_path / "tune.json"
-    file.write_text(json.dumps({"predictions": rows, "best_single_k": 7}))
+    tuned = {"format_version": 1, "provenance": {"target": "t"}, "schedule": []}
+    file.write_text(json.dumps({**tuned, "predictions": rows, "best_single_k": 7}))
     plan = planned(peagle(*PLAN, "gpt-oss-20b", *HERE, "--max-instances", 4, "--scale-from", file))
     policy = template_of(plan)["Resources"]["ScalingPolicy"]["Properties"]
     tracking = policy["TargetTrackingScalingPolicyConfiguration"]

@@ -31,7 +31,7 @@ def memory_plan(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> MemoryPlan:
         EngineConfig(),
         max_model_len=2048,
         num_lookahead_slots=2,
-        num_drafts=0,
+        peak_bytes=0,
     )
     monkeypatch.setattr(LLMEngine, "memory_plan", plan, raising=False)
     return plan

@@ -268,10 +268,13 @@ def nan(tensors: dict[str, Tensor]) -> None:
         (lambda t: t.pop("lm_head.weight"), "tensor 'lm_head.weight' is missing"),
         (lambda t: t.update(x=torch.ones(1)), "tensor 'x' is unknown to this head"),
         (lambda t: t.update(mask_hidden=torch.ones(95)), "'mask_hidden' has shape [95]"),
-        (lambda t: t.update(d2t=t["d2t"].float()), "'d2t' has type float32; expected int64, int32"),
+        (
+            lambda t: t.update(d2t=t["d2t"].float()),
+            "'d2t' has type torch.float32; expected torch.int64, torch.int32",
+        ),
         (
             lambda t: t.update({"fc.weight": t["fc.weight"].to(torch.int8)}),
-            "'fc.weight' has type int8; expected float32, bfloat16, float16, float64",
+            "'fc.weight' has type torch.int8; expected torch.float32, torch.bfloat16",
         ),
         (lambda t: t.update({"fc.weight": t["fc.weight"].to(torch.float8_e4m3fn)}), "float8"),
         (nan, "tensor 'lm_head.weight' holds NaN or infinite values"),

@@ -280,9 +280,8 @@ def _engine_arms(
     given: Given, models: Models, ks: Sequence[int], most_in_flight: int, thinking: bool | None
 ) -> tuple[list[Arm], dict[str, Any]]:
     """Plain decoding and every method at every K, an engine each; and what identifies them."""
-    from peagle.evaluation.acceptance_file import weights_digest
-    from peagle.evaluation.compare import build
-    from peagle.evaluation.engine_backend import EngineBackend
+    from peagle.evaluation.engine_backend import EngineBackend, build
+    from peagle.evaluation.journal import weights_digest
     from peagle.evaluation.sweep import Arm
 
     head_options = Settings(Layer(dict(given))).section("speculative")

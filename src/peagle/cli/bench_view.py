@@ -24,10 +24,10 @@ class Ticker:
         if progress.problem and not self._has_problem:
             self._has_problem = True
             self._line.print(f"a request failed: {printable(progress.problem)}")
-        if progress.cell is None or progress.figures is None:
+        if progress.point is None or progress.figures is None:
             self._line.begin(f"warming up; {progress.done} of {progress.total} runs are there")
             return
-        text = f"{progress.cell}: {progress.figures['output_tokens_per_s']:.1f} tokens/s"
+        text = f"{progress.point}: {progress.figures.output_tokens_per_s:.1f} tokens/s"
         line = f"run {progress.done}/{progress.total}  {text}"
         self._line.update(progress.done, progress.total, text, line=line)
 

@@ -22,7 +22,7 @@ from peagle.evaluation.prompts import read_prompts
 
 if TYPE_CHECKING:
     from peagle.doctor.findings import Examination
-    from peagle.doctor.served import Serving
+    from peagle.doctor.serving import Serving
 
 EXAMPLES = """
 The bundled pair, which is healthy (about a minute on a CPU):
@@ -119,7 +119,7 @@ def doctor(
         vllm = None
         if on_vllm:
             vllm = _in_vllm(given, flags or [], chat_template, thinking, line.begin)
-        from peagle.doctor.run import run_doctor
+        from peagle.doctor.examiner import run_doctor
 
         report = run_doctor(
             setup.target,
@@ -154,7 +154,7 @@ def _in_vllm(
 ) -> Callable[[Path, Path, int], Serving]:
     """Return what makes the serving side of a head in vLLM."""
     from peagle.backends.vllm.installation import find_vllm
-    from peagle.doctor.served import VllmServing
+    from peagle.doctor.serving import VllmServing
 
     installation = find_vllm(given.value("vllm_python"))
     template = {"chat_template_kwargs": {"enable_thinking": thinking}}

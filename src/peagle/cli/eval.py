@@ -36,9 +36,8 @@ from peagle.errors import UserError
 from peagle.evaluation.decoding_methods import NGRAM, DecodingMethod
 
 if TYPE_CHECKING:
-    from peagle.evaluation.acceptance_file import AcceptanceFile
     from peagle.evaluation.endpoint import EndpointBackend
-    from peagle.evaluation.eval_run import EvalArm, EvalPlan
+    from peagle.evaluation.eval_run import AcceptanceFile, EvalArm, EvalPlan
     from peagle.results import Entry
 
 EXAMPLES = """
@@ -213,8 +212,7 @@ def eval(
             arms, dtype = _engine_arms(models, ks, draft_sampling, concurrency, thinking)
         provenance = harness.provenance(models.name, dtype, models.target.device)
         target_sha256 = models.target_sha256
-    from peagle.evaluation.acceptance_file import AcceptanceFile
-    from peagle.evaluation.eval_run import EvalPlan
+    from peagle.evaluation.eval_run import AcceptanceFile, EvalPlan
     from peagle.results import ACCEPTANCE
 
     plan = EvalPlan(prompts, temperatures, params, draft_sampling, concurrency, chat, thinking)
@@ -307,7 +305,6 @@ def _vllm_arms(
     concurrency: int,
 ) -> tuple[list[EvalArm], str]:
     """vLLM, started for each head and K, and the data type that it takes."""
-    from peagle.backends.vllm.command import dtype_for
     from peagle.evaluation.eval_run import EvalArm
     from peagle.evaluation.vllm_server import ENGINE, vllm_backend
 
@@ -319,7 +316,7 @@ def _vllm_arms(
             given, flags, models.folder, one.folder, k, max_num_seqs=concurrency
         )
 
-    dtype = dtype_for(launch(models.methods[0], models.default_k), installation)
+    dtype = launch(models.methods[0], models.default_k).dtype_on(installation)
     arms = [EvalArm(one, k, partial(opened, one, k), ENGINE) for one in models.methods for k in ks]
     return arms, models.dtype if dtype == "auto" else dtype
 
@@ -377,8 +374,8 @@ def _measure(
 ) -> str:
     """Measure every entry, show each as it comes, and return the advice."""
     from peagle.cli.eval_view import EvalView, entry_text
-    from peagle.evaluation.comparisons import compare_entries
     from peagle.evaluation.eval_run import evaluate
+    from peagle.evaluation.intervals import compare_entries
     from peagle.evaluation.report.advice import acceptance_advice
 
     dtype = file.results.provenance.dtype
@@ -404,9 +401,9 @@ def _certify(
     output_format: OutputFormat,
 ) -> bool:
     """Print the certificate of losslessness; whether there is no fault."""
-    from peagle.evaluation.acceptance_file import make_folder
-    from peagle.evaluation.certify.certificate import certificate_text
+    from peagle.evaluation.certify.run import certificate_text
     from peagle.evaluation.certify.run import Options, run
+    from peagle.evaluation.journal import make_folder
     from peagle.models.checkpoint.files import write_json
 
     if output is not None:

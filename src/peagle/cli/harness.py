@@ -168,7 +168,7 @@ def load_models(given: Given, methods: Sequence[DecodingMethod], *, whole: bool 
         UserError: a model is not there, a head does not fit the target or is of the other kind, or
             two methods have one name.
     """
-    from peagle.evaluation.compare import load_target
+    from peagle.evaluation.engine_backend import load_target
     from peagle.models.checkpoint import load_drafter
     from peagle.models.loading import resolve_model
     from peagle.models.target import load_tokenizer

@@ -140,7 +140,7 @@ def set_threads(threads: int | None) -> None:
     """
     if threads is None:
         return
-    from peagle.engine import threads as library
+    from peagle.engine import placement as library
 
     library.set_threads(threads)
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 _STATE = "state.json"  # beside the .arrow files of a saved dataset
+_ROWS_AT_ONCE = 1024
 _SHARD = re.compile(r"(.+)-\d+-of-\d+(-[0-9a-f]+)?\.parquet")
 # What pyarrow and datasets raise on damaged files; ArrowInvalid is a ValueError.
 _DAMAGED = (OSError, ValueError, LookupError, TypeError, AttributeError)
@@ -135,7 +136,9 @@ def table_rows(part: Path) -> Iterator[tuple[dict[str, Any], str]]:
         try:
             if not part.is_dir():
                 datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-                options = {"split": "train", "streaming": True, "cache_dir": cache}
+                options: dict[str, Any] = {"split": "train", "streaming": True, "cache_dir": cache}
+                # Without a size, datasets takes that of the first group of rows, which may be 0.
+                options["batch_size"] = _ROWS_AT_ONCE
                 table = datasets.load_dataset("parquet", data_files=[str(part)], **options)
             elif _saved_files(part):
                 table = datasets.Dataset.load_from_disk(str(part), keep_in_memory=False)
