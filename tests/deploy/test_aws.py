@@ -12,8 +12,7 @@ import botocore.exceptions as faults
 import pytest
 from botocore.exceptions import ClientError
 
-from deploy.fake_aws import ACCESS_KEY, REGION, ROLE, SECRET_KEY, FakeAws
-from deploy.fake_faults import KINDS
+from deploy.fake_aws import ACCESS_KEY, KINDS, REGION, ROLE, SECRET_KEY
 from peagle.deploy.aws import MAX_ATTEMPTS, Clients, explain, is_gone
 from peagle.errors import UserError
 
@@ -32,12 +31,6 @@ def _no_configuration(monkeypatch):
             monkeypatch.delenv(name)
     for name, value in NO_AWS.items():
         monkeypatch.setenv(name, value)
-
-
-@pytest.fixture(scope="module")
-def aws():
-    with FakeAws() as aws:
-        yield aws
 
 
 # ---- clients ----------------------------------------------------------------------------------
@@ -111,17 +104,13 @@ def test_modules_load_without_boto3_and_torch():
 
 
 @pytest.mark.parametrize("kind", ["throttling", "internal", "time-out before"])
-def test_what_passes_is_tried_again(aws, kind, monkeypatch):
-    monkeypatch.setattr("botocore.endpoint.time.sleep", lambda seconds: None)
-    aws.reset()
+def test_what_passes_is_tried_again(aws, kind):
     aws.fail(kind, "ListModels", attempts=1)
     assert aws.clients().request("sagemaker", "ListModels")["Models"] == []
     assert [request.attempt for request in aws.calls] == [1, 2]
 
 
-def test_trying_again_is_bounded(aws, monkeypatch):
-    monkeypatch.setattr("botocore.endpoint.time.sleep", lambda seconds: None)
-    aws.reset()
+def test_trying_again_is_bounded(aws):
     aws.fail("internal", "ListModels")
     with pytest.raises(ClientError) as caught:
         aws.clients().request("sagemaker", "ListModels")
@@ -141,7 +130,6 @@ def test_silent_server(aws, monkeypatch):
     import socket
 
     monkeypatch.setattr("peagle.deploy.aws.READ_TIMEOUT_S", 0.2)
-    monkeypatch.setattr("botocore.endpoint.time.sleep", lambda seconds: None)
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         clients = Clients(REGION, url, session=aws.session)

@@ -1,7 +1,7 @@
 """The alarms of deploy/cloudwatch-alarms.yaml: linted, created, read back, and worked out."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,6 @@ import cfnlint.decode
 import pytest
 from cfnlint.api import lint_file
 
-from deploy.fake_aws import FakeAws
 from peagle.config import cloudwatch as names
 from peagle.deploy import monitoring, status
 from peagle.engine.stats import SpeculationStats
@@ -66,12 +65,6 @@ class Template:
         return {name: inside for name, inside in every.items() if inside is not None}
 
 
-@pytest.fixture(scope="module")
-def aws() -> Iterator[FakeAws]:
-    with FakeAws() as fake:
-        yield fake
-
-
 @pytest.fixture
 def create(aws) -> Callable[..., dict[str, dict[str, Any]]]:
     """Creates the alarms, and returns them by name as AWS tells of them."""
@@ -84,7 +77,6 @@ def create(aws) -> Callable[..., dict[str, dict[str, Any]]]:
         found = client.describe_alarms()["MetricAlarms"]
         return {alarm["AlarmName"]: alarm for alarm in found}
 
-    aws.reset()
     return make
 
 

@@ -5,7 +5,6 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from deploy.fake_aws import FakeAws
 from deploy.operating import drafts, make_endpoint, put, put_acceptance, put_log, vllm_line
 from peagle.cli.deploy_view import status_lines
 from peagle.deploy import monitoring
@@ -16,18 +15,6 @@ from peagle.engine.stats import SpeculationStats
 # The last whole minute, so that what happens at it is in one period.
 NOW = datetime.now(UTC).replace(second=0, microsecond=0)
 AGO = [NOW - timedelta(minutes=minutes) for minutes in range(120)]
-
-
-@pytest.fixture(scope="module")
-def server():
-    with FakeAws() as fake:
-        yield fake
-
-
-@pytest.fixture
-def aws(server):
-    server.reset()
-    return server
 
 
 def status(aws, **options):

@@ -21,7 +21,6 @@ from peagle.deploy.container import check_image, default_ami, environment, manag
 from peagle.deploy.curve import Bounds, capacity, read_curves
 from peagle.deploy.deployment import (
     CONTAINERS,
-    DEFAULT_STARTUP_TIMEOUT_S,
     MAX_NAME,
     STARTUP_TIMEOUTS_S,
     Autoscaling,
@@ -149,35 +148,23 @@ def new_deployment(request: DeploymentRequest, stamp: str, lookups: Lookups) -> 
         )
     role = request.role or os.environ.get(ROLE_VARIABLE, "")
     if role:
-        account_of(role)
+        account_of(role)  # refuses text that is no ARN
     flags = {**(entry.vllm_flags if entry else {}), **request.vllm_flags}
-    return _checked(
-        Deployment(
-            endpoint_name=check_endpoint_name(request.name or _name_of(entry, target)),
-            stamp=stamp,
-            source=source,
-            image=image,
-            target=target,
-            role=role,
-            instance_type=instance_type,
-            instance_count=1 if request.instance_count is None else request.instance_count,
-            draft=draft,
-            speculative_config=config,
-            ami=request.ami or default_ami(image),
-            startup_timeout_s=DEFAULT_STARTUP_TIMEOUT_S
-            if request.startup_timeout_s is None
-            else request.startup_timeout_s,
-            tags=_tags(request.tags),
-            kms_key=request.kms_key or "",
-            vpc=_vpc(request),
-            environment={**(entry.environment if entry else {}), **_environment(request)},
-            vllm_flags=_spread(flags, source, instance_type),
-            autoscaling=_autoscaling(request, config),
-            alarm_topic=request.alarm_topic or "",
-        ),
-        request,
-        lookups,
+    base = Deployment(
+        endpoint_name=check_endpoint_name(request.name or _name_of(entry, target)),
+        stamp=stamp,
+        source=source,
+        image=image,
+        target=target,
+        role=role,
+        instance_type=instance_type,
+        draft=draft,
+        speculative_config=config,
+        ami=default_ami(image),
+        environment=entry.environment if entry else {},
+        vllm_flags=_spread(flags, source, instance_type),
     )
+    return _with_options(base, request, lookups)
 
 
 def changed_deployment(
@@ -203,31 +190,39 @@ def changed_deployment(
     if request.role is not None:
         account_of(request.role)
     instance_type = request.instance_type or base.instance_type
-    changes: dict[str, Any] = {
+    changed = replace(
+        base,
+        target=target,
+        draft=draft,
+        speculative_config=config,
+        sets_count=request.instance_count is not None,
+        vllm_flags={
+            **_respread(base, instance_type, request.vllm_flags),
+            **request.vllm_flags,
+        },
+    )
+    return _with_options(changed, request, lookups)
+
+
+def _with_options(d: Deployment, request: DeploymentRequest, lookups: Lookups) -> Deployment:
+    """Return the deployment with the options that need no look-up, checked."""
+    options: dict[str, Any] = {
         "image": request.image,
         "ami": request.ami or (default_ami(request.image) if request.image else None),
         "instance_type": request.instance_type,
         "instance_count": request.instance_count,
         "startup_timeout_s": request.startup_timeout_s,
         "kms_key": request.kms_key,
-        "role": request.role,
+        "role": request.role or None,
         "vpc": _vpc(request),
-        "autoscaling": _autoscaling(request, config),
+        "autoscaling": _autoscaling(request, d.speculative_config),
         "alarm_topic": request.alarm_topic,
     }
     made = replace(
-        base,
-        target=target,
-        draft=draft,
-        speculative_config=config,
-        sets_count=request.instance_count is not None,
-        tags={**base.tags, **_tags(request.tags)},
-        environment={**base.environment, **_environment(request)},
-        vllm_flags={
-            **_respread(base, instance_type, request.vllm_flags),
-            **request.vllm_flags,
-        },
-        **{key: value for key, value in changes.items() if value is not None},
+        d,
+        tags={**d.tags, **_tags(request.tags)},
+        environment={**d.environment, **_environment(request)},
+        **{key: value for key, value in options.items() if value is not None},
     )
     return _checked(made, request, lookups)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from peagle.config import SpeculativeConfig
@@ -17,6 +17,7 @@ from peagle.errors import UserError
 from peagle.models.trained_depth import default_depth
 
 _DEFAULT_METHOD = "eagle3"
+_K = "num_speculative_tokens"
 _TREES = "parallel_drafting_spec"
 _SCHEDULE = "num_speculative_tokens_per_batch_size"
 # Fields of our engine that vLLM does not have.
@@ -71,8 +72,11 @@ def decide(
             raise UserError("--no-speculation contradicts the other options of speculation.")
         return None, None
     config = {} if options.config is None else read_config(options.config, "--speculative-config")
-    draft = _draft(options, config)
-    merged = {**_kept(defaults, options, draft), **config}
+    draft = _named_draft(options, config)
+    if options.config is None and draft is None:
+        merged = dict(defaults.config)
+    else:  # K is the only default that holds for another head too
+        merged = {key: value for key, value in defaults.config.items() if key == _K} | config
     needs_head = merged.get("method", _DEFAULT_METHOD) != "ngram"
     if draft is None and needs_head:
         draft = defaults.draft
@@ -84,17 +88,27 @@ def decide(
             )
         return None, None
     if options.num_speculative_tokens is not None:
-        merged["num_speculative_tokens"] = options.num_speculative_tokens
+        merged[_K] = options.num_speculative_tokens
     merged.setdefault("method", _DEFAULT_METHOD)
-    if "num_speculative_tokens" in merged:
-        _check_tokens(merged["num_speculative_tokens"])
+    k = merged.get(_K, 1)
+    if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= MAX_SPECULATIVE_TOKENS:
+        raise UserError(
+            f"{_K} is {k!r}; expected a whole number from 1 to {MAX_SPECULATIVE_TOKENS}. To decode "
+            "without drafts, take --no-speculation."
+        )
     facts = read_head(draft) if draft is not None else None
     depth = facts.trained_depth if facts else None
     if depth is None and draft == defaults.draft:
         depth = defaults.max_tokens
-    merged.setdefault("num_speculative_tokens", default_depth(depth))
+    merged.setdefault(_K, default_depth(depth))
     if draft is not None:
-        _settle_kind(merged, draft, facts, depth)
+        merged["parallel_drafting"] = _is_parallel(merged.get("parallel_drafting"), draft, facts)
+        if depth is not None and merged[_K] > depth:
+            warnings.warn(
+                f"{_K} is {merged[_K]}, but the head {draft.name!r} was trained for {depth}; "
+                "deeper drafts are seldom accepted.",
+                stacklevel=3,
+            )
     _check_container(merged, source, draft)
     return draft, merged
 
@@ -122,7 +136,7 @@ def read_config(text: str, source: str) -> dict[str, Any]:
     return {key: value for key, value in data.items() if value is not None}
 
 
-def _draft(options: SpeculationOptions, config: dict[str, Any]) -> ModelSource | None:
+def _named_draft(options: SpeculationOptions, config: dict[str, Any]) -> ModelSource | None:
     """Take the head that the user named out of the configuration."""
     model, revision = config.pop("model", None), config.pop("revision", None)
     if model is None:
@@ -133,50 +147,20 @@ def _draft(options: SpeculationOptions, config: dict[str, Any]) -> ModelSource |
             "leave one of them out."
         )
     found = source_of(str(model), "draft")
-    return found if revision is None else ModelSource(found.kind, found.name, str(revision))
+    return found if revision is None else replace(found, revision=str(revision))
 
 
-def _kept(
-    defaults: Defaults, options: SpeculationOptions, draft: ModelSource | None
-) -> dict[str, Any]:
-    """The defaults that still hold: for another head only K."""
-    if options.config is None and draft is None:
-        return dict(defaults.config)
-    key = "num_speculative_tokens"
-    return {key: defaults.config[key]} if key in defaults.config else {}
-
-
-def _settle_kind(
-    config: dict[str, Any],
-    draft: ModelSource,
-    facts: HeadFacts | None,
-    depth: int | None,
-) -> None:
-    """Set `parallel_drafting` by the head's kind, which no container finds out by itself."""
-    asked = config.get("parallel_drafting")
-    if facts is not None and asked is not None and asked != facts.is_parallel:
-        remedy = "true" if facts.is_parallel else "false"
+def _is_parallel(asked: bool | None, draft: ModelSource, facts: HeadFacts | None) -> bool:
+    """`parallel_drafting` by the head's kind, which no container finds out by itself."""
+    if facts is None:
+        return True if asked is None else asked
+    if asked not in (None, facts.is_parallel):
         why = "a P-EAGLE head" if facts.is_parallel else "an EAGLE-3 head: it has no mask_hidden"
         raise UserError(
             f"parallel_drafting is {json.dumps(asked)}, but {draft.name!r} is {why}. Set it to "
-            f"{remedy}, or leave it out."
+            f"{json.dumps(facts.is_parallel)}, or leave it out."
         )
-    config["parallel_drafting"] = facts.is_parallel if facts else True if asked is None else asked
-    k = config["num_speculative_tokens"]
-    if depth is not None and k > depth:
-        warnings.warn(
-            f"num_speculative_tokens is {k}, but the head {draft.name!r} was trained for {depth}; "
-            "deeper drafts seldom pass.",
-            stacklevel=4,
-        )
-
-
-def _check_tokens(k: object) -> None:
-    if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= MAX_SPECULATIVE_TOKENS:
-        raise UserError(
-            f"num_speculative_tokens is {k!r}; expected a whole number from 1 to "
-            f"{MAX_SPECULATIVE_TOKENS}. To decode without drafts, take --no-speculation."
-        )
+    return facts.is_parallel
 
 
 def _check_container(config: Mapping[str, Any], source: Source, draft: ModelSource | None) -> None:

@@ -11,7 +11,7 @@ import shlex
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from peagle.deploy.template import (
     parameter_values,
     with_autoscaling,
 )
+from peagle.deploy.uploads import Report
 from peagle.errors import UserError
 
 POLL_S = 10.0
@@ -53,8 +54,6 @@ _REMEDIES = {
     ),
 }
 _REMEDIES["ROLLBACK_FAILED"] = _REMEDIES["CREATE_FAILED"]
-
-Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)

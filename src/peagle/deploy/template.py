@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from peagle.config import cloudwatch as names
 from peagle.deploy.container import environment, is_secret_name, variable_of
@@ -22,9 +24,7 @@ from peagle.deploy.deployment import (
     Deployment,
     KeptSecret,
     Secret,
-    Vpc,
 )
-from peagle.deploy.models import ModelSource
 from peagle.deploy.monitoring import ENOUGH_DRAFTS, TOLERATED_DROP, expected_from_tags
 from peagle.errors import UserError
 
@@ -142,18 +142,15 @@ def deployment_of(template: Mapping[str, Any], stamp: str) -> Deployment:
             "This version of `peagle deploy sagemaker create` did not make the endpoint's stack. "
             "Delete the endpoint and create it anew, or use the version that made it."
         )
-    values: dict[str, Any] = {**kept, "stamp": stamp, "uploads": tuple(kept["uploads"])}
-    for name in ("environment", "vllm_flags"):
-        values[name] = {
+    secret = {
+        name: {
             key: KeptSecret(value["parameter"]) if isinstance(value, dict) else value
-            for key, value in kept[name].items()
+            for key, value in kept.pop(name).items()
         }
-    for name in ("target", "draft"):
-        values[name] = kept[name] and ModelSource(**kept[name])
-    if vpc := kept["vpc"]:
-        values["vpc"] = Vpc(tuple(vpc["subnets"]), tuple(vpc["security_groups"]))
-    values["autoscaling"] = kept["autoscaling"] and Autoscaling(**kept["autoscaling"])
-    return Deployment(**values)
+        for name in ("environment", "vllm_flags")
+    }
+    made = TypeAdapter(Deployment).validate_python({**kept, "stamp": stamp})
+    return replace(made, **secret)
 
 
 # ---- secrets --------------------------------------------------------------------------------
