@@ -401,8 +401,7 @@ def _certify(
     output_format: OutputFormat,
 ) -> bool:
     """Print the certificate of losslessness; whether there is no fault."""
-    from peagle.evaluation.certify.run import certificate_text
-    from peagle.evaluation.certify.run import Options, run
+    from peagle.evaluation.certify.run import Options, certificate_text, run
     from peagle.evaluation.journal import make_folder
     from peagle.models.checkpoint.files import write_json
 
