@@ -201,3 +201,47 @@ def expected_from_tags(tags: Mapping[str, str]) -> ExpectedAcceptance | None:
     except ValueError:
         return None
     return None if length is None else ExpectedAcceptance(length, source=f"tag {EXPECTED_TAG}")
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """Measured acceptance compared with the expected one.
+
+    Attributes:
+        expected: the acceptance to compare with.
+        share: (measured - expected) / expected acceptance length.
+        is_known: whether there were enough drafts to say.
+        per_pos: measured minus expected unconditional acceptance, as far as that is known.
+    """
+
+    expected: ExpectedAcceptance
+    share: float
+    is_known: bool
+    per_pos: tuple[float, ...]
+
+    @property
+    def is_drift(self) -> bool:
+        """Whether acceptance fell by more than the tolerated drop."""
+        return self.is_known and self.share < -TOLERATED_DROP
+
+    def to_json(self) -> dict[str, Any]:
+        """The drift in `status --format json`."""
+        return {
+            "expected_acceptance_length": self.expected.acceptance_length,
+            "expected_from": self.expected.source,
+            "change": round(self.share, 4),
+            "tolerated_drop": TOLERATED_DROP,
+            "enough_drafts": self.is_known,
+            "is_drift": self.is_drift,
+            "unconditional_change": [round(change, 4) for change in self.per_pos],
+        }
+
+
+def drift(measured: Acceptance, expected: ExpectedAcceptance) -> Drift:
+    """Compare acceptance with the expected one."""
+    return Drift(
+        expected,
+        measured.acceptance_length / expected.acceptance_length - 1,
+        measured.num_drafts >= ENOUGH_DRAFTS,
+        tuple(a - b for a, b in zip(measured.unconditional, expected.unconditional)),
+    )
