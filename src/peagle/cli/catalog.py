@@ -17,7 +17,7 @@ from peagle.deploy.memory import GIB, RESERVE_BYTES, gib
 
 if TYPE_CHECKING:
     from peagle.deploy.catalog import CatalogEntry
-    from peagle.deploy.deployment import Source
+    from peagle.deploy.deployment import ContainerSource
 
 EXAMPLES = """
 What there is, and one of it with the commands that deploy and serve it:
@@ -231,7 +231,7 @@ def _size(entry: CatalogEntry, model: str, key: str, precision: str = "") -> str
     return f"{model} ({told})" if told else model
 
 
-def _memory(entry: CatalogEntry, source: Source) -> str:
+def _memory(entry: CatalogEntry, source: ContainerSource) -> str:
     needed = entry.memory_needed(source)
     if needed is None:
         return "not known: weights_gib is not given"

@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from peagle.deploy.deployment import Source
+from peagle.deploy.deployment import ContainerSource
 from peagle.deploy.memory import (
     GIB,
     KvLayers,
@@ -100,7 +100,7 @@ class CatalogEntry(BaseModel):
     instance_types: tuple[_InstanceName, ...] = Field(min_length=1)
     vllm_flags: dict[_Flag, _VariableText] = Field(default_factory=dict)
     environment: dict[str, _VariableText] = Field(default_factory=dict)
-    sources: tuple[Source, ...] = Field(("managed", "native"), min_length=1)
+    sources: tuple[ContainerSource, ...] = Field(("managed", "native"), min_length=1)
     jumpstart_model_id: str | None = None
     gated: bool | None = None
     license: str | None = None
@@ -134,7 +134,7 @@ class CatalogEntry(BaseModel):
         """Facts about the head; None if the size of its weights is unknown."""
         return _facts(self.draft, self.draft_weights_gib, self.draft_kv_layers, "bf16")
 
-    def memory_needed(self, source: Source | None = None) -> MemoryNeeded | None:
+    def memory_needed(self, source: ContainerSource | None = None) -> MemoryNeeded | None:
         """Memory with the entry's own flags in a source's container; None if unknown."""
         target = self.target_facts()
         native = (source or self.sources[0]) == "native"

@@ -13,7 +13,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from peagle.config import cloudwatch as names
-from peagle.deploy.deployment import MODEL_FOLDER, VARIANT, Deployment, KeptSecret, Secret, Source
+from peagle.deploy.deployment import (
+    MODEL_FOLDER,
+    VARIANT,
+    ContainerSource,
+    Deployment,
+    KeptSecret,
+    Secret,
+)
 from peagle.deploy.instances import sagemaker_facts
 from peagle.errors import UserError
 
@@ -193,7 +200,7 @@ def _add(found: dict[str, str], name: str, value: str, typed: str) -> None:
     found[name] = Secret(value) if is_secret_name(name) else value
 
 
-def check_image(source: Source, image: str | None) -> None:
+def check_image(source: ContainerSource, image: str | None) -> None:
     """Refuse source native without --image, and text that is no URI of an image."""
     if source == "native" and not image:
         raise UserError(

@@ -11,8 +11,8 @@ from peagle.deploy.models import ModelSource
 from peagle.errors import UserError
 
 # "jumpstart" is for catalogs alone: only SageMaker JumpStart has the head of such an entry.
-Source = Literal["managed", "native", "jumpstart"]
-CONTAINERS: tuple[Source, ...] = ("managed", "native")
+ContainerSource = Literal["managed", "native", "jumpstart"]
+CONTAINERS: tuple[ContainerSource, ...] = ("managed", "native")
 
 VARIANT = "AllTraffic"
 ENDPOINT_TAG = "peagle:endpoint"
@@ -110,7 +110,7 @@ class Deployment:
 
     endpoint_name: str
     stamp: str
-    source: Source
+    source: ContainerSource
     image: str
     target: ModelSource
     role: str

@@ -24,9 +24,9 @@ from peagle.deploy.deployment import (
     MAX_NAME,
     STARTUP_TIMEOUTS_S,
     Autoscaling,
+    ContainerSource,
     Deployment,
     Secret,
-    Source,
     Transfer,
     Vpc,
     account_of,
@@ -298,13 +298,13 @@ def _target(model: str, entry: CatalogEntry | None, lookups: Lookups) -> ModelSo
     return source_of(text)
 
 
-def _source(given: str | None, entry: CatalogEntry | None) -> Source:
-    source: Source | None = next((s for s in CONTAINERS if s == given), None)
+def _source(given: str | None, entry: CatalogEntry | None) -> ContainerSource:
+    source: ContainerSource | None = next((s for s in CONTAINERS if s == given), None)
     if given is not None and source is None:
         raise UserError(f"--source is {given!r}; expected one of {', '.join(CONTAINERS)}.")
     if entry is None:
         return source or "managed"
-    can: list[Source] = [s for s in CONTAINERS if s in entry.sources]
+    can: list[ContainerSource] = [s for s in CONTAINERS if s in entry.sources]
     can.sort(key=entry.sources.index)
     if not can:
         raise UserError(
@@ -335,7 +335,7 @@ def _defaults(entry: CatalogEntry | None) -> Defaults:
 
 def _speculation(
     options: SpeculationOptions,
-    source: Source,
+    source: ContainerSource,
     defaults: Defaults,
     target: ModelSource,
     entry: CatalogEntry | None,
@@ -363,7 +363,9 @@ def _speculation(
     return draft, config
 
 
-def _spread(flags: Mapping[str, str], source: Source, instance_type: str) -> dict[str, str]:
+def _spread(
+    flags: Mapping[str, str], source: ContainerSource, instance_type: str
+) -> dict[str, str]:
     """Add the option that uses all GPUs: vLLM splits one copy, our engine runs one on each."""
     instance = find_instance_type(instance_type)
     if instance is None or instance.num_gpus == 1 or set(PARALLEL_SIZES) & set(flags):

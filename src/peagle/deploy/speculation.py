@@ -10,7 +10,7 @@ from typing import Any
 
 from peagle.config import SpeculativeConfig
 from peagle.config.speculative import MAX_SPECULATIVE_TOKENS
-from peagle.deploy.deployment import MODEL_FOLDER, Source
+from peagle.deploy.deployment import MODEL_FOLDER, ContainerSource
 from peagle.deploy.model_files import HeadFacts
 from peagle.deploy.models import ModelSource, source_of
 from peagle.errors import UserError
@@ -51,7 +51,7 @@ class Defaults:
 
 def decide(
     options: SpeculationOptions,
-    source: Source,
+    source: ContainerSource,
     defaults: Defaults,
     read_head: Callable[[ModelSource], HeadFacts | None],
 ) -> tuple[ModelSource | None, dict[str, Any] | None]:
@@ -163,7 +163,9 @@ def _is_parallel(asked: bool | None, draft: ModelSource, facts: HeadFacts | None
     return facts.is_parallel
 
 
-def _check_container(config: Mapping[str, Any], source: Source, draft: ModelSource | None) -> None:
+def _check_container(
+    config: Mapping[str, Any], source: ContainerSource, draft: ModelSource | None
+) -> None:
     """Refuse what a source's container cannot do; the engine's own parser knows it for ours."""
     if source == "native":
         model = {} if draft is None else {"model": MODEL_FOLDER}
