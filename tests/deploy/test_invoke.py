@@ -191,6 +191,13 @@ def test_events_that_are_none_of_a_completion(aws, runtime, body):
         ask(runtime)
 
 
+def test_a_line_without_end_is_refused(aws, runtime, monkeypatch):
+    monkeypatch.setattr("peagle.client.events.MAX_EVENT_BYTES", 50)
+    aws.endpoints.answer_with = lambda _: [b"data: " + b"x" * 100]
+    with pytest.raises(UserError, match="no event stream: an event of more than 50 bytes"):
+        ask(runtime)
+
+
 # ---- whole answers --------------------------------------------------------------------------
 
 

@@ -146,7 +146,11 @@ def stream(
     # SageMaker cuts the stream into payload parts anywhere, even inside a character.
     reader, is_done = EventReader(), False
     for part in parts:
-        for data in reader.feed(part):
+        try:
+            every = reader.feed(part)
+        except ValueError as error:
+            raise UserError(f"The container's answer is no event stream: {error}.") from None
+        for data in every:
             if data == DONE:
                 is_done = True
             else:
