@@ -20,7 +20,7 @@ from peagle.deploy.container import (
     is_secret_name,
     managed_image,
 )
-from peagle.deploy.deployment import Secret, Source
+from peagle.deploy.deployment import ContainerSource, Secret
 from peagle.deploy.models import ModelSource
 from peagle.errors import UserError
 from peagle.serving.sagemaker import vllm_flags
@@ -139,7 +139,7 @@ def test_head_and_target_arrive(
     ],
 )
 def test_the_runner_that_drafts_in_parallel(
-    source: Source, parallel: bool, said: dict[str, str], runner: str | None
+    source: ContainerSource, parallel: bool, said: dict[str, str], runner: str | None
 ) -> None:
     deployment = a_deployment(
         source=source,

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from peagle.cli.terminal import printable
-from peagle.deploy.instances import INSTANCE_TYPES, that_fit
+from peagle.deploy.instances import INSTANCE_TYPES, fitting_types
 from peagle.deploy.memory import GIB, RESERVE_BYTES, gib
 
 if TYPE_CHECKING:
-    from peagle.deploy.catalog_entry import CatalogEntry
-    from peagle.deploy.deployment import Source
+    from peagle.deploy.catalog import CatalogEntry
+    from peagle.deploy.deployment import ContainerSource
 
 EXAMPLES = """
 What there is, and one of it with the commands that deploy and serve it:
@@ -128,7 +128,7 @@ def facts(entry: CatalogEntry, catalogs: Sequence[Path] = ()) -> dict[str, Any]:
             "max_model_len": needed.max_model_len,
             "num_sequences": needed.num_sequences,
         }
-        shown["fits"] = [instance.name for instance in that_fit(needed)]
+        shown["fits"] = [instance.name for instance in fitting_types(needed)]
     return shown | {"commands": commands(entry, catalogs)}
 
 
@@ -231,10 +231,10 @@ def _size(entry: CatalogEntry, model: str, key: str, precision: str = "") -> str
     return f"{model} ({told})" if told else model
 
 
-def _memory(entry: CatalogEntry, source: Source) -> str:
+def _memory(entry: CatalogEntry, source: ContainerSource) -> str:
     needed = entry.memory_needed(source)
     if needed is None:
         return "not known: weights_gib is not given"
     gpus = 1 if needed.max_gpus == 1 else _gpus(entry)
     each = "one GPU" if gpus == 1 else f"each of {gpus} GPUs"
-    return f"{gib(needed.per_gpu(gpus))} of {each}: {needed.told(gpus)}"
+    return f"{gib(needed.per_gpu(gpus))} of {each}: {needed.describe(gpus)}"

@@ -15,7 +15,7 @@ from peagle.cli.options import Format, OutputFormat
 from peagle.cli.terminal import printable
 
 if TYPE_CHECKING:
-    from peagle.deploy.logs import Line
+    from peagle.deploy.logs import LogLine
 
 STATUS_EXAMPLES = """
 State, metrics of the last hour, acceptance; the same every 30 s:
@@ -68,12 +68,14 @@ def status(
     from peagle.cli.deploy_view import status_lines
     from peagle.deploy.aws import Clients
     from peagle.deploy.logs import seconds_ago
-    from peagle.deploy.status import describe, look
+    from peagle.deploy.status import describe, read_status
 
     window_s = seconds_ago(window, "--window")
     clients = Clients(region)
     while True:
-        found = look(clients, describe(clients, endpoint), window_s=window_s, expected=expected)
+        found = read_status(
+            clients, describe(clients, endpoint), window_s=window_s, expected=expected
+        )
         if output_format is OutputFormat.JSON:
             print(json.dumps(found.to_json()), flush=True)
         else:
@@ -131,7 +133,7 @@ def logs(
         print(f"nothing in the last {since}; --since looks further back", file=sys.stderr)
 
 
-def _show_line(line: Line, output_format: OutputFormat) -> None:
+def _show_line(line: LogLine, output_format: OutputFormat) -> None:
     if output_format is OutputFormat.JSON:
         fields = {"time": line.time, "stream": line.stream, "message": line.text}
         print(json.dumps(fields), flush=True)

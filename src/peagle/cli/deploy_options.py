@@ -19,8 +19,8 @@ from peagle.cli.options import OutputFormat
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
-    from peagle.deploy.catalog_entry import CatalogEntry
-    from peagle.deploy.request import Lookups, Request
+    from peagle.deploy.catalog import CatalogEntry
+    from peagle.deploy.request import DeploymentRequest, Lookups
 
 EndpointName = Annotated[
     str, typer.Argument(metavar="ENDPOINT", help="Name of the endpoint.", show_default=False)
@@ -201,7 +201,7 @@ ALL = (*ENDPOINT, *CHANGES)
 
 def read_request(
     given: Given, model: str, region: str, vllm: Sequence[str], *, name: str = ""
-) -> Request:
+) -> DeploymentRequest:
     """What the options ask for.
 
     Args:
@@ -215,7 +215,7 @@ def read_request(
         UserError: an option's value cannot be read.
     """
     from peagle.deploy.container import flags_from
-    from peagle.deploy.request import Request
+    from peagle.deploy.request import DeploymentRequest
     from peagle.deploy.speculation import SpeculationOptions
 
     most, others = given.value("max_instances"), ("min_instances", "scale_target", "scale_from")
@@ -225,7 +225,7 @@ def read_request(
             f"{given[named].source} is given without --max-instances; expected the most instances "
             "too."
         )
-    return Request(
+    return DeploymentRequest(
         model=model,
         region=region,
         name=name or given.value("name", ""),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from peagle.deploy.monitoring import TOLERATED_DROP, Acceptance, Drift
-from peagle.deploy.status import Status, Value, age, variants
+from peagle.deploy.status import EndpointStatus, MetricValue, age, variants
 
 _LABEL = 28
 _METRIC_NAMES = {
@@ -14,7 +14,7 @@ _METRIC_NAMES = {
 }
 
 
-def status_lines(status: Status) -> list[str]:
+def status_lines(status: EndpointStatus) -> list[str]:
     """A status as text for people."""
     return [
         *_state(status),
@@ -24,7 +24,7 @@ def status_lines(status: Status) -> list[str]:
     ]
 
 
-def _state(status: Status) -> Iterator[str]:
+def _state(status: EndpointStatus) -> Iterator[str]:
     current = status.current
     facts = [current.status or "not there yet", current.region]
     facts += [f"stack {current.stack_status}"] if current.stack_status else []
@@ -52,7 +52,7 @@ def _names(names: Sequence[str]) -> str:
     return ", ".join(names) or "gone"
 
 
-def _speculation(status: Status) -> str:
+def _speculation(status: EndpointStatus) -> str:
     found = status.speculation
     if found is None:
         return "none"
@@ -65,7 +65,7 @@ def _speculation(status: Status) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _metrics(status: Status) -> Iterator[str]:
+def _metrics(status: EndpointStatus) -> Iterator[str]:
     if not status.values:
         return
     yield f"{f'last {_span(status.window_s)}':<{_LABEL + 2}}{'average':>14}{'maximum':>14}"
@@ -80,16 +80,16 @@ def _span(seconds: float) -> str:
     return f"{seconds:g} s"
 
 
-def _numbers(value: Value) -> str:
+def _numbers(value: MetricValue) -> str:
     unit = f" {value.metric.unit}" if value.metric.unit else ""
-    if value.metric.shows == "total":
+    if value.metric.is_total:
         return f"{'no data' if value.total is None else f'{value.total:g} in all':>14}"
     if value.average is None or value.maximum is None:
         return f"{'no data':>14}"
     return f"{f'{value.average:,.1f}{unit}':>14}{f'{value.maximum:,.1f}{unit}':>14}"
 
 
-def _acceptance(status: Status) -> Iterator[str]:
+def _acceptance(status: EndpointStatus) -> Iterator[str]:
     found = status.acceptance
     if found is None:
         if status.speculation is not None:
