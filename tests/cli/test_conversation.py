@@ -11,8 +11,7 @@ import pytest
 
 from peagle import LLM, SamplingParams
 from peagle.chat import split_thinking
-from peagle.cli.conversation import Conversation
-from peagle.cli.local import LocalModel
+from peagle.cli.conversation import Conversation, LocalModel
 from peagle.errors import UserError
 from peagle.thinking import ThinkingSplitter
 from tests.test_llm_chat import TEMPLATE

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from peagle.cli import data_inspect, progress
+from peagle.cli import data, progress
 from peagle.data.dataset import ResponseDataset
 from tests.cli.conftest import Pair, Peagle, environment, kill_when
 from tests.conftest import VOCAB_SIZE, byte_tokenizer
@@ -83,9 +83,9 @@ def test_samples_are_shown_with_their_mask(
     assert result.status == 0, result.err
     assert "<user>q<|endoftext|>\n<assistant>[[yes<|endoftext|>]]\n" in result.out
     assert result.out.startswith(f"{chats}: 1 samples, 24 tokens, 4 supervised (16.7%)\n")
-    monkeypatch.setattr(data_inspect, "has_styles", lambda _: True)
-    monkeypatch.setattr(data_inspect, "dim", lambda text, _: f"<dim>{text}</dim>")
-    monkeypatch.setattr(data_inspect, "bright", lambda text, _: f"<bright>{text}</bright>")
+    monkeypatch.setattr(data, "has_styles", lambda _: True)
+    monkeypatch.setattr(data, "dim", lambda text, _: f"<dim>{text}</dim>")
+    monkeypatch.setattr(data, "bright", lambda text, _: f"<bright>{text}</bright>")
     assert "<assistant></dim><bright>yes<|endoftext|></bright>" in peagle(*command).out
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from peagle.cli import data_features, progress
+from peagle.cli import data, progress
 from peagle.data.dataset import ResponseDataset
 from peagle.data.feature_store import FeatureStore
 from peagle.models.target_ends import TargetEnds
@@ -128,7 +128,7 @@ def test_an_interrupt_leaves_whole_shards(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(data_features, "_show", interrupted)
+        patch.setattr(data, "_show_features", interrupted)
         result = peagle(*command, "-o", tmp_path / "halved")
     assert (result.status, result.out) == (130, "")
     whole = len(list((tmp_path / "halved").glob("features-*.safetensors")))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from peagle.cli.eval_view import EvalView
+from peagle.cli.eval import EvalView
 from peagle.evaluation import dialogues, eval_run
 from peagle.models.checkpoint import save_drafter
 from peagle.models.fingerprint import TargetFingerprint
@@ -90,7 +90,7 @@ def test_the_length_of_training_reaches_the_notes(
 
 
 def test_the_bundled_pair_by_default(peagle: Peagle, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peagle.cli.options.DEFAULT_LIMIT", 6)
+    monkeypatch.setattr("peagle.cli.groups.DEFAULT_LIMIT", 6)
     result = peagle("eval", "--max-new-tokens", 12, "--no-ngram")
     assert result.status == 0, result.err
     *tables, advice = result.out.split("\n\n")

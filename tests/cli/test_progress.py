@@ -12,7 +12,7 @@ from rich.console import Console
 
 from peagle.cli import progress as module
 from peagle.cli.progress import ProgressLine, time_text
-from peagle.cli.train_view import TrainView
+from peagle.cli.train import TrainView
 from tests.cli.test_train_view import TRAIN, VALIDATION
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")

@@ -13,9 +13,7 @@ from typing import Any
 
 import pytest
 
-from peagle.cli.chat_screen import TextScreen
-from peagle.cli.conversation import Conversation
-from peagle.cli.remote import RemoteModel, ReportedPiece
+from peagle.cli.conversation import Conversation, RemoteModel, ReportedPiece, TextScreen
 from peagle.cli.terminal import interrupt_asks
 from peagle.client.api import ApiClient
 from peagle.errors import UserError

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from peagle.cli.generate import _in_order
-from peagle.cli.options import OutputFormat
+from peagle.cli.groups import OutputFormat
 from peagle.evaluation.prompts import Prompt
 from tests.cli.conftest import Pair, Peagle, Result, without_defaults
 

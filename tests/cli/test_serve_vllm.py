@@ -11,7 +11,7 @@ import pytest
 from backends.fake_vllm import install
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.cli import groups
-from peagle.cli.serve_vllm import _ENGINE_KEYS, _SERVER_KEYS, _WITHOUT_EQUAL
+from peagle.cli.vllm import _ENGINE_KEYS, _SERVER_KEYS, _WITHOUT_EQUAL
 from tests.cli.conftest import Peagle, Result
 
 VLLM = ("serve", "--engine", "vllm", "--print-command")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from peagle.cli.train_view import progress_text, result_text
+from peagle.cli.train import progress_text, result_text
 from peagle.training.reporting import TrainingReport
 
 TRAIN = TrainingReport(

@@ -7,7 +7,7 @@ import pytest
 
 from deploy.fake_aws import FakeAws
 from deploy.operating import drafts, make_endpoint, put, put_acceptance, put_log, vllm_line
-from peagle.cli.deploy_view import status_lines
+from peagle.cli.deploy_operate import status_lines
 from peagle.deploy import monitoring
 from peagle.deploy.status import age, describe, look
 from peagle.deploy.template import METRICS

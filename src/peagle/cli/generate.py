@@ -6,13 +6,13 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from peagle.cli import groups
 from peagle.cli.flags import Given, takes
-from peagle.cli.options import Format, OutputFormat
+from peagle.cli.groups import Format, OutputFormat
 from peagle.cli.setup import Setup, note
 from peagle.cli.terminal import printable
 from peagle.config import SamplingParams
@@ -62,17 +62,15 @@ Settings in a file, and what they amount to together with variables and flags:
 )
 def generate(
     given: Given,
-    prompt: Annotated[
-        str | None, typer.Option(help="Text to complete; the output streams as it comes.")
-    ] = None,
-    prompts: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help='Prompts, one a line: {"id", "turns"} (the first turn), {"id", "prompt"}, JSON '
-            "strings or plain text; - is standard input.",
-        ),
-    ] = None,
+    prompt: str | None = typer.Option(
+        None, help="Text to complete; the output streams as it comes."
+    ),
+    prompts: str | None = typer.Option(
+        None,
+        metavar="FILE",
+        help='Prompts, one a line: {"id", "turns"} (the first turn), {"id", "prompt"}, JSON '
+        "strings or plain text; - is standard input.",
+    ),
     output_format: Format = OutputFormat.TEXT,
 ) -> None:
     """Complete prompts of your own.
@@ -123,7 +121,7 @@ def _write(chunk: StreamChunk) -> None:
 def _in_order(
     prompts: Sequence[Prompt], num_outputs: int, output_format: OutputFormat
 ) -> Callable[[StreamChunk], None]:
-    """What prints finished outputs, in the order of the prompts."""
+    """Return a function that prints finished outputs in the order of the prompts."""
     finished: dict[tuple[int, int], RequestOutput] = {}
     waiting = product(range(len(prompts)), range(num_outputs))
     due = next(waiting)
@@ -143,7 +141,7 @@ def _in_order(
 def _result(
     prompt: Prompt, number: int | None, output: RequestOutput, output_format: OutputFormat
 ) -> str:
-    """One output, with its number where its prompt has several."""
+    """Return the text of an output, with its number if its prompt has several."""
     if output_format is OutputFormat.JSON:
         index = {} if number is None else {"index": number}
         return json.dumps({"id": prompt.id, **index, **output.to_json()})
@@ -155,7 +153,7 @@ def _safe(text: str) -> str:
 
 
 def _summary(tally: Tally, llm: LLM, params: SamplingParams) -> str:
-    """One line: how much, how fast, how well drafted."""
+    """Return a line with the tokens, the speed and the acceptance."""
     from peagle.cli.tally import drafts_of
 
     speed = (

@@ -36,7 +36,7 @@ def printable(text: str) -> str:
 
 
 def has_styles(stream: TextIO) -> bool:
-    """Whether text written here may be styled: a terminal, not a dumb one, no NO_COLOR."""
+    """Return whether a stream is a terminal with styles, and NO_COLOR is not set."""
     is_dumb = os.environ.get("TERM", "dumb") in ("dumb", "unknown")
     return stream.isatty() and not is_dumb and not os.environ.get("NO_COLOR")
 
