@@ -229,9 +229,9 @@ def bench(
             **{"chat_template": chat, "thinking": thinking, "extra_body": fields},
         }
         log = _open_journal(output, sweep, provenance, settings, identity)
-        ticker = Ticker()
-        with harness.resumable(ticker, output, log):
-            measured = sweep.run(log, ticker)
+        view = BenchView()
+        with harness.resumable(view.close, output, log):
+            measured = sweep.run(log, view)
     results = summarize(
         measured,
         bounds,
@@ -367,7 +367,7 @@ def _open_journal(
     return log
 
 
-class Ticker:
+class BenchView:
     """Print the progress of a sweep, and the first failed request, to standard error."""
 
     def __init__(self) -> None:

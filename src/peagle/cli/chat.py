@@ -123,7 +123,7 @@ def chat(
         return
     if model is not None:
         raise UserError(f"--model {model!r} is for --server; name a model here with --target.")
-    setup = Setup.of(given, _DEFAULTS)
+    setup = Setup(given, _DEFAULTS)
     if "show_config" in given:
         setup.show(of_model=_OF_MODEL)
         return

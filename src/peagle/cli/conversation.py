@@ -10,11 +10,11 @@ from contextlib import closing
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from peagle.chat import opens_thinking, render_chat, split_thinking
 from peagle.cli.tally import Tally, drafts_of
-from peagle.cli.terminal import bright, dim, has_styles, printable
+from peagle.cli.terminal import bright, dim, has_styles, printable, safe
 from peagle.client.api import ApiClient
 from peagle.client.fields import served_drafts
 from peagle.config import SamplingParams
@@ -274,7 +274,7 @@ class RemoteModel:
         self, messages: Messages, stopped: Callable[[], bool]
     ) -> Generator[Piece, None, Turn]:
         """Yield the answer as it comes, and return its turn."""
-        answer = _Answer()
+        answer = _StreamedAnswer()
         request = {**self._request, "messages": messages}
         with closing(self.server.events("/v1/chat/completions", request)) as events:
             start = time.perf_counter()
@@ -291,7 +291,7 @@ class RemoteModel:
         is_context = answer.finish_reason == "length" and is_full
         return answer.turn("context" if is_context else answer.finish_reason)
 
-    def _pieces(self, answer: _Answer, event: Mapping[str, Any]) -> list[Piece]:
+    def _pieces(self, answer: _StreamedAnswer, event: Mapping[str, Any]) -> list[Piece]:
         try:
             return list(answer.add(event))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -316,7 +316,7 @@ def _pick(server: ApiClient, name: str | None) -> dict[str, Any]:
     return facts
 
 
-class _Answer:
+class _StreamedAnswer:
     """The part of an answer that the server has sent."""
 
     def __init__(self) -> None:
@@ -420,7 +420,7 @@ class TextScreen:
             if self._is_live:
                 self._label("answer:")
         if piece.is_reasoning:
-            print(dim(_safe(piece.text, self._aside), self._aside), end="", file=self._aside)
+            print(dim(safe(piece.text, self._aside), self._aside), end="", file=self._aside)
             self._aside.flush()
         else:
             print(_marked(piece), end="", flush=True)
@@ -446,17 +446,13 @@ class TextScreen:
         print("\n" if self._is_live else "", file=self._aside, flush=True)
 
 
-def _safe(text: str, stream: TextIO) -> str:
-    return printable(text) if stream.isatty() else text
-
-
 def _marked(piece: Piece) -> str:
     """Return the text of an answer; tokens accepted from a draft stand out where reported."""
     tokens = piece.tokens if isinstance(piece, ReportedPiece) else ()
     if "".join(text for text, _ in tokens) != piece.text:
-        return _safe(piece.text, sys.stdout)
-    safe = ((_safe(text, sys.stdout), is_accepted) for text, is_accepted in tokens)
-    return "".join(bright(text, sys.stdout) if accepted else text for text, accepted in safe)
+        return safe(piece.text, sys.stdout)
+    marked = ((safe(text, sys.stdout), is_accepted) for text, is_accepted in tokens)
+    return "".join(bright(text, sys.stdout) if accepted else text for text, accepted in marked)
 
 
 def _figures(conversation: Conversation) -> str:

@@ -564,7 +564,7 @@ def regenerate(
     if output.suffix != ".jsonl":
         raise UserError(f"--output is {str(output)!r}; expected a name that ends in .jsonl.")
     require_writable_file(output, "--output")
-    setup = Setup.of(given, Layer({"sampling.max_tokens": Setting(_MAX_TOKENS, "default")}))
+    setup = Setup(given, Layer({"sampling.max_tokens": Setting(_MAX_TOKENS, "default")}))
     if setup.params.n != 1:
         raise UserError(f"n is {setup.params.n}; a prompt has one response. Leave n out.")
     if endpoint is None:

@@ -13,7 +13,7 @@ import typer
 
 from peagle.cli.deploy_options import EndpointName, Region, Variant
 from peagle.cli.groups import Format, OutputFormat
-from peagle.cli.terminal import dim, printable
+from peagle.cli.terminal import dim, printable, safe
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def invoke(
         request = requests.reporting(request)
     clients = Clients(region, retries=requests.RETRIES)
     client = clients.client("sagemaker-runtime")
-    show = _Show(output_format)
+    show = _AnswerPrinter(output_format)
     if stream:
         answer = requests.Answer()
         for event, pieces in requests.stream(client, endpoint, request, answer, variant or ""):
@@ -174,7 +174,7 @@ def _parsed(text: str, flag: str) -> Any:
 # ---- what is shown --------------------------------------------------------------------------
 
 
-class _Show:
+class _AnswerPrinter:
     """Print the first choice of an answer as it comes, the other choices at the end."""
 
     def __init__(self, output_format: OutputFormat) -> None:
@@ -210,7 +210,7 @@ class _Show:
         if self._reasons:
             print(file=sys.stderr)
             self._reasons = False
-        text = printable(piece.text) if sys.stdout.isatty() else piece.text
+        text = safe(piece.text, sys.stdout)
         print(text, end="", flush=True)
         self._ends_line = text.endswith("\n")
 
@@ -220,7 +220,7 @@ class _Show:
             self._end_lines()
             for index in sorted(set(answer.texts) - {0}):
                 text = answer.texts[index]
-                print(f"=== {index + 1}\n{printable(text) if sys.stdout.isatty() else text}")
+                print(f"=== {index + 1}\n{safe(text, sys.stdout)}")
         print(self._summary(answer), file=sys.stderr)
 
     def _end_lines(self) -> None:

@@ -103,7 +103,13 @@ def scale(
     The target of a measured curve is 70% of the largest concurrency at which latency holds, drafts
     pay and more requests still bring more speed; docs/operations.md says why.
     """
-    _check(off=off, most=most, least=least, instances=instances, target=target, curve=curve)
+    if sum((off, instances is not None, most is not None)) != 1:
+        raise UserError("Give --max (with --target or --from), --off or --instances, one of them.")
+    if most is None and any(value is not None for value in (least, target, curve)):
+        raise UserError("--min, --target and --from go with --max; leave them out.")
+    if most is not None and (target is None) == (curve is None):
+        have = "neither was" if target is None else "both were"
+        raise UserError(f"Give --target or --from, one of them; {have} given.")
     if percentile not in (50, 90, 99):
         raise UserError(f"--percentile is {percentile}; expected 50, 90 or 99.")
     from peagle.deploy.aws import Clients
@@ -185,24 +191,6 @@ def _print_result(
         print(f"{endpoint}: {instances} instance{'s' * (instances != 1)} of {variant}")
     else:
         print(f"{endpoint}: no longer scaled automatically")
-
-
-def _check(
-    *,
-    off: bool,
-    most: int | None,
-    least: int | None,
-    instances: int | None,
-    target: float | None,
-    curve: Path | None,
-) -> None:
-    if sum((off, instances is not None, most is not None)) != 1:
-        raise UserError("Give --max (with --target or --from), --off or --instances, one of them.")
-    if most is None and any(value is not None for value in (least, target, curve)):
-        raise UserError("--min, --target and --from go with --max; leave them out.")
-    if most is not None and (target is None) == (curve is None):
-        have = "neither was" if target is None else "both were"
-        raise UserError(f"Give --target or --from, one of them; {have} given.")
 
 
 def _bounds(scaling: Autoscaling) -> str:

@@ -98,7 +98,7 @@ def doctor(
     on_vllm = vllm.is_vllm(given, flags or [])
     if on_vllm and endpoint is not None:
         raise UserError("--engine vllm and --endpoint contradict each other; leave one out.")
-    setup = Setup.of(given)
+    setup = Setup(given)
     if setup.speculative is None or setup.speculative.model is None:
         raise UserError(f"There is no head to examine for {setup.target!r}. Name one with --draft.")
     setup.check_paths(chat_template)
@@ -143,10 +143,9 @@ def _in_vllm(
     progress: Callable[[str], None],
 ) -> Callable[[Path, Path, int], Serving]:
     """Return a function that serves a head in vLLM."""
-    from peagle.backends.vllm.installation import find_vllm
     from peagle.doctor.served import VllmServing
 
-    installation = find_vllm(given.value("vllm_python"))
+    installation = vllm.find(given)
     template = {"chat_template_kwargs": {"enable_thinking": thinking}}
     extra_body = None if thinking is None else template
 

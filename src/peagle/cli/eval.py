@@ -372,7 +372,7 @@ def _measure(
             print(entry_text(entry, dtype, chat=plan.chat) + "\n", flush=True)
 
     view = EvalView(show)
-    with harness.resumable(view, output, file.entries):
+    with harness.resumable(view.close, output, file.entries):
         evaluate(arms, plan, file, view)
     comparisons = compare_entries(file.entries, seed=plan.params.seed or 0)
     advice = acceptance_advice(file.entries, comparisons)

@@ -23,20 +23,15 @@ from peagle.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """An option of the command line.
+    """An option of the command line, as `group` reads it.
 
     Attributes:
-        key: what it sets: a field of a configuration ("sampling.top_p") or another thing that
-            commands look up ("threads"). Flags of one key exclude each other.
-        kind: type of what is typed; bool is a switch, a list may be given several times.
-        help: for the help page.
-        name: as it is typed, with its opposite after a slash; "" makes it of the key.
-        short: a short name.
-        metavar: stands for the value on the help page; "" names the kind.
-        default: what the help page calls the default; None takes that of the configuration's
-            field, "" shows none.
-        read: makes the value of what was typed.
-        panel: where the help page shows it.
+        key: the field of a configuration ("sampling.top_p") or another name ("threads") that it
+            sets. Flags of one key exclude each other.
+        kind: type of the value; bool is a switch, a list may be given several times.
+        name: the option, with its opposite after a slash; "" makes it of the key.
+        default: the default on the help page; None takes that of the configuration's field.
+        read: makes the value of what the user typed.
     """
 
     key: str

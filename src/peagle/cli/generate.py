@@ -14,7 +14,7 @@ from peagle.cli import groups
 from peagle.cli.flags import Given, takes
 from peagle.cli.groups import Format, OutputFormat
 from peagle.cli.setup import Setup, note
-from peagle.cli.terminal import printable
+from peagle.cli.terminal import safe
 from peagle.config import SamplingParams
 from peagle.errors import UserError
 from peagle.evaluation.prompts import Prompt, read_prompts
@@ -80,7 +80,7 @@ def generate(
     """
     only_show = "show_config" in given
     questions = [] if only_show else _prompts(prompt, prompts)
-    setup = Setup.of(given)
+    setup = Setup(given)
     if only_show:
         setup.show()
         return
@@ -115,7 +115,7 @@ def _prompts(prompt: str | None, file: str | None) -> list[Prompt]:
 
 
 def _write(chunk: StreamChunk) -> None:
-    print(_safe(chunk.text), end="" if chunk.output is None else "\n", flush=True)
+    print(safe(chunk.text, sys.stdout), end="" if chunk.output is None else "\n", flush=True)
 
 
 def _in_order(
@@ -145,11 +145,9 @@ def _result(
     if output_format is OutputFormat.JSON:
         index = {} if number is None else {"index": number}
         return json.dumps({"id": prompt.id, **index, **output.to_json()})
-    return f"=== {prompt.id}{'' if number is None else f' #{number}'}\n{_safe(output.text)}"
-
-
-def _safe(text: str) -> str:
-    return printable(text) if sys.stdout.isatty() else text
+    return (
+        f"=== {prompt.id}{'' if number is None else f' #{number}'}\n{safe(output.text, sys.stdout)}"
+    )
 
 
 def _summary(tally: Tally, llm: LLM, params: SamplingParams) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -242,28 +242,22 @@ def provenance(target: str, dtype: str, device: torch.device | None = None) -> d
     }
 
 
-class View(Protocol):
-    """The progress of a command on standard error."""
-
-    def close(self) -> None:
-        """Remove the progress line."""
-        ...
-
-
 @contextmanager
-def resumable(view: View, output: Path | None, measurements: Sized) -> Iterator[None]:
+def resumable(
+    close_view: Callable[[], None], output: Path | None, measurements: Sized
+) -> Iterator[None]:
     """Measure; after an interruption or an error, say what is kept for the same command."""
     try:
         yield
     except BaseException:
-        view.close()
+        close_view()
         if output is not None and len(measurements):
             note(
                 f"{len(measurements)} measurements are kept in {output}; the same command goes on "
                 "with them"
             )
         raise
-    view.close()
+    close_view()
 
 
 def conclude(

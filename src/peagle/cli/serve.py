@@ -108,7 +108,7 @@ def serve(
         from peagle.cli.vllm import serve_vllm
 
         return serve_vllm(given, flags, compare_draft)
-    setup = Setup.of(given, _DEFAULTS)
+    setup = Setup(given, _DEFAULTS)
     config: ServerConfig = setup.settings.build("server")
     if "show_config" in given:
         setup.show(sections=("engine", "server"))
@@ -162,8 +162,9 @@ def _spec(setup: Setup, config: ServerConfig, compare: str | None) -> tuple[Engi
     folder = resolve_model(setup.target, setup.settings.value("revision"))
     speculative = setup.speculative and with_local_head(setup.speculative)
     proposers = {_proposer_name(speculative): speculative}
-    if compare is None and setup.target == str(BUNDLED_TARGET) and speculative is not None:
-        compare = _other_bundled(speculative)
+    is_bundled = setup.target == str(BUNDLED_TARGET)
+    if compare is None and is_bundled and speculative is not None:
+        compare = BUNDLED if speculative.model == str(BUNDLED_PEAGLE) else None
     if compare is not None:
         if speculative is None:
             raise UserError(f"--compare-draft is {compare!r}; expected a --draft to compare with.")
@@ -183,13 +184,7 @@ def _spec(setup: Setup, config: ServerConfig, compare: str | None) -> tuple[Engi
         hang_timeout_s=config.hang_timeout_s,
         log_format=config.log_format,
     )
-    is_bundled = setup.target == str(BUNDLED_TARGET)
     return spec, "peagle-code" if is_bundled else _model_name(setup.target)
-
-
-def _other_bundled(speculative: SpeculativeConfig) -> str | None:
-    """Return the bundled EAGLE-3 head if the bundled P-EAGLE head drafts."""
-    return BUNDLED if speculative.model == str(BUNDLED_PEAGLE) else None
 
 
 def _model_name(target: str) -> str:

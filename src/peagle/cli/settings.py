@@ -138,16 +138,12 @@ def environment_layers(environ: Mapping[str, str]) -> list[Layer]:
         layers.append(speculative_layer(text, SPECULATIVE_VARIABLE))
     for section, variable in _TABLE_VARIABLES.items():
         if text := environ.get(variable):
-            table = _variable_table(section, variable, text)
+            try:
+                table = _fitting(section, json_object(text, '{"temperature": 0.7}'))
+            except UserError as error:
+                raise UserError(f"{variable}: {error}") from None
             layers.append(Layer({f"{section}.{k}": Setting(v, variable) for k, v in table.items()}))
     return layers
-
-
-def _variable_table(section: str, variable: str, text: str) -> dict[str, Any]:
-    try:
-        return _fitting(section, json_object(text, '{"temperature": 0.7}'))
-    except UserError as error:
-        raise UserError(f"{variable}: {error}") from None
 
 
 def _number(text: str) -> Any:
@@ -170,7 +166,14 @@ def file_layer(path: Path) -> Layer:
         raise UserError(f"--config {str(path)!r} is not readable: {error.strerror}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"--config {str(path)!r} is not TOML: {error}.") from None
-    _check_format(data.pop("format_version", FORMAT_VERSION), path)
+    version = data.pop("format_version", FORMAT_VERSION)
+    if type(version) is not int or version < 1:
+        raise UserError(f"{path}: format_version is {version!r}; expected a whole number from 1.")
+    if version > FORMAT_VERSION:
+        raise UserError(
+            f"{path}: format_version is {version}, newer than this peagle reads "
+            f"({FORMAT_VERSION}). Upgrade peagle."
+        )
     settings: dict[str, Setting] = {}
     for key, value in data.items():
         if key in _NAMES:
@@ -189,16 +192,6 @@ def file_layer(path: Path) -> Layer:
         if value.startswith(".") or os.path.exists(beside):
             settings[key] = Setting(beside, source)
     return Layer(settings)
-
-
-def _check_format(version: object, path: Path) -> None:
-    if type(version) is not int or version < 1:
-        raise UserError(f"{path}: format_version is {version!r}; expected a whole number from 1.")
-    if version > FORMAT_VERSION:
-        raise UserError(
-            f"{path}: format_version is {version}, newer than this peagle reads "
-            f"({FORMAT_VERSION}). Upgrade peagle."
-        )
 
 
 def _table(path: Path, name: str, table: object) -> dict[str, Any]:
@@ -220,9 +213,6 @@ def _fitting(section: str, table: dict[str, Any]) -> dict[str, Any]:
     if unknown := sorted(table.keys() - set(known)):
         raise UserError(f"unknown key {unknown[0]!r}; known: {', '.join(known)}.")
     return sampling_values(table) if section == "sampling" else table
-
-
-_STRUCTURE_KEYS = {"kind", "source"}
 
 
 def json_object(text: str, example: str) -> dict[str, Any]:
@@ -302,7 +292,7 @@ def sampling_values(table: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(bias := values.get("logit_bias"), Mapping):
         values["logit_bias"] = logit_bias(bias)
     if (shape := values.get("structured_output")) is not None:
-        if not isinstance(shape, Mapping) or not {"kind"} <= set(shape) <= _STRUCTURE_KEYS:
+        if not isinstance(shape, Mapping) or not {"kind"} <= set(shape) <= {"kind", "source"}:
             raise UserError(
                 f"structured_output is {shape!r}; expected a table with kind and source, like "
                 '{ kind = "regex", source = "[0-9]+" }.'

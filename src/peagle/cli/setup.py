@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,55 +32,29 @@ if TYPE_CHECKING:
     from peagle.llm import LLM
 
 
-@dataclass(frozen=True, slots=True)
 class Setup:
     """The models to load and the way to run them, every value checked.
 
-    Attributes:
-        settings: all layers.
-        target: folder or hub id of the target.
-        speculative: how drafts are made; None decodes plainly.
-        engine: sizes of the engine.
-        params: how to sample, where the settings set it.
-        threads: CPU threads; None leaves them to the model and the machine.
-        off: what turned drafting off, where it is off.
-        show_memory: whether the memory plan is printed on a CPU too.
+    Flags override the environment, which overrides the file, which overrides the command's
+    defaults. Without a `speculative` configuration the engine decodes plainly.
     """
 
-    settings: Settings
-    target: str
-    speculative: SpeculativeConfig | None
-    engine: EngineConfig
-    params: SamplingParams
-    threads: int | None
-    off: str
-    show_memory: bool = False
-
-    @classmethod
-    def of(cls, given: Given, *defaults: Layer) -> Setup:
-        """Merge flags over environment over file over the command's defaults."""
+    def __init__(self, given: Given, *defaults: Layer) -> None:
         file = given.value("config")
-        settings = Settings(
+        self.settings = settings = Settings(
             *defaults,
             *([] if file is None else [file_layer(file)]),
             *environment_layers(os.environ),
             _flags(given),
             _speculative_flags(given),
         )
-        params, engine = settings.build("sampling"), settings.build("engine")
-        off = "--no-speculation" if "no_speculation" in given else "default"
-        speculative = None if "no_speculation" in given else _speculation(settings)
-        target = expand_bundled(settings.value("target") or BUNDLED, "target")
-        return cls(
-            settings,
-            target,
-            speculative,
-            engine,
-            params,
-            given.value("threads"),
-            off,
-            "show_memory" in given,
-        )
+        self.params: SamplingParams = settings.build("sampling")
+        self.engine: EngineConfig = settings.build("engine")
+        self.is_off = "no_speculation" in given
+        self.speculative = None if self.is_off else _speculation(settings)
+        self.target = expand_bundled(settings.value("target") or BUNDLED, "target")
+        self.threads: int | None = given.value("threads")
+        self.show_memory = "show_memory" in given
 
     def show(
         self,
@@ -116,8 +90,7 @@ class Setup:
 
     def load(self, folder: Path | None = None) -> LLM:
         """Load the models; print the memory plan, on a CPU only with --show-memory."""
-        if self.speculative is None and self.off == "default":
-            note("no --draft: decoding plainly (--method ngram needs no head)")
+        self.note_plain_decoding()
         self.check_paths()
         self.prepare()
         from peagle.llm import LLM
@@ -139,6 +112,11 @@ class Setup:
         head = self.speculative and self.speculative.model
         check_paths(self.target, head, chat_template=chat_template)
 
+    def note_plain_decoding(self) -> None:
+        """Tell a user who named no head that nothing is drafted."""
+        if self.speculative is None and not self.is_off:
+            note("no --draft: decoding plainly (--method ngram needs no head)")
+
     def prepare(self) -> None:
         """Set up the libraries, before anything is loaded."""
         set_threads(self.threads)
@@ -152,19 +130,14 @@ def note(text: str) -> None:
 
 def _flags(given: Given) -> Layer:
     """Return the layer of flags other than speculative ones; a target resets the revision."""
-    keys = [key for key in given if key in ("target", "revision") or _section(key)]
-    chosen = {key: given[key] for key in keys if _section(key) != "speculative"}
+    sections = {*SECTIONS, "target", "revision"} - {"speculative"}
+    chosen = {k: setting for k, setting in given.items() if k.partition(".")[0] in sections}
     return Layer(chosen, ("revision",) if "target" in chosen else ())
-
-
-def _section(key: str) -> str:
-    section = key.partition(".")[0]
-    return section if section in SECTIONS else ""
 
 
 def _speculative_flags(given: Given) -> Layer:
     """Return the layer of --speculative-config, --no-speculation or options for single keys."""
-    shorthands = {k: setting for k, setting in given.items() if _section(k) == "speculative"}
+    shorthands = {k: setting for k, setting in given.items() if k.startswith("speculative.")}
     whole, off = given.get("speculative_config"), given.get("no_speculation")
     alone = off or whole
     others = [*shorthands.values(), *([whole] if off and whole else [])]

@@ -35,6 +35,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
+def safe(text: str, stream: TextIO) -> str:
+    """Return the text, without control characters if the stream is a terminal."""
+    return printable(text) if stream.isatty() else text
+
+
 def has_styles(stream: TextIO) -> bool:
     """Return whether a stream is a terminal with styles, and NO_COLOR is not set."""
     is_dumb = os.environ.get("TERM", "dumb") in ("dumb", "unknown")

@@ -94,7 +94,9 @@ def train(
 
     if os.environ.get("WORLD_SIZE", "1") == "1":
         read()  # A mistake is refused before torch is imported, which takes seconds.
-    with ProgressLine("step", quiet=plan or not _shows_progress(format)) as progress:
+    as_json = format == "json"
+    is_first = os.environ.get("RANK", "0") == "0"
+    with ProgressLine("step", quiet=plan or as_json or not is_first) as progress:
         progress.begin("importing torch")
         from peagle.training.distributed import joined
 
@@ -102,10 +104,16 @@ def train(
         with joined() as processes:
             run = read()
             if not plan:
-                result = _train(run, processes, progress, resume=resume, as_json=format == "json")
+                result = _train(run, processes, progress, resume=resume, as_json=as_json)
             elif processes.is_first:
                 count = max(gpus, processes.world_size)
-                _print_plan(run, gpu_memory_gib, count, tokens_per_s, as_json=format == "json")
+                quiet_libraries()
+                from peagle.training.training_plan import Where, make_plan
+
+                forecast = make_plan(run, Where(gpu_memory_gib, count, tokens_per_s))
+                print(json.dumps(forecast.to_json()) if as_json else forecast, flush=True)
+                if forecast.problem:
+                    raise UserError(forecast.problem)
     if result is not None:
         print(result)
 
@@ -124,29 +132,6 @@ def _check_plan_options(
             raise UserError(f"{name} is {value:g}; it goes with --plan. Leave one of them out.")
 
 
-def _print_plan(
-    run: TrainConfig,
-    gpu_memory_gib: float | None,
-    gpus: int,
-    tokens_per_s: float | None,
-    *,
-    as_json: bool,
-) -> None:
-    """Print the plan of a run, and raise its problem if it has one."""
-    quiet_libraries()
-    from peagle.training.training_plan import Where, make_plan
-
-    plan = make_plan(run, Where(gpu_memory_gib, gpus, tokens_per_s))
-    print(json.dumps(plan.to_json()) if as_json else plan, flush=True)
-    if plan.problem:
-        raise UserError(plan.problem)
-
-
-def _shows_progress(format: str) -> bool:
-    """Return whether this process, the first of several, shows progress as text."""
-    return format == "text" and os.environ.get("RANK", "0") == "0"
-
-
 def _train(
     plan: TrainConfig, processes: Processes, progress: ProgressLine, *, resume: bool, as_json: bool
 ) -> str | None:
@@ -154,7 +139,11 @@ def _train(
     from peagle.training.trainer import Trainer, TrainingStopped
 
     view = TrainView(progress, plan.optimizer.steps)
-    report = _print_json if as_json else view.report
+
+    def print_json(report: TrainingReport) -> None:
+        print(json.dumps(asdict(report)), flush=True)
+
+    report = print_json if as_json else view.report
     trainer = Trainer(plan, report, processes, begin=progress.begin, stepped=view.stepped)
     if not as_json and processes.is_first:
         for line in _facts(trainer):
@@ -178,12 +167,13 @@ def _train(
 
 def _facts(trainer: Trainer) -> Iterator[str]:
     """Yield a line each for the size of the run, its warm start, memory and vocabulary."""
-    plan = trainer.config
+    plan, count = trainer.config, trainer.processes.world_size
+    places = str(trainer.device) if count == 1 else f"{count} times {trainer.device.type}"
     parameters = sum(p.numel() for p in trainer.drafter.parameters())
     yield (
         f"{plan.method.name} head: {parameters / 1e6:.2f}M parameters, "
         f"{len(trainer.dataset)} sequences, {trainer.stream.steps_per_epoch} steps an epoch, "
-        f"{plan.optimizer.steps} steps on {_places(trainer)}"
+        f"{plan.optimizer.steps} steps on {places}"
     )
     if trainer.warm_start is not None:
         yield str(trainer.warm_start)
@@ -191,11 +181,6 @@ def _facts(trainer: Trainer) -> Iterator[str]:
         yield str(trainer.memory)
     if trainer.vocabulary is not None:
         yield str(trainer.vocabulary)
-
-
-def _places(trainer: Trainer) -> str:
-    count = trainer.processes.world_size
-    return str(trainer.device) if count == 1 else f"{count} times {trainer.device.type}"
 
 
 def _stop_on_interrupt(trainer: Trainer, progress: ProgressLine) -> None:
@@ -209,10 +194,6 @@ def _stop_on_interrupt(trainer: Trainer, progress: ProgressLine) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
-
-
-def _print_json(report: TrainingReport) -> None:
-    print(json.dumps(asdict(report)), flush=True)
 
 
 _MOST_COLUMNS = 8  # A validation then fits into 80 columns.

@@ -172,7 +172,7 @@ def tune(
         for name, value in models.engine_options.items()
         if name in ("kv_cache_gib", "gpu_memory_utilization")
     }
-    with harness.resumable(view, output, journal):
+    with harness.resumable(view.close, output, journal):
         if known is None:
             # At the K that the model of costs is fitted to.
             fitted_ks = sorted({point.k for point in grid.fitted if point.k})

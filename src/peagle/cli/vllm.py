@@ -137,7 +137,7 @@ def serve_vllm(given: Given, flags: Sequence[str], compare_draft: str | None) ->
         raise UserError(
             f"--compare-draft is {compare_draft!r}; vLLM serves one head. Leave it out."
         )
-    setup = Setup.of(given)
+    setup = Setup(given)
     config: ServerConfig = setup.settings.build("server")
     _refuse_without_equal(setup, given)
     if "show_config" in given:
@@ -147,8 +147,7 @@ def serve_vllm(given: Given, flags: Sequence[str], compare_draft: str | None) ->
     from peagle.backends.vllm.installation import find_or_assume_vllm, find_vllm
     from peagle.backends.vllm.server import VllmServer
 
-    if setup.speculative is None and setup.off == "default":
-        note("no --draft: decoding plainly (--method ngram needs no head)")
+    setup.note_plain_decoding()
     python = given.value("vllm_python")
     if "print_command" in given:
         installation, missing = find_or_assume_vllm(python)
