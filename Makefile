@@ -49,8 +49,10 @@ demo: $(RUN_ENV) ## Run the demo: plain decoding, EAGLE-3 and P-EAGLE on the bun
 	@$(PEAGLE) demo $(DEMO_ARGS)
 
 # One thread per process: the workers would otherwise fight for the same cores. Each begins with a
-# half of the files, so that what the tests of a file share is made once.
+# half of the files, so that what the tests of a file share is made once. Without a Chromium the tests
+# of web pages are skipped, and say so.
 test: $(DEV_ENV) ## Run all tests that need no GPU
+	@tools/setup_browser.sh $(PY) || test -z "$$PEAGLE_REQUIRE_BROWSER"
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal --durations=10 $(PYTEST_ARGS)
 
 test-gpu: $(DEV_ENV) ## Run the tests that need an NVIDIA card

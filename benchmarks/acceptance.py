@@ -11,7 +11,7 @@ from common import add_prompts, finish, methods_of, parser, run_guarded, specula
 
 from peagle.config import SamplingParams
 from peagle.evaluation.acceptance import acceptance_figures
-from peagle.evaluation.compare import build, measure, warm_up
+from peagle.evaluation.engine_backend import build, measure, warm_up
 from peagle.evaluation.prompts import load_prompt_set
 
 
@@ -48,7 +48,7 @@ def main() -> None:
         run = measure(llms[name], texts, params)
         results[name] = {
             "head": folder,
-            **acceptance_figures(run.completions),
+            **acceptance_figures(run.answers),
             "seconds": run.seconds,
             "tokens_per_s": run.tokens_per_s,
         }

@@ -15,7 +15,7 @@ from peagle.cli.setup import quiet_libraries
 from peagle.config import SpeculativeConfig
 from peagle.environment import environment
 from peagle.errors import UserError
-from peagle.evaluation.compare import load_target
+from peagle.evaluation.engine_backend import load_target
 from peagle.evaluation.prompts import PROMPT_SETS
 from peagle.models.target import TargetModel
 

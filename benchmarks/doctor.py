@@ -54,10 +54,8 @@ from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.doctor.examiner import examine
 from peagle.doctor.files import examine_files
 from peagle.doctor.findings import Examination
-from peagle.doctor.probed_target import ProbedTarget
-from peagle.doctor.questions import Style, choose_texts, usual_style
-from peagle.doctor.served import EngineServing
-from peagle.doctor.serving_side import examine_serving
+from peagle.doctor.probe import Probe, Style, choose_texts, usual_style
+from peagle.doctor.serving import EngineServing, examine_serving
 from peagle.models.checkpoint import convert_head, read_head_config
 from peagle.models.target import TargetModel, load_tokenizer
 
@@ -134,7 +132,7 @@ def prune(source: Path, folder: Path, ids: Sequence[int]) -> Path:
 
 @dataclass
 class Pair:
-    """A target with its heads, and examiners of it."""
+    """A target with its heads, and probes of it."""
 
     name: str
     folder: Path
@@ -147,7 +145,7 @@ class Pair:
     def heads(self) -> dict[str, Path]:
         if self.name == "pair2":
             return {"peagle": PAIR2 / "peagle"}
-        ids = self.usual.probe.tokens_PN.unique().tolist()
+        ids = self.usual.tokens_PN.unique().tolist()
         kept = sorted(list(dict.fromkeys([*ids, *range(2048)]))[:1024])
         pruned = prune(Path(BUNDLED_PEAGLE), self.folder / "pruned", kept)
         return {
@@ -162,27 +160,27 @@ class Pair:
         texts = choose_texts(file, load_tokenizer(self.target))
         return random.Random(seed).sample(texts, len(texts) // 2) if seed else texts
 
-    def examiner(
+    def probe(
         self,
         k: int = 6,
         dtype: str = "float32",
         seed: int = 0,
         target: Path | None = None,
         style: Style | None = None,
-    ) -> ProbedTarget:
-        """What examines heads with these prompts."""
+    ) -> Probe:
+        """The target with its answers to these prompts."""
         target = target or self.target
         model = TargetModel.load(target, dtype=getattr(torch, dtype))
         tokenizer = load_tokenizer(target)
         head = PAIR2 / "peagle" if self.name == "pair2" else Path(BUNDLED_PEAGLE)
         config, _ = read_head_config(head, num_target_layers=model.num_layers)
         style = style or usual_style(tokenizer)
-        return ProbedTarget.of(model, tokenizer, style, self.texts(seed), k, config.aux_layer_ids)
+        return Probe.of(model, tokenizer, style, self.texts(seed), k, config.aux_layer_ids)
 
     @cached_property
-    def usual(self) -> ProbedTarget:
+    def usual(self) -> Probe:
         """In float32, K = 6, on all prompts."""
-        return self.examiner()
+        return self.probe()
 
 
 @dataclass
@@ -226,12 +224,12 @@ def healthy(pair: Pair) -> Iterator[Case]:
         if style == "speculators":
             folder = pair.folder / f"healthy{number}"
             convert_head(pair.heads[head], folder, "speculators", force=False, target=None)
-        examiner = pair.examiner(k, dtype, seed)
+        probe = pair.probe(k, dtype, seed)
         serving = None
         if telling != "nothing":
-            engine = EngineServing(examiner.target, folder, k)
+            engine = EngineServing(probe.target, folder, k)
             serving = engine if telling == "tokens" else Counting(engine)
-        report = examine(examiner, folder, serving)
+        report = examine(probe, folder, serving)
         name = f"{head} {style} K={k} {dtype} served: {telling}, prompts {seed}"
         yield Case(pair.name, "healthy", name, set(), report, time.monotonic() - start)
 
@@ -266,9 +264,9 @@ def surroundings(pair: Pair) -> Iterator[Case]:
     """A healthy head with prompts, a target, a tokenizer or a type that are not its own."""
     head, part = pair.heads["peagle"], "surroundings"
 
-    def case(name: str, causes: set[str], examiner: ProbedTarget, folder: Path = head) -> Case:
+    def case(name: str, causes: set[str], probe: Probe, folder: Path = head) -> Case:
         start = time.monotonic()
-        report = examine(examiner, folder)
+        report = examine(probe, folder)
         return Case(pair.name, part, name, causes, report, time.monotonic() - start)
 
     if pair.name == "pair2":
@@ -276,8 +274,8 @@ def surroundings(pair: Pair) -> Iterator[Case]:
             (Style(False), "chat_template"),
             (Style(True, None, False), "thinking"),
         ):
-            yield case(f"prompts {style}", {cause}, pair.examiner(style=style))
-    half = pair.examiner(dtype="float16")
+            yield case(f"prompts {style}", {cause}, pair.probe(style=style))
+    half = pair.probe(dtype="float16")
     yield case("float16 overflow", {"dtype"}, half, copy_head(head, pair.folder / "o", OVERFLOW))
     yield case("float16, nothing wrong", set(), half)
     other = Pair("bundled" if pair.name == "pair2" else "pair2", pair.folder / "other")
@@ -288,10 +286,10 @@ def surroundings(pair: Pair) -> Iterator[Case]:
     unsigned = copy_head(head, pair.folder / "unsigned")
     without_fingerprint(unsigned)
     for folder, words in ((head, ""), (unsigned, ", no fingerprint")):
-        examiner = pair.examiner(target=turned)
-        yield case(f"another target{words}", {"wrong_target"}, examiner, folder)
-        examiner = pair.examiner(target=scrambled)
-        yield case(f"another tokenizer{words}", {"tokenizer"}, examiner, folder)
+        probe = pair.probe(target=turned)
+        yield case(f"another target{words}", {"wrong_target"}, probe, folder)
+        probe = pair.probe(target=scrambled)
+        yield case(f"another tokenizer{words}", {"tokenizer"}, probe, folder)
 
 
 def served(pair: Pair) -> Iterator[Case]:
@@ -306,15 +304,15 @@ def served(pair: Pair) -> Iterator[Case]:
     }
     plants["tokens shifted"] = (("token_shift",), serve_shifted)
     plants["window of 16"] = (("sliding_window",), partial(serve_windowed, window=16))
-    found, sound = examine_files(head, pair.usual.target)
-    assert sound is not None
+    sound = examine_files(head, pair.usual.target)
     engine, best = EngineServing(pair.usual.target, head, 6), None
     for telling, serving in (("tokens", engine), ("counters", Counting(engine))):
         for name, (causes, plant) in plants.items():
-            start, report = time.monotonic(), Examination()
+            start = time.monotonic()
+            report = sound.report = Examination()
             with pytest.MonkeyPatch.context() as patch:
                 plant(patch)
-                examine_serving(serving, pair.usual, sound, found, report)
+                examine_serving(serving, pair.usual, sound)
             seconds = time.monotonic() - start
             # The one of them that is named.
             expected = set(list(filter(report.blames, causes))[:1] or causes[:1])

@@ -18,7 +18,7 @@ from common import add_prompts, finish, methods_of, parser, run_guarded, specula
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from peagle.config import SamplingParams, StructuredOutput
-from peagle.evaluation.compare import build, measure
+from peagle.evaluation.engine_backend import build, measure
 from peagle.evaluation.prompts import load_prompt_set
 from peagle.llm import LLM, RequestOutput
 
@@ -120,7 +120,7 @@ def figures(
         for seed, (_, schema) in enumerate(jobs)
     ]
     shaped = measure(llm, prompts, constrained)
-    outputs = [completion.output for completion in shaped.completions]
+    outputs = shaped.answers
     free = measure(
         llm,
         prompts,

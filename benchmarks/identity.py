@@ -18,7 +18,7 @@ from common import finish, methods_of, parser, run_guarded, speculative, start
 
 from peagle.config import SamplingParams
 from peagle.evaluation.certify.reference import TargetReference, first_difference
-from peagle.evaluation.compare import build
+from peagle.evaluation.engine_backend import build
 from peagle.evaluation.prompts import load_prompt_set
 
 

@@ -23,9 +23,8 @@ from peagle.bundled import BUNDLED_TARGET
 from peagle.cli.setup import quiet_libraries, set_threads
 from peagle.config import SamplingParams, SpeculativeConfig
 from peagle.environment import environment
-from peagle.evaluation.compare import build, load_target
 from peagle.evaluation.decoding import Request
-from peagle.evaluation.engine_backend import EngineBackend
+from peagle.evaluation.engine_backend import EngineBackend, build, load_target
 from peagle.evaluation.prompts import load_prompt_set
 from peagle.evaluation.tuning.machine import clock_of
 

@@ -17,7 +17,8 @@ from common import add_prompts, finish, methods_of, parser, run_guarded, specula
 
 from peagle.config import SamplingParams
 from peagle.engine.model_runner import TargetPass
-from peagle.evaluation.compare import Measurement, build, measure, warm_up
+from peagle.evaluation.decoding import Run
+from peagle.evaluation.engine_backend import build, measure, warm_up
 from peagle.evaluation.prompts import load_prompt_set
 from peagle.llm import LLM
 from peagle.models.target import TargetModel
@@ -45,7 +46,7 @@ def main() -> None:
         target, {"plain": None, **{key: cell[2] for key, cell in cells.items()}}, max_num_seqs=1
     )
     warm_up(llms, prompts[:1])
-    runs: dict[str, list[Measurement]] = {name: [] for name in llms}
+    runs: dict[str, list[Run]] = {name: [] for name in llms}
     for _ in range(args.repeats):  # taking turns lets a slow spell of the machine hit all of them
         for name, llm in llms.items():
             runs[name].append(measure(llm, prompts, params))
@@ -64,7 +65,7 @@ def main() -> None:
 
 
 def sweeps(
-    runs: Mapping[str, Sequence[Measurement]], cells: Mapping[str, tuple[str, int]]
+    runs: Mapping[str, Sequence[Run]], cells: Mapping[str, tuple[str, int]]
 ) -> dict[str, Any]:
     """The figures of every method and K, and the best K of each."""
     plain = median(run.tokens_per_s for run in runs["plain"])

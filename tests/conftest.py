@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,7 +29,7 @@ from peagle.models.checkpoint import save_drafter
 from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target import TargetModel, default_aux_layer_ids
-from tests.browsing import Pages
+from tests.browsing import Pages, opened_pages
 from tests.triton_interpreter import lighten
 
 lighten()
@@ -39,7 +38,7 @@ lighten()
 settings.register_profile("peagle", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("peagle")
 
-# Who starts the tests in the background has interrupts ignored, in children too.
+# Shells start background jobs with interrupts ignored, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 VOCAB_SIZE = 320
@@ -47,7 +46,7 @@ CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: engines collect garbage when they go, which else looks at it all."""
+    """Freeze imported objects: engines collect garbage when they end, and would visit them all."""
     gc.collect()
     gc.freeze()
 
@@ -152,23 +151,7 @@ def head_folders(
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """A headless Chromium."""
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    names = ("chromium", "chromium-browser", "google-chrome")
-    path = next(filter(None, map(shutil.which, names)), None)
-    with sync_api.sync_playwright() as playwright:
-        try:
-            opened = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        except sync_api.Error as error:
-            pytest.skip(f"no Chromium starts: {str(error).splitlines()[0]}")
-        yield opened
-        opened.close()
-
-
-@pytest.fixture(scope="module")
-def pages(browser: Any) -> Iterator[Pages]:
-    """Pages of that browser, each kept for the tests of a file."""
-    made = Pages(browser)
-    yield made
-    made.close()
+def pages() -> Iterator[Pages]:
+    """Pages of a headless Chromium, each kept for the tests of a file."""
+    with opened_pages() as pages:
+        yield pages

@@ -66,7 +66,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Request:
+class HubRequest:
     """One request that the hub received."""
 
     method: str
@@ -83,8 +83,8 @@ class FakeHub:
         self.models: dict[str, Model] = {}
         self.token = "hf_right"
         self.status = 0  # not 0: all requests are answered with it
-        self.requests: list[Request] = []
-        # Of uploads: whose repositories the token may write, repositories that it may not see,
+        self.requests: list[HubRequest] = []
+        # For uploads: owners whose repositories the token may write, repositories hidden from it,
         # files that a .gitignore leaves out, large files by SHA-256, and by the last part of a
         # path that is written to: the status to answer with, or "cut" to break the connection.
         self.writable = {"org"}
@@ -180,7 +180,7 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         self.hub.requests.append(
-            Request(self.command, path, token, self.headers.get("User-Agent", ""))
+            HubRequest(self.command, path, token, self.headers.get("User-Agent", ""))
         )
         fault = next((f for part, f in self.hub.write_faults.items() if f"/{part}" in path), None)
         if fault == "cut":
@@ -265,7 +265,7 @@ class _Handler(BaseHTTPRequestHandler):
         path = path.replace("/api/datasets/", "/api/models/").removeprefix("/datasets")
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         agent = self.headers.get("User-Agent", "")
-        self.hub.requests.append(Request(self.command, path, token, agent))
+        self.hub.requests.append(HubRequest(self.command, path, token, agent))
         if self.hub.status:
             return self._send(self.hub.status, b"no")
         if path.startswith("/cdn/"):

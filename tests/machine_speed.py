@@ -24,7 +24,7 @@ REFERENCE_S = 0.2
 
 
 def processor_seconds(action: Callable[[], object]) -> float:
-    """What the processes that `action` starts and waits for have computed."""
+    """Return the processor time of the processes that `action` starts and waits for."""
     before = os.times()
     action()
     after = os.times()

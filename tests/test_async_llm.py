@@ -92,7 +92,7 @@ def llm(options: dict[str, Any]) -> Iterator[AsyncLLM]:
 
 
 def facts(output: RequestOutput) -> tuple[Any, ...]:
-    """What does not depend on time and company."""
+    """Return the parts of an output that depend on neither time nor other requests."""
     return (
         output.index,
         output.text,

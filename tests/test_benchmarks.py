@@ -1,4 +1,4 @@
-"""The throughput benchmark on the tiny shape: what it prints, what it refuses, whom it measures."""
+"""The throughput benchmark on the tiny shape: its output, its refusals, its measurements."""
 
 from __future__ import annotations
 

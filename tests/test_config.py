@@ -1,8 +1,9 @@
-"""The parser of vLLM's speculative configuration, and what it generates with."""
+"""The configurations: vLLM's speculative configuration, the engine's options, outputs."""
 
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Callable
 from dataclasses import asdict
@@ -11,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from peagle import LLM, SamplingParams, SpeculativeConfig
-from peagle.config import speculative_keys
+from peagle import LLM, EngineConfig, SamplingParams, SpeculativeConfig
+from peagle.config import require_writable_file, require_writable_folder, speculative_keys
 from peagle.errors import UserError
 
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 HEAD = {"method": "eagle3", "model": "head"}
+RATES = {"num_speculative_tokens": 3, "synthetic_acceptance_rates": [0.7, 0.5, 0.5]}
 PUBLISHED = """serve openai/gpt-oss-20b --speculative-config '{"method": "eagle3", \
 "model": "amazon/gpt-oss-20b-p-eagle", "num_speculative_tokens": 5, "parallel_drafting": true}'"""
 
@@ -62,6 +64,9 @@ def test_the_published_ids_are_hub_ids() -> None:
         ({"enforce_eager": False, "disable_padded_drafter_batch": True}, {}),
         ({"draft_tensor_parallel_size": 1, "use_local_argmax_reduction": False}, {}),
         ({"rejection_sample_method": "standard", "enforce_eager": None}, {}),
+        ({"rejection_sample_method": None, "synthetic_acceptance_rates": None}, {}),
+        ({"rejection_sample_method": "synthetic", **RATES}, RATES),
+        (RATES, RATES),
     ],
     ids=str,
 )
@@ -79,6 +84,9 @@ def test_a_configuration_is_not_changed_by_parsing() -> None:
     assert keys == before
     config = SpeculativeConfig(model="head")
     assert SpeculativeConfig.parse(config) is config
+
+
+LOOKUP = {"method": "ngram", "model": None}
 
 
 @pytest.mark.parametrize(
@@ -113,12 +121,39 @@ def test_a_configuration_is_not_changed_by_parsing() -> None:
         ({"num_speculative_tokens": "5"}, "num_speculative_tokens is '5'; expected a whole"),
         ({"num_speculative_tokens": 0}, "leave the speculative configuration out"),
         ({"parallel_drafting": "true"}, "parallel_drafting is 'true'; expected true, false"),
+        ({"num_speculative_tokens": 65}, "num_speculative_tokens is 65; expected a whole number"),
+        ({"num_speculative_tokens": True}, "num_speculative_tokens is True"),
+        ({"draft_sampling": "beam"}, "draft_sampling is 'beam'; expected \"argmax\" or"),
+        ({"check_target": "no"}, "check_target is 'no'; expected true or false"),
+        ({**LOOKUP, "prompt_lookup_min": 0}, "prompt_lookup_min is 0; expected 1 to prompt_lookup"),
+        ({**LOOKUP, "prompt_lookup_min": 5}, "prompt_lookup_min is 5; expected 1 to prompt_lookup"),
+        ({**LOOKUP, "prompt_lookup_max": "4"}, "prompt_lookup_max is '4'; expected a whole number"),
+        (
+            {"rejection_sample_method": "synthetic"},
+            "rejection_sample_method is 'synthetic', without synthetic_acceptance_rates; expected "
+            "one rate for each of num_speculative_tokens",
+        ),
+        (
+            {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": None},
+            "rejection_sample_method is 'synthetic', without synthetic_acceptance_rates",
+        ),
+        (
+            {"rejection_sample_method": "standard", **RATES},
+            "rejection_sample_method 'standard' and synthetic_acceptance_rates [0.7, 0.5, 0.5] "
+            "contradict each other",
+        ),
+        (
+            {"rejection_sample_method": "block"},
+            'rejection_sample_method is \'block\'; expected "standard" or "synthetic".',
+        ),
+        ({"rejection_sample_method": ["synthetic"]}, "rejection_sample_method is ['synthetic']"),
     ],
     ids=str,
 )
 def test_what_is_refused(keys: dict[Any, Any], expected: str) -> None:
+    data = {**HEAD, **keys}
     with pytest.raises(UserError) as caught:
-        SpeculativeConfig.parse({**HEAD, **keys})
+        SpeculativeConfig.parse(data)
     assert expected in str(caught.value)
 
 
@@ -130,12 +165,170 @@ def test_what_is_refused(keys: dict[Any, Any], expected: str) -> None:
         ("{'method': 'eagle3'}", "is not JSON"),
         ('{"method": "eagle3",}', "is not JSON"),
         ("null", "is None; expected a JSON object"),
+        (7, "is 7; expected a JSON object"),
         ('["eagle3"]', "expected a JSON object"),
         ('{"model": "a", "model": "b"}', "has the key 'model' twice"),
         ("{}", "model is None"),
     ],
 )
-def test_text_that_is_no_configuration(text: str, expected: str) -> None:
+def test_text_that_is_no_configuration(text: Any, expected: str) -> None:
     with pytest.raises(UserError) as caught:
         SpeculativeConfig.parse(text)
     assert expected in str(caught.value)
+
+
+# ---- K by the number of sequences that run together -------------------------------------------
+
+
+def parse(schedule: Any, k: int = 7) -> SpeculativeConfig:
+    keys = {"model": "head", "num_speculative_tokens": k}
+    return SpeculativeConfig.parse({**keys, "num_speculative_tokens_per_batch_size": schedule})
+
+
+@pytest.mark.parametrize("schedule", [[[2, 16, 7], [20, 64, 4]], {"2-16": 7, "20-64": 4}])
+def test_ranges_and_gaps(schedule: Any) -> None:
+    config = parse(schedule, k=6)
+    found = [config.tokens_for(size) for size in (1, 2, 16, 17, 19, 20, 64, 500)]
+    assert found == [6, 6, 6, 6, 6, 4, 4, 4], "gaps have the K before them, and K is the most"
+    assert config.num_speculative_tokens_per_batch_size == ((2, 16, 7), (20, 64, 4))
+
+
+def test_no_drafts_from_some_load_on() -> None:
+    for schedule in ([[1, 16, 7], [17, 64, 0]], {"1-16": 7, "17-64": 0}):
+        config = parse(schedule)
+        assert [config.tokens_for(size) for size in (1, 16, 17, 500)] == [7, 7, 0, 0]
+
+
+def test_without_a_schedule_k_is_k() -> None:
+    assert {parse(None).tokens_for(size) for size in (1, 7, 1000)} == {7}
+    assert [parse({"1": 3}).tokens_for(size) for size in (1, 2)] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ([], "expected ranges of batch sizes with their K, like [[1, 16, 7], [17, 64, 4]]"),
+        (5, "is 5; expected ranges"),
+        ([[1, 4]], "is [[1, 4]]; expected ranges"),
+        ([[1, 4, "5"]], "expected ranges"),
+        ({"1-": 3}, "is {'1-': 3}; expected ranges"),
+        ({"one": 3}, "expected ranges"),
+        ([[0, 4, 5]], "expected batch sizes from 1"),
+        ([[5, 4, 3]], "last not below first"),
+        ([[1, 4, -1]], "K of at least 0"),
+        ([[1, 4, 5], [4, 8, 3]], "expected ascending ranges that do not overlap"),
+    ],
+    ids=str,
+)
+def test_schedules_that_are_refused(schedule: Any, expected: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse(schedule)
+    assert str(caught.value).startswith("num_speculative_tokens_per_batch_size is ")
+    assert expected in str(caught.value)
+
+
+# ---- synthetic acceptance ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rates", [[1, 1, 0], (1.0, 1.0, 0.0), [1e-9, 0, 0], [0, 0, 0]], ids=str)
+def test_the_ends_of_the_range(rates: Any) -> None:
+    found = SpeculativeConfig.parse({**HEAD, **RATES, "synthetic_acceptance_rates": rates})
+    assert found.synthetic_acceptance_rates == tuple(rates)
+    assert all(type(rate) is float for rate in found.synthetic_acceptance_rates or ())
+
+
+def test_prompt_lookup_takes_them_too() -> None:
+    config = SpeculativeConfig(
+        method="ngram", num_speculative_tokens=1, synthetic_acceptance_rates=(0.5,)
+    )
+    assert config.synthetic_acceptance_rates == (0.5,)
+
+
+THREE = "expected a list of 3 numbers, one for each of num_speculative_tokens. Rate i is"
+RANGE = "expected probabilities from 0 to 1. Rate i is the probability that at least the first i"
+ORDER = "expected no rate above the one before it. Rate i is"
+
+
+@pytest.mark.parametrize(
+    ("rates", "expected"),
+    [
+        ([0.7, 0.5], THREE),
+        ([0.7, 0.5, 0.3, 0.1], THREE),
+        ([], THREE),
+        (0.7, THREE),
+        ("0.7", THREE),
+        ({"1": 0.7}, THREE),
+        ([0.7, 0.5, -0.1], RANGE),
+        ([1.1, 0.5, 0.1], RANGE),
+        ([0.7, 0.5, True], RANGE),
+        ([0.7, 0.5, "0.1"], RANGE),
+        ([0.7, 0.5, None], RANGE),
+        ([float("nan"), 0.5, 0.1], RANGE),
+        ([0.5, 0.7, 0.1], ORDER),
+        ([0.5, 0.0, 1e-9], ORDER),
+    ],
+    ids=str,
+)
+def test_rates_that_are_refused(rates: Any, expected: str) -> None:
+    with pytest.raises(UserError) as caught:
+        SpeculativeConfig.parse({**HEAD, **RATES, "synthetic_acceptance_rates": rates})
+    assert str(caught.value).startswith(f"synthetic_acceptance_rates is {rates!r}; {expected}")
+
+
+# ---- the engine, and outputs ------------------------------------------------------------------
+
+
+BAD_OPTIONS: list[tuple[str, Any, str]] = [
+    ("dtype", "float8", "one of auto, float32, float64, bfloat16, float16"),
+    ("dtype", None, "one of auto, float32"),
+    ("device", 0, '"auto", "cpu" or "cuda"'),
+    *(
+        (name, value, "a whole number of at least 1")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size")
+        for value in (0, 1.5, None)
+    ),
+    *(
+        (name, value, "a whole number of at least 1, or none")
+        for name in ("max_model_len", "num_kv_blocks")
+        for value in (0, -1, "9")
+    ),
+    *(("kv_cache_gib", value, "a number above 0, or none") for value in (0, -1, math.inf, "2")),
+    *(
+        ("gpu_memory_utilization", value, "a number above 0, at most 1")
+        for value in (0, -0.1, 1.01, math.nan, True, None, "0.5")
+    ),
+    *(("seed", value, "a whole number from 0 to 2**63 - 1") for value in (-1, 2**63, None)),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "expected"), BAD_OPTIONS)
+def test_bad_engine_options(name: str, value: Any, expected: str) -> None:
+    with pytest.raises(UserError) as caught:
+        EngineConfig(**{name: value})
+    assert str(caught.value).startswith(f"{name} is {value!r}; expected {expected}")
+
+
+def test_what_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "new", tmp_path / "new" / "below"):
+        assert require_writable_folder(folder, "The output") == folder
+        assert require_writable_file(folder / "a.jsonl", "The output") == folder / "a.jsonl"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_relative_output_is_in_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert require_writable_folder("out", "The output") == Path("out")
+    assert require_writable_file("a.jsonl", "The output") == Path("a.jsonl")
+
+
+def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (file := tmp_path / "file").touch()
+    for folder in (file, file / "below", Path("/proc/below"), tmp_path / ("x" * 300)):
+        with pytest.raises(UserError, match=r"^The output '.*' cannot be written: "):
+            require_writable_folder(folder, "The output")
+    with pytest.raises(UserError, match=r"^The folder of the output '.*' cannot be written: "):
+        require_writable_file(file / "a.jsonl", "The output")
+    with pytest.raises(UserError, match="is a folder; expected the name of a file"):
+        require_writable_file(tmp_path, "The output")

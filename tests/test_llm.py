@@ -1,11 +1,8 @@
-"""What a user can get wrong with `LLM`: every message names the value, what was expected and what
-to do.
-"""
+"""Mistakes of a user of `LLM`: every message names the value, the expectation and the remedy."""
 
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from peagle import LLM, EngineConfig, SamplingParams, SpeculativeConfig
+from peagle import LLM, SamplingParams, SpeculativeConfig
 from peagle.engine.drafting import HeadDrafting
 from peagle.errors import UserError
 from peagle.llm import RequestOutput
@@ -54,11 +51,6 @@ def test_every_form_of_prompts(llm: LLM) -> None:
     assert [o.prompt_token_ids for o in mixed] == [ids, ids, llm.tokenizer.encode("ho")]
     assert [len(o.token_ids) for o in mixed] == [4, 2, 4]
     assert llm.generate([]) == []
-
-
-def test_default_params_are_greedy(llm: LLM) -> None:
-    greedy = SamplingParams(max_tokens=128)
-    assert llm.generate("hi")[0].token_ids == llm.generate("hi", greedy)[0].token_ids
 
 
 def test_output_as_json(llm: LLM, heads: dict[bool, str]) -> None:
@@ -201,30 +193,6 @@ def test_two_streams_of_one_llm(llm: LLM) -> None:
 
 # ---- sampling -------------------------------------------------------------------------------
 
-BAD_SAMPLING: list[tuple[str, Any, str]] = [
-    *(("max_tokens", v, "a whole number of at least 1") for v in (0, -3, 1.5, "8", None, True)),
-    *(
-        ("temperature", v, "a number of at least 0 (0 is greedy)")
-        for v in (-0.1, math.nan, math.inf, "hot", None, True)
-    ),
-    *(
-        ("top_k", v, "a whole number of at least 0 (0 keeps every token)")
-        for v in (-2, 2.0, "5", None)
-    ),
-    *(
-        ("top_p", v, "a number above 0 and at most 1 (1 keeps every token)")
-        for v in (0, -0.5, 1.01, math.nan, "1", None)
-    ),
-    *(("seed", v, "a whole number from 0 to 2**63 - 1, or none") for v in (-1, 2**63, 1.0, "1")),
-    ("stop_token_ids", 5, "a list of token ids"),
-]
-
-
-@pytest.mark.parametrize(("name", "value", "expected"), BAD_SAMPLING)
-def test_bad_sampling_values(name: str, value: Any, expected: str) -> None:
-    message = message_of(lambda: SamplingParams(**{name: value}))
-    assert message == f"{name} is {value!r}; expected {expected}."
-
 
 def test_the_limits_of_sampling_values_are_accepted(llm: LLM) -> None:
     limits: list[dict[str, Any]] = [
@@ -247,58 +215,6 @@ def test_the_limits_of_sampling_values_are_accepted(llm: LLM) -> None:
 # ---- speculation ----------------------------------------------------------------------------
 
 
-BAD_SPECULATION: list[tuple[dict[str, Any], str]] = [
-    ({"num_speculative_tokens": 65}, "num_speculative_tokens is 65; expected a whole number"),
-    ({"num_speculative_tokens": "7"}, "num_speculative_tokens is '7'"),
-    ({"num_speculative_tokens": True}, "num_speculative_tokens is True"),
-    ({"method": "medusa"}, 'method is \'medusa\'; expected "eagle3" or "ngram"'),
-    ({"method": 3}, "method is 3"),
-    ({"model": None}, "model is None; expected the folder of a draft head"),
-    ({"model": ""}, "model is ''; expected the folder of a draft head"),
-    ({"model": 5}, "model is 5; expected the folder of a draft head"),
-    ({"draft_sampling": "beam"}, "draft_sampling is 'beam'; expected \"argmax\" or"),
-    ({"parallel_drafting": "yes"}, "parallel_drafting is 'yes'; expected true, false or none"),
-    ({"check_target": "no"}, "check_target is 'no'; expected true or false"),
-    ({"method": "ngram"}, "model is 'head'; expected no model with method \"ngram\""),
-    (
-        {"method": "ngram", "model": None, "prompt_lookup_min": 0},
-        "prompt_lookup_min is 0; expected 1 to prompt_lookup_max (4)",
-    ),
-    (
-        {"method": "ngram", "model": None, "prompt_lookup_min": 5},
-        "prompt_lookup_min is 5; expected 1 to prompt_lookup_max (4)",
-    ),
-    (
-        {"method": "ngram", "model": None, "prompt_lookup_max": "4"},
-        "prompt_lookup_max is '4'; expected a whole number of at least 1",
-    ),
-    ({"num_spec_tokens": 3}, "Unknown key 'num_spec_tokens' in the speculative configuration"),
-]
-
-
-@pytest.mark.parametrize(("change", "expected"), BAD_SPECULATION, ids=lambda v: str(v)[:40])
-def test_bad_speculative_configurations(change: dict[str, Any], expected: str) -> None:
-    data = {"method": "eagle3", "model": "head", "num_speculative_tokens": 3, **change}
-    message = message_of(lambda: SpeculativeConfig.parse(data))
-    assert expected in message
-    assert message_of(lambda: SpeculativeConfig.parse(json.dumps(data))) == message
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("{", "The speculative configuration is not JSON"),
-        ("", "The speculative configuration is not JSON"),
-        ("[1]", "is [1]; expected a JSON object"),
-        ("null", "is None; expected a JSON object"),
-        (7, "is 7; expected a JSON object"),
-        ({"draft": "x"}, "known keys: check_target, draft_sampling, draft_window, max_model_len"),
-    ],
-)
-def test_speculative_configurations_that_are_no_objects(source: Any, expected: str) -> None:
-    assert expected in message_of(lambda: SpeculativeConfig.parse(source))
-
-
 @pytest.mark.parametrize("parallel", [True, False], ids=["peagle", "eagle3"])
 def test_a_head_of_the_other_kind(llm: LLM, heads: dict[bool, str], parallel: bool) -> None:
     config = {"model": heads[parallel], "parallel_drafting": not parallel}
@@ -316,36 +232,7 @@ def test_a_refused_head_leaves_the_target_usable(llm: LLM, heads: dict[bool, str
     assert llm.generate("hi", GREEDY)[0].token_ids == expected
 
 
-# ---- engine options -------------------------------------------------------------------------
-
-
-BAD_OPTIONS: list[tuple[str, Any, str]] = [
-    ("dtype", "float8", "one of auto, float32, float64, bfloat16, float16"),
-    ("dtype", None, "one of auto, float32"),
-    ("device", 0, '"auto", "cpu" or "cuda"'),
-    *(
-        (name, value, "a whole number of at least 1")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size")
-        for value in (0, 1.5, None)
-    ),
-    *(
-        (name, value, "a whole number of at least 1, or none")
-        for name in ("max_model_len", "num_kv_blocks")
-        for value in (0, -1, "9")
-    ),
-    *(("kv_cache_gib", value, "a number above 0, or none") for value in (0, -1, math.inf, "2")),
-    *(
-        ("gpu_memory_utilization", value, "a number above 0, at most 1")
-        for value in (0, -0.1, 1.01, math.nan, True, None, "0.5")
-    ),
-    *(("seed", value, "a whole number from 0 to 2**63 - 1") for value in (-1, 2**63, None)),
-]
-
-
-@pytest.mark.parametrize(("name", "value", "expected"), BAD_OPTIONS)
-def test_bad_engine_options(name: str, value: Any, expected: str) -> None:
-    message = message_of(lambda: EngineConfig(**{name: value}))
-    assert message.startswith(f"{name} is {value!r}; expected {expected}")
+# ---- the model ------------------------------------------------------------------------------
 
 
 def test_an_unnamed_target_has_no_tokenizer(target_folder: Path) -> None:

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from machine_speed import KEEPS_BYTECODE, processor_seconds, usual_seconds
+from browsing import opened_pages
+from machine_speed import KEEPS_BYTECODE
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src"
 MAX_TREE_BYTES = 30 * 10**6
-HELP_SECONDS = 0.5
 
 
 # ---- start-up -------------------------------------------------------------------------------
@@ -60,19 +60,20 @@ def test_help_imports_nothing_heavy():
     assert "generate" in result.stdout
 
 
-def test_help_is_quick():
-    def show_help() -> None:
-        result = run_python("import sys\n" + RUN_HELP)
-        assert result.returncode == 0, result.stderr
-
-    assert usual_seconds(lambda: processor_seconds(show_help)) < HELP_SECONDS
-
-
 @pytest.mark.parametrize("module", ["peagle", "peagle.llm"])
 def test_import_works_without_triton(module):
     code = f"import {module}\nprint('imported')"
     result = run_python(BLOCKER.format(banned={"triton"}, code=code))
     assert result.stdout.strip() == "imported", result.stderr
+
+
+def test_llm_imports_no_more_than_torch_and_transformers_themselves():
+    """Their parts are imported when a model is loaded: imports are most of what a start takes."""
+    code = "import sys, torch, transformers\nbefore = set(sys.modules)\nfrom peagle import LLM\n"
+    result = run_python(code + "print(*set(sys.modules) - before)")
+    packages = {name.partition(".")[0] for name in result.stdout.split()}
+    assert "peagle" in packages, result.stderr
+    assert packages - sys.stdlib_module_names <= {"peagle", "safetensors", "tokenizers"}
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
@@ -82,6 +83,25 @@ def test_targets_keep_bytecode_where_the_environment_forbids_it():
     command = ["make", "--silent", "-C", str(ROOT), f"--eval=show: ; @{said}", "show"]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     assert subprocess.check_output(command, env=environment, text=True).strip() == "False"
+
+
+# ---- the browser of the tests of web pages ---------------------------------------------------
+
+
+@pytest.mark.parametrize(("required", "outcome"), [("", "skipped"), ("1", "failed")])
+def test_without_a_chromium_tests_of_pages_say_so(monkeypatch, tmp_path, required, outcome):
+    pytest.importorskip("playwright")
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("PLAYWRIGHT_BROWSERS_PATH", str(tmp_path))
+    monkeypatch.setenv("PEAGLE_REQUIRE_BROWSER", required)
+    kind = {"skipped": pytest.skip.Exception, "failed": pytest.fail.Exception}[outcome]
+    with pytest.raises(kind, match=r"no Chromium starts.*tools/setup_browser\.sh"), opened_pages():
+        pass
+
+
+def test_ci_requires_a_browser():
+    assert 'PEAGLE_REQUIRE_BROWSER: "1"' in (ROOT / ".github/workflows/ci.yml").read_text()
+    assert "setup_browser.sh" in (ROOT / "Makefile").read_text()
 
 
 # ---- the tree -------------------------------------------------------------------------------
@@ -162,7 +182,7 @@ def is_true(node: ast.AST | None) -> bool:
 
 
 def unsafe_loading(source: str) -> Iterator[str]:
-    """What in `source` could run code out of a checkpoint: 'line: what'."""
+    """Yield the parts of `source` that could run code out of a checkpoint, as 'line: what'."""
     for node in ast.walk(ast.parse(source)):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -268,7 +288,7 @@ def test_workflow_is_well_formed_and_may_only_read(workflow):
     for job in read["jobs"].values():
         assert job["timeout-minutes"] and "permissions" not in job
         assert all(("uses" in step) != ("run" in step) for step in job["steps"])
-    # What a workflow installs has a version.
+    # Every package that a workflow installs has a version.
     for package in re.findall(r"pip install (.+)|apt-get download (.+)", workflow.read_text()):
         assert re.fullmatch(r"'?[\w-]+==?[\d.*]+'?", "".join(package)), package
 

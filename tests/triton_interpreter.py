@@ -34,9 +34,7 @@ def lighten() -> None:
 
 
 def _once_a_launch(patch_lang: Any) -> Any:
-    """What a kernel and its functions see of `triton.language` is patched once for each module, and
-    put back at the end of the launch.
-    """
+    """Patch `triton.language` once for each module of a launch, and put it back at its end."""
     scopes: dict[int, Any] = {}
 
     def patch(fn: Any) -> Any:

@@ -99,7 +99,7 @@ def measure(concurrency: int, chunks: int, interval_s: float) -> dict[str, Any]:
         "chunks_per_s": len(written) / run.seconds,
         "cpu_us_per_chunk": 1e6 * cpu / len(written),
         "core_share": cpu / run.seconds,
-        "gap_error_ms": {k: 1e3 * v for k, v in spread_of([abs(g) for g in gaps]).items() if v},
+        "gap_error_ms": {k: 1e3 * v for k, v in spread_of([abs(g) for g in gaps]) if v},
     }
 
 

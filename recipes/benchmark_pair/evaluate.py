@@ -21,7 +21,7 @@ from peagle.evaluation.report import write_report
 from peagle.evaluation.sweep import LOG_NAME, SweepPoint
 from peagle.evaluation.throughput import summarize
 from peagle.models.checkpoint.files import write_json
-from peagle.results import AcceptanceResults, read_document
+from peagle.results import AcceptanceResults, RunFigures, read_document
 
 HEADS = ("peagle", "eagle3", "eagle3_4l", "peagle_8l")
 LARGEST_FILE = 16 * 2**20
@@ -160,14 +160,14 @@ def merged_throughput(
         sweeps: settings and measurements of each; they differ in sets and concurrency.
         who: provenance of the whole.
     """
-    measured: dict[SweepPoint, list[dict[str, Any]]] = {}
+    measured: dict[SweepPoint, list[RunFigures]] = {}
     shared = {name: sweeps[0][0].get(name) for name in _SHARED}
     sets: dict[str, int] = {}
     for settings, records in sweeps:
         _check_same("settings", shared, {name: settings.get(name) for name in _SHARED})
         sets |= settings["sets"]
         for cell, _, figures in sorted(records, key=lambda record: record[1]):
-            measured.setdefault(cell, []).append(figures)
+            measured.setdefault(cell, []).append(RunFigures.model_validate(figures))
     settings = {
         **shared,
         "sets": {name: sets[name] for name in sets if any(c.set == name for c in measured)},

@@ -35,7 +35,7 @@ class _Client:
 
 
 class _ClientLoop(EngineLoop):
-    """The loop of one engine; `clients` wait for its chunks, by the index of their request."""
+    """The loop of one engine; `clients` wait for chunks by the index of their request."""
 
     def __init__(self, requests: Requests, clients: dict[int, _Client]) -> None:
         super().__init__({"": requests})

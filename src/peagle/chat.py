@@ -73,7 +73,6 @@ def render_chat(
     """Token ids of a conversation, ready for the model to answer.
 
     Args:
-        tokenizer: of the model.
         messages: the conversation; other keys of a mapping than role and content reach the
             template as they are. Text parts are joined by newlines.
         chat_template: None takes the tokenizer's own; else a path to a .jinja file, a Jinja
@@ -97,7 +96,16 @@ def render_chat(
     if add_generation_prompt is None:
         add_generation_prompt = not continue_final_message
     conversation = _checked_messages(messages, source)
-    _check_end(conversation, add_generation_prompt, continue_final_message)
+    if add_generation_prompt and continue_final_message:
+        raise UserError(
+            "add_generation_prompt and continue_final_message are both True; the prompt ends "
+            "either in a new assistant message or in the final one. Leave one out."
+        )
+    if add_generation_prompt and conversation[-1]["role"] == "assistant":
+        raise UserError(
+            "The final message is the assistant's, and the answer would be a second one after it; "
+            "set continue_final_message to go on with it, or add a user message."
+        )
     options = _template_options(variables, thinking, template_kwargs or {})
     is_without = thinking is False or _names_no_thinking(template_kwargs or {})
     if tools and "tools" not in variables:
@@ -137,9 +145,6 @@ def render_chat(
     return list(token_ids)
 
 
-# ---- templates ------------------------------------------------------------------------------
-
-
 def resolve_chat_template(
     tokenizer: PreTrainedTokenizerBase,
     chat_template: str | Path | None = None,
@@ -167,11 +172,7 @@ def resolve_chat_template(
 
 
 def check_template_file(chat_template: str | Path | None) -> None:
-    """Refuse a template file that cannot be read; no tokenizer is needed.
-
-    Raises:
-        UserError: naming the file.
-    """
+    """Raise a UserError for a template file that cannot be read; no tokenizer is needed."""
     if isinstance(chat_template, Path) or (chat_template or "").endswith(_FILE_SUFFIXES):
         _read_template(Path(str(chat_template)))
 
@@ -297,15 +298,12 @@ def _renderer_names() -> frozenset[str]:
 
 
 def _switches(variables: frozenset[str]) -> list[str]:
-    """Variables by which the template's thinking mode is turned on and off."""
+    """The variables that turn the template's thinking mode on and off."""
     return [name for name in THINKING_VARIABLES if name in variables]
 
 
 def _names_no_thinking(options: Mapping[str, Any]) -> bool:
     return any(options.get(name) is False for name in THINKING_VARIABLES)
-
-
-# ---- messages -------------------------------------------------------------------------------
 
 
 def _checked_messages(messages: Any, source: str = "") -> list[dict[str, Any]]:
@@ -314,27 +312,26 @@ def _checked_messages(messages: Any, source: str = "") -> list[dict[str, Any]]:
         raise UserError(f"The messages are {messages!r}; expected a list of messages.")
     if not messages:
         raise UserError("The list of messages is empty; expected at least one message.")
-    return [
-        _checked_message(message, f"Message {number} of {len(messages)}", source)
-        for number, message in enumerate(messages, 1)
-    ]
-
-
-def _checked_message(message: Any, which: str, source: str) -> dict[str, Any]:
-    if isinstance(message, ChatMessage):
-        message = {"role": message.role, "content": message.content}
-    if not isinstance(message, Mapping):
-        raise UserError(f"{which} is {message!r}; expected an object with role and content.")
-    role, content = message.get("role"), message.get("content")
-    # A role that the template spells out is fine too; a misspelt one most templates let through.
-    if not isinstance(role, str) or (
-        role not in ROLES and f"'{role}'" not in source and f'"{role}"' not in source
-    ):
-        raise UserError(f"{which} has the role {role!r}; expected one of: {', '.join(ROLES)}.")
-    if content is None and not (role == "assistant" and message.get("tool_calls")):
-        raise UserError(f"{which} ({role}) has no content; expected text.")
-    checked = {key: value for key, value in message.items() if key != "content"}
-    return checked if content is None else {**checked, "content": _text_of(content, which)}
+    conversation = []
+    for number, message in enumerate(messages, 1):
+        which = f"Message {number} of {len(messages)}"
+        if isinstance(message, ChatMessage):
+            message = {"role": message.role, "content": message.content}
+        if not isinstance(message, Mapping):
+            raise UserError(f"{which} is {message!r}; expected an object with role and content.")
+        role, content = message.get("role"), message.get("content")
+        # A role that the template spells out is fine too; most templates let a misspelt one pass.
+        if not isinstance(role, str) or (
+            role not in ROLES and f"'{role}'" not in source and f'"{role}"' not in source
+        ):
+            raise UserError(f"{which} has the role {role!r}; expected one of: {', '.join(ROLES)}.")
+        checked = {key: value for key, value in message.items() if key != "content"}
+        if content is not None:
+            checked["content"] = _text_of(content, which)
+        elif not (role == "assistant" and message.get("tool_calls")):
+            raise UserError(f"{which} ({role}) has no content; expected text.")
+        conversation.append(checked)
+    return conversation
 
 
 def _text_of(content: Any, which: str) -> str:
@@ -356,22 +353,6 @@ def _text_of(content: Any, which: str) -> str:
     if not texts:
         raise UserError(f"{which} has an empty list of parts as content; expected text.")
     return "\n".join(texts)
-
-
-def _check_end(conversation: list[dict[str, Any]], add_prompt: bool, continues: bool) -> None:
-    if add_prompt and continues:
-        raise UserError(
-            "add_generation_prompt and continue_final_message are both True; the prompt ends "
-            "either in a new assistant message or in the final one. Leave one out."
-        )
-    if add_prompt and conversation[-1]["role"] == "assistant":
-        raise UserError(
-            "The final message is the assistant's, and the answer would be a second one after it; "
-            "set continue_final_message to go on with it, or add a user message."
-        )
-
-
-# ---- answers --------------------------------------------------------------------------------
 
 
 def split_thinking(
@@ -425,7 +406,11 @@ def with_answer(
         UserError: a message is malformed.
     """
     # Roles were checked against the template when the prompt was made.
-    roles = "".join(f"'{_role_of(message)}'" for message in messages)
+    roles = "".join(
+        f"'{m.role if isinstance(m, ChatMessage) else m.get('role')}'"
+        for m in messages
+        if isinstance(m, ChatMessage | Mapping)
+    )
     conversation = _checked_messages(messages, roles)
     last = conversation[-1]
     if last["role"] != "assistant":
@@ -434,7 +419,3 @@ def with_answer(
     before = last.get("content", "")
     _, answer = split_thinking(before + text, start, end, opened=opened)
     return [*conversation[:-1], {**last, "content": answer}]
-
-
-def _role_of(message: Any) -> Any:
-    return message.get("role") if isinstance(message, Mapping) else getattr(message, "role", None)

@@ -23,9 +23,8 @@ from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.config.checks import did_you_mean, require, require_neutral
 from peagle.engine import EngineStats, LLMEngine
 from peagle.engine.outputs import RequestOutput, StreamChunk
-from peagle.engine.placement import resolve_device, resolve_dtype
+from peagle.engine.placement import choose_threads, resolve_device, resolve_dtype
 from peagle.engine.requests import Prompt, Requests
-from peagle.engine.threads import choose_threads
 from peagle.errors import CheckpointError, UserError
 from peagle.kernels.logprobs import TokenLogprobs
 from peagle.models.loading import resolve_model, with_local_head
@@ -59,11 +58,7 @@ _WITHOUT_EFFECT = {"disable_log_stats", "disable_custom_all_reduce", "swap_space
 
 
 def named_target(target: str | Path | None, model: str | Path | None) -> str | Path | None:
-    """The target's name, under whichever of its two names it was given.
-
-    Raises:
-        UserError: both were.
-    """
+    """The target under whichever of its two names it was given; a UserError if both were."""
     if target is not None and model is not None:
         raise UserError(
             f"target is {str(target)!r} and model is {str(model)!r}; both name the target, leave "
@@ -82,7 +77,7 @@ class ChatOutput:
     Attributes:
         answer: what the model said, without its reasoning.
         reasoning: what stood between the thinking markers, "" if it did not think.
-        messages: the conversation with the answer as its last message: the next turn goes on here.
+        messages: the conversation with the answer as its last message, for the next turn.
         output: the request as `generate` gives it; its attributes are attributes of the answer too.
     """
 
@@ -197,7 +192,6 @@ class LLM:
         return [self._of_prompt(*both) for both in zip(listed, found, strict=True)]
 
     def _of_prompt(self, prompt: Prompt, outputs: list[RequestOutput]) -> RequestOutput:
-        """The outputs of a prompt as one, with what only the caller's prompt tells."""
         given = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         text, request_id = given if isinstance(given, str) else None, str(next(self._request_ids))
         first, *others = (
@@ -257,7 +251,7 @@ class LLM:
     def default_params(self) -> SamplingParams:
         """How the model asks to be sampled, in its generation_config; greedy if it does not.
 
-        Its stop ids count for every request, whatever its params.
+        The stop ids there count for every request, whatever its params.
 
         Raises:
             CheckpointError: the generation_config has a value that is out of range.
@@ -340,14 +334,13 @@ class LLM:
             use_tqdm=use_tqdm,
             lora_request=lora_request,
         )
-        return [self._chat_output(*both) for both in zip(chats, outputs, strict=True)]
-
-    def _chat_output(self, messages: Sequence[Message], output: RequestOutput) -> ChatOutput:
-        opened = opens_thinking(self.tokenizer, output.prompt_token_ids)
-        reasoning, answer = split_thinking(output.text, opened=opened)
-        return ChatOutput(
-            answer, reasoning, with_answer(messages, output.text, opened=opened), output
-        )
+        answers = []
+        for chat, output in zip(chats, outputs, strict=True):
+            opened = opens_thinking(self.tokenizer, output.prompt_token_ids)
+            reasoning, answer = split_thinking(output.text, opened=opened)
+            turns = with_answer(chat, output.text, opened=opened)
+            answers.append(ChatOutput(answer, reasoning, turns, output))
+        return answers
 
     @staticmethod
     def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -402,11 +395,7 @@ def _progress(use_tqdm: bool | Callable[..., Any], total: int) -> Iterator[Calla
 
 
 def each(values: Any, kind: type, what: str, count: int) -> list[Any]:
-    """One value for all, or a list of one each, as a list of one each.
-
-    Raises:
-        UserError: it is neither, or not one each.
-    """
+    """One value for all, or a list of one each, as a list of one each; else a UserError."""
     listed = [values] * count if isinstance(values, kind) else values
     if not isinstance(listed, Sequence) or not all(isinstance(one, kind) for one in listed):
         raise UserError(f"The {what} are {values!r}; expected {kind.__name__}, or a list of them.")

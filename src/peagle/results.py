@@ -38,7 +38,7 @@ _FROM = Field(validation_alias=AliasChoices("from", "first"), serialization_alia
 _TO = Field(validation_alias=AliasChoices("to", "last"), serialization_alias="to")
 
 
-class Record(BaseModel):
+class ResultModel(BaseModel):
     """An object of one of the files. Null counts as the default of its key, if it has one.
 
     Computed keys are written, and computed again when a file is read.
@@ -60,7 +60,7 @@ class Record(BaseModel):
         }
 
     def to_json(self) -> dict[str, Any]:
-        """The record as a JSON object."""
+        """Return the object as JSON."""
         return self.model_dump(mode="json", by_alias=True)
 
 
@@ -68,7 +68,7 @@ def _text(value: Any) -> Any:
     return "" if value is None else value
 
 
-class Provenance(Record):
+class Provenance(ResultModel):
     """Where the numbers of a file come from; further keys are kept."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -80,7 +80,7 @@ class Provenance(Record):
     dtype: Annotated[str, BeforeValidator(_text)] = ""
 
 
-class Document(Record):
+class Document(ResultModel):
     """The keys that every file has."""
 
     format_version: int = FORMAT_VERSION
@@ -94,7 +94,7 @@ class Document(Record):
         return bool(extra.get("synthetic") or self.settings.get("synthetic"))
 
 
-class TrainingRecord(Record):
+class TrainingRecord(ResultModel):
     """The length of a head's training; None where it is not recorded."""
 
     steps: Count  # optimizer steps done
@@ -119,7 +119,7 @@ class TrainingRecord(Record):
 # ---- acceptance.json ------------------------------------------------------------------------
 
 
-class Slice(Record):
+class Slice(ResultModel):
     """Pooled counters of some of the requests, and the figures that follow from them."""
 
     num_requests: Count = 0
@@ -144,7 +144,7 @@ class Slice(Record):
         return self.acceptance_length if self.num_drafts else None
 
 
-class RangeSlice(Record):
+class RangeSlice(ResultModel):
     """The drafts that began with so many tokens of context, or so far into the output."""
 
     first: Number = _FROM
@@ -152,7 +152,7 @@ class RangeSlice(Record):
     slice: Slice
 
 
-class HistogramBin(Record):
+class HistogramBin(ResultModel):
     """Number of requests whose acceptance length lies in [first, last)."""
 
     first: float = _FROM
@@ -160,7 +160,7 @@ class HistogramBin(Record):
     count: Count
 
 
-class HardText(Record):
+class HardText(ResultModel):
     """A stretch of output where few drafts were accepted."""
 
     set: str = ""
@@ -171,7 +171,7 @@ class HardText(Record):
     num_drafts: Count = 0
 
 
-class OutputSample(Record):
+class OutputSample(ResultModel):
     """An output in pieces, each "accepted" (drafts) or "target" (tokens of the target)."""
 
     set: str = ""
@@ -181,7 +181,7 @@ class OutputSample(Record):
     pieces: list[tuple[str, str]] = []
 
 
-class AcceptanceFigures(Record):
+class AcceptanceFigures(ResultModel):
     """The acceptance of one way to decode: pooled, by part, and with texts."""
 
     pooled: Slice
@@ -197,7 +197,7 @@ class AcceptanceFigures(Record):
     samples: list[OutputSample] = []
 
 
-class EntryKey(Record):
+class EntryKey(ResultModel):
     """What tells one entry from another."""
 
     method: str
@@ -229,7 +229,7 @@ class Entry(AcceptanceFigures, EntryKey):
         return self.k or len(self.pooled.num_accepted_tokens_per_pos)
 
 
-class Comparison(Record):
+class Comparison(ResultModel):
     """The paired difference of a figure of two methods on the same prompts."""
 
     method: str
@@ -254,7 +254,7 @@ class AcceptanceResults(Document):
 # ---- throughput.json ------------------------------------------------------------------------
 
 
-class Percentiles(Record):
+class Percentiles(ResultModel):
     """Percentiles and mean of some seconds."""
 
     p50: float | None = None
@@ -263,7 +263,7 @@ class Percentiles(Record):
     mean: float | None = None
 
 
-class RunFigures(Record):
+class RunFigures(ResultModel):
     """Speed and latency of one repeat of a cell, or the medians of its repeats."""
 
     seconds: float | None = None
@@ -279,13 +279,13 @@ class RunFigures(Record):
     errors: Number = 0
 
 
-class CellSpread(Record):
+class CellSpread(ResultModel):
     """Least and most of the repeats."""
 
     output_tokens_per_s: Interval | None = None
 
 
-class Cell(Record):
+class Cell(ResultModel):
     """One method at one K and one concurrency on one prompt set."""
 
     method: str
@@ -302,8 +302,18 @@ class Cell(Record):
     linearity: float | None = None
     meets_objective: bool | None = None
 
+    @property
+    def speed(self) -> float:
+        """Output tokens per second, the median of the repeats."""
+        return self.median.output_tokens_per_s
 
-class BestK(Record):
+    @property
+    def speed_range(self) -> Interval:
+        """Least and most output tokens per second of the repeats."""
+        return self.spread.output_tokens_per_s or (self.speed, self.speed)
+
+
+class BestK(ResultModel):
     """The best K of a method at one load, and every K that ties with the fastest."""
 
     method: str
@@ -314,7 +324,7 @@ class BestK(Record):
     tied_k: list[int] = []
 
 
-class Goodput(Record):
+class Goodput(ResultModel):
     """Most requests per second of a method at one K that keep the latency objective."""
 
     method: str
@@ -333,11 +343,16 @@ class ThroughputResults(Document):
     training: dict[str, TrainingRecord] = {}
     advice: str = ""
 
+    @property
+    def has_many_k(self) -> bool:
+        """Whether several K were measured."""
+        return len({cell.k for cell in self.cells if cell.k}) > 1
+
 
 # ---- tune.json ------------------------------------------------------------------------------
 
 
-class TunedCosts(Record):
+class TunedCosts(ResultModel):
     """Measured seconds of decode steps and of their parts."""
 
     target_s: list[tuple[Number, float]] = []  # tokens in the pass, seconds
@@ -345,8 +360,20 @@ class TunedCosts(Record):
     step_s: list[tuple[int, int, float, bool]] = []  # batch, K, seconds, whether it was fitted
     spread: float | None = None
 
+    @property
+    def passes(self) -> list[tuple[str, str, list[tuple[int, float]]]]:
+        """Title, unit and ascending (size, milliseconds) of each kind of pass that was timed."""
+        return [
+            (title, unit, sorted((max(1, round(size)), 1000 * time) for size, time in costs))
+            for title, unit, costs in (
+                ("Target pass", "tokens in the pass", self.target_s),
+                ("Drafter pass", "rows in the pass", self.draft_s),
+            )
+            if costs
+        ]
 
-class TunedAcceptance(Record):
+
+class TunedAcceptance(ResultModel):
     """Acceptance length by K, and the K at which it was measured."""
 
     source: str = ""
@@ -354,7 +381,7 @@ class TunedAcceptance(Record):
     measured_k: list[int] = []
 
 
-class Prediction(Record):
+class Prediction(ResultModel):
     """Tokens per second at one batch size and K."""
 
     batch: Annotated[int, Field(ge=1)]
@@ -364,7 +391,7 @@ class Prediction(Record):
     fitted: bool = False
 
 
-class PredictionCheck(Record):
+class PredictionCheck(ResultModel):
     """How far predictions are off at the cells that were not fitted."""
 
     num_unfitted: Count = 0
@@ -373,7 +400,7 @@ class PredictionCheck(Record):
     worst: float | None = None
 
 
-class BreakEven(Record):
+class BreakEven(ResultModel):
     """The acceptance length from which drafting is faster than not drafting."""
 
     batch: Annotated[int, Field(ge=1)]
@@ -408,7 +435,7 @@ class TuneResults(Document):
 CaseStatus = Literal["passed", "near-ties", "fault", "not applicable"]
 
 
-class Difference(Record):
+class Difference(ResultModel):
     """The first token at which an output leaves the reference; a token is None at an end."""
 
     prompt: str
@@ -429,7 +456,7 @@ class Difference(Record):
         return self.gap < self.bound and self.top2_gap < self.bound
 
 
-class CertifiedCase(Record):
+class CertifiedCase(ResultModel):
     """One feature under one way to decode, greedy, against the reference.
 
     `differences` has the first one of each output, `faults` names others in words, and `note` says
@@ -468,7 +495,7 @@ class CertifiedCase(Record):
         return len(self.differences) - self.num_near_ties + len(self.faults)
 
 
-class SampledTest(Record):
+class SampledTest(ResultModel):
     """Pearson's test of the first tokens of one prompt's outputs under one way to decode."""
 
     method: str
@@ -541,10 +568,6 @@ AnyDocument = TypeVar("AnyDocument", bound=Document)
 def read_document(path: Path, model: type[AnyDocument]) -> AnyDocument:
     """Read one of the files.
 
-    Args:
-        path: of the file.
-        model: what it holds.
-
     Raises:
         UserError: the file is not readable, malformed (the message names the key), or newer.
     """
@@ -590,13 +613,15 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_bytes().decode())
     except OSError as error:
-        raise UserError(f"{str(path)!r} is not readable: {error.strerror}.") from None
+        problem = f"is not readable: {error.strerror}"
     except UnicodeDecodeError:
-        raise UserError(f"{str(path)!r} is not UTF-8 text; expected JSON.") from None
+        problem = "is not UTF-8 text; expected JSON"
     except RecursionError:
-        raise UserError(f"{str(path)!r} is nested too deeply to be a result.") from None
+        problem = "is nested too deeply to be a result"
     except ValueError as error:
-        raise UserError(f"{str(path)!r} is not JSON: {error}. Run its command again.") from None
-    if not isinstance(data, dict):
-        raise UserError(f"{str(path)!r} holds {type(data).__name__}; expected a JSON object.")
-    return data
+        problem = f"is not JSON: {error}. Run its command again"
+    else:
+        if isinstance(data, dict):
+            return data
+        problem = f"holds {type(data).__name__}; expected a JSON object"
+    raise UserError(f"{str(path)!r} {problem}.")

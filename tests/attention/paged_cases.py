@@ -24,8 +24,8 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 class PagedCase:
     """Sequences with `past` cached tokens and `new` ones to run, over shuffled blocks.
 
-    NaN are: the scrap block, blocks of nobody, slots beyond a context or before its start, the
-    tables' unused entries (they name the scrap block), and the rows that pad the batch.
+    NaN are: the scrap block, free blocks, slots beyond a context or before its start, the tables'
+    unused entries (they name the scrap block), and the rows that pad the batch.
     """
 
     past: list[int]

@@ -175,38 +175,26 @@ def fresh_checks():
     check_device.cache_clear()
 
 
-def refusal(device: str) -> str:
-    with pytest.raises(UserError) as error:
-        check_device(torch.device(device))
-    return str(error.value)
-
-
 @pytest.mark.usefixtures("fresh_checks")
-def test_a_machine_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "triton", None)
-    message = refusal("cpu")
-    assert "not installed" in message
-    assert "pip install triton" in message
-
-
-@pytest.mark.usefixtures("fresh_checks")
-def test_a_cpu_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("case", "named"),
+    [
+        ("no triton", ("not installed", "pip install triton")),
+        ("no interpreter", ('"cpu"', "NVIDIA GPU", "torch backend")),
+        ("an old GPU", ("Tesla T4", "7.5", "8.0", "torch backend")),
+    ],
+)
+def test_devices_that_cannot_run_it(
+    case: str, named: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if case == "no triton":
+        monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    message = refusal("cpu")
-    assert '"cpu"' in message
-    assert "NVIDIA GPU" in message
-    assert "torch backend" in message
-
-
-@pytest.mark.usefixtures("fresh_checks")
-def test_an_old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    message = refusal("cuda")
-    assert "Tesla T4" in message
-    assert "7.5" in message
-    assert "8.0" in message
-    assert "torch backend" in message
+    with pytest.raises(UserError) as error:
+        check_device(torch.device("cuda" if case == "an old GPU" else "cpu"))
+    assert all(text in str(error.value) for text in named)
 
 
 SHAPE = AttentionShape(1, 1, 1, 8, 2, 64, torch.bfloat16, torch.bfloat16)

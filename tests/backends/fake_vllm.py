@@ -72,8 +72,10 @@ class App:
             status = 200 if time.time() > ready_at else 503
         elif scope["path"] == "/v1/completions":
             asked = json.loads((await receive())["body"])
-            if asked.get("sleep_s"):
-                time.sleep(asked["sleep_s"])
+            if asked.get("holds"):  # until the end was asked for, or for ever
+                print("held", flush=True)
+                ending.wait()
+                threading.Event().wait(None if asked["holds"] == "forever" else 0)
             if mode == "refuses":
                 status = 400
             elif k and mode != "no drafts":
@@ -87,7 +89,7 @@ class App:
 module, _, name = args.middleware.rpartition(".")
 app = App()
 guarded = getattr(importlib.import_module(module), name)(app)
-busy = threading.Semaphore(100)
+busy, ending = threading.Semaphore(100), threading.Event()
 
 class Handler(BaseHTTPRequestHandler):
     def answer(self):
@@ -114,6 +116,8 @@ ready_at = time.time() + float(os.environ.get("FAKE_VLLM_LOAD_S", "0"))
 server = ThreadingHTTPServer((args.host, int(args.port)), Handler)
 
 def end(*_):
+    ending.set()
+    print("asked to end", flush=True)
     def drain():
         for _ in range(100):
             busy.acquire()
@@ -157,7 +161,7 @@ def install(
         (site / path).write_text(text)
     python = folder / "bin" / "python"
     python.parent.mkdir(exist_ok=True)
-    # What comes before our own environment wins.
+    # Python takes the first package of a name on its path: this one, not our environment's.
     python.write_text(f'#!/bin/sh\nPYTHONPATH="{site}:$PYTHONPATH" exec {sys.executable} "$@"\n')
     python.chmod(0o755)
     return python

@@ -117,7 +117,7 @@ def changed_copy(source, folder, **changes):
 
 
 def test_head_of_a_target_of_the_same_size(gpu, tmp_path):
-    """Only the fingerprint tells: its tokenizer, then some rows of lm_head."""
+    """Only the fingerprint shows the difference: its tokenizer, then some rows of lm_head."""
     copy = changed_copy(TARGET, tmp_path / "target")
     launch = VllmLaunch(str(copy), PEAGLE)
     assert check_launch(launch, gpu) == ()

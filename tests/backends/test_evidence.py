@@ -1,12 +1,17 @@
-"""What counters, log and configuration say about drafts. Figures are real vLLM's."""
+"""Counters, log and configuration as evidence of drafts. The figures are real vLLM's."""
+
+from dataclasses import replace
+from functools import partial
 
 import pytest
 
-from peagle.backends.vllm.evidence import Expected, judge, skips_mask_hidden
+from peagle.backends.vllm.evidence import judge
 from peagle.client.counters import DraftCounts
+from peagle.config import SpeculativeConfig
 from peagle.errors import UserError
 
-PARALLEL = Expected("eagle3", 4, True)
+HEAD = SpeculativeConfig(model="head", num_speculative_tokens=4)
+judge_parallel = partial(judge, HEAD, is_parallel=True)
 # vLLM 0.32.0 for CPUs, the bundled P-EAGLE head, K = 4: told to draft in parallel, and not told.
 HEALTHY = [
     DraftCounts(116, 464, 203, (78, 56, 40, 29)),
@@ -27,15 +32,15 @@ def facts(parallel: bool | None = True, speculative: bool = True) -> dict[str, o
 
 @pytest.mark.parametrize("counts", HEALTHY)
 def test_parallel_drafts_pass(counts):
-    assert judge(PARALLEL, counts, facts()) == ()
-    assert judge(PARALLEL, counts, None) == ()
-    assert judge(PARALLEL, counts, {"has_config": False, "speculative": None}) == ()
+    assert judge_parallel(counts, facts()) == ()
+    assert judge_parallel(counts, None) == ()
+    assert judge_parallel(counts, {"has_config": False, "speculative": None}) == ()
 
 
 @pytest.mark.parametrize("counts", ONE_BY_ONE)
 def test_counters_alone_tell_drafts_made_one_by_one(counts):
     with pytest.raises(UserError, match="drafts after the first are not accepted"):
-        judge(PARALLEL, counts, None)
+        judge_parallel(counts, None)
 
 
 @pytest.mark.parametrize(
@@ -52,37 +57,33 @@ def test_counters_alone_tell_drafts_made_one_by_one(counts):
 )
 def test_each_evidence_refuses_alone(counts, told, skipped, message):
     with pytest.raises(UserError, match=message):
-        judge(PARALLEL, counts, told, skipped=skipped)
+        judge_parallel(counts, told, skipped=skipped)
 
 
 def test_last_drafts_may_be_shorter():
-    assert judge(PARALLEL, DraftCounts(116, 464 - 12, 203, (78, 56, 40, 29)), facts()) == ()
+    assert judge_parallel(DraftCounts(116, 464 - 12, 203, (78, 56, 40, 29)), facts()) == ()
 
 
 def test_poor_heads_are_not_told_apart():
     """A head of 8 training steps (docs/compatibility.md): 217 of 2,326 drafts."""
-    (note,) = judge(PARALLEL, DraftCounts(150, 600, 14, (14, 0, 0, 0)), facts())
+    (note,) = judge_parallel(DraftCounts(150, 600, 14, (14, 0, 0, 0)), facts())
     assert "too few drafts were accepted" in note
 
 
 def test_other_ways_to_draft():
-    eagle3 = Expected("eagle3", 4, False)
+    eagle3 = partial(judge, HEAD, is_parallel=False)
     for counts in (*HEALTHY, *ONE_BY_ONE):
-        assert judge(eagle3, counts, facts(parallel=False)) == ()
+        assert eagle3(counts, facts(parallel=False)) == ()
     with pytest.raises(UserError, match="parallel_drafting is True"):
-        judge(eagle3, HEALTHY[0], facts(parallel=True))
-    lookup = Expected("ngram", 4, False)
-    (note,) = judge(lookup, DraftCounts(), None)
+        eagle3(HEALTHY[0], facts(parallel=True))
+    lookup = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
+    (note,) = judge(lookup, DraftCounts(), None, is_parallel=False)
     assert "found nothing to repeat" in note
-    assert judge(lookup, DraftCounts(9, 20, 5, (3, 2)), None) == ()
-    assert judge(Expected("eagle3", 1, True), DraftCounts(90, 90, 60, (60,)), facts()) == ()
-    scheduled = Expected("eagle3", 4, False, is_fixed=False)
-    assert judge(scheduled, DraftCounts(100, 200, 90, (50, 40)), None) == ()
-
-
-def test_log_line():
-    line = (
-        "WARNING 11-21 23:54:01 [llama_eagle3.py:434] mask_hidden found in weights but model is "
-        "not configured for parallel drafting. Skipping loading mask_hidden."
-    )
-    assert skips_mask_hidden(line) and not skips_mask_hidden("Loading drafter model...")
+    assert judge(lookup, DraftCounts(9, 20, 5, (3, 2)), None, is_parallel=False) == ()
+    single = replace(HEAD, num_speculative_tokens=1)
+    assert judge(single, DraftCounts(90, 90, 60, (60,)), facts(), is_parallel=True) == ()
+    scheduled = replace(HEAD, num_speculative_tokens_per_batch_size=((1, 4, 4), (5, 9, 2)))
+    counts = DraftCounts(100, 200, 90, (50, 40))
+    assert judge(scheduled, counts, None, is_parallel=False) == ()
+    with pytest.raises(UserError, match="another length than K = 4"):
+        eagle3(counts, None)

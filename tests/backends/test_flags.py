@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peagle.backends.vllm.flags import _OURS, _REFUSED, _WHOLE, check_flags, has_flag
+from peagle.backends.vllm.checks import _OURS, _REFUSED, _WHOLE, check_flags
+from peagle.backends.vllm.launch import VllmLaunch
 from peagle.errors import UserError
 
 
@@ -76,7 +77,8 @@ def test_told():
 
 
 def test_has_flag():
-    assert has_flag(["--a_b=3"], "--a-b") and not has_flag(["--a", "b"], "--b")
+    assert VllmLaunch("m", extra=("--a_b=3",)).has_flag("--a-b")
+    assert not VllmLaunch("m", extra=("--a", "b")).has_flag("--b")
 
 
 @given(st.data())

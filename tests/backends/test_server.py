@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +35,15 @@ def is_gone(pid: int) -> bool:
     return True
 
 
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds, however slow the machine is."""
+    for _ in range(1200):
+        if condition():
+            return
+        time.sleep(0.05)
+    raise AssertionError("it never came to be")
+
+
 def post(server: VllmServer, body: dict, key: str | None = None) -> ApiReply:
     client = ApiClient(server.url, server.api_key if key is None else key)
     return client.call("POST", "/v1/completions", {"prompt": "x", "max_tokens": 2, **body})
@@ -49,7 +60,7 @@ def test_a_sound_server(gpu):
         assert len(server.api_key) >= 32 and server.api_key not in str(told)
         assert not any(server.api_key in word for word in server.command.argv)
         assert post(server, {}, "wrong").status == 401
-        pid = server._child.pid
+        pid = server.process.pid
     assert is_gone(pid)
     assert "INFO ready" in logged and any("ready after" in text for text in said)
     server.stop()  # again does nothing
@@ -77,9 +88,9 @@ def test_without_a_key_if_none_is_wanted(gpu):
 def test_a_server_that_does_not_draft_as_asked(gpu, monkeypatch, mode, message):
     monkeypatch.setenv("FAKE_VLLM", mode)
     server = VllmServer(LAUNCH, gpu)
-    children = []
+    children, await_ready = [], server._await_ready
     monkeypatch.setattr(
-        server, "_spawn", lambda spawn=server._spawn: (spawn(), children.append(server._child.pid))
+        server, "_await_ready", lambda child: (children.append(child.pid), await_ready(child))
     )
     with pytest.raises(UserError, match=message) as error, server:
         pass
@@ -103,10 +114,10 @@ def test_a_vllm_that_tells_nothing_of_its_configuration(gpu, monkeypatch):
 
 
 def test_not_ready_in_time(gpu, monkeypatch):
-    monkeypatch.setattr("peagle.backends.vllm.server.READY_S", 1)
+    monkeypatch.setattr("peagle.backends.vllm.server.READY_S", 0)
     monkeypatch.setenv("FAKE_VLLM_LOAD_S", "60")
     with (
-        pytest.raises(UserError, match="not ready after 1 s and was stopped"),
+        pytest.raises(UserError, match="not ready after 0 s and was stopped"),
         VllmServer(LAUNCH, gpu),
     ):
         pass
@@ -130,13 +141,12 @@ def test_notes_are_warnings(cpu):
 
 def test_workers_of_a_server_that_does_not_end(gpu, monkeypatch):
     monkeypatch.setenv("FAKE_VLLM", "stubborn")
-    monkeypatch.setattr("peagle.backends.vllm.process.Child.end.__defaults__", (0.3,))
+    monkeypatch.setattr("peagle.backends.vllm.server.END_S", 0.3)
     logged = []
     with VllmServer(LAUNCH, gpu, log=logged.append) as server:
-        pids = [server._child.pid, *(int(s.split()[1]) for s in logged if s.startswith("worker"))]
+        pids = [server.process.pid, *(int(s.split()[1]) for s in logged if s.startswith("worker"))]
         assert len(pids) == 2 and not any(map(is_gone, pids))
-    time.sleep(0.1)
-    assert all(map(is_gone, pids))
+    wait_for(lambda: all(map(is_gone, pids)))
 
 
 # ---- signals --------------------------------------------------------------------------------
@@ -180,52 +190,48 @@ def until(process: subprocess.Popen, text: str) -> None:
     raise AssertionError(f"{text!r} never came")
 
 
-def ask_slowly(url: str, answers: list) -> threading.Thread:
-    def ask() -> None:
-        body = {"prompt": "x", "max_tokens": 1, "sleep_s": 1.0}
-        try:
-            answers.append(ApiClient(url).call("POST", "/v1/completions", body).status)
-        except NoAnswer as error:
-            answers.append(error)
+def ask(process: subprocess.Popen, url: str, holds: str) -> Future:
+    """Send a request that vLLM holds, and wait until it does; its status, or the error."""
+    body, answer = {"prompt": "x", "max_tokens": 1, "holds": holds}, Future()
 
-    thread = threading.Thread(target=ask)
-    thread.start()
-    time.sleep(0.4)
-    return thread
+    def send() -> None:
+        try:
+            answer.set_result(ApiClient(url).call("POST", "/v1/completions", body).status)
+        except NoAnswer as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=send, daemon=True).start()
+    until(process, "held")
+    return answer
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_first_signal_drains(process, number):
     started, url = process
     until(started, "is served at")
-    answers: list = []
-    asking = ask_slowly(url, answers)
+    answer = ask(started, url, "until the end")
     started.send_signal(number)
-    asking.join()
-    assert answers == [200]
-    assert started.wait(10) == 0
+    assert answer.result() == 200
+    assert started.wait() == 0
     assert "ended in order" in started.stdout.read()
 
 
 def test_second_signal_ends_at_once(process):
     started, url = process
     until(started, "is served at")
-    answers: list = []
-    asking = ask_slowly(url, answers)
-    for _ in range(2):
-        started.send_signal(signal.SIGTERM)
-        time.sleep(0.1)
-    asking.join()
-    assert started.wait(10) == 128 + signal.SIGKILL
-    assert isinstance(answers[0], NoAnswer)
+    answer = ask(started, url, "forever")
+    started.send_signal(signal.SIGTERM)
+    until(started, "asked to end")
+    started.send_signal(signal.SIGTERM)
+    assert isinstance(answer.exception(), NoAnswer)
+    assert started.wait() == 128 + signal.SIGKILL
 
 
 def test_signal_while_it_loads(process):
     started, _ = process
     until(started, "starting vLLM")
-    time.sleep(0.1)
     started.send_signal(signal.SIGTERM)
-    assert started.wait(15) != 0
+    assert started.wait() != 0
     assert "KeyboardInterrupt" not in started.stdout.read()
 
 
@@ -234,10 +240,12 @@ def test_vllm_does_not_outlive_a_killed_parent(process):
     until(started, "is served at")
     started.kill()
     started.wait()
-    for _ in range(60):
+
+    def is_silent() -> bool:
         try:
             ApiClient(url).call("GET", "/health")
         except NoAnswer:
-            return
-        time.sleep(0.1)
-    raise AssertionError("it still answers")
+            return True
+        return False
+
+    wait_for(is_silent)

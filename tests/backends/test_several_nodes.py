@@ -84,7 +84,7 @@ def test_sizes_agree():
 
 
 def test_the_command_line_is_understood():
-    from peagle.backends.vllm.flags import check_flags
+    from peagle.backends.vllm.checks import check_flags
     from peagle.cli.main import LazyCommand
 
     words = container(HEAD)["args"][2:]
@@ -113,7 +113,7 @@ def test_pods_are_locked_down():
         assert not pod(one).keys() & {"hostNetwork", "hostPID", "hostIPC"}
         variables = {variable["name"]: variable for variable in container(one)["env"]}
         assert "value" not in variables["HF_TOKEN"]
-        # Who answers requests needs the key, nobody else.
+        # The server needs the key; workers do not get it.
         assert ("PEAGLE_API_KEY" in variables) == (one is HEAD)
         assert "value" not in variables.get("PEAGLE_API_KEY", {})
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
@@ -150,7 +150,7 @@ with open(os.environ["FAKE_RAY"], "a") as file:
 
 @pytest.fixture
 def ray(tmp_path, gpu_python):
-    """Runs the script with a stand-in for ray; its process and what ray was told."""
+    """Run the script with a stand-in for ray; its process, and the arguments that ray got."""
     (tmp_path / "ray" / "scripts").mkdir(parents=True)
     (tmp_path / "ray" / "__init__.py").write_text(RAY)
     (tmp_path / "ray" / "scripts" / "__init__.py").write_text("")

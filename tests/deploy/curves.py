@@ -8,29 +8,29 @@ from pathlib import Path
 from peagle.evaluation.sweep import SweepPoint
 from peagle.evaluation.throughput import summarize
 from peagle.evaluation.timing import LatencyObjective
+from peagle.results import RunFigures
 
 # Concurrency -> tokens/s with drafts and without: the gain shrinks, and is none from 32 on.
 DRAFTING = {1: 100, 2: 190, 4: 360, 8: 640, 16: 1000, 32: 1200, 64: 1250}
 PLAIN = {1: 50, 2: 98, 4: 190, 8: 380, 16: 720, 32: 1300, 64: 2000}
 
 
-def figures(concurrency: int, speed: float) -> dict:
+def figures(concurrency: int, speed: float) -> RunFigures:
     """What a repeat of `peagle bench` measured: every request gets its share of the speed."""
     gap = concurrency / speed
     spread = {"p50": gap, "p90": 1.5 * gap, "p99": 3 * gap, "mean": gap}
-    return {
-        "seconds": 10.0,
-        "num_requests": 8,
-        "num_tokens": 800,
-        "output_tokens_per_s": float(speed),
-        "requests_per_s": speed / 100,
-        "ttft_s": {name: 10 * value for name, value in spread.items()},
-        "itl_s": spread,
-        "e2e_s": spread,
-        "acceptance_length": None,
-        "gpu_busy": None,
-        "errors": 0,
-    }
+    return RunFigures.model_validate(
+        {
+            "seconds": 10.0,
+            "num_requests": 8,
+            "num_tokens": 800,
+            "output_tokens_per_s": float(speed),
+            "requests_per_s": speed / 100,
+            "ttft_s": {name: 10 * value for name, value in spread.items()},
+            "itl_s": spread,
+            "e2e_s": spread,
+        }
+    )
 
 
 def throughput(path: Path, *, k: int = 7, objective: str | None = None, sets=("code",)) -> Path:

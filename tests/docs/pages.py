@@ -16,7 +16,7 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "recipes").glob("*/README.md")),
 ]
-# What a block may need that a test cannot give it. The word stands behind the language: ```sh gpu
+# The needs of a block that a test cannot meet. The word stands after the language: ```sh gpu
 NEEDS = {
     "gpu": "an NVIDIA card",
     "hub": "a model hub",

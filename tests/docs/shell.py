@@ -3,14 +3,15 @@
 bash reads each block. `peagle` is found on PATH: a small program that hands its arguments, folder,
 environment and open files to a process forked from one that has imported torch already
 (`tests.serving.warm`). `peagle serve` returns when the server answers, as a reader goes on in a
-second terminal; the next `peagle serve` ends the one before. The options of `LIMITS` keep the work
-small.
+second terminal; the next `peagle serve` ends the one before, unless it asks for the same server.
+`limited` keeps the work small.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -21,19 +22,27 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from itertools import islice
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any
 
 from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET
-from serving.warm import forks, take_over
+from serving.warm import PRELOADED, forks, take_over
 from tests.docs.pages import ROOT
 
+# The commands of pages import these, if no test has started the forking process before.
+PRELOADED += [
+    *("peagle.cli.bench", "peagle.cli.data", "peagle.cli.doctor", "peagle.cli.eval"),
+    *("peagle.doctor.examiner", "peagle.evaluation.report", "peagle.training.trainer"),
+    *("matplotlib.backends.backend_agg", "matplotlib.pyplot", "rich.live"),
+]
 LIMITS = {
-    "bench": ["--limit", "2", "--max-new-tokens", "4", "--repeats", "1", "--concurrency", "1,2"],
+    "bench": ["--limit", "2", "--max-new-tokens", "2", "--repeats", "1", "--concurrency", "1,2"],
     "data regenerate": ["--limit", "8", "--max-new-tokens", "16"],
     "demo": ["--limit", "1", "--max-new-tokens", "8"],
-    "eval": ["--limit", "2", "--max-new-tokens", "8"],
+    "doctor": ["--prompts", "few.jsonl"],
+    "eval": ["--limit", "1", "--max-new-tokens", "4"],
     "train": [
         *("--set", "optimizer.steps=2"),
         *("--set", "run.validate_every=1"),
@@ -43,8 +52,9 @@ LIMITS = {
     ],
     "tune": ["--batch-sizes", "1,2", "--steps", "2", "--rounds", "1"],
 }
+_NUM_FEW = 12  # prompts of few.jsonl
 _PAIR2 = ROOT / "tests" / "fixtures" / "pair2"  # it has a chat template with a thinking mode
-# What stands where pages name models, heads and prompts of the reader's own.
+# Stand-ins for the models, heads and prompts of the reader's own that pages name.
 _STAND_INS = {
     "MODEL": _PAIR2 / "target",
     "HEAD": _PAIR2 / "peagle",
@@ -67,16 +77,59 @@ with socket.socket(socket.AF_UNIX) as connection:
 """
 
 
+class Servers:
+    """The server that the pages of a session have started last, on a port of theirs."""
+
+    def __init__(self) -> None:
+        with socket.socket() as one:
+            one.bind(("127.0.0.1", 0))
+            self.port: int = one.getsockname()[1]
+        self._process: Any = None
+        self._arguments: list[str] = []
+
+    def start(self, arguments: list[str], folder: Path, process: Any) -> int:
+        """Start a process that serves, unless it would be the server that runs.
+
+        Returns:
+            0 once the server answers, else the process's exit status.
+        """
+        is_same = arguments == self._arguments and not any(
+            (folder / word).exists()
+            for word in arguments  # of this page's folder alone
+        )
+        if not (is_same and self._process is not None and self._process.is_alive()):
+            self.end()
+            self._process, self._arguments = process, arguments
+            process.start()
+        end = time.monotonic() + _READY_SECONDS
+        while time.monotonic() < end and self._process.is_alive():
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/ready", timeout=5).close()
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.1)
+                continue
+            return 0
+        return self._process.exitcode or 1
+
+    def end(self) -> None:
+        """End the server, if one runs."""
+        if self._process is not None and self._process.is_alive():
+            os.kill(self._process.pid, signal.SIGTERM)
+            self._process.join()
+        self._process = None
+
+
 class Shell:
     """A fresh folder with a shell.
 
     Args:
         folder: an empty folder.
+        servers: of the session.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, servers: Servers) -> None:
         self.folder = folder / "clone"
-        self._port = _free_port()
+        self._servers = servers
         programs = folder / "bin"
         for one in (self.folder, programs):
             one.mkdir()
@@ -87,7 +140,9 @@ class Shell:
             example.write_text(self.on_its_port(example.read_text()))
         for name, stand_in in _STAND_INS.items():
             (self.folder / name).symlink_to(stand_in)
-        self._server: Any = None
+        held_out = (BUNDLED_TARGET.parent / "prompts" / "heldout_code.jsonl").open()
+        with held_out, (self.folder / "few.jsonl").open("w") as few:
+            few.writelines(islice(held_out, _NUM_FEW))
         self._listener = socket.socket(socket.AF_UNIX)
         address = str(folder / "socket")
         self._listener.bind(address)
@@ -104,7 +159,7 @@ class Shell:
             "NO_COLOR": "1",
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT / "src"),
-            "PEAGLE_SERVER": json.dumps({"port": self._port}),
+            "PEAGLE_SERVER": json.dumps({"port": servers.port}),
         }
         threading.Thread(target=self._serve_commands, daemon=True).start()
 
@@ -135,13 +190,12 @@ class Shell:
         return output
 
     def close(self) -> None:
-        """End the server, if one runs, and take no more commands."""
-        self._end_server()
+        """Take no more commands."""
         self._listener.close()
 
     def on_its_port(self, text: str) -> str:
         """The text with the port of this shell's servers."""
-        return text.replace("8000", str(self._port))
+        return text.replace("8000", str(self._servers.port))
 
     def _serve_commands(self) -> None:
         while True:
@@ -158,41 +212,18 @@ class Shell:
             while len(said) < int.from_bytes(head, "big"):
                 said += connection.recv(1 << 16)
             arguments, folder, environment = json.loads(said)
-            serves = arguments[:1] == ["serve"] and not {"--help", "--print-command"} & set(
-                arguments
-            )
-            if serves:
-                self._end_server()
             process = forks().Process(
-                target=_run_peagle, args=(_limited(arguments), folder, environment, _Files(files))
+                target=_run_peagle, args=(limited(arguments), folder, environment, _Files(files))
             )
-            process.start()
-            for file in files:
-                os.close(file)
-            if serves:
-                self._server = process
-                status = self._wait_until_ready(process)
+            if arguments[:1] == ["serve"] and not {"--help", "--print-command"} & set(arguments):
+                status = self._servers.start(arguments, self.folder, process)
             else:
+                process.start()
                 process.join()
                 status = process.exitcode
+            for file in files:
+                os.close(file)
             connection.sendall(str(status).encode())
-
-    def _wait_until_ready(self, process: Any) -> int:
-        end = time.monotonic() + _READY_SECONDS
-        while time.monotonic() < end and process.is_alive():
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{self._port}/ready", timeout=5).close()
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.1)
-                continue
-            return 0
-        return process.exitcode or 1
-
-    def _end_server(self) -> None:
-        if self._server is not None and self._server.is_alive():
-            os.kill(self._server.pid, signal.SIGTERM)
-            self._server.join()
-        self._server = None
 
 
 class _Files:
@@ -218,20 +249,23 @@ def _run_peagle(
     main()
 
 
-def _limited(arguments: list[str]) -> list[str]:
-    """The arguments with the limits of their command, before those that are passed on."""
+def limited(arguments: list[str]) -> list[str]:
+    """Return the arguments with the limits of their command, and with two values of K at most.
+
+    Limits stand before the arguments that are passed on.
+    """
     names = (name for name in LIMITS if arguments[: len(name.split())] == name.split())
     limits = LIMITS[name] if (name := next(names, None)) else []
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    return [*arguments[:end], *limits, *arguments[end:]]
+    own = list(arguments[:end])
+    if limits and "-k" in own:
+        at = own.index("-k") + 1
+        first, *others = re.split("([,-])", own[at])
+        last = int(first) + 1 if others[:1] == ["-"] else others[1:2] and others[1]
+        own[at] = f"{first}{others[0]}{last}" if others else first
+    return [*own, *limits, *arguments[end:]]
 
 
 def _write_program(file: Path, text: str) -> None:
     file.write_text(text)
     file.chmod(0o755)
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]

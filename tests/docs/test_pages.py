@@ -15,7 +15,7 @@ from peagle.cli.demo import print_next_steps
 from peagle.cli.main import COMMANDS
 from tests.docs.command_line import NotUnderstoodError, check, check_peagle, check_span
 from tests.docs.pages import NEEDS, PAGES, ROOT, Block, blocks, commands, spans
-from tests.docs.shell import Shell
+from tests.docs.shell import Servers, Shell
 
 if not (ROOT / "README.md").is_file():
     pytest.skip("a source archive has no pages", allow_module_level=True)
@@ -26,9 +26,16 @@ RUN = {page: [b for b in SHELL if b.page == page and not b.needs] for page in PA
 LANGUAGES = {"sh", "python", "toml", "json", "text", "Dockerfile"}
 
 
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Servers]:
+    servers = Servers()
+    yield servers
+    servers.end()
+
+
 @pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    opened = Shell(tmp_path)
+def shell(tmp_path: Path, servers: Servers) -> Iterator[Shell]:
+    opened = Shell(tmp_path, servers)
     yield opened
     opened.close()
 

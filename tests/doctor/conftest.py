@@ -1,4 +1,4 @@
-"""Examiners of both trained pairs, each made once, on few prompts."""
+"""Probes of both trained pairs, each made once, on few prompts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
-from peagle.doctor.probed_target import ProbedTarget
-from peagle.doctor.questions import choose_texts, usual_style
+from peagle.doctor.probe import Probe, choose_texts, usual_style
 from peagle.models.checkpoint import read_head_config
 from peagle.models.target import TargetModel, load_tokenizer
 
@@ -17,13 +16,13 @@ PAIR2 = Path(__file__).resolve().parents[1] / "fixtures" / "pair2"
 HEADS = {"pair2": PAIR2 / "peagle", "bundled": BUNDLED_PEAGLE}
 
 
-def make_examiner(
+def make_probe(
     target: Path, head: Path, texts: list[str], *, dtype: torch.dtype = torch.float32
-) -> ProbedTarget:
+) -> Probe:
     model, tokenizer = TargetModel.load(target, dtype=dtype), load_tokenizer(target)
     config, _ = read_head_config(head, num_target_layers=model.num_layers)
     style = usual_style(tokenizer)
-    return ProbedTarget.of(model, tokenizer, style, texts, 6, config.aux_layer_ids)
+    return Probe.of(model, tokenizer, style, texts, 6, config.aux_layer_ids)
 
 
 def pair2_texts() -> list[str]:
@@ -31,16 +30,16 @@ def pair2_texts() -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def pair2() -> ProbedTarget:
-    return make_examiner(PAIR2 / "target", PAIR2 / "peagle", pair2_texts())
+def pair2() -> Probe:
+    return make_probe(PAIR2 / "target", PAIR2 / "peagle", pair2_texts()[:36])
 
 
 @pytest.fixture(scope="session")
-def pair2_small() -> ProbedTarget:
-    return make_examiner(PAIR2 / "target", PAIR2 / "peagle", pair2_texts()[:24])
+def pair2_small() -> Probe:
+    return make_probe(PAIR2 / "target", PAIR2 / "peagle", pair2_texts()[:24])
 
 
 @pytest.fixture(scope="session")
-def bundled() -> ProbedTarget:
-    texts = choose_texts(None, load_tokenizer(BUNDLED_TARGET))[::2]
-    return make_examiner(BUNDLED_TARGET, BUNDLED_PEAGLE, texts)
+def bundled() -> Probe:
+    texts = choose_texts(None, load_tokenizer(BUNDLED_TARGET))[::3]
+    return make_probe(BUNDLED_TARGET, BUNDLED_PEAGLE, texts)

@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import peagle.engine.build as engine_build
+import peagle.engine.drafting as engine_drafting
 import peagle.speculation.proposers as proposers
-from peagle.doctor.probed_target import ProbedTarget
-from peagle.doctor.questions import Question
-from peagle.doctor.served import EngineServing, Served
+from peagle.doctor.probe import Probe, Question
+from peagle.doctor.serving import EngineServing, Served
 from peagle.models.checkpoint import load_drafter
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
@@ -46,16 +45,16 @@ def copy_head(source: Path, folder: Path, *faults: Fault) -> Path:
     return folder
 
 
-def train_shortly(examiner: ProbedTarget, folder: Path, *, steps: int) -> Path:
-    """A new head after some steps on the answers in an examiner's probe."""
-    probe, data = examiner.probe, folder / "answers.jsonl"
+def train_shortly(probe: Probe, folder: Path, *, steps: int) -> Path:
+    """A new head after some steps on the answers in a probe."""
+    data = folder / "answers.jsonl"
     with data.open("w") as file:
         spans = zip(probe.prompt_lens, probe.lengths, strict=True)
         for ids, (start, end) in zip(probe.tokens_PN.tolist(), spans, strict=True):
             row = {"prompt_token_ids": ids[:start], "response_token_ids": ids[start:end]}
             file.write(json.dumps(row) + "\n")
     config = {
-        "target": examiner.target.name,
+        "target": probe.target.name,
         "output": folder / "out",
         "head": {"num_layers": 1},
         "data": {"train": data, "batch_tokens": 1024, "length_multiple": 32},
@@ -246,7 +245,7 @@ def scramble_tokenizer(source: Path, folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Counting:
-    """A serving side that tells counters only, as servers do."""
+    """A serving side that reports counters only, as servers do."""
 
     inner: EngineServing
     change: Callable[[Served], Served] = lambda one: one
@@ -266,7 +265,7 @@ def serve_changed(patch: pytest.MonkeyPatch, change: Callable[[Drafter], Any]) -
         changed = change(drafter)
         return changed if isinstance(changed, Drafter) else drafter
 
-    patch.setattr(engine_build, "load_drafter", load)
+    patch.setattr(engine_drafting, "load_drafter", load)
 
 
 def _reconfigure(**changes: Any) -> Callable[[Drafter], None]:
@@ -326,7 +325,7 @@ def _served_noise(drafter: Drafter) -> None:
     weight.add_(_noise(weight) * weight.std() * 2)
 
 
-# Names, the causes of which a doctor has to name one, what plants them into a loaded head.
+# By name: the causes (the doctor has to name one of them), and the change of a loaded head.
 HEAD_CHANGES: dict[str, tuple[tuple[str, ...], Callable[[Drafter], Any]]] = {
     "aux layers": (("aux_layers",), _served_aux),
     "mask id": (("mask_token_id",), _reconfigure(mask_token_id=0)),

@@ -1,4 +1,4 @@
-"""Heads broken in one way or two: the doctor names what was done to them, and nothing else."""
+"""Heads with one fault or two: the doctor names these faults and nothing else."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import torch
 from peagle.bundled import BUNDLED_PEAGLE
 from peagle.doctor.examiner import examine
 from peagle.doctor.findings import Examination
-from peagle.doctor.probed_target import ProbedTarget
-from peagle.doctor.questions import Style
-from peagle.doctor.served import EngineServing
+from peagle.doctor.probe import Probe, Style
+from peagle.doctor.serving import EngineServing
 from peagle.models.checkpoint import convert_head
-from tests.doctor.conftest import HEADS, PAIR2, make_examiner, pair2_texts
+from tests.doctor.conftest import HEADS, PAIR2, make_probe, pair2_texts
 from tests.doctor.planting import (
     FILE_FAULTS,
     MAP_FAULTS,
@@ -56,12 +55,12 @@ def ids(report: Examination) -> set[str]:
     return {cause.id for cause in report.causes}
 
 
-def examine_faulty(probed: ProbedTarget, source: Path, folder: Path, *faults: Fault) -> Examination:
-    return examine(probed, copy_head(source, folder, *faults))
+def examine_faulty(probe: Probe, source: Path, folder: Path, *faults: Fault) -> Examination:
+    return examine(probe, copy_head(source, folder, *faults))
 
 
 @pytest.mark.parametrize("name", SINGLE)
-def test_a_fault_in_the_files_is_named(pair2: ProbedTarget, tmp_path: Path, name: str) -> None:
+def test_a_fault_in_the_files_is_named(pair2: Probe, tmp_path: Path, name: str) -> None:
     fault = FAULTS[name]
     report = examine_faulty(pair2, HEADS["pair2"], tmp_path / "head", fault)
     assert ids(report) == {fault.cause}
@@ -70,26 +69,22 @@ def test_a_fault_in_the_files_is_named(pair2: ProbedTarget, tmp_path: Path, name
 
 
 @pytest.mark.parametrize("names", PAIRS, ids=" and ".join)
-def test_two_faults_are_both_named(
-    pair2: ProbedTarget, tmp_path: Path, names: tuple[str, str]
-) -> None:
+def test_two_faults_are_both_named(pair2: Probe, tmp_path: Path, names: tuple[str, str]) -> None:
     faults = [FAULTS[name] for name in names]
     report = examine_faulty(pair2, HEADS["pair2"], tmp_path / "head", *faults)
     assert ids(report) == {fault.cause for fault in faults}
 
 
-def test_a_fault_of_the_bundled_head(bundled: ProbedTarget, tmp_path: Path) -> None:
+def test_a_fault_of_the_bundled_head(bundled: Probe, tmp_path: Path) -> None:
     """In the second pair the two norms are too much alike for their exchange to matter."""
     report = examine_faulty(bundled, BUNDLED_PEAGLE, tmp_path / "head", FAULTS["norms exchanged"])
     assert ids(report) == {"norms"}
 
 
-def test_prompts_of_another_style(pair2_small: ProbedTarget) -> None:
+def test_prompts_of_another_style(pair2_small: Probe) -> None:
     """The pair was trained with its chat template, thinking as the template has it."""
     for style, cause in ((Style(False), "chat_template"), (Style(True, None, False), "thinking")):
-        like = pair2_small
-        other = ProbedTarget.of(like.target, like.tokenizer, style, like.texts, 6, (2, 4, 5))
-        report = examine(other, HEADS["pair2"])
+        report = examine(pair2_small.in_other_styles[style], HEADS["pair2"])
         assert ids(report) == {cause}, style
         assert report.causes[0].where == "prompts"
 
@@ -97,9 +92,9 @@ def test_prompts_of_another_style(pair2_small: ProbedTarget) -> None:
 def test_a_type_that_cannot_hold_the_head(tmp_path: Path) -> None:
     head = copy_head(HEADS["pair2"], tmp_path / "head", OVERFLOW)
     texts = pair2_texts()[:16]
-    whole = make_examiner(PAIR2 / "target", head, texts)
+    whole = make_probe(PAIR2 / "target", head, texts)
     assert ids(examine(whole, head)) == set()
-    half = make_examiner(PAIR2 / "target", head, texts, dtype=torch.float16)
+    half = make_probe(PAIR2 / "target", head, texts, dtype=torch.float16)
     assert ids(examine(half, head)) == {"dtype"}
     assert ids(examine(half, HEADS["pair2"])) == set()
 
@@ -111,12 +106,12 @@ def test_another_target_and_another_tokenizer(tmp_path: Path, has_fingerprint: b
         without_fingerprint(head)
     other = turn_target(PAIR2 / "target", tmp_path / "other")
     texts = pair2_texts()[:16]
-    assert ids(examine(make_examiner(other, head, texts), head)) == {"wrong_target"}
+    assert ids(examine(make_probe(other, head, texts), head)) == {"wrong_target"}
     scrambled = scramble_tokenizer(PAIR2 / "target", tmp_path / "scrambled")
-    assert ids(examine(make_examiner(scrambled, head, texts), head)) == {"tokenizer"}
+    assert ids(examine(make_probe(scrambled, head, texts), head)) == {"tokenizer"}
 
 
-def test_healthy_heads(pair2: ProbedTarget, bundled: ProbedTarget, tmp_path: Path) -> None:
+def test_healthy_heads(pair2: Probe, bundled: Probe, tmp_path: Path) -> None:
     speculators = tmp_path / "speculators"
     convert_head(HEADS["pair2"], speculators, "speculators", force=False, target=None)
     # The engine does not keep the doctor's texts to a window of 9 tokens.
@@ -130,7 +125,7 @@ def test_healthy_heads(pair2: ProbedTarget, bundled: ProbedTarget, tmp_path: Pat
     assert {check.status for check in report.checks} == {"agrees", "not checked"}
 
 
-def test_a_head_that_cannot_be_read(pair2: ProbedTarget, tmp_path: Path) -> None:
+def test_a_head_that_cannot_be_read(pair2: Probe, tmp_path: Path) -> None:
     head = copy_head(HEADS["pair2"], tmp_path / "head")
     (head / "model.safetensors").unlink()
     report = examine(pair2, head)
@@ -146,14 +141,14 @@ def record(head: Path, steps: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def undertrained(pair2_small: ProbedTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undertrained(pair2_small: Probe, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A new head of the second pair after a dozen steps on answers of its target."""
     return train_shortly(pair2_small, tmp_path_factory.mktemp("undertrained"), steps=12)
 
 
 @pytest.mark.parametrize("has_record", [True, False])
 def test_a_head_that_was_trained_too_little(
-    pair2_small: ProbedTarget, undertrained: Path, tmp_path: Path, has_record: bool
+    pair2_small: Probe, undertrained: Path, tmp_path: Path, has_record: bool
 ) -> None:
     head = undertrained
     if not has_record:
@@ -171,7 +166,7 @@ def test_a_head_that_was_trained_too_little(
 
 @pytest.mark.parametrize(("steps", "cause"), [(40, "training"), (12_000, "mask_hidden"), (0, "")])
 def test_the_record_tells_little_training_from_a_lost_mask_hidden(
-    bundled: ProbedTarget, tmp_path: Path, steps: int, cause: str
+    bundled: Probe, tmp_path: Path, steps: int, cause: str
 ) -> None:
     head = copy_head(BUNDLED_PEAGLE, tmp_path / "head", FAULTS["mask_hidden untrained"])
     if steps:

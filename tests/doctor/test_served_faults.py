@@ -1,4 +1,4 @@
-"""Healthy heads, served wrongly: token by token where drafts are told, by counters where not."""
+"""Healthy heads, served wrongly: found by draft tokens if they are reported, else by counters."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import pytest
 from peagle.bundled import BUNDLED_PEAGLE
 from peagle.doctor.files import examine_files
 from peagle.doctor.findings import Examination
-from peagle.doctor.forward import drafted
-from peagle.doctor.probed_target import ProbedTarget
-from peagle.doctor.served import EngineServing, Served
-from peagle.doctor.serving_side import agreement, examine_serving
+from peagle.doctor.head import drafted
+from peagle.doctor.probe import Probe
+from peagle.doctor.serving import EngineServing, Served, agreement, examine_serving
 from peagle.engine import SpeculationStats
 from tests.doctor.conftest import HEADS
 from tests.doctor.planting import (
@@ -28,14 +27,13 @@ HEAD = HEADS["pair2"]
 Sabotage = Callable[[pytest.MonkeyPatch], None]
 
 
-def serve(examiner: ProbedTarget, change: Callable[[Served], Served] | None = None) -> Examination:
-    """Examine the serving side alone; `change` makes counters of it all that is told."""
-    files, head = examine_files(HEAD, examiner.target)
-    assert head is not None
-    engine, report = EngineServing(examiner.target, HEAD, 6), Examination()
-    serving = engine if change is None else Counting(engine, change)
-    examine_serving(serving, examiner, head, files, report)
-    return report
+def serve(probe: Probe, change: Callable[[Served], Served] | None = None) -> Examination:
+    """Examine the serving side alone; with `change` it reports counters only, changed by it."""
+    files = examine_files(HEAD, probe.target)
+    files.report = Examination()
+    engine = EngineServing(probe.target, HEAD, 6)
+    examine_serving(engine if change is None else Counting(engine, change), probe, files)
+    return files.report
 
 
 def named(report: Examination) -> set[tuple[str, str]]:
@@ -44,7 +42,7 @@ def named(report: Examination) -> set[tuple[str, str]]:
 
 @pytest.mark.parametrize("name", ["aux layers", "mask id", "no fc", "one by one", "d2t"])
 def test_a_fault_of_the_engine_is_named_by_its_drafts(
-    pair2_small: ProbedTarget, monkeypatch: pytest.MonkeyPatch, name: str
+    pair2_small: Probe, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     (cause,), change = HEAD_CHANGES[name]
     serve_changed(monkeypatch, change)
@@ -53,7 +51,7 @@ def test_a_fault_of_the_engine_is_named_by_its_drafts(
 
 @pytest.mark.parametrize("name", ["residual", "theta", "mask_hidden 0"])
 def test_a_fault_of_a_server_is_named_by_its_counters(
-    pair2_small: ProbedTarget, monkeypatch: pytest.MonkeyPatch, name: str
+    pair2_small: Probe, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     (cause,), change = HEAD_CHANGES[name]
     serve_changed(monkeypatch, change)
@@ -65,9 +63,10 @@ def test_a_fault_of_a_server_is_named_by_its_counters(
     [("any mask id", True), ("any mask id", False), ("mask state", False), ("layer noise", False)],
 )
 def test_faults_without_a_name(
-    pair2_small: ProbedTarget, monkeypatch: pytest.MonkeyPatch, name: str, tells_drafts: bool
+    pair2_small: Probe, monkeypatch: pytest.MonkeyPatch, name: str, tells_drafts: bool
 ) -> None:
-    """No known fault makes such drafts; which slots of a draft they come from can be told."""
+    """No known fault makes such drafts; the doctor names the slots that they come from."""
+    monkeypatch.setattr("peagle.doctor.serving._FOR_PAIRS", 1)
     causes, change = HEAD_CHANGES[name]
     serve_changed(monkeypatch, change)
     found = named(serve(pair2_small, None if tells_drafts else lambda one: one))
@@ -75,9 +74,7 @@ def test_faults_without_a_name(
     assert found <= {(cause, "serving") for cause in causes}
 
 
-def test_shifted_tokens_and_windows(
-    pair2_small: ProbedTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shifted_tokens_and_windows(pair2_small: Probe, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         serve_shifted(patch)
         assert named(serve(pair2_small)) == {("token_shift", "serving")}
@@ -87,24 +84,23 @@ def test_shifted_tokens_and_windows(
     assert named(serve(pair2_small)) == named(serve(pair2_small, lambda one: one)) == set()
 
 
-def test_the_engine_drafts_what_training_foresees(bundled: ProbedTarget) -> None:
+def test_the_engine_drafts_what_training_foresees(bundled: Probe) -> None:
     """Token by token, to the last draft of an answer, of which its end may cut accepted ones."""
-    _, head = examine_files(BUNDLED_PEAGLE, bundled.target)
+    head = examine_files(BUNDLED_PEAGLE, bundled.target).head
     assert head is not None
-    probe, questions = bundled.probe.part(2), bundled.questions[::2]
+    probe = bundled.part(2)
     tokens = probe.all_anchors_PC.shape[1] + 1
-    served = EngineServing(bundled.target, BUNDLED_PEAGLE, 6).answer(questions, tokens)
+    served = EngineServing(bundled.target, BUNDLED_PEAGLE, 6).answer(probe.questions, tokens)
     ours = drafted(head, probe, every_anchor=True)
     found = agreement(served, ours, probe, chained=False)
     assert found.count > 500
     assert found.share > 0.998  # rounding may turn a draft whose two best logits are equal
 
 
-def test_servers_that_differ_in_more_than_drafts(pair2_small: ProbedTarget) -> None:
+def test_servers_that_differ_in_more_than_drafts(pair2_small: Probe) -> None:
     """Prompts rendered otherwise, other outputs, no drafts, no counters."""
-    plain = [len(pair2_small.tokenizer(text).input_ids) for text in pair2_small.texts]
-    asked = [pair2_small.texts.index(q.prompt[-1]["content"]) for q in pair2_small.questions[::2]]  # type: ignore
-    sizes = iter([plain[i] for i in asked])
+    plain = {text: len(pair2_small.tokenizer(text).input_ids) for text in pair2_small.texts}
+    sizes = iter([plain[q.text] for q in pair2_small.questions[::2]])
     report = serve(pair2_small, lambda one: replace(one, num_prompt_tokens=next(sizes)))
     assert named(report) == {("chat_template", "serving")}
     report = serve(pair2_small, lambda one: replace(one, text="something else"))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from peagle import LLM, SamplingParams
 from peagle.engine import Sequence as EngineSequence
@@ -38,10 +37,16 @@ def assert_idle(llm: LLM) -> None:
     assert blocks.num_free_blocks == blocks.num_blocks
 
 
-def know_the_answer(llm: LLM, answers: Sequence[list[int]], num_right: int = K) -> None:
-    """Replace the first drafts by the right ones, so that drafts are accepted."""
+def know_the_answer(
+    llm: LLM, answers: Sequence[list[int]], num_right: int = K, share: float = 1.0
+) -> None:
+    """Replace the first drafts by the right ones, or a random share of them.
+
+    Random heads are hardly ever right; this makes verification accept, and reject, at every
+    position.
+    """
     drafting: Any = llm.engine.drafting
-    proposer = drafting.proposer
+    proposer, rng = drafting.proposer, random.Random(0)
     propose = proposer.propose
 
     def informed(step: TargetStep) -> Drafts:
@@ -49,8 +54,9 @@ def know_the_answer(llm: LLM, answers: Sequence[list[int]], num_right: int = K) 
         tokens_BK = drafts.tokens_BK.clone()
         for b, history in enumerate(step.histories):
             (answer,) = (a for a in answers if a[: len(history)] == list(history))
-            right = answer[len(history) :][: min(num_right, step.num_drafts[b])]
-            tokens_BK[b, : len(right)] = torch.tensor(right, dtype=torch.int64)
+            for j, token in enumerate(answer[len(history) :][: min(num_right, step.num_drafts[b])]):
+                if share == 1 or rng.random() < share:
+                    tokens_BK[b, j] = token
         return replace(drafts, tokens_BK=tokens_BK)
 
     proposer.propose = informed

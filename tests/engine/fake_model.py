@@ -8,12 +8,14 @@ drafter checks that each slot it may look at holds what an undisturbed run would
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from peagle.engine.graph_runner import RowReport, buckets
 from peagle.engine.model_runner import TargetPass, block_tables
 from peagle.engine.scheduler import Chunk
 from peagle.engine.sequence import Sequence
@@ -183,3 +185,101 @@ def _draft(context: tuple[int, ...], k: int) -> list[int]:
         is_right = digest((*context, *drafts, 3)) % 4 > 0
         drafts.append(right if is_right else (right + 1) % VOCAB)
     return drafts
+
+
+@dataclass
+class Row:
+    """A sequence as the device knows it: what was uploaded, and what its own steps added."""
+
+    sequence: Sequence
+    tokens: list[int]
+    drafts: list[int]
+    table: list[int]
+    has_ended: bool = False
+
+
+@dataclass(eq=False)
+class Flight:
+    sequences: list[Sequence]
+    reports: list[Any]
+
+
+class FakeGraphs:
+    """Stands in for `GraphRunner`: a device that decodes by its own books, a report a step.
+
+    What it says of a sequence follows from what was launched, not from what the host knows. It
+    keeps the KV of the other fakes, so that steps without graphs can follow.
+    """
+
+    def __init__(
+        self, runner: FakeRunner, head: FakeProposer, max_num_seqs: int, max_model_len: int
+    ) -> None:
+        self._runner, self._head = runner, head
+        self._buckets = buckets(max_num_seqs)
+        self._max_model_len = max_model_len
+        self._rows: list[Row] = []
+        self._unread: list[Flight] = []
+        self._size = 0
+        self.starts: list[int] = []  # how many sequences
+        self.num_launches = self.num_reads = 0
+        self.times: dict[int, Any] = {}
+
+    def can_run(self, sequences: list[Sequence]) -> bool:
+        return all(s.pending_features is None for s in sequences)
+
+    def is_tight(self, num_sequences: int) -> bool:
+        return self._bucket(num_sequences) == self._size
+
+    def _bucket(self, num_sequences: int) -> int:
+        return next(size for size in self._buckets if size >= num_sequences)
+
+    def start(self, sequences: list[Sequence]) -> Flight:
+        assert not self._unread, "the host does not know yet where they stand"
+        self._rows = [Row(s, list(s.token_ids), list(s.drafts), []) for s in sequences]
+        self._size = self._bucket(len(sequences))
+        self.starts.append(len(sequences))
+        return self._launch()
+
+    def go_on(self) -> Flight:
+        assert len(self._unread) == 1, "one step is in flight"
+        return self._launch()
+
+    def read(self, flight: Flight) -> list[Any]:
+        assert self._unread.pop(0) is flight, "steps are read once, and in their order"
+        self.num_reads += 1
+        return flight.reports
+
+    def _launch(self) -> Flight:
+        self.num_launches += 1
+        for row in self._rows:
+            row.table = list(row.sequence.block_table) or row.table
+        # Of a sequence that has ended there is no report.
+        reports = [None if row.has_ended else self._step(row) for row in self._rows]
+        self._unread.append(Flight([row.sequence for row in self._rows], reports))
+        return self._unread[-1]
+
+    def _step(self, row: Row) -> RowReport:
+        sequence, first, drafts = row.sequence, len(row.tokens) - 1, row.drafts
+        rows = [row.tokens[-1], *drafts]
+        for position, token in enumerate(rows, first):
+            self._runner.kv[self._runner.slot(row.table, position)] = token
+        contexts = [(*row.tokens, *drafts[:j]) for j in range(len(rows))]
+        new = _verify(sequence, contexts, drafts)
+        row.tokens += new
+        if sequence.num_speculative_tokens:
+            for p in range(first, first + len(new)):
+                feature = float(digest(tuple(row.tokens[: p + 1])))
+                slot = self._runner.slot(row.table, p)
+                self._head.kv[slot] = (row.tokens[p + 1], feature)
+        num_outputs = len(row.tokens) - sequence.num_prompt_tokens
+        row.has_ended = (
+            num_outputs >= sequence.params.max_tokens
+            or len(row.tokens) >= self._max_model_len
+            or not sequence.stop_token_ids.isdisjoint(new)
+        )
+        room = self._max_model_len - len(row.tokens)
+        k = max(0, min(sequence.num_speculative_tokens, room))
+        for j in range(1, k):  # mask slots
+            self._head.kv[self._runner.slot(row.table, first + len(new) - 1 + j)] = MASK
+        row.drafts = _draft(tuple(row.tokens), k)
+        return RowReport(len(drafts), len(new) - 1, new, row.drafts)

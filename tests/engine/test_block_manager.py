@@ -192,36 +192,6 @@ def test_the_block_used_longest_ago_is_taken_first_and_ends_before_beginnings() 
     assert blocks.match(make_sequence([1, 2, 3, 4, 9])) == tables[0][:1]
 
 
-def test_a_shared_block_is_kept_until_the_last_owner_goes() -> None:
-    blocks = BlockManager(4, 2)
-    first, second = make_sequence([1, 2, 3]), make_sequence([1, 2, 3, 4])
-    blocks.admit(first, [], 3)
-    blocks.publish(first, 2)
-    blocks.admit(second, blocks.match(second), 4)
-    assert second.block_table[0] == first.block_table[0]
-    assert blocks.num_free_blocks == 1
-    blocks.free(first)
-    assert blocks.num_free_blocks == 2
-    assert not blocks.extend(make_sequence(), 5), "the shared block is not for sale"
-    blocks.free(second)
-    assert blocks.num_free_blocks == 4
-
-
-def test_a_block_before_another_token_is_another_block() -> None:
-    """The drafter's last slot of a block reads the token after it."""
-    blocks, sequence = BlockManager(4, 2), make_sequence([1, 2, 3, 4, 5])
-    blocks.admit(sequence, [], 5)
-    blocks.publish(sequence, 4)
-    table = sequence.block_table
-    for tokens, matched in [
-        ([1, 2, 3, 4, 5], 2),
-        ([1, 2, 3, 4, 6], 1),
-        ([1, 2, 4], 0),
-        ([1, 2], 0),
-    ]:
-        assert blocks.match(make_sequence(tokens)) == table[:matched]
-
-
 def test_without_prefix_caching_nothing_is_shared() -> None:
     blocks, sequence = BlockManager(4, 2, enable_prefix_caching=False), make_sequence([1, 2, 3])
     blocks.admit(sequence, [], 3)

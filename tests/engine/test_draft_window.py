@@ -15,10 +15,8 @@ from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.errors import CheckpointError, UserError
 from peagle.evaluation.prompts import load_prompt_set
 from peagle.models.checkpoint import trained_length
-from tests.engine.engines import PROMPTS, K, drive, make_llm, watch_drafts
+from tests.engine.engines import K, make_llm
 from tests.models.editing import edit_config
-
-PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
 
 
 def window_of(llm: LLM) -> int | None:
@@ -65,33 +63,6 @@ def test_a_length_that_is_none_is_refused(target_folder: Path, telling: Callable
 def test_a_window_that_is_none_is_refused(target_folder: Path, value: object) -> None:
     with pytest.raises(UserError, match=r"draft_window is .*; expected a whole number, 0 for no"):
         make_llm(target_folder, {"model": "head", "draft_window": value})
-
-
-@pytest.mark.parametrize("parallel", [True, False], ids=["peagle", "eagle3"])
-def test_drafts_are_the_same_whatever_the_schedule(
-    target_folder: Path, head_folders: Callable[..., Path], parallel: bool
-) -> None:
-    """Prompts in chunks, cached ones, few blocks; outputs are those without a head."""
-    plain = make_llm(target_folder).generate(PROMPTS, PARAMS)
-    head = {"model": str(head_folders(parallel=parallel)), "num_speculative_tokens": K}
-    seen: list[dict[tuple[int, ...], list[int]]] = []
-    sizes: list[dict[str, Any]] = [{}, {"max_num_batched_tokens": 7}, {"num_kv_blocks": 30}]
-    for options in [*sizes, {"max_num_seqs": 1}]:
-        llm = make_llm(target_folder, {**head, "draft_window": 6}, block_size=4, **options)
-        seen.append(watch_drafts(llm))
-        for _ in range(2):
-            drive(llm, PROMPTS, PARAMS)
-        outputs = llm.generate(PROMPTS, PARAMS)
-        assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
-    assert len(seen[0]) > 20
-    for other in seen[1:]:
-        both = seen[0].keys() & other.keys()
-        assert len(both) > 20
-        assert all(seen[0][text] == other[text] for text in both)
-    whole = make_llm(target_folder, {**head, "draft_window": 0})
-    unlimited = watch_drafts(whole)
-    drive(whole, PROMPTS, PARAMS)
-    assert any(unlimited[text] != seen[0][text] for text in unlimited.keys() & seen[0].keys())
 
 
 def test_the_bundled_head_drafts_on_beyond_the_lengths_of_its_training() -> None:

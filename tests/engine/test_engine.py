@@ -13,16 +13,13 @@ import pytest
 import torch
 
 from peagle import LLM, SamplingParams
-from peagle.engine import Sequence, SequenceStatus
 from peagle.llm import StreamChunk
 from peagle.models.target import TargetModel
-from tests.conftest import make_target_folder
 from tests.engine.engines import (
     PROMPTS,
     K,
     assert_idle,
     config_of,
-    drive,
     know_the_answer,
     make_llm,
 )
@@ -32,19 +29,6 @@ from tests.engine.engines import (
 def speculative(request: pytest.FixtureRequest, heads: dict[bool, Path]) -> dict[str, Any] | None:
     """Every way to decode."""
     return config_of(request.param, heads)
-
-
-# ---- how a request ends ---------------------------------------------------------------------
-
-
-def test_max_tokens_end_a_request(target_folder: Path, speculative: dict[str, Any] | None) -> None:
-    llm = make_llm(target_folder, speculative)
-    lengths = [1, 2, 7, 30]
-    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths]
-    outputs = llm.generate(PROMPTS, params)
-    assert [len(o.token_ids) for o in outputs] == lengths
-    assert {o.finish_reason for o in outputs} == {"length"}
-    assert_idle(llm)
 
 
 def test_the_context_ends_a_request(
@@ -60,40 +44,6 @@ def test_the_context_ends_a_request(
             assert output.finish_reason == "length"
             assert output.token_ids == longer.token_ids[: len(output.token_ids)]
         assert_idle(llm)
-
-
-def test_stop_ids_end_a_request(target_folder: Path, speculative: dict[str, Any] | None) -> None:
-    llm = make_llm(target_folder, speculative)
-    whole = llm.generate(PROMPTS, SamplingParams(max_tokens=24))
-    for output, prompt in zip(whole, PROMPTS, strict=True):
-        for stop in (output.token_ids[6], output.token_ids[11]):
-            params = SamplingParams(max_tokens=24, stop_token_ids=(stop, 301))
-            stopped = llm.generate([prompt], params)[0]
-            end = output.token_ids.index(stop) + 1
-            assert stopped.token_ids == output.token_ids[:end]
-            assert stopped.finish_reason == "stop"
-    assert_idle(llm)
-
-
-def test_end_of_text_ends_a_request_unless_ignored(
-    tmp_path: Path, target_folder: Path, heads: dict[bool, Path]
-) -> None:
-    prompt = PROMPTS[0]
-    whole = make_llm(target_folder).generate([prompt], SamplingParams(max_tokens=24))[0]
-    end_of_text = whole.token_ids[9]
-    first = whole.token_ids.index(end_of_text)
-    # The same weights, another end-of-text id.
-    folder = make_target_folder(tmp_path / target_folder.name, eos_token_id=end_of_text)
-    llm = make_llm(folder, {"model": str(heads[True]), "num_speculative_tokens": K})
-    stopped = llm.generate([prompt], SamplingParams(max_tokens=24))[0]
-    assert stopped.token_ids == whole.token_ids[: first + 1]
-    assert stopped.finish_reason == "stop"
-    ignored = llm.generate([prompt], SamplingParams(max_tokens=24, ignore_eos=True))[0]
-    assert ignored.token_ids == whole.token_ids
-    assert ignored.finish_reason == "length"
-    # A stop id of the request counts even then.
-    stop = SamplingParams(max_tokens=24, ignore_eos=True, stop_token_ids=(end_of_text,))
-    assert llm.generate([prompt], stop)[0].token_ids == stopped.token_ids
 
 
 @pytest.mark.parametrize("parallel", [True, False], ids=["peagle", "eagle3"])
@@ -121,8 +71,6 @@ def test_accepted_drafts_beyond_the_end_are_dropped(
         assert_idle(llm)
 
 
-# ---- seeds ----------------------------------------------------------------------------------
-
 SAMPLED = SamplingParams(max_tokens=16, temperature=1.2, top_k=50, top_p=0.95, ignore_eos=True)
 
 
@@ -142,9 +90,6 @@ def test_requests_without_seed_draw_from_the_engines(target_folder: Path) -> Non
     assert len(set(first)) == 4
     assert run(0) == first
     assert not set(run(1)) & set(first)
-
-
-# ---- streams --------------------------------------------------------------------------------
 
 
 def test_streaming_equals_generate(target_folder: Path, speculative: dict[str, Any] | None) -> None:
@@ -200,55 +145,6 @@ def test_an_error_in_one_prompt_queues_none(target_folder: Path) -> None:
     assert_idle(llm)
 
 
-# ---- cancellation ---------------------------------------------------------------------------
-
-
-def reached(state: str, sequence: Sequence) -> bool:
-    """Whether a sequence stands where the test wants to cancel it."""
-    if state == "preempted":
-        return sequence.status is SequenceStatus.WAITING and sequence.num_preemptions > 0
-    running = sequence.status is SequenceStatus.RUNNING
-    return {
-        "waiting": sequence.status is SequenceStatus.WAITING,
-        "prefilling": running and sequence.is_prefilling and sequence.num_computed_tokens > 0,
-        "decoding": running and sequence.num_output_tokens > 2,
-        "finished": sequence.is_finished,
-    }[state]
-
-
-@pytest.mark.parametrize("state", ["waiting", "prefilling", "decoding", "preempted", "finished"])
-def test_cancel_frees_what_is_held_and_leaves_the_others_alone(
-    target_folder: Path, speculative: dict[str, Any] | None, state: str
-) -> None:
-    params = SamplingParams(max_tokens=40, ignore_eos=True)
-    expected = [o.token_ids for o in make_llm(target_folder).generate(PROMPTS, params)]
-    # Few blocks: all get in, and not all can stay.
-    small: dict[str, Any] = {"num_kv_blocks": 26, "block_size": 4, "max_num_batched_tokens": 20}
-    llm = make_llm(target_folder, speculative, **small)
-    cancelled: list[Sequence] = []
-
-    def cancel(step: int, sequences: list[Sequence]) -> None:
-        if not cancelled:
-            for sequence in [s for s in sequences if reached(state, s)][:1]:
-                llm.engine.cancel(sequence)
-                assert sequence.is_finished
-                assert sequence.block_table == []
-                cancelled.append(sequence)
-
-    sequences = drive(llm, PROMPTS, params, cancel)
-    (gone,) = cancelled
-    assert gone.finish_reason == ("length" if state == "finished" else "cancelled")
-    for sequence, whole in zip(sequences, expected, strict=True):
-        output = sequence.output_token_ids
-        assert output == (whole[: len(output)] if sequence is gone else whole)
-    stats = llm.engine.stats
-    assert stats.num_cancelled == (state != "finished")
-    assert stats.num_finished + stats.num_cancelled == len(PROMPTS)
-
-
-# ---- one target, several engines ------------------------------------------------------------
-
-
 def test_engines_may_share_a_target(target_folder: Path, heads: dict[bool, Path]) -> None:
     target = TargetModel.load(target_folder, dtype=torch.float64)
     params = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -278,30 +174,17 @@ def test_engines_may_share_a_target(target_folder: Path, heads: dict[bool, Path]
 def test_a_drafter_of_another_width_shares_the_blocks(
     target_folder: Path, head_folders: Callable[..., Path]
 ) -> None:
-    """The drafter has its own cache shapes in the block ids of the target."""
+    """The drafter has its own cache shapes in the block ids of the target; both keep to a bound."""
     head = head_folders(hidden_size=48, num_attention_heads=6, num_kv_heads=3, head_dim=16)
-    llm = make_llm(target_folder, {"model": str(head), "num_speculative_tokens": K})
-    drafting: Any = llm.engine.drafting
-    proposer = drafting.proposer
-    blocks = llm.engine.scheduler.blocks
-    assert [tuple(c.keys.shape) for c in proposer.caches] == [
-        (blocks.num_blocks + 1, blocks.block_size, 3, 16)
-    ] * 2
-    assert [tuple(c.keys.shape) for c in llm.target.kv_caches] == [
-        (blocks.num_blocks + 1, blocks.block_size, 2, 8)
-    ] * 4
-
-
-def test_the_cache_keeps_to_its_bound(target_folder: Path, heads: dict[bool, Path]) -> None:
-    config = {"model": str(heads[True]), "num_speculative_tokens": K}
+    config = {"model": str(head), "num_speculative_tokens": K}
     llm = make_llm(target_folder, config, kv_cache_gib=2**-10)  # 1 MiB
     drafting: Any = llm.engine.drafting
-    proposer = drafting.proposer
-    blocks = llm.engine.scheduler.blocks.num_blocks
-    caches = [*llm.target.kv_caches, *proposer.caches]
-    per_block = sum(c.keys[0].nbytes + c.values[0].nbytes for c in caches)
-    assert blocks * per_block <= 2**20 < (blocks + 1) * per_block
-    assert_idle(llm)
+    blocks, caches = llm.engine.blocks, [*llm.target.kv_caches, *drafting.proposer.caches]
+    sizes = (blocks.num_blocks + 1, blocks.block_size)
+    shapes = [tuple(cache.keys.shape) for cache in caches]
+    assert shapes == [(*sizes, 2, 8)] * 4 + [(*sizes, 3, 16)] * 2
+    per_block = sum(cache.keys[0].nbytes + cache.values[0].nbytes for cache in caches)
+    assert blocks.num_blocks * per_block <= 2**20 < (blocks.num_blocks + 1) * per_block
 
 
 def test_drafting_deeper_than_the_head_was_trained_warns(

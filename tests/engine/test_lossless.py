@@ -8,6 +8,7 @@ first difference must be a near-tie.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,61 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from peagle import LLM, SamplingParams
 from peagle.kernels.expand import slot_mapping
 from peagle.models.checkpoint import save_drafter
+from peagle.models.target import TargetModel
 from tests.conftest import CONFIGS, make_drafter, make_target_folder
-from tests.engine.engines import config_of
-from tests.engine.greedy import (
-    NEW_TOKENS,
-    PROMPTS,
-    engine_outputs,
-    load_target,
-    reference_outputs,
-)
+from tests.engine.engines import assert_idle, config_of, know_the_answer
 
+PROMPTS = [[5, 9, 200, 31], [17] * 40, [3], list(range(20, 95)), [8, 8, 9, 9, 8, 8, 9, 9, 8, 8]]
+NEW_TOKENS = 32
 NEAR_TIE = 1e-4
+
+
+@cache
+def reference_outputs(folder: Path, dtype: torch.dtype = torch.float64) -> list[list[int]]:
+    """What transformers' own `generate` gives for PROMPTS, one at a time."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    outputs = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            eos_token_id=0,
+            pad_token_id=0,
+        )
+        outputs.append(out[0, len(prompt) :].tolist())
+    return outputs
+
+
+@cache
+def load_target(folder: Path, dtype: torch.dtype = torch.float64) -> TargetModel:
+    """The target, loaded once; engines may share it."""
+    return TargetModel.load(folder, dtype=dtype)
+
+
+def engine_outputs(
+    folder: Path,
+    speculative: dict[str, Any] | None,
+    *,
+    dtype: torch.dtype = torch.float64,
+    right_share: float = 0.0,
+    **options: Any,
+) -> list[list[int]]:
+    """What the engine gives for PROMPTS; with right_share > 0 some drafts are made right."""
+    llm = LLM(model=load_target(folder, dtype), speculative_config=speculative, **options)
+    if right_share:
+        outputs = reference_outputs(folder, dtype)
+        answers = [prompt + output for prompt, output in zip(PROMPTS, outputs, strict=True)]
+        know_the_answer(llm, answers, NEW_TOKENS, right_share)
+    found = llm.generate(PROMPTS, SamplingParams(max_tokens=NEW_TOKENS))
+    assert_idle(llm)
+    assert not right_share or llm.stats.speculation.acceptance_length > 1.5
+    return [output.token_ids for output in found]
 
 
 @pytest.fixture(scope="module", params=CONFIGS)

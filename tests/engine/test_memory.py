@@ -19,7 +19,6 @@ from peagle.config import EngineConfig, SamplingParams
 from peagle.engine import Sequence
 from peagle.engine import memory_plan as memory
 from peagle.engine.block_manager import BlockManager
-from peagle.engine.build import run_largest_passes
 from peagle.engine.features import FEATURES_KEPT
 from peagle.engine.memory_plan import (
     CPU_CACHE_GIB,
@@ -27,6 +26,7 @@ from peagle.engine.memory_plan import (
     MemoryPlan,
     make_memory_plan,
     measure_peak,
+    run_largest_passes,
     size_text,
     storage_bytes,
 )
@@ -96,9 +96,6 @@ def message_of(call: Callable[[], object]) -> str:
     with pytest.raises(UserError) as error:
         call()
     return str(error.value)
-
-
-# ---- the largest passes ---------------------------------------------------------------------
 
 
 def largest_passes(llm: LLM, monkeypatch: pytest.MonkeyPatch, **options: Any) -> dict[str, list]:
@@ -203,9 +200,6 @@ def test_the_peak_of_a_run_is_what_it_does_not_keep() -> None:
     assert "Lower max_num_batched_tokens (4096) or max_num_seqs (16)" in message
 
 
-# ---- the number of blocks -------------------------------------------------------------------
-
-
 def test_what_a_card_has_left(card: Card) -> None:
     """total * utilization - in use - reserved - scrap, in whole blocks."""
     card(60 * GIB, 80 * GIB)
@@ -225,18 +219,9 @@ def test_what_a_card_has_left(card: Card) -> None:
     assert drafted.drafter_bytes == 500
 
 
-def test_no_more_blocks_than_are_of_use(card: Card) -> None:
-    card(79 * GIB, 80 * GIB)
-    config = EngineConfig(max_num_seqs=2, enable_prefix_caching=False)
-    assert plan_of(config, max_model_len=100).num_blocks == 2 * 7
-    kept = replace(config, enable_prefix_caching=True)
-    assert plan_of(kept, max_model_len=100).num_blocks == 4 * 2 * 7
-
-
 def test_bounds_that_users_give(card: Card) -> None:
     card(60 * GIB, 80 * GIB)
     assert plan_of(EngineConfig(kv_cache_gib=1.5)).budget_bytes == 1.5 * GIB
-    assert plan_of(EngineConfig(kv_cache_gib=500)) == plan_of()
     # A number of blocks does not depend on the share of the card.
     plan = plan_of(EngineConfig(num_kv_blocks=10, gpu_memory_utilization=0.1))
     assert (plan.num_blocks, plan.budget_bytes) == (10, 10 * TARGET_BLOCK)
@@ -330,16 +315,14 @@ def test_the_longest_context_is_what_the_scheduler_takes(num_blocks: int) -> Non
         assert plan.concurrency(num_tokens) == min(16, num_blocks // blocks_of(num_tokens))
 
 
-# ---- weights --------------------------------------------------------------------------------
-
-
 def test_shared_tensors_count_once() -> None:
     embedding = nn.Embedding(10, 4)
     tied = nn.Linear(4, 10, bias=False)
     tied.weight = embedding.weight
     model = nn.ModuleList([embedding, tied, nn.Linear(4, 4, bias=False)])
+    model.register_buffer("map", torch.zeros(5, dtype=torch.int64))
     seen: set[int] = set()
-    assert storage_bytes(model, seen) == 160 + 64
+    assert storage_bytes(model, seen) == 160 + 64 + 40
     head = nn.Linear(4, 10)  # with a bias of its own
     head.weight = nn.Parameter(embedding.weight.detach())
     assert storage_bytes(head, seen) == 40
@@ -347,9 +330,6 @@ def test_shared_tensors_count_once() -> None:
     whole = torch.zeros(12, 4)
     parts = nn.ParameterList([nn.Parameter(part) for part in whole.split([8, 2, 2])])
     assert storage_bytes(parts, set()) == whole.nbytes
-    module = nn.Module()
-    module.register_buffer("map", torch.zeros(5, dtype=torch.int64))
-    assert storage_bytes(module, set()) == 40
 
 
 def test_a_drafter_that_shares_the_targets_embeddings(target: TargetModel) -> None:
@@ -363,9 +343,6 @@ def test_a_drafter_that_shares_the_targets_embeddings(target: TargetModel) -> No
     shared = plan_of(target=target, drafter=drafter, max_model_len=256)
     assert shared.target_bytes == alone.target_bytes
     assert shared.drafter_bytes == own - 2 * target.lm_head_weight().nbytes
-
-
-# ---- the table ------------------------------------------------------------------------------
 
 
 def test_the_table_of_a_card(card: Card) -> None:
@@ -415,9 +392,6 @@ def test_sizes_for_people() -> None:
     assert [size_text(size) for size in sizes] == expected
 
 
-# ---- refusals -------------------------------------------------------------------------------
-
-
 def test_a_card_without_room_for_a_request(card: Card) -> None:
     card(9 * GIB, 80 * GIB)
     assert message_of(lambda: plan_of(drafter=fake_drafter())) == (
@@ -427,18 +401,6 @@ def test_a_card_without_room_for_a_request(card: Card) -> None:
         "Lower max_num_batched_tokens (4096) or max_num_seqs (16), raise gpu_memory_utilization "
         "(0.9), take a smaller dtype, or free the card."
     )
-
-
-def test_as_many_blocks_as_the_slots_ahead_need(card: Card) -> None:
-    """25 slots of 16: one block is too little, two are enough."""
-    config = EngineConfig(gpu_memory_utilization=1)
-    card(3 * TARGET_BLOCK + GRAPH_BYTES, 80 * GIB)  # one of them scrap
-    assert plan_of(config, peak_bytes=0).longest_context == 2 * 16 - 24
-    card(2 * TARGET_BLOCK + GRAPH_BYTES, 80 * GIB)
-    message = message_of(lambda: plan_of(config, peak_bytes=0))
-    assert "one request at least 2 of them, 4.5 MiB; the KV cache may take 2.2 MiB" in message
-    # Sequences shorter than that need less.
-    assert plan_of(config, peak_bytes=0, max_model_len=16).num_blocks == 1
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])

@@ -78,7 +78,11 @@ def test_stopped_output_is_the_beginning_of_the_unstopped(
     # A byte that no character begins with shows as U+FFFD before the next one is known.
     pairs = (whole.text[at : at + 2] for at in range(4, len(whole.text) - 1))
     stop = next(pair for pair in pairs if "\ufffd" not in pair)
-    (cut,) = llm.generate("hello", SamplingParams(**options, stop=(stop,)))
+    chunks = list(llm.stream("hello", SamplingParams(**options, stop=(stop, "never there"))))
+    cut = chunks[-1].output
+    assert cut is not None
+    assert "".join(chunk.text for chunk in chunks) == cut.text
+    assert [t for chunk in chunks for t in chunk.token_ids] == cut.token_ids
     assert cut.finish_reason == "stop"
     assert cut.text == whole.text[: whole.text.find(stop)]
     assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
@@ -86,16 +90,3 @@ def test_stopped_output_is_the_beginning_of_the_unstopped(
     assert stop not in llm.tokenizer.decode(cut.token_ids[:-1], skip_special_tokens=True)
     assert llm.engine.scheduler.blocks.num_free_blocks == free
     assert not llm.engine.has_unfinished
-
-
-def test_streamed_text_and_tokens_add_up_to_the_output(target_folder: Path) -> None:
-    llm = LLM(target_folder)
-    params = SamplingParams(max_tokens=30, ignore_eos=True)
-    (whole,) = llm.generate("hello", params)
-    stop = whole.text[5:7]
-    params = SamplingParams(max_tokens=30, ignore_eos=True, stop=(stop, "never there"))
-    chunks = list(llm.stream("hello", params))
-    output = chunks[-1].output
-    assert output is not None and output.finish_reason == "stop"
-    assert "".join(chunk.text for chunk in chunks) == output.text
-    assert [t for chunk in chunks for t in chunk.token_ids] == output.token_ids

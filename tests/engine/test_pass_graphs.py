@@ -1,16 +1,15 @@
-"""Passes over few tokens as graphs: the same as the model's own, target or drafter.
+"""Passes over few tokens as graphs: the same tokens and drafts as kernel by kernel.
 
-On a CPU nothing is captured, the pass runs as it is and its kernels under Triton's interpreter. The
-reference is the torch backend over caches of its own.
+On a CPU nothing is captured: the pass runs as it is over the graphs' padded buffers, and its
+kernels run under Triton's interpreter. The reference is the torch backend.
 """
 
 from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +18,15 @@ import torch
 from torch import Tensor
 
 from peagle import LLM, SamplingParams
-from peagle.attention import AttentionMetadata, LayerKVCache, TorchAttention
-from peagle.engine import pass_graphs
-from peagle.engine.pass_graphs import (
+from peagle.attention import AttentionMetadata
+from peagle.engine import graph_runner
+from peagle.engine.graph_runner import (
     PassGraphs,
     make_capturer,
     make_drafter_graphs,
     make_target_graphs,
 )
-from peagle.models.target import TargetModel
-from peagle.speculation import AutoregressiveProposer
-from tests.conftest import make_drafter, make_target_folder
+from tests.engine.engines import drive, watch_drafts
 
 pytest.importorskip("triton", reason="needs triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -39,261 +36,107 @@ if not (INTERPRETED or torch.cuda.is_available()):
 from peagle.attention.triton_backend import TritonAttention  # noqa: E402
 
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not 1")
-DEVICES = [
-    pytest.param("cpu", marks=needs_interpreter),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
-BUCKETS = (4, 8, 16)
-MOST_SEQUENCES = 4
-BLOCK_SIZE = 4
-WIDTH = 6  # blocks of the longest sequence
-NUM_BLOCKS = 30  # some are nobody's
-# Largest difference of float32, over the largest value; a card multiplies in another order.
-TOLERANCE = 1e-4
-Chunks = Sequence[tuple[int, int]]
-
-
-class Target:
-    """Final hidden states and features of the tiny target."""
-
-    def __init__(self, folder: Path, device: str, backend: TritonAttention) -> None:
-        self.backend = backend
-        self.model = TargetModel.load(folder, dtype=torch.float32, device=device)
-        self.model.tap_aux((0, 1))
-        self.kv_shapes = self.model.kv_shapes()
-        self.width = None  # of hidden states that go in
-
-    def use(self, caches: list[LayerKVCache]) -> None:
-        self.model.set_kv_caches(caches)
-
-    def graphs(self, device: str) -> PassGraphs:
-        capture = make_capturer(torch.device(device))
-        return make_target_graphs(self.model, self.backend, capture, WIDTH)
-
-    def run(self, tokens_T: Tensor, positions_T: Tensor, attend: Any, hidden: None) -> Any:
-        return self.model.forward(tokens_T, positions_T, attend)
-
-
-class Head:
-    """Hidden states of a head, which go in as well."""
-
-    def __init__(self, folder: Path, device: str, backend: TritonAttention) -> None:
-        target = TargetModel.load(folder, dtype=torch.float32)
-        drafter = make_drafter(target, parallel=False, num_layers=1)
-        config = drafter.config
-        self.kv_shapes = [(config.num_kv_heads, config.head_dim)] * config.num_layers
-        self.width = config.hidden_size
-        self.proposer = AutoregressiveProposer(
-            drafter.to(device), backend, [], max_model_len=WIDTH * BLOCK_SIZE
-        )
-
-    def use(self, caches: list[LayerKVCache]) -> None:
-        self.proposer.caches = caches
-
-    def graphs(self, device: str) -> PassGraphs:
-        return make_drafter_graphs(self.proposer, make_capturer(torch.device(device)), WIDTH)
-
-    def run(self, tokens_T: Tensor, positions_T: Tensor, attend: Any, hidden_TD: Tensor) -> Any:
-        return (self.proposer.run_prepared(tokens_T, hidden_TD, positions_T, attend),)
-
-
-@dataclass
-class World:
-    """Sequences on shuffled blocks, run by graphs over poisoned caches and by the reference.
-
-    A model has one set of caches at a time, so that the two take turns.
-    """
-
-    model: Target | Head
-    device: str
-    graphs: PassGraphs = field(init=False)
-
-    def __post_init__(self) -> None:
-        generator = torch.Generator().manual_seed(3)
-        order = torch.randperm(NUM_BLOCKS, generator=generator)
-        self.tables_BM = order[: MOST_SEQUENCES * WIDTH].view(MOST_SEQUENCES, WIDTH)
-        length = WIDTH * BLOCK_SIZE
-        self.tokens_BL = torch.randint(2, 300, (MOST_SEQUENCES, length), generator=generator)
-        self.hidden_BLD = torch.randn(
-            MOST_SEQUENCES, length, self.model.width or 0, generator=generator
-        )
-        self.caches, self.reference = self.make_caches(), self.make_caches()
-        for cache in self.caches:
-            cache.keys.fill_(torch.nan)
-            cache.values.fill_(torch.nan)
-        self.model.use(self.caches)
-        self.graphs = self.model.graphs(self.device)
-
-    def make_caches(self) -> list[LayerKVCache]:
-        device = torch.device(self.device)
-        return [
-            LayerKVCache(NUM_BLOCKS, BLOCK_SIZE, heads, size, torch.float32, device)
-            for heads, size in self.model.kv_shapes
-        ]
-
-    def batch(
-        self, chunks: Chunks, sequences: Sequence[int] | None = None
-    ) -> tuple[Tensor, Tensor, AttentionMetadata, Tensor | None]:
-        """Chunks (first position, tokens) of the sequences, as `ModelRunner` packs them."""
-        rows = list(sequences or range(len(chunks)))
-        where = [(b, p) for b, (f, n) in zip(rows, chunks, strict=True) for p in range(f, f + n)]
-        lens = [f + n for f, n in chunks]
-        width = -(-max(lens) // BLOCK_SIZE)
-        slots = [
-            int(self.tables_BM[b, p // BLOCK_SIZE]) * BLOCK_SIZE + p % BLOCK_SIZE for b, p in where
-        ]
-        start_loc = list(accumulate((n for _, n in chunks), initial=0))
-        metadata = AttentionMetadata(
-            query_start_loc=torch.tensor(start_loc, device=self.device),
-            seq_lens_B=torch.tensor(lens, device=self.device),
-            block_tables_BM=self.tables_BM[rows, :width].to(self.device),
-            slots_T=torch.tensor(slots, device=self.device),
-            max_query_len=max(n for _, n in chunks),
-            max_seq_len=max(lens),
-        )
-        tokens = torch.tensor([int(self.tokens_BL[b, p]) for b, p in where], device=self.device)
-        positions = torch.tensor([p for _, p in where], device=self.device)
-        hidden_TD = torch.stack([self.hidden_BLD[b, p] for b, p in where]).to(self.device)
-        return tokens, positions, metadata, hidden_TD if self.model.width else None
-
-    def check(self, chunks: Chunks, sequences: Sequence[int] | None = None) -> None:
-        """Run chunks both ways: equal outputs, equal KV, and no other KV touched."""
-        tokens_T, positions_T, metadata, hidden_TD = self.batch(chunks, sequences)
-        before = contents(self.caches)
-        with torch.inference_mode():
-            found = self.graphs(tokens_T, positions_T, metadata, hidden_TD)
-            assert found is not None
-            found = [part.clone() for part in found]
-            self.model.use(self.reference)
-            attend = TorchAttention().prepare(metadata)
-            expected = self.model.run(tokens_T, positions_T, attend, hidden_TD)  # type: ignore
-            self.model.use(self.caches)
-        for ours, theirs in zip(found, expected, strict=True):
-            assert_close(ours, theirs)
-        self.check_caches(before, metadata.slots_T)
-
-    def check_caches(self, before: list[Tensor], slots_T: Tensor) -> None:
-        after = contents(self.caches)
-        for ours, theirs in zip(after, contents(self.reference), strict=True):
-            assert_close(ours[slots_T], theirs[slots_T])
-        others = torch.ones(len(after[0]), dtype=torch.bool, device=self.device)
-        others[slots_T] = False
-        for old, new in zip(before, after, strict=True):
-            assert torch.equal(bits(old[others]), bits(new[others])), "KV of others was written"
-
-    def refuses(self, chunks: Chunks, sequences: Sequence[int] | None = None) -> bool:
-        return self.graphs(*self.batch(chunks, sequences)) is None
-
-
-def contents(caches: list[LayerKVCache]) -> list[Tensor]:
-    """Copies of keys and values, [slots, ...] each; the scrap block's slots are the last."""
-    return [part.flatten(0, 1).clone() for cache in caches for part in (cache.keys, cache.values)]
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.contiguous().view(torch.int32)  # NaN are equal then
-
-
-def assert_close(found: Tensor, expected: Tensor) -> None:
-    assert found.shape == expected.shape
-    assert found.numel(), "nothing was compared"
-    assert (found - expected).abs().max() <= TOLERANCE * expected.abs().max()
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def small_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter is slow: two layers."""
-    return make_target_folder(tmp_path_factory.mktemp("small"), num_hidden_layers=2)
+GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
+PROMPTS = [list(range(20, 20 + length)) for length in (1, 21, 4, 8, 5)]
 
 
 @pytest.fixture
 def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pass_graphs, "TOKEN_BUCKETS", BUCKETS)
-    monkeypatch.setattr(pass_graphs, "MAX_SEQUENCES", MOST_SEQUENCES)
+    monkeypatch.setattr(graph_runner, "TOKEN_BUCKETS", (4, 8, 16))
+    monkeypatch.setattr(graph_runner, "MAX_SEQUENCES", 4)
 
 
-@pytest.fixture(params=["target", "target, KV apart", "head, KV apart"])
-def world(
-    request: pytest.FixtureRequest, device: str, small_folder: Path, few_sizes: None
-) -> World:
-    """KV apart: written by a kernel of its own, as it is where there are more tokens than here."""
-    kind, _, apart = request.param.partition(", ")
-    backend = TritonAttention(one_launch=not apart)
-    return World((Target if kind == "target" else Head)(small_folder, device, backend), device)
+def use_graphs(llm: LLM, *, one_launch: bool) -> list[tuple[int, int, bool]]:
+    """Run all short passes as graphs, over poisoned KV; returns their sizes as they come.
 
+    (tokens, sequences, whether a graph took it) of each pass of the target and of the drafter.
+    """
+    engine: Any = llm.engine
+    capture, backend = make_capturer(llm.target.device), TritonAttention(one_launch=one_launch)
+    seen: list[tuple[int, int, bool]] = []
 
-@pytest.mark.parametrize("lens", [[3], [4], [1, 1, 3], [5, 1, 2], [2, 1, 6, 4]])
-def test_prompts(world: World, lens: list[int]) -> None:
-    """Alone and ragged together, with padding and without."""
-    world.check([(0, n) for n in lens])
+    def watched(graphs: PassGraphs) -> Callable[..., Any]:
+        def call(tokens_T: Tensor, positions_T: Tensor, metadata: Any, *rest: Any) -> Any:
+            done = graphs(tokens_T, positions_T, metadata, *rest)
+            seen.append((len(tokens_T), len(metadata.seq_lens_B), done is not None))
+            return done
 
+        return call
 
-def test_chunks_go_on_where_the_kv_ends(world: World) -> None:
-    world.check([(0, 5), (0, 7), (0, 2)])
-    # One goes on in the middle of a block, one at its end, one begins; one is a single token.
-    world.check([(5, 3), (7, 1), (2, 2), (0, 9)])
-    world.check([(8, 8), (8, 1), (4, 4)])
-    world.check([(16, 8)])
-
-
-def test_what_a_larger_pass_left_does_not_leak(world: World) -> None:
-    """In the same buffers: tokens, slots, tables and lengths of the pass before lie behind."""
-    world.check([(0, 5), (0, 6), (0, 1), (0, 4)])
-    world.check([(4, 9)], sequences=[3])  # over other blocks than row 0 had
-    world.check([(0, 3), (5, 7)], sequences=[3, 0])
-    world.check([(6, 9)], sequences=[1])
+    engine.runner.graphs = watched(make_target_graphs(llm.target, backend, capture, 16))
+    caches = [*llm.target.kv_caches]
+    if engine.drafting is not None:
+        proposer = engine.drafting.proposer
+        proposer.backend = backend
+        proposer.graphs = watched(make_drafter_graphs(proposer, capture, 16))
+        caches += proposer.caches
+    for cache in caches:
+        cache.keys.fill_(torch.nan)
+        cache.values.fill_(torch.nan)
+    return seen
 
 
 @needs_interpreter
 @pytest.mark.usefixtures("few_sizes")
-def test_the_smallest_graph_runs(small_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = Target(small_folder, "cpu", TritonAttention())
-    world = World(target, "cpu")
+@pytest.mark.parametrize(
+    ("kind", "one_launch"), [("plain", False), ("peagle", True), ("eagle3", False)]
+)
+def test_prompts_in_chunks_and_decode_steps(
+    target_folder: Path, head_folders: Callable[..., Path], kind: str, one_launch: bool
+) -> None:
+    """Ragged chunks alone and together, with padding and without, larger ones before smaller."""
+    head = None if kind == "plain" else head_folders(parallel=kind == "peagle", num_layers=1)
+    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 9}
+    eager = make(target_folder, head, eager=True, device="cpu", **sizes)
+    graphs = make(target_folder, head, eager=True, device="cpu", **sizes)
+    seen = use_graphs(graphs, one_launch=one_launch)
+    drafts = [{} if head is None else watch_drafts(llm) for llm in (eager, graphs)]
+    expected, found = (drive(llm, PROMPTS, GREEDY) for llm in (eager, graphs))
+    assert [s.output_token_ids for s in found] == [s.output_token_ids for s in expected]
+    assert drafts[0] == drafts[1]
+    assert all(taken for _, _, taken in seen)
+    assert len({tokens for tokens, _, _ in seen}) > 3
+    assert {sequences for _, sequences, _ in seen} == {1, 2}
+
+
+@needs_interpreter
+@pytest.mark.usefixtures("few_sizes")
+def test_the_smallest_graph_runs_and_what_does_not_fit_is_refused(target_folder: Path) -> None:
+    llm = make(target_folder, None, eager=True, device="cpu")
     sizes: list[int] = []
-    forward = target.model.forward
 
-    def watched(tokens_T: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        sizes.append(tokens_T.shape[0])
-        return forward(tokens_T, *rest)
+    def run(tokens_T: Tensor, positions_T: Tensor, attend: Any, hidden: Any) -> tuple[Tensor, ...]:
+        sizes.append(len(tokens_T))
+        return (tokens_T.clone(),)
 
-    monkeypatch.setattr(target.model, "forward", watched)
-    assert not any(world.refuses([(0, count)]) for count in (1, 4, 5, 8, 9))
-    assert sizes == [4, 4, 8, 8, 16]
+    graphs = PassGraphs(run, TritonAttention(), lambda run: run, 16, 4, llm.target.device)
 
+    def taken(num_tokens: int, num_seqs: int = 1, **changes: Any) -> bool:
+        ones_B, tokens_T = torch.ones(num_seqs, dtype=torch.int64), torch.arange(num_tokens)
+        tables, start = torch.zeros(num_seqs, 1, dtype=torch.int64), torch.zeros(num_seqs + 1)
+        metadata = AttentionMetadata(start.long(), ones_B, tables, tokens_T, num_tokens, 16)
+        done = graphs(tokens_T, tokens_T, replace(metadata, **changes))
+        assert done is None or done[0].tolist() == tokens_T.tolist()
+        return done is not None
 
-def test_what_does_not_fit_is_refused(world: World) -> None:
-    before = contents(world.caches)
-    assert world.refuses([(0, 17)])
-    assert world.refuses([(0, 9), (0, 8)])
-    assert world.refuses([(0, 1)] * 5, sequences=[0, 1, 2, 3, 0])
-    tokens_T, positions_T, metadata, hidden_TD = world.batch([(0, 4)])
-    holes = replace(metadata, context_starts_B=torch.ones_like(metadata.seq_lens_B))
-    assert world.graphs(tokens_T, positions_T, holes, hidden_TD) is None
-    for old, new in zip(before, contents(world.caches), strict=True):
-        assert torch.equal(bits(old), bits(new)), "refused, and yet written"
-    assert not world.refuses([(0, 4)] * 4)
+    assert all(taken(count) for count in (1, 4, 5, 8, 9, 16))
+    assert sizes == [4, 4, 8, 8, 16, 16]
+    assert taken(4, 4) and not taken(5, 5)
+    assert not taken(17)
+    assert not taken(4, context_starts_B=torch.ones(1, dtype=torch.int64))
 
 
-# ---- in the engine --------------------------------------------------------------------------
-
-
-def make(folder: Path, head: Path | None, *, eager: bool) -> LLM:
+def make(folder: Path, head: Path | None, *, eager: bool, **options: Any) -> LLM:
     config = None if head is None else {"model": str(head), "num_speculative_tokens": 3}
+    options = {"device": "cuda", "block_size": 4, "max_num_seqs": 4, **options}
     return LLM(
         folder,
         speculative_config=config,
         dtype="float32",
-        device="cuda",
-        block_size=4,
         max_model_len=64,
-        max_num_seqs=4,
         enforce_eager=eager,
         enable_prefix_caching=False,
+        **options,
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -94,46 +93,6 @@ def append(batch: list[Request], result: SampledStep) -> None:
         request.output_token_ids.extend(tokens)
 
 
-# --- every feature -------------------------------------------------------------------------------
-
-FEATURES: dict[str, dict[str, Any]] = {
-    "bias": {"logit_bias": {0: 2.5, 1: -4.0, 5: -math.inf}},
-    "allowed ids": {"allowed_token_ids": (1, 2, 5)},
-    "bad words": {"bad_words": ((3,), (1, 2), (2, 5, 2), (7, 7), (0,))},
-    "min tokens": {"min_tokens": 12},
-    "repetition": {"repetition_penalty": 1.9},
-    "presence": {"presence_penalty": 1.6},
-    "frequency": {"frequency_penalty": 0.8},
-    "reward": {"frequency_penalty": -0.6, "presence_penalty": -1.0, "repetition_penalty": 0.8},
-    "grammar": {},
-    "grammar and penalties": {"repetition_penalty": 2.0, "logit_bias": {2: 9.0, 3: -math.inf}},
-    "min_p": {"min_p": 0.3},
-    "typical_p": {"typical_p": 0.5},
-    "top_k": {"top_k": 2},
-    "top_p": {"top_p": 0.5},
-}
-FILTERS = {"min_p", "typical_p", "top_k", "top_p"}  # of no effect on greedy decoding
-
-
-@pytest.mark.parametrize("drafting", DRAFTING)
-@pytest.mark.parametrize("temperature", [0.0, 1.2], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("feature", FEATURES)
-def test_every_feature(feature: str, temperature: float, drafting: str) -> None:
-    params = SamplingParams(temperature=temperature, logprobs=2, **FEATURES[feature])
-    grammar = feature.startswith("grammar")
-    requests = [
-        Request(i, params, 50 + i, stop_token_ids=STOP, drafting=drafting, grammar=grammar)
-        for i in range(3)
-    ]
-    # The feature decides something here: without it other tokens would come.
-    without = {"params": SamplingParams(temperature=temperature), "grammar": False}
-    num_changed = 0
-    for batch, rows, result in simulate(make_sampler(), requests, seed=1):
-        for request, of, new in zip(batch, rows, result.new_token_ids, strict=True):
-            num_changed += new != step(replace(request, **without), of)
-    assert num_changed > 0 or (feature in FILTERS and temperature == 0)
-
-
 numbers = st.sampled_from
 optional_ids = st.none() | st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4)
 words = st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3), max_size=3)
@@ -148,10 +107,10 @@ def requests_(draw: st.DrawFn, seq_id: int) -> Request:
         top_p=draw(numbers([1.0, 1.0, 0.8])),
         min_p=draw(numbers([0.0, 0.0, 0.2])),
         typical_p=draw(numbers([1.0, 1.0, 0.7])),
-        repetition_penalty=draw(numbers([1.0, 1.0, 1.7])),
-        presence_penalty=draw(numbers([0.0, 0.0, 1.1])),
-        frequency_penalty=draw(numbers([0.0, 0.0, -0.4])),
-        logit_bias=draw(numbers([{}, {}, {1: 2.0, 3: -math.inf, 4: -1.0}])),
+        repetition_penalty=draw(numbers([1.0, 1.0, 1.7, 0.8])),
+        presence_penalty=draw(numbers([0.0, 0.0, 1.1, -1.0])),
+        frequency_penalty=draw(numbers([0.0, 0.0, -0.4, 0.8])),
+        logit_bias=draw(numbers([{}, {}, {1: 2.0, 3: -math.inf, 4: -1.0}, {2: 9.0, 5: -math.inf}])),
         bad_words=() if grammar else draw(words),
         allowed_token_ids=None if grammar else draw(optional_ids),
         min_tokens=0 if grammar else draw(numbers([0, 0, 3, 9])),
@@ -171,26 +130,11 @@ def requests_(draw: st.DrawFn, seq_id: int) -> Request:
 any_batch = st.integers(1, 5).flatmap(lambda n: st.tuples(*(requests_(i) for i in range(n))))
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=200)
 @given(any_batch, st.integers(0, 2**31))
 def test_mixed_features_and_schedules(requests: tuple[Request, ...], seed: int) -> None:
     for _ in simulate(make_sampler(len(requests)), list(requests), seed):
         pass
-
-
-@settings(deadline=None, max_examples=60)
-@given(any_batch)
-def test_neighbours_do_not_influence_each_other(requests: tuple[Request, ...]) -> None:
-    together, batch = make_sampler(), list(requests)
-    alone = [(make_sampler(), replace(r, output_token_ids=[])) for r in requests]
-    for _ in range(4):
-        _, result = run_step(together, batch)
-        for row, (sampler, request) in enumerate(alone):
-            _, own = run_step(sampler, [request])
-            assert own.new_token_ids[0] == result.new_token_ids[row]
-            assert own.logprobs[0] == result.logprobs[row]
-            for one in (request, batch[row]):
-                one.output_token_ids.extend(own.new_token_ids[0])
 
 
 @pytest.mark.parametrize("drafting", ["argmax", "probabilistic"])
@@ -321,10 +265,17 @@ def test_the_minimum_length_holds_from_wherever_a_batch_starts(num_outputs: int)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_low_precision_logits(dtype: torch.dtype) -> None:
     """Everything at once on a bfloat16 model: tokens come, inside the grammar, with logprobs."""
-    every = {
-        k: v for name in ("bias", "reward", "min_p", "typical_p") for k, v in FEATURES[name].items()
-    }
-    sampler, params = make_sampler(), SamplingParams(temperature=0.9, logprobs=1, **every)
+    params = SamplingParams(
+        temperature=0.9,
+        logprobs=1,
+        logit_bias={0: 2.5, 1: -4.0, 5: -math.inf},
+        frequency_penalty=-0.6,
+        presence_penalty=-1.0,
+        repetition_penalty=0.8,
+        min_p=0.3,
+        typical_p=0.5,
+    )
+    sampler = make_sampler()
     batch = [Request(i, params, i, drafting="probabilistic", grammar=True) for i in range(4)]
     for _ in range(5):
         num_drafted = [draft(request) for request in batch]

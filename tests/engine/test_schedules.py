@@ -31,13 +31,14 @@ from peagle.engine import LLMEngine, Sequence, SequenceStatus
 from peagle.engine.block_manager import BlockManager
 from peagle.engine.drafting import DepthPolicy, HeadDrafting
 from peagle.engine.features import FeatureRings
-from peagle.engine.scheduler import Scheduler
+from peagle.engine.graph_runner import Pipeline
+from peagle.engine.scheduler import Schedule, Scheduler
 from peagle.models.target import TargetModel
 from peagle.speculation import TargetStep
 from tests.engine import fake_model
-from tests.engine.fake_model import FakeProposer, FakeRunner, FakeSampler, digest
+from tests.engine.fake_model import FakeGraphs, FakeProposer, FakeRunner, FakeSampler, digest
 
-NUM_SCHEDULES = int(os.environ.get("PEAGLE_SCHEDULES", "1000"))
+NUM_SCHEDULES = int(os.environ.get("PEAGLE_SCHEDULES", "840"))
 MAX_MODEL_LEN = 48
 K = 3
 
@@ -50,6 +51,7 @@ class Kind:
     max_draft_len: int = MAX_MODEL_LEN
     features_kept: int = 256
     depths: tuple[int, ...] = (K,) * 5  # by how many run
+    has_graphs: bool = False
 
 
 KINDS = {
@@ -59,6 +61,7 @@ KINDS = {
     "plain": Kind(has_head=False),
     "K by load": Kind(features_kept=6, depths=(K, K, 0, 2, 0)),
     "mostly no drafts": Kind(depths=(K, K, 0, 0, 0)),
+    "graphs": Kind(depths=(K,) * 9, has_graphs=True),
 }
 
 
@@ -109,7 +112,11 @@ def make_engine(kind: Kind, config: EngineConfig) -> LLMEngine:
             kind.max_draft_len,
             fake._features,
         )
-        engine.scheduler.num_lookahead_slots = 2 * (K + 1)
+        engine.scheduler.num_lookahead_slots = (3 if kind.has_graphs else 2) * (K + 1)
+    if kind.has_graphs:
+        head = fake.drafting.proposer
+        graphs: Any = FakeGraphs(fake.runner, head, config.max_num_seqs, MAX_MODEL_LEN)
+        fake._pipeline = Pipeline(graphs, engine.scheduler, engine._take)
     return engine
 
 
@@ -118,6 +125,7 @@ _ALONE: dict[tuple[Kind, tuple[int, ...], str], list[int]] = {}
 
 def alone(kind: Kind, prompt: tuple[int, ...], params: SamplingParams) -> list[int]:
     """The output of a request that nothing disturbs: no neighbour, chunk, cache or preemption."""
+    kind = replace(kind, has_graphs=False)
     key = (kind, prompt, repr(params))
     if key not in _ALONE:
         _ALONE[key] = _run_alone(kind, prompt, params)
@@ -174,6 +182,7 @@ class Schedules(RuleBasedStateMachine):
             enable_prefix_caching=caching,
         )
         self.engine = make_engine(self.kind, config)
+        self.engine.scheduler.schedule = self._scheduled  # type: ignore[method-assign]
         self.sequences: list[Sequence] = []
         self.paused: set[int] = set()
         self.stopped: set[int] = set()
@@ -228,6 +237,15 @@ class Schedules(RuleBasedStateMachine):
             if sequence.seq_id in before:
                 assert sequence.token_ids == before[sequence.seq_id], "output without a report"
 
+    def _scheduled(self) -> Schedule:
+        """Choose a step, and hold it against the limits and the order."""
+        scheduler = self.engine.scheduler
+        before = list(scheduler.running)
+        following = [s for s in scheduler.waiting if s.waits_for_leader]
+        plan = Scheduler.schedule(scheduler)
+        check_plan(scheduler, before, following, plan)
+        return plan
+
     def _pick(self, which: int) -> Sequence | None:
         unfinished = [s for s in self.sequences if not s.is_finished]
         return unfinished[which % len(unfinished)] if unfinished else None
@@ -245,7 +263,7 @@ class Schedules(RuleBasedStateMachine):
             self.stopped.add(sequence.seq_id)
             self.engine.stop(sequence, min(surplus, sequence.num_output_tokens))
 
-    @precondition(lambda self: self.kind.has_head)
+    @precondition(lambda self: self.kind.has_head and not self.kind.has_graphs)
     @rule(times=st.integers(1, 8))
     def pause_drafting(self, times: int) -> None:
         """Holes in the drafter's KV."""
@@ -284,14 +302,14 @@ class Schedules(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
-        # Each step computes a token of somebody; preempted work is done again, hence the factor.
+        # Each step computes a token; preempted work is done again, hence the factor.
         most = 50 * sum(len(s) + s.params.max_tokens for s in self.sequences) + 10
         for _ in range(most):
             if not self.engine.has_unfinished:
                 break
             self._step()
             self.blocks_are_accounted_for()
-        assert not self.engine.has_unfinished, "somebody starves"
+        assert not self.engine.has_unfinished, "a sequence starves"
         assert self.engine.blocks.num_free_blocks == self.engine.blocks.num_blocks
         for sequence in self.sequences:
             self._check_output(sequence)
@@ -308,6 +326,28 @@ class Schedules(RuleBasedStateMachine):
             assert output == expected[: len(output)]
         else:
             assert output == expected
+
+
+def check_plan(
+    scheduler: Scheduler, before: list[Sequence], following: list[Sequence], plan: Schedule
+) -> None:
+    """One step; `before` ran until then, `following` waited for their leaders."""
+    chunks = [*plan.prefill, *plan.decode]
+    run_now = [chunk.sequence for chunk in chunks]
+    assert len(set(run_now)) == len(run_now) > 0
+    assert len(scheduler.running) <= scheduler.max_num_seqs
+    used = sum(chunk.num_tokens for chunk in plan.prefill)
+    assert used <= scheduler.max_num_batched_tokens
+    assert all(chunk.num_tokens == 1 for chunk in plan.decode)
+    stayed = [s for s in before if s not in plan.preempted]
+    if used < scheduler.max_num_batched_tokens:
+        assert set(stayed) | set(plan.admitted) == set(run_now), "a sequence was left out"
+    # The last in order yield, the first come first, and none passes a waiting one.
+    assert all(s.order < lost.order for s in stayed for lost in plan.preempted)
+    assert [s.order for s in plan.admitted] == sorted(s.order for s in plan.admitted)
+    standing = [s for s in scheduler.waiting if s not in following]
+    if standing and plan.admitted:
+        assert plan.admitted[-1].order < standing[0].order, "a sequence was overtaken"
 
 
 def run_machine(

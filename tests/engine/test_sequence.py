@@ -1,4 +1,4 @@
-"""A sequence: its ends, what is computed of it, who goes first; the counters of its drafts."""
+"""A sequence: its ends, what is computed of it, its order; the counters of its drafts."""
 
 from __future__ import annotations
 
@@ -111,11 +111,19 @@ steps_of = st.lists(
 )
 
 
-@given(steps_of)
-def test_counters_are_what_a_recount_gives(steps: list[tuple[int, int]]) -> None:
-    stats = SpeculationStats()
-    for drafted, accepted in steps:
+@given(steps_of, st.integers(0, 20))
+def test_counters_are_what_a_recount_gives(steps: list[tuple[int, int]], cut: int) -> None:
+    """Also where two count and one pools them, and where a later look subtracts an earlier one."""
+    stats, first, second = SpeculationStats(), SpeculationStats(), SpeculationStats()
+    for i, (drafted, accepted) in enumerate(steps):
         stats.record(drafted, accepted)
+        (first if i < cut else second).record(drafted, accepted)
+    earlier = first.copy()
+    first.add(second)
+    assert first == stats == SpeculationStats.pooled([earlier, second])
+    later = stats.since(earlier)
+    assert later.num_accepted_tokens == second.num_accepted_tokens
+    assert later.num_drafts == second.num_drafts
     drafts = [(drafted, accepted) for drafted, accepted in steps if drafted]
     deepest = max((drafted for drafted, _ in drafts), default=0)
     assert stats.num_drafts == len(drafts)
@@ -130,22 +138,3 @@ def test_counters_are_what_a_recount_gives(steps: list[tuple[int, int]]) -> None
     else:
         assert stats.acceptance_length == 1.0
         assert stats.acceptance_per_pos == []
-
-
-@given(steps_of, st.integers(0, 20))
-def test_pooling_equals_counting_together(steps: list[tuple[int, int]], cut: int) -> None:
-    whole, first, second = SpeculationStats(), SpeculationStats(), SpeculationStats()
-    for i, step in enumerate(steps):
-        whole.record(*step)
-        (first if i < cut else second).record(*step)
-    first.add(second)
-    assert first == whole
-
-
-def test_the_published_example_of_an_acceptance_length() -> None:
-    # Three drafts of 4: 4, 0 and 2 accepted. Positions: 2/3, 2/3, 1/3, 1/3; 1 + 6/3 = 3.
-    stats = SpeculationStats()
-    for accepted in (4, 0, 2):
-        stats.record(4, accepted)
-    assert stats.acceptance_length == 3.0
-    assert stats.acceptance_per_pos == [2 / 3, 2 / 3, 1 / 3, 1 / 3]

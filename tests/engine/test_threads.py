@@ -1,4 +1,4 @@
-"""How many CPU threads torch gets, by the model, the machine and who has decided already."""
+"""How many CPU threads torch gets, by the model, the machine and earlier settings."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from peagle.engine import threads
-from peagle.engine.threads import BYTES_PER_THREAD, choose_threads, fast_threads, usable_cores
+from peagle.engine import placement
+from peagle.engine.placement import BYTES_PER_THREAD, choose_threads, fast_threads, usable_cores
 from peagle.errors import UserError
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
@@ -22,14 +22,14 @@ SMALL = nn.Linear(8, 8)
 
 @pytest.fixture(autouse=True)
 def _undecided(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Four cores, torch's default, and nobody has asked for a number."""
+    """Four cores, torch's default, and no earlier setting."""
     before = torch.get_num_threads()
-    for variable in threads.VARIABLES:
+    for variable in placement.VARIABLES:
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(threads, "_is_set", False)
-    monkeypatch.setattr(threads, "_chosen", None)
-    monkeypatch.setattr(threads, "_defaults", lambda: (8, 4))
-    monkeypatch.setattr(threads, "_CPU_MAX", Path("nowhere"))
+    monkeypatch.setattr(placement, "_is_set", False)
+    monkeypatch.setattr(placement, "_chosen", None)
+    monkeypatch.setattr(placement, "_defaults", lambda: (8, 4))
+    monkeypatch.setattr(placement, "_CPU_MAX", Path("nowhere"))
     torch.set_num_threads(4)
     yield
     torch.set_num_threads(before)
@@ -48,7 +48,7 @@ def test_cores_are_those_that_may_be_used(
     quota: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cpu.max").write_text(quota)
-    monkeypatch.setattr(threads, "_CPU_MAX", tmp_path / "cpu.max")
+    monkeypatch.setattr(placement, "_CPU_MAX", tmp_path / "cpu.max")
     assert usable_cores() == cores
 
 
@@ -57,12 +57,12 @@ def test_a_small_model_gets_one_thread_and_a_large_one_all(
 ) -> None:
     choose_threads(SMALL)
     assert torch.get_num_threads() == 1
-    monkeypatch.setattr(threads, "BYTES_PER_THREAD", 8)
+    monkeypatch.setattr(placement, "BYTES_PER_THREAD", 8)
     choose_threads(SMALL)
     assert torch.get_num_threads() == 4
 
 
-@pytest.mark.parametrize("variable", threads.VARIABLES)
+@pytest.mark.parametrize("variable", placement.VARIABLES)
 def test_the_environment_wins(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, "4")
     choose_threads(SMALL)
@@ -73,17 +73,17 @@ def test_an_option_and_a_program_win() -> None:
     torch.set_num_threads(3)  # neither torch's default nor a number from here
     choose_threads(SMALL)
     assert torch.get_num_threads() == 3
-    threads.set_threads(4)
+    placement.set_threads(4)
     choose_threads(SMALL)
     assert torch.get_num_threads() == 4
     with pytest.raises(UserError, match="--threads is 0; expected at least 1"):
-        threads.set_threads(0)
+        placement.set_threads(0)
 
 
 def test_torch_starts_with_one_of_the_numbers_that_count_as_its_own() -> None:
     code = (
-        "import torch; from peagle.engine import threads\n"
-        "assert torch.get_num_threads() in threads._defaults(), threads._defaults()\n"
+        "import torch; from peagle.engine import placement\n"
+        "assert torch.get_num_threads() in placement._defaults(), placement._defaults()\n"
         "from peagle import LLM\n"
         "LLM('bundled'); assert torch.get_num_threads() == 1"
     )

@@ -34,6 +34,7 @@ class Script:
         key: the only one that it takes.
         metrics: text of /metrics; None answers 404. With `counts` drafts are added to it.
         delay_s: before each step.
+        holds: requests in flight for which the first answers wait.
         fails: (status, body) for requests whose prompt has "[fail]".
         dies_after: answers, in the middle of the next of which it goes away for good.
     """
@@ -52,6 +53,7 @@ class Script:
     metrics: str | None = None
     counts: bool = False
     delay_s: float = 0.0
+    holds: int = 0
     fails: tuple[int, bytes] = (500, b'{"error": {"message": "planned"}}')
     dies_after: int | None = None
     keep_alive: bool = True
@@ -189,6 +191,8 @@ async def _complete(
         return
     script.in_flight += 1
     script.most_in_flight = max(script.most_in_flight, script.in_flight)
+    while body["max_tokens"] > 1 and script.most_in_flight < script.holds:
+        await asyncio.sleep(0.001)
     try:
         is_dying = script.dies_after is not None and script.num_answers >= script.dies_after
         if script.streams:

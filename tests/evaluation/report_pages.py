@@ -10,7 +10,7 @@ from typing import Any
 
 from evaluation import report_samples as samples
 from peagle.evaluation.report.files import read_results
-from peagle.evaluation.report.page import Page
+from peagle.evaluation.report.page import page_html
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 
@@ -32,7 +32,7 @@ def some(*names: str) -> dict[str, dict[str, Any]]:
 
 def page_of(folder: Path, **documents: dict[str, Any]) -> str:
     """The page, without PNGs, which take their time."""
-    return Page(read_results(samples.write(folder, **documents))).html()
+    return page_html(read_results(samples.write(folder, **documents)))
 
 
 class Parsed(HTMLParser):

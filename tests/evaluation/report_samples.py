@@ -5,9 +5,17 @@ from __future__ import annotations
 import json
 import random
 import re
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from peagle.engine import SpeculationStats
+from peagle.evaluation.acceptance import conditional_acceptance
+from peagle.evaluation.sweep import SweepPoint
+from peagle.evaluation.throughput import summarize
+from peagle.evaluation.timing import LatencyObjective
+from peagle.results import Percentiles, RunFigures
 
 ENVIRONMENT = {
     "peagle": "0.1.0",
@@ -56,34 +64,25 @@ def provenance(command: str, **more: Any) -> dict[str, Any]:
 
 def make_slice(method: str, k: int, factor: float, drafts: int, requests: int) -> dict[str, Any]:
     first, fall = CHANCES[method]
-    conditional = [min(0.97, first * factor * fall**i) for i in range(k)]
-    counts, reached = [], drafts
-    for chance in conditional:
-        reached = round(reached * chance)
-        counts.append(reached)
-    accepted = sum(counts)
-    length = 1 + accepted / drafts
-    wide = 1.6 / requests**0.5
-    unconditional = [count / drafts for count in counts]
-    given = [
-        count / before if before else None
-        for count, before in zip(counts, [drafts, *counts], strict=False)
-    ]
-    return {
+    counts = [drafts]
+    for i in range(k):
+        counts.append(round(counts[-1] * min(0.97, first * factor * fall**i)))
+    stats = SpeculationStats(drafts, drafts * k, sum(counts[1:]), counts[1:])
+    length, wide = stats.acceptance_length, 1.6 / requests**0.5
+
+    def around(share: float | None, wide: float) -> list[float] | None:
+        return None if share is None else [max(0, share - wide), min(1, share + wide)]
+
+    unconditional, conditional = stats.acceptance_per_pos, conditional_acceptance(stats)
+    return asdict(stats) | {
         "num_requests": requests,
         "num_tokens": round(drafts * length),
-        "num_drafts": drafts,
-        "num_draft_tokens": drafts * k,
-        "num_accepted_tokens": accepted,
-        "num_accepted_tokens_per_pos": counts,
         "acceptance_length": length,
         "acceptance_length_ci": [length - wide, length + wide],
         "unconditional": unconditional,
-        "unconditional_ci": [[max(0, u - wide / 5), min(1, u + wide / 5)] for u in unconditional],
-        "conditional": given,
-        "conditional_ci": [
-            None if g is None else [max(0, g - wide / 4), min(1, g + wide / 4)] for g in given
-        ],
+        "unconditional_ci": [around(share, wide / 5) for share in unconditional],
+        "conditional": conditional,
+        "conditional_ci": [around(share, wide / 4) for share in conditional],
         "tokens_per_step": length * 0.99,
         "loop_share": 0.06,
         "acceptance_length_before_loop": length * 0.96,
@@ -193,45 +192,33 @@ def speed(method: str, k: int, concurrency: int) -> float:
     return 1000 * concurrency * al / (step + draft + 0.01 * concurrency)
 
 
-def make_cell(
-    method: str, k: int, concurrency: int, name: str, rng: random.Random
-) -> dict[str, Any]:
-    factor = SETS[name][1] if method != "plain" else 1.0
+def make_repeat(point: SweepPoint, rng: random.Random) -> RunFigures:
+    factor = SETS[point.set][1] if point.k else 1.0
+    rate = speed(point.method, point.k, point.concurrency) * factor * rng.gauss(1, 0.02)
+    itl = point.concurrency / rate
+    times = Percentiles(p50=itl, p90=itl * 1.3, p99=itl * 2.1, mean=itl * 1.05)
+    slice_ = make_slice(point.method, point.k, factor, 8000, 100) if point.k else {}
+    return RunFigures(
+        seconds=256 * 64 / rate,
+        num_requests=64,
+        num_tokens=64 * 256,
+        output_tokens_per_s=rate,
+        requests_per_s=rate / 256,
+        ttft_s=times,
+        itl_s=times,
+        e2e_s=times,
+        acceptance_length=slice_.get("acceptance_length"),
+        gpu_busy=min(0.99, 0.9 + point.concurrency / 800),
+    )
 
-    def repeat() -> dict[str, Any]:
-        rate = speed(method, k, concurrency) * factor * rng.gauss(1, 0.02)
-        itl = concurrency / rate
-        times = {"p50": itl, "p90": itl * 1.3, "p99": itl * 2.1, "mean": itl * 1.05}
-        length = make_slice(method, k, factor, 8000, 100)["acceptance_length"] if k else None
-        return {
-            "seconds": 256 * 64 / rate,
-            "num_requests": 64,
-            "num_tokens": 64 * 256,
-            "output_tokens_per_s": rate,
-            "requests_per_s": rate / 256,
-            "ttft_s": {key: value * 4 for key, value in times.items()},
-            "itl_s": times,
-            "e2e_s": {key: value * 256 for key, value in times.items()},
-            "acceptance_length": length,
-            "gpu_busy": min(0.99, 0.9 + concurrency / 800),
-            "errors": 0,
-        }
 
-    repeats = sorted((repeat() for _ in range(3)), key=lambda r: r["output_tokens_per_s"])
-    plain = speed("plain", 0, concurrency)
-    median = repeats[1]
-    rates = [r["output_tokens_per_s"] for r in repeats]
-    base = speed(method, k, 1) * factor
+def make_cell(method: str, k: int, load: int, least: float, most: float) -> dict[str, Any]:
+    """A cell of three repeats at these speeds and between."""
+    repeats = [{"output_tokens_per_s": (least + most) / 2}] * 3
     return {
-        **{"method": method, "source": SOURCES[method], "engine": "peagle", "k": k},
-        **{"concurrency": concurrency, "set": name},
-        "repeats": repeats,
-        "median": median,
-        "spread": {"output_tokens_per_s": [rates[0], rates[-1]]},
-        "speed_up_over_plain": median["output_tokens_per_s"] / plain,
-        "speed_up_over_eagle3": rates[1] / (speed("eagle3", 3, concurrency) * SETS[name][1]),
-        "linearity": rates[1] / (concurrency * base),
-        "meets_objective": median["itl_s"]["p90"] < 0.02,
+        **{"method": method, "k": k, "concurrency": load, "set": "humaneval", "repeats": repeats},
+        "median": repeats[0],
+        "spread": {"output_tokens_per_s": [least, most]},
     }
 
 
@@ -243,37 +230,25 @@ def throughput(
 ) -> dict[str, Any]:
     """throughput.json."""
     rng = random.Random(3)
-    cells = [
-        make_cell(method, k, concurrency, name, rng)
+    points = [
+        SweepPoint(method, SOURCES[method], "peagle", k, concurrency, name)
         for name in sets
         for method in methods
         for k in ((0,) if method == "plain" else ks)
         for concurrency in concurrencies
     ]
-    return {
-        "format_version": 1,
-        "provenance": provenance("peagle bench --draft ./heads/peagle --output results"),
-        "settings": {
+    results = summarize(
+        {point: [make_repeat(point, rng) for _ in range(3)] for point in points},
+        LatencyObjective.parse("ttft=500ms,itl=20ms@p90"),
+        provenance=provenance("peagle bench --draft ./heads/peagle --output results"),
+        settings={
             "sets": dict.fromkeys(sets, 64),
             "max_new_tokens": 256,
-            "repeats": 3,
-            "warm_up": 1,
             "temperature": 0.0,
             "objective": {"ttft_ms": 500, "itl_ms": 20, "percentile": 90},
         },
-        "cells": cells,
-        "best_k": [],
-        "goodput": [
-            {
-                "method": method,
-                "k": 0 if method == "plain" else 3,
-                "set": "humaneval",
-                "requests_per_s": 20.0 + 8 * i,
-                "concurrency": 64,
-            }
-            for i, method in enumerate(methods)
-        ],
-    }
+    )
+    return results.to_json()
 
 
 # ---- tune.json ------------------------------------------------------------------------------

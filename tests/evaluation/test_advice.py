@@ -1,21 +1,29 @@
-"""Paired comparisons of methods, and the sentences that rest on them."""
+"""Comparisons, the best K, and the sentences that rest on them."""
 
 from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from peagle.evaluation.comparisons import compare_entries
-from peagle.evaluation.intervals import acceptance_intervals, paired_difference
+from peagle.cli.bench import result_text
+from peagle.cli.tune import _speeds
+from peagle.evaluation.intervals import acceptance_intervals, compare_entries, paired_difference
 from peagle.evaluation.report import charts, write_report
 from peagle.evaluation.report.advice import acceptance_advice, throughput_advice
+from peagle.evaluation.report.files import read_results
+from peagle.evaluation.report.series import Cast, best_cells
+from peagle.evaluation.sweep import SweepPoint
+from peagle.evaluation.throughput import best_k_cell, summarize, tied_fastest
 from peagle.evaluation.training_record import read_training_record
-from peagle.results import Entry, ThroughputResults, TrainingRecord
+from peagle.evaluation.tuning.schedule import k_at
+from peagle.results import Cell, Entry, RunFigures, ThroughputResults, TrainingRecord, TuneResults
+from tests.evaluation import report_samples
 from tests.evaluation.report_samples import make_cell, make_slice, provenance, write
 
 Counts = np.ndarray
@@ -152,19 +160,12 @@ def test_records_of_training(tmp_path: Path) -> None:
 # ---- advice on speed ------------------------------------------------------------------------
 
 
-def cell(method: str, k: int, load: int, least: float, most: float) -> dict[str, Any]:
-    one = make_cell(method, k, load, "humaneval", random.Random(0))
-    one["median"] |= {"output_tokens_per_s": (least + most) / 2}
-    one["spread"] = {"output_tokens_per_s": [least, most]}
-    return one
-
-
 def test_ties_go_to_the_simpler_choice() -> None:
     cells = [
-        *(cell("plain", 0, 1, 95, 105), cell("plain", 0, 16, 900, 1000)),
-        *(cell("ngram", 3, 1, 100, 120), cell("ngram", 3, 16, 950, 980)),
-        *(cell("peagle", 3, 1, 180, 200), cell("peagle", 5, 1, 190, 210)),
-        *(cell("peagle", 3, 16, 990, 1100), cell("peagle", 5, 16, 700, 800)),
+        *(make_cell("plain", 0, 1, 95, 105), make_cell("plain", 0, 16, 900, 1000)),
+        *(make_cell("ngram", 3, 1, 100, 120), make_cell("ngram", 3, 16, 950, 980)),
+        *(make_cell("peagle", 3, 1, 180, 200), make_cell("peagle", 5, 1, 190, 210)),
+        *(make_cell("peagle", 3, 16, 990, 1100), make_cell("peagle", 5, 16, 700, 800)),
     ]
     file = {"provenance": provenance("peagle bench"), "cells": cells}
     told = throughput_advice(ThroughputResults.model_validate(file))
@@ -174,7 +175,7 @@ def test_ties_go_to_the_simpler_choice() -> None:
     assert "P-EAGLE was trained too little" in throughput_advice(
         ThroughputResults.model_validate(file)
     )
-    faster = [*cells, cell("ngram", 5, 1, 300, 310)]
+    faster = [*cells, make_cell("ngram", 5, 1, 300, 310)]
     told = throughput_advice(ThroughputResults.model_validate(file | {"cells": faster}))
     assert "prompt lookup with K = 5 at 1 together" in told
 
@@ -187,3 +188,125 @@ def test_the_report_says_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     data["comparisons"] = [one.to_json() for one in compare_entries(found)]
     write(tmp_path, acceptance=data)
     assert advice(*entries) in write_report(tmp_path).read_text()
+
+
+LOADS, KS = (1, 4, 16), (2, 3, 5)
+
+
+@pytest.fixture(autouse=True)
+def _undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(charts, "can_draw", lambda: False)
+
+
+def figures(speed: float) -> RunFigures:
+    return RunFigures(output_tokens_per_s=speed, requests_per_s=1.0, acceptance_length=2.0)
+
+
+def measured(rng: random.Random) -> dict[SweepPoint, list[RunFigures]]:
+    """A sweep of random speeds, of which many tie."""
+    arms = [("plain", 0), *(("eagle3", k) for k in KS), *(("peagle", k) for k in KS)]
+    return {
+        SweepPoint(method, "", "peagle", k, load, "humaneval"): [
+            figures(rng.choice((90, 100, 104, 110, 130)) * load + rng.randint(0, 6))
+            for _ in range(2)
+        ]
+        for method, k in arms
+        for load in LOADS
+    }
+
+
+def bench(rng: random.Random) -> ThroughputResults:
+    results = summarize(
+        measured(rng),
+        None,
+        provenance=report_samples.provenance("peagle bench"),
+        settings={"sets": {"humaneval": 4}, "objective": None},
+    )
+    return results.model_copy(update={"advice": throughput_advice(results)})
+
+
+def at(k: int, median: float, least: float, most: float) -> Cell:
+    median_speed, spread = {"output_tokens_per_s": median}, {"output_tokens_per_s": (least, most)}
+    cell = {"method": "peagle", "k": k, "concurrency": 1, "median": median_speed, "spread": spread}
+    return Cell.model_validate(cell)
+
+
+@pytest.mark.parametrize(
+    ("cells", "tied", "best"),
+    [
+        ([at(3, 100, 95, 104), at(5, 110, 103, 112), at(7, 90, 80, 102)], [3, 5], 3),
+        ([at(3, 100, 95, 102.9), at(5, 110, 103, 112), at(7, 90, 80, 102)], [5], 5),
+        ([at(7, 100, 100, 100), at(5, 100, 100, 100), at(3, 99, 99, 99)], [7, 5], 5),
+    ],
+)
+def test_the_definition(cells: list[Cell], tied: list[int], best: int) -> None:
+    assert [cell.k for cell in tied_fastest(cells)] == tied
+    assert best_k_cell(cells).k == best
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_all_places_agree(tmp_path: Path, seed: int) -> None:
+    result = bench(random.Random(seed))
+    best = {one.concurrency: one.k for one in result.best_k if one.method == "peagle"}
+    # The definition again, from the repeats themselves.
+    for load in LOADS:
+        own = {
+            cell.k: [one.output_tokens_per_s for one in cell.repeats]
+            for cell in result.cells
+            if cell.method == "peagle" and cell.concurrency == load
+        }
+        fastest = max(own.values(), key=sum)
+        assert best[load] == min(k for k, runs in own.items() if max(runs) >= min(fastest)), load
+    write(tmp_path, throughput=result.to_json())
+    page = write_report(tmp_path).read_text()
+    results = read_results(tmp_path)
+    assert results.throughput is not None
+    cells = best_cells(results.throughput.cells, ("peagle", "peagle"), "humaneval")
+    assert {cell.concurrency: cell.k for cell in cells} == best
+    table = page.split("Best K by method and concurrency")[-1].split("</table>")[0]
+    rows = re.findall(r">P-EAGLE</th><td>(\d+)</td><td>(\d+)</td>", table)
+    assert {int(load): int(k) for k, load in rows} == best
+    runs = [k for n, k in enumerate(best.values()) if n == 0 or k != [*best.values()][n - 1]]
+    shown = page.split("Best K by load</dt><dd>")[1].split("<small>")[0]
+    assert shown == " → ".join(map(str, runs))
+    text = result_text(result)
+    line = text.split("best K of peagle on humaneval, by concurrency: ")[1].splitlines()[0]
+    line = re.sub(r" \(tied: [\d, ]+\)", "", line)
+    assert line == ", ".join(f"{k} at {load}" for load, k in best.items())
+    for method, k in re.findall(r"(P-EAGLE|EAGLE-3) with K = (\d+)", result.advice):
+        name = {"P-EAGLE": "peagle", "EAGLE-3": "eagle3"}[method]
+        assert int(k) in {one.k for one in result.best_k if one.method == name}
+
+
+def test_the_schedule_is_the_only_k_that_tune_names(tmp_path: Path) -> None:
+    tune = report_samples.tune()
+    for one in tune["predictions"]:  # K = 5 is fastest everywhere, a little
+        one["predicted_tokens_per_s"] = 100.0 + (one["k"] == 5)
+        one["measured_tokens_per_s"] = 100.0 + (one["k"] == 5)
+    write(tmp_path, tune=tune)
+    page = write_report(tmp_path).read_text()
+    batches = sorted({one["batch"] for one in tune["predictions"]})
+    ks = sorted({one["k"] for one in tune["predictions"]})
+    table = page.split("a star marks")[-1].split("</table>")[0]
+    for batch in batches:
+        row = re.search(rf">{batch}</t[hd]>(.*?)</tr>", table, re.S)
+        assert row is not None
+        stars = ["★" in cell for cell in re.findall(r"<td[^>]*>(.*?)</td>", row[1], re.S)]
+        assert [k for k, star in zip(ks, stars, strict=True) if star] == [
+            k_at(tune["schedule"], batch)
+        ]
+    lines = _speeds(TuneResults.model_validate(tune))[2:]
+    for batch, line in zip(batches, lines, strict=True):
+        stars = ["*" in speed for speed in re.findall(r"[\d,]+\*?", line)[1:]]
+        assert ks[stars.index(True)] == k_at(tune["schedule"], batch)
+        assert sum(stars) == 1
+
+
+def test_a_measured_and_a_predicted_k_are_reconciled(tmp_path: Path) -> None:
+    result = bench(random.Random(1))
+    best = {one.concurrency: one.k for one in result.best_k if one.method == "peagle"}
+    tune = report_samples.tune() | {"schedule": [[1, 64, best[4] + 1]]}
+    write(tmp_path, throughput=result.to_json(), tune=json.loads(json.dumps(tune)))
+    page = write_report(tmp_path).read_text()
+    assert f"At 4 together the best K that was measured is {best[4]}" in page
+    assert Cast.of(read_results(tmp_path)).hero == ("peagle", "peagle")

@@ -15,12 +15,11 @@ from peagle import SamplingParams
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.engine import sampler
 from peagle.errors import UserError
-from peagle.evaluation.certify.certificate import certificate_text
 from peagle.evaluation.certify.matrix import Case, difference
 from peagle.evaluation.certify.reference import Reference, TargetReference, probabilities
-from peagle.evaluation.certify.run import Options, run
-from peagle.evaluation.compare import load_target
+from peagle.evaluation.certify.run import Options, certificate_text, run
 from peagle.evaluation.decoding_methods import DecodingMethod
+from peagle.evaluation.engine_backend import load_target
 from peagle.results import CertificateResults, CertifiedCase, Difference
 from peagle.speculation import verification
 from peagle.speculation.verification import Verified

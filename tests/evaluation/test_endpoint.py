@@ -14,8 +14,7 @@ from peagle.client.events import DONE
 from peagle.config import SamplingParams
 from peagle.engine import SpeculationStats
 from peagle.errors import UserError
-from peagle.evaluation.acceptance import DecodedStep
-from peagle.evaluation.decoding import Answer, Request
+from peagle.evaluation.decoding import Answer, DecodedStep, Request
 from peagle.evaluation.endpoint import KEY_VARIABLES, EndpointBackend
 from peagle.evaluation.endpoint_answers import ForeignAnswer, read_answer
 from peagle.evaluation.http_client import Reply
@@ -165,7 +164,7 @@ def test_times_are_those_of_the_chunks() -> None:
     times = [when for when, _ in answer.chunks]
     for number, when in enumerate(times, 1):
         assert 0.05 * number - 0.005 <= when
-    assert answer.time_to_first_token_s == times[0] < times[-1] <= answer.seconds < 2
+    assert answer.time_to_first_token_s == times[0] < times[-1] <= answer.seconds
 
 
 @given(st.lists(st.text("ab c", max_size=9), min_size=1, max_size=12), st.integers(0, 60))
@@ -248,7 +247,7 @@ def test_others_on_the_server_and_a_restart_are_noticed() -> None:
 
 @pytest.mark.parametrize(("concurrency", "count"), [(1, 3), (3, 8), (8, 5)])
 def test_so_many_in_flight(concurrency: int, count: int) -> None:
-    script, seen = Script(delay_s=0.005), list[int]()
+    script, seen = Script(holds=min(concurrency, count)), list[int]()
     with endpoint(script) as url:
         backend = EndpointBackend(url)
         start = time.perf_counter()

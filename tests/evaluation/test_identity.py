@@ -11,7 +11,7 @@ import torch
 from peagle import LLM, SamplingParams, SpeculativeConfig
 from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.evaluation.certify.reference import Reference, TargetReference, first_difference
-from peagle.evaluation.compare import build, load_target
+from peagle.evaluation.engine_backend import build, load_target
 from peagle.evaluation.prompts import load_prompt_set
 
 LOGITS = torch.tensor([[0.0, 1.0, 0.5], [2.0, 2.0 - 5e-5, 0.0], [1.0, 0.0, 3.0]])

@@ -19,9 +19,9 @@ from markupsafe import escape
 from evaluation import report_samples as samples
 from evaluation.report_pages import Parsed, page_of, small, some
 from peagle.evaluation.report import charts, write_report
-from peagle.evaluation.report.charts import Axis, Chart, Line, Point
+from peagle.evaluation.report.charts import Axis, Chart, ChartLine, ChartPoint
 from peagle.evaluation.report.files import Results, read_results
-from peagle.evaluation.report.page import Page
+from peagle.evaluation.report.page import page_html
 from peagle.evaluation.report.series import Cast
 from peagle.evaluation.report.text import visible
 from peagle.results import AcceptanceResults, ThroughputResults, TuneResults
@@ -225,7 +225,7 @@ def test_what_is_not_known_is_left_out(seed, chance):
         ThroughputResults.model_validate(raw["throughput"]),
         TuneResults.model_validate(raw["tune"]),
     )
-    text = Parsed(Page(results).html()).text("style", "script")
+    text = Parsed(page_html(results)).text("style", "script")
     assert "None" not in text and "nan" not in text.split()
 
 
@@ -258,7 +258,7 @@ def test_engines_are_told_apart(tmp_path):
     cast = Cast.of(results)
     assert len(cast.styles) == 6 and len(set(cast.styles.values())) == 6
     assert cast.hero == ("peagle", "peagle")
-    text = Parsed(Page(results).html()).text("style", "script")
+    text = Parsed(page_html(results)).text("style", "script")
     assert "EAGLE-3 on gpu.example:8000" in text
     assert "Engines differ" in text
 
@@ -347,9 +347,9 @@ def test_bars_have_their_counts(html):
     st.booleans(),
 )
 def test_a_chart_holds_its_points(values, low, log):
-    points = [Point(i, value, tip=str(value)) for i, value in enumerate(values, 1)]
+    points = [ChartPoint(i, value, tip=str(value)) for i, value in enumerate(values, 1)]
     y = Axis("y", log=True) if log else Axis("y", low=low)
-    drawn = Chart("", [Line("a", 1, points)], Axis("x"), y)
+    drawn = Chart("", [ChartLine("a", 1, points)], Axis("x"), y)
     ((_, svg),) = drawn.svgs()
     hits = [(float(x), float(y)) for _, x, y in HIT.findall(svg)]
     assert len(hits) == len(values)

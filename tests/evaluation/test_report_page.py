@@ -10,7 +10,7 @@ import pytest
 
 from evaluation import report_samples as samples
 from peagle.evaluation.report.files import read_results
-from peagle.evaluation.report.page import Page
+from peagle.evaluation.report.page import page_html
 from tests.browsing import Pages, grave
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -31,7 +31,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tune=samples.tune(),
     )
     path = folder / "report.html"
-    path.write_text(Page(read_results(folder)).html(), encoding="utf-8")
+    path.write_text(page_html(read_results(folder)), encoding="utf-8")
     return path
 
 

@@ -73,7 +73,7 @@ def test_every_cell_once_a_round_in_rotating_order(
     sweep = sweep_of(
         FakeBackend(), num_arms, sets=sets, concurrencies=tuple(loads), repeats=repeats
     )
-    order, cells = sweep.order(), list(sweep.cells)
+    order, cells = sweep.order(), list(sweep.points)
     assert len(cells) == num_arms * len(loads) * num_sets
     assert [repeat for repeat, _ in order] == sorted(repeat for repeat, _ in order)
     rounds = [[cell for r, cell in order if r == repeat] for repeat in range(repeats)]

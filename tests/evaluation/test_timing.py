@@ -13,6 +13,7 @@ from peagle.engine import SpeculationStats
 from peagle.errors import UserError
 from peagle.evaluation.decoding import Answer, Run
 from peagle.evaluation.timing import LatencyObjective, figures_of, median_of, spread_of, token_gaps
+from peagle.results import Percentiles, RunFigures
 
 CHUNKS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 6)), min_size=1, max_size=20).map(
     lambda pairs: [(when / 10, count) for when, count in sorted(pairs)]
@@ -44,11 +45,11 @@ def test_gaps_add_up_to_the_time_after_the_first_token(chunks: list[tuple[float,
 def test_spreads_count_each_value_so_often(pairs: list[tuple[float, int]]) -> None:
     every = [value for value, times in pairs for _ in range(times)]
     found = spread_of([value for value, _ in pairs], [times for _, times in pairs])
-    assert found["mean"] == pytest.approx(fmean(every))
-    assert found["p50"] == pytest.approx(median(every))
+    assert found.mean == pytest.approx(fmean(every))
+    assert found.p50 == pytest.approx(median(every))
     if len(every) > 1:
         cuts = quantiles(every, n=100, method="inclusive")
-        assert [found["p90"], found["p99"]] == pytest.approx([cuts[89], cuts[98]])
+        assert [found.p90, found.p99] == pytest.approx([cuts[89], cuts[98]])
 
 
 def test_figures_of_a_run() -> None:
@@ -59,28 +60,31 @@ def test_figures_of_a_run() -> None:
     ]
     drafts = SpeculationStats(4, 12, 6, [3, 2, 1])
     figures = figures_of(Run(answers, 2.0, drafts), 0.25)
-    assert (figures["num_requests"], figures["errors"], figures["num_tokens"]) == (2, 1, 6)
-    assert (figures["output_tokens_per_s"], figures["requests_per_s"]) == (3.0, 1.0)
-    assert figures["ttft_s"]["mean"] == pytest.approx(0.4)
-    assert figures["itl_s"]["mean"] == pytest.approx((0.3 + 0.2) / 4)
-    assert figures["itl_s"]["p50"] == pytest.approx(0.1)
-    assert figures["e2e_s"]["p50"] == pytest.approx(0.75)
-    assert (figures["acceptance_length"], figures["gpu_busy"]) == (2.5, 0.25)
+    assert (figures.num_requests, figures.errors, figures.num_tokens) == (2, 1, 6)
+    assert (figures.output_tokens_per_s, figures.requests_per_s) == (3.0, 1.0)
+    assert figures.ttft_s.mean == pytest.approx(0.4)
+    assert figures.itl_s.mean == pytest.approx((0.3 + 0.2) / 4)
+    assert figures.itl_s.p50 == pytest.approx(0.1)
+    assert figures.e2e_s.p50 == pytest.approx(0.75)
+    assert (figures.acceptance_length, figures.gpu_busy) == (2.5, 0.25)
 
 
 @pytest.mark.parametrize("drafts", [None, SpeculationStats()])
 def test_unknown_figures(drafts: SpeculationStats | None) -> None:
     figures = figures_of(Run([Answer(num_tokens=1, chunks=[(0.5, 1)], seconds=1)], 1.0, drafts))
-    assert figures["acceptance_length"] is None is figures["itl_s"]["p99"]
+    assert figures.acceptance_length is None is figures.itl_s.p99
 
 
 def test_medians_of_repeats() -> None:
+    speeds = (3.0, 1.0, 2.0)
+    waits, lengths = (1.0, 4.0, 2.0), (None, 2.0, 4.0)
     repeats = [
-        {"a": 3, "b": {"p50": 1.0}, "c": None, "d": None},
-        {"a": 1, "b": {"p50": 4.0}, "c": 2.0, "d": None},
-        {"a": 2, "b": {"p50": 2.0}, "c": 4.0, "d": None},
+        RunFigures(output_tokens_per_s=a, ttft_s=Percentiles(p50=b), acceptance_length=c)
+        for a, b, c in zip(speeds, waits, lengths, strict=True)
     ]
-    assert median_of(repeats) == {"a": 2, "b": {"p50": 2.0}, "c": 3.0, "d": None}
+    assert median_of(repeats) == RunFigures(
+        output_tokens_per_s=2.0, ttft_s=Percentiles(p50=2.0), acceptance_length=3.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -105,7 +109,8 @@ def test_objectives_that_are_none(text: str) -> None:
 
 
 def test_keeping_an_objective() -> None:
-    figures = {"ttft_s": {"p90": 0.5}, "itl_s": {"p90": 0.05, "p50": None}}
+    ttft, itl = Percentiles(p90=0.5), Percentiles(p90=0.05)
+    figures = RunFigures(output_tokens_per_s=1.0, ttft_s=ttft, itl_s=itl)
     assert LatencyObjective(500, 50, 90).is_met(figures)
     assert not LatencyObjective(499, None, 90).is_met(figures)
     assert not LatencyObjective(None, 49, 90).is_met(figures)

@@ -65,18 +65,18 @@ def test_what_is_timed(
 
     monkeypatch.setattr(machine_module, "time_steps", watched)
     machine = make(target, head_folders(parallel=parallel))
-    for cell in (CostPoint(1, 0), CostPoint(3, 0), CostPoint(2, 1), CostPoint(3, 3)):
+    for point in (CostPoint(1, 0), CostPoint(3, 0), CostPoint(2, 1), CostPoint(3, 3)):
         rows.clear()
-        cost = machine.measure(cell)
+        cost = machine.measure(point)
         # Every timed step is one pass over the newest token and K drafts of every sequence.
-        assert rows[-STEPS:] == [cell.batch * (cell.k + 1)] * STEPS
+        assert rows[-STEPS:] == [point.batch * (point.k + 1)] * STEPS
         assert 0 < cost.target_s < cost.seconds
-        assert (cost.draft_s > 0) == (cell.k > 0)
+        assert (cost.draft_s > 0) == (point.k > 0)
         assert cost.rest_s == pytest.approx(cost.seconds - cost.target_s - cost.draft_s, abs=1e-3)
-        llm = machine._llm(cell.k)
+        llm = machine._llm(point.k)
         assert not llm.engine.has_unfinished and not llm.requests.has_unfinished
         drafting = llm.engine.drafting
-        assert "Stopwatch" not in f"{llm.engine.runner.run}{drafting and drafting.draft}"
+        assert "timed_call" not in f"{llm.engine.runner.run}{drafting and drafting.draft}"
     # As synthetic as it was told: of two drafts the first always passes, the second half the time.
     machine.measure(CostPoint(3, 2))
     stats = machine._llm(2).engine.speculation_stats
@@ -188,7 +188,7 @@ def test_one_engine_at_a_time_where_memory_is_dear(
         grid,
         2,
         Journal(None, {}),
-        lambda cell, there: held.append([*machine._llms]),
+        lambda point, there: held.append([*machine._llms]),
         interleave_k=False,
     )
     assert held == [[k] for k in (0, 1, 2, 3) for _ in range(4)]

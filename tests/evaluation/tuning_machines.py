@@ -19,24 +19,24 @@ def step(target_s: float, draft_s: float, rest_s: float) -> StepCost:
     return StepCost(target_s + draft_s + rest_s, target_s, draft_s)
 
 
-def linear(shape: Shape, cell: CostPoint) -> StepCost:
+def linear(shape: Shape, point: CostPoint) -> StepCost:
     """Nothing but straight lines, like a CPU."""
-    rows, drafts = shape.target_rows(cell), shape.draft_rows(cell)
-    draft = 2e-3 + 4e-4 * drafts + 2e-4 * cell.batch if cell.k else 0.0
-    return step(8e-3 + 6e-4 * rows + 5e-4 * cell.batch, draft, 2e-4 + 5e-5 * cell.batch)
+    rows, drafts = shape.target_rows(point), shape.draft_rows(point)
+    draft = 2e-3 + 4e-4 * drafts + 2e-4 * point.batch if point.k else 0.0
+    return step(8e-3 + 6e-4 * rows + 5e-4 * point.batch, draft, 2e-4 + 5e-5 * point.batch)
 
 
-def roofline(shape: Shape, cell: CostPoint) -> StepCost:
+def roofline(shape: Shape, point: CostPoint) -> StepCost:
     """Flat, then linear, with a soft knee: an 8B model in 16 bits on a large GPU, about."""
-    rows, drafts = shape.target_rows(cell), shape.draft_rows(cell)
-    target = (6.0e-3**4 + (2.6e-5 * rows) ** 4) ** 0.25 + 1e-5 * cell.batch
-    draft = (7.5e-4**4 + (3e-6 * drafts) ** 4) ** 0.25 * shape.draft_passes(cell)
-    return step(target, draft, 5e-5 + 2e-5 * cell.batch)
+    rows, drafts = shape.target_rows(point), shape.draft_rows(point)
+    target = (6.0e-3**4 + (2.6e-5 * rows) ** 4) ** 0.25 + 1e-5 * point.batch
+    draft = (7.5e-4**4 + (3e-6 * drafts) ** 4) ** 0.25 * shape.draft_passes(point)
+    return step(target, draft, 5e-5 + 2e-5 * point.batch)
 
 
-def free_drafts(shape: Shape, cell: CostPoint) -> StepCost:
+def free_drafts(shape: Shape, point: CostPoint) -> StepCost:
     """A step costs the same whatever is drafted."""
-    return step(5e-3 + 1e-4 * cell.batch, 0.0, 0.0)
+    return step(5e-3 + 1e-4 * point.batch, 0.0, 0.0)
 
 
 @dataclass
@@ -44,7 +44,7 @@ class SimulatedMachine:
     """Costs of a function, slowed down at random as others come and go.
 
     Attributes:
-        cost: of a cell.
+        cost: of a point.
         shape: of its steps.
         slowdown: the usual one, as a share; 0 is a quiet machine.
         changes_k_cheaply: as in `Machine`.
@@ -60,8 +60,8 @@ class SimulatedMachine:
     def __post_init__(self) -> None:
         self._random = Random(1)
 
-    def measure(self, cell: CostPoint) -> StepCost:
-        self.visits.append(cell)
+    def measure(self, point: CostPoint) -> StepCost:
+        self.visits.append(point)
         factor = 1 + self._random.expovariate(1 / self.slowdown) if self.slowdown else 1.0
-        true = self.cost(self.shape, cell)
+        true = self.cost(self.shape, point)
         return StepCost(true.seconds * factor, true.target_s * factor, true.draft_s * factor)

@@ -1,4 +1,4 @@
-"""What the tests against real vLLM share. Here a test that is skipped has failed."""
+"""Fixtures of the tests against real vLLM. Here a test that is skipped has failed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def theirs(
     folders: dict[str, dict[str, Path]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, dict[str, Any]]:
-    """What vLLM did with every head, by "case/style"."""
+    """vLLM's results with every head, by "case/style"."""
     told: dict[str, dict[str, Any]] = {}
     for pair, ours in sides.items():
         heads, variables = {}, dict(os.environ)
@@ -92,7 +92,7 @@ def _launch(case: Case, head: Path, ours: Ours) -> VllmLaunch:
 def _run(
     installation: VllmInstallation, job: dict[str, Any], variables: dict[str, str], folder: Path
 ) -> dict[str, dict[str, Any]]:
-    """Run a job; a runner that dies takes the heads after the one it died of along."""
+    """Run a job; if the runner dies, the heads after that one have no results either."""
     jobs, results, log = (folder / name for name in ("job.json", "results.jsonl", "vllm.log"))
     jobs.write_text(json.dumps(job))
     # In the runner's own process: a third of the time to start, and one process for all heads.

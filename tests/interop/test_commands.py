@@ -16,11 +16,10 @@ from peagle.backends.vllm.launch import VllmLaunch
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.config import SpeculativeConfig
 from peagle.doctor.examiner import examine
-from peagle.doctor.probed_target import ProbedTarget
-from peagle.doctor.questions import choose_texts
-from peagle.doctor.served import VllmServing
+from peagle.doctor.probe import Probe, choose_texts
+from peagle.doctor.serving import VllmServing
 from peagle.models.target import load_tokenizer
-from tests.doctor.conftest import make_examiner
+from tests.doctor.conftest import make_probe
 from tests.doctor.planting import FILE_FAULTS, Fault, copy_head
 from tests.interop.trained import BUILD, PAIR2, make_pair2, pair2_head
 from tests.models.editing import edit_config
@@ -116,9 +115,9 @@ def test_doctor_names_what_is_wrong_with_a_head_that_vllm_serves(
 
 
 @pytest.fixture(scope="module")
-def probed() -> ProbedTarget:
+def probe() -> Probe:
     texts = choose_texts(None, load_tokenizer(BUNDLED_TARGET))[::2]
-    return make_examiner(BUNDLED_TARGET, BUNDLED_PEAGLE, texts)
+    return make_probe(BUNDLED_TARGET, BUNDLED_PEAGLE, texts)
 
 
 def _plant(*names: str) -> Callable[[Path], Path]:
@@ -142,7 +141,7 @@ def test_doctor_names_what_vllm_serves_wrongly(
     served: Callable[[Path], Path],
     options: dict[str, Any],
     installation: VllmInstallation,
-    probed: ProbedTarget,
+    probe: Probe,
     tmp_path: Path,
 ) -> None:
     """The head examined is healthy; the one that vLLM serves differs in one respect."""
@@ -155,7 +154,7 @@ def test_doctor_names_what_vllm_serves_wrongly(
         threads=1,
         **options,
     )
-    report = examine(probed, BUNDLED_PEAGLE, VllmServing(launch, installation))
+    report = examine(probe, BUNDLED_PEAGLE, VllmServing(launch, installation))
     assert [(one.id, one.where) for one in report.causes] == [(cause, "serving")], report.causes
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from peagle.backends.vllm.evidence import Expected, judge
+from peagle.backends.vllm.evidence import judge
 from peagle.backends.vllm.installation import VllmInstallation
 from peagle.backends.vllm.launch import VllmLaunch
 from peagle.backends.vllm.server import VllmServer
@@ -34,9 +34,8 @@ def test_a_start_without_parallel_drafting_is_refused(installation: VllmInstalla
         with pytest.raises(UserError, match="Skipping loading mask_hidden"):
             server.check()
         counts, facts = server.counts(), server.engine_facts()
-    expected = Expected("eagle3", K, is_parallel=True)
     assert counts is not None and facts is not None
     with pytest.raises(UserError, match="parallel_drafting is False in the engine"):
-        judge(expected, counts, facts)
+        judge(config, counts, facts, is_parallel=True)
     with pytest.raises(UserError, match="drafts after the first are not accepted"):
-        judge(expected, counts, None)
+        judge(config, counts, None, is_parallel=True)

@@ -77,7 +77,7 @@ def pair_of(name: str) -> Pair:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a head is trained with: its pair, steps, and the table [head] of its TOML file."""
+    """The training of a head: its pair, steps, and the table [head] of its TOML file."""
 
     pair: str
     steps: int

@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from peagle.evaluation.journal import Journal
 from peagle.evaluation.sweep import LOG_NAME, SweepPoint
 from peagle.evaluation.throughput import summarize
+from peagle.results import RunFigures
 from peagle.training.config import TrainConfig
 
 scripts()
@@ -279,7 +280,8 @@ def write_sweep(
                 cell = SweepPoint(method, "", "peagle", k, concurrency, name)
                 speed = 100.0 * (number + 1) * concurrency + repeat
                 log.add(cell.key(repeat), figures(speed))
-                measured.setdefault(cell, []).append(figures(speed))
+                figured = RunFigures.model_validate(figures(speed))
+                measured.setdefault(cell, []).append(figured)
     with (folder / LOG_NAME).open("a") as file:
         file.write('{"key": {"cell": {"method": "pla')
     return measured

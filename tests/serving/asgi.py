@@ -20,7 +20,7 @@ JSON = {"content-type": "application/json"}
 
 
 @dataclass
-class Answer:
+class Reply:
     status: int = 0
     raw_headers: list[tuple[bytes, bytes]] = field(default_factory=list)
     body: bytes = b""
@@ -41,7 +41,7 @@ class Answer:
 
 
 @dataclass
-class Server:
+class AsgiClient:
     """Sends requests to `app`, one at a time; keeps the last one's scope, and what was not read.
 
     A body is sent whole, or as a list of chunks; a number in it is a pause in seconds. After the
@@ -59,7 +59,7 @@ class Server:
         headers: dict[str, str] | list[tuple[str, str]] | None = None,
         body: bytes | list[bytes | float] = b"",
         leaves: bool = False,
-    ) -> Answer:
+    ) -> Reply:
         pairs = list(headers.items()) if isinstance(headers, dict) else list(headers or [])
         if isinstance(headers, dict) or headers is None:
             pairs = [("host", "localhost:8000")] * ("host" not in (headers or {})) + pairs
@@ -68,7 +68,7 @@ class Server:
         self.scope["query_string"] = b""
         parts: list[bytes | float] = list(body) if isinstance(body, list) else [body]
         self.unread = parts
-        answer = Answer()
+        answer = Reply()
         breaches: list[dict[str, Any]] = []
 
         async def receive() -> dict[str, Any]:
@@ -96,7 +96,7 @@ class Server:
         assert not breaches
         return answer
 
-    def __call__(self, *args: Any, **options: Any) -> Answer:
+    def __call__(self, *args: Any, **options: Any) -> Reply:
         return asyncio.run(self.request(*args, **options))
 
 
@@ -125,7 +125,7 @@ APPLICATIONS: dict[str, Callable[..., Any]] = {"peagle": SecurityMiddleware, "vl
 guarding = "peagle"  # the security tests try both
 
 
-def guard(app: Any = echo, **options: Any) -> Server:
+def guard(app: Any = echo, **options: Any) -> AsgiClient:
     defaults = {"keys": ApiKeys(), "allowed_hosts": default_allowed_hosts("127.0.0.1")}
     made = APPLICATIONS[guarding](app, **{**defaults, "max_body_bytes": LIMIT, **options})
-    return Server(made)
+    return AsgiClient(made)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -27,8 +28,13 @@ def server(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> It
     # Both servers live for long, beside whatever else keeps the machine busy.
     options = ("--chat-template", template, "--otlp-endpoint", collector.url)
     options += ("--hang-timeout", 120)
-    with running(*options, OTEL_BSP_SCHEDULE_DELAY="100") as live:
+    with running(*options, warm=True, OTEL_BSP_SCHEDULE_DELAY="100") as live:
         yield live
+
+
+@pytest.fixture(scope="session")
+def client(server: LiveServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
 
 
 @pytest.fixture(scope="session")

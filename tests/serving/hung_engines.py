@@ -18,8 +18,7 @@ from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine.requests import Requests
 from peagle.serving import engine_pool, engine_process
-from peagle.serving.heartbeat import Pulse, announce_compilation
-from peagle.serving.messages import Add, EngineSpec
+from peagle.serving.engine_process import Add, EngineSpec, Heartbeat, announce_compilation
 from serving.warm import _fork_engines
 
 REAL_STEP, REAL_LOAD = Requests.step, engine_process._load
@@ -58,9 +57,9 @@ def compiles_then_hangs(*args: Any) -> None:
     """The first step compiles for `SLOW_S` with torch.compile, the fifth one never ends."""
     numbers = iter(range(10**9))
 
-    def load(spec: Any, pulse: Pulse) -> Any:
-        announce_compilation(pulse)
-        return REAL_LOAD(spec, pulse)
+    def load(spec: Any, heartbeat: Heartbeat) -> Any:
+        announce_compilation(heartbeat)
+        return REAL_LOAD(spec, heartbeat)
 
     def backend(graph: Any, _: Any) -> Any:
         time.sleep(SLOW_S)

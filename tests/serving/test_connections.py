@@ -20,8 +20,7 @@ import pytest
 import uvicorn
 
 from peagle.errors import UserError
-from peagle.serving.connections import MAX_HEADERS, ConnectionLimits, Connections
-from peagle.serving.listening import connection_limit
+from peagle.serving.connections import MAX_HEADERS, Connections, connection_limit
 from serving.live import (
     LiveServer,
     environment,
@@ -295,9 +294,8 @@ def test_more_connections_than_files_are_refused() -> None:
 
 
 @contextlib.asynccontextmanager
-async def serving(app: Any, limits: ConnectionLimits) -> AsyncIterator[tuple[int, Connections]]:
+async def serving(app: Any, connections: Connections) -> AsyncIterator[int]:
     """An application on a free port, its connections limited."""
-    connections = Connections(limits)
     config = uvicorn.Config(
         app, http=connections.protocol, log_config=None, lifespan="off", ws="none"
     )
@@ -306,7 +304,7 @@ async def serving(app: Any, limits: ConnectionLimits) -> AsyncIterator[tuple[int
         running = asyncio.ensure_future(server.serve(sockets=[listening]))
         watching = asyncio.ensure_future(connections.watch())
         try:
-            yield listening.getsockname()[1], connections
+            yield listening.getsockname()[1]
         finally:
             watching.cancel()
             server.should_exit = server.force_exit = True
@@ -337,8 +335,8 @@ class Endless:
 async def _read_by(wait_s: float, num_bytes: int, for_s: float) -> bool:
     """Whether an endless answer has ended, when its client read that many bytes so often."""
     app, loop = Endless(), asyncio.get_running_loop()
-    limits = ConnectionLimits(10, stall_timeout_s=3)
-    async with serving(app, limits) as (port, connections):
+    connections = Connections(10, stall_timeout_s=3)
+    async with serving(app, connections) as port:
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.setblocking(False)

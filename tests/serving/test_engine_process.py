@@ -20,12 +20,20 @@ from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig, StructuredOutput
 from peagle.engine.outputs import RequestOutput, StreamChunk
 from peagle.llm import LLM
-from peagle.serving.engine_process import EngineWorker
+from peagle.serving.config import ServerConfig
+from peagle.serving.engine_process import (
+    Add,
+    Cancel,
+    EngineSpec,
+    EngineWorker,
+    Heartbeat,
+    Refused,
+    Stepped,
+    Stop,
+)
 from peagle.serving.errors import ApiError
-from peagle.serving.generation import Caller, Generation, Job
-from peagle.serving.heartbeat import Heartbeat, Pulse
-from peagle.serving.messages import Add, Cancel, EngineSpec, Refused, Stepped, Stop
 from peagle.serving.metrics import Metrics
+from peagle.serving.service import Caller, Generation, Service
 
 SPECULATIVE = SpeculativeConfig(model=str(BUNDLED_PEAGLE), num_speculative_tokens=3)
 JSON = SamplingParams(max_tokens=30, structured_output=StructuredOutput.json_object())
@@ -76,8 +84,8 @@ def front(llm: LLM) -> Iterator[Front]:
     spec = EngineSpec(
         str(BUNDLED_TARGET), {"peagle": SPECULATIVE}, EngineConfig(), compile_timeout_s=4
     )
-    pulse = Pulse(Heartbeat(multiprocessing, spec.hang_timeout_s))
-    worker = EngineWorker({"peagle": llm}, spec, theirs, pulse)
+    heartbeat = Heartbeat(multiprocessing, spec.hang_timeout_s)
+    worker = EngineWorker({"peagle": llm}, spec, theirs, heartbeat)
     thread = threading.Thread(target=worker.serve)
     thread.start()
     front = Front(ours, llm)
@@ -175,10 +183,10 @@ def test_a_request_with_nan_is_an_error_of_its_own(front: Front) -> None:
         async def stream(self, *_: Any, **__: Any) -> Any:
             yield StreamChunk(0, "", [], 0, 0, front.outputs[1])
 
-    job = Job([[broken]], params, "peagle")
     pool: Any = Pool()
+    service = Service(ServerConfig(), "model", ("peagle",), pool, Metrics("model"))
     caller = Caller("id", "/v1/completions")
-    generation = Generation(pool, Metrics("model"), None, "model", job, caller)
+    generation = Generation(service, [[broken]], params, "peagle", 0, caller)
     with pytest.raises(ApiError, match="logits are NaN or infinite after 3 tokens") as caught:
         asyncio.run(generation.finish())
     assert (caught.value.status, caught.value.code) == (500, "logits_not_finite")

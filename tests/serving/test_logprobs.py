@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from peagle.engine.detokenizer import token_bytes
 from peagle.kernels.logprobs import TokenLogprobs
-from peagle.serving.logprobs import (
+from peagle.serving.answers import (
     TextOffset,
     chat_logprobs,
     completion_logprobs,

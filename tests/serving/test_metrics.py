@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from peagle import __version__
 from peagle.engine.outputs import RequestOutput
 from peagle.engine.stats import EngineStats, SpeculationStats
+from peagle.serving import metrics as metrics_file
 from peagle.serving.metrics import Failure, Metrics
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
@@ -128,21 +129,23 @@ def test_accepted_tokens_are_counted_per_position():
     assert sum(counts) == value(metrics, "spec_decode_num_accepted_tokens_total", engine="0")
 
 
-def test_hangs_signs_of_life_and_the_oldest_request_without_a_token():
+def test_hangs_signs_of_life_and_the_oldest_request_without_a_token(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    clock = iter([100.0, 101.0, 105.0, 110.0, 111.0])  # two requests begin, three looks
+    monkeypatch.setattr(metrics_file, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     metrics = Metrics("m")
-    metrics.engine_beat(1, 12.5)
-    metrics.engine_hung(1)
-    assert value(metrics, "engine_last_beat_seconds", engine="1") == 12.5
-    assert value(metrics, "engine_hangs_total", engine="1") == 1
-    assert value(metrics, "oldest_waiting_request_seconds") == 0
     first, second = object(), object()
     metrics.begins_to_wait(first)
-    time.sleep(0.05)
     metrics.begins_to_wait(second)
-    both = value(metrics, "oldest_waiting_request_seconds")
+    metrics.engine_beat(1, 12.5)
+    metrics.engine_hung(1)
+    found = samples(metrics)
+    assert found["peagle:engine_last_beat_seconds", (("engine", "1"),)] == 12.5
+    assert found["peagle:engine_hangs_total", (("engine", "1"),)] == 1
+    assert found["peagle:oldest_waiting_request_seconds", ()] == 5
     metrics.waits_no_more(first)
-    alone = value(metrics, "oldest_waiting_request_seconds")
-    assert both >= 0.05 and 0 < alone < both
+    assert value(metrics, "oldest_waiting_request_seconds") == 9
     metrics.waits_no_more(second)
     metrics.waits_no_more(second)
     assert value(metrics, "oldest_waiting_request_seconds") == 0
@@ -213,7 +216,7 @@ EVENTS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(EVENTS)
 def test_counters_never_fall_and_end_at_the_sum_of_all_processes(events):
     metrics, engine = Metrics("m"), FakeEngine()
@@ -305,19 +308,14 @@ def test_an_output_without_tokens_was_in_its_prompt_pass_to_the_end():
     assert value(metrics, "request_decode_time_seconds_sum", engine="0") == 0.0
 
 
-@pytest.mark.parametrize("reason", get_args(Failure))
-def test_failures(reason):
+def test_failures():
     metrics = Metrics("m")
-    assert value(metrics, "request_failure_total", reason=reason) == 0
-    metrics.failed(reason)
-    others = [other for other in get_args(Failure) if other != reason]
-    assert value(metrics, "request_failure_total", reason=reason) == 1
-    assert {value(metrics, "request_failure_total", reason=other) for other in others} == {0}
-
-
-def test_an_unknown_failure_is_a_mistake():
-    with pytest.raises(KeyError, match="sunspots"):
-        Metrics("m").failed("sunspots")  # pyright: ignore[reportArgumentType]
+    reasons: tuple[Failure, ...] = get_args(Failure)
+    for number, reason in enumerate(reasons):
+        for _ in range(number):
+            metrics.failed(reason)
+    counts = [value(metrics, "request_failure_total", reason=reason) for reason in reasons]
+    assert counts == list(range(len(reasons)))
 
 
 # ---- the page -------------------------------------------------------------------------------
@@ -406,8 +404,11 @@ def test_any_model_name_comes_back(accept, name):
     assert names == {name}
 
 
-def test_loads_without_torch():
-    code = "import sys, peagle.serving.metrics; print('torch' in sys.modules)"
+def test_metrics_and_spans_load_nothing_heavy():
+    code = (
+        "import sys, peagle.serving.emf, peagle.serving.metrics, peagle.serving.tracing\n"
+        "print(sorted({'opentelemetry', 'torch', 'requests', 'google'} & set(sys.modules)))"
+    )
     result = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": str(SOURCE)},
@@ -415,4 +416,4 @@ def test_loads_without_torch():
         text=True,
         timeout=240,
     )
-    assert result.stdout.strip() == "False", result.stderr
+    assert result.stdout.strip() == "[]", result.stderr

@@ -75,10 +75,13 @@ def real_site(server: LiveServer) -> Site:
     return Site(server.url)
 
 
-@pytest.fixture(params=["fake_site", "real_site"])
+@pytest.fixture
 def site(request: pytest.FixtureRequest) -> Site:
-    """Any server that has the playground; another fixture's name in `params` adds another."""
-    return request.getfixturevalue(request.param)
+    """A server that has the playground, the fake one unless a test names both."""
+    return request.getfixturevalue(getattr(request, "param", "fake_site"))
+
+
+both_sites = pytest.mark.parametrize("site", ["fake_site", "real_site"], indirect=True)
 
 
 @pytest.fixture
@@ -149,6 +152,11 @@ def finish(page: Any) -> None:
     wait_until(page, "document.querySelector('#run:enabled')", 60)
 
 
+def run(page: Any, prompt: str) -> None:
+    start(page, prompt)
+    finish(page)
+
+
 def answer(column: Any) -> str:
     """The prompt and the text, once the refused drafts are gone."""
     wait_until(column.page, "!document.querySelector('.ghosts')", 3)
@@ -173,6 +181,7 @@ def until(condition: Callable[[], bool], page: Any) -> None:
 # ---- any server -----------------------------------------------------------------------------
 
 
+@both_sites
 def test_tokens_arrive_one_after_another(site: Site, visit):
     page = visit(site)
     page.locator("#max-tokens").fill("40")
@@ -223,8 +232,7 @@ def test_a_phone_scrolls_in_one_direction(site: Site, visit):
     assert overhang() == []
     page.locator("#max-tokens").fill("20")
     page.locator("#runs").fill("2")
-    start(page, "[differs]" + "x" * 300)
-    finish(page)
+    run(page, "[differs]" + "x" * 300)
     assert overhang() == []
     page.locator("#step").fill("3")
     assert overhang() == []
@@ -263,6 +271,7 @@ def test_the_keyboard_is_enough(site: Site, visit):
     expect(page.locator("#run")).to_be_focused()
 
 
+@both_sites
 def test_the_policy_is_in_force(site: Site, visit):
     page = visit(site)
     page.evaluate(
@@ -308,13 +317,13 @@ def test_on_a_phone_the_answers_come_into_view(site: Site, visit):
     assert page.evaluate("scrollY") == 0
 
 
+@both_sites
 def test_slow_motion_shows_each_refused_draft(site: Site, visit):
     page = visit(site, reduced_motion="reduce")
     page.locator("#max-tokens").fill("24")
     chosen = only(page, "peagle")
     assert not page.locator("#replay").is_visible()
-    start(page, "def fibonacci(n):")
-    finish(page)
+    run(page, "def fibonacci(n):")
     whole = answer(chosen)
     accepted, drafted = map(int, re.findall(r"(\d+) of (\d+) draft", counts(chosen))[0])
     tally = []
@@ -385,12 +394,10 @@ def test_a_chat_model_chats_by_default(visit):
         page.on("request", lambda r: r.method == "POST" and sent.append((r.url, r.post_data_json)))
         expect(page.locator("#chat")).to_be_checked()
         page.locator("#max-tokens").fill("120")
-        start(page, "What is a package?")
-        finish(page)
+        run(page, "What is a package?")
         first = column(page, "plain").locator(".output .answer").text_content()
         assert first and column(page, "plain").locator(".output .reasoning").text_content()
-        start(page, "And then?")
-        finish(page)
+        run(page, "And then?")
     assert [url.removeprefix(server.url) for url, _ in sent] == ["/v1/chat/completions"] * 4
     turns = [
         {"role": "user", "content": "What is a package?"},
@@ -408,8 +415,7 @@ def test_a_chat_model_chats_by_default(visit):
 def test_accepted_tokens_are_marked(fake: Site, visit, name):
     page = visit(fake)
     chosen = only(page, name)
-    start(page, "def fibonacci(n):")
-    finish(page)
+    run(page, "def fibonacci(n):")
     steps = script(name, TOKENS, 0 if name == "plain" else 4)
     marks = [[t, i < step.num_accepted] for step in steps for i, t in enumerate(step.tokens)]
     assert chosen.evaluate(MARKS) == marks
@@ -438,8 +444,7 @@ def test_reduced_motion_shows_no_refused_drafts(fake: Site, visit):
     page = visit(fake, reduced_motion="reduce")
     page.evaluate(WATCH_OUTPUT)
     only(page, "peagle")
-    start(page, "def fibonacci(n):")
-    finish(page)
+    run(page, "def fibonacci(n):")
     assert page.evaluate("seen") == {"ghosts": 0, "batches": page.evaluate("seen.batches")}
     assert page.evaluate("seen.batches") > 3
 
@@ -447,8 +452,7 @@ def test_reduced_motion_shows_no_refused_drafts(fake: Site, visit):
 def test_slow_motion_of_a_known_stream(fake: Site, visit):
     page = visit(fake)
     chosen = only(page, "peagle")
-    start(page, "def fibonacci(n):")
-    finish(page)
+    run(page, "def fibonacci(n):")
     page.locator("#step").fill("2")
     # The first step is the prompt's; each later one goes on with what was accepted, refused, own.
     steps = script("peagle", TOKENS, 4)
@@ -502,8 +506,7 @@ def test_slow_motion_of_a_known_stream(fake: Site, visit):
 def test_answers_are_compared_with_plain(fake: Site, visit, prompt, temperature, badges):
     page = visit(fake)
     page.locator("#temperature").fill(temperature)
-    start(page, prompt)
-    finish(page)
+    run(page, prompt)
     shown = [column(page, name).locator(".badge") for name in ("eagle3", "peagle")]
     assert [badge.inner_text() for badge in shown] == badges
     column(page, "plain").locator(".on").uncheck()
@@ -530,8 +533,7 @@ def test_where_answers_differ(fake: Site, visit):
 def test_repeated_runs_show_their_noise(fake: Site, visit):
     page = visit(fake)
     page.locator("#runs").fill("3")
-    start(page, "[differs]")
-    finish(page)
+    run(page, "[differs]")
     assert fake.state is not None
     asked = [request["speculation"]["proposer"] for request in fake.state.requests]
     assert asked == PROPOSERS * 3
@@ -572,8 +574,7 @@ def test_what_counts_as_noise(fake: Site, visit):
 def test_a_conversation_goes_on(fake: Site, visit):
     page = visit(fake, chat=True)
     column(page, "eagle3").locator(".on").uncheck()
-    start(page, "[think] one")
-    finish(page)
+    run(page, "[think] one")
     chosen = column(page, "peagle")
     assert answer(chosen) == "".join(TOKENS)
     # Reasoning stands apart, also where one step has both; drafts are marked in either.
@@ -588,8 +589,7 @@ def test_a_conversation_goes_on(fake: Site, visit):
     )
     assert dim != bright
     assert page.locator("#prompt").input_value() == ""
-    start(page, "two")
-    finish(page)
+    run(page, "two")
     assert fake.state is not None
     turns = [
         {"role": "user", "content": "[think] one"},
@@ -608,15 +608,13 @@ def test_a_conversation_goes_on(fake: Site, visit):
     assert page.locator("#turns li").count() == 4
     page.locator("#new-conversation").click()
     expect(page.locator("#conversation")).to_be_hidden()
-    start(page, "three")
-    finish(page)
+    run(page, "three")
     assert fake.state.requests[-1]["messages"] == [{"role": "user", "content": "three"}]
 
 
 def test_numbers_of_a_known_stream(fake: Site, visit):
     page = visit(fake)
-    start(page, "def fibonacci(n):")
-    finish(page)
+    run(page, "def fibonacci(n):")
     # 42 tokens after the first. P-EAGLE accepts 3, 0, 4, 2 of 4: 13 drafts, 29 accepted tokens.
     shown = {name: column(page, name) for name in PROPOSERS}
     assert [stat(shown[name], "acceptance") for name in PROPOSERS] == ["–", "2.47", "3.23"]
@@ -646,8 +644,7 @@ def test_numbers_while_it_runs(fake: Site, visit):
     # The stream ends after 4 drafts, without the totals: 3 + 0 + 4 + 2 accepted of 4 each.
     page = visit(fake)
     chosen = only(page, "peagle")
-    start(page, "[short]")
-    finish(page)
+    run(page, "[short]")
     assert stat(chosen, "acceptance") == "3.25"
     labels = chosen.locator(".positions text.strong").all_text_contents()
     assert labels == ["75%", "75%", "50%", "25%"]
@@ -677,8 +674,7 @@ def test_what_is_sent(fake: Site, visit):
     page.locator("#temperature").fill("0.7")
     page.locator("#max-tokens").fill("50")
     page.locator("#seed").fill("11")
-    start(page, "x = ")
-    finish(page)
+    run(page, "x = ")
     assert fake.state is not None
     sent = fake.state.requests
     assert [request.pop("speculation") for request in sent] == [
@@ -695,8 +691,7 @@ def test_what_is_sent(fake: Site, visit):
     page.locator("[value=together]").check()
     chosen = column(page, "peagle")
     chosen.locator(".on").uncheck()
-    start(page, "hello")
-    finish(page)
+    run(page, "hello")
     assert fake.state.paths[3:] == ["/v1/chat/completions"] * 2
     del common["seed"]
     del sent[3]["speculation"]
@@ -716,8 +711,7 @@ def test_values_out_of_range_are_not_sent(fake: Site, visit):
 
 def test_hostile_text_is_text(fake: Site, visit):
     page = visit(fake)
-    start(page, "[hostile]<img src=x onerror=alert(3)>")
-    finish(page)
+    run(page, "[hostile]<img src=x onerror=alert(3)>")
     assert answer(column(page, "peagle")) == "[hostile]<img src=x onerror=alert(3)>" + "".join(
         HOSTILE
     )
@@ -736,15 +730,13 @@ def test_hostile_text_is_text(fake: Site, visit):
 def test_errors_in_plain_words(fake: Site, visit, prompt, message, noise):
     page = visit(fake)
     chosen = only(page, "peagle")
-    start(page, prompt)
-    finish(page)
+    run(page, prompt)
     expect(chosen.locator(".problem")).to_contain_text(message)
     assert page.locator("#summary").inner_text() == "P-EAGLE failed."
     # The browser itself logs what goes wrong on the network.
     assert all(noise and noise in text for text in page.problems)
     page.problems.clear()
-    start(page, "again")
-    finish(page)
+    run(page, "again")
     expect(chosen.locator(".problem")).to_be_hidden()
     assert "failed" not in page.locator("#summary").inner_text()
 
@@ -752,8 +744,7 @@ def test_errors_in_plain_words(fake: Site, visit, prompt, message, noise):
 def test_a_server_that_is_gone(visit):
     with running(make_app(State())) as url:
         page = visit(Site(url))
-    start(page, "x")
-    finish(page)
+    run(page, "x")
     for problem in page.locator(".problem").all():
         expect(problem).to_have_text("The server cannot be reached.")
     assert len(page.problems) == 3 and all("ERR_CONNECTION" in text for text in page.problems)
@@ -797,8 +788,7 @@ def test_models_differ_in_what_they_can(fake: Site, visit):
     expect(page.locator("#chat")).to_be_checked()
     page.locator("#model").select_option("old")
     expect(page.locator("#chat")).not_to_be_checked()
-    start(page, "x")
-    finish(page)
+    run(page, "x")
     assert fake.state is not None
     assert [request["model"] for request in fake.state.requests] == ["old"]
 
@@ -822,8 +812,7 @@ def test_stop_ends_the_request(fake: Site, visit):
 
 def test_characters_cut_between_chunks(fake: Site, visit):
     page = visit(fake)
-    start(page, "[wide]")
-    finish(page)
+    run(page, "[wide]")
     for name in PROPOSERS:
         assert answer(column(page, name)) == "[wide]" + "".join(WIDE)
     # Every cut into two parts, for each end of line; comments and empty events are passed over.
@@ -869,8 +858,7 @@ def test_drawing_keeps_up(fake: Site, visit):
     page = visit(fake)
     page.evaluate(WATCH_OUTPUT)
     chosen = only(page, "peagle")
-    start(page, "[fast]")
-    finish(page)
+    run(page, "[fast]")
     # All 2000 are there when it says so; steps share frames, so that there are fewer batches.
     assert chosen.locator(".token").count() == 2000
     steps = len(script("peagle", ["w"] * 2000, 4))

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from peagle.errors import UserError
 from peagle.serving.config import ServerConfig
 from peagle.serving.errors import ApiError
-from peagle.serving.keys import ApiKeys
+from peagle.serving.keys import ApiKeys, Lease, QuotaMiddleware, Quotas
 from peagle.serving.metrics import Metrics
-from peagle.serving.quotas import Lease, QuotaMiddleware, Quotas
 from serving.asgi import JSON, echo, guard
 from serving.live import KEYS, LiveServer, wait_for
 

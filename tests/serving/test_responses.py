@@ -35,11 +35,6 @@ ALL_KINDS = r'<think>ab</think>hi <tool_call>\{"name": "add", "arguments": \{"a"
 EVENTS: Any = TypeAdapter(ResponseStreamEvent)
 
 
-@pytest.fixture(scope="module")
-def client(server: LiveServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
-
-
 def asked(text: Any = "x", **options: Any) -> dict[str, Any]:
     return {"model": MODEL, "input": text, "temperature": 0, "max_output_tokens": 40, **options}
 
@@ -271,7 +266,6 @@ def test_an_error_in_a_stream_is_its_last_event() -> None:
     import asyncio
 
     from peagle.config import SamplingParams
-    from peagle.serving.answers import EventStream
     from peagle.serving.protocol import ResponsesBody
     from peagle.serving.responses import _Response
 
@@ -284,10 +278,9 @@ def test_an_error_in_a_stream_is_its_last_event() -> None:
             return "", [ContentDelta(text)]
 
     service: Any = SimpleNamespace(loaded=lambda: (None, None), name="m")
-    job = SimpleNamespace(params=SamplingParams())
-    generation: Any = SimpleNamespace(job=job, chunks=chunks)
-    readers: Any = SimpleNamespace(make=Reader)
-    response = _Response(service, ResponsesBody(input="x"), generation, readers)
+    generation: Any = SimpleNamespace(params=SamplingParams(), chunks=chunks)
+    reader: Any = Reader()
+    response = _Response(service, ResponsesBody(input="x", stream=True), generation, reader)
     sent: list[dict[str, Any]] = []
 
     async def run() -> None:
@@ -297,7 +290,7 @@ def test_an_error_in_a_stream_is_its_last_event() -> None:
         async def receive() -> Any:
             await asyncio.Event().wait()
 
-        await EventStream(response.events(), failed=response.failed)({}, receive, send)
+        await response({}, receive, send)
 
     asyncio.run(run())
     blocks = b"".join(message.get("body", b"") for message in sent).decode().split("\n\n")

@@ -8,8 +8,6 @@ import logging
 import os
 import signal
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,6 @@ from serving.live import (
     LiveServer,
     running,
     wait_for,
-    wait_until_ready,
     warm_serve,
 )
 
@@ -61,50 +58,19 @@ def test_leaving_frees_everything(server: LiveServer) -> None:
     wait_for(lambda: is_idle(server))
 
 
-def test_a_killed_engine_is_told_within_two_seconds_and_comes_back() -> None:
-    with running("--no-playground", warm=True) as server:
-        (pid,) = server.engine_pids()
-        told: list[tuple[float, Any]] = []
+def test_two_engines_share_the_work_and_a_lost_one_ends_the_server() -> None:
+    options = ("--data-parallel-size", 2, "--device", "cpu", "--on-engine-failure", "exit")
+    with running(*options, "--no-speculation", "--no-playground", warm=True) as server:
+        wait_for(lambda: len(server.engine_pids()) == 2, timeout_s=120)
 
-        def wait_whole() -> None:
-            body = {**LONG, "stream": False}
-            response = HTTP.post(server.url + COMPLETIONS, json=body)
-            told.append((time.monotonic(), response.status_code))
+        def loads() -> list[float]:
+            found = server.metrics()
+            return [found[f'peagle:num_requests_running{{engine="{i}"}}'] for i in (0, 1)]
 
-        def wait_stream() -> None:
-            with streaming(server) as lines:
-                last = ""
-                for line in lines:
-                    last = line if "error" in line else last
-            told.append((time.monotonic(), json.loads(last.removeprefix("data: "))["error"]))
-
-        threads = [threading.Thread(target=wait_whole), threading.Thread(target=wait_stream)]
-        for thread in threads:
-            thread.start()
-        wait_for(lambda: server.metrics()['peagle:num_requests_running{engine="0"}'] == 2)
-        os.kill(pid, signal.SIGKILL)
-        killed = time.monotonic()
-        for thread in threads:
-            thread.join(10)
-        assert len(told) == 2
-        assert max(when for when, _ in told) - killed < 2
-        statuses = [what for _, what in told]
-        assert 500 in statuses
-        assert any(isinstance(what, dict) and what["code"] == "engine_died" for what in statuses)
-        for path, status in (("/health", 503), ("/ready", 503), ("/live", 200)):
-            assert HTTP.get(server.url + path).status_code == status, path
-        refused = HTTP.post(server.url + COMPLETIONS, json=SHORT)
-        assert refused.status_code == 503 and int(refused.headers["Retry-After"]) > 0
-        wait_until_ready(server)
-        assert HTTP.post(server.url + COMPLETIONS, json=SHORT).status_code == 200
-        assert server.metrics()['peagle:engine_restarts_total{engine="0"}'] == 1
-        assert len(server.engine_pids()) == 2
-
-
-def test_it_ends_where_a_lost_engine_is_to_end_it() -> None:
-    with running("--on-engine-failure", "exit", "--no-playground", warm=True) as server:
+        with streaming(server), streaming(server):
+            wait_for(lambda: loads() == [1, 1])
         os.kill(server.engine_pids()[0], signal.SIGKILL)
-        assert server.process.wait(20) == 1
+        assert server.process.wait(60) == 1
         assert "the server ends" in server.text
 
 
@@ -130,7 +96,7 @@ def test_a_full_queue_says_so_and_sigterm_lets_requests_finish() -> None:
             *events, done = lines
         assert done == "data: [DONE]"
         assert json.loads(events[-1].removeprefix("data: "))["choices"][0]["finish_reason"]
-        assert server.process.wait(20) == 0
+        assert server.process.wait(60) == 0
 
 
 def test_keys_guard_all_but_probes_and_part_the_prefix_cache(strict: LiveServer) -> None:
@@ -157,34 +123,6 @@ def test_keys_guard_all_but_probes_and_part_the_prefix_cache(strict: LiveServer)
     assert num_cached(other, cache_salt="a") == 0
     assert num_cached(other, cache_salt="a") > 50
     assert key not in server.text
-
-
-def test_two_engines_share_the_work() -> None:
-    options = ("--data-parallel-size", 2, "--device", "cpu", "--no-playground")
-    with running(*options, warm=True) as server:
-        wait_for(lambda: len(server.engine_pids()) == 2, timeout_s=120)
-        with streaming(server), streaming(server):
-            wait_for(
-                lambda: all(
-                    server.metrics()[f'peagle:num_requests_running{{engine="{i}"}}'] == 1
-                    for i in (0, 1)
-                )
-            )
-        os.kill(server.engine_pids()[0], signal.SIGKILL)
-        wait_for(lambda: "is gone" in server.text)
-        assert HTTP.get(f"{server.url}/ready").status_code == 200
-        assert HTTP.post(server.url + COMPLETIONS, json=SHORT).status_code == 200
-
-
-def test_every_line_of_a_json_log_is_json() -> None:
-    """Warnings of the engine too, here that K is more than the head's trained depth."""
-    with running("--log-format", "json", "--no-playground", "-k", 12) as server:
-        server.terminate()
-        assert server.process.wait(20) == 0
-        records = [json.loads(line) for line in server.text.splitlines()]
-    (warning,) = [one for one in records if "deeper drafts seldom pass" in one["message"]]
-    assert warning["level"] == "warning" and "is 12" in warning["message"]
-    assert {"time", "level", "logger", "message"} <= set.intersection(*map(set, records))
 
 
 def test_a_mistake_in_a_json_log_is_json(tmp_path: Path) -> None:

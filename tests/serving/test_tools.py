@@ -14,8 +14,7 @@ from peagle.engine.grammar.compiler import GrammarCompiler
 from peagle.errors import UserError
 from peagle.serving.app import parsed
 from peagle.serving.errors import ApiError
-from peagle.serving.protocol import ChatBody, ToolChoice
-from peagle.serving.service import tool_dicts
+from peagle.serving.protocol import ChatBody, ToolChoice, tool_dicts
 from peagle.serving.tools import (
     CallDelta,
     ContentDelta,
@@ -24,7 +23,7 @@ from peagle.serving.tools import (
     finish_reason,
     message_from,
 )
-from serving.tool_calls import named
+from serving.test_tool_parsers import named
 
 EOS = 0
 

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
-import socket
-import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +25,6 @@ from serving.live import wait_for
 memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
 pytest.importorskip("opentelemetry.instrumentation.asgi")
 
-SOURCE = Path(__file__).resolve().parents[2] / "src"
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 START = 1_700_000_000.0
 ROUTE = "/v1/chat/completions"
@@ -188,23 +182,6 @@ def test_a_bad_traceparent_counts_as_none(traced, parent):
     assert len(spans) == 4
 
 
-def test_without_an_endpoint_nothing_is_imported():
-    code = (
-        "import sys\n"
-        "import peagle.serving.tracing\n"
-        "loaded = {name.partition('.')[0] for name in sys.modules}\n"
-        "print(sorted(loaded & {'opentelemetry', 'torch', 'requests', 'google'}))\n"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(SOURCE)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert result.stdout.strip() == "[]", result.stderr
-
-
 @pytest.mark.parametrize(
     "missing",
     [
@@ -277,27 +254,15 @@ def test_a_served_request_is_one_span_with_its_phases(server, collector, stream)
 def test_a_collector_that_hangs_holds_nobody():
     export = pytest.importorskip("opentelemetry.sdk.trace.export")
     released = threading.Event()
+    answered: list[bool] = []
 
     class Hanging(export.SpanExporter):
         def export(self, spans: Any) -> Any:
-            released.wait(60)
+            answered.append(released.wait(60))
             return export.SpanExportResult.FAILURE
 
     tracing = Tracing("", exporter=Hanging())
-    begun = time.monotonic()
     send(tracing, 1500)  # more spans than are kept
     tracing.shutdown(timeout_s=0.2)
-    taken = time.monotonic() - begun
+    assert not answered
     released.set()
-    assert taken < 20
-
-
-def test_a_dead_collector_does_not_hold_the_end():
-    with socket.socket() as closed:  # a port that nobody listens at
-        closed.bind(("127.0.0.1", 0))
-        port = closed.getsockname()[1]
-    tracing = Tracing(f"http://127.0.0.1:{port}")
-    send(tracing, 1)
-    begun = time.monotonic()
-    tracing.shutdown(timeout_s=0.2)
-    assert time.monotonic() - begun < 5

@@ -29,11 +29,6 @@ SCHEMA = {
 GRAMMAR = 'root ::= "select " column\ncolumn ::= "a" | "b"\n'
 
 
-@pytest.fixture(scope="module")
-def client(server: LiveServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
-
-
 @pytest.mark.parametrize(
     ("kind", "value", "pattern"),
     [
@@ -210,7 +205,7 @@ def test_absent_routes_say_why(method: str, path: str, words: str) -> None:
 
 
 def test_routes_that_exist_are_not_called_absent() -> None:
-    from peagle.serving.absent_routes import reason_for_absence
+    from peagle.serving.errors import reason_for_absence
 
     paths = json.loads(guard(create_app(service()))(path="/openapi.json").body)["paths"]
     assert "/v1/responses" in paths

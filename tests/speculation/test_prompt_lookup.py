@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,22 +37,6 @@ def test_lookup_equals_the_naive_search(
 ) -> None:
     lookup = PromptLookup(shortest + more, shortest)
     assert lookup.find(history, k) == naive_lookup(history, k, shortest + more, shortest)
-
-
-@pytest.mark.parametrize(
-    ("history", "expected"),
-    [
-        ([1, 2, 3, 4, 9, 1, 2], [3, 4, 9]),
-        ([7, 1, 5, 8, 1, 6, 8, 1], [6, 8, 1]),  # the longer match wins over the later one
-        ([1, 5, 1, 6, 1], [6, 1]),  # among equals the later one
-        ([4, 4], [4]),
-        ([1, 2, 3], []),
-        ([1], []),
-    ],
-    ids=str,
-)
-def test_lookup_examples(history: list[int], expected: list[int]) -> None:
-    assert PromptLookup(4, 1).find(history, 3) == expected
 
 
 def test_lookup_leaves_the_tokens_alone() -> None:

@@ -197,19 +197,3 @@ def test_joint_distribution_is_the_targets(case: Case) -> None:
     # Rejections and acceptances both occur often, and so re-drafted positions too.
     assert 0.1 < outcome.acceptance < 0.9
     assert fit(outcome.tokens, exact_distribution(case)) > 1e-3
-
-
-# ---- wrong samplers -------------------------------------------------------------------------
-
-
-FAULTS = [
-    "accepts with p",
-    "rejection draws from p",
-    "residual not clamped",
-    "residual not renormalised",
-    "bonus from the residual",
-    "the number that drew the draft",
-    "one number for accepting and drawing",
-    "one number for all positions",
-    "numbers of the step, not of the position",
-]

@@ -112,17 +112,13 @@ def ragged(temperatures: list[float]) -> st.SearchStrategy[Ragged]:
     )
 
 
+@pytest.mark.parametrize("temperatures", [[0.0], [0.0, 0.5, 1.3]], ids=str)
 @settings(deadline=None, max_examples=150)
-@given(ragged([0.0]))
-def test_greedy_equals_the_loop(case: Ragged) -> None:
-    case.q = None
-    assert case.run() == case.reference()
-
-
-@settings(deadline=None, max_examples=150)
-@given(ragged([0.0, 0.5, 1.3]))
-def test_sampling_equals_the_loop(case: Ragged) -> None:
+@given(data=st.data())
+def test_verification_equals_the_loop(temperatures: list[float], data: st.DataObject) -> None:
     """Greedy rows among sampled ones, rows without drafts, argmax and probabilistic drafts."""
+    case = data.draw(ragged(temperatures))
+    case.q = case.q if any(temperatures) else None
     assert case.run() == case.reference()
 
 

@@ -1,4 +1,4 @@
-"""What every attention backend offers.
+"""The interface of attention over a paged KV cache.
 
 Shapes: T packed query tokens of B sequences (ragged), Hq query heads, Hkv key/value heads, d head
 size, M blocks a sequence.
@@ -20,7 +20,7 @@ from peagle.kernels.target_batch import TargetBatch
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Where the queries of one pass stand and where their keys lie.
+    """Where the queries of one pass stand and where their keys lie; `of_batch` makes it.
 
     Attributes:
         query_start_loc: int64 [B+1], first row of each sequence in the packed batch.
@@ -29,8 +29,7 @@ class AttentionMetadata:
         block_tables_BM: int64, KV blocks of each sequence in order.
         slots_T: int64, KV slot that each token writes; -1 writes nothing.
         max_query_len, max_seq_len: bounds known to the host.
-        context_starts_B: int64, first position of each context that may be looked at; None: all of
-            it.
+        context_starts_B: int64, first visible position of each context; None shows all.
     """
 
     query_start_loc: Tensor
@@ -51,47 +50,22 @@ class AttentionMetadata:
         max_seq_len: int,
         context_starts_B: Tensor | None = None,
     ) -> AttentionMetadata:
-        """Return the metadata of a packed batch; it shares the batch's tensors."""
-        slots = batch.slots_T if isinstance(batch, TargetBatch) else batch.slots_S
+        """Return the metadata of a packed batch, whose tensors it shares."""
         return cls(
             batch.query_start_loc,
             batch.seq_lens_B,
             block_tables_BM,
-            slots,
+            batch.slots_T if isinstance(batch, TargetBatch) else batch.slots_S,
             max_query_len,
             max_seq_len,
             context_starts_B,
         )
 
-    @classmethod
-    def of_single_tokens(
-        cls,
-        start_loc: Tensor,
-        seq_lens_B: Tensor,
-        slots_B: Tensor,
-        block_tables_BM: Tensor,
-        *,
-        max_seq_len: int,
-        context_starts_B: Tensor | None = None,
-    ) -> AttentionMetadata:
-        """Return the metadata of a pass over one token a sequence; `start_loc` is 0, 1, ... B."""
-        return cls(
-            start_loc, seq_lens_B, block_tables_BM, slots_B, 1, max_seq_len, context_starts_B
-        )
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on a CPU the system gives the pages as they are first written, torch takes all."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    memory = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(memory).view(dtype).view(shape)
-
 
 class LayerKVCache:
     """Keys and values of one layer, two allocations of [num_blocks + 1, block_size, Hkv, d].
 
-    The last block is scrap: what is mapped to no slot is written there and never read.
+    The last block is scrap: it takes the keys and values that have no slot, and nothing reads it.
     """
 
     def __init__(
@@ -105,8 +79,7 @@ class LayerKVCache:
     ) -> None:
         shape = (num_blocks + 1, block_size, num_kv_heads, head_dim)
         self.block_size = block_size
-        self.keys = _zeros(shape, dtype, device)
-        self.values = _zeros(shape, dtype, device)
+        self.keys, self.values = (_zeros(shape, dtype, device) for _ in range(2))
 
     @staticmethod
     def bytes_per_block(
@@ -114,6 +87,14 @@ class LayerKVCache:
     ) -> int:
         """Bytes of keys and values of one block of one layer."""
         return 2 * block_size * num_kv_heads * head_dim * dtype.itemsize
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; numpy's take no memory on a CPU before they are written, torch's do."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(memory).view(dtype).view(shape)
 
 
 class ScoreOptions(TypedDict, total=False):
@@ -144,17 +125,12 @@ class Prepared(Protocol):
         sliding_window: int | None = None,
         **options: Unpack[ScoreOptions],
     ) -> Tensor:
-        """Write this layer's keys and values, then attend causally.
+        """Write this layer's keys and values, then attend causally; returns [T, Hq, d].
 
         Args:
             query_THd: [T, Hq, d]; key_THd, value_THd: [T, Hkv, d], all after RoPE. Layers of one
                 pass may differ in Hkv and d.
-            cache: the layer's cache.
             sliding_window: W keeps keys with q_pos - k_pos < W; None keeps all.
-            **options: see the class.
-
-        Returns:
-            [T, Hq, d].
         """
         ...
 
@@ -162,6 +138,4 @@ class Prepared(Protocol):
 class AttentionBackend(Protocol):
     """Prepares passes: it computes once what all layers share."""
 
-    def prepare(self, metadata: AttentionMetadata) -> Prepared:
-        """Return the pass that `metadata` describes."""
-        ...
+    def prepare(self, metadata: AttentionMetadata) -> Prepared: ...

@@ -1,17 +1,23 @@
-"""Paged attention in plain torch: the CPU's backend and the reference of every other one.
+"""Attention in plain torch: paged for the CPU and as every kernel's reference, dense for training.
 
-Shapes: T packed queries of B sequences, Q longest query, S longest context, Hq/Hkv heads, d size.
+Shapes: T packed queries of B sequences, Q longest query, S longest context, Hq query heads, Hkv
+key/value heads (Hq is a multiple), d head size; rows of N positions in training.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Unpack
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from peagle.attention.base import AttentionMetadata, LayerKVCache, ScoreOptions
-from peagle.attention.softmax import masked_attention
+
+# A document that is longer on average gets a launch of its own, which computes nothing across
+# borders; shorter ones share a masked launch.
+_WORTH_A_LAUNCH = 512
 
 
 class TorchAttention:
@@ -22,20 +28,19 @@ class TorchAttention:
 
 
 class TorchPreparedAttention:
-    """One pass over the paged cache. Masks and index maps are shared by all layers."""
+    """One pass over the paged cache. All layers share masks and index maps."""
 
     def __init__(self, metadata: AttentionMetadata) -> None:
         self.metadata = metadata
         self._masks: dict[int | None, Tensor | None] = {}
         self._context_blocks: Tensor | slice | None = None
-        self._write_slots: Tensor | None = None
+        self._write_slots_T: Tensor | None = None
         start = metadata.query_start_loc
-        self.num_sequences = start.shape[0] - 1
+        self._num_sequences = start.shape[0] - 1
         num_tokens = metadata.slots_T.shape[0]
-        self.is_uniform = num_tokens == self.num_sequences * metadata.max_query_len
-        if not self.is_uniform:
-            lens_B = start.diff()
-            sequences_T = torch.repeat_interleave(lens_B, output_size=num_tokens)
+        self._padded_rows_T: Tensor | None = None  # None: all queries have the same length
+        if num_tokens != self._num_sequences * metadata.max_query_len:
+            sequences_T = torch.repeat_interleave(start.diff(), output_size=num_tokens)
             offset_T = torch.arange(num_tokens, device=start.device) - start[sequences_T]
             self._padded_rows_T = sequences_T * metadata.max_query_len + offset_T
 
@@ -50,34 +55,26 @@ class TorchPreparedAttention:
         **options: Unpack[ScoreOptions],
     ) -> Tensor:
         assert cache is not None, "paged attention needs the layer's cache"
-        keys_NHd, values_NHd = cache.keys.flatten(0, 1), cache.values.flatten(0, 1)
-        slots_T = self._slots_to_write(cache.block_size, keys_NHd.shape[0])
-        keys_NHd.index_copy_(0, slots_T, key_THd)
-        values_NHd.index_copy_(0, slots_T, value_THd)
-
-        keys_BSHd, values_BSHd = self._context(cache.keys), self._context(cache.values)
-        query_BQHd = self._pad(query_THd)
+        if self._write_slots_T is None:
+            slots_T = self.metadata.slots_T
+            scrap = (cache.keys.shape[0] - 1) * cache.block_size  # the scrap block's first slot
+            self._write_slots_T = torch.where(slots_T < 0, scrap, slots_T)
+        cache.keys.flatten(0, 1).index_copy_(0, self._write_slots_T, key_THd)
+        cache.values.flatten(0, 1).index_copy_(0, self._write_slots_T, value_THd)
         out_BHQd = masked_attention(
-            query_BQHd.transpose(1, 2),
-            keys_BSHd.transpose(1, 2),
-            values_BSHd.transpose(1, 2),
+            self._pad(query_THd).transpose(1, 2),
+            self._context(cache.keys).transpose(1, 2),
+            self._context(cache.values).transpose(1, 2),
             self._mask(sliding_window),
             **options,
         )
-        return self._unpad(out_BHQd.transpose(1, 2))
-
-    def _slots_to_write(self, block_size: int, num_slots: int) -> Tensor:
-        if self._write_slots is None:
-            slots_T = self.metadata.slots_T
-            scrap = num_slots - block_size  # the first slot of the scrap block
-            self._write_slots = torch.where(slots_T < 0, scrap, slots_T)
-        return self._write_slots
+        out = out_BHQd.transpose(1, 2).flatten(0, 1)
+        return out if self._padded_rows_T is None else out[self._padded_rows_T]
 
     def _context(self, cache_NSHd: Tensor) -> Tensor:
         """Keys or values of every context, [B, S, Hkv, d], from a cache of whole blocks."""
-        blocks = self._blocks_to_read(cache_NSHd.shape[1])
-        read_NSHd = cache_NSHd[blocks]
-        context = read_NSHd.view(self.num_sequences, -1, *cache_NSHd.shape[2:])
+        read_NSHd = cache_NSHd[self._blocks_to_read(cache_NSHd.shape[1])]
+        context = read_NSHd.view(self._num_sequences, -1, *cache_NSHd.shape[2:])
         return context[:, : self.metadata.max_seq_len]
 
     def _blocks_to_read(self, block_size: int) -> Tensor | slice:
@@ -87,7 +84,7 @@ class TorchPreparedAttention:
             num_blocks = -(-self.metadata.max_seq_len // block_size)
             assert num_blocks <= blocks_BM.shape[1], "a context is longer than its blocks"
             # Sequences that run alone mostly own neighbouring blocks. (On a GPU asking would wait.)
-            alone = self.num_sequences == 1 and blocks_BM.device.type == "cpu"
+            alone = self._num_sequences == 1 and blocks_BM.device.type == "cpu"
             if alone and bool((blocks_BM[:, :num_blocks].diff() == 1).all()):
                 first = int(blocks_BM[0, 0])
                 self._context_blocks = slice(first, first + num_blocks)
@@ -106,39 +103,30 @@ class TorchPreparedAttention:
     def _make_mask(self, sliding_window: int | None) -> Tensor | None:
         meta = self.metadata
         all_visible = sliding_window is None and meta.context_starts_B is None
-        if self.num_sequences == 1 and meta.max_query_len == 1 and all_visible:
+        if self._num_sequences == 1 and meta.max_query_len == 1 and all_visible:
             return None
         device = meta.slots_T.device
-        lens_B = meta.query_start_loc.diff()
-        first_B = meta.seq_lens_B - lens_B
+        first_B = meta.seq_lens_B - meta.query_start_loc.diff()
         query_pos_BQ = first_B.unsqueeze(1) + torch.arange(meta.max_query_len, device=device)
         key_pos_S = torch.arange(meta.max_seq_len, device=device)
-        distance_BQS = query_pos_BQ.unsqueeze(-1) - key_pos_S
-        visible_BQS = distance_BQS >= 0
-        if sliding_window is not None:
-            visible_BQS &= distance_BQS < sliding_window
+        visible_BQS = _is_near(query_pos_BQ.unsqueeze(-1) - key_pos_S, sliding_window)
         if meta.context_starts_B is not None:
             visible_BQS &= key_pos_S >= meta.context_starts_B.view(-1, 1, 1)
         return visible_BQS.unsqueeze(1)
 
     def _pad(self, rows_THd: Tensor) -> Tensor:
-        shape = (self.num_sequences, self.metadata.max_query_len, *rows_THd.shape[1:])
-        if self.is_uniform:
+        shape = (self._num_sequences, self.metadata.max_query_len, *rows_THd.shape[1:])
+        if self._padded_rows_T is None:
             return rows_THd.view(shape)
         padded = rows_THd.new_zeros(shape)
         padded.view(-1, *rows_THd.shape[1:])[self._padded_rows_T] = rows_THd
         return padded
 
-    def _unpad(self, rows_BQHd: Tensor) -> Tensor:
-        flat = rows_BQHd.flatten(0, 1)
-        return flat if self.is_uniform else flat[self._padded_rows_T]
-
 
 class DenseCausalAttention:
-    """Causal attention of whole, right-padded sequences without a cache, as in training.
+    """Causal attention of `batch` right-padded sequences of equal length, without a cache.
 
-    The packed rows are `batch` sequences of equal length, one after the other; padding stands at
-    the end, where causality hides it.
+    Causality hides the padding, which stands at the end.
     """
 
     def __init__(self, batch: int) -> None:
@@ -156,21 +144,140 @@ class DenseCausalAttention:
     ) -> Tensor:
         length = query_THd.shape[0] // self.batch
         is_local = sliding_window is not None and sliding_window < length
-        is_special = any(options.get(name) is not None for name in ("sinks", "softcap"))
-        needs_mask = is_local or is_special
-        # In float32 a GPU has no kernel for grouped heads but the one that keeps all scores.
-        groups = query_THd.shape[1] // key_THd.shape[1]
-        repeated = (x.repeat_interleave(groups, dim=1) for x in (key_THd, value_THd))
-        out_BHTd = masked_attention(
-            *(x.unflatten(0, (self.batch, length)).transpose(1, 2) for x in (query_THd, *repeated)),
-            mask=self._mask(length, sliding_window, query_THd.device) if needs_mask else None,
-            is_causal=not needs_mask,
-            **options,
-        )
-        return out_BHTd.transpose(1, 2).flatten(0, 1)
+        mask = None
+        if is_local or any(options.get(name) is not None for name in ("sinks", "softcap")):
+            mask = _is_near(_distances(length, query_THd.device), sliding_window)
+        return _attend_rows(query_THd, key_THd, value_THd, self.batch, mask, **options)
 
-    @staticmethod
-    def _mask(length: int, sliding_window: int | None, device: torch.device) -> Tensor:
-        position = torch.arange(length, device=device)
-        distance = position.unsqueeze(1) - position
-        return (distance >= 0) & (distance < (sliding_window or length))
+
+class DocumentAttention:
+    """Causal attention of the documents of packed rows; the rows of padding mean nothing.
+
+    Args:
+        documents_BN: document of each position, -1 where padded.
+        spans: (row, start, length) of every document.
+    """
+
+    def __init__(self, documents_BN: Tensor, spans: Sequence[tuple[int, int, int]]) -> None:
+        self.documents_BN = documents_BN
+        rows, self.length = documents_BN.shape
+        self.spans = [(row * self.length + start, length) for row, start, length in spans]
+        # Right-padded rows of one document need no borders.
+        alone = len(spans) == rows and not any(start for _, start, _ in spans)
+        self._whole_rows = DenseCausalAttention(rows) if alone else None
+        self._masks: dict[int, Tensor] = {}
+
+    def __call__(
+        self,
+        query_THd: Tensor,
+        key_THd: Tensor,
+        value_THd: Tensor,
+        cache: LayerKVCache | None,
+        *,
+        sliding_window: int | None = None,
+        **options: Unpack[ScoreOptions],
+    ) -> Tensor:
+        """Attention of every position to its document up to itself, [T, Hq, d]."""
+        if self._whole_rows is not None:
+            return self._whole_rows(
+                query_THd, key_THd, value_THd, cache, sliding_window=sliding_window, **options
+            )
+        if sum(size for _, size in self.spans) >= _WORTH_A_LAUNCH * len(self.spans):
+            out_THd = torch.zeros_like(query_THd)
+            one = DenseCausalAttention(1)
+            for start, size in self.spans:
+                at = slice(start, start + size)
+                parts = (query_THd[at], key_THd[at], value_THd[at])
+                out_THd[at] = one(*parts, cache, sliding_window=sliding_window, **options)
+            return out_THd
+        window = min(sliding_window or self.length, self.length)
+        if window not in self._masks:
+            near = _is_near(_distances(self.length, self.documents_BN.device), window)
+            same = self.documents_BN.unsqueeze(2) == self.documents_BN.unsqueeze(1)
+            self._masks[window] = (near & same).unsqueeze(1)
+        rows, mask = len(self.documents_BN), self._masks[window]
+        return _attend_rows(query_THd, key_THd, value_THd, rows, mask, **options)
+
+
+def _distances(length: int, device: torch.device) -> Tensor:
+    position = torch.arange(length, device=device)
+    return position.unsqueeze(1) - position
+
+
+def _is_near(distance: Tensor, sliding_window: int | None) -> Tensor:
+    """Whether keys that stand `distance` positions before their query are visible."""
+    visible = distance >= 0
+    return visible if sliding_window is None else visible & (distance < sliding_window)
+
+
+def _attend_rows(
+    query_THd: Tensor,
+    key_THd: Tensor,
+    value_THd: Tensor,
+    rows: int,
+    mask: Tensor | None,
+    **options: Unpack[ScoreOptions],
+) -> Tensor:
+    """Attention within rows of equal length; causal where `mask` is None."""
+    # In float32 a GPU has no kernel for grouped heads but the one that keeps all scores.
+    groups = query_THd.shape[1] // key_THd.shape[1]
+    repeated = (x.repeat_interleave(groups, dim=1) for x in (key_THd, value_THd))
+    out_BHNd = masked_attention(
+        *(x.unflatten(0, (rows, -1)).transpose(1, 2) for x in (query_THd, *repeated)),
+        mask=mask,
+        is_causal=mask is None,
+        **options,
+    )
+    return out_BHNd.transpose(1, 2).flatten(0, 1)
+
+
+def masked_attention(
+    query_BHQd: Tensor,
+    keys_BHSd: Tensor,
+    values_BHSd: Tensor,
+    mask: Tensor | None,
+    *,
+    scaling: float,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    """softmax(q . k * scaling) v under a mask, [B, Hq, Q, d]; by torch's fused kernel where it can.
+
+    Args:
+        query_BHQd: [B, Hq, Q, d]; keys_BHSd, values_BHSd: [B, Hkv, S, d].
+        mask: boolean, broadcast to [B, Hq, Q, S], true where a query may look; None shows all.
+        scaling, sinks, softcap: as `ScoreOptions`.
+        is_causal: in place of a mask where Q = S, without sinks and softcap: faster.
+    """
+    if sinks is None and softcap is None:
+        return F.scaled_dot_product_attention(
+            query_BHQd,
+            keys_BHSd,
+            values_BHSd,
+            attn_mask=mask,
+            is_causal=is_causal,
+            scale=scaling,
+            enable_gqa=query_BHQd.shape[1] != keys_BHSd.shape[1],
+        )
+    assert not is_causal, "what torch does not fuse needs the mask"
+    dtype = torch.promote_types(query_BHQd.dtype, torch.float32)
+    shape = (*query_BHQd.shape[:-1], keys_BHSd.shape[2])
+    # The query heads that share a key head stand below each other, so that no key is copied.
+    query_BHGd = query_BHQd.to(dtype).reshape(*keys_BHSd.shape[:2], -1, query_BHQd.shape[-1])
+    scores_BHQS = (query_BHGd @ keys_BHSd.to(dtype).mT * scaling).view(shape)
+    if softcap is not None:
+        scores_BHQS = torch.tanh(scores_BHQS / softcap) * softcap
+    if mask is not None:
+        scores_BHQS = scores_BHQS.masked_fill(~mask, -torch.inf)
+    highest = scores_BHQS.amax(-1, keepdim=True)
+    if sinks is not None:
+        sinks = sinks.to(dtype).view(-1, 1, 1)
+        highest = torch.maximum(highest, sinks)
+    weights_BHQS = torch.exp(scores_BHQS - highest)
+    total = weights_BHQS.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks - highest)
+    weights_BHGS = (weights_BHQS / total).view(*query_BHGd.shape[:-1], -1)
+    out_BHGd = weights_BHGS @ values_BHSd.to(dtype)
+    return out_BHGd.view(query_BHQd.shape).to(query_BHQd.dtype)

@@ -47,11 +47,7 @@ class TritonAttention:
         self._one_launch = one_launch
 
     def prepare(self, metadata: AttentionMetadata) -> TritonPreparedAttention:
-        """Return the pass that `metadata` describes; nothing of it is read on the host.
-
-        Raises:
-            UserError: Triton cannot run on the device of the metadata.
-        """
+        """Return the pass that `metadata` describes; nothing of it is read on the host."""
         check_device(metadata.slots_T.device)
         return TritonPreparedAttention(metadata, self._choose, one_launch=self._one_launch)
 
@@ -92,11 +88,7 @@ class TritonPreparedAttention:
         sliding_window: int | None = None,
         **options: Unpack[ScoreOptions],
     ) -> Tensor:
-        """Write keys and values and attend, as `Prepared`.
-
-        Raises:
-            UserError: the layer's sizes or types are beyond the kernels.
-        """
+        """As `Prepared`; a UserError for a layer that is beyond the kernels."""
         assert cache is not None, "paged attention needs the layer's cache"
         meta = self.metadata
         plan = self._plan(query_THd, cache)
@@ -153,12 +145,7 @@ def _rows(x_THd: Tensor) -> Tensor:
 
 @cache
 def check_device(device: torch.device) -> None:
-    """Raise where Triton's kernels cannot run.
-
-    Raises:
-        UserError: triton is missing, the GPU is too old, or the device is a CPU and the interpreter
-            is off.
-    """
+    """Raise a UserError where triton is missing, or where its kernels cannot run."""
     try:
         import triton  # noqa: F401
     except ImportError:
@@ -169,10 +156,10 @@ def check_device(device: torch.device) -> None:
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability < MIN_CAPABILITY:
+            found, expected = (".".join(map(str, v)) for v in (capability, MIN_CAPABILITY))
             raise UserError(
-                f"{torch.cuda.get_device_name(device)} has compute capability "
-                f"{_version(capability)}; the Triton attention backend expects "
-                f"{_version(MIN_CAPABILITY)} or later: {_REMEDY}."
+                f"{torch.cuda.get_device_name(device)} has compute capability {found}; the Triton "
+                f"attention backend expects {expected} or later: {_REMEDY}."
             )
     elif device.type != "cpu" or os.environ.get("TRITON_INTERPRET") != "1":
         raise UserError(
@@ -182,11 +169,7 @@ def check_device(device: torch.device) -> None:
 
 
 def check_layer(shape: AttentionShape) -> None:
-    """Raise where a layer is beyond the kernels.
-
-    Raises:
-        UserError: the head size, the number of heads or a type is not supported.
-    """
+    """Raise a UserError for a head size, a number of heads or a type beyond the kernels."""
     if shape.head_dim > MAX_HEAD_DIM:
         raise UserError(
             f"The model's attention has head size {shape.head_dim}; the Triton attention backend "
@@ -202,7 +185,3 @@ def check_layer(shape: AttentionShape) -> None:
             f"The model runs in {shape.query_dtype}; the Triton attention backend expects float32, "
             'float16 or bfloat16: choose another dtype, or device "cpu" with the torch backend.'
         )
-
-
-def _version(capability: tuple[int, int]) -> str:
-    return ".".join(map(str, capability))

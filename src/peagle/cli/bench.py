@@ -269,9 +269,8 @@ def _engine_arms(
     given: Given, models: Models, ks: Sequence[int], most_in_flight: int, thinking: bool | None
 ) -> tuple[list[Arm], dict[str, Any]]:
     """Build engines of plain decoding and every method at every K; return their identity too."""
-    from peagle.evaluation.acceptance_file import weights_digest
-    from peagle.evaluation.compare import build
-    from peagle.evaluation.engine_backend import EngineBackend
+    from peagle.evaluation.engine_backend import EngineBackend, build
+    from peagle.evaluation.journal import weights_digest
     from peagle.evaluation.sweep import Arm
 
     head_options = Settings(Layer(dict(given))).section("speculative")
@@ -378,10 +377,10 @@ class BenchView:
         if progress.problem and not self._has_problem:
             self._has_problem = True
             self._line.print(f"a request failed: {printable(progress.problem)}")
-        if progress.cell is None or progress.figures is None:
+        if progress.point is None or progress.figures is None:
             self._line.begin(f"warming up; {progress.done} of {progress.total} runs are there")
             return
-        text = f"{progress.cell}: {progress.figures['output_tokens_per_s']:.1f} tokens/s"
+        text = f"{progress.point}: {progress.figures.output_tokens_per_s:.1f} tokens/s"
         line = f"run {progress.done}/{progress.total}  {text}"
         self._line.update(progress.done, progress.total, text, line=line)
 

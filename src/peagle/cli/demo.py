@@ -32,7 +32,7 @@ from peagle.evaluation.prompts import Prompt, load_prompt_set
 
 if TYPE_CHECKING:
     # torch takes seconds to import, and the spinner should turn by then.
-    from peagle.evaluation.compare import Measurement
+    from peagle.evaluation.decoding import Run
     from peagle.llm import LLM, StreamChunk
     from peagle.models.target import TargetModel
 
@@ -105,13 +105,14 @@ def demo(
     with view.loading():
         set_threads(given.value("threads"))
         quiet_libraries()
-        from peagle.evaluation.compare import Measurement, build, load_target, measure, warm_up
+        from peagle.evaluation.decoding import Run
+        from peagle.evaluation.engine_backend import build, load_target, measure, warm_up
 
         model = load_target(folder, dtype=engine.dtype, device=engine.device)
         _check_kinds(configurations, model.num_layers)
         llms = build(model, {PLAIN: None, **configurations}, max_num_seqs=1)
         warm_up(llms, [prompts[0].text])
-    results = {name: Measurement() for name in llms}
+    results = {name: Run() for name in llms}
     with view.running(llms):
         for prompt in prompts:
             for name, llm in llms.items():
@@ -167,7 +168,7 @@ def _report(
     prompts: Sequence[Prompt],
     params: SamplingParams,
     k: int,
-    results: Mapping[str, Measurement],
+    results: Mapping[str, Run],
 ) -> dict[str, Any]:
     """Return all results as one JSON object, compared with plain decoding."""
     from peagle.environment import environment
@@ -200,7 +201,7 @@ def _report(
                 "seconds": result.seconds,
                 "tokens_per_s": result.tokens_per_s,
                 "speed_up": result.tokens_per_s / plain.tokens_per_s,
-                **acceptance_figures(result.completions),
+                **acceptance_figures(result.answers),
                 "different_outputs": differences[name],
             }
             for name, result in results.items()
@@ -211,16 +212,16 @@ def _report(
             {
                 "id": prompt.id,
                 "prompt": prompt.text,
-                "text": completion.output.text,
-                "token_ids": completion.output.token_ids,
-                "finish_reason": completion.output.finish_reason,
+                "text": answer.text,
+                "token_ids": answer.token_ids,
+                "finish_reason": answer.finish_reason,
             }
-            for prompt, completion in zip(prompts, plain.completions, strict=True)
+            for prompt, answer in zip(prompts, plain.answers, strict=True)
         ],
     }
 
 
-def _results_table(results: Mapping[str, Measurement]) -> Table:
+def _results_table(results: Mapping[str, Run]) -> Table:
     """Return a table of the results so far, one row a method."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
@@ -229,7 +230,7 @@ def _results_table(results: Mapping[str, Measurement]) -> Table:
     table.add_column("tokens/s", justify="right")
     table.add_column("speed-up", justify="right")
     for name, result in results.items():
-        if not result.completions:
+        if not result.answers:
             continue
         stats, speed = result.stats, result.tokens_per_s
         positions = " ".join(f"{100 * share:2.0f}" for share in stats.acceptance_per_pos)
@@ -329,7 +330,7 @@ class DemoView:
     def show(self, chunk: StreamChunk) -> None:
         """Show new tokens."""
 
-    def end(self, results: dict[str, Measurement]) -> None:
+    def end(self, results: dict[str, Run]) -> None:
         """Show the results so far, once a method is done with a prompt."""
 
 
@@ -343,8 +344,8 @@ class LineView(DemoView):
     def begin(self, prompt: Prompt, method: str) -> None:
         self.prompt_id = prompt.id
 
-    def end(self, results: dict[str, Measurement]) -> None:
-        done = {len(result.completions) for result in results.values()}
+    def end(self, results: dict[str, Run]) -> None:
+        done = {len(result.answers) for result in results.values()}
         if len(done) == 1:  # the last method is done with it
             speeds = ", ".join(f"{name} {r.tokens_per_s:.0f}" for name, r in results.items())
             self.console.print(f"{self.prompt_id:14} tokens/s so far: {speeds}")
@@ -358,7 +359,7 @@ class LiveView(DemoView):
         self.accepted_style = "underline" if console.no_color else "bold green"
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._llms: dict[str, LLM] = {}
-        self._results: dict[str, Measurement] = {}
+        self._results: dict[str, Run] = {}
         self._method = ""
         self._title = ""
         self._prompt = self._output = Text()
@@ -399,7 +400,7 @@ class LiveView(DemoView):
         self._output.append(printable(self._detokenizer.add(own, final=is_last)))
         self._frame(force=is_last)
 
-    def end(self, results: dict[str, Measurement]) -> None:
+    def end(self, results: dict[str, Run]) -> None:
         self._results = results
 
     def _frame(self, *, force: bool) -> None:

@@ -22,7 +22,7 @@ from peagle.evaluation.prompts import read_prompts
 
 if TYPE_CHECKING:
     from peagle.doctor.findings import Examination
-    from peagle.doctor.served import Serving
+    from peagle.doctor.serving import Serving
 
 EXAMPLES = """
 The bundled pair, which is healthy (about a minute on a CPU):
@@ -109,7 +109,7 @@ def doctor(
         in_vllm = None
         if on_vllm:
             in_vllm = _in_vllm(given, flags or [], chat_template, thinking, line.begin)
-        from peagle.doctor.run import run_doctor
+        from peagle.doctor.examiner import run_doctor
 
         report = run_doctor(
             setup.target,
@@ -143,7 +143,7 @@ def _in_vllm(
     progress: Callable[[str], None],
 ) -> Callable[[Path, Path, int], Serving]:
     """Return a function that serves a head in vLLM."""
-    from peagle.doctor.served import VllmServing
+    from peagle.doctor.serving import VllmServing
 
     installation = vllm.find(given)
     template = {"chat_template_kwargs": {"enable_thinking": thinking}}

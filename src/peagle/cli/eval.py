@@ -37,9 +37,8 @@ from peagle.evaluation.decoding_methods import NGRAM, DecodingMethod
 from peagle.results import Entry, EntryKey, Slice
 
 if TYPE_CHECKING:
-    from peagle.evaluation.acceptance_file import AcceptanceFile
     from peagle.evaluation.endpoint import EndpointBackend
-    from peagle.evaluation.eval_run import EvalArm, EvalPlan
+    from peagle.evaluation.eval_run import AcceptanceFile, EvalArm, EvalPlan
     from peagle.results import Entry
 
 EXAMPLES = """
@@ -200,8 +199,7 @@ def eval(
             arms, dtype = _engine_arms(models, ks, draft_sampling, concurrency, thinking)
         provenance = harness.provenance(models.name, dtype, models.target.device)
         target_sha256 = models.target_sha256
-    from peagle.evaluation.acceptance_file import AcceptanceFile
-    from peagle.evaluation.eval_run import EvalPlan
+    from peagle.evaluation.eval_run import AcceptanceFile, EvalPlan
     from peagle.results import ACCEPTANCE
 
     plan = EvalPlan(prompts, temperatures, params, draft_sampling, concurrency, chat, thinking)
@@ -294,7 +292,6 @@ def _vllm_arms(
     concurrency: int,
 ) -> tuple[list[EvalArm], str]:
     """Make arms that start vLLM for each head and K; return the data type that vLLM takes too."""
-    from peagle.backends.vllm.command import dtype_for
     from peagle.evaluation.eval_run import EvalArm
     from peagle.evaluation.vllm_server import ENGINE, vllm_backend
 
@@ -304,7 +301,7 @@ def _vllm_arms(
     def launch(one: DecodingMethod, k: int) -> Any:
         return vllm.launch_for(given, flags, models.folder, one.folder, k, max_num_seqs=concurrency)
 
-    dtype = dtype_for(launch(models.methods[0], models.default_k), installation)
+    dtype = launch(models.methods[0], models.default_k).dtype_on(installation)
     arms = [EvalArm(one, k, partial(opened, one, k), ENGINE) for one in models.methods for k in ks]
     return arms, models.dtype if dtype == "auto" else dtype
 
@@ -361,8 +358,8 @@ def _measure(
     output_format: OutputFormat,
 ) -> str:
     """Measure every entry, show each as it comes, and return the advice."""
-    from peagle.evaluation.comparisons import compare_entries
     from peagle.evaluation.eval_run import evaluate
+    from peagle.evaluation.intervals import compare_entries
     from peagle.evaluation.report.advice import acceptance_advice
 
     dtype = file.results.provenance.dtype
@@ -388,9 +385,8 @@ def _certify(
     output_format: OutputFormat,
 ) -> bool:
     """Print the certificate of losslessness, and return whether it passed."""
-    from peagle.evaluation.acceptance_file import make_folder
-    from peagle.evaluation.certify.certificate import certificate_text
-    from peagle.evaluation.certify.run import Options, run
+    from peagle.evaluation.certify.run import Options, certificate_text, run
+    from peagle.evaluation.journal import make_folder
     from peagle.models.checkpoint.files import write_json
 
     if output is not None:

@@ -158,7 +158,7 @@ def load_models(given: Given, methods: Sequence[DecodingMethod], *, whole: bool 
     A method with a source and no name is named after the kind of its head. Without `whole` only the
     ends of the target are loaded, for another engine.
     """
-    from peagle.evaluation.compare import load_target
+    from peagle.evaluation.engine_backend import load_target
     from peagle.models.checkpoint import load_drafter
     from peagle.models.loading import resolve_model
     from peagle.models.target import load_tokenizer

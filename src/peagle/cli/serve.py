@@ -22,7 +22,7 @@ from peagle.extras import require_package
 from peagle.serving.config import ServerConfig
 
 if TYPE_CHECKING:
-    from peagle.serving.messages import EngineSpec
+    from peagle.serving.engine_process import EngineSpec
 
 EXAMPLES = """
 The bundled code model with its P-EAGLE head, and a page to try it at http://127.0.0.1:8000:
@@ -123,7 +123,7 @@ def serve(
     for package in ("fastapi", "prometheus_client", "uvicorn"):
         require_package(package, "serve", "peagle serve")
     # Connections are accepted from here on, while all else is imported and loaded.
-    from peagle.serving.listening import listen
+    from peagle.serving.connections import listen
 
     listening = listen(config.host, config.port)
     spec, name = _spec(setup, config, compare_draft)
@@ -172,7 +172,7 @@ def _spec(setup: Setup, config: ServerConfig, compare: str | None) -> tuple[Engi
         name = _proposer_name(other)
         proposers[name if name not in proposers else f"{name}-2"] = other
     setup.prepare()
-    from peagle.serving.messages import EngineSpec
+    from peagle.serving.engine_process import EngineSpec
 
     spec = EngineSpec(
         str(folder),

@@ -214,7 +214,7 @@ def set_threads(threads: int | None) -> None:
     """Let torch use so many CPU threads; None leaves the number to the model and the machine."""
     if threads is None:
         return
-    from peagle.engine import threads as library
+    from peagle.engine import placement as library
 
     library.set_threads(threads)
 

@@ -124,8 +124,7 @@ def tune(
         raise UserError(f"--target {own!r} was given without --draft: name its draft head.")
     draft = expand_bundled(draft or BUNDLED, "draft")
     prompts = harness.load_prompts([sets], limit)
-    from peagle.evaluation.acceptance_file import weights_digest
-    from peagle.evaluation.journal import Journal
+    from peagle.evaluation.journal import Journal, weights_digest
     from peagle.evaluation.tuning.acceptance import acceptance_of_file, measure_acceptance
     from peagle.evaluation.tuning.machine import EngineMachine, contexts
     from peagle.evaluation.tuning.model import Shape

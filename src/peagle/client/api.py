@@ -30,11 +30,7 @@ _MAX_MESSAGE = 600  # characters of a server's words
 
 
 class NoAnswer(UserError):
-    """A server that cannot be reached, or an answer that broke off.
-
-    Attributes:
-        reason: what went wrong, without the URL.
-    """
+    """A server that cannot be reached, or an answer that broke off; `reason` lacks the URL."""
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
@@ -59,16 +55,11 @@ class ApiClient:
     """Calls a server with OpenAI's interface.
 
     Args:
-        url: like http://127.0.0.1:8000, with or without /v1 at its end.
+        url: like http://127.0.0.1:8000, with or without /v1 at its end; `base` has it without.
         key: sent as a bearer token; None or "" sends none.
         option: the option that names the URL, for messages.
-        timeout_s: of each step of an exchange (connecting takes CONNECT_S at most); None waits.
-        headers: further ones of every request.
-
-    Attributes:
-        url: as given.
-        base: without /v1; paths are joined to it.
-        headers: of every request.
+        timeout_s: limit of each step of an exchange (CONNECT_S for connecting); None waits.
+        headers: further headers of every request.
 
     Raises:
         UserError: the URL is none of HTTP, or the key is not printable ASCII.
@@ -86,7 +77,11 @@ class ApiClient:
         self.url, self.base, self._option = url, _base(url, option), option
         self.headers = {"User-Agent": "peagle", "Accept-Encoding": "identity", **(headers or {})}
         if key:
-            self.headers["Authorization"] = f"Bearer {_checked_key(key)}"
+            if not key.isascii() or not key.isprintable():
+                raise UserError(
+                    f"{KEY_VARIABLE} has characters that no key has; expected ASCII text."
+                )
+            self.headers["Authorization"] = f"Bearer {key.strip()}"
         self._timeout_s = timeout_s
         self._tls = ssl.create_default_context() if self.base.startswith("https:") else False
 
@@ -110,8 +105,7 @@ class ApiClient:
     def models(self, *, may_lack_list: bool = False) -> list[dict[str, Any]]:
         """Return the facts of each model that GET /v1/models lists.
 
-        Args:
-            may_lack_list: a server without that route has the list [].
+        With `may_lack_list` a server without that route has the list [].
 
         Raises:
             UserError: the server cannot be reached, refuses, or is none of this kind.
@@ -278,12 +272,6 @@ def _base(url: str, option: str) -> str:
     if not is_address or parts.query or parts.fragment or parts.username:
         raise UserError(f"{option} is {url!r}; expected a URL like http://127.0.0.1:8000.")
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
-
-
-def _checked_key(key: str) -> str:
-    if not key.isascii() or not key.isprintable():
-        raise UserError(f"{KEY_VARIABLE} has characters that no key has; expected ASCII text.")
-    return key.strip()
 
 
 def failure_reason(error: BaseException) -> str:

@@ -18,12 +18,7 @@ _PER_POS = "num_accepted_tokens_per_pos"
 
 @dataclass(frozen=True, slots=True)
 class DraftCounts:
-    """Counters of drafts, summed over engines.
-
-    Attributes:
-        num_drafts, num_draft_tokens, num_accepted_tokens: as `SpeculationStats` has them.
-        num_accepted_tokens_per_pos: drafts whose first i + 1 tokens were all accepted.
-    """
+    """Counters of drafts, summed over engines; the fields are those of `SpeculationStats`."""
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
@@ -49,26 +44,17 @@ class DraftCounts:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What a server has counted since it started.
-
-    Attributes:
-        drafts: None for a server that does not draft, or does not count its drafts.
-        num_tokens: output tokens of all its clients; None where it does not count them.
-    """
+    """The counts of a server since it started; None for what it does not count."""
 
     drafts: DraftCounts | None
-    num_tokens: int | None
+    num_tokens: int | None  # output tokens of all its clients
 
 
 def read_counters(text: str, model: str) -> Counters:
     """Read the counters of vLLM (`vllm:spec_decode_*`) or of ours (`peagle:spec_decode_*`).
 
-    They are summed over engines, processes and all other labels; of several models' counters
-    (label `model_name`) only those of `model` count.
-
-    Args:
-        text: body of GET /metrics.
-        model: the server's name of the model.
+    `text` is the body of GET /metrics. The counters are summed over engines, processes and all
+    other labels; of several models' counters (label `model_name`) only those of `model` count.
     """
     samples = [
         (

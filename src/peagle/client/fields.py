@@ -8,7 +8,7 @@ from typing import Any
 
 from peagle.config import SamplingParams, StructuredOutput
 
-# No field of a request says these, or its answer has no place for them here.
+# A request has no field for these, or the answer has no place for them here.
 _LEFT_OUT = ("n", "logprobs", "prompt_logprobs", "num_speculative_tokens")
 
 
@@ -34,13 +34,9 @@ def _response_format(structure: StructuredOutput) -> dict[str, Any]:
 
 
 def served_drafts(facts: Mapping[str, Any]) -> int | None:
-    """Return K of a model's default proposer, 0 where it drafts nothing.
+    """Return K of a model's default proposer from the facts that its server lists.
 
-    Args:
-        facts: of the model, as the server's list has them.
-
-    Returns:
-        None where the list has no speculation, as of servers that are not `peagle serve`.
+    0 means that it drafts nothing, None that the server is not `peagle serve`.
     """
     speculation = facts.get("speculation")
     if not isinstance(speculation, Mapping):

@@ -13,31 +13,24 @@ from peagle.errors import UserError
 
 
 def require(condition: bool, name: str, value: object, expected: str, remedy: str = "") -> None:
-    """Refuse a value.
-
-    Raises:
-        UserError: the condition does not hold; the message names value, expectation and remedy.
-    """
+    """Raise a UserError that names value, expectation and remedy, unless the condition holds."""
     if not condition:
         raise UserError(
             f"{name} is {value!r}; expected {expected}.{' ' + remedy if remedy else ''}"
         )
 
 
-class Check(NamedTuple):
-    """What a field of a configuration may be.
-
-    Attributes:
-        accepts: whether a value is fine.
-        expected: the fine values, as a phrase.
-    """
+class FieldCheck(NamedTuple):
+    """A predicate for a field of a configuration, and its good values as a phrase."""
 
     accepts: Callable[[Any], bool]
     expected: str
 
 
-def whole(least: int, most: int | None = None, *, note: str = "", optional: bool = False) -> Check:
-    """A whole number from `least` to `most`; None is fine too where it is optional."""
+def whole(
+    least: int, most: int | None = None, *, note: str = "", optional: bool = False
+) -> FieldCheck:
+    """Accept a whole number from `least` to `most`, and None where it is optional."""
     shown = "2**63 - 1" if most == 2**63 - 1 else most
     span = f"of at least {least}" if most is None else f"from {least} to {shown}"
 
@@ -46,39 +39,31 @@ def whole(least: int, most: int | None = None, *, note: str = "", optional: bool
             return optional
         return is_int(value) and least <= value and (most is None or value <= most)
 
-    return Check(accepts, f"a whole number {span}{note}{', or none' if optional else ''}")
+    return FieldCheck(accepts, f"a whole number {span}{note}{', or none' if optional else ''}")
 
 
-def number(accepts: Callable[[Any], bool], expected: str) -> Check:
-    """A finite number with a further condition."""
-    return Check(lambda value: is_number(value) and accepts(value), expected)
+def number(accepts: Callable[[Any], bool], expected: str) -> FieldCheck:
+    """Accept a finite number with a further condition."""
+    return FieldCheck(lambda value: is_number(value) and accepts(value), expected)
 
 
-def choice_of(*allowed: object) -> Check:
-    """One of some words."""
-    return Check(lambda value: value in allowed, "one of " + ", ".join(map(str, allowed)))
+def choice_of(*allowed: object) -> FieldCheck:
+    """Accept one of some words."""
+    return FieldCheck(lambda value: value in allowed, "one of " + ", ".join(map(str, allowed)))
 
 
-BOOLEAN = Check(lambda value: isinstance(value, bool), "true or false")
+BOOLEAN = FieldCheck(lambda value: isinstance(value, bool), "true or false")
 
 
-def check_fields(config: object, checks: Mapping[str, Check]) -> None:
-    """Refuse a configuration with a field that is not as it may be.
-
-    Raises:
-        UserError: naming the first such field and its value.
-    """
+def check_fields(config: object, checks: Mapping[str, FieldCheck]) -> None:
+    """Raise a UserError that names the first field whose check fails, and its value."""
     for name, check in checks.items():
         value = getattr(config, name)
         require(check.accepts(value), name, value, check.expected)
 
 
 def require_neutral(name: str, given: object, neutral: object, reason: str) -> None:
-    """Refuse an argument of vLLM's, unless it asks for what happens anyway.
-
-    Raises:
-        UserError: the value is neither None nor the neutral one.
-    """
+    """Refuse an argument of vLLM's, unless it is None or asks for what happens anyway."""
     if given is not None and (given != neutral or type(given) is not type(neutral)):
         raise UserError(f"{name} is {given!r}; expected {neutral!r} or nothing: {reason}")
 
@@ -90,12 +75,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def is_int(value: object) -> bool:
-    """Whether it is a whole number; true and false are none."""
+    """Return whether the value is a whole number; true and false are none."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a finite number; true and false are none."""
+    """Return whether the value is a finite number; true and false are none."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     try:
@@ -105,11 +90,7 @@ def is_number(value: object) -> bool:
 
 
 def require_folder(path: str | Path, what: str) -> Path:
-    """Return `path` as an existing folder.
-
-    Raises:
-        UserError: there is no such folder, or it is a file.
-    """
+    """Return `path` as an existing folder, or raise a UserError."""
     folder = Path(path)
     if folder.is_dir():
         return folder
@@ -118,12 +99,9 @@ def require_folder(path: str | Path, what: str) -> Path:
 
 
 def require_writable_folder(path: str | Path, what: str) -> Path:
-    """Return `path` as a folder that is there and may be written to, or that can be made.
+    """Return `path` as a folder that can be written or made, or raise a UserError.
 
     Nothing is made: the nearest folder above that exists is tried with a file that has no name.
-
-    Raises:
-        UserError: it is a file, or below one, or nothing can be written there.
     """
     folder = Path(path)
     try:
@@ -138,11 +116,7 @@ def require_writable_folder(path: str | Path, what: str) -> Path:
 
 
 def require_writable_file(path: str | Path, what: str) -> Path:
-    """Return `path` as a file that can be written.
-
-    Raises:
-        UserError: it is a folder, or its folder cannot be made or written to.
-    """
+    """Return `path` as a file that can be written, or raise a UserError."""
     file = Path(path)
     require_writable_folder(file.absolute().parent, f"The folder of {what[0].lower()}{what[1:]}")
     if file.is_dir():
@@ -151,17 +125,9 @@ def require_writable_file(path: str | Path, what: str) -> Path:
 
 
 def token_ids(values: Sequence[int], vocab_size: int, what: str) -> list[int]:
-    """Return `values` as a list of token ids below `vocab_size`.
-
-    Raises:
-        UserError: an id is not a whole number of the vocabulary.
-    """
+    """Return `values` as a list of token ids below `vocab_size`, or raise a UserError."""
     ids = list(values)
     for value in ids:
-        require(
-            is_int(value) and 0 <= value < vocab_size,
-            what,
-            value,
-            f"token ids from 0 to {vocab_size - 1}",
-        )
+        ok = is_int(value) and 0 <= value < vocab_size
+        require(ok, what, value, f"token ids from 0 to {vocab_size - 1}")
     return ids

@@ -1,7 +1,7 @@
-"""Names by which CloudWatch knows acceptance: the server writes them, `peagle deploy` reads them.
+"""CloudWatch's names of acceptance: the server writes them, `peagle deploy` reads them.
 
-Counters are per interval, not since the start, so that their sums over any time and any number of
-instances are right, and pooled ratios with them: 1 + sum(NumAcceptedTokens) / sum(NumDrafts).
+Counters count an interval, not the time since the start. So their sums over any time and any number
+of instances are right, and pooled ratios too: 1 + sum(NumAcceptedTokens) / sum(NumDrafts).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ ACCEPTANCE_LENGTH = "AcceptanceLength"
 
 
 def num_accepted_at(position: int) -> str:
-    """Drafts whose tokens up to this position (from 0) were all accepted."""
+    """Return the name of the count of drafts accepted up to this position (from 0)."""
     return f"NumAcceptedTokensPos{position}"
 
 
 def acceptance_at(position: int) -> str:
-    """The share of them: unconditional acceptance at this position (from 0)."""
+    """Return the name of the unconditional acceptance at this position (from 0)."""
     return f"AcceptancePos{position}"

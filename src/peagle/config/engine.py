@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from peagle.config.checks import BOOLEAN, Check, check_fields, choice_of, is_number, number, whole
+from peagle.config.checks import (
+    BOOLEAN,
+    FieldCheck,
+    check_fields,
+    choice_of,
+    is_number,
+    number,
+    whole,
+)
 from peagle.config.sampling import MAX_SEED
 
 DType = Literal["auto", "float32", "float64", "bfloat16", "float16"]
@@ -13,10 +21,10 @@ DType = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 
 _CHECKS = {
     "dtype": choice_of(*get_args(DType)),
-    "device": Check(lambda name: isinstance(name, str), '"auto", "cpu" or "cuda"'),
+    "device": FieldCheck(lambda name: isinstance(name, str), '"auto", "cpu" or "cuda"'),
     **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "block_size"), whole(1)),
     **dict.fromkeys(("max_model_len", "num_kv_blocks"), whole(1, optional=True)),
-    "kv_cache_gib": Check(
+    "kv_cache_gib": FieldCheck(
         lambda gib: gib is None or (is_number(gib) and gib > 0), "a number above 0, or none"
     ),
     "gpu_memory_utilization": number(lambda s: 0 < s <= 1, "a number above 0, at most 1"),

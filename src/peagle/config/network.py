@@ -1,20 +1,20 @@
-"""Which machines reach a server."""
+"""The machines that reach a server."""
 
 from __future__ import annotations
 
 from ipaddress import ip_address
 
-# Under which a server on a loopback address is reached.
+# Names of a server on a loopback address.
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
 def without_zone(bind_host: str) -> str:
-    """An address without brackets and zone, in lower case."""
+    """Return an address without brackets and zone, in lower case."""
     return bind_host.strip("[]").partition("%")[0].lower()
 
 
 def is_loopback(bind_host: str) -> bool:
-    """Whether only this machine reaches a server bound there. Names are not resolved."""
+    """Return whether only this machine reaches a server bound there; no name is resolved."""
     literal = without_zone(bind_host)
     try:
         return literal == "localhost" or ip_address(literal).is_loopback

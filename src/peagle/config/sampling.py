@@ -64,7 +64,7 @@ _NEUTRAL: dict[str, tuple[object, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputsParams:
-    """The shape that an output must have, in the names of vLLM's class of this name.
+    """The structure of an output, in the names of vLLM's class of this name.
 
     Attributes:
         json: a JSON schema, as a mapping or as JSON text.
@@ -95,7 +95,7 @@ class StructuredOutputsParams:
         self.structured_output()
 
     def structured_output(self) -> StructuredOutput:
-        """The same constraint in the form that requests carry."""
+        """Return the constraint in the form that requests carry."""
         return StructuredOutput.from_vllm(asdict(self))
 
 
@@ -194,7 +194,14 @@ class SamplingParams:
         self._read_structure("guided_decoding", guided_decoding)
         check_fields(self, _CHECKS)
         self._check_tokens()
-        self._check_stop()
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        require(isinstance(stop, Sequence | Set), "stop", stop, "a string or a list of strings")
+        self.stop = tuple(stop)
+        for one in self.stop:
+            require(isinstance(one, str) and bool(one), "stop", one, "strings that are not empty")
+        found, most = f"{len(self.stop)} strings", f"at most {MAX_STOP_STRINGS}"
+        remedy = "Look for others in the finished text."
+        require(len(self.stop) <= MAX_STOP_STRINGS, "stop", found, most, remedy)
         self._check_together()
 
     def _read_structure(self, name: str, given: Any) -> None:
@@ -217,32 +224,18 @@ class SamplingParams:
     def _check_tokens(self) -> None:
         self.stop_token_ids = _ids("stop_token_ids", self.stop_token_ids)
         if self.allowed_token_ids is not None:
-            allowed = _ids("allowed_token_ids", self.allowed_token_ids)
-            require(bool(allowed), "allowed_token_ids", allowed, "at least one token id, or none")
-            self.allowed_token_ids = allowed
+            self.allowed_token_ids = _ids("allowed_token_ids", self.allowed_token_ids)
+            expected = "at least one token id, or none"
+            allowed = self.allowed_token_ids
+            require(bool(allowed), "allowed_token_ids", allowed, expected)
         bias: Any = self.logit_bias
-        pairs = bias.items() if isinstance(bias, Mapping) else bias
         require(isinstance(bias, Mapping | Sequence), "logit_bias", bias, "a mapping of token ids")
+        pairs = bias.items() if isinstance(bias, Mapping) else bias
         self.logit_bias = tuple(_bias(pair) for pair in pairs)
         words: Any = self.bad_words
         ok = isinstance(words, Sequence) and not isinstance(words, str)
         require(ok, "bad_words", words, "a list of texts or of lists of token ids")
         self.bad_words = tuple(_word(word) for word in words)
-
-    def _check_stop(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        require(isinstance(stop, Sequence | Set), "stop", stop, "a string or a list of strings")
-        stop = tuple(stop)
-        for one in stop:
-            require(isinstance(one, str) and bool(one), "stop", one, "strings that are not empty")
-        require(
-            len(stop) <= MAX_STOP_STRINGS,
-            "stop",
-            f"{len(stop)} strings",
-            f"at most {MAX_STOP_STRINGS}",
-            "Look for others in the finished text.",
-        )
-        self.stop = stop
 
     def _check_together(self) -> None:
         if self.min_tokens > self.max_tokens:
@@ -256,10 +249,10 @@ class SamplingParams:
                 "temperature, or leave n out."
             )
         structured = self.structured_output
-        ok = structured is None or isinstance(structured, StructuredOutput)
-        require(ok, "structured_output", structured, "a StructuredOutput")
         if structured is None:
             return
+        ok = isinstance(structured, StructuredOutput)
+        require(ok, "structured_output", structured, "a StructuredOutput")
         # Each of them can take away what the grammar requires next.
         for name, without in (("allowed_token_ids", None), ("bad_words", ()), ("min_tokens", 0)):
             if getattr(self, name) != without:
@@ -290,15 +283,10 @@ def _ids(name: str, values: Any) -> tuple[int, ...]:
 def _bias(pair: Any) -> tuple[int, float]:
     ok = isinstance(pair, list | tuple) and len(pair) == 2
     require(ok, "logit_bias", pair, "pairs of a token id and a number")
-    token: Any = pair[0]
-    value: Any = pair[1]
+    token, value = pair
     require(is_int(token) and token >= 0, "logit_bias", token, "token ids of at least 0")
-    require(
-        is_number(value) or value == -math.inf,
-        "logit_bias",
-        value,
-        "finite numbers, or -inf to forbid a token",
-    )
+    ok = is_number(value) or value == -math.inf
+    require(ok, "logit_bias", value, "finite numbers, or -inf to forbid a token")
     return token, float(value)
 
 

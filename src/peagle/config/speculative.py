@@ -9,7 +9,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from peagle.config.checks import BOOLEAN, Check, check_fields, is_int, is_number, require, whole
+from peagle.config.checks import (
+    BOOLEAN,
+    FieldCheck,
+    check_fields,
+    is_int,
+    is_number,
+    require,
+    whole,
+)
 from peagle.errors import UserError
 
 Method = Literal["eagle3", "ngram"]
@@ -32,16 +40,20 @@ _REJECTION_SAMPLE_METHODS = ("standard", "synthetic")
 
 
 _CHECKS = {
-    "method": Check(lambda name: name in ("eagle3", "ngram"), '"eagle3" or "ngram"'),
-    "draft_sampling": Check(
+    "method": FieldCheck(lambda name: name in ("eagle3", "ngram"), '"eagle3" or "ngram"'),
+    "draft_sampling": FieldCheck(
         lambda name: name in ("argmax", "probabilistic"), '"argmax" or "probabilistic"'
     ),
-    "parallel_drafting": Check(
+    "parallel_drafting": FieldCheck(
         lambda value: value is None or isinstance(value, bool), "true, false or none"
+    ),
+    "revision": FieldCheck(
+        lambda name: name is None or (isinstance(name, str) and bool(name)),
+        "a branch, a tag or a commit",
     ),
     "check_target": BOOLEAN,
     "max_model_len": whole(1, optional=True),
-    "draft_window": Check(
+    "draft_window": FieldCheck(
         whole(0, optional=True).accepts, "a whole number, 0 for no window, or none"
     ),
 }
@@ -107,17 +119,6 @@ class SpeculativeConfig:
             "To decode without drafts, leave the speculative configuration out (--no-speculation).",
         )
         check_fields(self, _CHECKS)
-        self._check_source()
-        if self.num_speculative_tokens_per_batch_size is not None:
-            self._check_schedule(self.num_speculative_tokens_per_batch_size)
-        if self.synthetic_acceptance_rates is not None:
-            self._check_rates(self.synthetic_acceptance_rates)
-
-    def _check_source(self) -> None:
-        """Where the drafts come from: a head, or the tokens so far."""
-        revision = self.revision
-        ok = revision is None or (isinstance(revision, str) and bool(revision))
-        require(ok, "revision", revision, "a branch, a tag or a commit")
         if self.method == "eagle3":
             if isinstance(self.model, Path):
                 object.__setattr__(self, "model", str(self.model))
@@ -125,6 +126,10 @@ class SpeculativeConfig:
             require(ok, "model", self.model, "the folder of a draft head, or its hub id")
         else:
             self._check_lookup()
+        if self.num_speculative_tokens_per_batch_size is not None:
+            self._check_schedule(self.num_speculative_tokens_per_batch_size)
+        if self.synthetic_acceptance_rates is not None:
+            self._check_rates(self.synthetic_acceptance_rates)
 
     def _check_lookup(self) -> None:
         for name in ("model", "revision", "max_model_len", "draft_window"):
@@ -154,11 +159,11 @@ class SpeculativeConfig:
 
     @property
     def num_drafts(self) -> int:
-        """K in use."""
+        """The number of draft tokens per step, K."""
         return self.num_speculative_tokens or DEFAULT_DEPTH
 
     def tokens_for(self, batch_size: int) -> int:
-        """K where so many sequences run together."""
+        """Return K where so many sequences run together."""
         k = most = self.num_drafts
         for first, _, scheduled in self.num_speculative_tokens_per_batch_size or ():
             if first <= batch_size:
@@ -197,7 +202,7 @@ class SpeculativeConfig:
 
 
 def speculative_keys(source: str | Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of SpeculativeConfig that vLLM's form of it gives, see `SpeculativeConfig.parse`.
+    """Return the fields of SpeculativeConfig in vLLM's form of it, see `SpeculativeConfig.parse`.
 
     Raises:
         UserError: not a JSON object, an unknown key, or a value of vLLM that has no equal here.
@@ -223,27 +228,21 @@ def speculative_keys(source: str | Mapping[str, Any]) -> dict[str, Any]:
         expected, value = " or ".join(map(json.dumps, allowed)), given.pop(key, allowed[0])
         require(value in allowed, key, value, expected, "This engine has no other: leave it out.")
     if "draft_sample_method" in given:
-        _rename_draft_sampling(given)
-    if "rejection_sample_method" in given:
-        _check_rejection_sampling(given)
+        method = given.pop("draft_sample_method")
+        expected = " or ".join(map(json.dumps, _DRAFT_SAMPLE_METHODS))
+        require(method in [*_DRAFT_SAMPLE_METHODS], "draft_sample_method", method, expected)
+        sampling = _DRAFT_SAMPLE_METHODS[method]
+        if given.setdefault("draft_sampling", sampling) != sampling:
+            raise UserError(
+                f"draft_sample_method {method!r} and draft_sampling {given['draft_sampling']!r} "
+                "contradict each other; leave one of them out."
+            )
+    if "rejection_sample_method" in given:  # the rates imply it
+        _check_rejection_sampling(given.pop("rejection_sample_method"), given)
     return given
 
 
-def _rename_draft_sampling(given: dict[str, Any]) -> None:
-    method = given.pop("draft_sample_method")
-    expected = " or ".join(map(json.dumps, _DRAFT_SAMPLE_METHODS))
-    require(method in [*_DRAFT_SAMPLE_METHODS], "draft_sample_method", method, expected)
-    sampling = _DRAFT_SAMPLE_METHODS[method]
-    if given.setdefault("draft_sampling", sampling) != sampling:
-        raise UserError(
-            f"draft_sample_method {method!r} and draft_sampling {given['draft_sampling']!r} "
-            "contradict each other; leave one of them out."
-        )
-
-
-def _check_rejection_sampling(given: dict[str, Any]) -> None:
-    """Remove the method, which the rates imply."""
-    method = given.pop("rejection_sample_method")
+def _check_rejection_sampling(method: object, given: Mapping[str, Any]) -> None:
     expected = " or ".join(map(json.dumps, _REJECTION_SAMPLE_METHODS))
     require(method in _REJECTION_SAMPLE_METHODS, "rejection_sample_method", method, expected)
     rates = given.get("synthetic_acceptance_rates")
@@ -260,14 +259,14 @@ def _check_rejection_sampling(given: dict[str, Any]) -> None:
 
 
 def _range(sizes: object, k: object) -> tuple[Any, ...]:
-    """("1-16", 7) as (1, 16, 7); () where it is not of that form."""
+    """Return ("1-16", 7) as (1, 16, 7); () where it is not of that form."""
     first, dash, last = str(sizes).partition("-")
     is_range = first.isdecimal() and (last if dash else first).isdecimal()
     return (int(first), int(last if dash else first), k) if is_range else ()
 
 
 def _json(text: str) -> Any:
-    """JSON, in which no key may appear twice: one of the two would be ignored."""
+    """Return the value of a JSON text in which no key appears twice."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if twice := [key for n, (key, _) in enumerate(pairs) if key in dict(pairs[:n])]:

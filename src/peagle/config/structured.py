@@ -1,4 +1,4 @@
-"""What shape an output must have: JSON, a JSON schema, a regular expression or a grammar."""
+"""The structure of an output: JSON, a JSON schema, a regular expression or a grammar."""
 
 from __future__ import annotations
 
@@ -63,24 +63,24 @@ class StructuredOutput:
 
     @classmethod
     def json_object(cls, *, compact: bool = False) -> StructuredOutput:
-        """Any JSON object."""
+        """Allow any JSON object."""
         return cls("json", compact=compact)
 
     @classmethod
     def json_schema(
         cls, schema: str | Mapping[str, Any] | bool, *, compact: bool = False
     ) -> StructuredOutput:
-        """JSON that fits a schema."""
+        """Allow JSON that fits a schema."""
         return cls("json_schema", schema, compact)  # type: ignore[arg-type]
 
     @classmethod
     def regex(cls, pattern: str) -> StructuredOutput:
-        """Text that a regular expression matches from its first to its last character."""
+        """Allow text that a regular expression matches from its first to its last character."""
         return cls("regex", pattern)
 
     @classmethod
     def ebnf(cls, grammar: str) -> StructuredOutput:
-        """Text that a grammar in GBNF notation derives from its rule `root`."""
+        """Allow text that a grammar in GBNF notation derives from its rule `root`."""
         return cls("ebnf", grammar)
 
     @classmethod
@@ -134,7 +134,6 @@ class StructuredOutput:
 
 
 def _schema(schema: object) -> str:
-    """A schema as JSON text."""
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)

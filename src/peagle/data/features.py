@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from peagle.attention.documents import DocumentAttention
+from peagle.attention.torch_backend import DocumentAttention
 from peagle.data.batches import Batch
 from peagle.models.target import TargetModel
 

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from math import log
 from pathlib import Path
 
 import torch
 
-from peagle.doctor.changes import MEAN_FEATURE
+from peagle.config import EngineConfig
 from peagle.doctor.files import HeadFiles, examine_files
 from peagle.doctor.findings import Examination
-from peagle.doctor.forward import HeadDrafts, drafted
-from peagle.doctor.head import Head
-from peagle.doctor.probe import Probe
-from peagle.doctor.probed_target import ProbedTarget
-from peagle.doctor.questions import Style
-from peagle.doctor.repair import MIN_MATCH, Gain, Repaired, features_matter, repair, starved_depth
-from peagle.doctor.served import Serving
-from peagle.doctor.serving_side import examine_serving
+from peagle.doctor.head import Head, HeadDrafts, drafted
+from peagle.doctor.probe import Probe, Progress, Style, choose_texts, usual_style
+from peagle.doctor.repair import (
+    MEAN_FEATURE,
+    MIN_MATCH,
+    Gain,
+    Repaired,
+    features_matter,
+    repair,
+    starved_depth,
+)
+from peagle.doctor.serving import EndpointServing, EngineServing, Serving, examine_serving
+from peagle.engine.placement import resolve_device, resolve_dtype
+from peagle.errors import CheckpointError, UserError
+from peagle.evaluation.endpoint import EndpointBackend
 from peagle.evaluation.training_record import read_training_record
+from peagle.models.checkpoint import read_head_config
+from peagle.models.loading import resolve_model
+from peagle.models.target import TargetModel, load_tokenizer
+from peagle.models.trained_depth import default_depth
 
+_MOST_DRAFTS = 16
 # A target that knows its tokenizer is far from ln(V) on the texts that it knows best.
 _BLIND_SHARE = 0.85
 # Answers of healthy targets are spelled alike to 98% and more, with another tokenizer to 80%.
@@ -37,13 +50,89 @@ _MIN_DIFFERENCE, _MIN_T, _MIN_RATIO = 0.1, 4.0, 1.15
 _CONFIDENCE_BINS = torch.tensor([0.3, 0.6, 0.9, 0.99])
 
 
-def examine(probed: ProbedTarget, folder: Path, serving: Serving | None = None) -> Examination:
-    """Examine one head.
+def run_doctor(
+    target: str,
+    draft: str,
+    *,
+    revision: str | None = None,
+    draft_revision: str | None = None,
+    endpoint: str | None = None,
+    endpoint_model: str | None = None,
+    vllm: Callable[[Path, Path, int], Serving] | None = None,
+    num_speculative_tokens: int | None = None,
+    prompts: Path | None = None,
+    plain: bool = False,
+    chat_template: str | None = None,
+    thinking: bool | None = None,
+    engine: EngineConfig,
+    progress: Progress = lambda text: None,
+) -> Examination:
+    """Examine a head, with its serving side: our engine, unless `endpoint` or `vllm` is given.
 
     Args:
-        probed: the target with its answers.
-        folder: of the head.
-        serving: what serves it; None examines the training side only.
+        target, draft: folders or hub ids.
+        endpoint, endpoint_model: URL of a server, and the model's name there; None takes the first.
+        vllm: makes the serving side in vLLM of a target, a head and K.
+        num_speculative_tokens: K; None takes that of the server, else the head's trained depth.
+        prompts: a file; None takes bundled prompts.
+        plain, chat_template, thinking: the style of the prompts, as they are served.
+        engine: dtype and device.
+        progress: gets a line about each step.
+
+    Raises:
+        UserError: a folder is not there, the target does not load, options contradict each other,
+            or the server cannot be reached. A broken head is no mistake but a finding.
+    """
+    k = num_speculative_tokens
+    if k is not None and not 1 <= k <= _MOST_DRAFTS:
+        raise UserError(f"K is {k}; expected 1 to {_MOST_DRAFTS} draft tokens.")
+    backend = None
+    if endpoint is not None:
+        template = {"chat_template_kwargs": {"enable_thinking": thinking}}
+        extra = None if thinking is None else template
+        backend = EndpointBackend(endpoint, endpoint_model, extra_body=extra)
+    progress("loading the target")
+    device = resolve_device(engine.device)
+    target_folder = resolve_model(target, revision)
+    try:
+        folder = resolve_model(draft, draft_revision, role="draft")
+    except CheckpointError as error:
+        report = Examination()
+        report.check("files", "differs", str(error))
+        report.blame("weights", "head", str(error), "Copy or fetch the head again.")
+        return report
+    tokenizer = load_tokenizer(target_folder)
+    style = usual_style(tokenizer, plain=plain, chat_template=chat_template, thinking=thinking)
+    texts = choose_texts(prompts, tokenizer)
+    dtype = resolve_dtype(engine.dtype, device)
+    model = TargetModel.load(target_folder, dtype=dtype, device=device)
+    try:
+        config = read_head_config(folder, num_target_layers=model.num_layers)[0]
+    except CheckpointError:  # the examination of the files says why
+        config = None
+    served = backend.num_speculative_tokens() if backend else None
+    k = min(k or served or default_depth(config.trained_depth if config else None), _MOST_DRAFTS)
+    layers = config.aux_layer_ids if config else ()
+    probe = Probe.of(model, tokenizer, style, texts, k, layers, progress)
+    if vllm is not None:
+        serving: Serving = vllm(target_folder, folder, k)
+    else:
+        serving = EndpointServing(backend) if backend else EngineServing(model, folder, k)
+    report = examine(probe, folder, serving)
+    report.figures = {
+        "target": target,
+        "draft": draft,
+        "serving": serving.name,
+        "dtype": str(dtype).removeprefix("torch."),
+        "prompt_style": str(style),
+        "num_speculative_tokens": k,
+        **report.figures,
+    }
+    return report
+
+
+def examine(probe: Probe, folder: Path, serving: Serving | None = None) -> Examination:
+    """Examine the head in a folder, and its serving side unless that is None.
 
     Raises:
         UserError: the folder is not there, or the serving side cannot be reached.
@@ -52,37 +141,47 @@ def examine(probed: ProbedTarget, folder: Path, serving: Serving | None = None) 
     if report.training is not None:
         status = "not checked" if report.training.is_little else "agrees"
         report.check("training", status, str(report.training))
-    probed.progress("reading the head")
-    knows_prompts = _check_target(probed, report)
-    files, head = examine_files(folder, probed.target, report)
-    if head is None:
+    probe.progress("reading the head")
+    knows_prompts = _check_target(probe, report)
+    files = examine_files(folder, probe.target, report)
+    if files.head is None:
         report.check("training side", "not checked", "the head cannot be run")
         report.check("serving side", "not checked", "the head cannot be run")
         return report
-    probed.progress("the head drafts on the training side")
-    first = drafted(head, probed.probe)
-    repaired = _TrainingSide(probed, files, head, first, report, knows_prompts).repair()
-    report.figures["training_side"] = _figures(first, probed.probe)
-    report.figures["repaired"] = _figures(repaired.drafted, probed.probe)
+    probe.progress("the head drafts on the training side")
+    first = Repaired(files.head, drafted(files.head, probe))
+    repaired = _TrainingSide(probe, files, first, report, knows_prompts).repair()
+    report.figures["training_side"] = _figures(first.drafted, probe)
+    report.figures["repaired"] = _figures(repaired.drafted, probe)
     if not report.blames("wrong_target", "tokenizer"):
-        _check_dtype(repaired, files, probed.probe, report)
+        _check_dtype(repaired, files, probe)
         if not report.blames("chat_template", "thinking"):
-            _check_style(repaired.head, probed, report)
+            _check_style(repaired.head, probe, report)
     if serving is not None:
-        examine_serving(serving, probed, head, files, report)
+        examine_serving(serving, probe, files)
     return report
 
 
-def _check_target(probed: ProbedTarget, report: Examination) -> bool:
+def _figures(one: HeadDrafts, probe: Probe) -> dict[str, object]:
+    return {
+        "acceptance_length": one.acceptance_length,
+        "match_per_depth": one.match_share,
+        "num_prompts": len(probe.lengths),
+        "num_anchors": probe.anchors_PC.numel(),
+        "num_speculative_tokens": probe.num_drafts,
+    }
+
+
+def _check_target(probe: Probe, report: Examination) -> bool:
     """Check that the target can read its prompts, and return whether it knows such texts."""
     check = "target reads the prompts"
-    chance, nats = log(probed.target.vocab_size), probed.reading_nats()
+    chance, nats = log(probe.target.vocab_size), probe.reading_nats()
     text = f"{nats:.2f} nats a token on those it knows best, chance is {chance:.2f}"
     if nats < _BLIND_SHARE * chance:
         report.check(check, "agrees", text)
         return True
     # Models trained on answers alone are like this too, and may be in order.
-    spelled = probed.spelled_share()
+    spelled = probe.spelled_share()
     noise = f"it predicts none of their text ({text})"
     if spelled >= _SPELLED:
         text = f"{noise}, like models trained on answers alone; these are in order"
@@ -106,52 +205,52 @@ def _check_target(probed: ProbedTarget, report: Examination) -> bool:
 class _TrainingSide:
     """The examination of a head's drafts with the forward pass of training."""
 
-    probed: ProbedTarget
+    probe: Probe
     files: HeadFiles
-    head: Head
-    first: HeadDrafts
+    first: Repaired
     report: Examination
     knows_prompts: bool
 
     def repair(self) -> Repaired:
         """Blame the faults that a repair mends, and those that no repair mends by their figures."""
-        report, unrepaired = self.report, Repaired(self.head, self.first)
+        report, first = self.report, self.first
         if report.blames("wrong_target", "tokenizer"):
-            text = f"{_line(self.first)}; nothing else can be told with this target"
+            text = f"{first.drafted}; nothing else can be told with this target"
             report.check("training side", "differs", text)
-            return unrepaired
-        repaired = repair(self.head, self.first, self.files, self.probed)
-        matter, gain = features_matter(repaired, self.probed)
+            return first
+        repaired = repair(first, self.files, self.probe)
+        matter, gain = features_matter(repaired, self.probe)
         if not matter:
             report.check("features", "differs", f"another text's do as well: {gain}")
             elsewhere = self._in_other_styles()
             if elsewhere is None:
                 self._blame_unlearned(gain)
-                return unrepaired
+                return first
             repaired = elsewhere
         else:
             report.check("features", "agrees", f"against another text's: {gain}")
         if repaired.drafted.match_share[0] < _POOR_MATCH and not self.knows_prompts:
             self._blame_unlearned(gain)
-            return unrepaired
+            return first
         self._blame_repairs(repaired)
-        report.check("training side", "differs" if report.causes else "agrees", _line(self.first))
+        report.check("training side", "differs" if report.causes else "agrees", str(first.drafted))
         if repaired.applied:
-            report.check("training side, repaired", "agrees", _line(repaired.drafted))
+            report.check("training side, repaired", "agrees", str(repaired.drafted))
         if not report.causes and repaired.drafted.match_share[0] < MIN_MATCH:
             report.check("acceptance", "differs", "low, and no repair helps")
-            self._blame_training(f"{_line(repaired.drafted)}, and no repair helps")
+            self._blame_training(f"{repaired.drafted}, and no repair helps")
         return repaired
 
     def _in_other_styles(self) -> Repaired | None:
         """Repair the head on prompts of another style, where it may do something."""
-        for style, probed in self.probed.in_other_styles.items():
-            first = drafted(self.head, probed.probe)
-            repaired = repair(self.head, first, self.files, probed)
-            if features_matter(repaired, probed)[0]:
-                lengths = repaired.drafted.acceptance_length, self.first.acceptance_length
-                evidence = "acceptance length {:.2f} against {:.2f}".format(*lengths)
-                _blame_style(style, evidence, self.probed, self.report)
+        for style, probe in self.probe.in_other_styles.items():
+            first = replace(self.first, drafted=drafted(self.first.head, probe))
+            repaired = repair(first, self.files, probe)
+            if features_matter(repaired, probe)[0]:
+                there, here = repaired.drafted, self.first.drafted
+                evidence = f"acceptance length {there.acceptance_length:.2f} against "
+                evidence += f"{here.acceptance_length:.2f}"
+                _blame_style(style, evidence, self.probe, self.report)
                 return repaired
         return None
 
@@ -160,7 +259,7 @@ class _TrainingSide:
         for one, gain in repaired.applied:
             evidence = f"with {one.what}: {gain}"
             if one.what == MEAN_FEATURE and self._is_early(repaired):
-                self._blame_training(f"{_line(now)} {evidence}")
+                self._blame_training(f"{now} {evidence}")
                 continue
             # Which id is missing is no second mistake.
             is_second = one.cause == "mask_token_id" and report.blames("parallel_drafting")
@@ -220,13 +319,14 @@ class _TrainingSide:
         report.blame("wrong_target", "head", text, remedy)
 
 
-def _check_dtype(repaired: Repaired, files: HeadFiles, probe: Probe, report: Examination) -> None:
+def _check_dtype(repaired: Repaired, files: HeadFiles, probe: Probe) -> None:
     """Check that the head does in the types it is served in what it does in float32."""
     in_files = str(files.data.get("dtype") or files.data.get("torch_dtype") or "")
+    report = files.report
     types = {files.target.dtype} | ({torch.float16} if in_files == "float16" else set())
     for dtype in types - {torch.float32, torch.float64}:
         name = str(dtype).removeprefix("torch.")
-        rounded = drafted(repaired.head.read(dtype=dtype), probe)
+        rounded = drafted(replace(repaired.head, dtype=dtype), probe)
         gain = Gain.of(rounded, drafted(repaired.head, probe))
         status = "differs" if gain.is_clear else "agrees"
         report.check(f"head in {name}", status, f"in float32: {gain}")
@@ -239,19 +339,19 @@ def _check_dtype(repaired: Repaired, files: HeadFiles, probe: Probe, report: Exa
 # ---- the style of the prompts ------------------------------------------------------------------
 
 
-def _check_style(head: Head, probed: ProbedTarget, report: Examination) -> None:
+def _check_style(head: Head, probe: Probe, report: Examination) -> None:
     """Check that prompts reach the model as those that the head was trained on."""
     # Some texts are easier for any head: first drafts are compared at equal confidence.
-    if not probed.in_other_styles:
+    if not probe.in_other_styles:
         report.check("prompt style", "not checked", "there is one way to prompt this model")
         return
-    now = drafted(head, probed.probe)
-    lines = [f"{probed.style} {now.acceptance_length:.2f}"]
+    now = drafted(head, probe)
+    lines = [f"{probe.style} {now.acceptance_length:.2f}"]
     best: tuple[float, Style, str] | None = None
-    for style, other in probed.in_other_styles.items():
-        there = drafted(head, other.probe)
+    for style, other in probe.in_other_styles.items():
+        there = drafted(head, other)
         lines.append(f"{style} {there.acceptance_length:.2f}")
-        difference, error = _matched_difference(there, other.probe, now, probed.probe)
+        difference, error = _matched_difference(there, other, now, probe)
         ratio = there.acceptance_length / now.acceptance_length
         is_clear = difference >= _MIN_DIFFERENCE and difference >= _MIN_T * error
         if is_clear and ratio >= _MIN_RATIO and (best is None or difference > best[0]):
@@ -264,14 +364,14 @@ def _check_style(head: Head, probed: ProbedTarget, report: Examination) -> None:
     status = "agrees" if best is None else "differs"
     report.check("prompt style", status, "acceptance length " + ", ".join(lines))
     if best is not None:
-        _blame_style(best[1], best[2], probed, report)
+        _blame_style(best[1], best[2], probe, report)
 
 
-def _blame_style(style: Style, evidence: str, probed: ProbedTarget, report: Examination) -> None:
+def _blame_style(style: Style, evidence: str, probe: Probe, report: Examination) -> None:
     report.blame(
-        "thinking" if style.is_chat and probed.style.is_chat else "chat_template",
+        "thinking" if style.is_chat and probe.style.is_chat else "chat_template",
         "prompts",
-        f"the head drafts prompts {style} better than {probed.style}: {evidence}",
+        f"the head drafts prompts {style} better than {probe.style}: {evidence}",
         f"Serve prompts {style}, as the head was trained, or train it on the others.",
     )
 
@@ -308,20 +408,3 @@ def _matched_difference(
         variance += weight**2 * (error_one**2 + error_other**2)
         weights += weight
     return (difference / weights, variance**0.5 / weights) if weights else (0.0, 1.0)
-
-
-def _line(one: HeadDrafts) -> str:
-    share = " ".join(f"{value:.0%}" for value in one.match_share)
-    return (
-        f"acceptance length {one.acceptance_length:.2f} at every anchor, matches by depth {share}"
-    )
-
-
-def _figures(one: HeadDrafts, probe: Probe) -> dict[str, object]:
-    return {
-        "acceptance_length": one.acceptance_length,
-        "match_per_depth": one.match_share,
-        "num_prompts": len(probe.lengths),
-        "num_anchors": probe.anchors_PC.numel(),
-        "num_speculative_tokens": probe.num_drafts,
-    }

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from peagle.doctor.findings import Examination
-from peagle.doctor.head import Head, Reading
+from peagle.doctor.head import Head, SharedState
 from peagle.errors import CheckpointError
 from peagle.models.checkpoint.formats import AUX_KEY, config_from_json, facts_from_json, format_of
 from peagle.models.checkpoint.head import read_head_json
@@ -31,20 +31,20 @@ _FLOAT16_MAX = 65504.0
 # A head with fewer positions stops drafting in the middle of ordinary answers.
 _FEW_POSITIONS = 1024
 _NORM_TENSORS = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.weight"}
+_NEEDED_NORMS = ("norm", "layers.0.hidden_norm", "layers.0.input_layernorm")
 _ONE_EXPORT = "Put config.json and weights of one export together."
 
 
 @dataclass(slots=True)
 class HeadFiles:
-    """What the files of a head say, as far as they are understood.
+    """The facts in the files of a head, as far as they are understood.
 
     Attributes:
-        folder: folder of the head.
         target: the model that it drafts for.
         report: gets the checks and the causes.
         data: config.json, mended.
         tensors: weights by canonical name, mended.
-        reading: how the mended head is to be run.
+        head: the mended head; None where it cannot be made to run.
         mask_ids: the mask token ids of config.json, without repeats.
         window: a sliding window that config.json sets.
         kept_ids: the tokens that t2d keeps, where they are as many as the draft vocabulary.
@@ -58,7 +58,8 @@ class HeadFiles:
     report: Examination
     data: dict[str, Any]
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    reading: Reading = field(default_factory=Reading)
+    head: Head | None = None
+    shared_state: SharedState = "fc"
     mask_ids: list[int] = field(default_factory=list)
     window: int | None = None
     kept_ids: Tensor | None = None
@@ -79,10 +80,8 @@ class HeadFiles:
         Args:
             cause: key of CAUSES.
             check: name of the check; "" adds none.
-            text: the figures.
-            remedy: how to remove the cause.
+            text: the figures, which are the evidence too unless `why` is.
             loads: a runtime can load the head all the same.
-            why: evidence of the cause, where it is not `text`.
         """
         self.loads = self.loads and loads
         if check:
@@ -92,8 +91,8 @@ class HeadFiles:
 
 def examine_files(
     folder: Path, target: TargetModel, report: Examination | None = None
-) -> tuple[HeadFiles, Head | None]:
-    """Examine a head's files; the head is None where they cannot be made to run.
+) -> HeadFiles:
+    """Examine a head's files.
 
     Raises:
         UserError: no such folder.
@@ -103,16 +102,19 @@ def examine_files(
         files.tensors = {k: v.clone() for k, v in read_tensors(folder)[0].items()}
     except CheckpointError as error:
         files.fault("weights", "", str(error), "Save or copy the weights again.")
-        return files, None
-    if not _fits_target(files):
-        return files, None
-    _check_fingerprint(files)
-    for mend in (_mend_values, _mend_mask, _mend_window, _mend_norms, _mend_aux, _mend_positions):
-        mend(files)
-    return files, _head_of(files)
+        return files
+    if _fits_target(files):
+        _mend_values(files)
+        _mend_mask(files)
+        _mend_window(files)
+        _mend_norms(files)
+        _mend_aux(files)
+        _mend_positions(files)
+        files.head = _make_head(files)
+    return files
 
 
-def _head_of(files: HeadFiles) -> Head | None:
+def _make_head(files: HeadFiles) -> Head | None:
     """Return the mended head, None where it still does not work out."""
     source, target = str(files.folder / "config.json"), files.target
     try:
@@ -123,71 +125,55 @@ def _head_of(files: HeadFiles) -> Head | None:
         return None
     _mend_maps(files, config)
     tensors, shapes = files.tensors, tensor_shapes(config)
-    same_width = config.hidden_size == target.hidden_size
-    if same_width:
+    if config.hidden_size == target.hidden_size:
         tensors.setdefault("embed_tokens.weight", target.embedding_weight().detach().cpu())
-    if same_width and not config.is_pruned:
-        tensors.setdefault("lm_head.weight", target.lm_head_weight().detach().cpu())
-    wrong = [n for n, s in shapes.items() if n not in tensors or tuple(tensors[n].shape) != s]
-    if wrong:
-        found = tuple(tensors[wrong[0]].shape) if wrong[0] in tensors else "missing"
-        text = f"tensor {wrong[0]!r} is {found}; config.json asks for {shapes[wrong[0]]}"
-        files.fault("weights", "", text, _ONE_EXPORT)
-        return None
+        if not config.is_pruned:
+            tensors.setdefault("lm_head.weight", target.lm_head_weight().detach().cpu())
+    for name, shape in shapes.items():
+        found = tuple(tensors[name].shape) if name in tensors else "missing"
+        if found != shape:
+            text = f"tensor {name!r} is {found}; config.json asks for {shape}"
+            files.fault("weights", "", text, _ONE_EXPORT)
+            return None
     if unknown := sorted(set(tensors) - set(shapes)):
         text = f"{len(unknown)} tensors are unknown to this config.json, {unknown[0]!r} first"
         files.fault("weights", "", text, _ONE_EXPORT, loads=True)
-    return Head(config, {name: tensors[name] for name in shapes}, files.reading)
-
-
-# ---- the target ------------------------------------------------------------------------------
+    known = {name: tensors[name] for name in shapes}
+    return Head(config, known, shared_state=files.shared_state)
 
 
 def _fits_target(files: HeadFiles) -> bool:
-    """Whether a head is of the target's size; if not, nothing else can be said of it."""
+    """Compare sizes and fingerprint with the target's; False means another size, which ends it."""
+    target, report = files.target, files.report
+    expected, problem = None, "the head does not say which target it is for"
+    try:
+        facts = facts_from_json(files.data).get("target")
+        expected = None if facts is None else TargetFingerprint.from_json(facts)
+    except CheckpointError as error:
+        problem = str(error)
     sizes: dict[str, Any] = {
         "vocab_size": files.layers.get("vocab_size"),
         "hidden_size": files.data.get("target_hidden_size") or files.layers.get("hidden_size"),
+        "num_layers": expected and expected.num_layers,
     }
-    expected, name = _expected_target(files), "a target"
-    if isinstance(expected, TargetFingerprint):
-        sizes["num_layers"], name = expected.num_layers, repr(expected.name)
-    found = TargetFingerprint.of(files.target)
+    found = TargetFingerprint.of(target)
     wrong = [
         f"{key} {value} (here {getattr(found, key)})"
         for key, value in sizes.items()
         if isinstance(value, int) and value != getattr(found, key)
     ]
     if wrong:
-        text = f"the head is for {name} of {', '.join(wrong)}"
+        name = "a target" if expected is None else repr(expected.name)
         remedy = "Serve it with that target, or train a head for this one."
+        text = f"the head is for {name} of {', '.join(wrong)}"
         files.fault("wrong_target", "target", text, remedy)
-    return not wrong
-
-
-def _expected_target(files: HeadFiles) -> TargetFingerprint | str | None:
-    """Return the fingerprint in the head; None without one, text where it cannot be read."""
-    try:
-        facts = facts_from_json(files.data).get("target")
-        return None if facts is None else TargetFingerprint.from_json(facts)
-    except CheckpointError as error:
-        return str(error)
-
-
-def _check_fingerprint(files: HeadFiles) -> None:
-    target, expected = files.target, _expected_target(files)
-    if not isinstance(expected, TargetFingerprint):
-        text = expected or "the head does not say which target it is for"
-        files.report.check("fingerprint", "not checked", text)
-        return
-    found = TargetFingerprint.of(target)
-
-    def differs(name: str) -> bool:
-        one, other = getattr(expected, name), getattr(found, name)
-        return None not in (one, other) and one != other
-
-    other_weights = target.dtype != torch.float16 and differs("lm_head_sha256")
-    if other_weights:
+        return False
+    if expected is None:
+        report.check("fingerprint", "not checked", problem)
+        return True
+    is_other = target.dtype != torch.float16 and expected.lm_head_sha256 != found.lm_head_sha256
+    tokenizers = expected.tokenizer_sha256, found.tokenizer_sha256
+    if is_other:
         files.fault(
             "wrong_target",
             "fingerprint",
@@ -197,7 +183,7 @@ def _check_fingerprint(files: HeadFiles) -> None:
             why=f"the head was trained for {expected.name!r}, whose lm_head_sha256 differ from "
             f"those of {target.name!r}",
         )
-    if differs("tokenizer_sha256"):
+    if None not in tokenizers and tokenizers[0] != tokenizers[1]:
         files.fault(
             "tokenizer",
             "tokenizer",
@@ -205,11 +191,11 @@ def _check_fingerprint(files: HeadFiles) -> None:
             "Put the original tokenizer.json back into the target's folder.",
             loads=True,
             why="tokenizer.json of the target is not the one the head was trained with (SHA-256 "
-            f"{str(found.tokenizer_sha256)[:12]}, expected {str(expected.tokenizer_sha256)[:12]})",
+            f"{str(tokenizers[1])[:12]}, expected {str(tokenizers[0])[:12]})",
         )
-    elif not other_weights:
-        text = f"the head was trained for {expected.name!r}"
-        files.report.check("fingerprint", "agrees", text)
+    elif not is_other:
+        report.check("fingerprint", "agrees", f"the head was trained for {expected.name!r}")
+    return True
 
 
 # ---- weights ---------------------------------------------------------------------------------
@@ -236,8 +222,8 @@ def _mend_values(files: HeadFiles) -> None:
     blank = [name for name, value in norms.items() if bool((value == 1).all())]
     others = [float((value - 1).abs().mean()) for n, value in norms.items() if n not in blank]
     if blank and others and min(others) > 0.02 and len(blank) <= len(others):
-        text = f"{', '.join(blank)}: every weight is exactly 1, unlike the other norms'"
         files.lost_weights = True
+        text = f"{', '.join(blank)}: every weight is exactly 1, unlike the other norms'"
         remedy = f"Export {blank[0]} again: it was lost on the way."
         files.fault("norms", "norm weights", text, remedy, loads=True)
 
@@ -257,10 +243,10 @@ def _mend_norms(files: HeadFiles) -> None:
         text = f"{flag} is {json_bool(is_set)} in config.json, but {tensor} {has}"
         remedy = f"Set {flag} to {json_bool(is_there)} in config.json."
         files.fault("norms", "norm flags", text, remedy)
-    width = int(files.layers.get("hidden_size") or 0)
-    needed = ["norm.weight", "layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight"]
-    if lost := [name for name in needed if name not in tensors]:
+    lost = [f"{name}.weight" for name in _NEEDED_NORMS if f"{name}.weight" not in tensors]
+    if lost:
         files.lost_weights = True
+        width = int(files.layers.get("hidden_size") or 0)
         tensors.update({name: torch.ones(width) for name in lost})
         remedy = f"Export {lost[0]} again from the trained head."
         files.fault("norms", "norm weights", f"{', '.join(lost)} is missing", remedy)
@@ -271,7 +257,7 @@ def _mend_norms(files: HeadFiles) -> None:
 
 def _mend_mask(files: HeadFiles) -> None:
     """Mask token id and mask_hidden: both there, once, and filled."""
-    data, tensors, last = files.data, files.tensors, files.target.vocab_size - 1
+    data, last = files.data, files.target.vocab_size - 1
     is_nested = format_of(data) == "speculators"
     keys = MASK_KEYS[:1] if is_nested else MASK_KEYS
     found = {key: data[key] for key in keys if data.get(key) is not None}
@@ -287,24 +273,26 @@ def _mend_mask(files: HeadFiles) -> None:
             why=f"config.json names several mask tokens ({text}); runtimes read different ones",
         )
     off = [i for i in files.mask_ids if type(i) is not int or not 0 <= i <= last]
+    files.mask_ids = [i for i in files.mask_ids if i not in off]
+    usable = files.mask_ids[0] if files.mask_ids else last
     if off:
-        files.mask_ids = [i for i in files.mask_ids if i not in off]
         text = f"the mask token id is {off[0]!r}; the vocabulary ends at {last}"
         remedy = "Set it to the id that the head was trained with."
         files.fault("mask_token_id", "", text, remedy)
-        data.update(dict.fromkeys(found, files.mask_ids[0] if files.mask_ids else last))
+        data.update(dict.fromkeys(found, usable))
     is_eagle3 = data.get("speculators_model_type") == "eagle3"
-    if "mask_hidden" in tensors and (not found or is_eagle3):
+    has_mask_hidden = "mask_hidden" in files.tensors
+    if has_mask_hidden and (not found or is_eagle3):
         key, value, needed = "mask_token_id", "missing", "the head's mask token"
         if is_eagle3:
             key, value, needed = "speculators_model_type", "eagle3", '"peagle"'
         text = f"the head has mask_hidden, but {key} is {value}: it would draft token by token"
         remedy = f"Set {key} to {needed} in config.json."
         files.fault("parallel_drafting", "parallel drafting", text, remedy)
-        data["mask_token_id"] = files.mask_ids[0] if files.mask_ids else last
+        data["mask_token_id"] = usable
         if is_nested:
             data["speculators_model_type"] = "peagle"
-    if "mask_hidden" in tensors or found:
+    if has_mask_hidden or found:
         _mend_mask_hidden(files)
 
 
@@ -312,26 +300,25 @@ def _mend_mask_hidden(files: HeadFiles) -> None:
     tensors = files.tensors
     size = int(tensors["fc.weight"].shape[1]) if "fc.weight" in tensors else 0
     width = int(files.layers.get("hidden_size") or 0)
-    value = tensors.get("mask_hidden")
-    if value is None:
+    value = tensors.get("mask_hidden", torch.empty(0))
+    if "mask_hidden" not in tensors:
         text, remedy = "mask_hidden is missing", "Export it with the other weights."
     elif value.numel() == width != size:
         text = f"mask_hidden has {width} numbers, the head's width; expected {size}, before fc"
         remedy = "Store mask_hidden as it is before fc, [1, 1, A * H]."
-        files.reading = Reading(shared_state="no fc")
+        files.shared_state = "no fc"
     elif not bool(value.any()):
         text, remedy = "mask_hidden is all zeros", "Export it again, or train on: it was not saved."
     else:
         tensors["mask_hidden"] = value.reshape(1, 1, -1)
         files.report.check("mask_hidden", "agrees", f"{value.numel()} numbers, not all 0")
         return
-    files.lost_weights = files.lost_weights or value is None or not bool(value.any())
+    files.lost_weights = files.lost_weights or not bool(value.any())
     padded = torch.zeros(1, 1, size)
-    if value is not None and value.numel() <= size:
+    if value.numel() <= size:
         padded[0, 0, : value.numel()] = value.flatten().float()
     tensors["mask_hidden"] = padded
-    loads = value is not None and value.numel() == size
-    files.fault("mask_hidden", "mask_hidden", text, remedy, loads=loads)
+    files.fault("mask_hidden", "mask_hidden", text, remedy, loads=value.numel() == size > 0)
 
 
 # ---- draft vocabulary ------------------------------------------------------------------------
@@ -403,34 +390,34 @@ def _mend_window(files: HeadFiles) -> None:
 
 def _mend_aux(files: HeadFiles) -> None:
     """Aux layers: one list, ascending, within the target, as many as fc reads."""
-    data, target = files.data, files.target
+    data, num_layers = files.data, files.target.num_layers
     eagle = data.get("eagle_config") or {}
     top, nested = data.get(AUX_KEY), eagle.get(AUX_KEY)
     fc = files.tensors.get("fc.weight")
-    count = 3 if fc is None else fc.shape[1] // target.hidden_size
+    count = 3 if fc is None else fc.shape[1] // files.target.hidden_size
     given = top or nested
 
-    def all_inside(ids: Any) -> bool:
-        return all(type(i) is int and 0 <= i < target.num_layers for i in ids)
+    def are_inside(ids: Any) -> bool:
+        return all(type(i) is int and 0 <= i < num_layers for i in ids)
 
-    problem = ""
-    if top and nested and list(top) != list(nested):
+    if not given:
+        problem = ""
+    elif top and nested and list(top) != list(nested):
         problem = f"{AUX_KEY} is {top}, in eagle_config {nested}"
-    elif given and not all_inside(given):
-        problem = f"{AUX_KEY} is {given}, the target has {target.num_layers} layers"
-    elif given and list(given) != sorted(set(given)):
+    elif not are_inside(given):
+        problem = f"{AUX_KEY} is {given}, the target has {num_layers} layers"
+    elif list(given) != sorted(set(given)):
         problem = f"{AUX_KEY} is {given}, not distinct and ascending"
-    elif given and len(given) != count:
-        problem = f"{AUX_KEY} names {len(given)} layers, fc reads {count}"
+    else:
+        wrong = f"{AUX_KEY} names {len(given)} layers, fc reads {count}"
+        problem = wrong if len(given) != count else ""
     if not problem:
-        text = f"{given or 'the default'}, fc reads {count}"
-        files.report.check("aux layers", "agrees", text)
+        files.report.check("aux layers", "agrees", f"{given or 'the default'}, fc reads {count}")
         return
-    usual = list(default_aux_layer_ids(target.num_layers))
     usable = [
         ids
-        for ids in (top, nested, usual)
-        if ids and all_inside(ids) and len(ids) == count and list(ids) == sorted(set(ids))
+        for ids in (top, nested, list(default_aux_layer_ids(num_layers)))
+        if ids and are_inside(ids) and len(ids) == count and list(ids) == sorted(set(ids))
     ]
     chosen = usable[0] if usable else list(range(count))
     data[AUX_KEY] = chosen
@@ -441,8 +428,8 @@ def _mend_aux(files: HeadFiles) -> None:
 
 
 def _mend_positions(files: HeadFiles) -> None:
-    """How far the head drafts, and its angles beside the target's."""
-    layers, target = files.layers, files.target
+    """Compare the head's number of positions, and its RoPE, with the target's."""
+    layers, target, name = files.layers, files.target, "maximum position"
     most, longest = layers.get("max_position_embeddings"), target.max_model_len
     if isinstance(most, int):
         text = f"max_position_embeddings is {most}, the target's {longest}"
@@ -451,12 +438,12 @@ def _mend_positions(files: HeadFiles) -> None:
             remedy = f"Set max_position_embeddings to {longest}, or to the length of training."
             check = f"{text}: longer texts go on without drafts"
             why = f"{text}: no drafts beyond position {most}"
-            files.fault("max_positions", "maximum position", check, remedy, loads=True, why=why)
+            files.fault("max_positions", name, check, remedy, loads=True, why=why)
         elif most < longest:
             text = f"{most}, the target's {longest}: longer texts go on without drafts"
-            files.report.check("maximum position", "differs", text)
+            files.report.check(name, "differs", text)
         else:
-            files.report.check("maximum position", "agrees", f"{most}, the target's {longest}")
+            files.report.check(name, "agrees", f"{most}, the target's {longest}")
     theta, own = _theta_of(layers), _theta_of({"rope_parameters": target_rope(target)})
     # Another theta than the target's may be the head's own: the repairs show it.
     status = "agrees" if theta == own else "not checked"

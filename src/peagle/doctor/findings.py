@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from peagle.results import TrainingRecord
 
-Status = Literal["agrees", "differs", "not checked"]
+CheckStatus = Literal["agrees", "differs", "not checked"]
 Where = Literal["head", "prompts", "serving"]
 
 # Names of the causes, by their ids.
@@ -37,23 +37,19 @@ CAUSES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class CheckResult:
     """One property that was examined: its name, its state in this head, figures on one line."""
 
     name: str
-    status: Status
+    status: CheckStatus
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """One cause of low acceptance.
+    """One cause of low acceptance: a key of CAUSES, its place, the evidence, and the remedy.
 
-    Attributes:
-        id: a key of CAUSES.
-        where: "head" (its files), "prompts" (how they are rendered) or "serving".
-        evidence: the figures that show it.
-        remedy: sentences that say how to remove it.
+    The place is "head" (its files), "prompts" (the way they are rendered) or "serving".
     """
 
     id: str
@@ -69,16 +65,14 @@ class Cause:
 
 @dataclass(slots=True)
 class Examination:
-    """The examination of a head.
+    """The examination of a head: all checks in order, and the causes that were found.
 
     Attributes:
-        checks: all checks, in order.
-        causes: causes that were found; none in a healthy head.
         figures: acceptance on the training side and served, by position.
-        training: how long the head was trained, None where no record tells.
+        training: the length of the head's training, None where no record tells it.
     """
 
-    checks: list[Check] = field(default_factory=list)
+    checks: list[CheckResult] = field(default_factory=list)
     causes: list[Cause] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
     training: TrainingRecord | None = None
@@ -100,12 +94,12 @@ class Examination:
             advice += "acceptance length."
         return advice
 
-    def check(self, name: str, status: Status, text: str) -> None:
+    def check(self, name: str, status: CheckStatus, text: str) -> None:
         """Add a check."""
-        self.checks.append(Check(name, status, text))
+        self.checks.append(CheckResult(name, status, text))
 
     def blame(self, id: str, where: Where, evidence: str, remedy: str) -> None:
-        """Add a cause; of one that is there already evidence is added to, the remedy replaced."""
+        """Add a cause; a cause that is there already gets more evidence and the new remedy."""
         for index, known in enumerate(self.causes):
             if (known.id, known.where) == (id, where):
                 self.causes[index] = Cause(id, where, f"{known.evidence}; {evidence}", remedy)

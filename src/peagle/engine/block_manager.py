@@ -22,11 +22,6 @@ class BlockManager:
 
     The next token counts because the drafter's slot p reads token p + 1: equal blocks before
     different tokens hold different drafter KV.
-
-    Args:
-        num_blocks: blocks of the cache.
-        block_size: token slots of a block.
-        enable_prefix_caching: whether blocks are published.
     """
 
     def __init__(
@@ -148,11 +143,7 @@ class BlockManager:
         while len(hashes) <= index:
             start = len(hashes) * self.block_size
             tokens = array("q", sequence.token_ids[start : start + self.block_size + 1])
-            parent = hashes[-1] if hashes else _root(sequence.cache_salt)
+            salt = sequence.cache_salt
+            parent = hashes[-1] if hashes else hashlib.sha256(salt).digest() if salt else b""
             hashes.append(hashlib.sha256(parent + tokens.tobytes()).digest())
         return hashes[index]
-
-
-def _root(salt: bytes) -> bytes:
-    """Return the start of the first block's hash: nothing, or a digest of the salt."""
-    return hashlib.sha256(salt).digest() if salt else b""

@@ -66,22 +66,12 @@ _FLOATS = ("temperature", "top_p", "min_p")
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """Sizes of a step's buffers.
+    """Sizes of a step's buffers; lengths as in `StepLimits`, rates as in `SpeculativeConfig`."""
 
-    Attributes:
-        num_seqs: B.
-        num_drafts: K, 0 without a drafter.
-        table_width: M.
-        num_stop_ids: E.
-        block_size: slots of a KV block.
-        max_model_len, max_draft_len: as in `StepLimits`.
-        synthetic_rates: acceptance set for measurements, see `SpeculativeConfig`.
-    """
-
-    num_seqs: int
-    num_drafts: int
-    table_width: int
-    num_stop_ids: int
+    num_seqs: int  # B
+    num_drafts: int  # K, 0 without a drafter
+    table_width: int  # M
+    num_stop_ids: int  # E
     block_size: int
     max_model_len: int
     max_draft_len: int
@@ -130,7 +120,6 @@ class StepBuffers:
     """State on the device of the sequences that decode.
 
     Attributes:
-        state, limits, sampling: see the classes.
         synthetic: acceptance set for measurements; None for the real one.
         drafts_BK: drafts that the next step verifies.
         block_tables_BM: KV blocks, int64.
@@ -236,7 +225,6 @@ class DecodeStep:
     Args:
         target: the target, its KV caches set.
         proposer: the head with its KV caches; None decodes plainly.
-        buffers: state of the sequences.
         greedy: every sequence has temperature 0.
         kept_SCA: `FeatureRings.rows_SCA`, which takes the features for a head that reads them
             later; None keeps none. With rings there is no drafter, and one row a sequence.
@@ -408,16 +396,24 @@ class DecodeStep:
         hidden_BD = hidden_SD[last_B]
         self._choose(proposer, hidden_BD, own.drafts_BK[:, 0])
         for j in range(1, sizes.num_drafts):
-            metadata = AttentionMetadata.of_single_tokens(
-                chain.query_start_loc,
-                chain.seq_lens_PB[j - 1],
+            tokens_B, positions_B = own.drafts_BK[:, j - 1], chain.positions_PB[j - 1]
+            start_loc = chain.query_start_loc
+            single = TargetBatch(
+                tokens_B,
+                positions_B,
                 chain.slots_PB[j - 1],
+                start_loc[:-1],
+                start_loc,
+                chain.seq_lens_PB[j - 1],
+            )
+            metadata = AttentionMetadata.of_batch(
+                single,
                 own.block_tables_BM,
+                max_query_len=1,
                 max_seq_len=sizes.max_model_len,
                 context_starts_B=own.context_starts_B,
             )
             attend = self._backend.prepare(metadata)
-            tokens_B, positions_B = own.drafts_BK[:, j - 1], chain.positions_PB[j - 1]
             hidden_BD = proposer.run_prepared(tokens_B, hidden_BD, positions_B, attend)
             self._choose(proposer, hidden_BD, own.drafts_BK[:, j])
 

@@ -22,6 +22,12 @@ _FALLBACK_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _MAX_UNSETTLED, _KEPT_UNSETTLED, _IN_STEP = 32, 8, 4
 
 
+# What a token is to a detokeniser, by id: learned as tokens come, shared by all of a tokenizer.
+_SILENT, _TEXT, _BYTE = range(3)
+_KINDS: WeakKeyDictionary[transformers.PreTrainedTokenizerBase, dict[int, int]] = (
+    WeakKeyDictionary()
+)
+
 # How byte-level vocabularies write bytes: printable Latin-1 characters as they are, others from
 # U+0100 on.
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -60,13 +66,20 @@ class IncrementalDetokenizer:
     - a run of byte tokens (`<0xE6>`) of a byte-fallback tokenizer: one invalid byte turns all
       characters of its run, also the whole ones, into U+FFFD.
 
-    Args:
-        tokenizer: of the model; special tokens are left out of the text.
+    Special tokens are left out of the text.
     """
 
     def __init__(self, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._kinds = _token_kinds(tokenizer)
+        kinds = _KINDS.get(tokenizer)
+        if kinds is None:
+            # Decoding leaves out what the backend flags as special, not the named tokens.
+            special = tokenizer.all_special_ids
+            if tokenizer.is_fast:
+                added = tokenizer.added_tokens_decoder
+                special = [token_id for token_id, token in added.items() if token.special]
+            kinds = _KINDS[tokenizer] = dict.fromkeys(special, _SILENT)
+        self._kinds = kinds
         self._decode, self._adds_up = _decoding(tokenizer)
         self._pieces: list[str] = []
         # The window: `_num_context` tokens whose text is out already, because some tokenizers write
@@ -160,21 +173,6 @@ def _decoding(
     return decode, False
 
 
-# What a token is to a detokeniser, by id: learned as tokens come, shared by all of a tokenizer.
-_SILENT, _TEXT, _BYTE = range(3)
-_KINDS: WeakKeyDictionary[transformers.PreTrainedTokenizerBase, dict[int, int]] = (
-    WeakKeyDictionary()
-)
-
-
-def _token_kinds(tokenizer: transformers.PreTrainedTokenizerBase) -> dict[int, int]:
-    """The kinds known so far, at least those of special tokens."""
-    kinds = _KINDS.get(tokenizer)
-    if kinds is None:
-        kinds = _KINDS[tokenizer] = dict.fromkeys(_special_ids(tokenizer), _SILENT)
-    return kinds
-
-
 def _kind(tokenizer: transformers.PreTrainedTokenizerBase, token_id: int) -> int:
     token = tokenizer.convert_ids_to_tokens(token_id)
     if token is None:  # a padding row of the embedding, without an entry in the vocabulary
@@ -182,22 +180,12 @@ def _kind(tokenizer: transformers.PreTrainedTokenizerBase, token_id: int) -> int
     return _BYTE if _FALLBACK_BYTE.fullmatch(str(token)) else _TEXT
 
 
-def _special_ids(tokenizer: transformers.PreTrainedTokenizerBase) -> frozenset[int]:
-    """Tokens that decoding leaves out: the backend goes by its own flag, not by the named ones."""
-    if not tokenizer.is_fast:
-        return frozenset(tokenizer.all_special_ids)
-    added = tokenizer.added_tokens_decoder
-    return frozenset(token_id for token_id, token in added.items() if token.special)
-
-
 @dataclass(frozen=True, slots=True)
 class TextStep:
-    """The text of new tokens.
+    """New text that no stop string can take back.
 
-    Attributes:
-        text: new text that no stop string can take back.
-        num_tokens: number of tokens kept: all, or those up to the one that completes a stop string.
-        stop: the complete stop string, which ends the text; None before.
+    `num_tokens` counts the tokens kept: all, or those up to the one that completes `stop`, the stop
+    string that ends the text.
     """
 
     text: str
@@ -211,10 +199,6 @@ class OutputText:
     Where several could end the text, the one that is complete first does; of those complete with
     the same token, the one that begins first. A tail that may yet become a stop string is held
     back. Tokens are read one by one, so that the end does not depend on how many land at once.
-
-    Args:
-        tokenizer: of the model.
-        stop: stop strings.
     """
 
     def __init__(

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from peagle.attention import AttentionBackend
+from peagle.config import SpeculativeConfig
 from peagle.config.speculative import MAX_SPECULATIVE_TOKENS
 from peagle.engine.features import FeatureRings
 from peagle.engine.grammar import DraftGrammar, prepare
@@ -22,9 +24,77 @@ from peagle.engine.model_runner import TargetPass, block_tables
 from peagle.engine.sampler import Sampler
 from peagle.engine.scheduler import Chunk
 from peagle.engine.sequence import Sequence
-from peagle.speculation import Drafts, HeadProposer, PromptLookup, TargetStep
+from peagle.errors import UserError
+from peagle.models.checkpoint import load_drafter, read_head_config, trained_length
+from peagle.models.drafter import Drafter
+from peagle.models.target import TargetModel
+from peagle.speculation import (
+    AutoregressiveProposer,
+    HeadProposer,
+    ParallelProposer,
+    PromptLookup,
+    TargetStep,
+)
 
 RESUME_AFTER = 8
+
+
+def load_head(target: TargetModel, speculative: SpeculativeConfig | None) -> Drafter | None:
+    """Return the draft head of a configuration, None if it has none.
+
+    Raises:
+        UserError: parallel_drafting contradicts the kind of head.
+        CheckpointError: the head does not fit the target.
+    """
+    if speculative is None or speculative.model is None:
+        return None
+    head, facts = read_head_config(speculative.model, num_target_layers=target.num_layers)
+    parallel = speculative.parallel_drafting
+    if parallel is not None and parallel != head.is_parallel:
+        kind = "a P-EAGLE" if head.is_parallel else "an autoregressive EAGLE-3"
+        raise UserError(
+            f"parallel_drafting is {parallel}, but {speculative.model!r} is {kind} head. "
+            f"Set it to {head.is_parallel} or leave it out."
+        )
+    depth = head.trained_depth
+    if depth is not None and speculative.num_drafts > depth:
+        warnings.warn(
+            f"num_speculative_tokens is {speculative.num_drafts}, but the head "
+            f"{speculative.model!r} was trained for {depth}; deeper drafts seldom pass.",
+            stacklevel=4,
+        )
+    drafter = load_drafter(speculative.model, target, check_target=speculative.check_target)
+    window = speculative.draft_window
+    drafter.window = trained_length(facts) if window is None else window or None
+    return drafter
+
+
+def make_drafting(
+    drafter: Drafter | None,
+    speculative: SpeculativeConfig | None,
+    backend: AttentionBackend,
+    sampler: Sampler,
+    features: FeatureRings,
+    *,
+    max_model_len: int,
+    max_draft_len: int,
+) -> Drafting | None:
+    """Return the drafting of a configuration; a proposer has no KV caches yet."""
+    if speculative is None:
+        return None
+    if drafter is None:
+        lookup = PromptLookup(speculative.prompt_lookup_max, speculative.prompt_lookup_min)
+        return LookupDrafting(lookup, max_model_len)
+    make_proposer = ParallelProposer if drafter.config.is_parallel else AutoregressiveProposer
+    proposer = make_proposer(
+        drafter,
+        backend,
+        [],
+        max_model_len=max_model_len,
+        draft_sampling=speculative.draft_sampling,
+    )
+    vocab_size = sampler.vocab_size
+    return HeadDrafting(proposer, sampler, vocab_size, max_model_len, max_draft_len, features)
 
 
 class DepthPolicy:
@@ -34,9 +104,6 @@ class DepthPolicy:
     RESUME_AFTER steps in a row, or when no sequence runs any more: resuming costs a pass over what
     the drafter has missed, which a load that swings around a border would pay again and again.
     Between other K a change costs nothing and comes at once.
-
-    Args:
-        scheduled: K for a number of sequences that run together.
     """
 
     def __init__(self, scheduled: Callable[[int], int]) -> None:
@@ -46,6 +113,11 @@ class DepthPolicy:
     def __call__(self, num_sequences: int) -> int:
         """Return K for so many sequences at this step."""
         return self._scheduled(num_sequences) if self._num_calm >= RESUME_AFTER else 0
+
+    def most_resuming(self, max_num_seqs: int) -> int:
+        """Return how many sequences at most resume drafting together; 0 where K is never 0."""
+        depths = [self(n) for n in range(1, max_num_seqs + 1)]
+        return 0 if all(depths) else max((n for n, k in enumerate(depths, 1) if k), default=1)
 
     def observe(self, num_sequences: int) -> None:
         """Count a step that begins with so many running sequences."""
@@ -116,14 +188,9 @@ class _Reading:
 
 
 class HeadDrafting(Drafting):
-    """Drafts with a head.
+    """Drafts with a head, for positions below `max_draft_len`.
 
     Args:
-        proposer: the head and its KV.
-        sampler: gives the sampling parameters of a batch.
-        vocab_size: size of the target's vocabulary.
-        max_model_len: length of the longest sequence.
-        max_draft_len: positions up to which the head drafts.
         features: features of sequences that do not draft at present.
     """
 
@@ -157,13 +224,19 @@ class HeadDrafting(Drafting):
             return
         step = self._step(done, readings)
         grammars = [reading.sequence.grammar for reading in readings]
-        if not any(grammars):
-            _hand_out(readings, self.proposer.propose(step))
-            return
-        draftable = self.proposer.draft_token_ids
-        constraint = DraftGrammar(grammars, self.vocab_size, draft_token_ids=draftable)
-        _hand_out(readings, self.proposer.propose(replace(step, constraint=constraint)))
-        constraint.finish()
+        constraint = None
+        if any(grammars):
+            draftable = self.proposer.draft_token_ids
+            constraint = DraftGrammar(grammars, self.vocab_size, draft_token_ids=draftable)
+            step = replace(step, constraint=constraint)
+        drafts = self.proposer.propose(step)
+        tokens, probs_BKV = drafts.tokens_BK.tolist(), drafts.probs_BKV
+        for row, reading in enumerate(readings):
+            if reading.num_drafts:
+                reading.sequence.drafts = tokens[row][: drafts.lens[row]]
+                reading.sequence.draft_probs_KV = None if probs_BKV is None else probs_BKV[row]
+        if constraint is not None:
+            constraint.finish()
 
     def _read(
         self, chunk: Chunk, pass_start: int, row: int, features_TA: Tensor
@@ -171,15 +244,25 @@ class HeadDrafting(Drafting):
         """Return what the drafter reads of one sequence; where it reads nothing, keep features."""
         sequence = chunk.sequence
         end = min(sequence.num_computed_tokens, self.max_draft_len)
-        k = self._num_drafts_within(sequence) if chunk.samples else 0
+        k = 0
         if chunk.samples:
+            k = self._num_drafts_within(sequence)
             sequence.drafts, sequence.draft_probs_KV = [], None
-        if self._is_paused(chunk, pass_start):
-            num_kept = max(end - pass_start, 0)
-            self._keep(sequence, features_TA[row : row + num_kept], pass_start)
+        if not sequence.num_speculative_tokens:
+            return None
+        # While drafting pauses the head still reads prompts, which costs little beside the target's
+        # pass: sequences can then share the prompt's blocks, and no hole begins before the output.
+        is_decoding = chunk.samples and pass_start >= sequence.num_prompt_tokens
+        kept = sequence.pending_features
+        if is_decoding and not self.most_drafts:
+            features_NA = features_TA[row : row + max(end - pass_start, 0)]
+            if len(features_NA):
+                if kept is None:
+                    kept = self.features.open(sequence.seq_id, pass_start, features_NA)
+                    sequence.pending_features = kept
+                kept.put(features_NA)
             return None
         first = sequence.num_drafter_tokens
-        kept = sequence.pending_features
         if kept is not None and kept.first > first:
             first = sequence.drafter_start = kept.first
         # Captured steps keep features beyond the head's reach too.
@@ -190,16 +273,6 @@ class HeadDrafting(Drafting):
             return None
         sequence.num_drafter_tokens = end
         return _Reading(sequence, first, end, pass_start, row, kept_NA, k)
-
-    def _is_paused(self, chunk: Chunk, pass_start: int) -> bool:
-        """Return whether the drafter leaves a sequence alone.
-
-        While drafting pauses the head still reads prompts, which costs little beside the target's
-        pass: sequences can then share the prompt's blocks, and no hole begins before the output.
-        """
-        sequence = chunk.sequence
-        is_decoding = chunk.samples and pass_start >= sequence.num_prompt_tokens
-        return not sequence.num_speculative_tokens or (is_decoding and not self.most_drafts)
 
     def _num_drafts_within(self, sequence: Sequence) -> int:
         k = self.num_drafts(sequence)
@@ -215,45 +288,32 @@ class HeadDrafting(Drafting):
             )
         return min(k, within)
 
-    def _keep(self, sequence: Sequence, features_NA: Tensor, position: int) -> None:
-        if sequence.num_speculative_tokens and len(features_NA):
-            if sequence.pending_features is None:
-                ring = self.features.open(sequence.seq_id, position, features_NA)
-                sequence.pending_features = ring
-            sequence.pending_features.put(features_NA)
-
     def _step(self, done: TargetPass, readings: SequenceOf[_Reading]) -> TargetStep:
-        sequences = [reading.sequence for reading in readings]
+        """Return the pass itself, or a batch of the rows and kept features that are read."""
+        sequences, device = [reading.sequence for reading in readings], done.features_TA.device
+
+        def ints(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
         starts = [s.drafter_start for s in sequences]
         shared = {
             "num_drafts": [reading.num_drafts for reading in readings],
             "histories": [s.token_ids for s in sequences],
-            "context_starts_B": torch.tensor(starts, device=done.device) if any(starts) else None,
+            "context_starts_B": ints(starts) if any(starts) else None,
         }
-        if not _is_whole(done, readings):
-            return self._gathered_step(done, readings, shared)
-        assert done.sampled is not None
-        return TargetStep(
-            tokens_T=done.batch.tokens_T,
-            positions_T=done.batch.positions_T,
-            start_loc=done.batch.query_start_loc,
-            features_TA=done.features_TA,
-            num_accepted_B=done.sampled.verified.num_accepted_B,
-            next_tokens_B=done.sampled.verified.next_tokens_B,
-            block_tables_BM=done.block_tables_BM,
-            sampling=done.sampled.sampling,
-            **shared,
-        )
-
-    def _gathered_step(
-        self, done: TargetPass, readings: SequenceOf[_Reading], shared: dict
-    ) -> TargetStep:
-        """Return a step of those rows and kept features that are read, in one packed batch."""
-        sequences = [reading.sequence for reading in readings]
-
-        def ints(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=done.device)
-
+        if _is_whole(done, readings):
+            assert done.sampled is not None
+            return TargetStep(
+                tokens_T=done.batch.tokens_T,
+                positions_T=done.batch.positions_T,
+                start_loc=done.batch.query_start_loc,
+                features_TA=done.features_TA,
+                num_accepted_B=done.sampled.verified.num_accepted_B,
+                next_tokens_B=done.sampled.verified.next_tokens_B,
+                block_tables_BM=done.block_tables_BM,
+                sampling=done.sampled.sampling,
+                **shared,
+            )
         features = [done.features_TA]
         rows: list[int] = []
         tokens: list[int] = []
@@ -277,7 +337,7 @@ class HeadDrafting(Drafting):
             features_TA=torch.cat(features)[ints(rows)],
             num_accepted_B=ints([reading.end - reading.first - 1 for reading in readings]),
             next_tokens_B=ints([r.sequence.token_ids[r.end] for r in readings]),
-            block_tables_BM=block_tables(sequences, done.device),
+            block_tables_BM=block_tables(sequences, device),
             sampling=self.sampler.tensors(sequences),
             **shared,
         )
@@ -293,13 +353,3 @@ def _is_whole(done: TargetPass, readings: SequenceOf[_Reading]) -> bool:
         and reading.end == reading.sequence.num_computed_tokens
         for chunk, reading in zip(done.chunks, readings, strict=True)
     )
-
-
-def _hand_out(readings: SequenceOf[_Reading], drafts: Drafts) -> None:
-    tokens = drafts.tokens_BK.tolist()
-    for row, reading in enumerate(readings):
-        if reading.num_drafts:
-            sequence, k = reading.sequence, drafts.lens[row]
-            sequence.drafts = tokens[row][:k]
-            probs_BKV = drafts.probs_BKV
-            sequence.draft_probs_KV = None if probs_BKV is None else probs_BKV[row]

@@ -7,28 +7,25 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from peagle.attention import make_backend
+from peagle.attention import LayerKVCache, make_backend
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig, token_ids
 from peagle.engine.block_manager import BlockManager
-from peagle.engine.build import (
-    accelerate,
-    load_head,
-    make_caches,
-    make_drafting,
-    make_graph_runner,
-    most_resuming,
-    run_largest_passes,
-    runs_as_graphs,
-)
-from peagle.engine.drafting import DepthPolicy, HeadDrafting
+from peagle.engine.drafting import DepthPolicy, HeadDrafting, load_head, make_drafting
 from peagle.engine.features import FeatureRings
 from peagle.engine.grammar import GrammarState, prepare
-from peagle.engine.graph_runner import Pipeline, RowReport
+from peagle.engine.graph_runner import (
+    Pipeline,
+    RowReport,
+    accelerate,
+    make_graph_runner,
+    runs_as_graphs,
+)
 from peagle.engine.memory_plan import (
     MemoryPlan,
     drafter_kv_shapes,
     make_memory_plan,
     measure_peak,
+    run_largest_passes,
 )
 from peagle.engine.model_runner import ModelRunner, TargetPass
 from peagle.engine.outputs import StepOutput
@@ -57,12 +54,7 @@ _GRAMMAR_WAIT_S = 0.002
 
 
 class LLMEngine:
-    """Schedules, runs and finishes sequences.
-
-    Args:
-        target: the loaded target; engines may share one, as long as they step one at a time.
-        config: sizes of the engine.
-        speculative: how to draft; None decodes plainly.
+    """Schedules, runs and finishes sequences. Engines may share a target and take turns to step.
 
     Attributes:
         on_pass: called before each pass that no graph runs, with its number of tokens.
@@ -80,9 +72,9 @@ class LLMEngine:
     ) -> None:
         self.target = target
         self.on_pass: Callable[[int], None] | None = None
-        self.config = config or EngineConfig()
+        self.config = config = config or EngineConfig()
         self.speculative = speculative
-        self.max_model_len = _max_model_len(target, self.config)
+        self.max_model_len = _max_model_len(target, config)
         self.num_speculative_tokens = speculative.num_drafts if speculative else 0
         self._depth = DepthPolicy(speculative.tokens_for if speculative else lambda _: 0)
         drafter = load_head(target, speculative)
@@ -92,26 +84,22 @@ class LLMEngine:
         if drafter is not None and speculative is not None:
             longest = speculative.max_model_len or drafter.config.max_position_embeddings
             self.max_draft_len = min(longest, self.max_model_len)
-        is_pipelined = runs_as_graphs(target.device, self.config, speculative, drafter)
+        is_pipelined = runs_as_graphs(target.device, config, speculative, drafter)
         if is_pipelined and target.device.type == "cuda":
-            accelerate(target, drafter, self.config.max_num_seqs, self._depth)
-        num_resuming = most_resuming(self._depth, self.config.max_num_seqs) if drafter else 0
+            accelerate(target, drafter, config.max_num_seqs, self._depth)
+        num_resuming = self._depth.most_resuming(config.max_num_seqs) if drafter else 0
         self._features = FeatureRings()
         if drafter is not None and num_resuming and is_pipelined:
             width = drafter.config.feature_size
-            self._features.reserve(self.config.max_num_seqs, width, target.dtype, target.device)
+            self._features.reserve(config.max_num_seqs, width, target.dtype, target.device)
         backend = make_backend(target.device)
-        self.sampler = Sampler(
-            target.vocab_size,
-            target.device,
-            self.config.max_num_seqs,
-            speculative.synthetic_acceptance_rates if speculative else None,
-        )
+        rates = speculative.synthetic_acceptance_rates if speculative else None
+        self.sampler = Sampler(target.vocab_size, target.device, config.max_num_seqs, rates)
         self.runner = ModelRunner(
             target,
             backend,
             self.sampler,
-            block_size=self.config.block_size,
+            block_size=config.block_size,
             max_model_len=self.max_model_len,
         )
         self.drafting = make_drafting(
@@ -131,11 +119,11 @@ class LLMEngine:
         self.scheduler = Scheduler(
             BlockManager(
                 self.memory_plan.num_blocks,
-                self.config.block_size,
-                enable_prefix_caching=self.config.enable_prefix_caching,
+                config.block_size,
+                enable_prefix_caching=config.enable_prefix_caching,
             ),
-            max_num_seqs=self.config.max_num_seqs,
-            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             num_lookahead_slots=num_lookahead_slots,
         )
@@ -143,9 +131,9 @@ class LLMEngine:
         if is_pipelined:
             graphs = make_graph_runner(
                 self.runner,
-                self.drafting,
-                self.config,
-                speculative,
+                self.drafting.proposer if isinstance(self.drafting, HeadDrafting) else None,
+                config.max_num_seqs,
+                rates,
                 depth=self._depth,
                 features=self._features,
                 max_draft_len=self.max_draft_len,
@@ -177,7 +165,10 @@ class LLMEngine:
         peak_bytes = 0
         if target.device.type == "cuda":
             peak_bytes = measure_peak(run, target.device, self.config)
-            self._drop_caches()
+            self._target_caches, self._drafter_caches = [], []
+            if isinstance(self.drafting, HeadDrafting):
+                self.drafting.proposer.caches = []
+            target.drop_kv_caches()
         return make_memory_plan(
             target,
             drafter,
@@ -189,20 +180,14 @@ class LLMEngine:
 
     def _make_caches(self, drafter: Drafter | None, num_blocks: int) -> None:
         """Make the KV caches, and give them to the target and the drafter."""
-        target, size = self.target, self.config.block_size
+        size, target = self.config.block_size, self.target
         self._target_caches, self._drafter_caches = (
-            make_caches(shapes, num_blocks, size, target.dtype, target.device)
+            [LayerKVCache(num_blocks, size, *kv, target.dtype, target.device) for kv in shapes]
             for shapes in (target.kv_shapes(), drafter_kv_shapes(drafter))
         )
         if isinstance(self.drafting, HeadDrafting):
             self.drafting.proposer.caches = self._drafter_caches
         self._claim_target()
-
-    def _drop_caches(self) -> None:
-        self._target_caches, self._drafter_caches = [], []
-        if isinstance(self.drafting, HeadDrafting):
-            self.drafting.proposer.caches = []
-        self.target.drop_kv_caches()
 
     def add_request(
         self,
@@ -217,7 +202,6 @@ class LLMEngine:
         """Queue a prompt for one output, whatever `params.n` says.
 
         Args:
-            prompt_token_ids: the prompt.
             params: sampling parameters, with `bad_words` as token ids.
             priority: requests with a lower number go first.
             grammar: state at the start of the structure that `params` ask for.
@@ -229,24 +213,34 @@ class LLMEngine:
                 output, or could never fit the KV cache; or the engine or model cannot do what the
                 parameters ask for.
         """
-        prompt = self._check_prompt(prompt_token_ids)
+        prompt = token_ids(list(prompt_token_ids), self.target.vocab_size, "prompt_token_ids")
+        if not prompt:
+            raise UserError("The prompt is empty; expected at least one token.")
+        if len(prompt) >= self.max_model_len:
+            raise UserError(
+                f"The prompt has {len(prompt)} tokens; expected at most {self.max_model_len - 1}, "
+                f"one fewer than the context of {self.max_model_len}. Shorten the prompt."
+            )
         self._check_params(params)
         assert (grammar is None) == (params.structured_output is None)
         k = self.num_speculative_tokens
         if params.num_speculative_tokens is not None:
             k = params.num_speculative_tokens
+        seed = params.seed
+        if seed is None:
+            seed = derive_seed(self.config.seed, self._num_requests)
+        # A follower reuses blocks that its leader publishes, once the head has read them.
+        shares = self.config.enable_prefix_caching and (k > 0 or self.max_draft_len == 0)
         sequence = Sequence(
             self._num_requests,
             prompt,
             params,
-            derive_seed(self.config.seed, self._num_requests)
-            if params.seed is None
-            else params.seed,
+            seed,
             self.stop_token_ids(params),
             priority=priority,
             num_speculative_tokens=k,
             grammar=grammar,
-            leader=leader if self._shares_prompt(k) else None,
+            leader=leader if shares else None,
             cache_salt=cache_salt,
         )
         needed = self.blocks.blocks_for(self.scheduler.most_slots(sequence))
@@ -259,17 +253,6 @@ class LLMEngine:
         self._num_requests += 1
         self.scheduler.add(sequence)
         return sequence
-
-    def _check_prompt(self, prompt_token_ids: Iterable[int]) -> list[int]:
-        prompt = token_ids(list(prompt_token_ids), self.target.vocab_size, "prompt_token_ids")
-        if not prompt:
-            raise UserError("The prompt is empty; expected at least one token.")
-        if len(prompt) >= self.max_model_len:
-            raise UserError(
-                f"The prompt has {len(prompt)} tokens; expected at most {self.max_model_len - 1}, "
-                f"one fewer than the context of {self.max_model_len}. Shorten the prompt."
-            )
-        return prompt
 
     def _check_params(self, params: SamplingParams) -> None:
         vocab_size, most = self.target.vocab_size, self.num_speculative_tokens
@@ -292,16 +275,10 @@ class LLMEngine:
             (*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids))
         )
 
-    def _shares_prompt(self, num_speculative_tokens: int) -> bool:
-        """Return whether a request with that K publishes blocks: the head must have read them."""
-        reads = num_speculative_tokens > 0 or self.max_draft_len == 0
-        return self.config.enable_prefix_caching and reads
-
     def touch_caches(self) -> None:
-        """Write to every page of the empty KV cache.
+        """Write to every page of the empty KV cache, so that a server does not grow under load.
 
-        A CPU's system allocates pages at the first write. A server so has its memory from the start
-        and does not grow under load.
+        A CPU's system allocates pages at the first write.
         """
         assert not self.has_unfinished
         for cache in (*self._target_caches, *self._drafter_caches):
@@ -309,10 +286,7 @@ class LLMEngine:
             cache.values.zero_()
 
     def check(self) -> None:
-        """Compute one token and forget it: neither counters, seeds nor cached prefixes change.
-
-        There must be no unfinished sequence.
-        """
+        """Compute one token and forget it: neither counters, seeds nor cached prefixes change."""
         assert not self.has_unfinished
         counts, drafts = dict(self._counts), self.speculation_stats.copy()
         number, params = self._num_requests, SamplingParams(max_tokens=1, seed=0)
@@ -479,10 +453,9 @@ class LLMEngine:
 
     def _publish(self, sequence: Sequence) -> None:
         """Publish the blocks in which all slots are settled, the drafter's too."""
-        if sequence.error is not None:
+        # Behind a hole the drafter's KV is not what others would compute.
+        if sequence.error is not None or sequence.drafter_start:
             return
-        if sequence.drafter_start:
-            return  # behind a hole the drafter's KV is not what others would compute
         settled = min(sequence.num_computed_tokens, len(sequence) - 1)
         if sequence.num_drafter_tokens < self.max_draft_len:
             settled = min(settled, sequence.num_drafter_tokens)
@@ -538,7 +511,6 @@ class LLMEngine:
 
 
 def _max_model_len(target: TargetModel, config: EngineConfig) -> int:
-    """Return the length of the longest sequence; refuse more than the target's positions."""
     limit, given = target.max_model_len, config.max_model_len
     if given is not None and given > limit:
         raise UserError(

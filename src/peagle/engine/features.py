@@ -17,23 +17,16 @@ class FeatureRing:
 
     Row p % C holds the feature of position p. Positions are put in order and without gaps.
 
-    Args:
-        rows_CA: memory of the ring.
-        position: position of the first feature that will be put.
-        slot: index of the ring in `FeatureRings.rows_SCA`; NO_SLOT for a ring with its own memory.
-
     Attributes:
+        slot: index of the ring in `FeatureRings.rows_SCA`; NO_SLOT for a ring with its own memory.
         first, end: the ring holds the positions from `first` to before `end`.
     """
 
     def __init__(self, rows_CA: Tensor, position: int, slot: int = NO_SLOT) -> None:
         self.slot = slot
         self.first = self.end = position
+        self.capacity = rows_CA.shape[0]
         self._rows_CA = rows_CA
-
-    @property
-    def capacity(self) -> int:
-        return self._rows_CA.shape[0]
 
     def put(self, features_NA: Tensor) -> None:
         """Add the features of the next positions, over the oldest ones."""
@@ -76,10 +69,7 @@ class FeatureRings:
         self._free = list(range(num_seqs))
 
     def open(self, seq_id: int, position: int, like_NA: Tensor | None = None) -> FeatureRing:
-        """Return a new ring of a sequence that begins at `position`.
-
-        `like_NA` gives the features' width, type and device; it may be None after `reserve`.
-        """
+        """Return a new ring from `position` on; before `reserve` `like_NA` says how wide it is."""
         if self.rows_SCA is not None:
             slot = self._slots[seq_id] = self._free.pop()
             return FeatureRing(self.rows_SCA[slot], position, slot)

@@ -1,9 +1,13 @@
-"""Decode steps as CUDA graphs, with one step in flight while the host reads the step before.
+"""CUDA graphs: decode steps, and passes over few tokens.
 
-The host knows each sequence as it was before the step in flight, and reserves KV blocks for that
-step and the next. A sequence that gets blocks freed meanwhile writes them later on the same stream.
+Graphs decode with one step in flight while the host reads the step before. The host knows each
+sequence as it was before the step in flight, and reserves KV blocks for that step and the next. A
+sequence that gets blocks freed meanwhile writes them later on the same stream.
 
-Shapes: B rows of a graph, K drafts.
+Prompts, and steps that decode graphs cannot run, have graphs of their own where they are short: the
+GPU computes a few hundred tokens in less time than the host needs to launch the kernels one by one.
+
+Shapes: B rows of a graph, K drafts, T tokens, D drafter width.
 """
 
 from __future__ import annotations
@@ -18,12 +22,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from peagle.attention import AttentionBackend, AttentionMetadata, Prepared
+from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.engine.features import FeatureRings
-from peagle.engine.pass_graphs import Capturer
+from peagle.engine.model_runner import ModelRunner
 from peagle.engine.sampler import has_penalties
 from peagle.engine.scheduler import Scheduler
 from peagle.engine.sequence import Sequence
 from peagle.engine.stats import StepTimes
+from peagle.kernels.expand import PADDING_SLOT
+from peagle.kernels.target_batch import TargetBatch
+from peagle.models.acceleration import accelerate_drafter, accelerate_target
+from peagle.models.drafter import Drafter
+from peagle.models.target import TargetModel
+from peagle.speculation.proposers import HeadProposer
 
 if TYPE_CHECKING:
     from peagle.engine.decode_step import DecodeStep
@@ -31,6 +43,28 @@ if TYPE_CHECKING:
 MAX_STOP_IDS = 8
 # Steps of more sequences take long enough for the host to launch their kernels one by one.
 MAX_GRAPH_ROWS = 256
+# Passes over few tokens.
+TOKEN_BUCKETS = (32, 128, 256, 512)
+MAX_SEQUENCES = 16
+_WARM_UPS = 2
+
+# Makes a function that replays what another one launches on the device.
+Capturer = Callable[[Callable[[], None]], Callable[[], None]]
+# run(tokens [T], positions [T], attend, hidden [T, D] or None) -> outputs, T rows each
+Run = Callable[[Tensor, Tensor, Prepared, Tensor | None], tuple[Tensor, ...]]
+
+
+def runs_as_graphs(
+    device: torch.device,
+    config: EngineConfig,
+    speculative: SpeculativeConfig | None,
+    drafter: Drafter | None,
+) -> bool:
+    """Return whether decode steps run as CUDA graphs: plain ones, and argmax drafts of a head."""
+    can_draft = speculative is None or (
+        drafter is not None and speculative.draft_sampling == "argmax"
+    )
+    return device.type == "cuda" and not config.enforce_eager and can_draft
 
 
 def buckets(max_num_seqs: int) -> list[int]:
@@ -55,13 +89,89 @@ def graph_sizes(max_num_seqs: int, depth: Callable[[int], int]) -> list[tuple[in
     return found
 
 
+def accelerate(
+    target: TargetModel,
+    drafter: Drafter | None,
+    max_num_seqs: int,
+    depth: Callable[[int], int],
+) -> None:
+    """Fuse and compile the modules that the graphs run."""
+    sizes = graph_sizes(max_num_seqs, depth)
+    accelerate_target(target, [rows * (k + 1) for rows, k in sizes])
+    sizes = [(rows, k) for rows, k in sizes if k]
+    if drafter is None or not sizes:
+        return
+    target_rows = [rows * (k + 1) for rows, k in sizes]
+    all_drafts, single = [rows * k for rows, k in sizes], [rows for rows, _ in sizes]
+    parallel = drafter.config.is_parallel
+    accelerate_drafter(
+        drafter,
+        [2 * drafts for drafts in all_drafts] if parallel else [*target_rows, *single],
+        num_feature_rows=target_rows,
+        num_logit_rows=all_drafts if parallel else single,
+    )
+
+
+def make_graph_runner(
+    runner: ModelRunner,
+    proposer: HeadProposer | None,
+    max_num_seqs: int,
+    synthetic_rates: tuple[float, ...] | None,
+    *,
+    depth: Callable[[int], int],
+    features: FeatureRings,
+    max_draft_len: int,
+) -> GraphRunner:
+    """Return the runner of decode steps for up to `max_num_seqs` sequences.
+
+    On a GPU this makes all graphs, and gives `runner` and the proposer those of short passes.
+    """
+    from peagle.engine.decode_step import DecodeStep, StepBuffers, StepSizes
+
+    target, max_model_len = runner.target, runner.max_model_len
+    table_width = -(-max_model_len // runner.block_size)
+    capture = make_capturer(target.device)
+
+    def make_step(size: tuple[int, int], greedy: bool) -> DecodeStep:
+        sizes = StepSizes(
+            *size,
+            table_width=table_width,
+            num_stop_ids=MAX_STOP_IDS,
+            block_size=runner.block_size,
+            max_model_len=max_model_len,
+            max_draft_len=max_draft_len,
+            synthetic_rates=synthetic_rates,
+        )
+        return DecodeStep(
+            target,
+            proposer if sizes.num_drafts else None,
+            StepBuffers(sizes, target.device),
+            greedy=greedy,
+            kept_SCA=None if sizes.num_drafts else features.rows_SCA,
+        )
+
+    graphs = GraphRunner(
+        make_step,
+        max_num_seqs,
+        target.vocab_size,
+        depth,
+        capture,
+        None if features.rows_SCA is None else features,
+    )
+    if target.device.type == "cuda":
+        graphs.capture_all()
+        runner.graphs = make_target_graphs(target, runner.backend, capture, table_width)
+        if proposer is not None:
+            proposer.graphs = make_drafter_graphs(proposer, capture, table_width)
+    return graphs
+
+
 @dataclass(frozen=True, slots=True)
 class RowReport:
     """What a step did for one sequence.
 
     Attributes:
-        num_drafted: drafts that were verified.
-        num_accepted: drafts that were accepted.
+        num_drafted, num_accepted: drafts that were verified, and those accepted.
         new_token_ids: the accepted drafts and the target's own token, before stop conditions.
         drafts: drafts for the next step.
     """
@@ -125,8 +235,6 @@ class GraphRunner:
 
     Args:
         make_step: makes the step of (rows, K), greedy or not.
-        max_num_seqs: most sequences of a step.
-        vocab_size: size of the target's vocabulary.
         depth: K for a number of sequences that run together.
         capture: makes the graphs; no sequence is active meanwhile, so that no KV is written.
         features: takes the features of steps without drafts, where drafting may pause.
@@ -166,23 +274,21 @@ class GraphRunner:
 
     def can_run(self, sequences: SequenceOf[Sequence]) -> bool:
         """Return whether a graph can do everything that these sequences ask for."""
-        if len(sequences) > self._buckets[-1]:
-            self._warn_of_size(len(sequences))
+        most = self._buckets[-1]
+        if len(sequences) > most:
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    f"{len(sequences)} sequences decode together; the largest CUDA graph has "
+                    f"{most} rows. Such steps run without a graph; to avoid them, set max_num_seqs "
+                    f"to {most}.",
+                    stacklevel=2,
+                )
             return False
         keeps_features = self._features is not None and not self._depth(len(sequences))
         if not keeps_features and any(s.pending_features is not None for s in sequences):
             return False  # the drafter first reads the features that it has missed
         return all(map(_is_simple, sequences))
-
-    def _warn_of_size(self, num_sequences: int) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"{num_sequences} sequences decode together; the largest CUDA graph has "
-                f"{self._buckets[-1]} rows. Such steps run without a graph; to avoid them, set "
-                f"max_num_seqs to {self._buckets[-1]}.",
-                stacklevel=2,
-            )
 
     def is_tight(self, num_sequences: int) -> bool:
         """Return whether the running graph is the one for so many sequences."""
@@ -258,8 +364,6 @@ class Pipeline:
     """Decides when a step may be launched before the last one is read.
 
     Args:
-        runner: launches and reads steps.
-        scheduler: the scheduler of the running sequences.
         take: called with each sequence and what a step did for it.
     """
 
@@ -316,3 +420,164 @@ class Pipeline:
         can_stay = num_left and not self._scheduler.waiting and self.runner.is_tight(num_left)
         if can_stay:
             self._version += num_ended  # each end counts as a change
+
+
+class _Capture:
+    """Captures CUDA graphs that share one memory pool, because only one of them runs at a time.
+
+    The caller holds the tensors that outlive a run.
+    """
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Return the replay of `run`, which first runs a few times to compile and warm up."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for _ in range(_WARM_UPS):
+                run()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            run()
+        return graph.replay
+
+
+def make_capturer(device: torch.device) -> Capturer:
+    """Return what captures graphs on a GPU; on a CPU, for tests, functions replay themselves."""
+    return _Capture() if device.type == "cuda" else lambda run: run
+
+
+class PassGraphs:
+    """Runs a model over inputs that it copies into fixed buffers, a graph a number of tokens.
+
+    The next graph that runs, of this or of a decode step, overwrites the outputs.
+
+    Args:
+        backend: an attention backend that reads nothing on the host.
+        capture: makes the graphs; no KV is written meanwhile.
+        table_width: blocks of the longest sequence.
+        hidden: a tensor with the type and width D of the hidden states that the model reads; None
+            for a model that reads none.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        backend: AttentionBackend,
+        capture: Capturer,
+        table_width: int,
+        block_size: int,
+        device: torch.device,
+        hidden: Tensor | None = None,
+    ) -> None:
+        self._passes = [
+            _Pass(run, backend, capture, size, table_width, block_size, device, hidden)
+            for size in reversed(TOKEN_BUCKETS)
+        ][::-1]
+
+    def __call__(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        metadata: AttentionMetadata,
+        hidden_TD: Tensor | None = None,
+    ) -> tuple[Tensor, ...] | None:
+        """Return the model's outputs; None where no graph fits the pass."""
+        too_many = metadata.seq_lens_B.shape[0] > MAX_SEQUENCES
+        if too_many or metadata.context_starts_B is not None:
+            return None
+        for fitting in self._passes:
+            if fitting.num_tokens >= tokens_T.shape[0]:
+                return fitting(tokens_T, positions_T, metadata, hidden_TD)
+        return None
+
+
+def make_target_graphs(
+    target: TargetModel, backend: AttentionBackend, capture: Capturer, table_width: int
+) -> PassGraphs:
+    """Return graphs of `TargetModel.forward`: final hidden states and features."""
+
+    def run(
+        tokens_T: Tensor, positions_T: Tensor, attend: Prepared, hidden: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        return target.forward(tokens_T, positions_T, attend)
+
+    block_size = target.kv_caches[0].block_size
+    return PassGraphs(run, backend, capture, table_width, block_size, target.device)
+
+
+def make_drafter_graphs(proposer: HeadProposer, capture: Capturer, table_width: int) -> PassGraphs:
+    """Return graphs of `HeadProposer.run_prepared`: the drafter's hidden states."""
+
+    def run(
+        tokens_T: Tensor, positions_T: Tensor, attend: Prepared, hidden: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        assert hidden is not None
+        return (proposer.run_prepared(tokens_T, hidden, positions_T, attend),)
+
+    weight, size = proposer.drafter.fc.weight, proposer.caches[0].block_size
+    hidden = weight.new_zeros(1, proposer.drafter.config.hidden_size)
+    return PassGraphs(run, proposer.backend, capture, table_width, size, weight.device, hidden)
+
+
+class _Pass:
+    """The graph of one number of tokens; the last ones may be padding."""
+
+    def __init__(
+        self,
+        run: Run,
+        backend: AttentionBackend,
+        capture: Capturer,
+        num_tokens: int,
+        table_width: int,
+        block_size: int,
+        device: torch.device,
+        hidden: Tensor | None,
+    ) -> None:
+        self.num_tokens = num_tokens
+        self._model, self._backend = run, backend
+        self._batch = TargetBatch.allocate(MAX_SEQUENCES, num_tokens, device)
+        self._batch.slots_T.fill_(PADDING_SLOT)
+        self._hidden_TD = None if hidden is None else hidden.new_zeros(num_tokens, hidden.shape[1])
+        self._metadata = AttentionMetadata.of_batch(
+            self._batch,
+            torch.zeros(MAX_SEQUENCES, table_width, dtype=torch.int64, device=device),
+            max_query_len=num_tokens,
+            max_seq_len=table_width * block_size,
+        )
+        self._outputs: tuple[Tensor, ...] = ()
+        self._replay = capture(self._run)
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        attend = self._backend.prepare(self._metadata)
+        batch = self._batch
+        self._outputs = self._model(batch.tokens_T, batch.positions_T, attend, self._hidden_TD)
+
+    @torch.inference_mode()
+    def __call__(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        metadata: AttentionMetadata,
+        hidden_TD: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        own, count = self._batch, tokens_T.shape[0]
+        num_seqs, width = metadata.block_tables_BM.shape
+        for buffer, values, padding in (
+            (own.tokens_T, tokens_T, 0),
+            (own.positions_T, positions_T, 0),
+            (own.slots_T, metadata.slots_T, PADDING_SLOT),
+            (own.query_start_loc, metadata.query_start_loc, count),
+            (own.seq_lens_B, metadata.seq_lens_B, 0),
+        ):
+            buffer[: values.shape[0]].copy_(values)
+            buffer[values.shape[0] :].fill_(padding)
+        self._metadata.block_tables_BM[:num_seqs, :width].copy_(metadata.block_tables_BM)
+        if self._hidden_TD is not None and hidden_TD is not None:
+            self._hidden_TD[:count].copy_(hidden_TD)
+        self._replay()
+        return tuple(output[:count] for output in self._outputs)

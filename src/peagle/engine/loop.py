@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import SimpleQueue
 
 from peagle.config import SamplingParams
@@ -20,12 +20,7 @@ Order = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """An order to run a request, whose chunks carry its `index`.
-
-    Attributes:
-        proposer: name of the engine that runs it.
-        priority, cache_salt: as in `Requests.add`.
-    """
+    """An order to run a request on the engine of a proposer; its chunks carry its `index`."""
 
     index: int
     prompt: Prompt
@@ -37,11 +32,9 @@ class Add:
 
 @dataclass(slots=True)
 class _Running:
-    """A request of the loop: where it runs, its outputs' ids, and how many have not ended."""
-
     requests: Requests
-    num_left: int
-    seq_ids: list[int] = field(default_factory=list)
+    seq_ids: list[int]
+    num_left: int  # outputs that have not ended
 
 
 class EngineLoop:
@@ -66,8 +59,6 @@ class EngineLoop:
         """Have the loop carry out an order before its next step; None ends the loop."""
         self._orders.put(order)
 
-    # ---- what a subclass says -------------------------------------------------------------------
-
     def deliver(self, chunks: list[StreamChunk]) -> None:
         """Hand over the chunks of a step."""
         raise NotImplementedError
@@ -84,8 +75,6 @@ class EngineLoop:
         """Step every engine that has something to do."""
         return [c for r in self._engines.values() if r.has_unfinished for c in r.step()]
 
-    # ---- the loop -------------------------------------------------------------------------------
-
     @property
     def has_unfinished(self) -> bool:
         """Whether a step would do something."""
@@ -101,8 +90,11 @@ class EngineLoop:
                 order()
             chunks = self.step()
             for chunk in chunks:
-                if chunk.output is not None:
-                    self._count_end(chunk.index)
+                running = self._running.get(chunk.index)
+                if running is not None and chunk.output is not None:
+                    running.num_left -= 1
+                    if running.num_left == 0:
+                        del self._running[chunk.index]
             self.deliver(chunks)
 
     def add(self, message: Add) -> None:
@@ -146,9 +138,8 @@ class EngineLoop:
 
     def _queue(self, message: Add) -> None:
         requests = self._engines[message.proposer]
-        running = _Running(requests, message.params.n)
         try:
-            running.seq_ids = requests.add(
+            seq_ids = requests.add(
                 message.index,
                 message.prompt,
                 message.params,
@@ -158,7 +149,7 @@ class EngineLoop:
         except Exception as error:  # other requests go on: this one was not queued
             self.refuse(message.index, error)
         else:
-            self._running[message.index] = running
+            self._running[message.index] = _Running(requests, seq_ids, message.params.n)
 
     def cancel(self, index: int) -> bool:
         """Stop a request and free what it holds; return whether it was running."""
@@ -169,10 +160,3 @@ class EngineLoop:
             return False
         running.requests.cancel(running.seq_ids)
         return True
-
-    def _count_end(self, index: int) -> None:
-        running = self._running.get(index)
-        if running is not None:
-            running.num_left -= 1
-            if running.num_left == 0:
-                del self._running[index]

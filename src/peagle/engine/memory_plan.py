@@ -7,7 +7,6 @@ the share that the engine may use. On a CPU KV blocks have a bound; the system m
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import chain
 
@@ -15,8 +14,13 @@ import torch
 from torch import nn
 
 from peagle.attention import LayerKVCache
-from peagle.config import EngineConfig
+from peagle.config import EngineConfig, SamplingParams
 from peagle.config.checks import require
+from peagle.engine.drafting import Drafting, HeadDrafting
+from peagle.engine.features import FEATURES_KEPT, FeatureRings
+from peagle.engine.model_runner import ModelRunner
+from peagle.engine.scheduler import Chunk
+from peagle.engine.sequence import Sequence
 from peagle.errors import UserError
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
@@ -38,15 +42,11 @@ class MemoryPlan:
         total_bytes, free_bytes: memory of the GPU, and what is free of it with the weights loaded
             and before any KV; None on a CPU.
         usable_bytes: share of the GPU that this engine and all others may use; None on a CPU.
-        target_bytes: weights of the target.
         drafter_bytes: weights of the drafter without tensors of the target.
         reserved_bytes: memory kept for activations and graphs; 0 on a CPU.
         budget_bytes: most memory of the KV blocks.
-        target_block_bytes, drafter_block_bytes: one KV block, all layers.
-        num_blocks: blocks of the KV cache.
-        block_size: slots of a block.
+        target_block_bytes, drafter_block_bytes: one KV block of `block_size` slots, all layers.
         num_lookahead_slots: KV slots that a request holds beyond its tokens.
-        max_model_len, max_num_seqs: as the engine has them.
     """
 
     device: str
@@ -103,41 +103,33 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         """A table of a few lines."""
-        rows = [*self._card_rows(), ("target weights", size_text(self.target_bytes))]
+        rows = []
+        if self.total_bytes is not None:
+            assert self.free_bytes is not None and self.usable_bytes is not None
+            others = self.total_bytes - self.free_bytes - self.target_bytes - self.drafter_bytes
+            shares = f"{size_text(self.usable_bytes)} of {size_text(self.total_bytes)}"
+            rows += [("usable", shares), ("CUDA, others", size_text(max(others, 0)))]
+        rows.append(("target weights", size_text(self.target_bytes)))
+        block = size_text(self.block_bytes)
         if self.drafter_bytes or self.drafter_block_bytes:
             rows.append(("drafter weights", size_text(self.drafter_bytes)))
+            block += f", {size_text(self.drafter_block_bytes)} of it the drafter's"
         if self.total_bytes is not None:
             rows.append(("activations, graphs", f"{size_text(self.reserved_bytes)} (measured)"))
+        context = f"{self.longest_context:,} tokens"
+        if self.longest_context < self.max_model_len:
+            context += f": the KV cache ends before max_model_len ({self.max_model_len:,})"
         lengths = dict.fromkeys((self.max_model_len, min(TYPICAL_LEN, self.max_model_len)))
+        requests = ", ".join(f"{self.concurrency(n):,} of {n:,}" for n in lengths)
+        blocks = f"{self.num_blocks:,} blocks of {self.block_size:,} slots ({block})"
         rows += [
-            ("KV cache", self._kv_text()),
+            ("KV cache", f"{size_text(self.kv_bytes)}: {blocks}"),
             ("reserved ahead", f"{self.num_lookahead_slots:,} slots a request"),
-            ("longest context", self._context_text()),
-            ("requests at once", ", ".join(f"{self.concurrency(n):,} of {n:,}" for n in lengths)),
+            ("longest context", context),
+            ("requests at once", f"{requests} tokens (max_num_seqs {self.max_num_seqs:,})"),
         ]
-        rows[-1] = (rows[-1][0], f"{rows[-1][1]} tokens (max_num_seqs {self.max_num_seqs:,})")
         width = max(len(name) for name, _ in rows)
         return "\n".join((f"memory on {self.device}", *(f"  {n:<{width}}  {t}" for n, t in rows)))
-
-    def _card_rows(self) -> list[tuple[str, str]]:
-        if self.total_bytes is None or self.free_bytes is None or self.usable_bytes is None:
-            return []
-        others = self.total_bytes - self.free_bytes - self.target_bytes - self.drafter_bytes
-        shares = f"{size_text(self.usable_bytes)} of {size_text(self.total_bytes)}"
-        return [("usable", shares), ("CUDA, others", size_text(max(others, 0)))]
-
-    def _kv_text(self) -> str:
-        block = size_text(self.block_bytes)
-        if self.drafter_block_bytes:
-            block += f", {size_text(self.drafter_block_bytes)} of it the drafter's"
-        count = f"{self.num_blocks:,} blocks of {self.block_size:,} slots"
-        return f"{size_text(self.kv_bytes)}: {count} ({block})"
-
-    def _context_text(self) -> str:
-        text = f"{self.longest_context:,} tokens"
-        if self.longest_context == self.max_model_len:
-            return text
-        return f"{text}: the KV cache ends before max_model_len ({self.max_model_len:,})"
 
 
 def make_memory_plan(
@@ -156,20 +148,16 @@ def make_memory_plan(
 
         total * gpu_memory_utilization - (total - free) - peak - graphs - one block of scrap
 
-    Args:
-        target: loaded target.
-        drafter: loaded drafter; None without a head.
-        config: sizes of the engine.
-        max_model_len: length of the longest sequence.
-        num_lookahead_slots: KV slots that a request holds beyond its tokens.
-        peak_bytes: what `measure_peak` found.
+    where the peak is that of `measure_peak`.
 
     Raises:
         UserError: not one request fits, or `num_kv_blocks` of them do not fit the GPU.
     """
     size = config.block_size
-    target_block = _block_bytes(target.kv_shapes(), size, target.dtype)
-    drafter_block = _block_bytes(drafter_kv_shapes(drafter), size, target.dtype)
+    target_block, drafter_block = (
+        sum(LayerKVCache.bytes_per_block(size, *kv, target.dtype) for kv in shapes)
+        for shapes in (target.kv_shapes(), drafter_kv_shapes(drafter))
+    )
     block_bytes = target_block + drafter_block
     free = total = usable = None
     reserved = 0
@@ -206,6 +194,88 @@ def make_memory_plan(
     )
     _check(plan, config)
     return plan
+
+
+def run_largest_passes(
+    runner: ModelRunner,
+    drafting: Drafting | None,
+    features: FeatureRings,
+    config: EngineConfig,
+    *,
+    num_drafts: int,
+    num_resuming: int,
+) -> None:
+    """Run the largest prefill and the largest decode steps once, and drop what they compute.
+
+    The peak of memory meanwhile is what a GPU must keep free for passes. The sequences ask for all
+    that takes memory: sampling, penalties, log-probabilities of the prompt, K drafts each. Where
+    drafting may pause, `num_resuming` of them have features to read. All of them share KV block 0,
+    the only one that the caches need.
+    """
+    max_len, most = runner.max_model_len, config.max_num_seqs
+    k = max(0, min(num_drafts, max_len - 2))
+    params = SamplingParams(
+        temperature=1.0,
+        top_p=0.9,
+        min_p=0.01,
+        repetition_penalty=1.1,
+        max_tokens=max_len,
+        prompt_logprobs=0,
+    )
+
+    def sequence(seq_id: int, num_tokens: int) -> Sequence:
+        made = Sequence(
+            seq_id,
+            [0] * num_tokens,
+            params,
+            seq_id,
+            frozenset(),
+            num_speculative_tokens=num_drafts,
+        )
+        made.block_table = [0] * -(-max_len // runner.block_size)
+        return made
+
+    def run(chunks: list[Chunk]) -> None:
+        done = runner.run(chunks)
+        assert done.sampled is not None
+        for chunk, accepted in zip(chunks, done.sampled.num_accepted, strict=True):
+            chunk.sequence.num_computed_tokens += chunk.num_tokens + accepted
+            missing = chunk.sequence.num_computed_tokens + 1 - len(chunk.sequence)
+            chunk.sequence.token_ids += [0] * missing
+        if drafting is not None:
+            drafting.draft(done)
+
+    left, prompts = min(config.max_num_batched_tokens, most * max(1, max_len - 1)), []
+    while left:
+        prompts.append(sequence(len(prompts), min(left, max(1, max_len - 1))))
+        left -= len(prompts[-1])
+    run([Chunk(prompt, len(prompt)) for prompt in prompts])
+    for prompt in prompts:
+        runner.sampler.release(prompt)
+        features.release(prompt.seq_id)
+
+    kept = max(1, min(FEATURES_KEPT, max_len - 2 * k - 4))
+    every = [sequence(i, kept if i < num_resuming else 1) for i in range(most)]
+    for one in every:
+        one.num_computed_tokens = len(one)
+        one.token_ids += [0]
+        one.drafts = [0] * k
+        one.num_drafter_tokens = len(one) - 1
+    run([Chunk(one, 1, k) for one in every])
+    # The second step has the first one's drafts, whose probabilities take memory where they are
+    # drawn, and the drafter reads kept features.
+    for one in every[:num_resuming]:
+        assert isinstance(drafting, HeadDrafting)
+        drafter = drafting.proposer.drafter
+        weight, width = drafter.fc.weight, drafter.config.feature_size
+        kept_NA = weight.new_zeros(min(FEATURES_KEPT, one.num_computed_tokens), width)
+        one.num_drafter_tokens, first = 0, one.num_computed_tokens - len(kept_NA)
+        one.pending_features = features.open(one.seq_id, first, kept_NA)
+        one.pending_features.put(kept_NA)
+    run([Chunk(one, 1, len(one.drafts)) for one in every])
+    for one in every:
+        runner.sampler.release(one)
+        features.release(one.seq_id)
 
 
 def measure_peak(run: Callable[[], None], device: torch.device, config: EngineConfig) -> int:
@@ -274,10 +344,6 @@ def size_text(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
-def _block_bytes(shapes: SequenceOf[tuple[int, int]], size: int, dtype: torch.dtype) -> int:
-    return sum(LayerKVCache.bytes_per_block(size, heads, dim, dtype) for heads, dim in shapes)
-
-
 def _check(plan: MemoryPlan, config: EngineConfig) -> None:
     """Refuse a plan in which no request can run, or whose blocks do not fit the GPU."""
     asked, needed = config.num_kv_blocks, plan.min_blocks
@@ -290,28 +356,26 @@ def _check(plan: MemoryPlan, config: EngineConfig) -> None:
             )
         require(asked >= needed, "num_kv_blocks", asked, f"at least {needed}, those of one request")
     elif plan.num_blocks < needed:
-        raise UserError(_too_little(plan, config))
-
-
-def _too_little(plan: MemoryPlan, config: EngineConfig) -> str:
-    """Say that no request fits, with the numbers and what to do."""
-    needed = plan.min_blocks
-    text = (
-        f"A KV block takes {size_text(plan.block_bytes)} and one request at least {needed} of "
-        f"them, {size_text(needed * plan.block_bytes)}; the KV cache may take "
-        f"{size_text(plan.budget_bytes)}. "
-    )
-    bound = None if config.kv_cache_gib is None else int(config.kv_cache_gib * 2**30)
-    if plan.total_bytes is None or plan.free_bytes is None or plan.usable_bytes is None:
-        return f"{text}Raise kv_cache_gib, or take a smaller dtype."
-    if plan.budget_bytes == bound:
-        return f"{text}Raise kv_cache_gib ({config.kv_cache_gib:g}), or take a smaller dtype."
-    return (
-        f"{text}Of the {size_text(plan.total_bytes)} of {plan.device} this engine may use "
-        f"{size_text(plan.usable_bytes)}; {size_text(plan.total_bytes - plan.free_bytes)} are in "
-        f"use, {size_text(plan.target_bytes + plan.drafter_bytes)} of them by its weights, and "
-        f"{size_text(plan.reserved_bytes)} are kept for activations and graphs. {_advice(config)}"
-    )
+        text = (
+            f"A KV block takes {size_text(plan.block_bytes)} and one request at least {needed} of "
+            f"them, {size_text(needed * plan.block_bytes)}; the KV cache may take "
+            f"{size_text(plan.budget_bytes)}. "
+        )
+        bound = None if config.kv_cache_gib is None else int(config.kv_cache_gib * 2**30)
+        if plan.total_bytes is None or plan.free_bytes is None or plan.usable_bytes is None:
+            text += "Raise kv_cache_gib, or take a smaller dtype."
+        elif plan.budget_bytes == bound:
+            text += f"Raise kv_cache_gib ({config.kv_cache_gib:g}), or take a smaller dtype."
+        else:
+            used = plan.total_bytes - plan.free_bytes
+            text += (
+                f"Of the {size_text(plan.total_bytes)} of {plan.device} this engine may use "
+                f"{size_text(plan.usable_bytes)}; {size_text(used)} are in use, "
+                f"{size_text(plan.target_bytes + plan.drafter_bytes)} of them by its weights, and "
+                f"{size_text(plan.reserved_bytes)} are kept for activations and graphs. "
+                f"{_advice(config)}"
+            )
+        raise UserError(text)
 
 
 def _advice(config: EngineConfig) -> str:

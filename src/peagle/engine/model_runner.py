@@ -5,15 +5,16 @@ Shapes: B sequences, T packed target rows, N rows that are sampled, M blocks of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from peagle.attention import AttentionBackend, AttentionMetadata
 from peagle.engine.grammar import unpack, verification_masks
-from peagle.engine.pass_graphs import PassGraphs
 from peagle.engine.sampler import SampledStep, Sampler
 from peagle.engine.scheduler import Chunk
 from peagle.engine.sequence import Sequence
@@ -46,23 +47,16 @@ class TargetPass:
     block_tables_BM: Tensor
     sampled: SampledStep | None
 
-    @property
-    def device(self) -> torch.device:
-        return self.features_TA.device
-
 
 class ModelRunner:
     """Runs the target over chunks of sequences.
 
     Args:
         target: the target model, its KV caches set.
-        backend: attention backend.
-        sampler: verifies drafts and draws tokens.
-        block_size: slots of a KV block.
         max_model_len: positions from here on write no KV.
 
     Attributes:
-        graphs: graphs of passes over few tokens; None launches every kernel by itself.
+        graphs: runs passes over few tokens, or gives None; None launches every kernel by itself.
     """
 
     def __init__(
@@ -80,15 +74,21 @@ class ModelRunner:
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.device = target.device
-        self.graphs: PassGraphs | None = None
+        self.graphs: Callable[..., tuple[Tensor, ...] | None] | None = None
 
     @torch.inference_mode()
     def run(self, chunks: SequenceOf[Chunk]) -> TargetPass:
         """Compute the chunks, and verify and sample where they end."""
         sequences = [chunk.sequence for chunk in chunks]
-        rows = [_tokens(chunk) for chunk in chunks]
-        lens, first = [len(row) for row in rows], [s.num_computed_tokens for s in sequences]
-
+        first = [s.num_computed_tokens for s in sequences]
+        rows = [
+            [
+                *s.token_ids[start : start + chunk.num_tokens],
+                *(s.drafts if chunk.num_drafts else ()),
+            ]
+            for s, start, chunk in zip(sequences, first, chunks, strict=True)
+        ]
+        lens = [len(row) for row in rows]
         lens_B, first_B = self._ints(lens), self._ints(first)
         start_loc = torch.nn.functional.pad(lens_B.cumsum(0), (1, 0))
         sequences_T = torch.repeat_interleave(lens_B, output_size=sum(lens))
@@ -120,8 +120,7 @@ class ModelRunner:
         if self.graphs is not None:
             done = self.graphs(batch.tokens_T, batch.positions_T, metadata)
             if done is not None:
-                hidden_TH, features_TA = done
-                return hidden_TH, features_TA
+                return done[0], done[1]
         attend = self.backend.prepare(metadata)
         return self.target.forward(batch.tokens_T, batch.positions_T, attend)
 
@@ -132,7 +131,15 @@ class ModelRunner:
         if not sampling:
             return None
         if sum(lens) > sum(1 + chunk.num_drafts for chunk in sampling):
-            hidden_TH = hidden_TH[self._ints(_sampled_rows(chunks, lens))]
+            # The rows that predict a new token: the last one of a chunk and those of the drafts.
+            ends = list(accumulate(lens))
+            sampled_rows = [
+                row
+                for chunk, end in zip(chunks, ends, strict=True)
+                if chunk.samples
+                for row in range(end - chunk.num_drafts - 1, end)
+            ]
+            hidden_TH = hidden_TH[self._ints(sampled_rows)]
         sequences, vocab_size = [chunk.sequence for chunk in sampling], self.target.vocab_size
         packed_RW = verification_masks(
             [s.grammar for s in sequences], [s.drafts for s in sequences], vocab_size
@@ -166,23 +173,6 @@ class ModelRunner:
 
     def _ints(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
-
-
-def _tokens(chunk: Chunk) -> list[int]:
-    sequence, start = chunk.sequence, chunk.sequence.num_computed_tokens
-    tokens = sequence.token_ids[start : start + chunk.num_tokens]
-    return tokens + sequence.drafts if chunk.num_drafts else tokens
-
-
-def _sampled_rows(chunks: SequenceOf[Chunk], lens: list[int]) -> list[int]:
-    """Return the packed rows that predict a new token: the last one and those of the drafts."""
-    rows: list[int] = []
-    end = 0
-    for chunk, length in zip(chunks, lens, strict=True):
-        end += length
-        if chunk.samples:
-            rows.extend(range(end - chunk.num_drafts - 1, end))
-    return rows
 
 
 def block_tables(sequences: SequenceOf[Sequence], device: torch.device) -> Tensor:

@@ -13,16 +13,7 @@ from peagle.kernels.logprobs import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one step added to one sequence.
-
-    Attributes:
-        sequence: the sequence, with its output so far.
-        new_token_ids: the tokens added.
-        num_accepted: how many of them came from the draft (the first ones).
-        num_drafted: draft tokens that the step verified.
-        logprobs: of the tokens added, if asked for.
-        rejected_token_ids: the draft tokens that it refused.
-    """
+    """What one step added to one sequence; the fields are those of `StreamChunk`."""
 
     sequence: Sequence
     new_token_ids: list[int]
@@ -42,7 +33,6 @@ class RequestOutput:
     Attributes:
         text: the output, without the end-of-text token or the stop string.
         token_ids: output tokens, the stop token or those of the stop string included.
-        prompt_token_ids: the prompt as the model read it.
         finish_reason: "stop" or "length"; "error" where `error` says why.
         stats: drafts made and accepted.
         elapsed_s: seconds from the request to the last token.
@@ -50,7 +40,7 @@ class RequestOutput:
         time_to_first_token_s: seconds from the request to the first token.
         queue_time_s: seconds of them before its prompt was begun.
         num_cached_tokens: prompt tokens whose KV was there already.
-        num_preemptions: times that it was computed again because others needed its blocks.
+        num_preemptions: number of times that it lost its blocks and was computed again.
         logprobs: of the output tokens; None unless asked for.
         prompt_logprobs: of the prompt tokens, the first of which has None; None unless asked for.
         stop_reason: the stop string, or the id out of `stop_token_ids`, that ended the output; None
@@ -105,8 +95,8 @@ class RequestOutput:
     def to_json(self) -> dict[str, Any]:
         """As a JSON object, the fields of `peagle generate --format json` without the id.
 
-        The index is left out where there is one output, log-probabilities where nobody asked.
-        JSON has no -inf: the log-probability of what cannot come is null.
+        It has no index where there is one output, and the log-probabilities that the request asks
+        for. JSON has no -inf: an impossible token's log-probability is null.
         """
         fields: dict[str, Any] = {
             "text": self.text,
@@ -123,24 +113,25 @@ class RequestOutput:
             "time_to_first_token_s": self.time_to_first_token_s,
             "elapsed_s": self.elapsed_s,
         }
+
+        def number(logprob: float) -> float | None:
+            return logprob if math.isfinite(logprob) else None
+
         for name in ("logprobs", "prompt_logprobs"):
             if (values := getattr(self, name)) is not None:
-                fields[name] = [_logprobs_json(value) for value in values if value is not None]
+                fields[name] = [
+                    {
+                        "token_id": one.token_id,
+                        "logprob": number(one.logprob),
+                        "rank": one.rank,
+                        "top": [[token_id, number(logprob)] for token_id, logprob in one.top],
+                    }
+                    for one in values
+                    if one is not None
+                ]
         if self.error is not None:
             fields |= {"error": self.error, "error_code": self.error_code}
         return fields
-
-
-def _logprobs_json(given: TokenLogprobs) -> dict[str, Any]:
-    def number(logprob: float) -> float | None:
-        return logprob if math.isfinite(logprob) else None
-
-    return {
-        "token_id": given.token_id,
-        "logprob": number(given.logprob),
-        "rank": given.rank,
-        "top": [[token_id, number(logprob)] for token_id, logprob in given.top],
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +141,7 @@ class StreamChunk:
     Attributes:
         index: of the prompt in the list given.
         text: new text; may be empty while a character is incomplete.
-        token_ids: new tokens.
-        num_accepted: how many of them came from the draft (the first ones).
+        num_accepted: how many of the new tokens came from the draft (the first ones).
         num_drafted: draft tokens that the step verified, 0 in a prompt pass.
         output: the finished output with its last chunk, None before.
         output_index: of the output among those of its prompt, 0 to n - 1.

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import transformers
+from transformers import PreTrainedTokenizerBase
 
 from peagle.config import SamplingParams
 from peagle.config.checks import is_int, require
 from peagle.engine.detokenizer import OutputText
 from peagle.engine.engine import LLMEngine
-from peagle.engine.grammar import GrammarCompiler, GrammarState
+from peagle.engine.grammar import GrammarCompiler
 from peagle.engine.outputs import RequestOutput, StepOutput, StreamChunk
 from peagle.engine.sequence import Sequence as EngineSequence
 from peagle.errors import UserError
@@ -23,7 +23,7 @@ from peagle.kernels.random import derive_seed
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
-def encode_prompt(tokenizer: transformers.PreTrainedTokenizerBase, prompt: Any) -> list[int]:
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Any) -> list[int]:
     """Return the token ids of a prompt: a text, token ids, or vLLM's mapping with one of the two.
 
     Where a mapping has both `prompt_token_ids` and `prompt`, the ids count.
@@ -48,7 +48,7 @@ def encode_prompt(tokenizer: transformers.PreTrainedTokenizerBase, prompt: Any) 
 
 
 def word_ids(
-    tokenizer: transformers.PreTrainedTokenizerBase, words: Iterable[str | tuple[int, ...]]
+    tokenizer: PreTrainedTokenizerBase, words: Iterable[str | tuple[int, ...]]
 ) -> tuple[tuple[int, ...], ...]:
     """Return bad words as token ids, at the start of a text and after a space.
 
@@ -72,7 +72,7 @@ def word_ids(
 
 
 @dataclass(slots=True)
-class _Running:
+class _Output:
     """One output of a request while it grows."""
 
     index: int
@@ -92,7 +92,6 @@ class Requests:
     Only `compile_grammar` may be called from several threads.
 
     Args:
-        engine: the engine.
         tokenizer: tokenizer of the engine's target.
         grammar_budget_s: processor seconds that a request's grammar may take in one step before
             that request ends with an error; None sets no limit.
@@ -101,13 +100,13 @@ class Requests:
     def __init__(
         self,
         engine: LLMEngine,
-        tokenizer: transformers.PreTrainedTokenizerBase,
+        tokenizer: PreTrainedTokenizerBase,
         grammar_budget_s: float | None = None,
     ) -> None:
         self._grammar_budget_s = grammar_budget_s
         self.engine = engine
         self.tokenizer = tokenizer
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, _Output] = {}
         self._compiler: GrammarCompiler | None = None
         self._making_compiler = threading.Lock()
 
@@ -129,17 +128,13 @@ class Requests:
         priority: int = 0,
         cache_salt: bytes = b"",
     ) -> list[int]:
-        """Queue a prompt, `params.n` times.
+        """Queue a prompt, `params.n` times; return the ids of its outputs for `cancel`.
 
         Args:
             index: number of the request, which every chunk carries.
             prompt: as in `encode_prompt`.
-            params: sampling parameters.
             priority: requests with a lower number go first.
             cache_salt: only requests with the same salt share cached KV.
-
-        Returns:
-            the ids of its outputs for `cancel`.
 
         Raises:
             UserError: as `LLMEngine.add_request`; the priority is no whole number, a bad word has
@@ -147,25 +142,33 @@ class Requests:
         """
         require(is_int(priority), "priority", priority, "a whole number; lower goes first")
         ids = self.encode(prompt)
-        engine_params, words = params, word_ids(self.tokenizer, params.bad_words)
+        one, words = params, word_ids(self.tokenizer, params.bad_words)
         if (params.n, params.bad_words) != (1, words):  # checking every field anew takes its time
-            engine_params = replace(params, n=1, bad_words=words)
+            one = replace(params, n=1, bad_words=words)
         start = time.perf_counter()
+        structure = params.structured_output
         leader: EngineSequence | None = None
         added: list[int] = []
         try:
             for output_index in range(params.n):
+                grammar = None
+                if structure is not None:
+                    stop = self.engine.stop_token_ids(one)
+                    grammar = self._grammars().start(structure, stop)
+                if output_index:  # each output has a seed of its own; one scores the prompt
+                    seed = None if params.seed is None else derive_seed(params.seed, output_index)
+                    one = replace(one, seed=seed, prompt_logprobs=None)
                 text = OutputText(self.tokenizer, params.stop)
                 sequence = self.engine.add_request(
                     ids,
-                    _nth(engine_params, output_index),
+                    one,
                     priority=priority,
-                    grammar=self._grammar(engine_params),
+                    grammar=grammar,
                     leader=leader,
                     cache_salt=cache_salt,
                 )
                 leader = leader or sequence
-                self._running[sequence.seq_id] = _Running(
+                self._running[sequence.seq_id] = _Output(
                     index, output_index, sequence, leader, text, params, start
                 )
                 added.append(sequence.seq_id)
@@ -209,12 +212,6 @@ class Requests:
                 )
             return self._compiler
 
-    def _grammar(self, params: SamplingParams) -> GrammarState | None:
-        if params.structured_output is None:
-            return None
-        stop = self.engine.stop_token_ids(params)
-        return self._grammars().start(params.structured_output, stop)
-
     def _chunk(self, step: StepOutput) -> StreamChunk:
         sequence = step.sequence
         running = self._running[sequence.seq_id]
@@ -230,7 +227,7 @@ class Requests:
             structure = running.params.structured_output
             if structure is not None and sequence.error_code == "grammar_too_slow":
                 self._grammars().refuse(structure)
-            output = self._output(running)
+            output = self._finished(running)
         return StreamChunk(
             running.index,
             new.text,
@@ -243,7 +240,7 @@ class Requests:
             step.rejected_token_ids,
         )
 
-    def _output(self, running: _Running) -> RequestOutput:
+    def _finished(self, running: _Output) -> RequestOutput:
         sequence, params = running.sequence, running.params
         assert sequence.finish_reason is not None
         last = sequence.token_ids[-1]
@@ -270,11 +267,3 @@ class Requests:
             error=sequence.error,
             error_code=sequence.error_code,
         )
-
-
-def _nth(params: SamplingParams, output_index: int) -> SamplingParams:
-    """Return the parameters of one of n outputs: its own seed, prompt log-probabilities once."""
-    if output_index == 0:
-        return params
-    seed = None if params.seed is None else derive_seed(params.seed, output_index)
-    return replace(params, seed=seed, prompt_logprobs=None)

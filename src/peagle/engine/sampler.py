@@ -53,7 +53,7 @@ class SampledStep:
 
 @dataclass(slots=True)
 class _Batch:
-    """What is built for a batch and kept while the next one has the same sequences.
+    """Tensors of a batch, kept while the next one has the same sequences.
 
     The num_outputs of `sampling` is that of the first step.
     """
@@ -68,10 +68,7 @@ class Sampler:
     """Processes logits, verifies drafts, reports log-probabilities; keeps the counts of penalties.
 
     Args:
-        vocab_size: V.
-        device: of the logits.
         max_num_seqs: most sequences between their first step and their release.
-        synthetic_acceptance_rates: as in SpeculativeConfig.
     """
 
     def __init__(
@@ -118,10 +115,26 @@ class Sampler:
             masks_RV: bool, the tokens that a grammar permits, all of them for sequences without
                 one; others are never emitted. None if no sequence has a grammar.
         """
-        batch = self._prepare(sequences)
+        seq_ids = [s.seq_id for s in sequences]
+        batch = self._batch
+        if batch is None or batch.seq_ids != seq_ids:
+            slots = [self._slot(s) if has_penalties(s) else -1 for s in sequences]
+            batch = self._batch = _Batch(
+                seq_ids,
+                self._sampling(sequences),
+                build_rules(sequences, slots, self.vocab_size, self.device),
+                any(s.params.logprobs is not None for s in sequences),
+            )
+        if batch.rules is not None and batch.rules.min_tokens is not None:
+            batch.rules = _without_reached_minimum(batch.rules, sequences)
         sampling = self._current(batch, sequences)
         rows = self._rows(batch, sequences, num_drafted, sampling, len(logits_RV))
-        processed_RV = self._processed(batch, logits_RV, rows, sampling, masks_RV)
+        processed_RV = logits_RV
+        if batch.rules is not None or masks_RV is not None:
+            rules = batch.rules or LogitsRules()
+            processed_RV = process_logits(
+                logits_RV, rows, rules, sampling.temperature_B, self._counts, masks_RV
+            )
         # Greedy verification has no use for q.
         draft_probs_BKV = None if sampling.all_greedy else self._draft_probs(sequences, num_drafted)
         verified = verify(processed_RV, rows, sampling, draft_probs_BKV, self._synthetic_rates_K)
@@ -155,27 +168,9 @@ class Sampler:
             self._free_slots.append(slot)
             self._batch = None
 
-    def _prepare(self, sequences: SequenceOf[Sequence]) -> _Batch:
-        seq_ids = [s.seq_id for s in sequences]
-        batch = self._batch
-        if batch is None or batch.seq_ids != seq_ids:
-            batch = self._batch = self._build(sequences, seq_ids)
-        if batch.rules is not None and batch.rules.min_tokens is not None:
-            batch.rules = _without_reached_minimum(batch.rules, sequences)
-        return batch
-
     def _current(self, batch: _Batch, sequences: SequenceOf[Sequence]) -> SamplingTensors:
         num_outputs_B = self._ints([s.num_output_tokens for s in sequences])
         return replace(batch.sampling, num_outputs_B=num_outputs_B)
-
-    def _build(self, sequences: SequenceOf[Sequence], seq_ids: list[int]) -> _Batch:
-        slots = [self._slot(s) if has_penalties(s) else -1 for s in sequences]
-        return _Batch(
-            seq_ids,
-            self._sampling(sequences),
-            build_rules(sequences, slots, self.vocab_size, self.device),
-            any(s.params.logprobs is not None for s in sequences),
-        )
 
     def _sampling(self, sequences: SequenceOf[Sequence]) -> SamplingTensors:
         params = [s.params for s in sequences]
@@ -226,20 +221,6 @@ class Sampler:
             num_rows,
             tails_BW,
         )
-
-    def _processed(
-        self,
-        batch: _Batch,
-        logits_RV: Tensor,
-        rows: VerificationRows,
-        sampling: SamplingTensors,
-        masks_RV: Tensor | None,
-    ) -> Tensor:
-        if batch.rules is None and masks_RV is None:
-            return logits_RV
-        rules = batch.rules or LogitsRules()
-        temperature_B = sampling.temperature_B
-        return process_logits(logits_RV, rows, rules, temperature_B, self._counts, masks_RV)
 
     def _draft_probs(
         self, sequences: SequenceOf[Sequence], num_drafted: SequenceOf[int]
@@ -336,12 +317,9 @@ def build_rules(
     vocab_size: int,
     device: torch.device,
 ) -> LogitsRules | None:
-    """The rules of a batch; None if no request asks for any.
+    """The rules of a batch, whose bad words are token ids; None if no request asks for any.
 
-    Args:
-        sequences: their ids of bias, allowed ids and bad words are in the vocabulary, and their
-            bad words are token ids.
-        count_slots: the slot of each in the token counts, below 0 for none.
+    `count_slots` has the slot of each sequence in the token counts, below 0 for none.
     """
     params = [s.params for s in sequences]
 

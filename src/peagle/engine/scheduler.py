@@ -15,7 +15,6 @@ class Chunk:
     """The tokens of one sequence that one pass computes.
 
     Attributes:
-        sequence: the sequence.
         num_tokens: number of tokens, from the first that is not computed.
         num_drafts: number of drafts that are verified behind them.
         samples: whether the rows of the last token and the drafts give new tokens; only the last
@@ -32,10 +31,7 @@ class Chunk:
 class Schedule:
     """One step: a pass over chunks of prompts, then one over the sequences that decode.
 
-    Attributes:
-        prefill, decode: chunks of the two passes.
-        admitted: sequences that got their blocks.
-        preempted: sequences that lost their blocks.
+    `admitted` sequences got their blocks, `preempted` ones lost theirs.
     """
 
     prefill: list[Chunk] = field(default_factory=list)
@@ -54,10 +50,8 @@ class Scheduler:
     of lower priority.
 
     Args:
-        blocks: the KV blocks.
         max_num_seqs: most sequences that run together.
         max_num_batched_tokens: most prompt tokens of one step.
-        max_model_len: length of the longest sequence.
         num_lookahead_slots: KV slots that a step may touch beyond the last token.
     """
 
@@ -116,9 +110,8 @@ class Scheduler:
 
     def _decode(self, plan: Schedule) -> None:
         for sequence in list(self.running):
-            if sequence.status is not SequenceStatus.RUNNING or sequence.is_prefilling:
-                continue
-            if sequence.waits_for_grammar:
+            is_running = sequence.status is SequenceStatus.RUNNING
+            if not is_running or sequence.is_prefilling or sequence.waits_for_grammar:
                 continue
             slots = self._slots(len(sequence))
             while not self.blocks.extend(sequence, slots):
@@ -148,7 +141,13 @@ class Scheduler:
             if not self._make_room(sequence, matched, plan):
                 break
             self.waiting.remove(sequence)
-            self._start(sequence, matched)
+            self.blocks.admit(sequence, matched, self._slots(len(sequence)))
+            num_cached = len(matched) * self.blocks.block_size
+            sequence.num_computed_tokens = sequence.num_drafter_tokens = num_cached
+            if sequence.num_cached_tokens is None:
+                sequence.num_cached_tokens = num_cached
+            sequence.status = SequenceStatus.RUNNING
+            insort(self.running, sequence, key=lambda s: s.order)
             plan.admitted.append(sequence)
             if sequence.is_prefilling:
                 plan.prefill.append(_prompt_chunk(sequence, budget))
@@ -168,15 +167,6 @@ class Scheduler:
             if last is None or last.priority <= sequence.priority:
                 return False
             self._preempt(last, plan)
-
-    def _start(self, sequence: Sequence, matched: list[int]) -> None:
-        self.blocks.admit(sequence, matched, self._slots(len(sequence)))
-        num_cached = len(matched) * self.blocks.block_size
-        sequence.num_computed_tokens = sequence.num_drafter_tokens = num_cached
-        if sequence.num_cached_tokens is None:
-            sequence.num_cached_tokens = num_cached
-        sequence.status = SequenceStatus.RUNNING
-        insort(self.running, sequence, key=lambda s: s.order)
 
     def _preempt(self, sequence: Sequence, plan: Schedule) -> None:
         self.running.remove(sequence)

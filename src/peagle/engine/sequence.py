@@ -33,13 +33,11 @@ class Sequence:
         seq_id: number of the sequence in the engine, by arrival.
         token_ids: prompt, then output.
         params: sampling parameters; `seed` is the seed of its random numbers.
-        stop_token_ids: ids that end the output.
         priority: sequences with a lower number go first.
         num_speculative_tokens: most drafts of a step; with 0 the request never drafts.
         grammar: state of the grammar that the output must follow; None without one.
         leader: a sequence with the same prompt whose KV this one waits for.
         cache_salt: only sequences of the same salt share KV blocks.
-        block_table: KV blocks in order.
         block_hashes: hashes of the full blocks so far, see BlockManager.
         num_computed_tokens: tokens whose KV the target has written.
         num_drafter_tokens: slots that the drafter has written.
@@ -50,11 +48,10 @@ class Sequence:
         num_cached_tokens: prompt tokens whose KV the cache held when it was first admitted.
         num_preemptions: number of times that the sequence lost its blocks.
         admitted_s: when it was first admitted, by `time.perf_counter`.
-        logprobs: log-probabilities of the output tokens, if asked for.
-        prompt_logprobs: log-probabilities of the prompt's tokens but the first, if asked for.
-        finish_reason: "stop", "length", "cancelled" or "error" once finished.
-        error: why it ended with "error"; None otherwise.
-        error_code: the same for programs.
+        logprobs, prompt_logprobs: of the output, and of the prompt but its first token, if asked
+            for.
+        finish_reason: "stop", "length", "cancelled" or "error" once finished; `error` and
+            `error_code` say why it ended with "error".
     """
 
     seq_id: int

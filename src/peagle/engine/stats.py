@@ -84,7 +84,6 @@ class StepTimes:
     """Where the device spent the decode steps that ran as CUDA graphs, in seconds.
 
     Attributes:
-        num_steps: steps counted.
         target: the target's pass over newest and draft tokens.
         verify: acceptance, next tokens, new state.
         draft: the drafter, with the making of its batch.
@@ -110,9 +109,7 @@ class EngineStats:
 
     Attributes:
         num_waiting, num_running: sequences now.
-        num_kv_blocks, num_free_kv_blocks: of the cache; free ones may keep KV for later requests.
-        num_steps: steps taken.
-        num_finished, num_cancelled: sequences that ended.
+        num_free_kv_blocks: blocks without an owner; some may keep KV for later requests.
         num_preemptions: times that a sequence gave its blocks up and was computed again.
         num_prompt_tokens: tokens of the prompts admitted.
         num_cached_tokens: those of them whose KV was there already.

@@ -1,46 +1,54 @@
-"""Acceptance of drafts, pooled over outputs, and what loops do to it.
+"""Acceptance of drafts: pooled counters, the figures that follow from them, and their slices.
 
-A small model falls into loops, and a loop is easy to draft: the figures up to the first loop say
-what a head is worth on text that goes somewhere.
+A small model falls into loops, and a loop is easy to draft. The figures up to the first loop tell
+how well a head drafts other text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
 from peagle.engine import SpeculationStats
-from peagle.llm import RequestOutput
+from peagle.evaluation.decoding import Answer, DecodedStep, Observation
+from peagle.evaluation.intervals import MIN_CLUSTERS, acceptance_intervals
+from peagle.evaluation.texts import coloured_samples, hardest_texts
+from peagle.results import AcceptanceFigures, HistogramBin, RangeSlice, Slice
 
 LOOP_NGRAM = 16
+# Ranges of lengths begin at 0 and at these numbers times powers of two.
+FIRST_CONTEXT, FIRST_OUTPUT = 64, 32
+_BIN = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class DecodedStep:
-    """What one step of the engine gave one output.
+# ---- counters of a request ------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class RequestCounts:
+    """The counters of one request, or of some of its steps.
 
     Attributes:
-        num_tokens: tokens added.
-        num_drafted: draft tokens verified.
-        num_accepted: draft tokens among the tokens added (the first ones).
+        conversation: the prompt that the request belongs to; the turns of a prompt vary together.
+        num_steps: decode steps, those without a draft too.
+        loops: whether the output falls into a loop; None where that was not looked for.
+        before_loop: drafts up to the loop, and decode steps; all of them where there is no loop.
     """
 
-    num_tokens: int
-    num_drafted: int
-    num_accepted: int
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A finished output and the steps it came in; the first step is the prompt pass."""
-
-    output: RequestOutput
-    steps: list[DecodedStep]
+    conversation: str = ""
+    stats: SpeculationStats = field(default_factory=SpeculationStats)
+    num_tokens: int = 0
+    num_steps: int = 0
+    loops: bool | None = None
+    before_loop: tuple[SpeculationStats, int] | None = None
 
 
 def loop_start(token_ids: Sequence[int], ngram: int = LOOP_NGRAM) -> int | None:
-    """Where the second occurrence of the first repeated n-gram begins; None without a repeat.
+    """Return where the second occurrence of the first repeated n-gram begins, None without one.
 
     [a b c a b c a], n = 3: "a b c" occurs again at index 3, so the answer is 3.
     """
@@ -53,18 +61,10 @@ def loop_start(token_ids: Sequence[int], ngram: int = LOOP_NGRAM) -> int | None:
     return None
 
 
-def before_loop(
+def _before_loop(
     token_ids: Sequence[int], steps: Sequence[DecodedStep]
 ) -> tuple[SpeculationStats, int] | None:
-    """Counters and number of the decode steps that end where a loop begins or earlier.
-
-    Args:
-        token_ids: an output.
-        steps: those that it came in, the first of them the prompt pass.
-
-    Returns:
-        None where the output has no loop (see `loop_start`).
-    """
+    """Count the decode steps that end where a loop begins or earlier; None without a loop."""
     loop = loop_start(token_ids)
     if loop is None:
         return None
@@ -79,40 +79,22 @@ def before_loop(
     return stats, num_steps
 
 
-def acceptance_figures(completions: Sequence[Completion]) -> dict[str, Any]:
-    """Pooled figures of a set of outputs as a JSON object.
+def _counts_of(answer: Answer, conversation: str = "") -> RequestCounts:
+    assert answer.stats is not None
+    counts = RequestCounts(conversation, answer.stats, answer.num_tokens)
+    if answer.steps is not None and answer.token_ids is not None:
+        counts.num_steps = len(answer.steps) - 1
+        found = _before_loop(answer.token_ids, answer.steps)
+        counts.loops = found is not None
+        counts.before_loop = found or (answer.stats, counts.num_steps)
+    else:
+        # Every step but the prompt pass brings one token beside the accepted ones.
+        decoded = answer.num_tokens - 1 - answer.stats.num_accepted_tokens
+        counts.num_steps = max(answer.stats.num_drafts, decoded)
+    return counts
 
-    The acceptance length is 1 + accepted draft tokens / drafts. tokens_per_step counts the steps
-    that had nothing to verify too: it is the same for heads, and lower for prompt lookup, which
-    does not always find a draft. Figures "before_loop" are of the steps that end before a loop.
-    """
-    total, before = SpeculationStats(), SpeculationStats()
-    num_steps = num_steps_before = num_loops = 0
-    for one in completions:
-        whole = one.output.stats, len(one.steps) - 1
-        early = before_loop(one.output.token_ids, one.steps)
-        num_loops += early is not None
-        for stats, found in ((total, whole), (before, early or whole)):
-            stats.add(found[0])
-        num_steps += whole[1]
-        num_steps_before += (early or whole)[1]
-    return {
-        "num_outputs": len(completions),
-        "num_tokens": sum(len(one.output.token_ids) for one in completions),
-        "num_drafts": total.num_drafts,
-        "num_draft_tokens": total.num_draft_tokens,
-        "num_accepted_tokens": total.num_accepted_tokens,
-        "num_accepted_tokens_per_pos": total.num_accepted_tokens_per_pos,
-        "acceptance_length": total.acceptance_length,
-        "unconditional_acceptance_per_pos": total.acceptance_per_pos,
-        "conditional_acceptance_per_pos": conditional_acceptance(total),
-        "tokens_per_step": tokens_per_step(total, num_steps),
-        "loop_share": num_loops / len(completions) if completions else 0.0,
-        "num_drafts_before_loop": before.num_drafts,
-        "acceptance_length_before_loop": before.acceptance_length,
-        "unconditional_acceptance_per_pos_before_loop": before.acceptance_per_pos,
-        "tokens_per_step_before_loop": tokens_per_step(before, num_steps_before),
-    }
+
+# ---- figures of some requests ---------------------------------------------------------------
 
 
 def conditional_acceptance(stats: SpeculationStats) -> list[float | None]:
@@ -125,3 +107,272 @@ def conditional_acceptance(stats: SpeculationStats) -> list[float | None]:
 def tokens_per_step(stats: SpeculationStats, steps: int) -> float:
     """1 + accepted draft tokens / decode steps."""
     return 1 + stats.num_accepted_tokens / steps if steps else 1.0
+
+
+def acceptance_figures(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Return the pooled figures of answers with their steps as a JSON object.
+
+    acceptance_length = 1 + accepted draft tokens / drafts. tokens_per_step counts the steps that
+    had nothing to verify too: it is the same for heads, and lower for prompt lookup, which does not
+    find a draft at every step. Figures "before_loop" are of the steps that end before a loop.
+    """
+    every = [_counts_of(answer) for answer in answers]
+    total = SpeculationStats.pooled(counts.stats for counts in every)
+    early = [counts.before_loop for counts in every if counts.before_loop is not None]
+    before = SpeculationStats.pooled(stats for stats, _ in early)
+    return {
+        "num_outputs": len(answers),
+        "num_tokens": sum(one.num_tokens for one in every),
+        "num_drafts": total.num_drafts,
+        "num_draft_tokens": total.num_draft_tokens,
+        "num_accepted_tokens": total.num_accepted_tokens,
+        "num_accepted_tokens_per_pos": total.num_accepted_tokens_per_pos,
+        "acceptance_length": total.acceptance_length,
+        "unconditional_acceptance_per_pos": total.acceptance_per_pos,
+        "conditional_acceptance_per_pos": conditional_acceptance(total),
+        "tokens_per_step": tokens_per_step(total, sum(one.num_steps for one in every)),
+        "loop_share": sum(bool(one.loops) for one in every) / len(every) if every else 0.0,
+        "num_drafts_before_loop": before.num_drafts,
+        "acceptance_length_before_loop": before.acceptance_length,
+        "unconditional_acceptance_per_pos_before_loop": before.acceptance_per_pos,
+        "tokens_per_step_before_loop": tokens_per_step(before, sum(steps for _, steps in early)),
+    }
+
+
+def slice_of(counts: Sequence[RequestCounts], k: int = 0, *, seed: int = 0) -> Slice:
+    """Pool the counters of some requests; 95% intervals are None below 5 conversations.
+
+    `k` is the least number of positions to list, also where no draft was so long.
+    """
+    total = SpeculationStats.pooled(one.stats for one in counts)
+    clusters: dict[str, SpeculationStats] = {}
+    for one in sorted(counts, key=lambda one: one.conversation):  # one order, one interval
+        clusters.setdefault(one.conversation, SpeculationStats()).add(one.stats)
+    rows = [stats.num_accepted_tokens_per_pos for stats in clusters.values()]
+    width = max([k, *map(len, rows)])
+    accepted_NK = np.array([row + [0] * (width - len(row)) for row in rows], dtype=np.int64)
+    drafts_N = np.array([stats.num_drafts for stats in clusters.values()], dtype=np.int64)
+    intervals = acceptance_intervals(drafts_N, accepted_NK.reshape(len(rows), width), seed=seed)
+    looked = [one.loops for one in counts if one.loops is not None]
+    before = SpeculationStats.pooled(one.before_loop[0] for one in counts if one.before_loop)
+    return Slice(
+        num_requests=len(counts),
+        num_tokens=sum(one.num_tokens for one in counts),
+        **_figures(total, k),
+        acceptance_length_ci=intervals.acceptance_length,
+        unconditional_ci=intervals.unconditional,
+        conditional_ci=intervals.conditional,
+        tokens_per_step=tokens_per_step(total, sum(one.num_steps for one in counts)),
+        loop_share=sum(looked) / len(looked) if looked else None,
+        acceptance_length_before_loop=before.acceptance_length if before.num_drafts else None,
+    )
+
+
+def _figures(stats: SpeculationStats, k: int) -> dict[str, Any]:
+    per_pos = stats.num_accepted_tokens_per_pos
+    if stats.num_drafts:
+        per_pos.extend([0] * (k - len(per_pos)))
+    return {
+        "num_drafts": stats.num_drafts,
+        "num_draft_tokens": stats.num_draft_tokens,
+        "num_accepted_tokens": stats.num_accepted_tokens,
+        "num_accepted_tokens_per_pos": per_pos,
+        "acceptance_length": stats.acceptance_length,
+        "unconditional": stats.acceptance_per_pos,
+        "conditional": conditional_acceptance(stats),
+    }
+
+
+# ---- figures of an entry --------------------------------------------------------------------
+
+
+def figures_of_answers(
+    observations: Sequence[Observation],
+    k: int,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    seed: int = 0,
+) -> AcceptanceFigures:
+    """Compute all figures of one entry from answers that tell their drafts.
+
+    Args:
+        observations: whole answers; those without steps give no figures by context or position.
+        k: draft tokens of a step.
+        tokenizer: of the target, for texts by token; None leaves these out.
+        seed: of the intervals.
+    """
+    counts = [_counts_of(one.answer, one.conversation) for one in observations]
+
+    def by(key: Callable[[Observation], str]) -> dict[str, Slice]:
+        groups: dict[str, list[RequestCounts]] = {}
+        for one, own in zip(observations, counts, strict=True):
+            groups.setdefault(key(one), []).append(own)
+        return {name: slice_of(group, k, seed=seed) for name, group in groups.items()}
+
+    def by_length(length: Callable[[DraftedStep], int], first: int) -> list[RangeSlice]:
+        """Slice the steps by a length at which they begin, in ranges that double."""
+        ranges = _steps_by(stepped, lambda step: (length(step) // first).bit_length())
+        return [
+            RangeSlice(
+                first=first << (number - 1) if number else 0,
+                last=first << number,
+                slice=slice_of(group, k, seed=seed),
+            )
+            for number, group in sorted(ranges.items())
+        ]
+
+    stepped = [one for one in observations if one.answer.steps is not None]
+    pooled = slice_of(counts, k, seed=seed)
+    conversations: dict[str, tuple[int, int, int]] = {}
+    for one in counts:
+        drafts, accepted, steps = conversations.get(one.conversation, (0, 0, 0))
+        conversations[one.conversation] = (
+            drafts + one.stats.num_drafts,
+            accepted + one.stats.num_accepted_tokens,
+            steps + one.num_steps,
+        )
+    return AcceptanceFigures(
+        pooled=pooled,
+        by_set=by(lambda one: one.set),
+        by_category=by(lambda one: one.group),
+        by_context=by_length(lambda step: step.context, FIRST_CONTEXT),
+        by_output_position=by_length(lambda step: step.output, FIRST_OUTPUT),
+        histogram=histogram(one.stats for one in counts),
+        loop_share=pooled.loop_share,
+        by_conversation=conversations,
+        hardest=hardest_texts(stepped),
+        samples=coloured_samples(stepped, tokenizer) if tokenizer else [],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCounters:
+    """The counters of a server while it answered the prompts of one set and category."""
+
+    set: str
+    group: str
+    num_requests: int
+    num_tokens: int
+    stats: SpeculationStats | None
+
+
+def figures_of_counters(groups: Sequence[GroupCounters], k: int) -> AcceptanceFigures:
+    """Compute the figures of one entry from counters that do not tell requests apart.
+
+    The prompt pass gives a request its first token, and every further step gives the accepted
+    drafts and one token; the number of steps follows. There are no intervals. Where a server has
+    no counters the acceptance length is None.
+    """
+
+    def pooled(chosen: Sequence[GroupCounters]) -> Slice:
+        known = [one.stats for one in chosen if one.stats is not None]
+        stats = SpeculationStats.pooled(known)
+        num_requests = sum(one.num_requests for one in chosen)
+        num_tokens = sum(one.num_tokens for one in chosen)
+        num_steps = max(stats.num_drafts, num_tokens - num_requests - stats.num_accepted_tokens)
+        figures = _figures(stats, k)
+        if not known:
+            figures["acceptance_length"] = None
+        return Slice(
+            num_requests=num_requests,
+            num_tokens=num_tokens,
+            **figures,
+            tokens_per_step=tokens_per_step(stats, num_steps),
+        )
+
+    sets = dict.fromkeys(one.set for one in groups)
+    return AcceptanceFigures(
+        pooled=pooled(groups),
+        by_set={name: pooled([one for one in groups if one.set == name]) for name in sets},
+        by_category={one.group: pooled([one]) for one in groups},
+    )
+
+
+def histogram(every: Iterable[SpeculationStats]) -> list[HistogramBin]:
+    """Count requests by their own acceptance length, in bins of a half."""
+    lengths = [stats.acceptance_length for stats in every if stats.num_drafts]
+    if not lengths:
+        return []
+    bins = [0] * (int((max(lengths) - 1) / _BIN) + 1)
+    for one in lengths:
+        bins[int((one - 1) / _BIN)] += 1
+    return [
+        HistogramBin(first=1 + number * _BIN, last=1 + (number + 1) * _BIN, count=count)
+        for number, count in enumerate(bins)
+    ]
+
+
+# ---- figures by step ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedStep:
+    """A decode step, and the tokens before it; accepted drafts count before stops trim them."""
+
+    context: int  # tokens of prompt and output before the step
+    output: int  # tokens of the output before the step
+    num_tokens: int
+    num_drafted: int
+    num_accepted: int
+
+
+def decode_steps(answer: Answer) -> Iterator[DraftedStep]:
+    """Yield the steps of an answer after the prompt pass; their drafts add up to its counters."""
+    assert answer.steps is not None and answer.stats is not None
+    done, accepted = 0, 0
+    last = len(answer.steps) - 1
+    for number, step in enumerate(answer.steps):
+        # Only the last step can have been trimmed: what the others accepted tells its share.
+        true = answer.stats.num_accepted_tokens - accepted if number == last else step.num_accepted
+        if number:
+            context = answer.num_prompt_tokens + done
+            yield DraftedStep(context, done, step.num_tokens, step.num_drafted, true)
+        done += step.num_tokens
+        accepted += true
+
+
+def _steps_by(
+    observations: Sequence[Observation], number_of: Callable[[DraftedStep], int]
+) -> dict[int, list[RequestCounts]]:
+    """Count the steps of each request, grouped by a number of the step."""
+    found: dict[int, list[RequestCounts]] = {}
+    for one in observations:
+        own: dict[int, RequestCounts] = {}
+        for step in decode_steps(one.answer):
+            counts = own.setdefault(number_of(step), RequestCounts(one.conversation))
+            counts.stats.record(step.num_drafted, step.num_accepted)
+            counts.num_tokens += step.num_tokens
+            counts.num_steps += 1
+        for number, counts in own.items():
+            found.setdefault(number, []).append(counts)
+    return found
+
+
+def beyond_training(
+    observations: Sequence[Observation], length: int, k: int, *, seed: int = 0
+) -> str | None:
+    """Say what contexts of `length` tokens and more cost a head; None where nothing is lost.
+
+    A loss shows where the intervals of the acceptance length on both sides do not touch, or where
+    no draft passes any more. Answers without steps do not count.
+    """
+    stepped = [one for one in observations if one.answer.steps is not None]
+    sides = _steps_by(stepped, lambda step: int(step.context >= length))
+    if len(sides) < 2:
+        return None
+    within, beyond = (slice_of(sides[number], k, seed=seed) for number in (0, 1))
+    if beyond.num_requests < MIN_CLUSTERS or within.acceptance_length_ci is None:
+        return None
+    if beyond.acceptance_length_ci is None:
+        # Where every draft was rejected there is no interval, and no doubt either.
+        is_lost = beyond.num_drafts > 0 and not beyond.num_accepted_tokens
+    else:
+        is_lost = beyond.acceptance_length_ci[1] < within.acceptance_length_ci[0]
+    if not is_lost:
+        return None
+    share = beyond.num_drafts / (within.num_drafts + beyond.num_drafts)
+    return (
+        f"{share:.0%} of the drafts stand beyond the {length:,} tokens that the head was trained "
+        f"on: acceptance length {beyond.acceptance_length:.2f} there, "
+        f"{within.acceptance_length:.2f} before; train it on texts as long as those it serves"
+    )

@@ -13,7 +13,6 @@ from typing import Protocol
 from peagle.config import SamplingParams
 from peagle.engine import SpeculationStats
 from peagle.errors import UserError
-from peagle.evaluation.acceptance import DecodedStep
 
 Message = dict[str, str]
 
@@ -27,18 +26,30 @@ class Request:
     params: SamplingParams
 
 
+@dataclass(frozen=True, slots=True)
+class DecodedStep:
+    """The tokens that one step added to one output.
+
+    `num_drafted` draft tokens were verified; the first `num_accepted` tokens added are drafts.
+    """
+
+    num_tokens: int
+    num_drafted: int
+    num_accepted: int
+
+
 @dataclass(slots=True)
 class Answer:
     """The answer to a request. Times are seconds since it was sent.
 
     Attributes:
         finish_reason: "stop" or "length"; "" where it broke off.
-        chunks: when each piece of the output came, and how many tokens it held.
+        chunks: time of each piece of the output, and the number of its tokens.
         texts: text of each chunk.
-        seconds: to the end.
+        seconds: time of the end.
         steps: one a chunk, the first the prompt pass; None like `token_ids` and `stats`, the
             drafts of this request, where the backend does not tell them.
-        error: why there is no whole answer; "" where there is.
+        error: the reason why there is no whole answer; "" where there is one.
     """
 
     text: str = ""
@@ -66,9 +77,30 @@ class Run:
     `counters` are the drafts of the whole run by the backend's own counters, None without any.
     """
 
-    answers: list[Answer]
-    seconds: float
+    answers: list[Answer] = field(default_factory=list)
+    seconds: float = 0.0
     counters: SpeculationStats | None = None
+
+    def extend(self, other: Run) -> None:
+        """Append the answers and the seconds of another run."""
+        self.answers += other.answers
+        self.seconds += other.seconds
+
+    @property
+    def token_ids(self) -> list[list[int]]:
+        """Tokens of each answer, of a backend that tells them."""
+        return [answer.token_ids or [] for answer in self.answers]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens a second."""
+        num_tokens = sum(answer.num_tokens for answer in self.answers)
+        return num_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def stats(self) -> SpeculationStats:
+        """Pooled counters of the drafts of each answer."""
+        return SpeculationStats.pooled(one.stats for one in self.answers if one.stats)
 
 
 class Backend(Protocol):

@@ -13,22 +13,13 @@ PLAIN, NGRAM = "plain", "ngram"
 
 @dataclass(frozen=True, slots=True)
 class DecodingMethod:
-    """One way to decode.
-
-    Attributes:
-        name: in tables.
-        source: folder or hub id of the head as the user gave it; "" for plain decoding and prompt
-            lookup.
-        folder: where the head was found; "" before it is looked for.
-        trained_length: tokens of the longest sequence that the head was trained on, if it tells.
-        trained_depth: K that the head was trained for, if it tells.
-    """
+    """One way to decode, by its name in tables."""
 
     name: str
-    source: str = ""
-    folder: str = ""
-    trained_length: int | None = None
-    trained_depth: int | None = None
+    source: str = ""  # folder or hub id of the head as the user gave it; "" without a head
+    folder: str = ""  # the place where the head was found; "" before that
+    trained_length: int | None = None  # tokens of the longest sequence of training, if known
+    trained_depth: int | None = None  # K that the head was trained for, if known
 
     @classmethod
     def parse(cls, text: str) -> DecodingMethod:

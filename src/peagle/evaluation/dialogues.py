@@ -10,10 +10,10 @@ from peagle.chat import with_answer
 from peagle.config import SamplingParams
 from peagle.engine import SpeculationStats
 from peagle.errors import UserError
+from peagle.evaluation.acceptance import GroupCounters
 from peagle.evaluation.decoding import Answer, Backend, Message, Observation, Request
 from peagle.evaluation.engine_backend import EngineBackend
 from peagle.evaluation.prompts import Prompt
-from peagle.evaluation.xray import GroupCounters
 
 PromptSets = Mapping[str, Sequence[Prompt]]
 TURN_SEEDS = 1_000_003  # more than a set has prompts
@@ -33,8 +33,7 @@ class Dialogue:
         return self.set, self.prompt.category
 
     def request(self, turn: int, params: SamplingParams) -> Request:
-        assert params.seed is not None
-        seed = params.seed + self.index + turn * TURN_SEEDS
+        seed = (params.seed or 0) + self.index + turn * TURN_SEEDS
         return Request(f"{self.set}/{self.prompt.id}", self.next_prompt, replace(params, seed=seed))
 
     def observation(self, turn: int, answer: Answer) -> Observation:
@@ -49,7 +48,7 @@ class Dialogue:
             self.next_prompt = f"{self.next_prompt}{answer.text}\n\n{text}"
         else:
             before = with_answer(self.next_prompt, answer.text, opened=opened)
-            self.next_prompt = [*before, _user(text)]
+            self.next_prompt = [*before, {"role": "user", "content": text}]
 
 
 @dataclass(slots=True)
@@ -103,17 +102,24 @@ def run_dialogues(
     """
     results = DialogueResults()
     dialogues = [
-        Dialogue(name, index, prompt, [_user(prompt.text)] if chat else prompt.text)
+        Dialogue(
+            name, index, prompt, [{"role": "user", "content": prompt.text}] if chat else prompt.text
+        )
         for name, prompts in sets.items()
         for index, prompt in enumerate(prompts)
     ]
-    groups = [dialogues]
-    if not backend.tells_steps:
+    if backend.tells_steps:
+        _run_group(backend, dialogues, params, concurrency, results, watch)
+    else:
         order = list(sets)
         dialogues.sort(key=lambda one: (order.index(one.set), one.prompt.category))
-        groups = [list(group) for _, group in groupby(dialogues, key=lambda one: one.group)]
-    for group in groups:
-        _run_group(backend, group, params, concurrency, results, watch)
+        for (name, category), same in groupby(dialogues, key=lambda one: one.group):
+            first = len(results.observations)
+            drafts = _run_group(backend, list(same), params, concurrency, results, watch)
+            answered = results.observations[first:]
+            num_tokens = sum(one.answer.num_tokens for one in answered)
+            group = f"{name}/{category}" if category else name
+            results.groups.append(GroupCounters(name, group, len(answered), num_tokens, drafts))
     if results.num_errors and not results.observations:
         raise UserError(
             f"None of {results.num_errors} requests has an answer; the first: {results.first_error}"
@@ -123,14 +129,15 @@ def run_dialogues(
 
 def _run_group(
     backend: Backend,
-    group: Sequence[Dialogue],
+    going_on: list[Dialogue],
     params: SamplingParams,
     concurrency: int,
     results: DialogueResults,
     watch: Callable[[], None] | None,
-) -> None:
+) -> SpeculationStats | None:
+    """Run dialogues turn by turn, and return the backend's counters, None without any."""
     counters: list[SpeculationStats] = []
-    first, turn, going_on = len(results.observations), 0, list(group)
+    turn = 0
     while going_on:
         requests = [one.request(turn, params) for one in going_on]
         run = backend.run(requests, concurrency, (lambda *_: watch()) if watch else None)
@@ -150,19 +157,4 @@ def _run_group(
                 one.add_turn(answer, turn, backend.opens_thinking(request) if is_engine else None)
                 unfinished.append(one)
         going_on = unfinished
-    if len({one.group for one in group}) == 1:
-        answered = results.observations[first:]
-        name, category = group[0].group
-        results.groups.append(
-            GroupCounters(
-                name,
-                f"{name}/{category}" if category else name,
-                len(answered),
-                sum(observation.answer.num_tokens for observation in answered),
-                SpeculationStats.pooled(counters) if counters else None,
-            )
-        )
-
-
-def _user(text: str) -> Message:
-    return {"role": "user", "content": text}
+    return SpeculationStats.pooled(counters) if counters else None

@@ -6,11 +6,11 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
 from peagle.client.api import KEY_VARIABLE, ApiClient, error_message, key_from_environment
-from peagle.client.counters import Counters, DraftCounts, read_counters
+from peagle.client.counters import Counters, read_counters
 from peagle.client.fields import sampling_fields, served_drafts
 from peagle.config import SamplingParams
 from peagle.engine import SpeculationStats
@@ -48,11 +48,7 @@ class EndpointBackend:
         report: ask our server for the drafts of every step, which costs it a little time.
         timeout_s: limit of a request.
 
-    Attributes:
-        name: the URL.
-        model: the name that requests go to.
-        facts: what the server lists of the model; {} if nothing.
-        notes: what does not work here, each once.
+    `facts` are what the server lists of the model, `notes` what does not work here, each once.
 
     Raises:
         UserError: the URL or the key is not usable, nobody answers there, or there is no such
@@ -196,7 +192,9 @@ class EndpointBackend:
         elif after.drafts.num_drafts < before.drafts.num_drafts:
             self._note("was restarted during a run: its counters began anew")
         else:
-            run.counters = _stats(after.drafts.since(before.drafts))
+            counts = asdict(after.drafts.since(before.drafts))
+            per_pos = list(counts.pop("num_accepted_tokens_per_pos"))
+            run.counters = SpeculationStats(**counts, num_accepted_tokens_per_pos=per_pos)
         if before.num_tokens is not None and after.num_tokens is not None:
             own = sum(answer.num_tokens for answer in run.answers)
             others = after.num_tokens - before.num_tokens - own
@@ -292,12 +290,6 @@ def _has_token_counts(reply: Reply) -> bool:
     except ValueError:
         return True
     return any(chunk.get("usage") or chunk.get("speculation") for chunk in chunks)
-
-
-def _stats(counts: DraftCounts) -> SpeculationStats:
-    per_pos = list(counts.num_accepted_tokens_per_pos)
-    totals = counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens
-    return SpeculationStats(*totals, per_pos)
 
 
 def _fields(request: Request) -> dict[str, Any]:

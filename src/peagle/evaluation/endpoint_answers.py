@@ -11,8 +11,7 @@ from typing import Any
 from peagle.client.api import error_message, printable
 from peagle.client.events import DONE
 from peagle.engine import SpeculationStats
-from peagle.evaluation.acceptance import DecodedStep
-from peagle.evaluation.decoding import Answer
+from peagle.evaluation.decoding import Answer, DecodedStep
 from peagle.evaluation.http_client import Reply
 
 _PROBLEMS = {
@@ -29,7 +28,7 @@ class ForeignAnswer(ValueError):
 
 
 @dataclass(slots=True)
-class _Piece:
+class _OutputPart:
     """The output of one step of the server, as far as events separate steps."""
 
     seconds: float
@@ -54,7 +53,7 @@ def read_answer(reply: Reply) -> Answer:
     if reply.status != 200:
         return Answer(seconds=reply.seconds, error=f"{reply.status}: {error_message(reply.body)}")
     if reply.headers.get("content-type", "").startswith("text/event-stream"):
-        return _Stream(reply).answer
+        return _streamed(reply)
     return _whole(reply)
 
 
@@ -70,7 +69,7 @@ def speculation_of(usage: Mapping[str, Any]) -> SpeculationStats | None:
 
 
 def _whole(reply: Reply) -> Answer:
-    """An answer in one piece: its first token is its last."""
+    """An answer in one part: its first token is its last."""
     try:
         body = json.loads(reply.body)
         choice = body["choices"][0]
@@ -91,78 +90,64 @@ def _whole(reply: Reply) -> Answer:
     )
 
 
-class _Stream:
-    """Reads the events of a stream."""
-
-    def __init__(self, reply: Reply) -> None:
-        self.pieces: list[_Piece] = []
-        self.finish_reason = self.error = ""
-        self.usage: Mapping[str, Any] = {}
-        self._so_far = 0  # tokens of the chunks so far, by their usage
-        events: list[tuple[float, Mapping[str, Any]]] = []
-        for when, data in reply.events:
-            if data != DONE:
-                events.append((when - reply.sent_s, _event(data)))
-        written = [event for _, event in events if event.get("choices")]
-        # Some put the usage of the whole answer into the last chunk that has text.
-        self._has_usage = bool(written) and all(event.get("usage") for event in written)
-        self._has_steps = any(event.get("speculation") for event in written)
-        for seconds, event in events:
-            try:
-                self._take(seconds, event)
-            except (ValueError, TypeError, AttributeError, KeyError):
-                raise ForeignAnswer(_beginning(json.dumps(event).encode())) from None
-        ended = self.finish_reason or (reply.events and reply.events[-1][1] == DONE)
-        if not self.error and (reply.problem or not ended):
-            self.error = _PROBLEMS[reply.problem or "cut"]
-        self.answer = self._answer(reply.seconds)
-
-    def _take(self, seconds: float, event: Mapping[str, Any]) -> None:
-        if error := event.get("error"):
-            self.error = error_message(json.dumps({"error": error}).encode())
-        self.usage = event.get("usage") or self.usage
-        if not event.get("choices"):
-            return
-        choice = event["choices"][0]
-        self.finish_reason = choice.get("finish_reason") or self.finish_reason
-        text, content = _texts(choice.get("delta") or choice)
-        piece = self._piece(seconds, event)
+def _streamed(reply: Reply) -> Answer:
+    """Read the events of a stream."""
+    events = [(when - reply.sent_s, _event(data)) for when, data in reply.events if data != DONE]
+    written = [event for _, event in events if event.get("choices")]
+    # Some put the usage of the whole answer into the last chunk that has text.
+    has_usage = bool(written) and all(event.get("usage") for event in written)
+    has_steps = any(event.get("speculation") for event in written)
+    parts: list[_OutputPart] = []
+    usage: Mapping[str, Any] = {}
+    finish_reason = error = ""
+    so_far = 0  # tokens of the chunks so far, by their usage
+    for seconds, event in events:
+        try:
+            if problem := event.get("error"):
+                error = error_message(json.dumps({"error": problem}).encode())
+            usage = event.get("usage") or usage
+            if not event.get("choices"):
+                continue
+            choice = event["choices"][0]
+            finish_reason = choice.get("finish_reason") or finish_reason
+            text, content = _texts(choice.get("delta") or choice)
+            part = _OutputPart(seconds)
+            if has_steps:
+                report = event.get("speculation") or {}
+                part.num_tokens = len(report.get("tokens", ()))
+                drafted, accepted = report.get("num_drafted", 0), report.get("num_accepted", 0)
+                part.step = DecodedStep(part.num_tokens, drafted, accepted)
+            elif has_usage:
+                count = max(int(usage.get("completion_tokens") or 0), so_far)
+                part.num_tokens, so_far = count - so_far, count
+        except (ValueError, TypeError, AttributeError, KeyError):
+            raise ForeignAnswer(_beginning(json.dumps(event).encode())) from None
         # Without tokens of its own an event goes on with the step before it.
-        is_new = piece.num_tokens if self._has_steps or self._has_usage else text
-        if is_new or (text and not self.pieces):
-            self.pieces.append(piece)
+        is_new = part.num_tokens if has_steps or has_usage else text
+        if is_new or (text and not parts):
+            parts.append(part)
         if text:
-            self.pieces[-1].text += text
-            self.pieces[-1].answer += content
-
-    def _piece(self, seconds: float, event: Mapping[str, Any]) -> _Piece:
-        if self._has_steps:
-            report = event.get("speculation") or {}
-            count = len(report.get("tokens", ()))
-            step = DecodedStep(count, report.get("num_drafted", 0), report.get("num_accepted", 0))
-            return _Piece(seconds, num_tokens=count, step=step)
-        count = int(self.usage.get("completion_tokens") or 0) if self._has_usage else 0
-        before, self._so_far = self._so_far, max(count, self._so_far)
-        return _Piece(seconds, num_tokens=self._so_far - before)
-
-    def _answer(self, seconds: float) -> Answer:
-        pieces = self.pieces
-        count = self.usage.get("completion_tokens")
-        if not self._has_steps and not self._has_usage:
-            _share_out(pieces, len(pieces) if count is None else int(count))
-        steps = [piece.step for piece in pieces if piece.step is not None]
-        return Answer(
-            text="".join(piece.answer for piece in pieces),
-            finish_reason="" if self.error else self.finish_reason,
-            num_prompt_tokens=int(self.usage.get("prompt_tokens") or 0),
-            num_tokens=sum(p.num_tokens for p in pieces) if count is None else int(count),
-            chunks=[(piece.seconds, piece.num_tokens) for piece in pieces],
-            seconds=seconds,
-            texts=[piece.text for piece in pieces],
-            steps=steps if steps and len(steps) == len(pieces) else None,
-            stats=speculation_of(self.usage),
-            error=self.error,
-        )
+            parts[-1].text += text
+            parts[-1].answer += content
+    is_ended = finish_reason or (reply.events and reply.events[-1][1] == DONE)
+    if not error and (reply.problem or not is_ended):
+        error = _PROBLEMS[reply.problem or "cut"]
+    count = usage.get("completion_tokens")
+    if not has_steps and not has_usage:
+        _share_out(parts, len(parts) if count is None else int(count))
+    steps = [part.step for part in parts if part.step is not None]
+    return Answer(
+        text="".join(part.answer for part in parts),
+        finish_reason="" if error else finish_reason,
+        num_prompt_tokens=int(usage.get("prompt_tokens") or 0),
+        num_tokens=sum(part.num_tokens for part in parts) if count is None else int(count),
+        chunks=[(part.seconds, part.num_tokens) for part in parts],
+        seconds=reply.seconds,
+        texts=[part.text for part in parts],
+        steps=steps if steps and len(steps) == len(parts) else None,
+        stats=speculation_of(usage),
+        error=error,
+    )
 
 
 def _event(data: bytes) -> Mapping[str, Any]:
@@ -176,14 +161,14 @@ def _event(data: bytes) -> Mapping[str, Any]:
     return event
 
 
-def _share_out(pieces: list[_Piece], count: int) -> None:
-    """Give so many tokens to pieces by their characters; the first has at least one."""
-    total = sum(len(piece.text) for piece in pieces)
+def _share_out(parts: list[_OutputPart], count: int) -> None:
+    """Give so many tokens to parts by their characters; the first has at least one."""
+    total = sum(len(part.text) for part in parts)
     so_far = given = 0
-    for piece in pieces:
-        so_far += len(piece.text)
+    for part in parts:
+        so_far += len(part.text)
         due = math.ceil(count * so_far / total)
-        piece.num_tokens, given = due - given, due
+        part.num_tokens, given = due - given, due
 
 
 def _texts(part: Mapping[str, Any]) -> tuple[str, str]:

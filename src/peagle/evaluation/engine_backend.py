@@ -1,22 +1,122 @@
-"""Our engine in this process, as a backend of an evaluation."""
+"""Engines on one loaded target: as a backend of an evaluation, and for timed runs."""
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from peagle.chat import opens_thinking, render_chat
-from peagle.config import SpeculativeConfig
+from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine import SpeculationStats
+from peagle.engine.memory_plan import free_and_total
+from peagle.engine.placement import resolve_device, resolve_dtype
 from peagle.errors import UserError
-from peagle.evaluation.acceptance import DecodedStep
-from peagle.evaluation.compare import build, release
-from peagle.evaluation.decoding import Answer, Request, Run, require_some
+from peagle.evaluation.decoding import (
+    Answer,
+    DecodedStep,
+    Request,
+    Run,
+    require_some,
+)
 from peagle.llm import LLM, StreamChunk
 from peagle.models.target import TargetModel
+
+WARM_UP_TOKENS = 16
+
+
+# ---- engines --------------------------------------------------------------------------------
+
+
+def load_target(folder: str | Path, *, dtype: str, device: str) -> TargetModel:
+    """Load a target in Hugging Face format; dtype and device are as in EngineConfig.
+
+    Raises:
+        UserError: the folder, the type or the device is not usable.
+    """
+    config = EngineConfig(dtype=dtype, device=device)  # type: ignore[arg-type]
+    where = resolve_device(config.device)
+    return TargetModel.load(folder, dtype=resolve_dtype(config.dtype, where), device=where)
+
+
+def build(
+    target: TargetModel,
+    configurations: Mapping[str, SpeculativeConfig | None],
+    **engine_options: Any,
+) -> dict[str, LLM]:
+    """Build one LLM for each configuration, all on the same target; None decodes plainly.
+
+    Prefix caching is off unless asked for: repeated runs would find the KV of their prompts. On a
+    GPU the engines share what is free.
+
+    Raises:
+        UserError: a head does not fit the target, or an option is not usable.
+    """
+    options = {"enable_prefix_caching": False, **engine_options}
+    most = options.get("gpu_memory_utilization", EngineConfig().gpu_memory_utilization)
+    llms: dict[str, LLM] = {}
+    for name, speculative in configurations.items():
+        if (card := free_and_total(target.device)) is not None:
+            # Each engine still to come gets an equal part of what the others have left.
+            in_use = 1 - card[0] / card[1]
+            share = max(0.0, most - in_use) / (len(configurations) - len(llms))
+            options["gpu_memory_utilization"] = in_use + share
+        llms[name] = LLM(model=target, speculative_config=speculative, **options)
+    return llms
+
+
+def release(target: TargetModel) -> None:
+    """Give back the memory of the engines on a target that nobody holds any more."""
+    target.drop_kv_caches()
+    gc.collect()  # an engine and its parts refer to each other
+    if target.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+# ---- timed runs -----------------------------------------------------------------------------
+
+
+def measure(
+    llm: LLM,
+    prompts: Sequence[str],
+    params: SamplingParams | Sequence[SamplingParams],
+    watch: Callable[[StreamChunk], None] | None = None,
+) -> Run:
+    """Complete prompts and time the engine; `watch` gets every chunk, outside that time.
+
+    The answers are in the order of the prompts, `params.n` for each.
+
+    Raises:
+        UserError: a prompt is empty or too long.
+    """
+    answers: dict[tuple[int, int], Answer] = {}
+    seconds = 0.0
+    stream = llm.stream(prompts, params)
+    while True:
+        start = time.perf_counter()
+        chunk = next(stream, None)
+        seconds += time.perf_counter() - start
+        if chunk is None:
+            break
+        answer = answers.setdefault((chunk.index, chunk.output_index), Answer())
+        _add_chunk(answer, chunk, seconds)
+        if watch is not None:
+            watch(chunk)
+    return Run([answers[key] for key in sorted(answers)], seconds)
+
+
+def warm_up(llms: Mapping[str, LLM], prompts: Sequence[str]) -> None:
+    """Run each engine a little, so that the first measurement is not slower than the others."""
+    for llm in llms.values():
+        llm.generate(prompts, SamplingParams(max_tokens=WARM_UP_TOKENS))
+
+
+# ---- the backend ----------------------------------------------------------------------------
 
 
 class EngineBackend:
@@ -146,7 +246,7 @@ def open_engine(
     thinking: bool | None = None,
     **engine_options: Any,
 ) -> Iterator[EngineBackend]:
-    """Build an engine on a target, as `compare.build` does, and free its memory at the end.
+    """Build an engine on a target, as `build` does, and free its memory at the end.
 
     Raises:
         UserError: a head does not fit the target, or an option is not usable.

@@ -1,55 +1,127 @@
-"""The measurements of `peagle eval`: every method at every K and temperature."""
+"""The measurements of `peagle eval`, kept in acceptance.json entry by entry."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Protocol
 
 from peagle.config import SamplingParams
-from peagle.evaluation.acceptance_file import AcceptanceFile, digest_of, weights_digest
+from peagle.errors import UserError
+from peagle.evaluation.acceptance import beyond_training, figures_of_answers, figures_of_counters
 from peagle.evaluation.decoding import Backend
 from peagle.evaluation.decoding_methods import DecodingMethod
 from peagle.evaluation.dialogues import PromptSets, num_requests, run_dialogues
 from peagle.evaluation.endpoint import EndpointBackend
 from peagle.evaluation.engine_backend import EngineBackend
+from peagle.evaluation.journal import make_folder, require_same, weights_digest
 from peagle.evaluation.training_record import read_training_record
-from peagle.evaluation.xray import beyond_training, xray, xray_of_counters
-from peagle.results import Entry, EntryKey
+from peagle.models.checkpoint.files import write_json
+from peagle.results import (
+    ACCEPTANCE,
+    AcceptanceResults,
+    Comparison,
+    Entry,
+    EntryKey,
+    Provenance,
+    read_document,
+)
+
+
+class AcceptanceFile:
+    """The acceptance.json of an output folder, or its content alone where there is no folder.
+
+    Args:
+        folder: made if it is not there; None writes nothing.
+        provenance: of the measurements, "target" and "dtype" among it.
+        settings: that all entries share.
+
+    Raises:
+        UserError: the file there is not readable or newer, or was made with other settings.
+    """
+
+    def __init__(
+        self, folder: Path | None, provenance: Mapping[str, Any], settings: Mapping[str, Any]
+    ) -> None:
+        self._path = None if folder is None else folder / ACCEPTANCE
+        entries: list[Entry] = []
+        if self._path is not None:
+            make_folder(self._path.parent)
+            if self._path.exists():
+                before = read_document(self._path, AcceptanceResults)
+                who = before.provenance
+                require_same(
+                    self._path,
+                    {"target": who.target, "dtype": who.dtype, **before.settings},
+                    {name: provenance.get(name) for name in ("target", "dtype")} | {**settings},
+                )
+                entries = before.entries
+        self.results = AcceptanceResults(
+            provenance=Provenance(**provenance), settings=dict(settings), entries=entries
+        )
+
+    @property
+    def entries(self) -> list[Entry]:
+        """Finished entries, in the order in which they were measured."""
+        return self.results.entries
+
+    def find(self, key: EntryKey, weights_sha256: str) -> Entry | None:
+        """Return a finished entry; None if it is not there.
+
+        Raises:
+            UserError: the head has changed since it was measured.
+        """
+        wanted = key.to_json()
+        for entry in self.entries:
+            if entry.model_dump(include=set(wanted)) != wanted:
+                continue
+            if entry.weights_sha256 and entry.weights_sha256 != weights_sha256:
+                raise UserError(
+                    f"The head {key.source!r} has changed since {str(self._path)!r} was made. "
+                    "Name another --output, or remove that file to measure anew."
+                )
+            return entry
+        return None
+
+    def add(self, entry: Entry) -> None:
+        """Add a finished entry and write the file."""
+        self.entries.append(entry)
+        self._write()
+
+    def conclude(self, comparisons: list[Comparison], advice: str) -> None:
+        """Set what follows from all entries and write the file."""
+        changes = {"comparisons": comparisons, "advice": advice}
+        self.results = self.results.model_copy(update=changes)
+        self._write()
+
+    def _write(self) -> None:
+        if self._path is not None:
+            write_json(self._path, self.results.to_json())
 
 
 @dataclass(frozen=True, slots=True)
 class EvalPlan:
-    """The requests that every method gets.
-
-    Attributes:
-        sets: prompts by the name of their set.
-        temperatures: of the target's sampling.
-        params: of sampling otherwise; the seed is not None.
-        draft_sampling: of heads, where the temperature is not 0.
-        concurrency: requests in flight.
-        chat: prompts go behind the chat template.
-        thinking: mode of the template; None leaves it to the template.
-    """
+    """The requests that every method gets."""
 
     sets: PromptSets
     temperatures: tuple[float, ...]
-    params: SamplingParams
-    draft_sampling: str
+    params: SamplingParams  # the seed is not None
+    draft_sampling: str  # of heads, where the temperature is not 0
     concurrency: int
-    chat: bool
-    thinking: bool | None = None
+    chat: bool  # prompts go behind the chat template
+    thinking: bool | None = None  # mode of the template; None leaves it to the template
 
     def settings(self, target_sha256: str) -> dict[str, Any]:
         """Return the settings that all entries share, as JSON."""
-        texts = (
-            text
-            for name, prompts in self.sets.items()
-            for prompt in prompts
-            for text in (name, prompt.id, prompt.category, *prompt.turns)
-        )
+        digest = hashlib.sha256()
+        for name, prompts in self.sets.items():
+            for prompt in prompts:
+                for text in (name, prompt.id, prompt.category, *prompt.turns):
+                    digest.update(text.encode("utf-8", "surrogatepass") + b"\0")
         return {
             "sets": {name: len(prompts) for name, prompts in self.sets.items()},
             "max_new_tokens": self.params.max_tokens,
@@ -59,7 +131,7 @@ class EvalPlan:
             "thinking": self.thinking,
             "seed": self.params.seed,
             "concurrency": self.concurrency,
-            "prompts_sha256": digest_of(texts),
+            "prompts_sha256": digest.hexdigest(),
             "target_sha256": target_sha256,
         }
 
@@ -68,21 +140,16 @@ class EvalPlan:
 class EvalArm:
     """A method at one K.
 
-    Attributes:
-        method: its name and head.
-        k: draft tokens per step. Each K is a run of its own: reading K = 3 off the first positions
-            of a run at K = 7 would be biased, since the steps of a shorter draft begin elsewhere in
-            the text, more of them where drafting is easy.
-        open: opens the backend, for as long as its context lasts.
-        engine: its name in the entries.
-        requested_k: K that every request asks for; None asks for none.
+    Each K is a run of its own: reading K = 3 off the first positions of a run at K = 7 would be
+    biased, since the steps of a shorter draft begin elsewhere in the text, more of them where
+    drafting is easy.
     """
 
     method: DecodingMethod
     k: int
     open: Callable[[], AbstractContextManager[Backend]]
-    engine: str = "peagle"
-    requested_k: int | None = None
+    engine: str = "peagle"  # its name in the entries
+    requested_k: int | None = None  # K that every request asks for; None asks for none
 
     def keys(self, plan: EvalPlan) -> list[EntryKey]:
         """Return the keys of its entries, one a temperature."""
@@ -138,6 +205,7 @@ def evaluate(
                 was_there = entry is not None
                 if entry is None:
                     backend = backend or stack.enter_context(arm.open())
+                    view.begin(key, num_requests(plan.sets))
                     entry = _measure(backend, arm, key, plan, view, digest)
                     file.add(entry)
                 view.end(entry, was_there=was_there)
@@ -153,7 +221,6 @@ def _measure(
     weights_sha256: str,
 ) -> Entry:
     """Measure one entry."""
-    view.begin(key, num_requests(plan.sets))
     params = replace(
         plan.params, temperature=key.temperature, num_speculative_tokens=arm.requested_k
     )
@@ -166,12 +233,12 @@ def _measure(
     seed, method = params.seed or 0, arm.method
     if all(one.answer.stats is not None for one in found.observations):
         tokenizer = backend.llm.tokenizer if isinstance(backend, EngineBackend) else None
-        figures = xray(found.observations, key.k, tokenizer, seed=seed)
+        figures = figures_of_answers(found.observations, key.k, tokenizer, seed=seed)
         if method.trained_length is not None:
             lost = beyond_training(found.observations, method.trained_length, key.k, seed=seed)
             notes += [lost] if lost else []
     else:
-        figures = xray_of_counters(found.groups, key.k)
+        figures = figures_of_counters(found.groups, key.k)
     if isinstance(backend, EndpointBackend):
         notes += backend.notes
     return Entry(

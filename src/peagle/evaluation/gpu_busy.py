@@ -12,15 +12,11 @@ import torch
 _INTERVAL_S = 0.1
 
 
-class _Utilization(ctypes.Structure):
-    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
-
-
 @contextmanager
 def gpu_utilization(device: torch.device | None) -> Iterator[list[float]]:
     """Yield a list that grows by the GPU's utilization (0 to 1) ten times a second.
 
-    NVML, the driver's own library, is read: the share of its last interval (about 0.1 to 1 s) in
+    NVML, the driver's own library, counts the share of its last interval (about 0.1 to 1 s) in
     which at least one kernel of any process ran. The list stays empty on a CPU (or None), without
     the library, and in a part of a GPU (MIG).
     """
@@ -31,13 +27,13 @@ def gpu_utilization(device: torch.device | None) -> Iterator[list[float]]:
         return
     ended = threading.Event()
 
-    def look() -> None:
+    def watch() -> None:
         # The first value would tell of the time before.
         while not ended.wait(_INTERVAL_S):
             if (value := read()) is not None:
                 values.append(value)
 
-    thread = threading.Thread(target=look, daemon=True)
+    thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     try:
         yield values
@@ -58,10 +54,10 @@ def _reader(device: torch.device | None) -> Callable[[], float | None] | None:
         failed = failed or library.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle))
     except (OSError, AttributeError):
         return None
-    found = _Utilization()
+    shares = (ctypes.c_uint * 2)()  # of computing, of memory traffic; percent
 
     def read() -> float | None:
-        status = library.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(found))
-        return None if status else found.gpu / 100
+        status = library.nvmlDeviceGetUtilizationRates(handle, shares)
+        return None if status else shares[0] / 100
 
     return None if failed else read

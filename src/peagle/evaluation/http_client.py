@@ -10,7 +10,7 @@ import asyncio
 import json
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -69,11 +69,9 @@ class _Connection(asyncio.Protocol):
 
     def _begin(self) -> None:
         self.answer = Reply()
-        self._raw = bytearray()
-        self._body = bytearray()
-        self._reader = EventReader()
-        self._has_head = self._is_chunked = self._is_stream = False
-        self._left: int | None = None  # bytes of the body, None up to the end of the connection
+        self._raw, self._body = bytearray(), bytearray()
+        self._is_framed = False  # the answer says where its body ends
+        self._parser = self._parse()
 
     async def ask(self, request: bytes, limit_s: float) -> Reply:
         """Send a request and wait up to `limit_s` for its answer (problem "timeout")."""
@@ -98,94 +96,80 @@ class _Connection(asyncio.Protocol):
 
     @property
     def can_be_used_again(self) -> bool:
-        """The answer is whole and the server does not end the connection after it."""
-        is_framed = self._is_chunked or self._left is not None
-        wants = self.answer.headers.get("connection", "").lower() != "close"
-        return self.is_open and is_framed and wants and not self.answer.problem
+        """Whether the answer is whole and the server keeps the connection."""
+        is_kept = self.answer.headers.get("connection", "").lower() != "close"
+        return self.is_open and self._is_framed and is_kept and not self.answer.problem
 
     def connection_made(self, transport: Any) -> None:
         self.transport, self.is_open = transport, True
 
     def data_received(self, data: bytes) -> None:
-        now = self.answer.ended_s = time.perf_counter()
+        self.answer.ended_s = time.perf_counter()
         self._raw += data
-        if not self._has_head and not self._take_head():
-            return
         try:
-            is_whole = self._take_chunks() if self._is_chunked else self._take_plain()
-            if self._is_stream:
-                self.answer.events += [(now, event) for event in self._reader.feed(self._body)]
-                self._body.clear()
-        except ValueError:  # no size of a chunk, or an endless event
-            self._finish("cut")
-            return
-        if is_whole:
+            next(self._parser)
+        except StopIteration:
             self._finish("")
+        except (ValueError, IndexError):  # no HTTP, no size of a chunk, or an endless event
+            self._finish("cut" if self.answer.status else "unanswered")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_open = False
-        if not self._has_head:
+        if not self.answer.status:
             self._finish("unanswered")
         else:
-            self._finish("cut" if self._is_chunked or self._left else "")
+            self._finish("cut" if self._is_framed else "")
 
-    def _take_head(self) -> bool:
-        end = self._raw.find(b"\r\n\r\n")
-        if end < 0:
-            return False
-        first, *lines = self._raw[:end].decode("latin-1").split("\r\n")
+    def _parse(self) -> Generator[None]:
+        """Read the answer from the bytes so far; each yield waits for more of them."""
+        raw, answer = self._raw, self.answer
+        while (end := raw.find(b"\r\n\r\n")) < 0:
+            yield
+        first, *lines = raw[:end].decode("latin-1").split("\r\n")
         pairs = (line.partition(":") for line in lines)
         headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
-        try:
-            self.answer.status = int(first.split()[1])
-            length = headers.get("content-length")
-            self._left = int(length) if length is not None else None
-        except (IndexError, ValueError):  # no HTTP at all
-            self._finish("unanswered")
-            return False
-        self.answer.headers = headers
-        del self._raw[: end + 4]
-        self._has_head = True
-        self._is_chunked = headers.get("transfer-encoding", "").lower() == "chunked"
-        self._is_stream = headers.get("content-type", "").startswith("text/event-stream")
-        return True
-
-    def _take_plain(self) -> bool:
-        self._body += self._raw
-        if self._left is not None:
-            self._left -= len(self._raw)
-        self._raw.clear()
-        return self._left is not None and self._left <= 0
-
-    def _take_chunks(self) -> bool:
-        raw, at = self._raw, 0
-        is_last = False
-        while not is_last and (end := raw.find(b"\r\n", at)) >= 0:
-            size = int(raw[at:end].partition(b";")[0], 16)
-            if len(raw) < end + 2 + size + 2:
-                break
-            self._body += raw[end + 2 : end + 2 + size]
-            at, is_last = end + 2 + size + 2, size == 0
-        del raw[:at]
-        return is_last
+        left = int(headers["content-length"]) if "content-length" in headers else None
+        answer.status, answer.headers = int(first.split()[1]), headers
+        del raw[: end + 4]
+        is_chunked = headers.get("transfer-encoding", "").lower() == "chunked"
+        is_stream = headers.get("content-type", "").startswith("text/event-stream")
+        self._is_framed = is_chunked or left is not None
+        reader, body, is_whole = EventReader(), self._body, False
+        while True:
+            if is_chunked:
+                at = 0
+                while not is_whole and (end := raw.find(b"\r\n", at)) >= 0:
+                    size = int(raw[at:end].partition(b";")[0], 16)
+                    if len(raw) < end + 2 + size + 2:
+                        break
+                    body += raw[end + 2 : end + 2 + size]
+                    at, is_whole = end + 2 + size + 2, size == 0
+                del raw[:at]
+            else:
+                body += raw
+                if left is not None:
+                    left -= len(raw)
+                    is_whole = left <= 0
+                raw.clear()
+            if is_stream:
+                answer.events += [(answer.ended_s, event) for event in reader.feed(body)]
+                body.clear()
+            if is_whole:
+                return
+            yield
 
     def _finish(self, problem: str) -> None:
         if self._done is not None and not self._done.done():
-            if not self._is_stream:
-                self.answer.body = bytes(self._body)
+            self.answer.body = bytes(self._body)
             self.answer.problem = problem
             self._done.set_result(None)
 
 
 class HttpClient:
-    """Sends requests to one server.
+    """Sends requests to one server, whose paths are joined to `url` as they are.
 
-    Args:
-        url: like http://127.0.0.1:8000/base; paths are joined to it as they are.
-        headers: headers of every request.
-        timeout_s: limit of a request.
-        keep_alive: use a connection for the next request when one is done with it. A time to the
-            first token holds no handshake either way: clocks start as the request goes out.
+    With `keep_alive` a connection is used for the next request when one is done with it. A time to
+    the first token holds no handshake either way: clocks start as the request goes out.
     """
 
     def __init__(
@@ -218,11 +202,8 @@ class HttpClient:
     ) -> Reply:
         """Send a request and wait for all of its answer.
 
-        Args:
-            method, path: method of HTTP and path below the URL.
-            body: an object goes out as JSON, bytes as they are.
-            headers: headers over those of every request.
-            drop_after_s: time after which the client closes the connection.
+        A mapping goes out as JSON, bytes as they are. `headers` replace those of every request.
+        After `drop_after_s` the client closes the connection.
         """
         request = self._request(method, path, body, headers or {})
         limit_s = self.timeout_s if drop_after_s is None else drop_after_s

@@ -1,13 +1,14 @@
 """95% confidence intervals of acceptance, by the bootstrap over requests.
 
 The drafts of one request are alike: where a head knows the subject, it knows it for many steps.
-Intervals that took every draft for an independent trial would be far too narrow, so whole requests
+Intervals that took every draft for an independent trial would be far too narrow. So whole requests
 are drawn again, with their counters, and the figure is computed from the pooled counters each time
 (a cluster bootstrap of a ratio of sums).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
 from statistics import NormalDist
@@ -15,18 +16,20 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
+from peagle.evaluation.decoding_methods import NGRAM
+from peagle.results import Comparison, Entry, Interval
+
 RESAMPLES = 2000
 MIN_CLUSTERS = 5  # fewer say nothing about how requests vary
 _LEVEL = 0.95
 _MOST_WEIGHTS = 4_000_000  # drawn at a time: 32 MB
 
-Interval = tuple[float, float]
 Counts = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Intervals:
-    """Intervals of the figures of a set of requests, those of positions in a list.
+    """Intervals of the figures of some requests, those of positions in a list.
 
     An interval is None where too few requests bear on it, or where all drafts were accepted or
     none: the resamples show no spread then, and say nothing of other requests.
@@ -40,17 +43,17 @@ class Intervals:
 def acceptance_intervals(
     drafts_N: Counts, accepted_NK: Counts, *, resamples: int = RESAMPLES, seed: int = 0
 ) -> Intervals:
-    """Intervals from the counters of N clusters (requests, or conversations of several turns).
+    """Compute intervals from the counters of N clusters (requests, or conversations of turns).
 
-    Percentiles of the figures of resamples, at levels widened for few clusters so that the normal
-    case has the coverage of Student's t with N - 1 degrees of freedom (the expanded percentile
-    interval of Hesterberg, arXiv 1411.5279).
+    They are percentiles of the figures of resamples, at levels widened for few clusters so that the
+    normal case has the coverage of Student's t with N - 1 degrees of freedom (the expanded
+    percentile interval of Hesterberg, arXiv 1411.5279).
 
     Args:
         drafts_N: drafts of each cluster; those without any are left out.
         accepted_NK: drafts of each whose first i + 1 tokens were all accepted.
-        resamples: how many.
-        seed: of the random numbers; the same seed gives the same intervals.
+        resamples: number of draws.
+        seed: of the draws.
     """
     bears = drafts_N > 0
     reached_NJ = np.concatenate([drafts_N[bears, None], accepted_NK[bears]], axis=1)
@@ -59,14 +62,13 @@ def acceptance_intervals(
         return Intervals(None, None, None)
     sums_RJ = _resampled_sums(reached_NJ, resamples, seed)
     drafts_R1, accepted_RK = sums_RJ[:, :1], sums_RJ[:, 1:]
-    most = accepted_RK.shape[1]
     lengths_R = 1 + accepted_RK.sum(axis=1) / drafts_R1[:, 0]
     unconditional_RK = accepted_RK / drafts_R1
     with np.errstate(invalid="ignore"):
         conditional_RK = accepted_RK / sums_RJ[:, :-1]  # 0 / 0 is nan: that draw says nothing
     bearing_K = (reached_NJ[:, :-1] > 0).sum(axis=0)
     return Intervals(
-        _interval(lengths_R, num_clusters, (1, 1 + most)),
+        _interval(lengths_R, num_clusters, (1, 1 + accepted_RK.shape[1])),
         [_interval(column, num_clusters) for column in unconditional_RK.T],
         [
             _interval(column[~np.isnan(column)], int(bearing))
@@ -78,18 +80,17 @@ def acceptance_intervals(
 def paired_difference(
     one_N2: Counts, other_N2: Counts, *, resamples: int = RESAMPLES, seed: int = 0
 ) -> tuple[float, Interval | None]:
-    """Difference of two ratios on the same clusters, with the interval of the paired bootstrap.
+    """Return the difference of two ratios on the same clusters, and its paired interval.
 
     sum(one[:, 0]) / sum(one[:, 1]) - sum(other[:, 0]) / sum(other[:, 1]). Each resample draws
     clusters once for both, so that what makes a request hard for both cancels out. The interval is
     None below 5 clusters.
 
     Args:
-        one_N2: numerator and denominator of each of N clusters, accepted draft tokens and drafts
-            for one.
+        one_N2: numerator and denominator of each of N clusters.
         other_N2: of the same clusters in the same order.
-        resamples: how many.
-        seed: of the random numbers.
+        resamples: number of draws.
+        seed: of the draws.
     """
     values_N4 = np.concatenate([one_N2, other_N2], axis=1)
 
@@ -105,7 +106,7 @@ def paired_difference(
 
 
 def _resampled_sums(values_NJ: Counts, resamples: int, seed: int) -> Counts:
-    """Column sums of so many draws of N rows with replacement."""
+    """Return the column sums of `resamples` draws of N rows with replacement."""
     num_rows = len(values_NJ)
     chances_N = np.full(num_rows, 1 / num_rows)
     generator = np.random.default_rng(seed)
@@ -119,24 +120,20 @@ def _resampled_sums(values_NJ: Counts, resamples: int, seed: int) -> Counts:
 def _interval(
     values_R: NDArray[np.float64], num_clusters: int, ends: tuple[float, ...] = (0, 1)
 ) -> Interval | None:
-    """Percentiles of a figure; None for few clusters, or where it is at one of its ends always."""
+    """Return percentiles; None for few clusters, or where all values are at one end.
+
+    The percentile to cut at each end is Phi(-sqrt(N / (N - 1)) t), t Student's quantile.
+    """
     if num_clusters < MIN_CLUSTERS or any((values_R == end).all() for end in ends):
         return None
-    tail = _tail(num_clusters)
+    quantile = student_quantile((1 + _LEVEL) / 2, num_clusters - 1)
+    tail = NormalDist().cdf(-sqrt(num_clusters / (num_clusters - 1)) * quantile)
     low, high = np.quantile(values_R, [tail, 1 - tail])
     return float(low), float(high)
 
 
-def _tail(num_clusters: int) -> float:
-    """The percentile to cut at each end: Phi(-sqrt(N / (N - 1)) t), t Student's quantile."""
-    widened = sqrt(num_clusters / (num_clusters - 1)) * student_quantile(
-        (1 + _LEVEL) / 2, num_clusters - 1
-    )
-    return NormalDist().cdf(-widened)
-
-
 def student_quantile(probability: float, degrees: int) -> float:
-    """Quantile of Student's t distribution, by its expansion about the normal one.
+    """Return a quantile of Student's t distribution, by its expansion about the normal one.
 
     Abramowitz and Stegun 26.7.5; at 0.975 off by less than 0.001 from 4 degrees of freedom on.
     """
@@ -147,4 +144,54 @@ def student_quantile(probability: float, degrees: int) -> float:
         + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
         + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
         + (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / (92160 * v**4)
+    )
+
+
+# ---- comparisons ----------------------------------------------------------------------------
+
+
+def compare_entries(entries: Sequence[Entry], *, seed: int = 0) -> list[Comparison]:
+    """Compare the first head of some entries with every other method, at equal K and temperature.
+
+    `difference` is the acceptance length of "method" less that of "over", and `ci` its 95%
+    interval, paired over requests. Prompt lookup does not draft at every step, so that it is
+    compared by tokens per step. Entries that tell nothing of single requests are left out.
+
+    Args:
+        entries: of acceptance.json, those of the head that is judged first.
+        seed: of the intervals.
+    """
+    known = [entry for entry in entries if entry.by_conversation]
+    first = next((entry.method for entry in known if entry.method != NGRAM), None)
+    return [
+        _compare(one, other, seed)
+        for one in known
+        for other in known
+        if one.method == first != other.method
+        and (one.k, one.temperature, one.engine) == (other.k, other.temperature, other.engine)
+    ]
+
+
+def _compare(one: Entry, other: Entry, seed: int) -> Comparison:
+    measure = "tokens_per_step" if other.method == NGRAM else "acceptance_length"
+    # Conversations have [drafts, accepted draft tokens, decode steps].
+    columns = [1, 2] if other.method == NGRAM else [1, 0]
+    shared = sorted(one.by_conversation.keys() & other.by_conversation.keys())
+    pairs = [
+        np.array([entry.by_conversation[name] for name in shared], dtype=np.int64).reshape(-1, 3)[
+            :, columns
+        ]
+        for entry in (one, other)
+    ]
+    difference, interval = paired_difference(*pairs, seed=seed)
+    return Comparison(
+        method=one.method,
+        over=other.method,
+        k=one.k,
+        temperature=one.temperature,
+        engine=one.engine,
+        measure=measure,
+        difference=difference if np.isfinite(difference) else 0.0,
+        ci=interval,
+        num_requests=len(shared),
     )

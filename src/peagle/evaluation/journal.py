@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -41,12 +42,13 @@ class Journal:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             raw = path.read_bytes() if path.exists() else b""
-            whole = raw[: raw.rfind(b"\n") + 1]
-            lines = whole.decode("utf-8", "replace").split("\n")[:-1]
-            header = self._read(path, lines, settings, extensible)
-            first = _line({"format_version": FORMAT_VERSION, "settings": header})
-            whole = first + whole.partition(b"\n")[2]
-            if whole != raw:
+            header, *lines = raw[: raw.rfind(b"\n") + 1].splitlines(keepends=True) or [b""]
+            merged = self._read_header(path, header, settings, extensible) if header else settings
+            for number, line in enumerate(lines, 2):
+                record = _parse(path, number, line, "key", "value")
+                self._values[_name(record["key"])] = record["value"]
+            header = _line({"format_version": FORMAT_VERSION, "settings": merged})
+            if (whole := b"".join([header, *lines])) != raw:
                 replace_file(path, whole)
         except OSError as error:
             raise UserError(
@@ -70,42 +72,24 @@ class Journal:
             file.flush()
             os.fsync(file.fileno())
 
-    def _read(
-        self,
-        path: Path,
-        lines: list[str],
-        settings: Mapping[str, Any],
-        extensible: Sequence[str],
+    def _read_header(
+        self, path: Path, line: bytes, settings: Mapping[str, Any], extensible: Sequence[str]
     ) -> Mapping[str, Any]:
-        """Read the measurements, and return the settings of the file with added keys."""
-        header = settings
-        for number, text in enumerate(lines, 1):
-            try:
-                record = json.loads(text)
-                if number > 1:
-                    self._values[_name(record["key"])] = record["value"]
-                    continue
-                version, before = record["format_version"], dict(record["settings"])
-            except (ValueError, KeyError, TypeError):
-                raise UserError(
-                    f"{str(path)!r}, line {number}: no line of measurements ({text[:60]!r}). "
-                    "Remove the file, or give another --output."
-                ) from None
-            if version != FORMAT_VERSION:
-                raise UserError(
-                    f"{str(path)!r} has format_version {version!r}; this peagle reads "
-                    f"{FORMAT_VERSION}. Use the peagle that wrote it, or give another --output."
-                )
-            header = before | {n: {**before.get(n, {}), **settings[n]} for n in extensible}
-            require_same(
-                path, before | {n: _shared(before, settings, n) for n in extensible}, settings
+        """Return the settings of the file with the keys that this run adds."""
+        record = _parse(path, 1, line, "format_version", "settings")
+        version, before = record["format_version"], record["settings"]
+        if version != FORMAT_VERSION:
+            raise UserError(
+                f"{str(path)!r} has format_version {version!r}; this peagle reads "
+                f"{FORMAT_VERSION}. Use the peagle that wrote it, or give another --output."
             )
-        return header
-
-
-def _shared(before: Mapping[str, Any], now: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The object `now[name]` with the values that `before[name]` has for its keys."""
-    return {key: before.get(name, {}).get(key, value) for key, value in now[name].items()}
+        shared = {
+            name: {key: before.get(name, {}).get(key, value) for key, value in own.items()}
+            for name, own in settings.items()
+            if name in extensible
+        }
+        require_same(path, before | shared, settings)
+        return before | {name: {**before.get(name, {}), **settings[name]} for name in extensible}
 
 
 def require_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -127,6 +111,49 @@ def require_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) 
                 f"{_excerpt(now.get(name))}. Give the same settings to go on with it, or another "
                 "--output."
             )
+
+
+def weights_digest(folder: str | Path) -> str:
+    """Return the SHA-256 of a model's configuration and weights; "" for no folder."""
+    if not folder:
+        return ""
+    digest = hashlib.sha256()
+    for pattern in ("config.json", "*.safetensors"):
+        for file in sorted(Path(folder).glob(pattern)):
+            with file.open("rb") as data:
+                digest.update(hashlib.file_digest(data, "sha256").digest())
+    return digest.hexdigest()
+
+
+def make_folder(folder: Path) -> None:
+    """Make an output folder, unless it is there.
+
+    Raises:
+        UserError: it cannot be made, or nothing can be written there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"--output {str(folder)!r} cannot be made: {error.strerror}. Name a folder that can."
+        ) from None
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"--output {str(folder)!r} is not writable. Name a folder that is.")
+
+
+def _parse(path: Path, number: int, line: bytes, *keys: str) -> dict[str, Any]:
+    """Read a line that is an object with these keys, `settings` an object too."""
+    try:
+        record = json.loads(line.decode("utf-8", "replace"))
+        if set(keys) <= set(record) and isinstance(record.get("settings", {}), dict):
+            return record
+    except (ValueError, TypeError, AttributeError):
+        pass
+    text = line.decode("utf-8", "replace").rstrip("\n")[:60]
+    raise UserError(
+        f"{str(path)!r}, line {number}: no line of measurements ({text!r}). "
+        "Remove the file, or give another --output."
+    )
 
 
 def _name(key: Any) -> str:

@@ -15,7 +15,8 @@ from peagle.errors import UserError
 from peagle.evaluation.decoding import Backend, Request
 from peagle.evaluation.gpu_busy import gpu_utilization
 from peagle.evaluation.journal import Journal
-from peagle.evaluation.timing import Figures, figures_of, first_error
+from peagle.evaluation.timing import figures_of
+from peagle.results import RunFigures
 
 LOG_NAME = "cells.jsonl"
 WARM_UP_TOKENS = 16
@@ -24,7 +25,7 @@ WAVES = 3
 
 @dataclass(frozen=True, slots=True)
 class SweepPoint:
-    """One configuration that is measured, a cell of throughput.json.
+    """A configuration to measure; its results are a cell of throughput.json.
 
     `k` is 0 for plain decoding, and where a server does not tell its K.
     """
@@ -37,7 +38,7 @@ class SweepPoint:
     set: str
 
     def to_json(self) -> dict[str, Any]:
-        """The fields by name."""
+        """Return the fields by name."""
         return asdict(self)
 
     def key(self, repeat: int) -> dict[str, Any]:
@@ -62,14 +63,14 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class SweepProgress:
-    """How far a sweep is, after each run; `cell` and `figures` are None while it warms up.
+    """The state of a sweep after a run; `point` and `figures` are None while it warms up.
 
     `done` and `total` count the runs of an earlier sitting too. `problem` is the first error among
     the requests of this run.
     """
 
-    cell: SweepPoint | None
-    figures: Figures | None
+    point: SweepPoint | None
+    figures: RunFigures | None
     done: int
     total: int
     seconds_left: float | None = None
@@ -81,25 +82,17 @@ Watch = Callable[[SweepProgress], None]
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """The measurements of a benchmark.
+    """The measurements of a benchmark."""
 
-    Attributes:
-        arms: in the order of tables.
-        sets: the requests of each set.
-        concurrencies: requests in flight.
-        repeats: measurements of each cell.
-        warm_up: short runs of each arm at each concurrency before the first measurement.
-    """
-
-    arms: Sequence[Arm]
+    arms: Sequence[Arm]  # in the order of tables
     sets: Mapping[str, Sequence[Request]]
     concurrencies: Sequence[int]
-    repeats: int = 3
-    warm_up: int = 1
+    repeats: int = 3  # measurements of each point
+    warm_up: int = 1  # short runs of each arm at each concurrency before the first measurement
 
     @property
-    def cells(self) -> dict[SweepPoint, Arm]:
-        """All cells with their arms, in the order of tables."""
+    def points(self) -> dict[SweepPoint, Arm]:
+        """All points with their arms, in the order of tables."""
         return {
             SweepPoint(arm.method, arm.source, arm.backend.name, arm.k, concurrency, name): arm
             for name in self.sets
@@ -107,71 +100,74 @@ class Sweep:
             for concurrency in self.concurrencies
         }
 
-    def requests(self, cell: SweepPoint) -> list[Request]:
-        """Return the requests of a cell: all prompts, again and again until every slot had a few.
+    def requests(self, point: SweepPoint) -> list[Request]:
+        """Return the requests of a point: all prompts, repeated until every slot had a few.
 
         With fewer, the time in which the slots fill and run dry would count for much.
         """
-        own, slots = self.sets[cell.set], cell.concurrency
+        own, slots = self.sets[point.set], point.concurrency
         return list(islice(cycle(own), max(len(own), WAVES * slots if slots > 1 else 1)))
 
     def order(self) -> list[tuple[int, SweepPoint]]:
-        """Return (repeat, cell) in the order of measurement.
+        """Return (repeat, point) in the order of measurement.
 
-        All cells take turns, and each round begins at another one: a machine that grows slower
+        All points take turns, and each round begins at another one: a machine that grows slower
         over the sweep, or over a round, favours none.
         """
-        cells = list(self.cells)
+        points = list(self.points)
         order: list[tuple[int, SweepPoint]] = []
         for repeat in range(self.repeats):
-            first = repeat * len(cells) // self.repeats
-            order += [(repeat, cell) for cell in cells[first:] + cells[:first]]
+            first = repeat * len(points) // self.repeats
+            order += [(repeat, point) for point in points[first:] + points[:first]]
         return order
 
-    def run(self, log: Journal, watch: Watch = lambda _: None) -> dict[SweepPoint, list[Figures]]:
-        """Measure the cells that the log does not have yet, and keep them there.
+    def run(
+        self, log: Journal, watch: Watch = lambda _: None
+    ) -> dict[SweepPoint, list[RunFigures]]:
+        """Measure the points that the log does not have yet, and keep the figures there.
 
         Returns:
-            the repeats of every cell, in the order of the repeats.
+            the repeats of every point, in the order of the repeats.
 
         Raises:
-            UserError: a server cannot be reached, or no request of a cell is answered (all prompts
+            UserError: a server cannot be reached, or no request of a point is answered (all prompts
                 are too long, say). Finished measurements are in the log.
         """
-        cells, order = self.cells, self.order()
-        due = [(repeat, cell) for repeat, cell in order if log.get(cell.key(repeat)) is None]
+        points, order = self.points, self.order()
+        due = [(repeat, point) for repeat, point in order if log.get(point.key(repeat)) is None]
         done = len(order) - len(due)
-        self._warm_up([cell for _, cell in due], lambda: watch(_warming_up(done, len(order))))
+        warming = SweepProgress(None, None, done, len(order))
+        self._warm_up([point for _, point in due], lambda: watch(warming))
         seconds_of: dict[SweepPoint, float] = {}
-        for number, (repeat, cell) in enumerate(due, 1):
-            started, arm = time.perf_counter(), cells[cell]
+        for number, (repeat, point) in enumerate(due, 1):
+            started, arm = time.perf_counter(), points[point]
             with gpu_utilization(arm.device) as busy:
-                run = arm.backend.run(self.requests(cell), cell.concurrency)
-            problem = first_error(run.answers)
-            if all(answer.error for answer in run.answers):
-                raise UserError(f"{cell}: no request was answered: {problem}")
+                run = arm.backend.run(self.requests(point), point.concurrency)
+            errors = [answer.error for answer in run.answers if answer.error]
+            problem = errors[0] if errors else ""
+            if len(errors) == len(run.answers):
+                raise UserError(f"{point}: no request was answered: {problem}")
             figures = figures_of(run, fmean(busy) if busy else None)
-            log.add(cell.key(repeat), figures)
-            seconds_of[cell] = time.perf_counter() - started
+            log.add(point.key(repeat), figures.to_json())
+            seconds_of[point] = time.perf_counter() - started
             mean = fmean(seconds_of.values())
-            left = sum(seconds_of.get(cell, mean) for _, cell in due[number:])
-            watch(SweepProgress(cell, figures, done + number, len(order), left, problem))
-        every = {cell: [log.get(cell.key(r)) for r in range(self.repeats)] for cell in cells}
-        return {cell: [one for one in found if one] for cell, found in every.items()}
+            left = sum(seconds_of.get(point, mean) for _, point in due[number:])
+            watch(SweepProgress(point, figures, done + number, len(order), left, problem))
+        kept = {point: [log.get(point.key(r)) for r in range(self.repeats)] for point in points}
+        return {
+            point: [RunFigures.model_validate(one) for one in found if one]
+            for point, found in kept.items()
+        }
 
     def _warm_up(self, due: Sequence[SweepPoint], watch: Callable[[], None]) -> None:
         """Run each arm shortly at each concurrency still to be measured, on one set."""
-        cells = self.cells
-        once = {(id(cells[cell]), cell.concurrency): cell for cell in reversed(due)}
-        for cell in reversed(once.values()):
-            requests = [_shortened(one) for one in self.requests(cell)[: cell.concurrency]]
+        points = self.points
+        once = {(id(points[point]), point.concurrency): point for point in reversed(due)}
+        for point in reversed(once.values()):
+            requests = [_shortened(one) for one in self.requests(point)[: point.concurrency]]
             for _ in range(self.warm_up):
-                cells[cell].backend.run(requests, cell.concurrency)
+                points[point].backend.run(requests, point.concurrency)
                 watch()
-
-
-def _warming_up(done: int, total: int) -> SweepProgress:
-    return SweepProgress(None, None, done, total)
 
 
 def _shortened(request: Request) -> Request:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from transformers import PreTrainedTokenizerBase
 
 from peagle.engine.detokenizer import IncrementalDetokenizer
-from peagle.evaluation.acceptance import DecodedStep
-from peagle.evaluation.decoding import Observation
+from peagle.evaluation.decoding import DecodedStep, Observation
 from peagle.results import HardText, OutputSample
 
 WINDOW = 16  # drafts
@@ -20,53 +20,44 @@ ACCEPTED, TARGET = "accepted", "target"
 def hardest_texts(
     observations: Sequence[Observation], window: int = WINDOW, most: int = MOST_TEXTS
 ) -> list[HardText]:
-    """The stretches of so many drafts with the least accepted tokens, the worst of each request.
+    """Find the stretch with the fewest accepted tokens in each output, the hardest first.
 
     Args:
         observations: answers with their steps.
         window: drafts of a stretch; fewer where no answer has so many.
-        most: stretches, the hardest first.
+        most: number of stretches to return.
     """
-    drafted = [_drafted_steps(one.answer.steps or []) for one in observations]
-    window = min(window, max(map(len, drafted), default=0))
-    found: list[tuple[float, int, int, int]] = []
-    for index, (one, numbers) in enumerate(zip(observations, drafted, strict=True)):
+    drafting = [
+        [number for number, step in enumerate(one.answer.steps or []) if step.num_drafted]
+        for one in observations
+    ]
+    window = min(window, max(map(len, drafting), default=0))
+    found: list[tuple[int, int, int, int]] = []  # accepted, observation, first and last step
+    for index, numbers in enumerate(drafting):
         if not window or len(numbers) < window:
             continue
-        accepted, start = _least(one.answer.steps or [], numbers, window)
-        first, last = numbers[start], numbers[start + window - 1]
-        found.append((1 + accepted / window, index, first, last))
-    return [
-        _hard_text(observations[index], first, last, length, window)
-        for length, index, first, last in sorted(found)[:most]
-    ]
-
-
-def _drafted_steps(steps: Sequence[DecodedStep]) -> list[int]:
-    return [number for number, step in enumerate(steps) if step.num_drafted]
-
-
-def _least(steps: Sequence[DecodedStep], numbers: Sequence[int], window: int) -> tuple[int, int]:
-    """Fewest accepted tokens of so many drafts on end, and with which of them that begins."""
-    sums = [0]
-    for number in numbers:
-        sums.append(sums[-1] + steps[number].num_accepted)
-    return min(
-        (sums[start + window] - sums[start], start) for start in range(len(numbers) - window + 1)
-    )
-
-
-def _hard_text(one: Observation, first: int, last: int, length: float, window: int) -> HardText:
-    texts = one.answer.texts
-    before = one.prompt + "".join(texts[:first])
-    return HardText(
-        set=one.set,
-        id=one.id,
-        text_before=before[-_BEFORE:],
-        text="".join(texts[first : last + 1]),
-        acceptance_length=length,
-        num_drafts=window,
-    )
+        steps = observations[index].answer.steps or []
+        sums = [0, *accumulate(steps[number].num_accepted for number in numbers)]
+        accepted, start = min(
+            (sums[start + window] - sums[start], start)
+            for start in range(len(numbers) - window + 1)
+        )
+        found.append((accepted, index, numbers[start], numbers[start + window - 1]))
+    texts = []
+    for accepted, index, first, last in sorted(found)[:most]:
+        one = observations[index]
+        before = one.prompt + "".join(one.answer.texts[:first])
+        texts.append(
+            HardText(
+                set=one.set,
+                id=one.id,
+                text_before=before[-_BEFORE:],
+                text="".join(one.answer.texts[first : last + 1]),
+                acceptance_length=1 + accepted / window,
+                num_drafts=window,
+            )
+        )
+    return texts
 
 
 def coloured_samples(
@@ -74,41 +65,36 @@ def coloured_samples(
     tokenizer: PreTrainedTokenizerBase,
     most: int = MOST_SAMPLES,
 ) -> list[OutputSample]:
-    """Outputs of every kind: the middle one of each set, then the best and the worst of all.
+    """Cut some outputs into pieces: the middle one of each set, then the best and the worst of all.
 
-    Args:
-        observations: answers with their steps and tokens.
-        tokenizer: of the target.
-        most: outputs.
+    `observations` are answers with their steps and tokens; at most `most` of them are cut.
     """
-    ranked = sorted(
-        (one for one in observations if one.answer.stats and one.answer.stats.num_drafts),
-        key=_acceptance_length,
-    )
+    lengths = {
+        number: one.answer.stats.acceptance_length
+        for number, one in enumerate(observations)
+        if one.answer.stats and one.answer.stats.num_drafts
+    }
+    ranked = sorted(lengths, key=lambda number: lengths[number])
     if not ranked:
         return []
-    chosen: list[Observation] = []
+    chosen: list[int] = []
     for name in dict.fromkeys(one.set for one in observations):
-        if own := [one for one in ranked if one.set == name]:
+        if own := [number for number in ranked if observations[number].set == name]:
             chosen.append(own[len(own) // 2])
     chosen = [*chosen[: most - 2], ranked[-1], ranked[0]]
-    distinct = {id(one): one for one in chosen}
-    return [_sample(one, tokenizer) for one in distinct.values()]
-
-
-def _acceptance_length(one: Observation) -> float:
-    assert one.answer.stats is not None
-    return one.answer.stats.acceptance_length
-
-
-def _sample(one: Observation, tokenizer: PreTrainedTokenizerBase) -> OutputSample:
-    return OutputSample(
-        set=one.set,
-        id=one.id,
-        acceptance_length=_acceptance_length(one),
-        prompt_tail=one.prompt[-_TAIL:],
-        pieces=pieces(one.answer.token_ids or [], one.answer.steps or [], tokenizer),
-    )
+    samples = []
+    for number in dict.fromkeys(chosen):
+        one = observations[number]
+        samples.append(
+            OutputSample(
+                set=one.set,
+                id=one.id,
+                acceptance_length=lengths[number],
+                prompt_tail=one.prompt[-_TAIL:],
+                pieces=pieces(one.answer.token_ids or [], one.answer.steps or [], tokenizer),
+            )
+        )
+    return samples
 
 
 def pieces(
@@ -117,7 +103,7 @@ def pieces(
     tokenizer: PreTrainedTokenizerBase,
     most_tokens: int = _MOST_TOKENS,
 ) -> list[tuple[str, str]]:
-    """The beginning of an output, cut where it changes from accepted drafts to the target's tokens.
+    """Cut the beginning of an output where accepted drafts and the target's tokens meet.
 
     A character that spans tokens goes to the piece that completes it.
 

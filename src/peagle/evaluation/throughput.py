@@ -1,14 +1,19 @@
-"""What the measurements of a sweep amount to: medians, spreads, speed-ups, the best K, goodput."""
+"""The results of a sweep: medians, spreads, speed-ups, the best K, goodput.
+
+The best K at a load is the smallest K that is not shown to be slower than another. Runs of one
+configuration differ, so the fastest median may be luck. Two speeds tie where the ranges of their
+repeats overlap, and of the K that tie with the fastest the smallest is the best one: it drafts and
+verifies the fewest tokens for the same speed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from peagle.evaluation.best_k import Speed, best_k, tied_fastest
 from peagle.evaluation.decoding_methods import PLAIN
 from peagle.evaluation.sweep import SweepPoint
-from peagle.evaluation.timing import Figures, LatencyObjective, median_of
+from peagle.evaluation.timing import LatencyObjective, median_of
 from peagle.results import (
     BestK,
     Cell,
@@ -23,15 +28,30 @@ from peagle.results import (
 EAGLE3 = "eagle3"
 
 
+def tied_fastest(cells: Iterable[Cell]) -> list[Cell]:
+    """Return the fastest cell by its median, and all whose repeats overlap its own, in order.
+
+    `cells` are those of one load, at least one.
+    """
+    every = list(cells)
+    fastest = max(every, key=lambda cell: cell.speed)
+    return [cell for cell in every if cell.speed_range[1] >= fastest.speed_range[0]]
+
+
+def best_k_cell(cells: Iterable[Cell]) -> Cell:
+    """Return the cell with the best K, of those of one method at one load."""
+    return min(tied_fastest(cells), key=lambda cell: (cell.k or 0, -cell.speed))
+
+
 def summarize(
-    measured: Mapping[SweepPoint, Sequence[Figures]],
+    measured: Mapping[SweepPoint, Sequence[RunFigures]],
     objective: LatencyObjective | None,
     *,
     provenance: Mapping[str, Any],
     settings: Mapping[str, Any],
     training: Mapping[str, TrainingRecord] | None = None,
 ) -> ThroughputResults:
-    """Build throughput.json from the repeats of every cell.
+    """Build throughput.json from the repeats of every point.
 
     Of every cell, at equal set and concurrency:
     - median and spread (least and most) of its repeats;
@@ -40,92 +60,87 @@ def summarize(
     - linearity: tokens/s at concurrency c over c / c0 times those at the least concurrency c0;
       1 where requests do not slow each other down;
     - meets_objective: whether the medians of its latencies keep the objective.
-    The best K of a method is that of `best_k`; tied_k lists every K whose repeats overlap those of
-    the fastest. Goodput is the most requests/s of a method at one K among the concurrencies that
-    keep it; where none does, there is no entry.
+    tied_k lists every K whose repeats overlap those of the fastest. Goodput is the most requests/s
+    of a method at one K among the concurrencies that keep the objective; where none does, there is
+    no entry.
 
     Args:
-        measured: the repeats of every cell, at least one each.
+        measured: the repeats of every point, at least one each.
         objective: to be kept; None if there is none.
         provenance, settings: of the measurements.
         training: the length of each head's training, by method.
     """
-    medians = {cell: median_of(repeats) for cell, repeats in measured.items()}
-    best = _best_k(measured, medians)
-    speeds = {cell: found["output_tokens_per_s"] for cell, found in medians.items()}
-    cells = []
-    for cell, repeats in measured.items():
-        every = [repeat["output_tokens_per_s"] for repeat in repeats]
-        met = None if objective is None else objective.is_met(medians[cell])
-        cells.append(
-            Cell(
-                **cell.to_json(),
-                repeats=[RunFigures.model_validate(repeat) for repeat in repeats],
-                median=RunFigures.model_validate(medians[cell]),
-                spread=CellSpread(output_tokens_per_s=(min(every), max(every))),
-                speed_up_over_plain=_over(PLAIN, cell, speeds, best),
-                speed_up_over_eagle3=_over(EAGLE3, cell, speeds, best),
-                linearity=_linearity(cell, speeds),
-                meets_objective=met,
-            )
+    cells = [_cell(point, repeats, objective) for point, repeats in measured.items()]
+    loads: dict[tuple[str, str, int], list[Cell]] = {}
+    for cell in cells:
+        loads.setdefault((cell.method, cell.set, cell.concurrency), []).append(cell)
+    best = {}
+    for load, own in loads.items():
+        if drafting := [cell for cell in own if cell.k]:
+            best[load] = best_k_cell(drafting)
+
+    def over(method: str, cell: Cell) -> float | None:
+        """Return the speed over that of a method at the same load, with its best K."""
+        load = method, cell.set, cell.concurrency
+        k = best[load].k if load in best else 0
+        other = max((one.speed for one in loads.get(load, ()) if one.k == k), default=0.0)
+        return cell.speed / other if other else None
+
+    cells = [
+        cell.model_copy(
+            update={
+                "speed_up_over_plain": over(PLAIN, cell),
+                "speed_up_over_eagle3": over(EAGLE3, cell),
+                "linearity": _linearity(cell, cells),
+            }
         )
+        for cell in cells
+    ]
     return ThroughputResults(
         provenance=Provenance(**provenance),
         settings=dict(settings),
         cells=cells,
-        best_k=best,
+        best_k=[
+            BestK(
+                method=method,
+                set=name,
+                concurrency=concurrency,
+                k=cell.k or 0,
+                output_tokens_per_s=cell.speed,
+                tied_k=sorted(
+                    one.k
+                    for one in tied_fastest(c for c in loads[method, name, concurrency] if c.k)
+                    if one.k
+                ),
+            )
+            for (method, name, concurrency), cell in best.items()
+        ],
         goodput=_goodput(cells),
         training=dict(training or {}),
     )
 
 
-def _over(
-    method: str,
-    cell: SweepPoint,
-    speeds: Mapping[SweepPoint, float],
-    best: Sequence[BestK],
-) -> float | None:
-    """Speed over that of a method at the same load, with its best K; None without one."""
-    ks = {(one.method, one.set, one.concurrency): one.k for one in best}
-    k = ks.get((method, cell.set, cell.concurrency), 0)
-    wanted = method, k, cell.set, cell.concurrency
-    every = [v for c, v in speeds.items() if (c.method, c.k, c.set, c.concurrency) == wanted]
-    other = max(every, default=0.0)
-    return speeds[cell] / other if other else None
+def _cell(
+    point: SweepPoint, repeats: Sequence[RunFigures], objective: LatencyObjective | None
+) -> Cell:
+    speeds = [repeat.output_tokens_per_s for repeat in repeats]
+    figures = median_of(repeats)
+    return Cell(
+        **point.to_json(),
+        repeats=list(repeats),
+        median=figures,
+        spread=CellSpread(output_tokens_per_s=(min(speeds), max(speeds))),
+        meets_objective=None if objective is None else objective.is_met(figures),
+    )
 
 
-def _linearity(cell: SweepPoint, speeds: Mapping[SweepPoint, float]) -> float | None:
-    same = {c.concurrency: v for c, v in speeds.items() if _arm(c) == _arm(cell)}
-    least = min(same)
-    alone = same[least] * cell.concurrency / least
-    return speeds[cell] / alone if alone else None
+def _linearity(cell: Cell, cells: Sequence[Cell]) -> float | None:
+    def arm(one: Cell) -> tuple[Any, ...]:
+        return one.method, one.source, one.engine, one.k, one.set
 
-
-def _arm(cell: SweepPoint) -> tuple[Any, ...]:
-    return cell.method, cell.source, cell.engine, cell.k, cell.set
-
-
-def _best_k(
-    measured: Mapping[SweepPoint, Sequence[Figures]], medians: Mapping[SweepPoint, Figures]
-) -> list[BestK]:
-    """The best K of each method that drafts, at each set and concurrency."""
-    loads: dict[tuple[str, str, int], dict[int, Speed]] = {}
-    for cell, repeats in measured.items():
-        if cell.k:
-            every = [one["output_tokens_per_s"] for one in repeats]
-            speed = Speed(medians[cell]["output_tokens_per_s"], min(every), max(every))
-            loads.setdefault((cell.method, cell.set, cell.concurrency), {})[cell.k] = speed
-    return [
-        BestK(
-            method=method,
-            set=name,
-            concurrency=concurrency,
-            k=(k := best_k(speeds)),
-            output_tokens_per_s=speeds[k].median,
-            tied_k=sorted(tied_fastest(speeds)),
-        )
-        for (method, name, concurrency), speeds in loads.items()
-    ]
+    least = min((one for one in cells if arm(one) == arm(cell)), key=lambda one: one.concurrency)
+    alone = least.speed * cell.concurrency / least.concurrency
+    return cell.speed / alone if alone else None
 
 
 def _goodput(cells: Sequence[Cell]) -> list[Goodput]:

@@ -1,4 +1,4 @@
-"""Speed and latency of a run, as `peagle bench` tells them.
+"""Speed and latency of a run, as `peagle bench` reports them.
 
 Definitions, all in seconds on the clock of the client:
 - TTFT, time to first token: from the request's writing to the first chunk that holds a token.
@@ -15,7 +15,7 @@ Percentiles interpolate linearly between the two nearest values (numpy's default
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -24,37 +24,36 @@ from typing import Any
 import numpy as np
 
 from peagle.errors import UserError
-from peagle.evaluation.decoding import Answer, Run
+from peagle.evaluation.decoding import Run
+from peagle.results import Percentiles, RunFigures
 
 PERCENTILES = (50, 90, 99)
-Figures = dict[str, Any]
 
 
-def figures_of(run: Run, gpu_busy: float | None = None) -> Figures:
-    """Return the figures of a run; requests without a whole answer count as errors alone.
+def figures_of(run: Run, gpu_busy: float | None = None) -> RunFigures:
+    """Compute the figures of a run; requests without a whole answer count as errors alone.
 
-    Args:
-        run: at least one of its answers whole.
-        gpu_busy: share of the time in which the GPU computed, where it could be read.
+    At least one answer is whole. `gpu_busy` is the share of the time in which the GPU computed,
+    where it could be read.
     """
     whole = [answer for answer in run.answers if not answer.error]
     num_tokens = sum(answer.num_tokens for answer in whole)
     firsts = [t for answer in whole if (t := answer.time_to_first_token_s) is not None]
     gaps = [gap for answer in whole for gap in token_gaps(answer.chunks)]
     drafts = run.counters
-    return {
-        "seconds": run.seconds,
-        "num_requests": len(whole),
-        "num_tokens": num_tokens,
-        "output_tokens_per_s": num_tokens / run.seconds if run.seconds else 0.0,
-        "requests_per_s": len(whole) / run.seconds if run.seconds else 0.0,
-        "ttft_s": spread_of(firsts),
-        "itl_s": spread_of([gap for gap, _ in gaps], [count for _, count in gaps]),
-        "e2e_s": spread_of([answer.seconds for answer in whole]),
-        "acceptance_length": drafts.acceptance_length if drafts and drafts.num_drafts else None,
-        "gpu_busy": gpu_busy,
-        "errors": len(run.answers) - len(whole),
-    }
+    return RunFigures(
+        seconds=run.seconds,
+        num_requests=len(whole),
+        num_tokens=num_tokens,
+        output_tokens_per_s=num_tokens / run.seconds if run.seconds else 0.0,
+        requests_per_s=len(whole) / run.seconds if run.seconds else 0.0,
+        ttft_s=spread_of(firsts),
+        itl_s=spread_of([gap for gap, _ in gaps], [count for _, count in gaps]),
+        e2e_s=spread_of([answer.seconds for answer in whole]),
+        acceptance_length=drafts.acceptance_length if drafts and drafts.num_drafts else None,
+        gpu_busy=gpu_busy,
+        errors=len(run.answers) - len(whole),
+    )
 
 
 def token_gaps(chunks: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
@@ -73,26 +72,25 @@ def token_gaps(chunks: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
     return [((when - before) / count, count) for (before, _), (when, count) in pairs]
 
 
-def spread_of(values: Sequence[float], times: Sequence[int] | None = None) -> Figures:
+def spread_of(values: Sequence[float], times: Sequence[int] | None = None) -> Percentiles:
     """Return mean and percentiles of values, each counted so many times; None without any."""
-    names = [*(f"p{p}" for p in PERCENTILES), "mean"]
     if not values:
-        return dict.fromkeys(names)
+        return Percentiles()
     every = np.asarray(values) if times is None else np.repeat(values, times)
-    found = [*np.percentile(every, PERCENTILES), every.mean()]
-    return {name: float(value) for name, value in zip(names, found)}
+    p50, p90, p99 = map(float, np.percentile(every, PERCENTILES))
+    return Percentiles(p50=p50, p90=p90, p99=p99, mean=float(every.mean()))
 
 
-def median_of(repeats: Sequence[Mapping[str, Any]]) -> Figures:
+def median_of(repeats: Sequence[RunFigures]) -> RunFigures:
     """Return the median of each figure over repeats; None where no repeat has it."""
-    found: Figures = {}
-    for name, first in repeats[0].items():
-        if isinstance(first, Mapping):
-            found[name] = median_of([repeat[name] for repeat in repeats])
-            continue
-        known = [repeat[name] for repeat in repeats if repeat[name] is not None]
-        found[name] = median(known) if known else None
-    return found
+
+    def middle(values: Sequence[Any]) -> Any:
+        known = [value for value in values if value is not None]
+        if known and isinstance(known[0], dict):
+            return {name: middle([value[name] for value in known]) for name in known[0]}
+        return median(known) if known else None
+
+    return RunFigures.model_validate(middle([repeat.model_dump() for repeat in repeats]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +122,8 @@ class LatencyObjective:
             )
         return cls(found.get("ttft"), found.get("itl"), int(percentile[1:]) if at else 99)
 
-    def is_met(self, figures: Mapping[str, Any]) -> bool:
+    def is_met(self, figures: RunFigures) -> bool:
         """Return whether these figures keep it; an unknown figure does not."""
-        bounds = (("ttft_s", self.ttft_ms), ("itl_s", self.itl_ms))
-        values = [(figures[name][f"p{self.percentile}"], most) for name, most in bounds if most]
+        bounds = ((figures.ttft_s, self.ttft_ms), (figures.itl_s, self.itl_ms))
+        values = [(getattr(own, f"p{self.percentile}"), most) for own, most in bounds if most]
         return all(value is not None and value * 1e3 <= most for value, most in values)
-
-
-def first_error(answers: Sequence[Answer]) -> str:
-    """Return the first error among answers, "" if there is none."""
-    return next((answer.error for answer in answers if answer.error), "")

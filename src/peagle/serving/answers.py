@@ -1,28 +1,108 @@
-"""Answers that end when the client goes away: whole ones, and streams of events."""
+"""Answers of the routes that generate: whole or as events, with usage and log-probabilities."""
 
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from peagle.engine import SpeculationStats
+from peagle.engine.outputs import RequestOutput, StreamChunk
+from peagle.kernels.logprobs import TokenLogprobs
 from peagle.serving.errors import ApiError
 
 logger = logging.getLogger("peagle.serving")
 
-_JSON = [(b"content-type", b"application/json")]
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]
-_DONE = b"data: [DONE]\n\n"
+
+
+class GenerationAnswer(Response, ABC):
+    """An answer that takes a while: one JSON object, or server-sent events.
+
+    The work is cancelled when the client disconnects. A stream waits for its first event before the
+    answer begins, so that a refusal has its own status; a later error is an event. Events that have
+    a `type` are named by it; a stream of events without names ends with "[DONE]".
+    """
+
+    def __init__(self, *, is_stream: bool) -> None:
+        self.is_stream = is_stream
+        self.status_code = 200
+        self.background = None
+
+    @abstractmethod
+    async def whole(self) -> dict[str, Any]:
+        """Return the answer as one object."""
+
+    @abstractmethod
+    def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the answer as it comes."""
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        """Return the last event of a stream that an error ends."""
+        return error.body()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def disconnection() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        work = self._send_events(send) if self.is_stream else self._send_whole(send)
+        task, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnection())
+        try:
+            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            if not task.done():
+                task.cancel()
+            await asyncio.gather(task, gone, return_exceptions=True)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error
+
+    async def _send_whole(self, send: Send) -> None:
+        body = to_json(await self.whole())
+        size = str(len(body)).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", size)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _send_events(self, send: Send) -> None:
+        has_started, is_named = False, False
+
+        async def write(event: dict[str, Any]) -> None:
+            nonlocal has_started, is_named
+            if not has_started:
+                has_started = True
+                await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+            is_named = "type" in event
+            name = f"event: {event['type']}\n".encode() if is_named else b""
+            body = name + b"data: " + to_json(event) + b"\n\n"
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+        try:
+            async with aclosing(self.events()) as events:
+                async for event in events:
+                    await write(event)
+        except Exception as error:
+            if not has_started:
+                raise
+            if not isinstance(error, ApiError):
+                logger.exception("a stream failed")
+                error = ApiError(500, "The server failed; its log says why.", code="internal_error")
+            await write(self.failed(error))
+        end = b"" if is_named else b"data: [DONE]\n\n"
+        await send({"type": "http.response.body", "body": end})
 
 
 def to_json(value: Any) -> bytes:
-    """Compact JSON in UTF-8; half a surrogate pair is escaped."""
+    """Return compact JSON in UTF-8, with half a surrogate pair as an escape."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     try:
         return text.encode()
@@ -30,98 +110,153 @@ def to_json(value: Any) -> bytes:
         return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
-async def until_gone(receive: Receive, work: Awaitable[None]) -> None:
-    """Do something unless the client goes away first: it is cancelled then."""
+# ---- usage ---------------------------------------------------------------------------------------
 
-    async def gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
 
-    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+def usage_of(
+    outputs: Iterable[RequestOutput], *, report: bool, num_echoed: int | None = None
+) -> dict[str, Any]:
+    """Return the tokens of a request, each prompt counted once; with `report` its drafts too.
+
+    `num_echoed`: completion tokens to report in place of the generated ones.
+    """
+    outputs = list(outputs)
+    firsts = [output for output in outputs if output.index == 0]
+    prompt = sum(len(output.prompt_token_ids) for output in firsts)
+    completion = sum(len(output.token_ids) for output in outputs)
+    completion = completion if num_echoed is None else num_echoed
+    cached = sum(output.num_cached_tokens for output in firsts)
+    usage: dict[str, Any] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+    if report:
+        total = SpeculationStats.pooled(output.stats for output in outputs)
+        usage["speculation"] = {
+            "num_drafts": total.num_drafts,
+            "num_draft_tokens": total.num_draft_tokens,
+            "num_accepted_tokens": total.num_accepted_tokens,
+            "num_accepted_tokens_per_pos": total.num_accepted_tokens_per_pos,
+            "acceptance_length": round(total.acceptance_length, 4),
+        }
+    return usage
+
+
+def report_of(chunk: StreamChunk, text_of: Callable[[int], str]) -> dict[str, Any]:
+    """Return the drafts of a step: which tokens were accepted, and which were rejected."""
+    accepted = chunk.num_accepted
+    return {
+        "num_drafted": chunk.num_drafted,
+        "num_accepted": accepted,
+        "tokens": [[text_of(token), i < accepted] for i, token in enumerate(chunk.token_ids)],
+        "rejected": [text_of(token) for token in chunk.rejected_token_ids],
+    }
+
+
+# ---- log-probabilities ---------------------------------------------------------------------------
+
+TokenBytes = Callable[[int], bytes]
+
+
+class TextOffset:
+    """Counts the characters of a text whose bytes come token by token.
+
+    A token that holds part of a character has the offset at which that character begins.
+
+    Attributes:
+        value: number of complete characters so far.
+    """
+
+    def __init__(self, value: int = 0) -> None:
+        self.value = value
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, data: bytes) -> None:
+        """Count the characters that these bytes complete."""
+        self.value += len(self._decoder.decode(data))
+
+
+def _number(logprob: float) -> float:
+    return max(logprob, -9999.0)  # JSON has no -inf
+
+
+def _name(data: bytes) -> str:
+    r"""Return a token as text, or as "bytes:\xe2\x82" where it holds part of a character."""
     try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        watch.cancel()
-        if not task.done():
-            task.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
-    if not task.cancelled() and (error := task.exception()) is not None:
-        raise error
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-class WholeAnswer(Response):
-    """A JSON object that takes a while to make.
+def chat_logprobs(given: Sequence[TokenLogprobs], bytes_of: TokenBytes) -> dict[str, Any]:
+    """Return log-probabilities in the form of chat completions: an object for each token."""
 
-    Args:
-        make: makes it; an ApiError it raises is answered as such.
-    """
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        data = bytes_of(token_id)
+        return {"token": _name(data), "logprob": _number(logprob), "bytes": list(data)}
 
-    def __init__(self, make: Callable[[], Awaitable[dict[str, Any]]]) -> None:
-        self._make = make
-        self.status_code = 200
-        self.background = None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def work() -> None:
-            body = to_json(await self._make())
-            headers = [*_JSON, (b"content-length", str(len(body)).encode())]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await send({"type": "http.response.body", "body": body})
-
-        await until_gone(receive, work())
+    content = [
+        {**entry(one.token_id, one.logprob), "top_logprobs": [entry(*top) for top in one.top]}
+        for one in given
+    ]
+    return {"content": content, "refusal": None}
 
 
-class EventStream(Response):
-    """Server-sent events, each a JSON object.
-
-    The first one is waited for before the answer begins, so that a refusal has its status. What
-    goes wrong later is an event of its own.
-
-    An event that has a `type` is named by it, and ends its stream by itself; a stream of events
-    without names ends with "[DONE]".
+def completion_logprobs(
+    given: Sequence[TokenLogprobs | None],
+    bytes_of: TokenBytes,
+    offset: TextOffset,
+    first: int | None = None,
+) -> dict[str, Any]:
+    """Return log-probabilities in the form of completions: lists side by side.
 
     Args:
-        events: the objects.
-        failed: makes the event of an error; None takes the error's own object.
+        given: the tokens; None stands for the first token of a prompt, whose id is `first`.
+        offset: where the first token begins; moved behind the last one.
     """
+    tokens: list[str] = []
+    values: list[float | None] = []
+    tops: list[dict[str, float] | None] = []
+    offsets: list[int] = []
+    for one in given:
+        token_id = one.token_id if one is not None else first
+        assert token_id is not None
+        data = bytes_of(token_id)
+        tokens.append(_name(data))
+        offsets.append(offset.value)
+        offset.add(data)
+        if one is None:
+            values.append(None)
+            tops.append(None)
+            continue
+        values.append(_number(one.logprob))
+        # Tokens may share their bytes: the token itself comes first, then the more likely ones.
+        top = {tokens[-1]: _number(one.logprob)} if one.top else {}
+        for other, logprob in one.top:
+            top.setdefault(_name(bytes_of(other)), _number(logprob))
+        tops.append(top)
+    return {
+        "tokens": tokens,
+        "token_logprobs": values,
+        "top_logprobs": tops if any(tops) else None,
+        "text_offset": offsets,
+    }
 
-    def __init__(
-        self,
-        events: AsyncGenerator[dict[str, Any], None],
-        *,
-        failed: Callable[[ApiError], dict[str, Any]] = ApiError.body,
-    ) -> None:
-        self._events = events
-        self._failed = failed
-        self.status_code = 200
-        self.background = None
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await until_gone(receive, self._send(send))
+def prompt_logprobs(
+    given: Sequence[TokenLogprobs | None], bytes_of: TokenBytes
+) -> list[dict[str, Any] | None]:
+    """Return log-probabilities of a prompt in vLLM's form: an object by token id for each token."""
 
-    async def _send(self, send: Send) -> None:
-        started, is_named = False, False
+    def entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
+        name = _name(bytes_of(token_id))
+        return {"logprob": _number(logprob), "rank": rank, "decoded_token": name}
 
-        async def write(event: dict[str, Any]) -> None:
-            nonlocal started, is_named
-            if not started:
-                started = True
-                start = {"type": "http.response.start", "status": 200, "headers": _EVENTS}
-                await send(start)
-            is_named = "type" in event
-            name = f"event: {event['type']}\n".encode() if is_named else b""
-            body = name + b"data: " + to_json(event) + b"\n\n"
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-
-        try:
-            async with aclosing(self._events) as events:
-                async for event in events:
-                    await write(event)
-        except Exception as error:
-            if not started:
-                raise
-            if not isinstance(error, ApiError):
-                logger.exception("a stream failed")
-                error = ApiError(500, "The server failed; its log says why.", code="internal_error")
-            await write(self._failed(error))
-        await send({"type": "http.response.body", "body": b"" if is_named else _DONE})
+    return [
+        {str(id): entry(id, found.logprob, found.rank) for id, found in one.items()}
+        if one is not None
+        else None
+        for one in given
+    ]

@@ -1,10 +1,10 @@
-"""The routes."""
+"""The routes of the server, and the form of their errors."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -19,14 +19,10 @@ from starlette.staticfiles import StaticFiles
 
 from peagle import __version__
 from peagle.config.checks import did_you_mean
-from peagle.serving.absent_routes import reason_for_absence
-from peagle.serving.chat_completions import chat
-from peagle.serving.completions import complete
-from peagle.serving.deadline import Deadline
-from peagle.serving.errors import ApiError
-from peagle.serving.generation import Caller, failure_of
+from peagle.serving.completions import chat, complete
+from peagle.serving.engine_pool import Deadline
+from peagle.serving.errors import ApiError, reason_for_absence
 from peagle.serving.limits import LARGE, limits_of_model, parse_json
-from peagle.serving.params import as_api_error
 from peagle.serving.protocol import (
     PROMPT_KINDS,
     ChatBody,
@@ -36,9 +32,11 @@ from peagle.serving.protocol import (
     ResponsesBody,
     TokenizeBody,
     ToolChoice,
+    as_api_error,
+    tool_dicts,
 )
 from peagle.serving.responses import respond
-from peagle.serving.service import Service, caller_of, tool_dicts
+from peagle.serving.service import Caller, Service, failure_of
 
 logger = logging.getLogger("peagle.serving")
 
@@ -50,7 +48,7 @@ _CSP = (
 
 
 def create_app(service: Service) -> FastAPI:
-    """The application of a service, without what guards it."""
+    """Return the application of a service, without the middleware that guards it."""
     errors: dict[int | str, dict[str, Any]] = {
         status: {"description": "An error object in OpenAI's form"}
         for status in (400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504)
@@ -74,18 +72,14 @@ def _add_handlers(app: FastAPI, service: Service) -> None:
     def answer(request: Request, error: ApiError) -> Response:
         if not error.is_counted:
             service.metrics.failed(failure_of(error.status))
-        if error.status >= 400:
-            state: dict[str, Any] = request.scope.get("state", {})
-            logger.info(
-                "refused",
-                extra={
-                    "request_id": state.get("request_id"),
-                    "method": request.method,
-                    "path": request.url.path,
-                    "status": error.status,
-                    "code": error.code,
-                },
-            )
+        facts = {
+            "request_id": request.scope.get("state", {}).get("request_id"),
+            "method": request.method,
+            "path": request.url.path,
+            "status": error.status,
+            "code": error.code,
+        }
+        logger.info("refused", extra=facts)
         return JSONResponse(error.body(), error.status, error.headers)
 
     @app.exception_handler(ApiError)
@@ -118,9 +112,9 @@ def _add_handlers(app: FastAPI, service: Service) -> None:
 
 
 def validation_error(errors: Any, model: Any = None) -> ApiError:
-    """Return the error for a body that does not fit: that of the deepest field.
+    """Return the error for a body that does not fit `model`: that of the deepest field.
 
-    `model` is the body's model; for a misspelt field the error names the closest of its fields.
+    For a misspelt field the error names the closest field of `model`.
     """
     # A field that is missing may have been misspelt.
     first = max(errors, key=lambda e: (_field_path(e).count("."), e["type"] == "extra_forbidden"))
@@ -167,7 +161,7 @@ def _suggestion(name: str, known: set[str]) -> str:
 
 
 def _fields_at(kind: Any, path: Any) -> set[str]:
-    """Names of the fields that a type has at a path, in whichever branch of a union."""
+    """Return the names of the fields of a type at a path, in whichever branch of a union."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         names = {info.alias or name: info.annotation for name, info in kind.model_fields.items()}
         inner = [part for part in path if part in names]
@@ -183,7 +177,7 @@ def _expectation(error: Any) -> str:
 
 
 def _field_path(error: Any) -> str:
-    """The field that an error is about; parts that name a branch of a union are left out."""
+    """Return the field of an error, without the parts that name a branch of a union."""
     parts = [part for part in error["loc"] if part != "body"]
     kept = [
         str(part)
@@ -198,11 +192,7 @@ _BRANCHES |= {ToolChoice.__name__, FunctionChoice.__name__} | PROMPT_KINDS
 
 
 def parsed(model: type[BaseModel], body: Any) -> Any:
-    """A body as its model.
-
-    Raises:
-        ApiError: it does not fit.
-    """
+    """Return a body as its model; raise an ApiError if it does not fit."""
     try:
         return model.model_validate(body)
     except ValidationError as error:
@@ -215,7 +205,7 @@ def parsed(model: type[BaseModel], body: Any) -> Any:
 def _add_status(app: FastAPI, service: Service) -> None:
     @app.get("/live")
     async def live() -> Response:
-        """Whether the process works: 503 only once its engines are lost for good."""
+        """Tell whether the process works: 503 only once its engines are lost for good."""
         if service.pool.failure.done():
             return JSONResponse({"status": "failed"}, 503)
         return JSONResponse({"status": "ok"})
@@ -224,7 +214,7 @@ def _add_status(app: FastAPI, service: Service) -> None:
     @app.get("/ready")
     @app.get("/ping")
     async def ready() -> Response:
-        """Whether requests are served: 503 while the model loads and while the server drains."""
+        """Tell whether the server takes requests: 503 while it loads the model or drains."""
         if service.is_ready:
             return JSONResponse({"status": "ready"})
         status = "draining" if service.is_draining else "loading"
@@ -232,23 +222,23 @@ def _add_status(app: FastAPI, service: Service) -> None:
 
     @app.get("/version")
     async def version() -> dict[str, str]:
-        """The version of peagle."""
+        """Return the version of peagle."""
         return {"version": __version__}
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
-        """Metrics for Prometheus."""
+        """Return metrics for Prometheus."""
         body, content_type = service.metrics.render(request.headers.get("accept"))
         return Response(body, headers={"content-type": content_type})
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The model that is served, and how it can be drafted for."""
+        """Return the model that is served, and its proposers."""
         return {"object": "list", "data": [_model(service)]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        """The model of that name."""
+        """Return the model of that name."""
         service.check_model(name)
         return _model(service)
 
@@ -278,7 +268,7 @@ def _model(service: Service) -> dict[str, Any]:
 
 
 class _JsonRequest(Request):
-    """A request whose body FastAPI takes as `parse_json` read it."""
+    """A request whose body FastAPI takes as `parse_json` returned it."""
 
     value: Any
 
@@ -287,7 +277,7 @@ class _JsonRequest(Request):
 
 
 def _route_class(service: Service) -> type[APIRoute]:
-    """Routes that measure a body before they parse it, large bodies one after another."""
+    """Return routes that measure bodies before they parse them, large ones one after another."""
     large = asyncio.Lock()
 
     async def value_of(request: Request, body: bytes) -> Any:
@@ -321,15 +311,19 @@ def _route_class(service: Service) -> type[APIRoute]:
     return MeasuredRoute
 
 
-Responder = Callable[[Service, Any, Caller], Awaitable[Response]]
-
-
 def _add_generation(app: FastAPI, service: Service) -> None:
     app.router.route_class = _route_class(service)
 
-    async def answer(respond_to: Responder, request: Request, body: Any) -> Response:
-        deadline = Deadline(service.config.request_timeout_s)
-        return await deadline.hold(respond_to(service, body, caller_of(request, body, deadline)))
+    async def answer(respond_to: Callable[..., Any], request: Request, body: Any) -> Response:
+        deadline = Deadline.after(service.config.request_timeout_s)
+        caller = Caller.of(request, body, deadline)
+        try:
+            async with asyncio.timeout_at(deadline and deadline.end_s) as timeout:
+                return await respond_to(service, body, caller)
+        except TimeoutError:
+            if deadline is None or not timeout.expired():
+                raise
+            raise deadline.error from None
 
     @app.post("/v1/completions")
     async def completions(request: Request, body: CompletionBody) -> Response:
@@ -348,9 +342,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
     @app.post("/invocations")
     async def invocations(request: Request, body: dict[str, Any]) -> Response:
-        """SageMaker's route: a chat where there are `messages`, a completion where there is a
-        `prompt`.
-        """
+        """Answer SageMaker: a chat if the body has `messages`, a completion if it has `prompt`."""
         if ("messages" in body) == ("prompt" in body):
             text = 'The body needs "messages" (a chat) or "prompt" (a completion), one of the two.'
             raise ApiError(400, text)
@@ -362,7 +354,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
-        """Token ids of a prompt, or of a conversation under the chat template."""
+        """Return the token ids of a prompt, or of a conversation under the chat template."""
         tokenizer, info = service.loaded()
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
@@ -386,7 +378,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> dict[str, str]:
-        """The text of token ids."""
+        """Return the text of token ids."""
         tokenizer, info = service.loaded()
         service.check_model(body.model)
         if (count := len(body.tokens)) > info.max_model_len:

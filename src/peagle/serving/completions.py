@@ -1,31 +1,124 @@
-"""POST /v1/completions."""
+"""POST /v1/completions and POST /v1/chat/completions."""
 
 from __future__ import annotations
 
+import time
+import uuid
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from starlette.responses import Response
-
 from peagle.engine.outputs import RequestOutput, StreamChunk
-from peagle.serving.answers import EventStream, WholeAnswer
+from peagle.serving.answers import (
+    GenerationAnswer,
+    TextOffset,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+    report_of,
+    usage_of,
+)
 from peagle.serving.errors import ApiError
-from peagle.serving.generation import Caller, Generation
-from peagle.serving.generation_answer import GenerationAnswer, report_of, usage_of
-from peagle.serving.logprobs import TextOffset, completion_logprobs, prompt_logprobs
-from peagle.serving.params import completion_params
-from peagle.serving.protocol import CompletionBody
-from peagle.serving.service import Service
-from peagle.serving.tokenizer import Tokenizer
+from peagle.serving.protocol import (
+    ChatBody,
+    CompletionBody,
+    SamplingFields,
+    StreamOptions,
+    as_api_error,
+    chat_params,
+    completion_params,
+    tool_dicts,
+)
+from peagle.serving.service import Caller, Generation, Service
+from peagle.serving.tool_parsers import ToolCallParser, parser_for
+from peagle.serving.tools import (
+    CallDelta,
+    Delta,
+    ToolChoiceDict,
+    check_tools,
+    constraint,
+    finish_reason,
+    message_from,
+)
+from peagle.thinking import START, ThinkingSplitter
 
 
-async def complete(service: Service, body: CompletionBody, caller: Caller) -> Response:
-    """The answer to a completion request.
+class _Completions(GenerationAnswer):
+    """The answer to a completion or a chat: `choices`, and the tokens used."""
+
+    def __init__(
+        self, service: Service, body: SamplingFields, generation: Generation, id: str, object: str
+    ) -> None:
+        super().__init__(is_stream=bool(body.stream))
+        self.tokenizer, _ = service.loaded()
+        self.generation = generation
+        self.report = body.speculation is not None and body.speculation.report
+        self.head = {
+            "id": f"{id}-{uuid.uuid4().hex}",
+            "object": object,
+            "created": int(time.time()),
+            "model": service.name,
+        }
+        options = body.stream_options or StreamOptions()
+        self._has_last_usage = options.include_usage or self.report
+        self._has_running_usage = options.include_usage and options.continuous_usage_stats
+        self._num_tokens: Counter[tuple[int, int]] = Counter()
+
+    @abstractmethod
+    async def choice(self, prompt_index: int, output: RequestOutput) -> dict[str, Any]:
+        """Return an output as one of the answer's choices."""
+
+    @abstractmethod
+    async def chunk_events(self, prompt_index: int, chunk: StreamChunk) -> list[dict[str, Any]]:
+        """Return the events of a chunk."""
+
+    def read(self, chunk: StreamChunk) -> StreamChunk:
+        """Return the part of a chunk that the client gets."""
+        return chunk
+
+    def usage(self) -> dict[str, Any]:
+        return usage_of(self.generation.ordered, report=self.report)
+
+    async def whole(self) -> dict[str, Any]:
+        await self.generation.finish()
+        outputs = self.generation.outputs
+        choices = [await self.choice(at[0], outputs[at]) for at in sorted(outputs)]
+        return {**self.head, "choices": choices, "usage": self.usage()}
+
+    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        async with aclosing(self.generation.chunks()) as chunks:
+            async for prompt_index, given in chunks:
+                chunk = self.read(given)
+                usage = self._running_usage(prompt_index, chunk)
+                for event in await self.chunk_events(prompt_index, chunk):
+                    yield event | usage
+        if self._has_last_usage:
+            yield {**self.head, "choices": [], "usage": self.usage()}
+
+    def _running_usage(self, prompt_index: int, chunk: StreamChunk) -> dict[str, Any]:
+        """Return the usage of a choice up to this chunk, if the stream wants it in every chunk."""
+        if not self._has_running_usage:
+            return {}
+        key = prompt_index, chunk.output_index
+        self._num_tokens[key] += len(chunk.token_ids)
+        prompt, completion = len(self.generation.prompts[prompt_index]), self._num_tokens[key]
+        counts = {"prompt_tokens": prompt, "completion_tokens": completion}
+        return {"usage": {**counts, "total_tokens": prompt + completion}}
+
+
+# ---- completions ---------------------------------------------------------------------------------
+
+
+async def complete(service: Service, body: CompletionBody, caller: Caller) -> GenerationAnswer:
+    """Return the answer to a completion request.
 
     Raises:
-        ApiError: it cannot be served.
+        ApiError: the request cannot be served.
     """
-    tokenizer, info = service.loaded()
+    info = service.loaded()[1]
     service.check_model(body.model)
     encoded = await service.encode(body.prompt, add_special_tokens=body.add_special_tokens)
     params = completion_params(body, info, max(map(len, encoded)))
@@ -33,30 +126,23 @@ async def complete(service: Service, body: CompletionBody, caller: Caller) -> Re
     if body.stream and params.prompt_logprobs is not None:
         asked = "prompt_logprobs" if body.prompt_logprobs is not None else "echo with logprobs"
         raise ApiError(400, f"{asked} does not stream; leave stream or it out.", param="stream")
-    generation = service.generation(encoded, params, body, caller)
-    answer = _Completion(service.name, body, tokenizer, generation)
-    return EventStream(answer.events()) if body.stream else WholeAnswer(answer.whole)
+    return _Completion(service, body, service.generation(encoded, params, body, caller))
 
 
-class _Completion(GenerationAnswer):
-    """A completion, whole or in events."""
-
-    def __init__(
-        self, model: str, body: CompletionBody, tokenizer: Tokenizer, generation: Generation
-    ) -> None:
-        super().__init__(model, body, tokenizer, generation, "cmpl", "text_completion")
+class _Completion(_Completions):
+    def __init__(self, service: Service, body: CompletionBody, generation: Generation) -> None:
+        super().__init__(service, body, generation, "cmpl", "text_completion")
         self._body = body
-        self._n = generation.job.params.n
+        self._n = generation.params.n
         self._only_prompt = body.max_tokens == 0
         self._offsets: dict[int, TextOffset] = {}
         self._echoed: set[int] = set()
 
     async def choice(self, prompt_index: int, output: RequestOutput) -> dict[str, Any]:
         prompt = await self._prompt_text(prompt_index) if self._body.echo else ""
-        text = prompt if self._only_prompt else prompt + output.text
         choice: dict[str, Any] = {
             "index": prompt_index * self._n + output.index,
-            "text": text,
+            "text": prompt if self._only_prompt else prompt + output.text,
             "logprobs": self._logprobs(output, prompt),
             "finish_reason": self._finish_reason(output),
         }
@@ -75,21 +161,20 @@ class _Completion(GenerationAnswer):
         bytes_of = self.tokenizer.token_bytes
         if not self._body.echo or output.prompt_logprobs is None:
             return completion_logprobs(own, bytes_of, TextOffset(len(prompt)))
-        first = output.prompt_token_ids[0]
         given = [*output.prompt_logprobs, *own]
-        return completion_logprobs(given, bytes_of, TextOffset(), first)
+        return completion_logprobs(given, bytes_of, TextOffset(), output.prompt_token_ids[0])
 
     async def _prompt_text(self, prompt_index: int) -> str:
         given = self._body.prompt
         if isinstance(given, str):
             return given
-        ids = self.generation.job.prompts
+        ids = self.generation.prompts
         one = given[prompt_index] if len(ids) > 1 else given[0]
         return one if isinstance(one, str) else await self.tokenizer.decode(ids[prompt_index])
 
     def usage(self) -> dict[str, Any]:
-        echoed = 0 if self._only_prompt else None
-        return usage_of(self.generation.ordered, report=self.report, num_echoed=echoed)
+        num_echoed = 0 if self._only_prompt else None
+        return usage_of(self.generation.ordered, report=self.report, num_echoed=num_echoed)
 
     def read(self, chunk: StreamChunk) -> StreamChunk:
         return replace(chunk, text="", token_ids=[], logprobs=[]) if self._only_prompt else chunk
@@ -104,13 +189,163 @@ class _Completion(GenerationAnswer):
         text = prompt + chunk.text
         if not text and reason is None and not self.report and not chunk.logprobs:
             return []  # half a character: the next chunk brings it
-        choice: dict[str, Any] = {"index": index, "text": text, "finish_reason": reason}
-        choice["logprobs"] = None
+        logprobs = None
         if self._body.logprobs is not None and not self._only_prompt:
             offset = self._offsets.setdefault(index, TextOffset(len(prompt)))
-            given = completion_logprobs(chunk.logprobs, self.tokenizer.token_bytes, offset)
-            choice["logprobs"] = given
+            logprobs = completion_logprobs(chunk.logprobs, self.tokenizer.token_bytes, offset)
+        choice = {"index": index, "text": text, "finish_reason": reason, "logprobs": logprobs}
         event: dict[str, Any] = {**self.head, "choices": [choice]}
         if self.report:
             event["speculation"] = report_of(chunk, self.tokenizer.token_text)
         return [event]
+
+
+# ---- chat ----------------------------------------------------------------------------------------
+
+
+async def chat(service: Service, body: ChatBody, caller: Caller) -> GenerationAnswer:
+    """Return the answer to a chat request.
+
+    Raises:
+        ApiError: the request cannot be served.
+    """
+    return _Chat(service, body, *await prepare_chat(service, body, caller))
+
+
+async def prepare_chat(
+    service: Service, body: ChatBody, caller: Caller
+) -> tuple[Generation, list[AnswerReader]]:
+    """Return the generation of a chat request, and a reader for each of its outputs.
+
+    Raises:
+        ApiError: the request cannot be served.
+    """
+    tokenizer, info = service.loaded()
+    service.check_model(body.model)
+    tools = tool_dicts(body.tools)
+    choice = body.tool_choice
+    tool_choice = choice if choice is None or isinstance(choice, str) else choice.model_dump()
+    check_tools(tools, tool_choice)
+    source = tokenizer.template_source
+    if source is None:
+        raise ApiError(
+            400,
+            f"The model {service.name!r} has no chat template; use /v1/completions, or start the "
+            "server with --chat-template FILE.",
+            param="messages",
+        )
+    kwargs = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        if "reasoning_effort" not in source:
+            raise ApiError(
+                400,
+                f"reasoning_effort is {body.reasoning_effort!r}, and the chat template of this "
+                "model reads no effort, so it would have no effect. Leave reasoning_effort out.",
+                param="reasoning_effort",
+            )
+        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+    ids, is_reasoning = await service.render(body, tools if tool_choice != "none" else [], kwargs)
+    with as_api_error("tools"):
+        forced = constraint(tools, tool_choice, body.parallel_tool_calls is not False)
+    params = await service.encode_words(chat_params(body, info, len(ids), forced))
+    if body.stream and params.prompt_logprobs is not None:
+        text = "prompt_logprobs does not stream; leave one of the two out."
+        raise ApiError(400, text, param="stream")
+    readers = []
+    for _ in range(params.n):
+        thinks = is_reasoning or START in source
+        splitter = ThinkingSplitter(opened=is_reasoning) if thinks else None
+        parser = parser_for(service.tool_parser(), tools, tool_choice)
+        readers.append(AnswerReader(splitter, parser, tool_choice))
+    return service.generation([ids], params, body, caller), readers
+
+
+class AnswerReader:
+    """Separates reasoning, content and tool calls in the growing text of one output."""
+
+    def __init__(
+        self, splitter: ThinkingSplitter | None, parser: ToolCallParser, tool_choice: ToolChoiceDict
+    ) -> None:
+        self._splitter = splitter
+        self._parser = parser
+        self._tool_choice = tool_choice
+        self._has_called = False
+
+    def add(self, text: str, *, final: bool) -> tuple[str, list[Delta]]:
+        """Return the new reasoning, and the new content and calls."""
+        reasoning = ""
+        if self._splitter is not None:
+            pieces = list(self._splitter.add(text, final=final))
+            reasoning = "".join(piece.text for piece in pieces if piece.is_reasoning)
+            text = "".join(piece.text for piece in pieces if not piece.is_reasoning)
+        deltas = self._parser.add(text, final=final)
+        self._has_called |= any(isinstance(delta, CallDelta) for delta in deltas)
+        return reasoning, deltas
+
+    def finish_reason(self, output: RequestOutput) -> str:
+        return finish_reason(output.finish_reason, self._has_called, self._tool_choice)
+
+
+class _Chat(_Completions):
+    def __init__(
+        self, service: Service, body: ChatBody, generation: Generation, readers: list[AnswerReader]
+    ) -> None:
+        object = "chat.completion.chunk" if body.stream else "chat.completion"
+        super().__init__(service, body, generation, "chatcmpl", object)
+        self._has_logprobs = bool(body.logprobs)
+        self._readers = readers
+        self._begun: set[int] = set()
+
+    async def whole(self) -> dict[str, Any]:
+        answer = await super().whole()
+        if (given := self.generation.ordered[0].prompt_logprobs) is not None:
+            answer["prompt_logprobs"] = prompt_logprobs(given, self.tokenizer.token_bytes)
+        return answer
+
+    async def choice(self, prompt_index: int, output: RequestOutput) -> dict[str, Any]:
+        reader = self._readers[output.index]
+        reasoning, deltas = reader.add(output.text, final=True)
+        content, calls = message_from(deltas)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        message["reasoning"] = reasoning or None  # vLLM's name, always there
+        if content is None and not calls:
+            message["content"] = ""
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        given = output.logprobs
+        return {
+            "index": output.index,
+            "message": message,
+            "logprobs": None if given is None else chat_logprobs(given, self.tokenizer.token_bytes),
+            "finish_reason": reader.finish_reason(output),
+        }
+
+    async def chunk_events(self, prompt_index: int, chunk: StreamChunk) -> list[dict[str, Any]]:
+        """Return the role first, then the new deltas, and the reason at the end."""
+        index, reader = chunk.output_index, self._readers[chunk.output_index]
+        reasoning, new = reader.add(chunk.text, final=chunk.output is not None)
+        deltas: list[dict[str, Any]] = []
+        if index not in self._begun:
+            self._begun.add(index)
+            deltas.append({"role": "assistant", "content": ""})
+        if reasoning:
+            deltas.append({"reasoning_content": reasoning, "reasoning": reasoning})
+        deltas += [delta.body() for delta in new]
+        if not deltas and (self.report or chunk.logprobs):
+            deltas.append({"content": ""})
+        choices: list[dict[str, Any]] = [
+            {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+            for delta in deltas
+        ]
+        if chunk.output is not None:
+            reason = reader.finish_reason(chunk.output)
+            choices.append({"index": index, "delta": {}, "logprobs": None, "finish_reason": reason})
+        if choices and chunk.logprobs and self._has_logprobs:
+            given = chat_logprobs(chunk.logprobs, self.tokenizer.token_bytes)
+            choices[-1]["logprobs"] = given
+        events: list[dict[str, Any]] = [{**self.head, "choices": [choice]} for choice in choices]
+        if events and self.report:
+            events[0]["speculation"] = report_of(chunk, self.tokenizer.token_text)
+        return events

@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from peagle.config.checks import Check, check_fields, choice_of, number, whole
+from peagle.config.checks import FieldCheck, check_fields, choice_of, number, whole
 
 OnFailure = Literal["restart", "exit"]
 LogFormat = Literal["text", "json"]
 TOOL_PARSERS = ("auto", "hermes", "llama3_json", "mistral", "none")
 
-
 _LIMITS = ("max_connections", "key_requests_per_minute", "key_tokens_per_minute", "key_concurrency")
 _CHECKS = {
-    "host": Check(bool, "an address or a name, like 127.0.0.1"),
+    "host": FieldCheck(bool, "an address or a name, like 127.0.0.1"),
     "port": whole(0, 65535),
     "max_body_bytes": whole(1),
     "data_parallel_size": whole(1),
@@ -42,34 +41,36 @@ class ServerConfig:
     """How a server is reached, guarded and kept alive.
 
     Attributes:
-        host, port: where it listens; port 0 takes a free one.
+        host, port: the address of the server; port 0 takes a free one.
         served_model_name: what clients call the model; None takes the folder's name.
         allowed_hosts: Host headers that are served; None derives them from `host`.
-        allowed_origins: of web pages elsewhere that may call the server.
-        max_body_bytes: of a request.
-        max_connections: at once; None derives it from the limit of open files.
-        head_timeout_s: how long a client may take for the head of a request.
+        allowed_origins: origins of web pages elsewhere that may call the server.
+        max_body_bytes: largest body of a request.
+        max_connections: connections at once; None derives the limit from that of open files.
+        head_timeout_s: seconds that a client may take for the head of a request.
         max_queue: outputs that may wait beyond those that the engines decode; more get 429.
-        key_requests_per_minute, key_tokens_per_minute, key_concurrency: what each API key may
-            use: requests, tokens of prompts and outputs, requests under way; None sets no limit.
+        key_requests_per_minute, key_tokens_per_minute, key_concurrency: limits of each API key:
+            requests, tokens of prompts and outputs, requests under way; None sets no limit.
         ignore_priority: `priority` of a request has no effect.
-        compile_timeout_s: how long a grammar may compile.
+        compile_timeout_s: seconds that a grammar may compile.
         grammar_budget_s: processor seconds that a request's grammar may take in one step before
             that request ends with an error; 0 sets no limit.
         user_grammars: whether requests may bring regular expressions and grammars.
-        drain_timeout_s: how long running requests may take to finish after SIGTERM.
-        request_timeout_s: how long a request may take in all, before it gets 504; 0 is for ever.
-        hang_timeout_s: how long an engine may give no sign of life before it is killed; 20 times
-            its slowest step where that is longer, and 0 is for ever.
+        drain_timeout_s: seconds that running requests may take to finish after SIGTERM.
+        request_timeout_s: seconds that a request may take in all, before it gets 504; 0 sets no
+            limit.
+        hang_timeout_s: seconds that an engine may give no sign of life before it is killed; 20
+            times its slowest step where that is longer; 0 sets no limit.
         on_engine_failure: "restart" the engine process, or "exit" with status 1.
-        data_parallel_size: engine processes.
+        data_parallel_size: number of engine processes.
         chat_template: file or name of a template; None takes the model's.
-        tool_call_parser: how tool calls are recognised; "auto" reads it off the template.
-        log_format, log_prompts: of the log; prompts are never in it unless asked for.
-        otlp_endpoint: where spans go; None sends none.
+        tool_call_parser: how tool calls are recognised; "auto" decides by the template.
+        log_format: format of the log.
+        log_prompts: whether the log has prompts and outputs.
+        otlp_endpoint: URL of the collector of spans; None sends none.
         cloudwatch_interval_s: seconds between two lines about acceptance on standard output, in
             CloudWatch's embedded metric format; 0 writes none.
-        playground: whether the page at / is there.
+        playground: whether the server has the page at /.
 
     Raises:
         UserError: a value is out of range.

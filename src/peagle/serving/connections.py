@@ -11,20 +11,26 @@ import asyncio
 import json
 import logging
 import re
+import socket
 import sys
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from peagle.errors import UserError
 from peagle.serving.errors import ApiError
 
 logger = logging.getLogger("peagle.serving")
 
+BACKLOG = 2048
+_MOST_FILES = 65536
+_MOST_CONNECTIONS = 4096
+# Other open files: pipes to engines, files that are read, connections that close at the moment.
+_OTHER_FILES = 256
 # As asyncio has it, all connections that wait are accepted before the first of them can be refused.
 ACCEPTED_AT_ONCE = 32
 MAX_HEAD_BYTES = 16 << 10
@@ -38,20 +44,65 @@ _LINGER_S, _LINGER_BYTES = 2.0, 64 << 10
 _BLANK_LINE = re.compile(rb"\n\r?\n")
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    """How many connections there may be, and for how long they may keep the server waiting.
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that accepts connections at once, before the server answers.
 
-    Attributes:
-        max_connections: at once.
-        head_timeout_s: seconds from the start of a connection to the end of the head of its first
-            request, and from the first byte of any later request to the end of its head.
-        stall_timeout_s: seconds in which a client that has data to read must read some of it.
+    Raises:
+        UserError: the address cannot be had.
     """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio turns Nagle's delay off only where the protocol is named.
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+        listening.listen(BACKLOG)
+    except OSError as error:
+        listening.close()
+        raise UserError(
+            f"Cannot listen on {host} port {port}: {error.strerror or error}. Choose another "
+            "--host or --port."
+        ) from None
+    listening.setblocking(False)
+    return listening
 
-    max_connections: int
-    head_timeout_s: float = 15.0
-    stall_timeout_s: float = 60.0
+
+def connection_limit(asked: int | None) -> int:
+    """Return the limit of open connections; raise the limit of open files up to 65,536.
+
+    Args:
+        asked: the limit that the user set; None takes what the files allow, at most 4,096.
+
+    Raises:
+        UserError: the user asked for more connections than files may be open.
+    """
+    num_files = _raise_file_limit()
+    room = num_files - min(_OTHER_FILES, num_files // 2)
+    if asked is None:
+        return min(room, _MOST_CONNECTIONS)
+    if asked > room:
+        raise UserError(
+            f"--max-connections is {asked}, and this process may open {num_files} files: expected "
+            f"at most {room}. Lower it, or raise the limit of open files (ulimit -n)."
+        )
+    return asked
+
+
+def _raise_file_limit() -> int:
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return _MOST_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    infinity = resource.RLIM_INFINITY
+    wanted = _MOST_FILES if hard == infinity else min(hard, _MOST_FILES)
+    if soft == infinity or soft >= wanted:
+        return _MOST_FILES if soft == infinity else soft
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (OSError, ValueError):  # macOS allows less than its hard limit
+        return soft
+    return wanted
 
 
 class Connections:
@@ -62,14 +113,20 @@ class Connections:
     are being answered stay; if all are, a new one is refused with status 503.
 
     Args:
-        limits: of them all.
+        max_connections: connections at once.
+        head_timeout_s: seconds from the start of a connection to the end of the head of its first
+            request, and from the first byte of any later request to the end of its head.
+        stall_timeout_s: seconds in which a client that has data to read must read some of it.
 
     Attributes:
         protocol: makes a connection; uvicorn's setting `http`.
     """
 
-    def __init__(self, limits: ConnectionLimits) -> None:
-        self.limits = limits
+    def __init__(
+        self, max_connections: int, head_timeout_s: float = 15.0, stall_timeout_s: float = 60.0
+    ) -> None:
+        self.max_connections = max_connections
+        self.head_timeout_s, self.stall_timeout_s = head_timeout_s, stall_timeout_s
         self.protocol: Any = partial(Connection, self)
         self.buffer = bytearray(_READ_BYTES)
         self._open: set[Connection] = set()
@@ -83,7 +140,7 @@ class Connections:
     def add(self, connection: Connection) -> None:
         """Take a new connection, at the cost of one that waits if there are too many."""
         self._open.add(connection)
-        limit = self.limits.max_connections
+        limit = self.max_connections
         while len(self._open) > limit and self._waiting:
             self.close(next(iter(self._waiting)), f"at the limit of {limit} connections")
         self._waiting[connection] = None
@@ -100,7 +157,6 @@ class Connections:
             )
 
     def remove(self, connection: Connection) -> None:
-        """Forget a connection."""
         self._open.discard(connection)
         self._waiting.pop(connection, None)
 
@@ -134,15 +190,14 @@ class Connections:
 
 
 class Connection(H11Protocol, asyncio.BufferedProtocol):
-    """A connection as uvicorn has it, within limits."""
+    """uvicorn's connection, within limits."""
 
     def __init__(self, table: Connections, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.conn = _Parser()
         self._table = table
-        self._limits = table.limits
-        self._head_deadline_s: float | None = self.loop.time() + self._limits.head_timeout_s
-        # After a refusal: what is read and dropped yet.
+        self._head_deadline_s: float | None = self.loop.time() + self._table.head_timeout_s
+        # Bytes that a refused client may still send, which are dropped.
         self._linger_bytes: int | None = None
         self._num_unread = 0
         self._read_s = 0.0
@@ -176,7 +231,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self._head_deadline_s = None
         elif self._head_deadline_s is None:
-            self._head_deadline_s = self.loop.time() + self._limits.head_timeout_s
+            self._head_deadline_s = self.loop.time() + self._table.head_timeout_s
         self._table.sort(self)
 
     def on_response_complete(self) -> None:
@@ -192,23 +247,21 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     def check(self, now: float) -> None:
         """Close the connection if its client has taken too long by `now`."""
         if self._head_deadline_s is not None and now > self._head_deadline_s:
-            limit = f"{self._limits.head_timeout_s:g} s"
+            limit = f"{self._table.head_timeout_s:g} s"
             if self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
-                self.refuse(
-                    ApiError(
-                        408,
-                        f"The head of the request did not end within {limit}. Send it faster, or "
-                        "start the server with a larger --head-timeout.",
-                    )
+                text = (
+                    f"The head of the request did not end within {limit}. Send it faster, or "
+                    "start the server with a larger --head-timeout."
                 )
+                self.refuse(ApiError(408, text))
             else:
                 self._table.close(self, f"that sent no request within {limit}")
             return
         num_unread = self._count_unread()
         if num_unread == 0 or num_unread != self._num_unread:
             self._num_unread, self._read_s = num_unread, now
-        elif now - self._read_s > self._limits.stall_timeout_s:
-            limit = f"{self._limits.stall_timeout_s:g} s"
+        elif now - self._read_s > self._table.stall_timeout_s:
+            limit = f"{self._table.stall_timeout_s:g} s"
             self._table.close(self, f"that read nothing of their answers for {limit}")
 
     def refuse(self, error: ApiError) -> None:
@@ -234,20 +287,17 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self.loop.call_later(_LINGER_S, self.transport.abort)
 
     def _count_unread(self) -> int:
-        """Bytes that wait for the client, the kernel's too where there are more than fit there."""
+        """Count the bytes that wait for the client, in this process and in the kernel."""
         count = self.transport.get_write_buffer_size()
         if count:
             with suppress(ImportError, AttributeError, OSError):
-                count += _count_in_kernel(self.transport.get_extra_info("socket").fileno())
+                import fcntl
+                import termios
+
+                file = self.transport.get_extra_info("socket").fileno()
+                unacknowledged = fcntl.ioctl(file, termios.TIOCOUTQ, bytes(4))
+                count += int.from_bytes(unacknowledged, sys.byteorder)
         return count
-
-
-def _count_in_kernel(file: int) -> int:
-    """Bytes written to a socket that its other side has not acknowledged."""
-    import fcntl
-    import termios
-
-    return int.from_bytes(fcntl.ioctl(file, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
 
 
 class _Parser(h11.Connection):
@@ -262,7 +312,7 @@ class _Parser(h11.Connection):
         self.refusal: ApiError | None = None
 
     def next_event(self) -> Any:
-        """As in h11; a head is judged before it is parsed."""
+        """Return h11's next event; refuse a head that is too large before h11 parses it."""
         if self.their_state is h11.IDLE and (data := self.trailing_data[0]):
             end = _BLANK_LINE.search(data)
             num_bytes = end.end() if end else len(data)

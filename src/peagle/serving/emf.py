@@ -30,7 +30,7 @@ MAX_METRICS = 100  # of a directive, by the specification
 
 
 def dimensions_from(environ: Mapping[str, str], model_name: str) -> dict[str, str]:
-    """Endpoint and variant, where the environment names them, else the model."""
+    """Return endpoint and variant, where the environment names them, else the model."""
     endpoint = environ.get(names.ENDPOINT_VARIABLE)
     variant = environ.get(names.VARIANT_VARIABLE)
     if endpoint and variant:
@@ -41,29 +41,29 @@ def dimensions_from(environ: Mapping[str, str], model_name: str) -> dict[str, st
 def document(
     stats: SpeculationStats, dimensions: Mapping[str, str], timestamp_ms: int
 ) -> dict[str, Any]:
-    """What an interval's drafts did, in the embedded metric format.
+    """Return the drafts of an interval in the embedded metric format.
 
     Counts are there always; acceptance length and acceptance per position (unconditional, from 0
     to 1) only where something was drafted, since they are not known otherwise.
 
     Args:
         stats: counters of the interval alone.
-        dimensions: by name.
         timestamp_ms: end of the interval, milliseconds since 1970.
     """
-    values: dict[str, float] = {
+    counts = {
         names.NUM_DRAFTS: stats.num_drafts,
         names.NUM_DRAFT_TOKENS: stats.num_draft_tokens,
         names.NUM_ACCEPTED_TOKENS: stats.num_accepted_tokens,
     }
     for position, count in enumerate(stats.num_accepted_tokens_per_pos):
-        values[names.num_accepted_at(position)] = count
-    counted = list(values)
+        counts[names.num_accepted_at(position)] = count
+    ratios: dict[str, float] = {}
     if stats.num_drafts:
-        values[names.ACCEPTANCE_LENGTH] = round(stats.acceptance_length, 4)
+        ratios[names.ACCEPTANCE_LENGTH] = round(stats.acceptance_length, 4)
         for position, share in enumerate(stats.acceptance_per_pos):
-            values[names.acceptance_at(position)] = round(share, 4)
-    metrics = [{"Name": n, "Unit": "Count" if n in counted else "None"} for n in values]
+            ratios[names.acceptance_at(position)] = round(share, 4)
+    metrics = [{"Name": name, "Unit": "Count"} for name in counts]
+    metrics += [{"Name": name, "Unit": "None"} for name in ratios]
     directives = [
         {
             "Namespace": names.NAMESPACE,
@@ -73,17 +73,11 @@ def document(
         for first in range(0, len(metrics), MAX_METRICS)
     ]
     about = {"Timestamp": timestamp_ms, "CloudWatchMetrics": directives}
-    return {"_aws": about, **dimensions, **values}
+    return {"_aws": about, **dimensions, **counts, **ratios}
 
 
 class AcceptanceLog:
-    """Writes what was drafted since the last line.
-
-    Args:
-        metrics: the counters.
-        dimensions: by name.
-        stream: where lines go; None is standard output.
-    """
+    """Writes the drafts since the last line to a stream; None is standard output."""
 
     def __init__(
         self, metrics: Metrics, dimensions: Mapping[str, str], stream: TextIO | None = None
@@ -111,19 +105,20 @@ async def publishing(metrics: Metrics, model_name: str, interval_s: float) -> As
         yield
         return
     log = AcceptanceLog(metrics, dimensions_from(os.environ, model_name))
-    task = asyncio.ensure_future(_repeat(log, interval_s))
+
+    async def repeat() -> None:
+        try:
+            while True:
+                await asyncio.sleep(interval_s)
+                log.write()
+        except OSError as error:
+            text = "no further metrics for CloudWatch: standard output: %s"
+            logger.warning(text, error.strerror)
+
+    task = asyncio.ensure_future(repeat())
     try:
         yield
     finally:
         task.cancel()
         with suppress(OSError):
             log.write()
-
-
-async def _repeat(log: AcceptanceLog, interval_s: float) -> None:
-    try:
-        while True:
-            await asyncio.sleep(interval_s)
-            log.write()
-    except OSError as error:
-        logger.warning("no further metrics for CloudWatch: standard output: %s", error.strerror)

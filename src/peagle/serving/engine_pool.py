@@ -12,33 +12,31 @@ import logging
 import multiprocessing
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.reduction import ForkingPickler
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 from peagle.config import SamplingParams
-from peagle.engine import EngineStats
+from peagle.engine.loop import Add
 from peagle.engine.outputs import StreamChunk
 from peagle.errors import UserError
-from peagle.serving.crash_budget import WINDOW_S, CrashBudget
-from peagle.serving.deadline import Deadline
-from peagle.serving.engine_process import run_engine
-from peagle.serving.errors import ApiError
-from peagle.serving.heartbeat import Heartbeat
-from peagle.serving.messages import (
-    Add,
+from peagle.serving.engine_process import (
     Cancel,
     EngineInfo,
     EngineSpec,
     Failed,
-    Ready,
+    Heartbeat,
     Refused,
     Stepped,
     Stop,
+    run_engine,
 )
+from peagle.serving.errors import ApiError
+from peagle.serving.metrics import Metrics
 
 logger = logging.getLogger("peagle.serving")
 
@@ -46,15 +44,78 @@ _WATCH_EVERY_S = 0.5
 _JOIN_S = 2.0
 # A killed process that is still alive waits in the kernel, most likely for its GPU.
 _KILL_S = 30.0
+# An engine is restarted as long as it crashes and fails to start no more often than this.
+MOST_CRASHES, WINDOW_S = 5, 600.0
+MOST_FAILED_STARTS = 3
+_FIRST_DELAY_S = 0.5
 
 
 class EngineFailed(Exception):
     """Engine processes ended by a fault; the message says how, and how often."""
 
 
+class Deadline(NamedTuple):
+    """The end of a request's time on the event loop's clock, and the error that its client gets."""
+
+    end_s: float
+    error: ApiError
+
+    @classmethod
+    def after(cls, timeout_s: float) -> Deadline | None:
+        """Return the deadline of a request that came now; None if `timeout_s` is 0."""
+        if not timeout_s:
+            return None
+        error = ApiError(
+            504,
+            f"The request took longer than {timeout_s:g} s. Ask for fewer tokens or try again "
+            "later; the operator raises the limit with --request-timeout.",
+            code="request_timeout",
+        )
+        return cls(asyncio.get_running_loop().time() + timeout_s, error)
+
+
+class CrashBudget:
+    """Counts the crashes of one engine, and says whether and when it is started again.
+
+    5 crashes in 10 minutes are allowed, and fewer than 3 failed starts in a row. The wait before a
+    restart doubles with each crash in the window.
+    """
+
+    def __init__(self) -> None:
+        self._crashes: deque[float] = deque()
+        self.num_failed_starts = 0  # in a row
+
+    @property
+    def num_recent(self) -> int:
+        """Number of crashes in the window."""
+        while self._crashes and self._crashes[0] < time.monotonic() - WINDOW_S:
+            self._crashes.popleft()
+        return len(self._crashes)
+
+    def crashed(self, *, while_loading: bool) -> None:
+        """Count a process that has ended, or was killed because it hung."""
+        self._crashes.append(time.monotonic())
+        self.num_failed_starts += while_loading
+
+    @property
+    def delay_s(self) -> float:
+        """Seconds to wait before the next start."""
+        return _FIRST_DELAY_S * 2 ** max(self.num_recent - 1, 0)
+
+    @property
+    def spent(self) -> str | None:
+        """Why there is no further start; None if there is one."""
+        if self.num_failed_starts >= MOST_FAILED_STARTS:
+            return f"{self.num_failed_starts} starts in a row failed"
+        if (crashes := self.num_recent) > MOST_CRASHES:
+            limit = f"{MOST_CRASHES} are restarted"
+            return f"it ended {crashes} times within {WINDOW_S / 60:g} minutes, of which {limit}"
+        return None
+
+
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """A client that waits for a request."""
+    """A request whose client waits for chunks."""
 
     num_outputs: int
     items: asyncio.Queue[StreamChunk | Exception] = field(default_factory=asyncio.Queue)
@@ -64,22 +125,18 @@ class EngineProcess:
     """One engine process.
 
     Args:
-        number: index of the process.
-        spec: what the process loads.
         on_message: called in the event loop with each message, and with None at the process's end.
 
     Attributes:
         info: facts of the loaded engine; None before.
         streams: requests that run here, by their index.
-        heartbeat: the process's signs of life.
-        end: how it ended or hung, as a part of a sentence; "" while it lives.
+        end: how the process ended or hung, as a part of a sentence; "" while it lives.
     """
 
     def __init__(
         self, number: int, spec: EngineSpec, on_message: Callable[[EngineProcess, Any], None]
     ) -> None:
         self.number = number
-        self.spec = spec
         self.info: EngineInfo | None = None
         self.streams: dict[int, _Stream] = {}
         self.end = ""
@@ -89,21 +146,16 @@ class EngineProcess:
         self.heartbeat = Heartbeat(context, spec.hang_timeout_s)
         self._forgiven_s, self._forgiven_of = 0.0, 0.0
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(
-            target=run_engine,
-            args=(spec, theirs, self.heartbeat),
-            name=f"peagle-engine-{number}",
-            daemon=True,
-        )
+        name, args = f"peagle-engine-{number}", (spec, theirs, self.heartbeat)
+        self._process = context.Process(target=run_engine, args=args, name=name, daemon=True)
         self._process.start()
         theirs.close()
         self._loop = asyncio.get_running_loop()
-        for work in (self._listen, self._send):
-            threading.Thread(target=work, name=f"peagle-engine-{number}", daemon=True).start()
+        for work in (self._receive, self._send):
+            threading.Thread(target=work, name=name, daemon=True).start()
 
     @property
     def pid(self) -> int | None:
-        """The process id."""
         return self._process.pid
 
     @property
@@ -121,13 +173,11 @@ class EngineProcess:
         self._orders.put(ForkingPickler.dumps(message))
 
     def _send(self) -> None:
-        """Send orders to the process, in a thread of its own."""
         with suppress(OSError):
             while (order := self._orders.get()) is not None:
                 self._connection.send_bytes(order)
 
-    def _listen(self) -> None:
-        """Pass messages to the event loop, in a thread of its own."""
+    def _receive(self) -> None:
         message: Any = True
         while message is not None:
             try:
@@ -174,13 +224,9 @@ class EnginePool:
 
     Args:
         specs: what each process loads.
+        metrics: takes the counters, the signs of life and the ends of the engines.
         max_queue: number of outputs that may wait beyond those that are decoded.
         restart: whether a process that died is started again.
-        on_stats: called with the number of an engine and its counters, now and then.
-        on_restart: called with the number of an engine that is started again.
-        on_hang: called with the number of an engine that hangs.
-        on_beat: called about twice a second with the number of an engine and the seconds since its
-            last sign of life, 0 while it loads or compiles.
 
     Attributes:
         failure: why the server cannot go on, once it cannot.
@@ -188,23 +234,12 @@ class EnginePool:
     """
 
     def __init__(
-        self,
-        specs: list[EngineSpec],
-        *,
-        max_queue: int,
-        restart: bool,
-        on_stats: Callable[[int, EngineStats], None],
-        on_restart: Callable[[int], None],
-        on_hang: Callable[[int], None],
-        on_beat: Callable[[int, float], None],
+        self, specs: list[EngineSpec], metrics: Metrics, *, max_queue: int, restart: bool
     ) -> None:
         self._specs = specs
+        self._metrics = metrics
         self._max_queue = max_queue
         self._restart = restart
-        self._on_stats = on_stats
-        self._on_restart = on_restart
-        self._on_hang = on_hang
-        self._on_beat = on_beat
         self._engines: list[EngineProcess | None] = [None] * len(specs)
         self._budgets = [CrashBudget() for _ in specs]
         self._beats = [time.monotonic()] * len(specs)
@@ -240,11 +275,6 @@ class EnginePool:
         """Facts of the engines, which are all alike; None while none is loaded."""
         return next((engine.info for engine in self.ready), None)
 
-    @property
-    def load(self) -> int:
-        """Number of outputs that run or wait."""
-        return sum(engine.load for engine in self._engines if engine is not None)
-
     # ---- requests -------------------------------------------------------------------------------
 
     async def stream(
@@ -262,19 +292,18 @@ class EnginePool:
 
         Args:
             engine: from `choose`.
-            prompt: token ids.
-            params: sampling parameters.
-            proposer: name of one of the engine's proposers.
             priority: requests with a lower number go first.
             cache_salt: only requests with the same salt share cached KV.
-            deadline: time by which the outputs must have ended.
 
         Raises:
             ApiError: the request is refused, the engine died meanwhile, or the deadline is over.
         """
         index, stream = next(self._numbers), _Stream(params.n)
         engine.streams[index] = stream
-        timer = deadline.call(stream.items.put_nowait) if deadline is not None else None
+        timer = None
+        if deadline is not None:
+            loop = asyncio.get_running_loop()
+            timer = loop.call_at(deadline.end_s, stream.items.put_nowait, deadline.error)
         try:
             engine.send(Add(index, prompt, params, proposer, priority, cache_salt))
             while stream.num_outputs:
@@ -293,14 +322,15 @@ class EnginePool:
         """Return the engine with the smallest load.
 
         Raises:
-            ApiError: no engine is there (503), or too many wait (429).
+            ApiError: no engine is there (503), or too many outputs wait (429).
         """
         ready = self.ready
         if not ready:
             text = "The model is not loaded at the moment; try again shortly."
             raise ApiError(503, text, code="not_ready", headers={"Retry-After": "2"})
         room = sum(engine.info.max_num_seqs for engine in ready if engine.info) + self._max_queue
-        if (load := self.load) + num_outputs > room:
+        load = sum(engine.load for engine in self._engines if engine is not None)
+        if load + num_outputs > room:
             raise ApiError(
                 429,
                 f"{load} outputs run or wait and {num_outputs} were asked for; expected at most "
@@ -313,44 +343,35 @@ class EnginePool:
     # ---- messages -------------------------------------------------------------------------------
 
     def _handle_message(self, engine: EngineProcess, message: Any) -> None:
-        if isinstance(message, Stepped):
-            for chunk in message.chunks:
-                if (stream := engine.streams.get(chunk.index)) is not None:
-                    stream.items.put_nowait(chunk)
-            if message.stats is not None:
-                self._on_stats(engine.number, message.stats)
-        elif isinstance(message, Refused):
-            self._refuse(engine, message)
-        elif isinstance(message, Ready):
-            engine.info = message.info
-            self._budgets[engine.number].started()
-            self.became_ready.set()
-            logger.info(
-                "engine %d is ready",
-                engine.number,
-                extra={"engine": engine.number, "pid": engine.pid},
-            )
-        elif isinstance(message, Failed):
-            self._handle_failure(engine, message)
-        else:
-            self._handle_end(engine)
-
-    def _refuse(self, engine: EngineProcess, message: Refused) -> None:
-        if (stream := engine.streams.get(message.index)) is None:
-            return
-        if message.is_user_error:
-            stream.items.put_nowait(ApiError(400, message.message))
-        else:
-            logger.error("a request failed: %s", message.message)
-            text = "The engine could not take the request; the server's log says why."
-            stream.items.put_nowait(ApiError(500, text, code="engine_error"))
-
-    def _handle_failure(self, engine: EngineProcess, message: Failed) -> None:
-        """Log or keep why a process ends."""
-        if message.is_user_error and not self.failure.done():
-            self.failure.set_result(UserError(message.message))
-        else:
-            logger.error("engine %d failed: %s", engine.number, message.message)
+        match message:
+            case Stepped(chunks, stats):
+                for chunk in chunks:
+                    if (stream := engine.streams.get(chunk.index)) is not None:
+                        stream.items.put_nowait(chunk)
+                if stats is not None:
+                    self._metrics.record_engine(engine.number, stats)
+            case Refused(index, text, is_user_error):
+                if (stream := engine.streams.get(index)) is None:
+                    return
+                error = ApiError(400, text)
+                if not is_user_error:
+                    logger.error("a request failed: %s", text)
+                    text = "The engine could not take the request; the server's log says why."
+                    error = ApiError(500, text, code="engine_error")
+                stream.items.put_nowait(error)
+            case EngineInfo():
+                engine.info = message
+                self._budgets[engine.number].num_failed_starts = 0
+                self.became_ready.set()
+                extra = {"engine": engine.number, "pid": engine.pid}
+                logger.info("engine %d is ready", engine.number, extra=extra)
+            case Failed(text, is_user_error):
+                if is_user_error and not self.failure.done():
+                    self.failure.set_result(UserError(text))
+                else:
+                    logger.error("engine %d failed: %s", engine.number, text)
+            case None:
+                self._handle_end(engine)
 
     # ---- ends -----------------------------------------------------------------------------------
 
@@ -368,19 +389,18 @@ class EnginePool:
                     is_busy = engine.heartbeat.activity != "working"
                     if not engine.end and engine.is_overdue(now, late_s):
                         self._end_hung(engine, now)
-                self._on_beat(number, 0.0 if is_busy else now - self._beats[number])
+                self._metrics.engine_beat(number, 0.0 if is_busy else now - self._beats[number])
 
     def _end_hung(self, engine: EngineProcess, now: float) -> None:
-        heartbeat = engine.heartbeat
+        heartbeat, number = engine.heartbeat, engine.number
         silent_s, limit_s = now - heartbeat.last_s, heartbeat.due_s - heartbeat.last_s
-        number = engine.number
         logger.error(
             "engine %d hangs: it was %s and gave no sign of life for %.1f s, of %.1f s allowed; it "
             "is killed",
             *(number, heartbeat.activity, silent_s, limit_s),
             extra={"engine": number, "pid": engine.pid},
         )
-        self._on_hang(number)
+        self._metrics.engine_hung(number)
         self._take_out_of_service(engine, f"hung for {silent_s:.1f} s", "engine_hung")
         engine.kill()
         asyncio.get_running_loop().call_later(_KILL_S, self._give_up_if_alive, engine)
@@ -427,7 +447,7 @@ class EnginePool:
         elif budget.spent is not None:
             self._give_up(number, f"{end}; {budget.spent}")
         else:
-            self._on_restart(number)
+            self._metrics.engine_restarted(number)
             asyncio.get_running_loop().call_later(budget.delay_s, self._start, number)
 
     def _give_up(self, number: int, reason: str) -> None:

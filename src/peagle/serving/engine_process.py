@@ -1,11 +1,13 @@
 """The engine process: models, steps, and one message a step to the front end.
 
-It never waits for clients, HTTP or JSON, which are the front end's.
+It never waits for clients, HTTP or JSON, which are the front end's. It shows that it lives by a
+heartbeat in memory that both processes share.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import multiprocessing
 import os
 import signal
@@ -13,38 +15,30 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import asdict, fields, replace
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import Empty
-from typing import Any
+from typing import Any, Literal, get_args
 
+import torch
+
+from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.engine import EngineStats, LLMEngine, SpeculationStats
-from peagle.engine.loop import EngineLoop, Order
+from peagle.engine.loop import Add, EngineLoop, Order
 from peagle.engine.outputs import StreamChunk
-from peagle.engine.placement import resolve_device, resolve_dtype
+from peagle.engine.placement import resolve_device, resolve_dtype, set_threads
 from peagle.engine.requests import Requests
-from peagle.engine.threads import set_threads
 from peagle.errors import UserError
 from peagle.llm import LLM
 from peagle.models.target import TargetModel
-from peagle.serving.heartbeat import Heartbeat, Pulse, announce_compilation
-from peagle.serving.kv_split import split_kv
 from peagle.serving.logs import configure_logging
 from peagle.serving.memory_release import trim
-from peagle.serving.messages import (
-    Add,
-    Cancel,
-    EngineInfo,
-    EngineSpec,
-    Failed,
-    Ready,
-    Refused,
-    Stepped,
-    Stop,
-)
 
+CPU_KV_GIB = 2.0  # KV cache of all engines on a CPU by default
 _STATS_EVERY_S = 0.1
 # Beats of an idle engine, and steps of one token that show that its device still answers.
 _BEAT_EVERY_S = 0.5
@@ -54,6 +48,215 @@ _LAST_STEP_S = 2.0
 _PR_SET_PDEATHSIG = 1
 
 
+# ---- messages between the front end and an engine process, pickled over a private pipe -----------
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What an engine process loads, and the limits that it keeps.
+
+    Attributes:
+        target: folder of the target.
+        proposers: how each proposer drafts, by name; the first one is the default. They share the
+            target's weights and split the KV budget.
+        threads: CPU threads of torch; None chooses by model and machine.
+        device_index: index of the GPU, where the device is "auto" or "cuda" and there are several.
+        compile_timeout_s, grammar_budget_s, hang_timeout_s, log_format: as in `ServerConfig`.
+    """
+
+    target: str
+    proposers: dict[str, SpeculativeConfig | None]
+    engine: EngineConfig
+    threads: int | None = None
+    device_index: int | None = None
+    compile_timeout_s: float = 10.0
+    grammar_budget_s: float = 5.0
+    hang_timeout_s: float = 10.0
+    log_format: Literal["text", "json"] = "text"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """Facts of a loaded engine; the process sends them when it is ready.
+
+    Attributes:
+        max_num_seqs: number of sequences decoded together.
+        num_speculative_tokens: K of each proposer, by name, 0 for plain decoding.
+        defaults: sampling parameters that the model asks for, fields of SamplingParams.
+    """
+
+    max_model_len: int
+    vocab_size: int
+    max_num_seqs: int
+    num_speculative_tokens: dict[str, int]
+    defaults: dict[str, Any]
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """An order to stop a request and free its memory."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """An order to end the process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The process ends, by a mistake in the settings (`is_user_error`) or by a fault."""
+
+    message: str
+    is_user_error: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A request was not queued."""
+
+    index: int
+    message: str
+    is_user_error: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """The chunks of one step; `stats` now and then."""
+
+    chunks: list[StreamChunk]
+    stats: EngineStats | None
+
+
+# ---- signs of life -------------------------------------------------------------------------------
+
+Activity = Literal["working", "loading", "compiling"]
+_ACTIVITIES: tuple[Activity, ...] = get_args(Activity)
+# A step may take this many times as long as the slowest step before it.
+_SLOWER = 20
+# Announced work must end too; loading may read a large model from a slow disk.
+_ANNOUNCED_S = {"loading": 3600.0, "compiling": 600.0}
+# Taking a request may tokenize long lists of words.
+_ORDER_S = 60.0
+
+
+class Heartbeat:
+    """When the engine was last alive and until when it may be silent, in shared memory.
+
+    The engine writes, the front end compares with its clock, without a message. So the front end
+    notices an engine that is stopped, locked up, or waiting for a GPU that does not answer. On
+    Linux all processes share the clock `time.monotonic`.
+
+    The limit of a step is 20 times the slowest step before it. A pass over more tokens than any
+    before it may also take as long as its tokens would take one by one. A batch always takes less,
+    because it reads the weights once. So the first long prompt on a slow CPU is no hang. Steps that
+    compile something do not count.
+
+    Args:
+        context: multiprocessing context, whose processes may receive the heartbeat.
+        timeout_s: seconds that the engine may always be silent; 0 sets no limit.
+    """
+
+    def __init__(self, context: Any, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._values = context.RawArray("d", 3)
+        # The engine alone uses the attributes below.
+        self._is_loading = True
+        self._num_compiling = 0  # one compilation begins others
+        self._has_compiled = False
+        self._token_s = 0.0
+        self._slowest_s = 0.0
+        self._most_tokens = 0
+        self._planned_tokens = 0
+        self.beat()
+
+    # ---- read by the front end ------------------------------------------------------------------
+
+    @property
+    def last_s(self) -> float:
+        """When the engine was last alive, by `time.monotonic`."""
+        return self._values[0]
+
+    @property
+    def due_s(self) -> float:
+        """When it must be alive again."""
+        return self._values[1]
+
+    @property
+    def activity(self) -> Activity:
+        """What the engine does until then."""
+        return _ACTIVITIES[int(self._values[2])]
+
+    # ---- written by the engine ------------------------------------------------------------------
+
+    def _write(self, limit_s: float, activity: Activity) -> None:
+        now = time.monotonic()
+        limit_s = max(limit_s, self._timeout_s) if self._timeout_s else math.inf
+        self._values[:] = (now, now + limit_s, _ACTIVITIES.index(activity))
+
+    def beat(self, limit_s: float = 0.0) -> None:
+        """Note that the engine goes on, and may be silent for `limit_s`, or longer by its steps."""
+        if self._is_loading:
+            self._write(_ANNOUNCED_S["loading"], "loading")
+        else:
+            self._write(max(limit_s, _SLOWER * self._slowest_s), "working")
+
+    def loaded(self, token_s: float) -> None:
+        """Note that all is loaded; a step of one token takes `token_s` seconds."""
+        self._token_s = self._slowest_s = token_s
+        self._is_loading = False
+        self.beat()
+
+    def planned(self, num_tokens: int) -> None:
+        """Note that a pass over so many tokens begins."""
+        self._planned_tokens = max(self._planned_tokens, num_tokens)
+        self.beat(num_tokens * self._token_s if num_tokens > self._most_tokens else 0.0)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Time a step of the engine."""
+        self._has_compiled, self._num_compiling, self._planned_tokens = False, 0, 0
+        self.beat()
+        start = time.monotonic()
+        yield
+        if not self._has_compiled:
+            self._slowest_s = max(self._slowest_s, time.monotonic() - start)
+        self._most_tokens = max(self._most_tokens, self._planned_tokens)
+
+    def compiling(self, *_: Any, **__: Any) -> None:
+        """Note that a compilation begins."""
+        self._has_compiled = True
+        self._num_compiling += 1
+        self._write(_ANNOUNCED_S["compiling"], "compiling")
+
+    def compiled(self, *_: Any, **__: Any) -> None:
+        """Note that a compilation ended."""
+        self._num_compiling -= 1
+        # Between two compilations of the start, graphs are captured.
+        if self._is_loading or self._num_compiling > 0:
+            self._write(_ANNOUNCED_S["compiling"], "compiling")
+        else:
+            self.beat()
+
+
+def announce_compilation(heartbeat: Heartbeat) -> None:
+    """Call a heartbeat whenever torch.compile or Triton compiles something."""
+    from torch._dynamo.callback import callback_handler
+
+    callback_handler.register_start_callback(heartbeat.compiling)
+    callback_handler.register_end_callback(heartbeat.compiled)
+    with suppress(ImportError):  # only where torch brings it
+        from triton import knobs
+
+        knobs.runtime.jit_cache_hook = heartbeat.compiling
+        knobs.runtime.jit_post_compile_hook = heartbeat.compiled
+
+
+# ---- the process ---------------------------------------------------------------------------------
+
+
 def run_engine(spec: EngineSpec, connection: Connection, heartbeat: Heartbeat) -> None:
     """Serve until the front end says stop or goes away; the entry point of the process."""
     # A signal to stop the server reaches the whole process group; the front end handles it.
@@ -61,14 +264,13 @@ def run_engine(spec: EngineSpec, connection: Connection, heartbeat: Heartbeat) -
         signal.signal(number, signal.SIG_IGN)
     _end_with_front_end()
     configure_logging(spec.log_format)
-    pulse = Pulse(heartbeat)
     try:
-        worker = EngineWorker(_load(spec, pulse), spec, connection, pulse)
+        worker = EngineWorker(_load(spec, heartbeat), spec, connection, heartbeat)
         worker.check()  # the first step makes what later ones find made
         start = time.monotonic()
         worker.check()
-        pulse.loaded(time.monotonic() - start)
-        connection.send(Ready(worker.info()))
+        heartbeat.loaded(time.monotonic() - start)
+        connection.send(worker.info())
         worker.serve()
     except (BrokenPipeError, EOFError, ConnectionResetError):
         pass  # the front end is gone
@@ -102,23 +304,23 @@ def _end_with_front_end() -> None:
             os._exit(1)
 
 
-def _load(spec: EngineSpec, pulse: Pulse) -> dict[str, LLM]:
+def _load(spec: EngineSpec, heartbeat: Heartbeat) -> dict[str, LLM]:
     """Load an LLM for each proposer, on one target."""
     if spec.device_index is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(spec.device_index)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if spec.threads is not None:
         set_threads(spec.threads)
-    pulse.loading()
+    heartbeat.beat()
     device = resolve_device(spec.engine.device)
     if device.type == "cuda":  # nothing is compiled for a CPU, and the compilers load slowly
-        announce_compilation(pulse)
+        announce_compilation(heartbeat)
     dtype = resolve_dtype(spec.engine.dtype, device)
     target = TargetModel.load(Path(spec.target), dtype=dtype, device=device)
     sizes = replace(spec.engine, dtype="auto", device="auto")
     llms: dict[str, LLM] = {}
     for number, (name, speculative) in enumerate(spec.proposers.items()):
-        pulse.loading()
+        heartbeat.beat()
         share = asdict(split_kv(sizes, device, number, len(spec.proposers)))
         llm = llms[name] = LLM(model=target, speculative_config=speculative, **share)
         llm.requests = Requests(llm.engine, llm.tokenizer, spec.grammar_budget_s or None)
@@ -126,33 +328,49 @@ def _load(spec: EngineSpec, pulse: Pulse) -> dict[str, LLM]:
     return llms
 
 
+def split_kv(config: EngineConfig, device: torch.device, number: int, count: int) -> EngineConfig:
+    """Return the sizes of engine `number` of `count`, made one after another on a loaded target.
+
+    The engines share the blocks or the GiB that the user asked for. On a GPU where the user asked
+    for neither, each engine takes its part of the memory that is left when its turn comes.
+    """
+    if count == 1:
+        return config
+    if config.num_kv_blocks is not None:
+        return replace(config, num_kv_blocks=max(1, config.num_kv_blocks // count))
+    if config.kv_cache_gib is not None:
+        return replace(config, kv_cache_gib=config.kv_cache_gib / count)
+    if device.type != "cuda":
+        return replace(config, kv_cache_gib=CPU_KV_GIB / count)
+    free, total = torch.cuda.mem_get_info(device)
+    used = 1 - free / total
+    left = max(config.gpu_memory_utilization - used, 0.0)
+    return replace(config, gpu_memory_utilization=used + left / (count - number))
+
+
 class EngineWorker(EngineLoop):
     """The loop of an engine process: orders come from the front end, chunks go back to it.
 
     Args:
         llms: an LLM for each proposer, all on one target.
-        spec: what they were made of.
         connection: the pipe to the front end.
-        pulse: takes the signs of life.
     """
 
     def __init__(
-        self, llms: dict[str, LLM], spec: EngineSpec, connection: Connection, pulse: Pulse
+        self, llms: dict[str, LLM], spec: EngineSpec, connection: Connection, heartbeat: Heartbeat
     ) -> None:
         super().__init__({n: llm.requests for n, llm in llms.items()}, spec.compile_timeout_s)
         self._llms = llms
         self._connection = connection
-        self._pulse = pulse
+        self._heartbeat = heartbeat
         self._beat_every_s = min(_BEAT_EVERY_S, spec.hang_timeout_s / 4 or _BEAT_EVERY_S)
         self._worked_s = time.monotonic()
         for llm in llms.values():
-            llm.engine.on_pass = pulse.planned
+            llm.engine.on_pass = heartbeat.planned
         self._last_stats_s = 0.0
 
     def info(self) -> EngineInfo:
-        """Return what the front end has to know."""
         llm = next(iter(self._llms.values()))
-        plans = "\n".join(str(one.engine.memory_plan) for one in self._llms.values())
         return EngineInfo(
             max_model_len=llm.engine.max_model_len,
             vocab_size=llm.target.vocab_size,
@@ -161,25 +379,24 @@ class EngineWorker(EngineLoop):
                 name: one.engine.num_speculative_tokens for name, one in self._llms.items()
             },
             defaults=llm.target.generation_defaults(),
-            memory=plans,
             device=str(llm.target.device),
         )
 
     def serve(self) -> None:
         """Serve until the front end says stop, or until the pipe ends."""
-        threading.Thread(target=self._listen, name="peagle-orders", daemon=True).start()
+        threading.Thread(target=self._receive, name="peagle-orders", daemon=True).start()
         self._send([], always=True)
         self.run()
 
     def check(self) -> None:
         """Compute one token with each engine; no request may run."""
         for llm in self._llms.values():
-            with self._pulse.step():
+            with self._heartbeat.step():
                 llm.engine.check()
         self._worked_s = time.monotonic()
 
     def step(self) -> list[StreamChunk]:
-        with self._pulse.step():
+        with self._heartbeat.step():
             chunks = super().step()
         self._worked_s = time.monotonic()
         return chunks
@@ -195,7 +412,7 @@ class EngineWorker(EngineLoop):
     def next_order(self) -> Order | None:
         """Wait for an order; an idle engine beats, and is checked now and then."""
         while True:
-            self._pulse.beat()
+            self._heartbeat.beat()
             try:
                 order = self._orders.get(timeout=self._beat_every_s)
             except Empty:
@@ -204,16 +421,14 @@ class EngineWorker(EngineLoop):
                     if trim is not None:
                         trim(0)
             else:
-                self._pulse.order()
+                self._heartbeat.beat(_ORDER_S)
                 return order
 
-    def _listen(self) -> None:
+    def _receive(self) -> None:
         """Turn messages into orders, in a thread of its own."""
-        try:
+        with suppress(EOFError, OSError):
             while not isinstance(message := self._connection.recv(), Stop):
                 self.post(partial(self._obey, message))
-        except (EOFError, OSError):
-            pass
         self.post(None)
 
     def _obey(self, message: Add | Cancel) -> None:

@@ -14,18 +14,17 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """What a client did wrong, or what the server cannot do for it.
+    """A fault in a request, or a reason why the server cannot answer it.
 
     Args:
-        status: of HTTP.
         message: names the value, what was expected and what to do.
         type: OpenAI's class of error; None derives it from the status.
-        param: the field of the request that is meant.
-        code: for programs.
-        headers: of the answer.
+        param: the field of the request that is wrong.
+        code: a word for programs.
+        headers: further headers of the answer.
 
     Attributes:
-        is_counted: metrics know of it.
+        is_counted: the metrics have counted this error.
     """
 
     def __init__(
@@ -41,15 +40,63 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.message = message
-        self.type = type or _TYPES.get(
-            status, "server_error" if status >= 500 else "invalid_request_error"
-        )
+        default = "server_error" if status >= 500 else "invalid_request_error"
+        self.type = type or _TYPES.get(status, default)
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
         self.is_counted = False
 
     def body(self) -> dict[str, Any]:
-        """The answer's JSON object."""
         fields = {"message": self.message, "type": self.type, "param": self.param}
         return {"error": {**fields, "code": self.code}}
+
+
+# ---- routes of OpenAI's and of vLLM's servers that peagle does not have --------------------------
+
+_EMBEDDINGS = (
+    "peagle serves models that generate text, and computes no embeddings, scores or classes. Run a "
+    "server with an embedding model or a classifier beside it."
+)
+_OTHER_MEDIA = (
+    "peagle reads and writes text only. Send text to /v1/chat/completions, and media to a server "
+    "whose model takes them."
+)
+_STORED = (
+    "peagle stores nothing between requests. Send the whole conversation with each request to "
+    "/v1/responses or /v1/chat/completions."
+)
+_BATCHES = (
+    "peagle stores no files and no jobs. Send the requests to /v1/chat/completions all at once: "
+    "they are decoded together; or use peagle's LLM class, which takes a list of prompts."
+)
+_MANAGED = (
+    "a running peagle server keeps its model and its settings. Start another `peagle serve` with "
+    "the options that you want; /metrics and /v1/models describe this one."
+)
+# A path stands for itself and all paths below it; with a final slash for the paths below it alone.
+_REASONS = {
+    **dict.fromkeys(("/v1/embeddings", "/v2/embed", "/pooling", "/v1/pooling"), _EMBEDDINGS),
+    **dict.fromkeys(("/score", "/v1/score", "/classify", "/v1/classify"), _EMBEDDINGS),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank", "/v1/moderations"), _EMBEDDINGS),
+    **dict.fromkeys(("/v1/audio", "/v1/images", "/v1/videos", "/v1/realtime"), _OTHER_MEDIA),
+    **dict.fromkeys(("/v1/batches", "/v1/files", "/v1/uploads"), _BATCHES),
+    **dict.fromkeys(("/v1/responses/", "/v1/chat/completions/", "/v1/conversations"), _STORED),
+    **dict.fromkeys(("/v1/assistants", "/v1/threads", "/v1/vector_stores"), _STORED),
+    "/v1/fine_tuning": "a server trains nothing. Run `peagle train` for a draft head.",
+    "/v1/messages": "peagle speaks OpenAI's API. Use /v1/chat/completions or /v1/responses.",
+    "/generate": "peagle speaks OpenAI's API. Use /v1/completions.",
+    **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/sleep"), _MANAGED),
+    **dict.fromkeys(("/wake_up", "/reset_prefix_cache", "/server_info", "/load"), _MANAGED),
+}
+
+
+def reason_for_absence(path: str) -> str | None:
+    """Return why peagle lacks a route that clients of OpenAI or vLLM call, and what to use.
+
+    None: `path` is no route of theirs.
+    """
+    parts = path.rstrip("/").split("/")
+    beginnings = ["/".join(parts[:end]) for end in range(1, len(parts) + 1)]
+    known = [*(beginning + "/" for beginning in beginnings[:-1]), *beginnings]
+    return next((_REASONS[beginning] for beginning in known if beginning in _REASONS), None)

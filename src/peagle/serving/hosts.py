@@ -18,11 +18,9 @@ _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://(.+)", re.ASCII | re.IGNORECASE)
 
 
 class Host(NamedTuple):
-    """A parsed Host header.
+    """A parsed Host header; `port` is None if none was given.
 
-    Attributes:
-        name: in lower case, without a trailing dot; IPv6 in its shortest form, in brackets.
-        port: None if none was given.
+    The name is in lower case, without a trailing dot; IPv6 in its shortest form, in brackets.
     """
 
     name: str
@@ -37,7 +35,7 @@ class Origin(NamedTuple):
     port: int | None
 
     def is_same_as(self, host: Host) -> bool:
-        """Whether a page from here, by http or https, lies on the server called `host`.
+        """Return whether a page from here, by http or https, lies on the server called `host`.
 
         The scheme is not compared: behind a proxy that ends TLS the server does not know it.
         """
@@ -47,19 +45,22 @@ class Origin(NamedTuple):
 
 
 def parse_host(value: bytes) -> Host | None:
-    """The value of a Host header; None if it is malformed."""
+    """Return the value of a Host header; None if it is malformed."""
     match = _HOST.fullmatch(value.decode("latin-1"))
     if match is None:
         return None
-    name = _normal_name(match[1])
-    port = int(match[2]) if match[2] else None
-    if name is None or (port is not None and port > 65535):
-        return None
-    return Host(name, port)
+    name, port = match[1].lower(), int(match[2]) if match[2] else None
+    if name.startswith("["):
+        is_good = _is_ipv6(name[1:-1])
+        name = f"[{IPv6Address(name[1:-1])}]" if is_good else name
+    else:
+        name = name.removesuffix(".")
+        is_good = len(name) <= _MAX_NAME_LENGTH and all(map(_LABEL.fullmatch, name.split(".")))
+    return Host(name, port) if is_good and (port is None or port <= 65535) else None
 
 
 def parse_origin(value: bytes) -> Origin | None:
-    """The value of an Origin header; None if it is malformed, or "null"."""
+    """Return the value of an Origin header; None if it is malformed, or "null"."""
     match = _ORIGIN.fullmatch(value.decode("latin-1"))
     host = None if match is None else parse_host(match[2].encode("latin-1"))
     if match is None or host is None:
@@ -70,7 +71,7 @@ def parse_origin(value: bytes) -> Origin | None:
 
 
 def allowed_host(name: str) -> str:
-    """The value of --allowed-host as it is compared: a name, or an address with or without [].
+    """Return the value of --allowed-host as it is compared: a name or an address.
 
     Raises:
         UserError: it is malformed, or has a port.
@@ -86,7 +87,7 @@ def allowed_host(name: str) -> str:
 
 
 def allowed_origin(value: str) -> Origin:
-    """The value of --allowed-origin as it is compared; a trailing slash does not count.
+    """Return the value of --allowed-origin as it is compared, without a trailing slash.
 
     Raises:
         UserError: it is malformed.
@@ -120,15 +121,6 @@ def bind_warning(host: str, keys: ApiKeys) -> str | None:
         f"The server listens on {host or 'all addresses'} without an API key: everybody who can "
         "reach it can use it. Set PEAGLE_API_KEY or --api-key-file, or bind to 127.0.0.1."
     )
-
-
-def _normal_name(name: str) -> str | None:
-    name = name.lower()
-    if name.startswith("["):
-        return f"[{IPv6Address(name[1:-1])}]" if _is_ipv6(name[1:-1]) else None
-    name = name.removesuffix(".")
-    is_good = len(name) <= _MAX_NAME_LENGTH and all(map(_LABEL.fullmatch, name.split(".")))
-    return name if is_good else None
 
 
 def _is_ipv6(text: str) -> bool:

@@ -8,9 +8,8 @@ interpreter, or a step of the engine, for some milliseconds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from pydantic import Field, StrictInt, StrictStr
@@ -21,14 +20,8 @@ from peagle.engine.grammar.compiler import MAX_SOURCE
 from peagle.serving.errors import ApiError
 
 
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """The most that a body may hold of one thing.
-
-    Attributes:
-        value: the most that is allowed.
-        counts: what is counted, as a phrase.
-    """
+class Limit(NamedTuple):
+    """The most that a body may hold of one thing, which `counts` names."""
 
     value: int
     counts: str
@@ -74,12 +67,12 @@ LIMITS: dict[str, Limit] = {
 
 
 def most(name: str) -> int:
-    """The value of a limit."""
+    """Return the value of a limit."""
     return LIMITS[name].value
 
 
 def limits_of_model(max_model_len: int, characters_per_token: int) -> dict[str, int]:
-    """All limits by their name, with those that depend on the model.
+    """Return all limits by their name, with those that depend on the model.
 
     Args:
         max_model_len: the context, in tokens.
@@ -94,12 +87,12 @@ def limits_of_model(max_model_len: int, characters_per_token: int) -> dict[str, 
 
 
 def most_values(max_model_len: int) -> int:
-    """The limit `json_values`; two contexts of token ids always fit."""
+    """Return the limit `json_values`; two contexts of token ids always fit."""
     return max(most("json_values"), 2 * max_model_len)
 
 
 def table() -> str:
-    """The limits as the table of docs/serving.md."""
+    """Return the limits as the table of docs/serving.md."""
     rows = [f"| `{name}` | {limit.value:,} | {limit.counts} |" for name, limit in LIMITS.items()]
     return "\n".join(["| name | most | what is counted |", "|---|---|---|", *rows])
 
@@ -121,12 +114,7 @@ Name = Annotated[StrictStr, at_most("name_characters")]
 Description = Annotated[StrictStr, at_most("description_characters")]
 Source = Annotated[StrictStr, at_most("source_characters")]
 StopString = Annotated[StrictStr, at_most("stop_characters")]
-StopStrings = Annotated[list[StopString], bounded_list("stop")]
-StopIds = Annotated[list[StrictInt], bounded_list("stop_token_ids")]
 BadWord = Annotated[StrictStr, at_most("bad_word_characters")]
-BadWords = Annotated[list[BadWord], bounded_list("bad_words")]
-AllowedIds = Annotated[list[StrictInt], bounded_list("allowed_token_ids")]
-Choices = Annotated[list[Source], bounded_list("choices")]
 Options = Annotated[dict[str, Any], at_most("options")]
 Messages = Annotated[list[dict[str, Any]], bounded_list("messages", 1)]
 TokenIds = Annotated[list[StrictInt], Field(fail_fast=True)]
@@ -155,8 +143,8 @@ def parse_json(body: bytes, max_model_len: int) -> Any:
         value = from_json(body.removeprefix(b"\xef\xbb\xbf"))
     except ValueError as error:
         raise _not_json(body, str(error)) from None
-    if isinstance(value, dict) and len(value) > most("fields"):
-        raise _too_much(f"{len(value)} fields", "fields", most("fields"))
+    if isinstance(value, dict):
+        _check(len(value), "fields", "fields")
     return value
 
 
@@ -164,45 +152,37 @@ def _check_sizes(body: bytes, max_model_len: int) -> None:
     text = body
     if b"\\" in body:
         text = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    num_strings = text.count(b'"') // 2
-    if num_strings > most("json_strings"):
-        raise _too_much(f"{num_strings} strings", "json_strings", most("json_strings"))
+    _check(text.count(b'"') // 2, "json_strings", "strings")
     parts = text.split(b'"')
     outside = b"".join(parts[::2])
     num_values = sum(map(outside.count, (b",", b"[", b"{", b":")))
-    if num_values > (limit := most_values(max_model_len)):
-        what = f"{num_values} commas, brackets, braces and colons"
-        raise _too_much(what, "json_values", limit)
+    most_allowed = most_values(max_model_len)
+    _check(num_values, "json_values", "commas, brackets, braces and colons", most_allowed)
     brackets = outside.translate(None, _NO_BRACKETS)
-    if (count := len(brackets) // 2) > most("json_containers"):
-        raise _too_much(f"{count} lists and objects", "json_containers", most("json_containers"))
+    _check(len(brackets) // 2, "json_containers", "lists and objects")
     if len(brackets) > most("json_depth"):
         steps = _STEPS[np.frombuffer(brackets, np.uint8)]
         depth = int(steps.cumsum(dtype=np.int32).max(initial=0))
-        if depth > most("json_depth"):
-            what = f"{depth} lists and objects within each other"
-            raise _too_much(what, "json_depth", most("json_depth"))
+        _check(depth, "json_depth", "lists and objects within each other")
     if (at := outside.translate(_DIGITS).find(b"0" * (most("json_digits") + 1))) >= 0:
-        raise _too_many_digits(parts, at)
+        # The number begins `at` bytes into what is outside of strings.
+        ends = accumulate(map(len, parts[::2]))
+        number = next(number for number, end in enumerate(ends) if end > at)
+        name = parts[2 * number - 1].decode(errors="replace")[:200] if number else ""
+        place = f"{name!r:.80}" if name else "The body"
+        text = f"{place} has a number of more than {most('json_digits')} digits; expected a"
+        raise ApiError(400, f"{text} shorter one (limit json_digits).", param=name or None)
 
 
-def _too_much(what: str, name: str, limit: int) -> ApiError:
-    text = f"The JSON of the body has {what}; expected at most {limit} (limit {name}). "
-    return ApiError(400, f"{text}Send less in one request.", code="body_too_complex")
-
-
-def _too_many_digits(parts: list[bytes], at: int) -> ApiError:
-    """The error for a number that begins `at` bytes into what is outside of strings."""
-    ends = accumulate(map(len, parts[::2]))
-    number = next(number for number, end in enumerate(ends) if end > at)
-    name = parts[2 * number - 1].decode(errors="replace")[:200] if number else ""
-    place = f"{name!r:.80}" if name else "The body"
-    text = f"{place} has a number of more than {most('json_digits')} digits; expected a shorter one"
-    return ApiError(400, f"{text} (limit json_digits).", param=name or None)
+def _check(count: int, name: str, what: str, limit: int | None = None) -> None:
+    limit = most(name) if limit is None else limit
+    if count > limit:
+        text = f"The JSON of the body has {count} {what}; expected at most {limit} (limit {name}). "
+        raise ApiError(400, f"{text}Send less in one request.", code="body_too_complex")
 
 
 def _not_json(body: bytes, reason: str) -> ApiError:
-    """Why a body does not parse, as the client may read it."""
+    """Return the error for a body that does not parse."""
     try:
         body.decode()
     except UnicodeDecodeError as error:

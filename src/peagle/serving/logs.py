@@ -1,7 +1,6 @@
 """The server's log: one line a record, as text or JSON, limited in rate.
 
-Nothing here writes what a user wrote or what a model answered, unless the caller passes it to a log
-record as the extra field `log_prompts`.
+The log has no text of users or models, unless a record has the extra field `log_prompts`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from peagle.errors import UserError
 
 LOGGER = "peagle.serving"
 LEVELS = ("debug", "info", "warning", "error", "critical")
-# Those of libraries that run in the server; what they write must not break the log's form.
+# Libraries that run in the server; their lines must not break the log's form.
 _LIBRARIES = ("uvicorn", "opentelemetry", "asyncio")
 _OF_UVICORN = ("uvicorn.error", "uvicorn.access", "uvicorn.asgi")
 _NOT_EXTRA = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName", "color_message"}
@@ -32,20 +31,17 @@ _USER_TEXT = {
     *("prompt", "prompts", "prompt_token_ids", "messages", "content", "input", "body"),
     *("text", "output", "outputs", "completion", "token_ids", "tools", "arguments"),
 }
-_WITHHELD = "[not logged]"
 WINDOW_S = 10.0
 MOST_IN_WINDOW = 50
-_Kind = tuple[str, str, str]
 
 
 def configure_logging(format: Literal["text", "json"] = "text", level: str = "info") -> None:
     """Send the records of this server and of its libraries to stderr, one line each.
 
-    A kind of record that comes very often is limited in rate, see `RateLimitedHandler`.
-
-    Warnings become records. With "json" all else that is written to `sys.stderr` becomes a record
-    a line too. Start uvicorn with `log_config=None`, or it puts its own handlers back. May be
-    called again.
+    A kind of record that comes very often is limited in rate, see `RateLimitedHandler`. Warnings
+    become records. With "json" all else that is written to `sys.stderr` becomes a record a line
+    too. Start uvicorn with `log_config=None`, or it puts its own handlers back. May be called
+    again.
 
     Args:
         format: "json": objects with time (ISO 8601, UTC), level, logger, message, the extra
@@ -69,7 +65,11 @@ def configure_logging(format: Literal["text", "json"] = "text", level: str = "in
         logger.setLevel(level.upper())
         logger.propagate = name in _OF_UVICORN
         logger.handlers = [] if name in _OF_UVICORN else [handler]
-    warnings.showwarning = _log_warning
+
+    def log_warning(message: Warning | str, *_: object, **__: object) -> None:
+        logging.getLogger(LOGGER).warning("%s", message)
+
+    warnings.showwarning = log_warning
     sys.stderr = JsonLines(stderr) if format == "json" else stderr
     # Libraries that are imported already keep the stream that they found.
     for other in logging.Logger.manager.loggerDict.values():
@@ -79,16 +79,8 @@ def configure_logging(format: Literal["text", "json"] = "text", level: str = "in
                 kept.setStream(sys.stderr)
 
 
-def _log_warning(message: Warning | str, *_: object, **__: object) -> None:
-    logging.getLogger(LOGGER).warning("%s", message)
-
-
 class JsonLines(io.TextIOBase):
-    """Turns each line written to it into a record in JSON; blank lines are dropped.
-
-    Attributes:
-        stream: takes the records.
-    """
+    """Turns each line written to it into a record in JSON on `stream`; drops blank lines."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -113,7 +105,6 @@ class JsonLines(io.TextIOBase):
         self.stream.flush()
 
     def fileno(self) -> int:
-        """The stream's."""
         return self.stream.fileno()
 
 
@@ -134,7 +125,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Records as `time LEVEL logger: message name=value`; what is not printable is escaped."""
+    """Records as `time LEVEL logger: message name=value`, with unprintable characters escaped."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = f"{_time(record)} {record.levelname} {record.name}: {record.getMessage()}"
@@ -146,7 +137,10 @@ class TextFormatter(logging.Formatter):
         if record.exc_info:
             # Indented, since a message with newlines could otherwise pass for a record.
             lines += ["    " + part for part in self.formatException(record.exc_info).splitlines()]
-        return "\n".join(_printable(part) for part in lines)
+        return "\n".join(
+            "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in part)
+            for part in lines
+        )
 
 
 def _time(record: logging.LogRecord) -> str:
@@ -155,42 +149,27 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def _extra(record: logging.LogRecord) -> dict[str, Any]:
-    given = vars(record)
     return {
-        name: _json_value(given[name]) if name == "log_prompts" else _without_text(name, value)
-        for name, value in given.items()
+        name: _json_value(value, name, is_shown=name == "log_prompts")
+        for name, value in vars(record).items()
         if name not in _NOT_EXTRA
     }
 
 
-def _without_text(name: object, value: object) -> Any:
-    """A value as JSON has it, without what users and models wrote."""
-    if name in _USER_TEXT:
-        return _WITHHELD
-    if isinstance(value, Mapping):
-        return {str(key): _without_text(key, inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_text(None, inner) for inner in value]
-    return _json_value(value)
-
-
-def _json_value(value: object) -> Any:
+def _json_value(value: object, name: object = None, *, is_shown: bool = False) -> Any:
+    """Return a value of JSON; unless shown, without the text of users and models."""
+    if name in _USER_TEXT and not is_shown:
+        return "[not logged]"
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
-        return {str(key): _json_value(inner) for key, inner in value.items()}
+        pairs = value.items()
+        return {str(key): _json_value(inner, key, is_shown=is_shown) for key, inner in pairs}
     if isinstance(value, list | tuple):
-        return [_json_value(inner) for inner in value]
+        return [_json_value(inner, is_shown=is_shown) for inner in value]
     return str(value)
-
-
-def _printable(text: str) -> str:
-    """The text with control, format and other unprintable characters as escapes."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 # ---- the limit of lines ---------------------------------------------------------------------
@@ -204,7 +183,6 @@ class RateLimitedHandler(logging.StreamHandler[TextIO]):
     all written: the engines' work bounds how many there are.
 
     Args:
-        stream: takes the lines.
         window_s: seconds that are looked at together.
     """
 
@@ -212,7 +190,7 @@ class RateLimitedHandler(logging.StreamHandler[TextIO]):
         super().__init__(stream)
         self._window_s = window_s
         self._window_ends_s = 0.0
-        self._counts: Counter[_Kind] = Counter()
+        self._counts: Counter[tuple[str, int, str]] = Counter()
         self._timer: threading.Timer | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -221,11 +199,11 @@ class RateLimitedHandler(logging.StreamHandler[TextIO]):
         if status == 200:
             return super().emit(record)
         if time.monotonic() >= self._window_ends_s:
-            self._write_counts()
+            self.write_counts()
             self._window_ends_s = time.monotonic() + self._window_s
         first_line = str(record.msg).partition("\n")[0][:100]
         name = first_line if status is None else f"{first_line} (status {status})"
-        kind = (record.name, record.levelname, name)
+        kind = (record.name, record.levelno, name)
         self._counts[kind] += 1
         if self._counts[kind] <= MOST_IN_WINDOW:
             super().emit(record)
@@ -237,9 +215,17 @@ class RateLimitedHandler(logging.StreamHandler[TextIO]):
 
     def write_counts(self) -> None:
         """Write how many records were left out so far."""
-        self.acquire()
+        self.acquire()  # a lock that one thread may take twice
         try:
-            self._write_counts()
+            counts, self._counts = self._counts, Counter()
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            for (name, level, first_line), count in counts.items():
+                if count > MOST_IN_WINDOW:
+                    text = "left out %d more lines like: %s"
+                    arguments = (count - MOST_IN_WINDOW, first_line)
+                    super().emit(logging.LogRecord(name, level, "", 0, text, arguments, None))
         finally:
             self.release()
 
@@ -247,15 +233,3 @@ class RateLimitedHandler(logging.StreamHandler[TextIO]):
         """Write how many records were left out, and close."""
         self.write_counts()
         super().close()
-
-    def _write_counts(self) -> None:
-        counts, self._counts = self._counts, Counter()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        for (name, level, first_line), count in counts.items():
-            if count > MOST_IN_WINDOW:
-                text = "left out %d more lines like: %s"
-                arguments = (count - MOST_IN_WINDOW, first_line)
-                number = logging.getLevelName(level)
-                super().emit(logging.LogRecord(name, number, "", 0, text, arguments, None))

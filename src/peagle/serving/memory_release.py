@@ -14,22 +14,18 @@ from pathlib import Path
 from typing import Any
 
 _EVERY_S = 15.0
-# Growth beyond this share of what there was at rest is worth a look.
+# Memory is given back where it grew beyond this share of the memory at rest.
 _GROWTH = 0.05
 _STATM = Path("/proc/self/statm")
-
-
-# Gives what was freed back to the system; None where the C library is not glibc.
+# Gives freed memory back to the system; None where the C library is not glibc.
 trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None) if _STATM.exists() else None
 
 
 async def return_memory(loading: asyncio.Future[None]) -> None:
     """Give freed memory back every 15 s while there is more than at rest, until cancelled.
 
-    It does so with glibc on Linux; elsewhere it returns at once.
-
-    Args:
-        loading: what is loaded by its end stays for as long as the process.
+    It does so with glibc on Linux; elsewhere it returns at once. What is loaded by the end of
+    `loading` is kept.
     """
     if trim is None:
         return
@@ -48,5 +44,5 @@ async def return_memory(loading: asyncio.Future[None]) -> None:
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process, in bytes; needs Linux."""
+    """Return the resident memory of this process, in bytes; needs Linux."""
     return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

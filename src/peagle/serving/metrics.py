@@ -1,7 +1,7 @@
 """Metrics of the server for Prometheus: vLLM's names and meanings under `peagle:`.
 
-One `Metrics` belongs to one event loop: it has no locks. It computes values when it
-renders them: it keeps the last snapshot of each engine, and an observation is one addition.
+One `Metrics` belongs to one event loop: it has no locks. It computes values when it renders them:
+it keeps the last snapshot of each engine, and an observation is one addition.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import accumulate, zip_longest
 from operator import attrgetter
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 Failure = Literal["cancelled", "refused", "timeout", "invalid", "error"]
 
 _PREFIX = "peagle:"
-_PER_POS = "spec_decode_num_accepted_tokens_per_pos"
 _SPECULATION = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"
 _OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -48,8 +47,8 @@ _PER_REQUEST_S = tuple(
 )
 _TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 
-# Name -> what it counts, where an engine's snapshot has it.
-_TOTALS: dict[str, tuple[str, str]] = {
+# Name -> (what it counts, the attribute of an engine's snapshot).
+_TOTALS = {
     "spec_decode_num_drafts": ("Drafts verified.", "speculation.num_drafts"),
     "spec_decode_num_draft_tokens": ("Tokens drafted.", "speculation.num_draft_tokens"),
     "spec_decode_num_accepted_tokens": (
@@ -60,18 +59,9 @@ _TOTALS: dict[str, tuple[str, str]] = {
         "Times that a request gave its KV up and was computed again.",
         "num_preemptions",
     ),
-    "prefix_cache_queries": (
-        "Prompt tokens looked up in the prefix cache.",
-        "num_prompt_tokens",
-    ),
-    "prefix_cache_hits": (
-        "Prompt tokens whose KV was in the prefix cache.",
-        "num_cached_tokens",
-    ),
-    "prompt_tokens": (
-        "Tokens of the prompts admitted, cached ones included.",
-        "num_prompt_tokens",
-    ),
+    "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", "num_prompt_tokens"),
+    "prefix_cache_hits": ("Prompt tokens whose KV was in the prefix cache.", "num_cached_tokens"),
+    "prompt_tokens": ("Tokens of the prompts admitted, cached ones included.", "num_prompt_tokens"),
     "generation_tokens": ("Tokens given out.", "num_output_tokens"),
 }
 _GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
@@ -102,11 +92,10 @@ class Metrics:
     """Counters, gauges and histograms of one server; several may live in one process.
 
     Engines are known by their index; their counters go on where they were when an engine's process
-    is replaced. `num_requests_*` and what `finished` takes count outputs: a request with n = 2 is
-    two of them.
+    is replaced. `num_requests_*` and `finished` count outputs: a request with n = 2 is two of them.
 
     Args:
-        model_name: the label `model_name` of everything.
+        model_name: the label `model_name` of every sample.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -123,7 +112,10 @@ class Metrics:
         Snapshots of an engine come in order. One with fewer steps than the last is from a new
         process: then `engine_restarted` need not have been called.
         """
-        self._at(engine).record(stats)
+        at = self._at(engine)
+        if at.stats is not None and stats.num_steps < at.stats.num_steps:
+            at.restart()
+        at.stats = stats
 
     def engine_restarted(self, engine: int) -> None:
         """Note that an engine's process is gone, before the first snapshot of the next one.
@@ -150,11 +142,11 @@ class Metrics:
         self._waiting.pop(id(request), None)
 
     def first_token(self, seconds: float, *, engine: int = 0) -> None:
-        """An output has its first token, so long after the request came."""
+        """Count the first token of an output, `seconds` after its request came."""
         self._at(engine).first_token.observe(seconds)
 
     def chunk(self, seconds_since_previous: float, num_tokens: int, *, engine: int = 0) -> None:
-        """A chunk after the first of its output, so long after the previous one.
+        """Count a chunk after the first of its output.
 
         A burst of n tokens counts n times in the latency between tokens, each with an n-th of the
         time; a chunk without tokens counts only as a chunk.
@@ -165,7 +157,7 @@ class Metrics:
             at.inter_token.observe(seconds_since_previous / num_tokens, num_tokens)
 
     def finished(self, output: RequestOutput, seconds: float, *, engine: int = 0) -> None:
-        """An output ended by itself, `seconds` after the request came."""
+        """Count an output that ended by itself, `seconds` after its request came."""
         at = self._at(engine)
         at.num_finished[output.finish_reason] += 1
         # An output that got no token was in its prompt pass to the end.
@@ -181,7 +173,7 @@ class Metrics:
             at.histograms[name].observe(max(value, 0.0))
 
     def failed(self, reason: Failure) -> None:
-        """A request got no full answer.
+        """Count a request that got no full answer.
 
         Args:
             reason: "cancelled": the client went away; "refused": no room, loading or draining (429,
@@ -194,7 +186,7 @@ class Metrics:
         self._failures[reason] += 1
 
     def speculation(self) -> tuple[int, SpeculationStats]:
-        """(tokens given out, drafts made and accepted) of all engines since the server began."""
+        """Return the tokens given out, and the drafts of all engines since the server began."""
         from peagle.engine.stats import SpeculationStats
 
         num_tokens, total = 0, SpeculationStats()
@@ -208,7 +200,7 @@ class Metrics:
         return num_tokens, total
 
     def render(self, accept: str | None = None) -> tuple[bytes, str]:
-        """All of it as (body, content type).
+        """Return all metrics as (body, content type).
 
         Args:
             accept: the header; OpenMetrics 1.0 if it names that, else Prometheus's text format.
@@ -221,16 +213,58 @@ class Metrics:
         return generate_latest(self._registry), _TEXT
 
     def collect(self) -> Iterator[Metric]:
-        """All families with their samples, for the registry."""
-        engines = [self._engines[index] for index in sorted(self._engines)]
-        build = InfoMetricFamily(_PREFIX + "build", "What runs here.", labels=["model_name"])
-        build.add_metric([self._model_name], {"version": __version__})
-        yield build
-        yield from self._gauges(engines)
-        yield from self._signs_of_life(engines)
-        yield from self._totals(engines)
-        yield from self._endings(engines)
-        yield from self._histograms(engines)
+        """Yield all families with their samples, for the registry."""
+
+        def family(kind: type[Any], name: str, text: str, *labels: str) -> Any:
+            return kind(_PREFIX + name, text, labels=["model_name", *labels])
+
+        counter, gauge, model = CounterMetricFamily, GaugeMetricFamily, self._model_name
+        build = family(InfoMetricFamily, "build", "What runs here.")
+        build.add_metric([model], {"version": __version__})
+        text = "Age of the oldest request that has no token yet; 0 where none waits."
+        oldest = family(gauge, "oldest_waiting_request_seconds", text)
+        now = time.monotonic()
+        since = next(iter(self._waiting.values()), now)  # in the order in which they began
+        oldest.add_metric([model], now - since)
+        failure = family(counter, "request_failure", "Requests without a full answer.", "reason")
+        for reason, count in self._failures.items():
+            failure.add_metric([model, reason], count)
+
+        gauges = {name: family(gauge, name, text, "engine") for name, (text, _) in _GAUGES.items()}
+        text = "Seconds since an engine's last sign of life; 0 while it loads or compiles."
+        beat = family(gauge, "engine_last_beat_seconds", text, "engine")
+        text = "Times that an engine gave no sign of life and was killed."
+        hangs = family(counter, "engine_hangs", text, "engine")
+        text = "Times that an engine began anew."
+        restarts = family(counter, "engine_restarts", text, "engine")
+        totals = [family(counter, name, text, "engine") for name, (text, _) in _TOTALS.items()]
+        text = "Drafts whose tokens up to this position (from 0) were all accepted."
+        name = "spec_decode_num_accepted_tokens_per_pos"
+        per_pos = family(counter, name, text, "engine", "position")
+        text = "Outputs that ended by themselves."
+        success = family(counter, "request_success", text, "engine", "finished_reason")
+        histograms = {
+            name: family(HistogramMetricFamily, name, text, "engine")
+            for name, (text, _) in _HISTOGRAMS.items()
+        }
+        for _, at in sorted(self._engines.items()):
+            labels = [model, at.label]
+            for name, (_, read) in _GAUGES.items():
+                gauges[name].add_metric(labels, read(at.stats) if at.stats else 0)
+            beat.add_metric(labels, at.silent_s)
+            hangs.add_metric(labels, at.num_hangs)
+            restarts.add_metric(labels, at.num_restarts)
+            values = at.totals()
+            for total, value in zip(totals, values):
+                total.add_metric(labels, value)
+            for position, value in enumerate(values[len(totals) :]):
+                per_pos.add_metric([*labels, str(position)], value)
+            for reason, count in at.num_finished.items():
+                success.add_metric([*labels, reason], count)
+            for name, histogram in at.histograms.items():
+                histograms[name].add_metric(labels, histogram.buckets(), histogram.sum)
+        yield from (build, *gauges.values(), beat, hangs, oldest)
+        yield from (*totals, per_pos, restarts, success, failure, *histograms.values())
 
     def _at(self, engine: int) -> _Engine:
         found = self._engines.get(engine)
@@ -238,76 +272,14 @@ class Metrics:
             found = self._engines[engine] = _Engine(engine)
         return found
 
-    def _counter(self, name: str, text: str, *labels: str) -> CounterMetricFamily:
-        return CounterMetricFamily(_PREFIX + name, text, labels=["model_name", *labels])
-
-    def _gauges(self, engines: Sequence[_Engine]) -> Iterator[Metric]:
-        for name, (text, of) in _GAUGES.items():
-            family = GaugeMetricFamily(_PREFIX + name, text, labels=["model_name", "engine"])
-            for at in engines:
-                family.add_metric([self._model_name, at.label], of(at.stats) if at.stats else 0)
-            yield family
-
-    def _signs_of_life(self, engines: Sequence[_Engine]) -> Iterator[Metric]:
-        text = "Seconds since an engine's last sign of life; 0 while it loads or compiles."
-        labels = ["model_name", "engine"]
-        beat = GaugeMetricFamily(_PREFIX + "engine_last_beat_seconds", text, labels=labels)
-        text = "Times that an engine gave no sign of life and was killed."
-        hangs = self._counter("engine_hangs", text, "engine")
-        for at in engines:
-            beat.add_metric([self._model_name, at.label], at.silent_s)
-            hangs.add_metric([self._model_name, at.label], at.num_hangs)
-        text = "Age of the oldest request that has no token yet; 0 where none waits."
-        name = _PREFIX + "oldest_waiting_request_seconds"
-        oldest = GaugeMetricFamily(name, text, labels=["model_name"])
-        now = time.monotonic()
-        since = next(iter(self._waiting.values()), now)  # in the order in which they began
-        oldest.add_metric([self._model_name], now - since)
-        yield from (beat, hangs, oldest)
-
-    def _totals(self, engines: Sequence[_Engine]) -> Iterator[Metric]:
-        families = [self._counter(name, text, "engine") for name, (text, _) in _TOTALS.items()]
-        text = "Drafts whose tokens up to this position (from 0) were all accepted."
-        per_pos = self._counter(_PER_POS, text, "engine", "position")
-        restarts = self._counter("engine_restarts", "Times that an engine began anew.", "engine")
-        for at in engines:
-            labels = [self._model_name, at.label]
-            values = at.totals()
-            for family, value in zip(families, values):
-                family.add_metric(labels, value)
-            for position, value in enumerate(values[len(families) :]):
-                per_pos.add_metric([*labels, str(position)], value)
-            restarts.add_metric(labels, at.num_restarts)
-        yield from (*families, per_pos, restarts)
-
-    def _endings(self, engines: Sequence[_Engine]) -> Iterator[Metric]:
-        text = "Outputs that ended by themselves."
-        success = self._counter("request_success", text, "engine", "finished_reason")
-        for at in engines:
-            for reason, count in at.num_finished.items():
-                success.add_metric([self._model_name, at.label, reason], count)
-        failure = self._counter("request_failure", "Requests without a full answer.", "reason")
-        for reason, count in self._failures.items():
-            failure.add_metric([self._model_name, reason], count)
-        yield from (success, failure)
-
-    def _histograms(self, engines: Sequence[_Engine]) -> Iterator[Metric]:
-        for name, (text, _) in _HISTOGRAMS.items():
-            family = HistogramMetricFamily(_PREFIX + name, text, labels=["model_name", "engine"])
-            for at in engines:
-                histogram = at.histograms[name]
-                labels = [self._model_name, at.label]
-                family.add_metric(labels, histogram.buckets(), histogram.sum)
-            yield family
-
 
 class _Engine:
-    """What one engine did, over all its processes.
+    """The counts of one engine over all its processes.
 
     Attributes:
         stats: the last snapshot of the running process, None before its first.
         num_finished: outputs, by why they ended.
-        silent_s: seconds since its last sign of life.
+        silent_s: seconds since the engine's last sign of life.
     """
 
     def __init__(self, engine: int) -> None:
@@ -324,18 +296,13 @@ class _Engine:
         self._ended: list[int] = []  # the totals of processes that are gone
         self._totals: list[int] = []
 
-    def record(self, stats: EngineStats) -> None:
-        if self.stats is not None and stats.num_steps < self.stats.num_steps:
-            self.restart()
-        self.stats = stats
-
     def restart(self) -> None:
         self._ended = self._sums()
         self.stats = None
         self.num_restarts += 1
 
     def totals(self) -> list[int]:
-        """The values of _TOTALS, then those per position; none is lower than before.
+        """Return the values of _TOTALS, then those per position; none is lower than before.
 
         An engine takes the tokens of a stop string back: its count of tokens may fall. A counter
         stays where it was until the count has caught up.
@@ -344,9 +311,8 @@ class _Engine:
         return self._totals
 
     def _sums(self) -> list[int]:
-        if self.stats is None:
-            now = [0] * len(_TOTALS)
-        else:
+        now = [0] * len(_TOTALS)
+        if self.stats is not None:
             now = [attrgetter(where)(self.stats) for _, where in _TOTALS.values()]
             now += self.stats.speculation.num_accepted_tokens_per_pos
         return [sum(pair) for pair in zip_longest(self._ended, now, fillvalue=0)]
@@ -367,6 +333,6 @@ class _Histogram:
         self.sum += value * times
 
     def buckets(self) -> list[tuple[str, float]]:
-        """(upper bound, values up to it) of every bucket."""
+        """Return (upper bound, number of values up to it) of every bucket."""
         bounds = [floatToGoString(bound) for bound in (*self.bounds, float("inf"))]
         return list(zip(bounds, accumulate(self.counts)))

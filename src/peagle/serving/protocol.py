@@ -1,4 +1,4 @@
-"""Bodies of requests, as OpenAI has them, with vLLM's extensions and ours.
+"""Bodies of requests, as OpenAI has them, with vLLM's extensions and ours, and what they ask for.
 
 Unknown fields are refused: a misspelt one would silently change nothing. Fields of OpenAI's that
 do not concern the output (`user`, `metadata`, ...) are accepted and ignored.
@@ -6,7 +6,10 @@ do not concern the output (`user`, `metadata`, ...) are accepted and ignored.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -22,23 +25,26 @@ from pydantic import (
     model_validator,
 )
 
+from peagle.config import SamplingParams, StructuredOutput
+from peagle.errors import UserError
+from peagle.serving.errors import ApiError
 from peagle.serving.limits import (
-    AllowedIds,
-    BadWords,
-    Choices,
+    LIMITS,
+    BadWord,
     Description,
     Messages,
     Name,
     Options,
     Source,
-    StopIds,
     StopString,
-    StopStrings,
     TokenIds,
     at_most,
     bounded_list,
     most,
 )
+
+if TYPE_CHECKING:
+    from peagle.serving.engine_process import EngineInfo
 
 Number = Annotated[float, Field(strict=False, allow_inf_nan=False)]
 
@@ -64,7 +70,7 @@ class StreamOptions(_Body):
 
 
 class SpeculationOptions(_Body):
-    """How this request is drafted, and whether the answer reports it.
+    """How the server drafts for this request, and whether the answer reports it.
 
     Attributes:
         proposer: one of those that /v1/models lists.
@@ -87,7 +93,7 @@ class JsonSchema(_Body):
 
 
 class ResponseFormat(_Body):
-    """What shape the answer must have; "regex" and "grammar" are ours."""
+    """The structure that the answer must have; "regex" and "grammar" are ours."""
 
     type: Literal["text", "json_object", "json_schema", "regex", "grammar"]
     json_schema: JsonSchema | None = None
@@ -103,7 +109,7 @@ class ResponseFormat(_Body):
 
 
 class GenerationFields(_Body):
-    """What every route that generates takes; ranges are those of SamplingParams, which checks them.
+    """Fields of every route that generates; SamplingParams checks the ranges.
 
     Of vLLM's names for structured outputs, `StructuredOutput.from_vllm` checks the values.
     """
@@ -119,16 +125,16 @@ class GenerationFields(_Body):
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
     logit_bias: Annotated[dict[Name, Number], at_most("logit_bias")] | None = None
-    bad_words: BadWords | None = None
-    allowed_token_ids: AllowedIds | None = None
+    bad_words: Annotated[list[BadWord], bounded_list("bad_words")] | None = None
+    allowed_token_ids: Annotated[list[StrictInt], bounded_list("allowed_token_ids")] | None = None
     seed: StrictInt | None = None
-    stop: StopString | StopStrings | None = None
-    stop_token_ids: StopIds | None = None
+    stop: StopString | Annotated[list[StopString], bounded_list("stop")] | None = None
+    stop_token_ids: Annotated[list[StrictInt], bounded_list("stop_token_ids")] | None = None
     ignore_eos: StrictBool | None = None
     structured_outputs: Options | None = None
     guided_json: dict[StrictStr, Any] | Source | None = None
     guided_regex: Source | None = None
-    guided_choice: Choices | None = None
+    guided_choice: Annotated[list[Source], bounded_list("choices")] | None = None
     guided_grammar: Source | None = None
     guided_json_object: StrictBool | None = None
     guided_whitespace_pattern: Source | None = None
@@ -136,7 +142,7 @@ class GenerationFields(_Body):
     speculation: SpeculationOptions | None = None
     priority: StrictInt = 0
     cache_salt: Name | None = None
-    # Of OpenAI's, without an effect on the output.
+    # OpenAI's fields without an effect on the output.
     user: Name | None = None
     metadata: Options | None = None
     store: StrictBool | None = None
@@ -146,7 +152,7 @@ class GenerationFields(_Body):
 
 
 class SamplingFields(GenerationFields):
-    """What completions and chat completions share beyond that."""
+    """Further fields that completions and chat completions share."""
 
     max_tokens: StrictInt | None = None
     n: StrictInt | None = None
@@ -159,7 +165,7 @@ PROMPT_KINDS = {"text", "ids", "texts", "lists"}
 
 
 def _kind_of_prompt(prompt: Any) -> str:
-    """Which form a prompt has, by its first element: no other form is tried."""
+    """Return the form of a prompt, by its first element; pydantic tries no other form."""
     if not isinstance(prompt, list) or not prompt:
         return "ids" if isinstance(prompt, list) else "text"
     return {str: "texts", list: "lists"}.get(type(prompt[0]), "ids")
@@ -254,7 +260,7 @@ _ONLY: dict[str, tuple[Any, str]] = {
 }
 
 
-class _Limited(_Body):
+class _Restricted(_Body):
     @field_validator(*_ONLY, check_fields=False)
     @classmethod
     def _check_only(cls, value: Any, info: ValidationInfo) -> Any:
@@ -264,7 +270,7 @@ class _Limited(_Body):
         return value
 
 
-class FunctionTool(_Limited):
+class FunctionTool(_Restricted):
     """A function that the model may call, as POST /v1/responses has it."""
 
     type: Name
@@ -275,7 +281,7 @@ class FunctionTool(_Limited):
 
 
 class TextFormat(_Body):
-    """What shape the text of a response must have."""
+    """The structure that the text of a response must have."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: Name = "schema"
@@ -284,15 +290,15 @@ class TextFormat(_Body):
     strict: StrictBool | None = None
 
 
-class TextOptions(_Limited):
-    """How the text of a response is written."""
+class TextOptions(_Restricted):
+    """How the model writes the text of a response."""
 
     format: TextFormat | None = None
     verbosity: Name | None = None
 
 
-class ReasoningOptions(_Limited):
-    """How a response is reasoned about."""
+class ReasoningOptions(_Restricted):
+    """How the model reasons before a response."""
 
     effort: Name | None = None
     summary: Name | None = None
@@ -305,7 +311,7 @@ class ResponseStreamOptions(_Body):
     include_obfuscation: StrictBool | None = None
 
 
-class ResponsesBody(_Limited, GenerationFields):
+class ResponsesBody(_Restricted, GenerationFields):
     """POST /v1/responses. The items of `input` are checked where they become messages."""
 
     input: StrictStr | Messages
@@ -348,3 +354,212 @@ class DetokenizeBody(_Body):
 
     model: Name | None = None
     tokens: TokenIds
+
+
+# ---- bodies as sampling parameters ---------------------------------------------------------------
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+_SAME_NAME = (
+    *("top_p", "top_k", "min_p", "typical_p", "n", "seed", "temperature", "bad_words"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "allowed_token_ids"),
+    *("stop", "stop_token_ids", "ignore_eos", "prompt_logprobs"),
+)
+_FIELDS = frozenset(SamplingFields.model_fields)
+_GUIDED = "guided_"
+_GRAMMARS = ("regex", "grammar")
+
+
+@contextmanager
+def as_api_error(param: str | None = None) -> Iterator[None]:
+    """Turn a UserError into an ApiError of status 400."""
+    try:
+        yield
+    except UserError as error:
+        # Messages about a value begin with its name.
+        word = str(error).partition(" ")[0]
+        is_field = word.partition(".")[0] in _FIELDS
+        raise ApiError(400, str(error), param=word if is_field else param) from None
+
+
+def tool_dicts(tools: list[Tool] | None) -> list[dict[str, Any]]:
+    """Return tools in the form that the chat template and the parsers read."""
+    return [tool.model_dump(exclude_none=True) for tool in tools or ()]
+
+
+def completion_params(body: CompletionBody, info: EngineInfo, prompt_len: int) -> SamplingParams:
+    """Return how a completion is sampled; its longest prompt has `prompt_len` tokens.
+
+    Raises:
+        ApiError: a value is out of range, or prompt and output do not fit the context.
+    """
+    if body.suffix is not None:
+        raise ApiError(400, "suffix is not supported; leave it out.", param="suffix")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise ApiError(
+            400,
+            f"best_of is {body.best_of} and n {body.n or 1}; expected the same. Ask for n outputs "
+            "with logprobs and choose among them.",
+            param="best_of",
+        )
+    max_tokens = body.max_tokens
+    if max_tokens == 0 and body.echo:
+        max_tokens = 1  # the client wants only the prompt; the answer drops this token
+    elif max_tokens is None:
+        max_tokens = min(DEFAULT_COMPLETION_TOKENS, max(1, info.max_model_len - prompt_len))
+    given: dict[str, Any] = {"logprobs": body.logprobs}
+    if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
+        given["prompt_logprobs"] = body.logprobs
+    return _params(body, info, prompt_len, max_tokens, given)
+
+
+def chat_params(
+    body: ChatBody, info: EngineInfo, prompt_len: int, constraint: StructuredOutput | None
+) -> SamplingParams:
+    """Return how a chat is sampled; `constraint` is the form of a forced tool call.
+
+    Raises:
+        ApiError: as `completion_params`.
+    """
+    max_tokens = body.max_completion_tokens
+    max_tokens = body.max_tokens if max_tokens is None else max_tokens
+    if max_tokens is None:
+        max_tokens = max(1, info.max_model_len - prompt_len)
+    given: dict[str, Any] = {}
+    if body.logprobs:
+        given["logprobs"] = body.top_logprobs or 0
+    elif body.top_logprobs is not None:
+        text = f"top_logprobs is {body.top_logprobs} without logprobs; set logprobs to true."
+        raise ApiError(400, text, param="top_logprobs")
+    if constraint is not None:
+        for name in _structures(body):
+            text = f"{name} and a forced tool_choice were both given; leave one of them out."
+            raise ApiError(400, text, param=name)
+        given["structured_output"] = constraint
+    return _params(body, info, prompt_len, max_tokens, given)
+
+
+def _params(
+    body: SamplingFields, info: EngineInfo, prompt_len: int, max_tokens: int, given: dict[str, Any]
+) -> SamplingParams:
+    check_context(prompt_len, max_tokens, info.max_model_len)
+    values: dict[str, Any] = {"temperature": 1.0, **info.defaults}
+    values |= {name: v for name in _SAME_NAME if (v := getattr(body, name)) is not None}
+    values["max_tokens"] = max_tokens
+    values["min_tokens"] = min(values.get("min_tokens", 0), max_tokens)
+    if body.min_tokens is not None:
+        values["min_tokens"] = body.min_tokens
+    if body.logit_bias is not None:
+        # int() would take blanks, signs and underscores too.
+        for token in body.logit_bias:
+            if not (token.isascii() and token.isdigit() and len(token) < 12):
+                text = f"logit_bias has the key {token!r:.80}; expected token ids."
+                raise ApiError(400, text, param="logit_bias")
+        values["logit_bias"] = [(int(token), bias) for token, bias in body.logit_bias.items()]
+    _check_products(body)
+    structures = _structures(body)
+    if len(structures) > 1:
+        first, second = list(structures)[:2]
+        text = f"{first} and {second} were both given; leave one of them out."
+        raise ApiError(400, text, param=second)
+    values["structured_output"] = next(iter(structures.values()), None)
+    with as_api_error():
+        params = SamplingParams(**values | given)
+    if (structure := params.structured_output) is not None:
+        length, limit = len(structure.source), most("source_characters")
+        if length > limit:
+            raise ApiError(
+                400,
+                f"The {structure.kind} source has {length} characters; expected at most {limit} "
+                "(limit source_characters). Shorten it.",
+                param=next(iter(structures), "tools"),
+            )
+    return params
+
+
+def _check_products(body: SamplingFields) -> None:
+    """Bound what each step of the engine reads for all outputs of one prompt."""
+    for name in ("stop", "bad_words", "logit_bias", "allowed_token_ids"):
+        given = getattr(body, name) or ()
+        total = (body.n or 1) * (1 if isinstance(given, str) else len(given))
+        if name == "bad_words":  # all are as wide as the longest
+            total *= max(map(len, given), default=0)
+        if total > (limit := most(f"n_{name}")):
+            what = LIMITS[f"n_{name}"].counts
+            text = f"{name} and n are too much together: {what} is {total}; expected at most "
+            tip = "Lower n, or send fewer entries."
+            raise ApiError(400, f"{text}{limit} (limit n_{name}). {tip}", param=name)
+
+
+def check_context(prompt_len: int, max_tokens: int, max_model_len: int) -> None:
+    """Refuse a prompt and an output that together are longer than the context."""
+    if prompt_len + max_tokens > max_model_len:
+        raise ApiError(
+            400,
+            f"The prompt has {prompt_len} tokens and {max_tokens} were asked for, "
+            f"{prompt_len + max_tokens} in all; the model's context is {max_model_len}. Shorten "
+            "the prompt or lower max_tokens.",
+            param="max_tokens" if prompt_len < max_model_len else "prompt",
+            code="context_length_exceeded",
+        )
+
+
+def _structures(body: SamplingFields) -> dict[str, StructuredOutput]:
+    """Return the structured outputs of a body, in OpenAI's and vLLM's names, by field."""
+    found: dict[str, StructuredOutput] = {}
+    if body.response_format is not None:
+        with as_api_error("response_format"):
+            structure = _structure(body.response_format)
+        found |= {} if structure is None else {"response_format": structure}
+    if body.structured_outputs is not None:
+        with as_api_error("structured_outputs"):
+            structure = StructuredOutput.from_vllm(body.structured_outputs, "structured_outputs.")
+        found["structured_outputs"] = structure
+    guided = {
+        name: value
+        for name in type(body).model_fields
+        if name.startswith(_GUIDED) and (value := getattr(body, name)) not in (None, False)
+    }
+    if guided:
+        first = next(iter(guided))
+        named = {name.removeprefix(_GUIDED): value for name, value in guided.items()}
+        with as_api_error(first):
+            found[first] = StructuredOutput.from_vllm(named, _GUIDED)
+    return found
+
+
+def _structure(format: ResponseFormat) -> StructuredOutput | None:
+    kind = format.type
+    sources = {"json_schema": "json_schema", "regex": "pattern", "grammar": "grammar"}
+    for other, name in sources.items():
+        if (getattr(format, name) is not None) != (other == kind):
+            text = "needs" if other == kind else "has no"
+            text = f"response_format of type {kind!r} {text} {name!r}."
+            raise ApiError(400, text, param="response_format")
+    if kind == "json_object":
+        return StructuredOutput.json_object()
+    if format.json_schema is not None:
+        schema = format.json_schema.schema_
+        return StructuredOutput.json_schema(json.dumps({} if schema is None else schema))
+    if format.pattern is not None:
+        return StructuredOutput.regex(format.pattern)
+    return None if format.grammar is None else StructuredOutput.ebnf(format.grammar)
+
+
+def refuse_grammars(body: GenerationFields) -> None:
+    """Refuse a body that brings a regular expression or a grammar, naming the field."""
+    format: ResponseFormat | None = getattr(body, "response_format", None)
+    structures = body.structured_outputs or {}
+    for field, is_given in (
+        ("response_format", format is not None and format.type in _GRAMMARS),
+        *((f"structured_outputs.{name}", bool(structures.get(name))) for name in _GRAMMARS),
+        *((_GUIDED + name, bool(getattr(body, _GUIDED + name))) for name in _GRAMMARS),
+    ):
+        if is_given:
+            raise ApiError(
+                400,
+                f"{field} asks for a regular expression or a grammar, which this server refuses "
+                "(--no-user-grammars). Ask for a JSON schema or for choices, or have the "
+                "operator leave that option out.",
+                param=field,
+                code="grammars_not_allowed",
+            )

@@ -1,4 +1,4 @@
-"""POST /v1/responses: a chat whose input and output are items, and nothing is stored."""
+"""POST /v1/responses: a chat whose input and output are items; the server stores nothing."""
 
 from __future__ import annotations
 
@@ -9,14 +9,10 @@ from contextlib import aclosing, contextmanager
 from itertools import count
 from typing import Any
 
-from starlette.responses import Response
-
 from peagle.engine.outputs import RequestOutput
-from peagle.serving.answers import EventStream, WholeAnswer
-from peagle.serving.chat_completions import AnswerReaders, prepare
+from peagle.serving.answers import GenerationAnswer, usage_of
+from peagle.serving.completions import AnswerReader, prepare_chat
 from peagle.serving.errors import ApiError
-from peagle.serving.generation import Caller, Generation
-from peagle.serving.generation_answer import usage_of
 from peagle.serving.protocol import (
     ChatBody,
     FunctionChoice,
@@ -30,11 +26,11 @@ from peagle.serving.protocol import (
     ToolChoice,
     ToolChoiceFunction,
 )
-from peagle.serving.service import Service
+from peagle.serving.service import Caller, Generation, Service
 from peagle.serving.tools import CallDelta, Delta
 from peagle.thinking import END
 
-# Names of fields here, by their names in a chat.
+# Names of fields of this route, by their names in a chat.
 _NAMES = {
     "messages": "input",
     "prompt": "input",
@@ -45,24 +41,21 @@ _NAMES = {
 }
 
 
-async def respond(service: Service, body: ResponsesBody, caller: Caller) -> Response:
-    """The answer to a request for a response.
+async def respond(service: Service, body: ResponsesBody, caller: Caller) -> GenerationAnswer:
+    """Return the answer to a request for a response.
 
     Raises:
-        ApiError: it cannot be served.
+        ApiError: the request cannot be served.
     """
-    with _named_as_here():
+    with _renamed_fields():
         tokenizer, _ = service.loaded()
         chat = _as_chat(body, tokenizer.template_source or "")
-        generation, readers = await prepare(service, chat, caller)
-    answer = _Response(service, body, generation, readers)
-    if body.stream:
-        return EventStream(answer.events(), failed=answer.failed)
-    return WholeAnswer(answer.whole)
+        generation, (reader,) = await prepare_chat(service, chat, caller)
+    return _Response(service, body, generation, reader)
 
 
 @contextmanager
-def _named_as_here() -> Iterator[None]:
+def _renamed_fields() -> Iterator[None]:
     """Rename the fields in errors to those of this route."""
     try:
         yield
@@ -77,7 +70,7 @@ def _named_as_here() -> Iterator[None]:
 
 
 def _as_chat(body: ResponsesBody, template_source: str) -> ChatBody:
-    """The request as a chat."""
+    """Return the request as a chat."""
     shared = {name: getattr(body, name) for name in GenerationFields.model_fields}
     functions = [
         FunctionSpec(**tool.model_dump(exclude={"type"}, exclude_none=True))
@@ -111,23 +104,18 @@ def _format(shape: TextFormat) -> ResponseFormat:
     return ResponseFormat(type=shape.type, json_schema=schema)
 
 
-class _Response:
-    """One response, whole or in events."""
-
+class _Response(GenerationAnswer):
     def __init__(
-        self,
-        service: Service,
-        body: ResponsesBody,
-        generation: Generation,
-        readers: AnswerReaders,
+        self, service: Service, body: ResponsesBody, generation: Generation, reader: AnswerReader
     ) -> None:
+        super().__init__(is_stream=bool(body.stream))
         self._tokenizer, _ = service.loaded()
         self._body = body
         self._generation = generation
-        self._reader = readers.make()
+        self._reader = reader
         self._items = OutputItems()
         self._numbers = count()
-        params = generation.job.params
+        params = generation.params
         given = body.model_dump(mode="json", by_alias=True, exclude_none=True)
         self._head: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",
@@ -154,7 +142,6 @@ class _Response:
         }
 
     async def whole(self) -> dict[str, Any]:
-        """The response as one object."""
         (output,) = await self._generation.finish()
         reasoning, deltas = self._reader.add(output.text, final=True)
         for _ in (*self._items.add(reasoning, deltas), *self._items.close(_status(output))):
@@ -162,7 +149,7 @@ class _Response:
         return await self._finished(output)
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
-        """The response as it comes. The first events wait for the first token."""
+        """Yield the response as it comes; the first events wait for the first token."""
         has_begun = False
         async with aclosing(self._generation.chunks()) as chunks:
             async for _, chunk in chunks:
@@ -183,7 +170,6 @@ class _Response:
         yield self._event(f"response.{response['status']}", response=response)
 
     def failed(self, error: ApiError) -> dict[str, Any]:
-        """The last event of a stream that an error ends."""
         reason = {"code": "server_error", "message": error.message}
         return self._event("response.failed", response=self._response("failed", error=reason))
 
@@ -191,7 +177,6 @@ class _Response:
         return {"type": type, "sequence_number": next(self._numbers), **fields}
 
     def _response(self, status: str, **fields: Any) -> dict[str, Any]:
-        """The response so far."""
         facts = {"status": status, "error": None, "incomplete_details": None, "usage": None}
         return {**self._head, "output": self._items.items, **facts, **fields}
 
@@ -214,7 +199,7 @@ class _Response:
         }
 
     async def _num_reasoning(self, output: RequestOutput) -> int:
-        """Tokens up to the end of the reasoning, markers included."""
+        """Count the tokens up to the end of the reasoning, markers included."""
         if not any(item["type"] == "reasoning" for item in self._items.items):
             return 0
         ids = output.token_ids
@@ -298,14 +283,14 @@ def messages_of(
 
 
 def _explain(message: dict[str, Any], reasoning: str) -> str:
-    """Give reasoning to a message of the assistant; the reasoning that is left."""
+    """Give reasoning to a message of the assistant; return an empty reasoning."""
     if reasoning and message["role"] == "assistant":
         message["reasoning_content"] = message.get("reasoning_content", "") + reasoning
     return ""
 
 
 def _reasoning(item: Mapping[str, Any], place: str) -> str:
-    """The text of a reasoning item: the reasoning itself, or else its summary."""
+    """Return the text of a reasoning item: the reasoning itself, or else its summary."""
     for name in ("content", "summary"):
         if parts := item.get(name):
             ok = isinstance(parts, list) and all(isinstance(part, Mapping) for part in parts)
@@ -316,7 +301,7 @@ def _reasoning(item: Mapping[str, Any], place: str) -> str:
 
 
 def _content(content: Any, place: str, name: str = "content") -> Any:
-    """Text, or parts of text in the form of chat completions."""
+    """Return text, or parts of text in the form of chat completions."""
     place = f"{place}.{name}"
     if isinstance(content, str):
         return content

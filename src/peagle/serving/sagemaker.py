@@ -1,8 +1,8 @@
 """The environment of a SageMaker container, as arguments of `peagle serve`.
 
 Variables are read as the managed vLLM container reads them: SM_VLLM_X_Y=v is vLLM's option
-`--x-y v`. The table below maps each of vLLM's options to one of ours, drops it with a warning where
-it would change nothing, or refuses it. Options outside the table are refused too, so that none is
+`--x-y v`. The tables below map each of vLLM's options to one of ours, drop it with a warning where
+it would change nothing, or refuse it. Options outside the tables are refused too, so that none is
 silently ignored.
 """
 
@@ -37,8 +37,6 @@ class VllmFlag:
     """One variable, as the managed container hands it to vLLM.
 
     Attributes:
-        variable: its name.
-        value: its text.
         name: of vLLM's option, "--max-model-len".
         tokens: what follows the name; none for a switch, None where the option is left out.
     """
@@ -62,31 +60,28 @@ class VllmFlag:
         return f"{self.variable} is {self.value[:_SHOWN_CHARACTERS]!r}{cut}"
 
     def one_token(self) -> str:
-        """The value of an option that takes one.
-
-        Raises:
-            UserError: there is none, or there are several.
-        """
+        """Return the value of an option that takes one, or raise a UserError."""
         if self.tokens is None or len(self.tokens) != 1 or not self.tokens[0]:
             raise UserError(f"{self.shown}; expected one value for {self.name}.")
         return self.tokens[0]
 
 
 def vllm_flags(environ: Mapping[str, str]) -> list[VllmFlag]:
-    """vLLM's options that the variables SM_VLLM_* stand for, by name; other variables are ignored.
+    """Return vLLM's options that the variables SM_VLLM_* stand for, by name.
 
     SM_VLLM_X_Y=v is `--x-y v`. "true" and "" make a switch, "false" leaves the option out. A JSON
     array is one token for each element; all else, also what is not JSON, is one token as it is.
     """
-    ours = ((name, environ[name]) for name in sorted(environ) if name.startswith(PREFIX))
     return [
-        VllmFlag(variable, value, _option_name(variable), _tokens(value))
-        for variable, value in ours
+        VllmFlag(
+            variable,
+            environ[variable],
+            "--" + variable.removeprefix(PREFIX).lower().replace("_", "-"),
+            _tokens(environ[variable]),
+        )
+        for variable in sorted(environ)
+        if variable.startswith(PREFIX)
     ]
-
-
-def _option_name(variable: str) -> str:
-    return "--" + variable.removeprefix(PREFIX).lower().replace("_", "-")
 
 
 def _tokens(value: str) -> tuple[str, ...] | None:
@@ -105,75 +100,9 @@ def _tokens(value: str) -> tuple[str, ...] | None:
 
 # ---- what an option of vLLM is here ---------------------------------------------------------
 
-# Makes our arguments of one of vLLM's options; raises UserError where that cannot be.
-Rule = Callable[[VllmFlag], list[str]]
-
-
-def _option(name: str, read: Callable[[VllmFlag], str] = VllmFlag.one_token) -> Rule:
-    """An option of ours with a value."""
-    return lambda flag: [name, read(flag)]
-
-
-def _options(name: str) -> Rule:
-    """An option of ours that is given once for each value."""
-
-    def rule(flag: VllmFlag) -> list[str]:
-        if not flag.tokens:
-            raise UserError(f"{flag.shown}; expected a value for {flag.name}, or a JSON array.")
-        return [word for token in flag.tokens for word in (name, token)]
-
-    return rule
-
-
-def _switch(name: str) -> Rule:
-    """An option of ours without a value."""
-
-    def rule(flag: VllmFlag) -> list[str]:
-        if flag.tokens:
-            raise UserError(f"{flag.shown}; expected true or false.")
-        return [name]
-
-    return rule
-
-
-def _dropped(flag: VllmFlag) -> list[str]:
-    """An option that would change nothing here, whatever its value."""
-    warnings.warn(f"{flag.shown}: dropped, it changes nothing in this server.", stacklevel=3)
-    return []
-
-
-def _only(*values: str, remedy: str = "Leave it out.") -> Rule:
-    """An option that changes nothing with one of these values, and cannot be had with another."""
-
-    def rule(flag: VllmFlag) -> list[str]:
-        if flag.tokens is not None and len(flag.tokens) == 1 and flag.tokens[0] in values:
-            return _dropped(flag)
-        why = f"expected {' or '.join(values)}" if values else f"this server has no {flag.name}"
-        raise UserError(f"{flag.shown}; {why}. {remedy}")
-
-    return rule
-
-
-def _instead(what: str) -> Rule:
-    """An option that is to be had in another way."""
-
-    def rule(flag: VllmFlag) -> list[str]:
-        raise UserError(f"{flag.shown}; expected this variable to be unset. {what}")
-
-    return rule
-
-
-def _unknown(flag: VllmFlag) -> list[str]:
-    near = get_close_matches(flag.name, RULES, 1, 0.8)
-    guess = near and f" Did you mean {PREFIX}{near[0][2:].replace('-', '_').upper()}?"
-    raise UserError(
-        f"{flag.shown}: this server has no {flag.name} and cannot tell what it would change. Unset "
-        f"the variable.{guess or ''}"
-    )
-
 
 def _count(flag: VllmFlag) -> str:
-    """A whole number as vLLM writes it: 4096, 4k (4000), 1.5k, 4K (4096)."""
+    """Read a whole number as vLLM writes it: 4096, 4k (4000), 1.5k, 4K (4096)."""
     match = _COUNT.fullmatch(flag.one_token())
     if match is None or (match[2] and not match[3].islower()):
         raise UserError(f"{flag.shown}; expected a whole number, like 8192, 8k or 8K.")
@@ -197,11 +126,49 @@ def _tool_parser(flag: VllmFlag) -> str:
     return name
 
 
+# vLLM's option -> our option, and how its value is read.
+_SAME = (
+    *("--speculative-config", "--host", "--port", "--served-model-name", "--device", "--seed"),
+    *("--gpu-memory-utilization", "--block-size", "--chat-template", "--revision"),
+)
+_OPTIONS: dict[str, tuple[str, Callable[[VllmFlag], str]]] = {
+    **{name: (name, VllmFlag.one_token) for name in _SAME},
+    "--max-model-len": ("--max-model-len", _count),
+    "--max-num-seqs": ("--max-num-seqs", _count),
+    "--max-num-batched-tokens": ("--max-num-batched-tokens", _count),
+    "--max-num-queued-reqs": ("--max-queue", _count),
+    "--dtype": ("--dtype", _dtype),
+    "--device-memory-utilization": ("--gpu-memory-utilization", VllmFlag.one_token),
+    "--kv-cache-memory-bytes": ("--kv-cache-gib", _gib),
+    "--data-parallel-size": ("--data-parallel-size", _count),
+    "--num-gpu-blocks-override": ("--num-kv-blocks", VllmFlag.one_token),
+    "--tool-call-parser": ("--tool-call-parser", _tool_parser),
+    "--shutdown-timeout": ("--drain-timeout", VllmFlag.one_token),
+}
+_SWITCHES = {
+    "--enforce-eager": "--enforce-eager",
+    "--no-enable-prefix-caching": "--no-prefix-caching",
+}
+# Given once for each value.
+_LISTS = {"--allowed-origins": "--allowed-origin"}
+# Logs, loading, scheduling and the like: no answer depends on them.
+_DROPPED = (
+    *("--disable-log-requests", "--enable-log-requests", "--disable-log-stats"),
+    *("--aggregate-engine-logging", "--max-log-len", "--uvicorn-log-level"),
+    *("--disable-uvicorn-access-log", "--disable-fastapi-docs", "--use-tqdm-on-load"),
+    *("--enable-auto-tool-choice", "--enable-request-id-headers", "--allow-credentials"),
+    *("--allowed-methods", "--allowed-headers", "--swap-space"),
+    *("--enable-prefix-caching", "--enable-chunked-prefill", "--scheduling-policy"),
+    *("--async-scheduling", "--api-server-count", "--max-parallel-loading-workers"),
+    *("--distributed-executor-backend", "--disable-custom-all-reduce", "--stream-interval"),
+    *("--compilation-config", "--optimization-level", "--performance-mode"),
+    *("--cudagraph-capture-sizes", "--max-cudagraph-capture-size", "--attention-backend"),
+    *("--limit-mm-per-prompt", "--language-model-only", "--skip-mm-profiling"),
+)
 _ONE_GPU = (
     "One engine runs on one GPU: take an instance whose GPU holds the model, and use its other "
     "GPUs with SM_VLLM_DATA_PARALLEL_SIZE, or serve with the managed vLLM container."
 )
-_NO_LORA = "Merge the adapter into the model's weights."
 _NO_QUANTIZATION = (
     "Serve the model in the type it is stored in, or with the managed vLLM container."
 )
@@ -211,89 +178,82 @@ _SPECULATE = (
     '"num_speculative_tokens": 7}\'.'
 )
 
-RULES: dict[str, Rule] = {
-    # The same under our name.
-    "--speculative-config": _option("--speculative-config"),
-    "--host": _option("--host"),
-    "--port": _option("--port"),
-    "--served-model-name": _option("--served-model-name"),
-    "--max-model-len": _option("--max-model-len", _count),
-    "--max-num-seqs": _option("--max-num-seqs", _count),
-    "--max-num-batched-tokens": _option("--max-num-batched-tokens", _count),
-    "--max-num-queued-reqs": _option("--max-queue", _count),
-    "--dtype": _option("--dtype", _dtype),
-    "--device": _option("--device"),
-    "--seed": _option("--seed"),
-    "--gpu-memory-utilization": _option("--gpu-memory-utilization"),
-    "--device-memory-utilization": _option("--gpu-memory-utilization"),
-    "--kv-cache-memory-bytes": _option("--kv-cache-gib", _gib),
-    "--data-parallel-size": _option("--data-parallel-size", _count),
-    "--block-size": _option("--block-size"),
-    "--num-gpu-blocks-override": _option("--num-kv-blocks"),
-    "--chat-template": _option("--chat-template"),
-    "--tool-call-parser": _option("--tool-call-parser", _tool_parser),
-    "--revision": _option("--revision"),
-    "--shutdown-timeout": _option("--drain-timeout"),
-    "--allowed-origins": _options("--allowed-origin"),
-    "--enforce-eager": _switch("--enforce-eager"),
-    "--no-enable-prefix-caching": _switch("--no-prefix-caching"),
-    # Logs, loading, scheduling and the like: no answer depends on them.
+_LEAVE_OUT = "Leave it out."
+# Options that change nothing with one of these values, and cannot be had with another.
+_ONLY: dict[str, tuple[tuple[str, ...], str]] = {
+    "--tensor-parallel-size": (("1",), _ONE_GPU),
+    "--pipeline-parallel-size": (("1",), _ONE_GPU),
+    "--decode-context-parallel-size": (("1",), _ONE_GPU),
+    "--prefill-context-parallel-size": (("1",), _ONE_GPU),
+    "--nnodes": (("1",), _ONE_GPU),
+    "--cpu-offload-gb": (("0", "0.0"), _LEAVE_OUT),
+    "--load-format": (("auto", "safetensors"), "Convert the weights to safetensors."),
+    "--kv-cache-dtype": (("auto",), _LEAVE_OUT),
+    "--task": (("auto", "generate"), _LEAVE_OUT),
+    "--runner": (("auto", "generate"), _LEAVE_OUT),
+    "--tokenizer-mode": (("auto",), _LEAVE_OUT),
+    "--config-format": (("auto", "hf"), _LEAVE_OUT),
+    "--generation-config": (("auto",), "Give sampling parameters with every request."),
+    "--response-role": (("assistant",), _LEAVE_OUT),
+    "--chat-template-content-format": (("auto",), _LEAVE_OUT),
+    # They change answers or where things run, and are not to be had with any value.
+    "--trust-remote-code": ((), _NO_CODE),
+    "--quantization": ((), _NO_QUANTIZATION),
+    "--enable-expert-parallel": ((), _ONE_GPU),
     **dict.fromkeys(
-        (
-            *("--disable-log-requests", "--enable-log-requests", "--disable-log-stats"),
-            *("--aggregate-engine-logging", "--max-log-len", "--uvicorn-log-level"),
-            *("--disable-uvicorn-access-log", "--disable-fastapi-docs", "--use-tqdm-on-load"),
-            *("--enable-auto-tool-choice", "--enable-request-id-headers", "--allow-credentials"),
-            *("--allowed-methods", "--allowed-headers", "--swap-space"),
-            *("--enable-prefix-caching", "--enable-chunked-prefill", "--scheduling-policy"),
-            *("--async-scheduling", "--api-server-count", "--max-parallel-loading-workers"),
-            *("--distributed-executor-backend", "--disable-custom-all-reduce", "--stream-interval"),
-            *("--compilation-config", "--optimization-level", "--performance-mode"),
-            *("--cudagraph-capture-sizes", "--max-cudagraph-capture-size", "--attention-backend"),
-            *("--limit-mm-per-prompt", "--language-model-only", "--skip-mm-profiling"),
-        ),
-        _dropped,
+        ("--enable-lora", "--lora-modules", "--max-loras", "--max-lora-rank"),
+        ((), "Merge the adapter into the model's weights."),
     ),
-    # No harm with one value.
-    "--tensor-parallel-size": _only("1", remedy=_ONE_GPU),
-    "--pipeline-parallel-size": _only("1", remedy=_ONE_GPU),
-    "--decode-context-parallel-size": _only("1", remedy=_ONE_GPU),
-    "--prefill-context-parallel-size": _only("1", remedy=_ONE_GPU),
-    "--nnodes": _only("1", remedy=_ONE_GPU),
-    "--cpu-offload-gb": _only("0", "0.0"),
-    "--load-format": _only("auto", "safetensors", remedy="Convert the weights to safetensors."),
-    "--kv-cache-dtype": _only("auto"),
-    "--task": _only("auto", "generate"),
-    "--runner": _only("auto", "generate"),
-    "--tokenizer-mode": _only("auto"),
-    "--config-format": _only("auto", "hf"),
-    "--generation-config": _only("auto", remedy="Give sampling parameters with every request."),
-    "--response-role": _only("assistant"),
-    "--chat-template-content-format": _only("auto"),
-    # They change answers or where things run, and are not to be had.
-    "--trust-remote-code": _only(remedy=_NO_CODE),
-    "--quantization": _only(remedy=_NO_QUANTIZATION),
-    "--enable-expert-parallel": _only(remedy=_ONE_GPU),
-    "--enable-lora": _only(remedy=_NO_LORA),
-    "--lora-modules": _only(remedy=_NO_LORA),
-    "--max-loras": _only(remedy=_NO_LORA),
-    "--max-lora-rank": _only(remedy=_NO_LORA),
-    "--spec-method": _instead(_SPECULATE),
-    "--spec-model": _instead(_SPECULATE),
-    "--spec-tokens": _instead(_SPECULATE),
-    "--tokenizer": _instead("Put the tokenizer's files into the model's folder."),
-    "--download-dir": _instead("Set HF_HOME to the folder."),
-    "--hf-token": _instead("Set HF_TOKEN."),
-    "--api-key": _instead("SageMaker itself checks who may call; elsewhere set PEAGLE_API_KEY."),
 }
+# Options that are to be had in another way.
+_INSTEAD = {
+    **dict.fromkeys(("--spec-method", "--spec-model", "--spec-tokens"), _SPECULATE),
+    "--tokenizer": "Put the tokenizer's files into the model's folder.",
+    "--download-dir": "Set HF_HOME to the folder.",
+    "--hf-token": "Set HF_TOKEN.",
+    "--api-key": "SageMaker itself checks who may call; elsewhere set PEAGLE_API_KEY.",
+}
+RULES = (*_OPTIONS, *_SWITCHES, *_LISTS, *_DROPPED, *_ONLY, *_INSTEAD)
 # Left out by "false", as the managed container does it, and then on: maybe not what was meant.
 _OFF_SWITCHES = {"--enable-prefix-caching": "NO_ENABLE_PREFIX_CACHING"}
+
+
+def _arguments(flag: VllmFlag) -> list[str]:
+    """Return our arguments for one of vLLM's options, or raise a UserError."""
+    name, shown, tokens = flag.name, flag.shown, flag.tokens
+    if name in _OPTIONS:
+        own_name, read = _OPTIONS[name]
+        return [own_name, read(flag)]
+    if name in _LISTS:
+        if not tokens:
+            raise UserError(f"{shown}; expected a value for {name}, or a JSON array.")
+        return [word for token in tokens for word in (_LISTS[name], token)]
+    if name in _SWITCHES:
+        if tokens:
+            raise UserError(f"{shown}; expected true or false.")
+        return [_SWITCHES[name]]
+    if name in _INSTEAD:
+        raise UserError(f"{shown}; expected this variable to be unset. {_INSTEAD[name]}")
+    if name in _ONLY:
+        values, remedy = _ONLY[name]
+        if tokens is None or len(tokens) != 1 or tokens[0] not in values:
+            why = f"expected {' or '.join(values)}" if values else f"this server has no {name}"
+            raise UserError(f"{shown}; {why}. {remedy}")
+    elif name not in _DROPPED:
+        near = get_close_matches(name, RULES, 1, 0.8)
+        guess = near and f" Did you mean {PREFIX}{near[0][2:].replace('-', '_').upper()}?"
+        raise UserError(
+            f"{shown}: this server has no {name} and cannot tell what it would change. Unset the "
+            f"variable.{guess or ''}"
+        )
+    warnings.warn(f"{shown}: dropped, it changes nothing in this server.", stacklevel=3)
+    return []
 
 
 def arguments_from(
     environ: Mapping[str, str], *, model_dir: Path = MODEL_DIR, with_model: bool = True
 ) -> list[str]:
-    """The arguments of `peagle serve` that a container's environment amounts to.
+    """Return the arguments of `peagle serve` for a container's environment.
 
     The model, if one is named, comes first, as a positional argument: SM_VLLM_MODEL, else the
     model folder if anything is in it, else HF_MODEL_ID. Without SM_VLLM_HOST, SM_VLLM_PORT and
@@ -303,7 +263,6 @@ def arguments_from(
     0 for never.
 
     Args:
-        environ: of the container.
         model_dir: where SageMaker puts the model's files.
         with_model: false leaves the model out, as the command line names one.
 
@@ -313,7 +272,7 @@ def arguments_from(
     """
     given = _given(environ)
     named_model = given.pop("--model", None)
-    ours = [RULES.get(flag.name, _unknown)(flag) for flag in given.values()]
+    ours = [_arguments(flag) for flag in given.values()]
     model = _model(environ, named_model, model_dir) if with_model else []
     defaults = [
         ["--host", "0.0.0.0"],
@@ -327,7 +286,7 @@ def arguments_from(
 
 
 def _given(environ: Mapping[str, str]) -> dict[str, VllmFlag]:
-    """The options that are not left out, by name."""
+    """Return the options that are not left out, by name."""
     given: dict[str, VllmFlag] = {}
     for flag in vllm_flags(environ):
         if flag.tokens is None:

@@ -19,8 +19,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from peagle.errors import UserError
-from peagle.serving.absent_routes import reason_for_absence
-from peagle.serving.errors import ApiError
+from peagle.serving.errors import ApiError, reason_for_absence
 from peagle.serving.hosts import Host, allowed_host, allowed_origin, parse_host, parse_origin
 from peagle.serving.keys import ApiKeys, key_of
 
@@ -32,6 +31,7 @@ _STATIC = "/static/"
 _SAFE_METHODS = frozenset({"GET", "HEAD"})
 _BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
 _FIXED = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]
+_EXPOSED = (b"access-control-expose-headers", b"X-Request-ID, Retry-After, WWW-Authenticate")
 _TOKEN = r"[A-Za-z0-9!#$%&'*+.^_`|~-]+"
 _JSON = re.compile(
     rf'application/json((?:[ \t]*;[ \t]*{_TOKEN}=(?:{_TOKEN}|"[^"\\]*"))*)[ \t]*;?',
@@ -44,6 +44,7 @@ _PREFLIGHT_AGE_S = 600
 # How long a refused body is still read, so that its client comes to read the answer.
 _LINGER_S = 2.0
 
+_Pairs = list[tuple[bytes, bytes]]
 _Headers = dict[bytes, list[bytes]]
 _T = TypeVar("_T")
 
@@ -58,11 +59,9 @@ class SecurityMiddleware:
     raises becomes its answer. Web sockets are refused.
 
     Args:
-        app: what to guard.
-        keys: that open all routes but /live, /health and /ping; none leave them all open.
+        keys: open all routes but /live, /health and /ping; without keys all routes are open.
         allowed_hosts: names or addresses without port that the Host header may give, "*" for any;
             see `default_allowed_hosts`.
-        max_body_bytes: of a request.
         allowed_origins: of web pages elsewhere that may use the server, such as
             "https://chat.example.com"; "*" for any.
         body_timeout_s: seconds from the first read of a body to its end.
@@ -107,8 +106,12 @@ class SecurityMiddleware:
             return await self.app(scope, receive, send)
         if scope["type"] == "websocket":
             return await send({"type": "websocket.close", "code": 1008})
-        request_headers = _by_name(scope["headers"])
-        request_id = _request_id(request_headers.get(b"x-request-id", []))
+        request_headers: _Headers = {}
+        for name, value in scope["headers"]:
+            request_headers.setdefault(name, []).append(value)
+        # The client's X-Request-ID if it is fit for logs and headers, else a new one.
+        given = request_headers.get(b"x-request-id", [b""])[0]
+        request_id = given.decode() if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         state = scope.setdefault("state", {})
         state["request_id"], state["cache_salt"] = request_id, b""
         headers = [(b"x-request-id", request_id.encode()), *self._answer_headers]
@@ -131,18 +134,13 @@ class SecurityMiddleware:
         if exchange.failure is not None and not exchange.has_started:
             await exchange.refuse(exchange.failure)
 
-    def _check(
-        self, scope: Scope, headers: _Headers, answer_headers: list[tuple[bytes, bytes]]
-    ) -> list[tuple[bytes, bytes]] | None:
-        """Refuse by an ApiError, or extend the answer's headers; what to answer to a preflight."""
+    def _check(self, scope: Scope, headers: _Headers, answer_headers: _Pairs) -> _Pairs | None:
+        """Refuse by an ApiError, or extend the answer's headers; return a preflight's answer."""
         method, path = scope["method"], scope["path"]
         host = self._check_host(headers)
         origin = self._check_origin(headers, host, method, path)
         if origin is not None:
-            answer_headers.append((b"access-control-allow-origin", origin))
-            answer_headers.append(
-                (b"access-control-expose-headers", b"X-Request-ID, Retry-After, WWW-Authenticate")
-            )
+            answer_headers += [(b"access-control-allow-origin", origin), _EXPOSED]
             if method == "OPTIONS" and b"access-control-request-method" in headers:
                 return _preflight_headers(headers)
         if self.keys and path not in _OPEN_PATHS:
@@ -174,7 +172,7 @@ class SecurityMiddleware:
         return host
 
     def _check_origin(self, headers: _Headers, host: Host, method: str, path: str) -> bytes | None:
-        """The origin that gets CORS answers, if it is elsewhere and allowed."""
+        """Return the origin that gets CORS answers, if it is elsewhere and allowed."""
         origins = headers.get(b"origin", ())
         is_foreign = bool(origins)
         if len(origins) == 1:
@@ -203,7 +201,7 @@ class SecurityMiddleware:
         return None
 
     def _check_key(self, headers: _Headers) -> bytes:
-        """The salt of the key that came."""
+        """Return the salt of the key that came."""
         values = headers.get(b"authorization", ())
         key = key_of(values[0]) if len(values) == 1 else None
         salt = None if key is None else self.keys.salt_of(key)
@@ -234,27 +232,8 @@ class SecurityMiddleware:
 class _Exchange:
     """One request and its answer: limits the body on the way in, adds headers on the way out."""
 
-    __slots__ = (
-        "_body_has_ended",
-        "_deadline",
-        "_headers",
-        "_is_refused",
-        "_max_bytes",
-        "_num_bytes",
-        "_receive",
-        "_send",
-        "_timeout_s",
-        "failure",
-        "has_started",
-    )
-
     def __init__(
-        self,
-        receive: Receive,
-        send: Send,
-        headers: list[tuple[bytes, bytes]],
-        max_bytes: int,
-        timeout_s: float,
+        self, receive: Receive, send: Send, headers: _Pairs, max_bytes: int, timeout_s: float
     ) -> None:
         self._receive, self._send, self._headers = receive, send, headers
         self._max_bytes, self._timeout_s = max_bytes, timeout_s
@@ -266,7 +245,7 @@ class _Exchange:
         self.has_started = False
 
     async def receive(self) -> Message:
-        """As in ASGI; an ApiError once if the body is too large or too slow."""
+        """Receive as in ASGI; raise an ApiError once if the body is too large or too slow."""
         if self.failure is not None:
             return {"type": "http.disconnect"}
         if self._body_has_ended:  # what comes now is the disconnection, whenever that is
@@ -291,7 +270,7 @@ class _Exchange:
         return message
 
     async def send(self, message: Message) -> None:
-        """As in ASGI; in place of what the application answers to a failed body, that failure."""
+        """Send as in ASGI; replace the application's answer to a failed body by that failure."""
         if self._is_refused:
             return
         if message["type"] == "http.response.start":
@@ -305,13 +284,13 @@ class _Exchange:
         await self._send(message)
 
     async def refuse(self, error: ApiError) -> None:
-        """Answer with `error`; what the application sends afterwards is dropped."""
+        """Answer with `error`; drop what the application sends afterwards."""
         self._is_refused = True
         headers = [(name.lower().encode(), v.encode()) for name, v in error.headers.items()]
         headers.append((b"content-type", b"application/json"))
         await self.answer(error.status, headers, json.dumps(error.body()).encode())
 
-    async def answer(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+    async def answer(self, status: int, headers: _Pairs, body: bytes) -> None:
         """Send a whole answer."""
         self.has_started = True
         if body:
@@ -320,22 +299,19 @@ class _Exchange:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
         if status != 408:  # a slow client has been waited for
-            await self._discard_body()
+            # A connection that is closed while its client sends loses the answer.
+            with suppress(TimeoutError):
+                await _until(asyncio.get_running_loop().time() + _LINGER_S, self._discard_body())
         await self._send({"type": "http.response.body", "body": b""})
 
     async def _discard_body(self) -> None:
-        """Read on for a while: a connection closed while its client sends loses the answer."""
-        with suppress(TimeoutError):
-            await _until(asyncio.get_running_loop().time() + _LINGER_S, self._read_on())
-
-    async def _read_on(self) -> None:
         while not self._body_has_ended:
             message = await self._receive()
             self._body_has_ended = not message.get("more_body", False)
 
 
 async def _until(deadline: float, coming: Awaitable[_T]) -> _T:
-    """Await something until a time of the event loop's clock, at which it is a TimeoutError."""
+    """Await something until a time of the event loop's clock; then raise a TimeoutError."""
     if sys.version_info >= (3, 11):  # noqa: UP036 (vLLM may run Python 3.10)
         async with asyncio.timeout_at(deadline):
             return await coming
@@ -343,20 +319,6 @@ async def _until(deadline: float, coming: Awaitable[_T]) -> _T:
         return await asyncio.wait_for(coming, deadline - asyncio.get_running_loop().time())
     except asyncio.TimeoutError:  # noqa: UP041 (in Python 3.10 not the built-in one)
         raise TimeoutError from None
-
-
-def _by_name(headers: Iterable[tuple[bytes, bytes]]) -> _Headers:
-    """The values of each header."""
-    found: _Headers = {}
-    for name, value in headers:
-        found.setdefault(name, []).append(value)
-    return found
-
-
-def _request_id(given: list[bytes]) -> str:
-    """The client's X-Request-ID if it is fit for logs and headers, else a new one."""
-    is_fit = bool(given) and _REQUEST_ID.fullmatch(given[0])
-    return given[0].decode() if is_fit else uuid.uuid4().hex
 
 
 def _too_large(size: str, limit: int) -> ApiError:
@@ -391,19 +353,19 @@ def _is_json(content_type: bytes) -> bool:
     return all(charset.lower() in ("utf-8", "utf8") for charset in charsets)
 
 
-def _preflight_headers(headers: _Headers) -> list[tuple[bytes, bytes]]:
-    """What a page of an allowed origin may send: clients have many headers of their own."""
+def _preflight_headers(headers: _Headers) -> _Pairs:
+    """Return the methods and headers that a page of an allowed origin may send."""
     asked = b", ".join(headers.get(b"access-control-request-headers", ()))
     answer = [
         (b"access-control-allow-methods", b"GET, HEAD, POST"),
         (b"access-control-max-age", str(_PREFLIGHT_AGE_S).encode()),
     ]
-    if _HEADER_NAMES.fullmatch(asked):
+    if _HEADER_NAMES.fullmatch(asked):  # clients have many headers of their own
         answer.append((b"access-control-allow-headers", asked))
     return answer
 
 
 def _quoted(value: bytes) -> str:
-    """A header's value as an error names it."""
+    """Return a header's value as an error names it."""
     text = value[:100].decode("latin-1")
     return ascii(text) + ("..." if len(value) > 100 else "")

@@ -20,16 +20,20 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from peagle.serving.app import create_app
 from peagle.serving.config import ServerConfig
-from peagle.serving.connections import ACCEPTED_AT_ONCE, ConnectionLimits, Connections
+from peagle.serving.connections import (
+    ACCEPTED_AT_ONCE,
+    BACKLOG,
+    Connections,
+    connection_limit,
+    listen,
+)
 from peagle.serving.emf import publishing
 from peagle.serving.engine_pool import EngineFailed, EnginePool, specs_for
+from peagle.serving.engine_process import EngineSpec
 from peagle.serving.hosts import bind_warning, default_allowed_hosts
-from peagle.serving.keys import ApiKeys
-from peagle.serving.listening import BACKLOG, connection_limit, listen
+from peagle.serving.keys import ApiKeys, QuotaMiddleware, Quotas
 from peagle.serving.memory_release import return_memory
-from peagle.serving.messages import EngineSpec
 from peagle.serving.metrics import Metrics
-from peagle.serving.quotas import QuotaMiddleware, Quotas
 from peagle.serving.security import SecurityMiddleware
 from peagle.serving.service import Service
 from peagle.serving.tokenizer import Tokenizer
@@ -77,13 +81,12 @@ class Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to accept connections."""
         await super().startup(sockets)
         for listening in sockets or ():
             listening.listen(BACKLOG)  # uvicorn's setting is also how many are accepted at once
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called by a signal, whatever the event loop and other threads do."""
+        """Handle a signal, whatever the event loop and other threads do."""
         if self._is_ending:
             self.service.pool.kill()
             end_process(0)
@@ -117,9 +120,6 @@ def serve(
     """Serve until a signal ends the process: with status 0, or 1 if the engines were lost.
 
     Args:
-        config: how it is reached and guarded.
-        spec: what the engines load.
-        keys: that open it.
         name: what clients call the model.
         listening: a socket that is bound already; None binds one.
 
@@ -127,9 +127,9 @@ def serve(
         UserError: a model or an option is not usable, or the address is taken.
     """
     listening = listening or listen(config.host, config.port)
-    limits = ConnectionLimits(connection_limit(config.max_connections), config.head_timeout_s)
+    connections = Connections(connection_limit(config.max_connections), config.head_timeout_s)
     with asyncio.Runner() as runner:
-        end_process(runner.run(_serve(config, spec, keys, name, listening, limits)))
+        end_process(runner.run(_serve(config, spec, keys, name, listening, connections)))
 
 
 def end_process(status: int) -> NoReturn:
@@ -162,34 +162,42 @@ async def _serve(
     keys: ApiKeys,
     name: str,
     listening: socket.socket,
-    limits: ConnectionLimits,
+    connections: Connections,
 ) -> int:
     started = time.monotonic()
     metrics = Metrics(name)
     pool = EnginePool(
         specs_for(spec, config.data_parallel_size),
+        metrics,
         max_queue=config.max_queue,
         restart=config.on_engine_failure == "restart",
-        on_stats=metrics.record_engine,
-        on_restart=metrics.engine_restarted,
-        on_hang=metrics.engine_hung,
-        on_beat=metrics.engine_beat,
     )
     tracing = Tracing(config.otlp_endpoint) if config.otlp_endpoint is not None else None
     service = Service(config, name, tuple(spec.proposers), pool, metrics, tracing)
-    connections = Connections(limits)
-    server = Server(_uvicorn_config(_guarded(service, keys), connections), service)
+    uvicorn_config = uvicorn.Config(
+        _guarded(service, keys),
+        http=connections.protocol,
+        backlog=ACCEPTED_AT_ONCE,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=_FLUSH_S,
+    )
+    server = Server(uvicorn_config, service)
     host, port = listening.getsockname()[:2]
-    where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    logger.info("listening on %s; loading %s", where, name)
-    logger.info("at most %d connections at once", limits.max_connections)
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    logger.info("listening on %s; loading %s", url, name)
+    logger.info("at most %d connections at once", connections.max_connections)
     if warning := bind_warning(config.host, keys):
         logger.warning("%s", warning)
     with _signals_to(server.handle_exit):
         pool.start()
         async with publishing(metrics, name, config.cloudwatch_interval_s):
             serving = asyncio.ensure_future(server.serve(sockets=[listening]))
-            loading = asyncio.ensure_future(_load(service, spec, where, started))
+            loading = asyncio.ensure_future(_load(service, spec, url, started))
             watching = asyncio.ensure_future(connections.watch())
             returning = asyncio.ensure_future(return_memory(loading))
             try:
@@ -220,44 +228,25 @@ def _guarded(service: Service, keys: ApiKeys) -> ASGIApp:
     )
 
 
-def _uvicorn_config(app: ASGIApp, connections: Connections) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        http=connections.protocol,
-        backlog=ACCEPTED_AT_ONCE,
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        server_header=False,
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=_FLUSH_S,
-    )
-
-
-async def _load(service: Service, spec: EngineSpec, where: str, started: float) -> None:
+async def _load(service: Service, spec: EngineSpec, url: str, started: float) -> None:
     """Load the tokenizer beside the engines; log when the server is ready."""
-    config = service.config
-    service.tokenizer = await asyncio.to_thread(Tokenizer, spec.target, config.chat_template)
+    template = service.config.chat_template
+    service.tokenizer = await asyncio.to_thread(Tokenizer, spec.target, template)
     await service.pool.became_ready.wait()
     info = service.pool.info
     if info is not None:
         drafting = ", ".join(f"{n} (K = {k})" for n, k in info.num_speculative_tokens.items())
         logger.info(
             "ready on %s after %.1f s: %s with %s, %d tokens of context, on %s",
-            where,
-            time.monotonic() - started,
-            service.name,
-            drafting,
-            info.max_model_len,
-            info.device,
+            *(url, time.monotonic() - started, service.name),
+            *(drafting, info.max_model_len, info.device),
         )
 
 
 async def _until_end(
     service: Service, server: Server, serving: asyncio.Task[Any], loading: asyncio.Task[Any]
 ) -> int:
-    """Wait for whatever ends the server first."""
+    """Wait for whatever ends the server first; return the status of the process."""
     failure = service.pool.failure
     waiting = {serving, loading, failure}
     while not serving.done() and not failure.done():

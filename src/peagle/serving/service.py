@@ -1,31 +1,40 @@
-"""The state and the checks that all routes which generate share."""
+"""The service behind all routes that generate: checks, encoding, and one request on its way."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import logging
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.requests import Request
 
 from peagle.config import SamplingParams
+from peagle.engine.outputs import RequestOutput, StreamChunk
 from peagle.errors import UserError
 from peagle.serving.config import ServerConfig
-from peagle.serving.deadline import Deadline
-from peagle.serving.engine_pool import EnginePool
+from peagle.serving.engine_pool import Deadline, EnginePool, EngineProcess
+from peagle.serving.engine_process import EngineInfo
 from peagle.serving.errors import ApiError
-from peagle.serving.generation import Caller, Generation, Job
-from peagle.serving.messages import EngineInfo
-from peagle.serving.metrics import Metrics
-from peagle.serving.params import as_api_error, check_context, refuse_grammars
-from peagle.serving.protocol import ChatBody, GenerationFields, TokenizeBody, Tool
-from peagle.serving.quotas import Lease
+from peagle.serving.keys import Lease
+from peagle.serving.metrics import Failure, Metrics
+from peagle.serving.protocol import (
+    ChatBody,
+    GenerationFields,
+    TokenizeBody,
+    as_api_error,
+    check_context,
+    refuse_grammars,
+)
 from peagle.serving.tokenizer import Tokenizer
 from peagle.serving.tool_parsers import detect_parser
-from peagle.serving.tracing import Tracing
+from peagle.serving.tracing import Tracing, span_attributes
+
+logger = logging.getLogger("peagle.serving.generation")
 
 
 @dataclass(slots=True)
@@ -33,11 +42,11 @@ class Service:
     """The model that is served.
 
     Attributes:
-        name: what clients call it.
+        name: what clients call the model.
         proposers: names of the proposers; the first one is the default.
         tokenizer: None while it loads.
-        is_draining: no new requests are taken.
-        num_open: answers under way.
+        is_draining: the server takes no new requests.
+        num_open: number of answers under way.
     """
 
     config: ServerConfig
@@ -53,14 +62,13 @@ class Service:
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are taken."""
         return bool(self.tokenizer and self.pool.ready and not self.is_draining)
 
     def loaded(self) -> tuple[Tokenizer, EngineInfo]:
-        """Tokenizer and engine facts.
+        """Return the tokenizer and the facts of the engine.
 
         Raises:
-            ApiError: 503 while there are none, or while the server drains.
+            ApiError: 503, the model still loads, or the server drains.
         """
         if self.is_draining:
             text = "The server is about to stop and takes no new requests; try another one."
@@ -72,11 +80,7 @@ class Service:
         return self.tokenizer, info
 
     def check_model(self, model: str | None) -> None:
-        """Refuse another model's name.
-
-        Raises:
-            ApiError: 404.
-        """
+        """Refuse another model's name with status 404."""
         if model is not None and model != self.name:
             raise ApiError(
                 404,
@@ -85,12 +89,35 @@ class Service:
                 code="model_not_found",
             )
 
-    def drafting_of(self, body: GenerationFields, info: EngineInfo) -> tuple[str, int | None]:
-        """The proposer of a request and its K, None for the proposer's own; 0 is "plain".
+    def tool_parser(self) -> str:
+        """Return the name of the parser for tool calls in free output."""
+        kind = self.config.tool_call_parser
+        if kind != "auto":
+            return kind
+        source = self.tokenizer.template_source if self.tokenizer else None
+        return detect_parser(source) if source else "none"
+
+    def generation(
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        body: GenerationFields,
+        caller: Caller,
+    ) -> Generation:
+        """Return a request that is ready to run.
 
         Raises:
-            ApiError: there is none of that name, or K is more than it drafts.
+            ApiError: the proposer, its number of drafts or the grammar is refused.
         """
+        if not self.config.user_grammars:
+            refuse_grammars(body)
+        proposer, k = self._drafting(body, self.loaded()[1])
+        priority = 0 if self.config.ignore_priority else body.priority
+        params = replace(params, num_speculative_tokens=k)
+        return Generation(self, prompts, params, proposer, priority, caller)
+
+    def _drafting(self, body: GenerationFields, info: EngineInfo) -> tuple[str, int | None]:
+        """Return the proposer of a request and its K; None stands for the proposer's own K."""
         asked = body.speculation
         if asked is None:
             return self.proposers[0], None
@@ -113,40 +140,7 @@ class Service:
             )
         return name, k
 
-    def tool_parser(self) -> str:
-        """How tool calls are recognised in free output."""
-        kind = self.config.tool_call_parser
-        if kind != "auto":
-            return kind
-        source = self.tokenizer.template_source if self.tokenizer else None
-        return detect_parser(source) if source else "none"
-
-    def generation(
-        self,
-        prompts: list[list[int]],
-        params: SamplingParams,
-        body: GenerationFields,
-        caller: Caller,
-    ) -> Generation:
-        """A request ready to run.
-
-        Raises:
-            ApiError: as `drafting_of`; or its grammar is refused.
-        """
-        if not self.config.user_grammars:
-            refuse_grammars(body)
-        proposer, k = self.drafting_of(body, self.loaded()[1])
-        priority = 0 if self.config.ignore_priority else body.priority
-        job = Job(prompts, replace(params, num_speculative_tokens=k), proposer, priority)
-        return Generation(
-            self.pool,
-            self.metrics,
-            self.tracing,
-            self.name,
-            job,
-            caller,
-            log_prompts=self.config.log_prompts,
-        )
+    # ---- texts as token ids ---------------------------------------------------------------------
 
     async def render(
         self,
@@ -154,10 +148,10 @@ class Service:
         tools: list[dict[str, Any]],
         template_kwargs: Mapping[str, Any] | None,
     ) -> tuple[list[int], bool]:
-        """Token ids of a body's messages, and whether the answer begins inside its reasoning.
+        """Return the token ids of a conversation, and whether the answer begins in its reasoning.
 
         Raises:
-            ApiError: as `Tokenizer.render`, with the field that is wrong as `param`.
+            ApiError: the messages or the template's arguments are wrong.
         """
         tokenizer, info = self.loaded()
         try:
@@ -175,44 +169,39 @@ class Service:
             raise ApiError(400, text, param=param) from None
 
     async def encode(self, prompt: Any, *, add_special_tokens: bool = True) -> list[list[int]]:
-        """The prompts of a completion as token ids: text, ids, or a list of either.
+        """Return the token ids of a completion's prompts: a text, ids, or a list of either.
 
         Raises:
-            ApiError: one is empty, too long for the context, or has ids outside the vocabulary.
+            ApiError: a prompt is empty, too long, or has ids outside the vocabulary.
         """
         tokenizer, info = self.loaded()
-        items: Sequence[Any] = [prompt] if _is_one(prompt) else prompt
-        longest = max(len(item) for item in items)
+        is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
+        items: Sequence[Any] = [prompt] if is_one else prompt
         if not isinstance(items[0], str):
-            check_context(longest, 1, info.max_model_len)
-        with as_api_error("prompt"):
-            encoded = [
-                await tokenizer.encode(
-                    item, info.max_model_len, add_special_tokens=add_special_tokens
-                )
-                if isinstance(item, str)
-                else list(item)
-                for item in items
-            ]
+            check_context(max(map(len, items)), 1, info.max_model_len)
+        encoded: list[list[int]] = []
+        for item in items:
+            if isinstance(item, str):
+                with as_api_error("prompt"):
+                    item = await tokenizer.encode(
+                        item, info.max_model_len, add_special_tokens=add_special_tokens
+                    )
+            encoded.append(list(item))
         for ids in encoded:
             if not ids:
-                raise ApiError(
-                    400, "The prompt is empty; expected a token at least.", param="prompt"
-                )
+                text = "The prompt is empty; expected a token at least."
+                raise ApiError(400, text, param="prompt")
             wrong = next((i for i in ids if not 0 <= i < info.vocab_size), None)
             if wrong is not None:
-                raise ApiError(
-                    400,
-                    f"The prompt has the token id {wrong}; expected 0 to {info.vocab_size - 1}.",
-                    param="prompt",
-                )
+                text = f"The prompt has the token id {wrong}; expected 0 to {info.vocab_size - 1}."
+                raise ApiError(400, text, param="prompt")
         return encoded
 
     async def encode_words(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with bad words as token ids, so that no engine has to encode them.
+        """Return the parameters with bad words as token ids, so that no engine has to encode them.
 
         Raises:
-            ApiError: a word is nothing to the tokenizer.
+            ApiError: the tokenizer makes no token of a word.
         """
         texts = [word for word in params.bad_words if isinstance(word, str)]
         if not texts:
@@ -222,28 +211,203 @@ class Service:
         return replace(params, bad_words=tuple(map(tuple, words)))
 
 
-def _is_one(prompt: Any) -> bool:
-    return isinstance(prompt, str) or isinstance(prompt[0], int)
+# ---- one request ---------------------------------------------------------------------------------
 
 
-def caller_of(request: Request, body: GenerationFields, deadline: Deadline) -> Caller:
-    """Return the sender of a request; its own salt is combined with that of its key."""
-    state: dict[str, Any] = request.scope.get("state", {})
-    salt: bytes = state.get("cache_salt", b"")
-    if body.cache_salt:
-        own = b""
-        with suppress(UnicodeEncodeError):
-            own = body.cache_salt.encode()
-        salt = hashlib.sha256(salt + b"\0" + own).digest()
-    return Caller(
-        state.get("request_id", ""),
-        request.url.path,
-        salt,
-        state.get("lease", Lease()),
-        deadline,
-    )
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The sender of a request, as far as the answer depends on it.
+
+    Attributes:
+        cache_salt: of the key and the request: only equal salts share cached KV.
+        lease: the request's part of what its key may use.
+        deadline: when the answer must have ended; None sets no limit.
+    """
+
+    request_id: str
+    route: str
+    cache_salt: bytes = b""
+    lease: Lease = field(default_factory=Lease)
+    deadline: Deadline | None = None
+
+    @classmethod
+    def of(cls, request: Request, body: GenerationFields, deadline: Deadline | None) -> Caller:
+        """Return the sender of a request; its own salt is combined with that of its key."""
+        state: dict[str, Any] = request.scope.get("state", {})
+        salt: bytes = state.get("cache_salt", b"")
+        if body.cache_salt:
+            own = b""
+            with suppress(UnicodeEncodeError):
+                own = body.cache_salt.encode()
+            salt = hashlib.sha256(salt + b"\0" + own).digest()
+        lease = state.get("lease", Lease())
+        return cls(state.get("request_id", ""), request.url.path, salt, lease, deadline)
 
 
-def tool_dicts(tools: list[Tool] | None) -> list[dict[str, Any]]:
-    """Tools as the chat template and the parsers have them."""
-    return [tool.model_dump(exclude_none=True) for tool in tools or ()]
+@dataclass(slots=True)
+class Generation:
+    """Runs the prompts of a request on one engine; counts, logs and traces them.
+
+    Attributes:
+        outputs: finished ones, in the order in which they ended, by (prompt, output) index.
+    """
+
+    service: Service
+    prompts: list[list[int]]
+    params: SamplingParams
+    proposer: str
+    priority: int
+    caller: Caller
+    outputs: dict[tuple[int, int], RequestOutput] = field(default_factory=dict)
+    _started_s: float = field(default_factory=time.time)
+    _start: float = field(default_factory=time.perf_counter)
+    _last: dict[tuple[int, int], float] = field(default_factory=dict)
+    _first_s: float | None = None
+    _num_tokens: int = 0
+
+    async def chunks(self) -> AsyncGenerator[tuple[int, StreamChunk], None]:
+        """Yield (index of the prompt, chunk) as they come; leaving the iterator cancels them all.
+
+        Raises:
+            ApiError: no room, no tokens left for the key, or an output ended by an error.
+        """
+        metrics, lease = self.service.metrics, self.caller.lease
+        num_outputs = len(self.prompts) * self.params.n
+        num_prompt_tokens = sum(map(len, self.prompts))
+        failure: Failure | None = "cancelled"
+        status = 499
+        metrics.begins_to_wait(self)
+        try:
+            engine = self.service.pool.choose(num_outputs)
+            lease.reserve(num_prompt_tokens + num_outputs * self.params.max_tokens)
+            async with aclosing(self._merged(engine)) as merged:
+                async for index, chunk in merged:
+                    if (output := chunk.output) is not None and output.error is not None:
+                        status = 400 if output.error_code == "grammar_too_slow" else 500
+                        raise ApiError(status, output.error, code=output.error_code)
+                    self._count(index, chunk, engine)
+                    yield index, chunk
+            failure, status = None, 200
+        except ApiError as error:
+            failure, status = failure_of(error.status), error.status
+            error.is_counted = True
+            raise
+        except Exception:
+            failure, status = "error", 500
+            raise
+        finally:
+            metrics.waits_no_more(self)
+            if failure is not None:
+                metrics.failed(failure)
+            lease.settle(num_prompt_tokens + self._num_tokens)
+            self._report_end(num_prompt_tokens, status, failure)
+
+    async def finish(self) -> list[RequestOutput]:
+        """Run to the end; return all outputs, by prompt, then by output."""
+        async with aclosing(self.chunks()) as chunks:
+            async for _ in chunks:
+                pass
+        return self.ordered
+
+    @property
+    def ordered(self) -> list[RequestOutput]:
+        """The finished outputs, by prompt, then by output."""
+        return [self.outputs[key] for key in sorted(self.outputs)]
+
+    def _stream(self, engine: EngineProcess, prompt: list[int]) -> AsyncIterator[StreamChunk]:
+        return self.service.pool.stream(
+            engine,
+            prompt,
+            self.params,
+            proposer=self.proposer,
+            priority=self.priority,
+            cache_salt=self.caller.cache_salt,
+            deadline=self.caller.deadline,
+        )
+
+    async def _merged(self, engine: EngineProcess) -> AsyncGenerator[tuple[int, StreamChunk], None]:
+        """Yield the chunks of all prompts as they come."""
+        if len(self.prompts) == 1:
+            async with aclosing(self._stream(engine, self.prompts[0])) as stream:  # type: ignore[type-var]
+                async for chunk in stream:
+                    yield 0, chunk
+            return
+        items: asyncio.Queue[tuple[int, StreamChunk | Exception | None]] = asyncio.Queue()
+
+        async def pump(index: int, prompt: list[int]) -> None:
+            try:
+                async for chunk in self._stream(engine, prompt):
+                    items.put_nowait((index, chunk))
+                items.put_nowait((index, None))
+            except Exception as error:
+                items.put_nowait((index, error))
+
+        tasks = [asyncio.ensure_future(pump(i, prompt)) for i, prompt in enumerate(self.prompts)]
+        num_left = len(tasks)
+        try:
+            while num_left:
+                index, item = await items.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    num_left -= 1
+                else:
+                    yield index, item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _count(self, index: int, chunk: StreamChunk, engine: EngineProcess) -> None:
+        metrics, now = self.service.metrics, time.perf_counter()
+        key = index, chunk.output_index
+        last = self._last.get(key)
+        if last is None:
+            metrics.first_token(now - self._start, engine=engine.number)
+            self._first_s = self._first_s or now - self._start
+            metrics.waits_no_more(self)
+        else:
+            metrics.chunk(now - last, len(chunk.token_ids), engine=engine.number)
+        self._last[key] = now
+        self._num_tokens += len(chunk.token_ids)
+        if chunk.output is not None:
+            self.outputs[key] = chunk.output
+            metrics.finished(chunk.output, now - self._start, engine=engine.number)
+
+    def _report_end(self, num_prompt_tokens: int, status: int, failure: Failure | None) -> None:
+        """Write the log line, and complete the span."""
+        outputs = list(self.outputs.values())
+        attributes = span_attributes(self.caller.route, self.service.name, outputs)
+        seconds = time.perf_counter() - self._start
+        facts: dict[str, Any] = {
+            "request_id": self.caller.request_id,
+            "path": self.caller.route,
+            "status": status,
+            "seconds": round(seconds, 4),
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": self._num_tokens,
+            "acceptance_length": round(attributes["peagle.acceptance_length"], 3),
+            "proposer": self.proposer,
+        }
+        if self.service.config.log_prompts:
+            facts["log_prompts"] = {"output": [output.text for output in outputs]}
+        logger.info(failure or "done", extra=facts)
+        if self.service.tracing is None:
+            return
+        # Outputs that were left in the middle count too.
+        attributes["gen_ai.usage.input_tokens"] = num_prompt_tokens
+        attributes["gen_ai.usage.output_tokens"] = self._num_tokens
+        if failure is not None:
+            attributes["error.type"] = failure
+        queue_s = min((output.queue_time_s for output in outputs), default=None)
+        end_s = self._started_s + seconds
+        self.service.tracing.describe(attributes, self._started_s, queue_s, self._first_s, end_s)
+
+
+def failure_of(status: int) -> Failure:
+    """Return the name of an error status in the metrics."""
+    if status in (429, 503):
+        return "refused"
+    if status in (408, 504):
+        return "timeout"
+    return "invalid" if status < 500 else "error"

@@ -33,23 +33,10 @@ _LONG = 16_384
 _WATCH_S = 0.25
 
 
-class _Lane:
-    """A thread and the tokenizer that it alone encodes with."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-        self.tokenizer = tokenizer
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"peagle-tokenizer-{name}")
-
-    async def run(self, call: Callable[[PreTrainedTokenizerBase], T]) -> T:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, call, self.tokenizer)
-
-
 class Tokenizer:
     """Encodes, renders and decodes texts for one model, in threads.
 
     Args:
-        folder: of the model.
         chat_template: file or name of a template; None takes the model's, if there is one.
 
     Attributes:
@@ -63,8 +50,9 @@ class Tokenizer:
         self.tokenizer = load_tokenizer(folder)
         is_file = chat_template is not None and Path(chat_template).is_file()
         self._template = Path(str(chat_template)) if is_file else chat_template
-        self._short = _Lane(self.tokenizer, "short")
-        self._long = _Lane(load_tokenizer(folder), "long")
+        # A thread, and the tokenizer that it alone encodes with.
+        self._short = ThreadPoolExecutor(1, "peagle-tokenizer-short"), self.tokenizer
+        self._long = ThreadPoolExecutor(1, "peagle-tokenizer-long"), load_tokenizer(folder)
         self.characters_per_token = max(map(len, self.tokenizer.get_vocab()))
         self.template_source: str | None = None
         try:
@@ -73,21 +61,23 @@ class Tokenizer:
             if chat_template is not None:
                 raise
 
-    def _lane(self, size: int) -> _Lane:
-        """The lane for so many characters."""
-        return self._long if size > _LONG else self._short
+    async def _run(self, size: int, call: Callable[[PreTrainedTokenizerBase], T]) -> T:
+        """Call a function with the tokenizer of the thread for so many characters."""
+        thread, tokenizer = self._long if size > _LONG else self._short
+        return await asyncio.get_running_loop().run_in_executor(thread, call, tokenizer)
 
     async def encode(
         self, text: str, max_model_len: int, *, add_special_tokens: bool = True
     ) -> list[int]:
-        """Token ids of a text.
+        """Return the token ids of a text.
 
         Raises:
             ApiError: 400, it has more characters than a context of `max_model_len` tokens holds.
         """
         self._check_length(text, max_model_len)
-        return await self._lane(len(text)).run(
-            lambda tokenizer: encode_text(tokenizer, text, add_special_tokens=add_special_tokens)
+        return await self._run(
+            len(text),
+            lambda tokenizer: encode_text(tokenizer, text, add_special_tokens=add_special_tokens),
         )
 
     def _check_length(self, text: str, max_model_len: int, param: str = "prompt") -> None:
@@ -103,16 +93,13 @@ class Tokenizer:
             )
 
     async def encode_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Bad words as token ids, each as it is written at the start of a text and after a space.
+        """Return bad words as token ids, each as at the start of a text and after a space.
 
         Raises:
-            UserError: a word is nothing to the tokenizer.
+            UserError: the tokenizer makes no token of a word.
         """
-
-        def call(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-            return [list(ids) for ids in word_ids(tokenizer, words)]
-
-        return await self._short.run(call)
+        found = await self._run(0, lambda tokenizer: word_ids(tokenizer, words))
+        return [list(ids) for ids in found]
 
     async def render(
         self,
@@ -124,24 +111,24 @@ class Tokenizer:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
     ) -> tuple[list[int], bool]:
-        """Token ids of a conversation, and whether the answer begins inside its reasoning.
+        """Return the ids of a conversation, and whether the answer begins inside its reasoning.
 
         Raises:
             UserError: as `peagle.chat.render_chat`; the template renders for too long.
             ApiError: as `encode`, of the rendered text.
         """
-        deadline = _Deadline(most("template_seconds"))
+        limit = _TimeLimit(most("template_seconds"))
 
         def call(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], bool]:
             def encode(text: str) -> list[int]:
-                deadline.end()
+                limit.end()
                 self._check_length(text, max_model_len, "messages")
                 return encode_text(tokenizer, text, add_special_tokens=False)
 
-            ids = deadline.run(
+            ids = limit.run(
                 lambda: render_chat(
                     tokenizer,
-                    [_as_templates_read(message) for message in messages],
+                    [_in_template_form(message) for message in messages],
                     chat_template=self._template,
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
@@ -153,8 +140,8 @@ class Tokenizer:
             return ids, opens_thinking(tokenizer, ids)
 
         size = _num_characters(messages) + _num_characters(template_kwargs or {})
-        rendering = asyncio.ensure_future(self._lane(size).run(call))
-        watching = asyncio.ensure_future(deadline.watch(rendering))
+        rendering = asyncio.ensure_future(self._run(size, call))
+        watching = asyncio.ensure_future(limit.watch(rendering))
         try:
             return await asyncio.shield(rendering)
         finally:
@@ -162,30 +149,27 @@ class Tokenizer:
                 watching.cancel()
 
     async def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids, special ones included."""
+        """Return the text of token ids, special ones included."""
         ids = list(token_ids)
-
-        def call(tokenizer: PreTrainedTokenizerBase) -> Any:
-            return tokenizer.decode(ids, skip_special_tokens=False)
-
-        return await self._lane(2 * len(ids)).run(call)
+        return await self._run(2 * len(ids), lambda tokenizer: _decode(tokenizer, ids))
 
     async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """As `token_text`, of each."""
-
-        def call(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
-            return [tokenizer.decode([token], skip_special_tokens=False) for token in token_ids]
-
-        return await self._lane(2 * len(token_ids)).run(call)
+        """Return `token_text` of each id."""
+        return await self._run(
+            2 * len(token_ids), lambda tokenizer: [_decode(tokenizer, [id]) for id in token_ids]
+        )
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token, which may be part of a character."""
+        """Return the bytes of one token, which may be part of a character."""
         return token_bytes(self.tokenizer, token_id)
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token by itself; half a character shows as U+FFFD."""
-        text: Any = self.tokenizer.decode([token_id], skip_special_tokens=False)
-        return text
+        """Return the text of one token by itself; half a character is U+FFFD."""
+        return _decode(self.tokenizer, [token_id])
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> Any:
+    return tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def encode_text(
@@ -198,16 +182,15 @@ def encode_text(
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or backend.truncation or backend.padding:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    encoded = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-    return encoded[0].ids
+    return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
 class _OutOfTime(BaseException):
     """Ends a rendering; no template can catch it."""
 
 
-class _Deadline:
-    """Ends what runs in another thread after some seconds.
+class _TimeLimit:
+    """Ends a call in another thread after some seconds.
 
     The exception is raised in the thread between two bytecodes, and in no other call than the one
     of `run`: both raising it and ending the call need the lock.
@@ -220,11 +203,7 @@ class _Deadline:
         self._started = 0.0
 
     def run(self, call: Callable[[], T]) -> T:
-        """What `call` returns.
-
-        Raises:
-            UserError: it took too long.
-        """
+        """Return the result of `call`; raise a UserError if it takes too long."""
         try:
             try:
                 self._started = time.monotonic()
@@ -239,26 +218,30 @@ class _Deadline:
             ) from None
 
     def end(self) -> None:
-        """No exception comes after this, in the thread of `run`."""
+        """Stop limiting: no exception is raised in the thread of `run` after this."""
         with self._lock:
-            if (thread := self._thread) is not None:
+            if self._thread is not None:
+                _raise_in(self._thread, None)
                 self._thread = None
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)
 
     async def watch(self, running: asyncio.Future[Any]) -> None:
         """Raise in the thread once the time is up, while `running` is not done."""
         while not running.done():
             await asyncio.wait({running}, timeout=_WATCH_S)
             with self._lock:
-                is_late = time.monotonic() - self._started > self._seconds
-                if self._thread is not None and is_late:
-                    raised = ctypes.py_object(_OutOfTime)
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), raised)
+                if self._thread is not None and time.monotonic() - self._started > self._seconds:
+                    _raise_in(self._thread, _OutOfTime)
                     return
 
 
+def _raise_in(thread: int, exception: type[BaseException] | None) -> None:
+    """Raise in a thread; None takes back an exception that has not been raised yet."""
+    raised = None if exception is None else ctypes.py_object(exception)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
+
+
 def _num_characters(value: Any) -> int:
-    """Characters of all strings in a value of JSON; those of names of fields are left out."""
+    """Count the characters of all strings in a JSON value, names of fields left out."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
@@ -266,22 +249,21 @@ def _num_characters(value: Any) -> int:
     return sum(map(_num_characters, value)) if isinstance(value, list | tuple) else 0
 
 
-def _as_templates_read(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message in the form that chat templates read.
+def _in_template_form(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message in the form that chat templates read.
 
-    OpenAI's API has the arguments of tool calls as JSON text; templates write objects as JSON. What
-    is no JSON object stays as it is. vLLM names reasoning `reasoning`, templates
-    `reasoning_content`.
+    OpenAI's API has the arguments of tool calls as JSON text; templates write objects as JSON. Text
+    that is no JSON object stays. vLLM names reasoning `reasoning`, templates `reasoning_content`.
     """
     if isinstance(reasoning := message.get("reasoning"), str):
         message = {"reasoning_content": reasoning, **message}
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message
-    return {**message, "tool_calls": [_read_call(call) for call in calls]}
+    return {**message, "tool_calls": [_with_arguments(call) for call in calls]}
 
 
-def _read_call(call: Any) -> Any:
+def _with_arguments(call: Any) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call

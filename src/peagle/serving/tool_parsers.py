@@ -1,9 +1,9 @@
 """Tool calls in a growing output, by the form in which a family of models writes them.
 
-What is not sure to be a call is content, byte for byte. A call is sure once its function's name is
-known and its arguments have begun; from there on the arguments are passed on as the model writes
-them, so a call may have arguments that are cut off or no valid JSON, as OpenAI's API has it too.
-Marks and braces around calls, and blanks between them, belong to neither.
+Text that is not surely a call is content, byte for byte. A call is sure once its function's name is
+known and its arguments have begun; from there on the parser passes the arguments on as the model
+writes them, so they may be cut off or no valid JSON, as in OpenAI's API. Marks and braces around
+calls, and blanks between them, are neither content nor arguments.
 
 Parsers are generators that read the text as if all of it were there, and yield to wait for more.
 """
@@ -17,7 +17,14 @@ from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from peagle.markers import open_tail
-from peagle.serving.tools import CallDelta, ContentDelta, Delta, joined, new_call_id
+from peagle.serving.tools import (
+    CallDelta,
+    ContentDelta,
+    Delta,
+    ToolChoiceDict,
+    joined,
+    new_call_id,
+)
 
 _T = TypeVar("_T")
 Steps = Generator[None, None, _T]  # each yield waits for more text
@@ -30,32 +37,25 @@ _TURNS = {False: re.compile(r'["{}\[\]]'), True: re.compile(r'["\\]')}  # in a s
 
 
 class ToolCallParser:
-    """Finds no calls: everything is content. Base of the parsers that do.
+    """Finds no calls: everything is content. Base of the parsers that find some.
 
-    Deltas, put together, are the same however the text is cut into pieces.
-
-    Args:
-        names: of the functions that may be called; calls of others stay content.
+    Joined deltas are the same however the text is cut into pieces. Calls of functions other than
+    `names` are content.
     """
 
     def __init__(self, names: Collection[str] = ()) -> None:
         self._names = {f'"{name}"': name for name in names}
         self._text = ""
-        self._start = 0  # what is before is given out or dropped
-        self._at = 0  # what is from start to here is read, and held back
+        self._start = 0  # the text before this is given out or dropped
+        self._at = 0  # the text from start to here is read, and held back
         self._ended = False
         self._calls = 0
         self._deltas: list[Delta] = []
         self._steps = self._parse()
 
     def add(self, text: str, *, final: bool = False) -> list[Delta]:
-        """What new text brings; `final` settles what was held back.
-
-        Raises:
-            ValueError: the text was final before.
-        """
-        if self._ended:
-            raise ValueError(f"{text!r} was added to an output that had ended; use a new parser.")
+        """Return the deltas of new text; `final` settles the text that was held back."""
+        assert not self._ended
         self._text = self._text[self._start :] + text
         self._at -= self._start
         self._start = 0
@@ -79,7 +79,7 @@ class ToolCallParser:
         return True
 
     def _one_of(self, options: Iterable[str]) -> Steps[str]:
-        """Move past that option with which the text goes on; "" if with none.
+        """Move past the option with which the text goes on, and return it, or "".
 
         No option begins with another one.
         """
@@ -102,11 +102,9 @@ class ToolCallParser:
             self._at += 1
 
     def _value(self, opening: str, *, stream: bool = False) -> Steps[bool]:
-        """Move past a string, object or array; False if it begins otherwise or does not end.
+        """Move past a string, object or array that begins with `opening`; return whether it ends.
 
-        Args:
-            opening: how it begins.
-            stream: give it out as arguments of the current call.
+        With `stream` it is given out as arguments of the current call.
         """
         if not (yield from self._more()) or self._text[self._at] != opening:
             return False
@@ -126,17 +124,17 @@ class ToolCallParser:
         self._start = self._at = end
 
     def _drop(self) -> None:
-        """What was read belongs to a call."""
+        """Leave out the text that was read: it belongs to a call."""
         self._start = self._at
 
     def _begin(self, name: str, arguments: str = "") -> None:
-        """A new call; what was read belongs to it."""
+        """Begin a call, to which the text that was read belongs."""
         self._deltas.append(CallDelta(self._calls, arguments, new_call_id(), name))
         self._calls += 1
         self._drop()
 
     def _argue(self) -> None:
-        """Give out what was read as arguments of the current call."""
+        """Give out the text that was read as arguments of the current call."""
         if self._at > self._start:
             self._deltas.append(CallDelta(self._calls - 1, self._text[self._start : self._at]))
         self._drop()
@@ -144,7 +142,7 @@ class ToolCallParser:
     # ---- calls: each settles what belongs to the call, or nothing and returns False ---------
 
     def _object(self) -> Steps[bool]:
-        """A call that is an object of name and arguments."""
+        """Read a call that is an object of name and arguments."""
         name = arguments = ""
         separator = yield from self._one_of("{")
         while separator and separator != "}":
@@ -175,7 +173,7 @@ class ToolCallParser:
         return True
 
     def _key(self) -> Steps[str]:
-        """A key and its colon; "" if it is none that a call has."""
+        """Read a key and its colon; return "" if no call has such a key."""
         yield from self._blanks()
         key = yield from self._one_of(_KEYS)
         yield from self._blanks()
@@ -185,7 +183,7 @@ class ToolCallParser:
         return key
 
     def _end_of_object(self) -> Steps[None]:
-        """What follows the arguments, up to the brace; whatever else is there stays."""
+        """Read from the arguments up to the brace; all other text stays."""
         while True:
             yield from self._blanks()
             separator = yield from self._one_of(",}")
@@ -197,7 +195,7 @@ class ToolCallParser:
                 return
 
     def _array(self) -> Steps[bool]:
-        """An array of calls; it ends before the first element that is none."""
+        """Read an array of calls, up to the first element that is no call."""
         if not (yield from self._one_of("[")):
             return False
         yield from self._blanks()
@@ -216,7 +214,7 @@ class ToolCallParser:
 
 
 class _Balance:
-    """Strings and brackets of one JSON value; what is between them may be anything."""
+    """Follows the strings and brackets of one JSON value, with any text between them."""
 
     def __init__(self) -> None:
         self.is_open = True
@@ -226,7 +224,7 @@ class _Balance:
         self._escaped = False
 
     def scan(self, text: str, at: int) -> int:
-        """Where the value ends, or what cannot belong to it begins, or else the text ends."""
+        """Return where the value ends, or where text begins that cannot belong to it."""
         while at < len(text) and self.is_open:
             if self._escaped:
                 self._escaped = False
@@ -241,7 +239,7 @@ class _Balance:
         return at
 
     def _turn(self, char: str) -> bool:
-        """Past a quote, a backslash or a bracket; False if a closing bracket is the wrong one."""
+        """Take a quote, a backslash or a bracket; return False for a wrong closing bracket."""
         if char == "\\":
             self._escaped = True
         elif char == '"':
@@ -262,7 +260,7 @@ _LETTERS = string.ascii_letters + string.digits
 
 
 class _MarkedParser(ToolCallParser, ABC):
-    """Calls behind a marker anywhere; without one where an answer begins or a call has ended."""
+    """Reads calls behind a marker anywhere, and without one at the start and after a call."""
 
     marker: str
 
@@ -285,7 +283,7 @@ class _MarkedParser(ToolCallParser, ABC):
             self._give(self._at)
 
     def _next_marker(self) -> int:
-        """Where the marker, or the start of one, is first found after the next character."""
+        """Return where the marker, or the start of one, first is after the next character."""
         after = self._at + 1
         found = self._text.find(self.marker, after)
         if found >= 0:
@@ -294,7 +292,7 @@ class _MarkedParser(ToolCallParser, ABC):
 
     @abstractmethod
     def _call(self, marked: bool) -> Steps[bool]:
-        """One call or several, as `_object`."""
+        """Read one call or several, as `_object`."""
 
 
 class HermesParser(_MarkedParser):
@@ -360,7 +358,7 @@ class MistralParser(_MarkedParser):
 
 
 class ForcedCall(ToolCallParser):
-    """One call of a given function: all text is its arguments."""
+    """Reads all text as the arguments of one call of a given function."""
 
     def __init__(self, name: str) -> None:
         super().__init__([name])
@@ -375,7 +373,7 @@ class ForcedCall(ToolCallParser):
 
 
 class ForcedCalls(ToolCallParser):
-    """An array of calls and nothing else, as `peagle.serving.tools.constraint` has it written."""
+    """Reads an array of calls and nothing else, in the form of `tools.constraint`."""
 
     def _parse(self) -> Steps[None]:
         yield from self._blanks()
@@ -410,22 +408,14 @@ def detect_parser(chat_template: str) -> str:
 def parser_for(
     kind: str,
     tools: Sequence[Mapping[str, Any]] | None,
-    tool_choice: str | Mapping[str, Any] | None = None,
+    tool_choice: ToolChoiceDict = None,
 ) -> ToolCallParser:
-    """A parser for the answer to one request, whose tools were checked.
+    """Return a parser for one output of a request, whose tools were checked.
 
     Args:
         kind: a key of `PARSERS`, for outputs that are not forced.
         tools: in OpenAI's form.
-        tool_choice: None means "auto".
-
-    Raises:
-        ValueError: the kind is unknown.
     """
-    if kind not in PARSERS:
-        raise ValueError(
-            f"Unknown tool-call parser {kind!r}; expected one of: {', '.join(PARSERS)}."
-        )
     names = [tool["function"]["name"] for tool in tools or ()]
     if not names or tool_choice == "none":
         return ToolCallParser()

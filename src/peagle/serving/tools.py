@@ -1,6 +1,6 @@
-"""Tool calls of chat completions: checked, forced by a schema, and as answers have them.
+"""Tool calls of chat completions: checked, forced by a schema, and in the form of answers.
 
-The parsers of what a model writes are in `peagle.serving.tool_parsers`.
+The parsers of tool calls in a model's text are in `peagle.serving.tool_parsers`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import Any
 from peagle.config.structured import StructuredOutput
 from peagle.serving.errors import ApiError
 
-ToolChoice = str | Mapping[str, Any] | None
+# "none", "auto", "required", a named function in OpenAI's form, or None for "auto".
+ToolChoiceDict = str | Mapping[str, Any] | None
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _ID_LETTERS = string.ascii_letters + string.digits
 _CUT = 100
-# Of a schema: what constrains nothing, what holds values, what maps names to schemas.
+# Keys of a schema: notes that constrain nothing, values, and maps of names to schemas.
 _NOTES = ("$schema", "$id", "$comment", "title", "description", "default", "examples")
 _VALUES = ("const", "enum", "required")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -30,13 +31,8 @@ _ALTERNATIVES = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 # ---- requests -------------------------------------------------------------------------------
 
 
-def check_tools(tools: Sequence[Mapping[str, Any]], tool_choice: ToolChoice = None) -> None:
-    """Refuse tools and a choice of them that peagle cannot work with.
-
-    Args:
-        tools: in OpenAI's form, {"type": "function", "function": {"name", "parameters", ...}}.
-        tool_choice: "none", "auto", "required" or {"type": "function", "function": {"name"}};
-            None means "auto" where there are tools.
+def check_tools(tools: Sequence[Mapping[str, Any]], tool_choice: ToolChoiceDict = None) -> None:
+    """Refuse tools in OpenAI's form, and a choice of them, that peagle cannot work with.
 
     Raises:
         ApiError: 400, with the field that is wrong as `param`.
@@ -74,7 +70,7 @@ def check_tools(tools: Sequence[Mapping[str, Any]], tool_choice: ToolChoice = No
 
 
 def _check_parameters(parameters: Mapping[str, Any], place: str) -> None:
-    """A schema of an object; whether a grammar can enforce it shows when it is forced."""
+    """Check the schema of an object; the grammar compiler decides whether it can be enforced."""
     if parameters.get("type", "object") != "object":
         raise _error(
             f"{place} has the type {_cut(parameters['type'])}; expected a JSON schema of an "
@@ -110,54 +106,43 @@ def _cut(value: object) -> str:
 
 def constraint(
     tools: Sequence[Mapping[str, Any]] | None,
-    tool_choice: ToolChoice = None,
+    tool_choice: ToolChoiceDict = None,
     parallel: bool = True,
 ) -> StructuredOutput | None:
     """Return the constraint that forces the calls of a choice; None for "auto" and "none".
 
-    A named function: the whole output is its arguments. "required": it is an array of objects
-    {"name": ..., "arguments": {...}}, one only unless `parallel`.
-
-    Args:
-        tools: as `check_tools` lets them through.
-        tool_choice: likewise.
-        parallel: several calls in one answer are fine.
+    A named function: the whole output is its arguments. "required": the output is an array of
+    objects {"name": ..., "arguments": {...}}, one only unless `parallel`.
 
     Raises:
         ApiError: a schema is nested too deeply.
-        UserError: a schema cannot be written as JSON. What a grammar cannot enforce shows when it
-            is compiled.
+        UserError: a schema cannot be written as JSON.
     """
     functions = {tool["function"]["name"]: tool["function"] for tool in tools or ()}
     try:
         if isinstance(tool_choice, Mapping):
             function = functions[tool_choice["function"]["name"]]
             return StructuredOutput.json_schema(_arguments(function, "#"))
-        if tool_choice == "required":
-            return StructuredOutput.json_schema(_calls(functions, parallel))
+        if tool_choice != "required":
+            return None
+        calls = [
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{name}"}},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+            for name in functions
+        ]
+        schema = {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
+        if not parallel:
+            schema["maxItems"] = 1
+        # Definitions of a function stay within its own.
+        definitions = {name: _arguments(f, f"#/$defs/{name}") for name, f in functions.items()}
+        return StructuredOutput.json_schema({**schema, "$defs": definitions})
     except RecursionError:
-        raise _error(
-            "The parameters of a tool are nested too deeply; flatten them.", "tools"
-        ) from None
-    return None
-
-
-def _calls(functions: Mapping[str, Mapping[str, Any]], parallel: bool) -> dict[str, Any]:
-    """The schema of an array of calls; definitions of a function stay within its own."""
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{name}"}},
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for name in functions
-    ]
-    schema = {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
-    if not parallel:
-        schema["maxItems"] = 1
-    definitions = {name: _arguments(f, f"#/$defs/{name}") for name, f in functions.items()}
-    return {**schema, "$defs": definitions}
+        text = "The parameters of a tool are nested too deeply; flatten them."
+        raise _error(text, "tools") from None
 
 
 def _arguments(function: Mapping[str, Any], root: str) -> dict[str, Any]:
@@ -172,7 +157,7 @@ def _arguments(function: Mapping[str, Any], root: str) -> dict[str, Any]:
 
 
 def _moved(schema: Any, root: str) -> Any:
-    """A schema, or a list of them, with references that count from `root`, and without notes."""
+    """Return a schema, or a list of them, without notes, with references that count from `root`."""
     if isinstance(schema, list):
         return [_moved(part, root) for part in schema]
     if not isinstance(schema, Mapping):
@@ -200,7 +185,7 @@ class ContentDelta:
     text: str
 
     def body(self) -> dict[str, Any]:
-        """As the `delta` of a streamed chunk."""
+        """Return the `delta` of a streamed chunk."""
         return {"content": self.text}
 
 
@@ -211,8 +196,7 @@ class CallDelta:
     Attributes:
         index: of the call in the answer, from 0.
         arguments: new text of the arguments, as the model wrote it.
-        id: of the call, on its first delta only.
-        name: of the function, on the first delta only.
+        id, name: of the call and of its function, on the call's first delta only.
     """
 
     index: int
@@ -221,7 +205,7 @@ class CallDelta:
     name: str | None = None
 
     def body(self) -> dict[str, Any]:
-        """As the `delta` of a streamed chunk."""
+        """Return the `delta` of a streamed chunk."""
         call: dict[str, Any] = {"index": self.index, "function": {"arguments": self.arguments}}
         if self.name is not None:
             call |= {"id": self.id, "type": "function"}
@@ -233,12 +217,12 @@ Delta = ContentDelta | CallDelta
 
 
 def new_call_id() -> str:
-    """An id for a call: "call_" and 24 random letters and digits."""
+    """Return "call_" and 24 random letters and digits."""
     return "call_" + "".join(secrets.choice(_ID_LETTERS) for _ in range(24))
 
 
 def joined(deltas: Iterable[Delta]) -> list[Delta]:
-    """Neighbours of the same kind and call as one."""
+    """Return neighbours of the same kind and call as one."""
     result: list[Delta] = []
     for delta in deltas:
         last = result[-1] if result else None
@@ -257,37 +241,26 @@ def joined(deltas: Iterable[Delta]) -> list[Delta]:
 
 
 def message_from(deltas: Iterable[Delta]) -> tuple[str | None, list[dict[str, Any]]]:
-    """Content, None if there is none, and tool calls in OpenAI's form, of a whole answer."""
-    content: list[str] = []
-    calls: list[tuple[CallDelta, list[str]]] = []
+    """Return the content of a whole answer, None if it is empty, and its calls in OpenAI's form."""
+    content = ""
+    calls: list[dict[str, Any]] = []
     for delta in deltas:
         if isinstance(delta, ContentDelta):
-            content.append(delta.text)
+            content += delta.text
         elif delta.name is not None:
-            calls.append((delta, [delta.arguments]))
+            function = {"name": delta.name, "arguments": delta.arguments}
+            calls.append({"id": delta.id, "type": "function", "function": function})
         else:
-            calls[delta.index][1].append(delta.arguments)
-    return "".join(content) or None, [
-        {
-            "id": first.id,
-            "type": "function",
-            "function": {"name": first.name, "arguments": "".join(arguments)},
-        }
-        for first, arguments in calls
-    ]
+            calls[delta.index]["function"]["arguments"] += delta.arguments
+    return content or None, calls
 
 
-def finish_reason(reason: str, called: bool, tool_choice: ToolChoice = None) -> str:
-    """Why an answer ended, for the client.
+def finish_reason(reason: str, called: bool, tool_choice: ToolChoiceDict = None) -> str:
+    """Return why an answer ended, for the client.
 
     "tool_calls" where the model stopped by itself after a call. As in OpenAI's API (and vLLM), it
     stays "stop" where the request named the function, and an answer that was cut off keeps
     "length".
-
-    Args:
-        reason: why the engine stopped.
-        called: the answer has a call.
-        tool_choice: of the request.
     """
     is_named = isinstance(tool_choice, Mapping)
     return "tool_calls" if reason == "stop" and called and not is_named else reason

@@ -96,17 +96,27 @@ class Tracing:
             ttft_s: seconds to its first token; None if it got none.
         """
         span = self._trace.get_current_span()
-        span.set_attributes(
-            {name: value for name, value in attributes.items() if value is not None}
-        )
+        known = {name: value for name, value in attributes.items() if value is not None}
+        span.set_attributes(known)
         if "error.type" in attributes:
             span.set_status(self._trace.StatusCode.ERROR)
-        for name, begin_s, stop_s in _phases(started_s, queue_s, ttft_s, end_s):
-            child = self._tracer.start_span(name, start_time=round(begin_s * 1e9))
-            child.end(round(stop_s * 1e9))
+        end_s = max(started_s, end_s)
+        begun_s = first_s = end_s  # of prefill and decode
+        if queue_s is not None or ttft_s is not None:
+            begun_s = min(started_s + (queue_s or 0.0), end_s)
+        if ttft_s is not None:
+            first_s = min(max(started_s + ttft_s, begun_s), end_s)
+        for name, begin_s, stop_s, is_reached in (
+            ("queue", started_s, begun_s, queue_s is not None or ttft_s is None),
+            ("prefill", begun_s, first_s, queue_s is not None or ttft_s is not None),
+            ("decode", first_s, end_s, ttft_s is not None),
+        ):
+            if is_reached:
+                child = self._tracer.start_span(name, start_time=round(begin_s * 1e9))
+                child.end(round(stop_s * 1e9))
 
     def shutdown(self, timeout_s: float = 5.0) -> None:
-        """Send what is left; returns after `timeout_s` at the latest."""
+        """Send the spans that are left; return after `timeout_s` at the latest."""
         # A daemon: it may still be waiting for the collector when the process ends.
         worker = threading.Thread(target=self._provider.shutdown, daemon=True)
         worker.start()
@@ -114,12 +124,9 @@ class Tracing:
 
 
 def span_attributes(route: str, model: str, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """OpenTelemetry's gen_ai.* of a finished request, and what its drafts did.
+    """Return OpenTelemetry's gen_ai.* of a finished request, and its drafts.
 
-    Args:
-        route: such as /v1/completions.
-        model: the name that the client asked for.
-        outputs: all outputs of the request; a prompt counts once, whatever n was.
+    A prompt counts once, whatever n was.
     """
     prompts = [output for output in outputs if output.index == 0]
     drafts = sum(output.stats.num_drafts for output in outputs)
@@ -155,18 +162,3 @@ def _otlp_exporter(endpoint: str) -> SpanExporter:
     if parts.path in ("", "/"):
         parts = parts._replace(path="/v1/traces")
     return OTLPSpanExporter(endpoint=parts.geturl())
-
-
-def _phases(
-    started_s: float, queue_s: float | None, ttft_s: float | None, end_s: float
-) -> list[tuple[str, float, float]]:
-    """(name, start, end) of the phases that a request reached, one after the other."""
-    end_s = max(started_s, end_s)
-    if queue_s is None and ttft_s is None:
-        return [("queue", started_s, end_s)]
-    begun_s = min(started_s + (queue_s or 0.0), end_s)
-    queue = [] if queue_s is None else [("queue", started_s, begun_s)]
-    if ttft_s is None:
-        return [*queue, ("prefill", begun_s, end_s)]
-    first_s = min(max(started_s + ttft_s, begun_s), end_s)
-    return [*queue, ("prefill", begun_s, first_s), ("decode", first_s, end_s)]

@@ -4,6 +4,10 @@ It is `SecurityMiddleware`, as before peagle's own routes, and what vLLM needs b
 that tells what the engine's configuration came to, the refusal of sampling where vLLM samples
 wrongly, and the watch on the process that started vLLM.
 
+Speculation in a CPU build of vLLM verifies drafts for greedy decoding only. vLLM turns texts such
+as "0.7" into numbers and takes temperatures from more than one place, so that only a request that
+is known to decode greedily passes.
+
 vLLM may live in an environment without peagle and its packages, and may run Python 3.10. So this
 file and everything that it imports use the standard library alone, as of Python 3.10.
 """
@@ -12,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -21,7 +26,6 @@ from peagle.backends.vllm.facts import ENGINE_PATH, GUARD_VARIABLE, facts_of
 from peagle.serving.errors import ApiError
 from peagle.serving.keys import ApiKeys
 from peagle.serving.security import SecurityMiddleware
-from peagle.serving.vllm_greedy import check_greedy
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -64,12 +68,17 @@ class Guard:
             if self.greedy_only and scope["method"] not in _SAFE_METHODS:
                 body = await _read(receive)
                 check_greedy(scope["path"].removeprefix(scope.get("root_path", "")), body)
-                receive = _again(body, receive)
+                unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+                async def receive_again() -> Message:
+                    return unread.pop() if unread else await receive()
+
+                return await self.app(scope, receive_again, send)
         await self.app(scope, receive, send)
 
 
 def engine_facts(scope: Scope) -> dict[str, Any]:
-    """What the configuration of this server's engine came to."""
+    """Return what the configuration of this server's engine came to."""
     state = getattr(scope.get("app"), "state", None)
     config = getattr(state, "vllm_config", None)
     if config is None:
@@ -78,7 +87,7 @@ def engine_facts(scope: Scope) -> dict[str, Any]:
 
 
 async def _read(receive: Receive) -> bytes:
-    """The whole body of a request."""
+    """Return the whole body of a request."""
     body, more = bytearray(), True
     while more:
         message = await receive()
@@ -89,22 +98,10 @@ async def _read(receive: Receive) -> bytes:
     return bytes(body)
 
 
-def _again(body: bytes, receive: Receive) -> Receive:
-    """What gives a body that was read already, and then what comes behind it."""
-    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def give() -> Message:
-        return pending.pop() if pending else await receive()
-
-    return give
-
-
 async def _answer(send: Send, content: dict[str, Any]) -> None:
     body = json.dumps(content).encode()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-    ]
+    size = str(len(body)).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", size)]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
@@ -124,4 +121,82 @@ def _is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except OSError:
-        return True  # somebody else's by now, or a system without /proc
+        return True  # the pid belongs to another user by now, or the system has no /proc
+
+
+# ---- greedy decoding only ------------------------------------------------------------------------
+
+# In the bodies of these routes `temperature` is a field; absent, it is the server's default, 0.
+_SAMPLING = frozenset(
+    {
+        *("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch"),
+        *("/v1/responses", "/v1/messages", "/invocations"),
+    }
+)
+# Takes `sampling_params` as vLLM itself has them, in which an absent temperature is 1.
+_BARE = "/inference/v1/generate"
+# These draw no tokens.
+_OTHERS = re.compile(
+    r"/(tokenize|detokenize|ping|v1/messages/count_tokens|v1/(chat/)?completions/render"
+    r"|v1/responses/[^/]+/cancel)"
+)
+_WRONG = "on a CPU, vLLM samples wrongly with speculative decoding."
+_REMEDY = "Send temperature 0, or start the server with --no-speculation."
+
+
+def check_greedy(path: str, body: bytes) -> None:
+    """Refuse a request that vLLM would not decode greedily, or of which that is not known.
+
+    Raises:
+        ApiError: a temperature other than 0; a field given twice; a body that is no JSON object; a
+            route that is not known.
+    """
+    if _OTHERS.fullmatch(path):
+        return
+    if path not in _SAMPLING and path != _BARE:
+        raise ApiError(
+            403,
+            f"{path!r} is none of the routes that are known to decode greedily: {_WRONG} Use "
+            "/v1/completions, /v1/chat/completions, /v1/responses or /v1/messages, or start the "
+            "server with --no-speculation.",
+            code="route_not_allowed",
+        )
+    try:
+        request = json.loads(body.decode(), object_pairs_hook=_unique)
+    except (ValueError, RecursionError):
+        request = None
+    if not isinstance(request, dict):
+        raise ApiError(400, "The body is no JSON object in UTF-8: expected one.")
+    _check_temperature("temperature", request.get("temperature"))
+    for name in ("sampling_params", "extra_body"):
+        inner = request.get(name)
+        if isinstance(inner, dict):
+            _check_temperature(f"{name}.temperature", inner.get("temperature"))
+        elif inner is not None:
+            raise ApiError(400, f"{name} is no object: expected one, or none.", param=name)
+    if path == _BARE and (request.get("sampling_params") or {}).get("temperature") is None:
+        raise ApiError(
+            400,
+            f"sampling_params.temperature is absent, which vLLM takes for 1 here: {_WRONG} "
+            f"{_REMEDY}",
+            param="sampling_params.temperature",
+        )
+
+
+def _check_temperature(name: str, value: Any) -> None:
+    # By type, since True and False are numbers too.
+    if value is None or (type(value) in (int, float) and value == 0):
+        return
+    found = value if type(value) in (int, float, bool) else type(value).__name__
+    text = f"{name} is {found}, expected the number 0 or none: {_WRONG} {_REMEDY}"
+    raise ApiError(400, text, param=name)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object without repeated fields: vLLM could read another one of the two."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ApiError(400, f"The body has the field {twice[:100]!r} twice: expected it once.")
+    return found

@@ -1,4 +1,4 @@
-"""Drafting with a head: P-EAGLE in one pass, EAGLE-3 in K.
+"""Drafting with a head: P-EAGLE in one pass of the head, EAGLE-3 in K.
 
 Shapes: B sequences, N of them, T packed target rows, S drafter slots, A * H feature width, D
 drafter width, K drafts, J columns of them, V target vocabulary.
@@ -18,14 +18,13 @@ from peagle.config import DraftSampling
 from peagle.kernels.expand import DraftBatch, expand_draft_batch, slot_mapping
 from peagle.kernels.random import Purpose, uniform
 from peagle.kernels.sampling import sample_from_weights
+from peagle.kernels.target_batch import TargetBatch
 from peagle.models.drafter import Attend, Drafter
 from peagle.speculation.verification import SamplingTensors
 
 
 class DraftConstraint(Protocol):
-    """Says which tokens may be drafted, column after column: a grammar, for instance.
-
-    For each column call `mask`, then `advance` with the tokens chosen.
+    """Restricts drafts column by column, as a grammar does: `mask`, choose, `advance`.
 
     Attributes:
         lens: number of valid drafts of each sequence so far; later ones must not be verified.
@@ -34,12 +33,10 @@ class DraftConstraint(Protocol):
     lens: list[int]
 
     def mask(self, device: torch.device) -> Tensor | None:
-        """Return the tokens allowed in the next column, bool [B, V]; None if all are."""
-        ...
+        """The tokens allowed in the next column, bool [B, V]; None if all are."""
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Take the tokens chosen for the column, one a sequence."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +90,8 @@ class HeadProposer:
     """What parallel and autoregressive drafting share: the head, its KV cache, its first pass.
 
     Args:
-        drafter: the head.
-        backend: attention backend.
         caches: one KV cache a drafter layer, in the block-id space of the target.
         max_model_len: positions from here on write no KV.
-        draft_sampling: "argmax" or "probabilistic".
 
     Attributes:
         graphs: runs passes over few slots, or gives None; None launches every kernel by itself.
@@ -127,7 +121,7 @@ class HeadProposer:
         self.draft_token_ids: Sequence[int] | None = self._target_ids.tolist() if pruned else None
 
     def propose(self, step: TargetStep) -> Drafts:
-        """Draft the `num_drafts` tokens that follow `next_tokens` of every sequence."""
+        """Draft the `num_drafts` tokens that follow `next_tokens_B` of every sequence."""
         raise NotImplementedError
 
     def _first_pass(self, step: TargetStep) -> tuple[DraftBatch, Tensor]:
@@ -149,19 +143,15 @@ class HeadProposer:
         hidden_TD = self.drafter.combine_features(step.features_TA)
         if any(num_mask_slots):
             hidden_TD = torch.cat((hidden_TD, self._h_shared_1D))
-        hidden_SD = self._run(
-            batch.tokens_S,
-            hidden_TD[batch.feature_rows_S],
-            batch.positions_S,
-            AttentionMetadata.of_batch(
-                batch,
-                step.block_tables_BM,
-                max_query_len=int(batch.query_start_loc.diff().max()),
-                max_seq_len=int(batch.seq_lens_B.max()),
-                context_starts_B=step.context_starts_B,
-            ),
+        metadata = AttentionMetadata.of_batch(
+            batch,
+            step.block_tables_BM,
+            max_query_len=int(batch.query_start_loc.diff().max()),
+            max_seq_len=int(batch.seq_lens_B.max()),
+            context_starts_B=step.context_starts_B,
         )
-        return batch, hidden_SD
+        hidden_SD = hidden_TD[batch.feature_rows_S]
+        return batch, self._run(batch.tokens_S, hidden_SD, batch.positions_S, metadata)
 
     def _run(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, metadata: AttentionMetadata
@@ -220,19 +210,17 @@ class HeadProposer:
         if self.draft_sampling == "argmax" or sampling.all_greedy:
             return self.drafter.to_target_ids(logits_NJV.argmax(-1)), None
         batch, columns = logits_NJV.shape[:2]
+        logits_RV = logits_NJV.flatten(0, 1)
+        if self.drafter.config.is_pruned:
+            shape = (logits_RV.shape[0], self.drafter.config.vocab_size)
+            full_RV = logits_RV.new_full(shape, -torch.inf)
+            logits_RV = full_RV.index_copy_(1, self._target_ids, logits_RV)
+        probs_RV = sampling.probs(logits_RV, sequences_N.repeat_interleave(columns))
         column_J = torch.arange(columns, device=logits_NJV.device)
-        rows = sequences_N.repeat_interleave(columns)
-        probs_RV = sampling.probs(self._in_target_vocabulary(logits_NJV.flatten(0, 1)), rows)
         position_NJ = sampling.num_outputs_B[sequences_N].unsqueeze(1) + first + column_J
         u_NJ = uniform(sampling.seeds_B[sequences_N].unsqueeze(1), position_NJ, Purpose.DRAFT)
         tokens_NJ = sample_from_weights(probs_RV, u_NJ.flatten()).view(batch, columns)
         return tokens_NJ, probs_RV.unflatten(0, (batch, columns))
-
-    def _in_target_vocabulary(self, logits_NV: Tensor) -> Tensor:
-        if not self.drafter.config.is_pruned:
-            return logits_NV
-        full = logits_NV.new_full((logits_NV.shape[0], self.drafter.config.vocab_size), -torch.inf)
-        return full.index_copy_(1, self._target_ids, logits_NV)
 
 
 class ParallelProposer(HeadProposer):
@@ -240,18 +228,14 @@ class ParallelProposer(HeadProposer):
 
     def propose(self, step: TargetStep) -> Drafts:
         batch, hidden_SD = self._first_pass(step)
-        lens, device = step.num_drafts, hidden_SD.device
-        columns_K = torch.arange(max(lens), device=device)
-        if min(lens) == max(lens) > 0:
-            sequences_B = torch.arange(len(lens), device=device)
-            hidden_BKD = hidden_SD[batch.last_ntp_B.unsqueeze(1) + columns_K]
-            tokens_BK, probs_BKV = self._draw(hidden_BKD, step, sequences_B, first=0)
-            return Drafts(tokens_BK, valid_lens(lens, step.constraint), probs_BKV)
-        written = DraftWriter(lens, device)
+        written = _DraftWriter(step.num_drafts, hidden_SD.device)
         if written.most:
-            sequences_N = torch.tensor([b for b, k in enumerate(lens) if k], device=device)
-            # Past its own drafts a sequence repeats its last one; nobody reads them.
-            last_N1 = written.lens_B[sequences_N].unsqueeze(1) - 1
+            device = hidden_SD.device
+            lens_B = torch.tensor(written.lens, device=device)
+            sequences_N = lens_B.nonzero().flatten()
+            # Past its own drafts a sequence repeats its last one; nothing reads the copies.
+            last_N1 = lens_B[sequences_N].unsqueeze(1) - 1
+            columns_K = torch.arange(written.most, device=device)
             rows_NK = batch.last_ntp_B[sequences_N].unsqueeze(1) + columns_K.minimum(last_N1)
             written.put(0, sequences_N, self._draw(hidden_SD[rows_NK], step, sequences_N, first=0))
         return written.drafts(step.constraint)
@@ -263,8 +247,8 @@ class AutoregressiveProposer(HeadProposer):
     def propose(self, step: TargetStep) -> Drafts:
         batch, hidden_SD = self._first_pass(step)
         lens, device = step.num_drafts, hidden_SD.device
-        written = DraftWriter(lens, device)
-        # Those with the most drafts come first: who is still drafting is then a prefix.
+        written = _DraftWriter(lens, device)
+        # Sequences with the most drafts come first: those that still draft are then a prefix.
         order_N = torch.tensor(sorted(range(len(lens)), key=lambda b: -lens[b]), device=device)
         position_N = batch.positions_S[batch.last_ntp_B[order_N]]
         hidden_ND = hidden_SD[batch.last_ntp_B[order_N]]
@@ -274,43 +258,43 @@ class AutoregressiveProposer(HeadProposer):
             still = sum(k > j for k in lens)
             sequences_N, hidden_ND = order_N[:still], hidden_ND[:still]
             if j:
-                position_N = position_N[:still] + 1
+                tokens_N, position_N = tokens_N[:still], position_N[:still] + 1
                 longest = max(positions[:still]) + j + 1
-                metadata = self._metadata(step, sequences_N, position_N, longest)
-                hidden_ND = self._run(tokens_N[:still], hidden_ND, position_N, metadata)
+                metadata = self._metadata(step, sequences_N, tokens_N, position_N, longest)
+                hidden_ND = self._run(tokens_N, hidden_ND, position_N, metadata)
             drawn = self._draw(hidden_ND.unsqueeze(1), step, sequences_N, first=j)
             tokens_N = drawn[0].squeeze(1)
             written.put(j, sequences_N, drawn)
         return written.drafts(step.constraint)
 
     def _metadata(
-        self, step: TargetStep, sequences_N: Tensor, position_N: Tensor, max_seq_len: int
+        self,
+        step: TargetStep,
+        sequences_N: Tensor,
+        tokens_N: Tensor,
+        position_N: Tensor,
+        max_seq_len: int,
     ) -> AttentionMetadata:
-        """A pass over one token of each of the given sequences."""
-        tables_NM = step.block_tables_BM[sequences_N]
+        """The metadata of a pass over one token of each of the given sequences."""
+        tables_NM, starts_B = step.block_tables_BM[sequences_N], step.context_starts_B
         rows = torch.arange(sequences_N.shape[0] + 1, device=sequences_N.device)
-        size, starts_B = self.caches[0].block_size, step.context_starts_B
-        return AttentionMetadata.of_single_tokens(
-            rows,
-            position_N + 1,
-            slot_mapping(tables_NM, rows[:-1], position_N, size, self.max_model_len),
+        size = self.caches[0].block_size
+        slots_N = slot_mapping(tables_NM, rows[:-1], position_N, size, self.max_model_len)
+        batch = TargetBatch(tokens_N, position_N, slots_N, rows[:-1], rows, position_N + 1)
+        return AttentionMetadata.of_batch(
+            batch,
             tables_NM,
+            max_query_len=1,
             max_seq_len=max_seq_len,
             context_starts_B=None if starts_B is None else starts_B[sequences_N],
         )
 
 
-class DraftWriter:
-    """Puts drafts together, where not every sequence drafts as much as the others.
-
-    Args:
-        num_drafts: k_b of each sequence.
-        device: of the drafts.
-    """
+class _DraftWriter:
+    """Puts drafts together, where not every sequence drafts as much as the others."""
 
     def __init__(self, num_drafts: Sequence[int], device: torch.device) -> None:
         self.lens = list(num_drafts)
-        self.lens_B = torch.tensor(self.lens, device=device)
         self.most = max(self.lens)
         self._tokens_BK = torch.zeros(len(self.lens), self.most, dtype=torch.int64, device=device)
         self._probs_BKV: Tensor | None = None
@@ -327,12 +311,8 @@ class DraftWriter:
             self._probs_BKV[sequences_N, columns] = probs_NJV
 
     def drafts(self, constraint: DraftConstraint | None) -> Drafts:
-        """What was put, as far as the constraint finds it valid."""
-        return Drafts(self._tokens_BK, valid_lens(self.lens, constraint), self._probs_BKV)
-
-
-def valid_lens(num_drafts: Sequence[int], constraint: DraftConstraint | None) -> list[int]:
-    """How many drafts of each sequence may be verified."""
-    if constraint is None:
-        return list(num_drafts)
-    return [min(k, valid) for k, valid in zip(num_drafts, constraint.lens, strict=True)]
+        """The drafts put, cut where the constraint ends them."""
+        lens = self.lens
+        if constraint is not None:
+            lens = list(map(min, lens, constraint.lens))
+        return Drafts(self._tokens_BK, lens, self._probs_BKV)

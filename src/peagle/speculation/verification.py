@@ -77,8 +77,6 @@ def verify(
 
     Args:
         logits_RV: target logits; row j of a sequence predicts its draft j (the last, the bonus).
-        rows: whose rows they are, and the drafts.
-        sampling: parameters of each sequence.
         draft_probs_BKV: q in the target vocabulary; None when the drafts are argmax tokens, whose
             q is one-hot. Not read at or above a sequence's number of drafts.
         synthetic_rates_K: float32, r_1 to r_K: the probability that at least i drafts are accepted
@@ -87,14 +85,25 @@ def verify(
     if sampling.all_greedy:
         return _verify_greedy(logits_RV, rows, sampling, synthetic_rates_K)
     target_probs_RV = sampling.probs(logits_RV, rows.sequences_R)
-    accepted_BK = _accepted(target_probs_RV, rows, sampling, draft_probs_BKV)
+    p_BK = target_probs_RV[rows.rows_BJ[:, :-1], rows.drafts_BK]
+    q_BK = torch.ones_like(p_BK)
+    if draft_probs_BKV is not None:
+        q_BK = draft_probs_BKV.gather(2, rows.drafts_BK.unsqueeze(2)).squeeze(2)
+    position_BK = sampling.num_outputs_B.unsqueeze(1) + rows.columns_J[:-1]
+    u_BK = uniform(sampling.seeds_B.unsqueeze(1), position_BK, Purpose.ACCEPT)
+    accepted_BK = (u_BK * q_BK < p_BK) & rows.drafted_BK
     if synthetic_rates_K is not None:
         accepted_BK = _accepted_synthetically(rows, sampling, synthetic_rates_K)
     num_accepted_B = _prefix_length(accepted_BK)
     weights_BV = target_probs_RV[rows.first_row_B + num_accepted_B]
     if rows.max_drafts > 0:
         at_B = num_accepted_B.clamp_max(rows.max_drafts - 1)
-        q_BV = _draft_distribution(rows.drafts_BK, draft_probs_BKV, at_B, weights_BV)
+        batch_B = torch.arange(at_B.shape[0], device=at_B.device)
+        if draft_probs_BKV is not None:
+            q_BV = draft_probs_BKV[batch_B, at_B]
+        else:
+            token_B1 = rows.drafts_BK[batch_B, at_B].unsqueeze(1)
+            q_BV = torch.zeros_like(weights_BV).scatter_(1, token_B1, 1.0)
         leftover_BV = (weights_BV - q_BV).clamp_min(0)
         # p = q to the last bit leaves nothing over; rejection then has probability 0 but for
         # rounding, and p itself is the right answer.
@@ -125,23 +134,6 @@ def _verify_greedy(
     return Verified(num_accepted_B, next_B)
 
 
-def _accepted(
-    target_probs_RV: Tensor,
-    rows: VerificationRows,
-    sampling: SamplingTensors,
-    draft_probs_BKV: Tensor | None,
-) -> Tensor:
-    """Which drafts pass, each for itself, bool [B, K]."""
-    p_BK = target_probs_RV[rows.rows_BJ[:, :-1], rows.drafts_BK]
-    if draft_probs_BKV is None:
-        q_BK = torch.ones_like(p_BK)
-    else:
-        q_BK = draft_probs_BKV.gather(2, rows.drafts_BK.unsqueeze(2)).squeeze(2)
-    position_BK = sampling.num_outputs_B.unsqueeze(1) + rows.columns_J[:-1]
-    u_BK = uniform(sampling.seeds_B.unsqueeze(1), position_BK, Purpose.ACCEPT)
-    return (u_BK * q_BK < p_BK) & rows.drafted_BK
-
-
 def _accepted_synthetically(
     rows: VerificationRows, sampling: SamplingTensors, rates_K: Tensor
 ) -> Tensor:
@@ -153,14 +145,3 @@ def _accepted_synthetically(
 
 def _prefix_length(accepted_BK: Tensor) -> Tensor:
     return accepted_BK.long().cumprod(-1).sum(-1)
-
-
-def _draft_distribution(
-    drafts_BK: Tensor, draft_probs_BKV: Tensor | None, at_B: Tensor, like_BV: Tensor
-) -> Tensor:
-    """q at one position of each sequence, [B, V]."""
-    batch_B = torch.arange(at_B.shape[0], device=at_B.device)
-    if draft_probs_BKV is not None:
-        return draft_probs_BKV[batch_B, at_B]
-    token_B1 = drafts_BK[batch_B, at_B].unsqueeze(1)
-    return torch.zeros_like(like_BV).scatter_(1, token_B1, 1.0)

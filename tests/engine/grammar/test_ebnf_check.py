@@ -10,16 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import VOCAB_SIZE, byte_tokenizer
 from peagle.config.structured import StructuredOutput
 from peagle.engine.grammar.compiler import GrammarCompiler
 from peagle.engine.grammar.ebnf_check import check_ebnf
 from peagle.errors import UserError
+from tests.engine.grammar.conftest import fits
 
 pytest.importorskip("xgrammar")
-
-EOS = 0
-TOKENIZER = byte_tokenizer()
 
 # A grammar, texts that fit it, texts that do not.
 ORDINARY = {
@@ -82,23 +79,12 @@ REFUSED = {
 }
 
 
-@pytest.fixture(scope="module")
-def compiler() -> GrammarCompiler:
-    return GrammarCompiler(TOKENIZER, VOCAB_SIZE, [EOS])
-
-
-def fits(compiler: GrammarCompiler, grammar: str, text: str) -> bool:
-    state = compiler.start(StructuredOutput.ebnf(grammar))
-    ids = TOKENIZER.encode(text, add_special_tokens=False)
-    return all(state.try_advance(token) for token in ids) and state.is_complete
-
-
 @pytest.mark.parametrize("name", ORDINARY)
 def test_ordinary_grammars_pass_and_constrain(compiler: GrammarCompiler, name: str) -> None:
     grammar, good, bad = ORDINARY[name]
     check_ebnf(grammar)
-    assert all(fits(compiler, grammar, text) for text in good)
-    assert not any(fits(compiler, grammar, text) for text in bad)
+    assert all(fits(compiler, StructuredOutput.ebnf(grammar), text) for text in good)
+    assert not any(fits(compiler, StructuredOutput.ebnf(grammar), text) for text in bad)
 
 
 @pytest.mark.parametrize("grammar", REFUSED)

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import jsonschema
 import pytest
-import torch
-from transformers import AutoTokenizer
 
-from conftest import VOCAB_SIZE, byte_tokenizer
-from peagle.bundled import BUNDLED_TARGET
 from peagle.config.structured import StructuredOutput
-from peagle.engine.grammar.compiler import GrammarCompiler, full_bitmask, unpack
 from peagle.errors import UserError
+from tests.engine.grammar.conftest import admits, encode, fits, sample
 
 pytest.importorskip("xgrammar")
 
-EOS = 0
 VALIDATOR = jsonschema.Draft202012Validator
 FORMATS = VALIDATOR.FORMAT_CHECKER
 PAIR = {
@@ -68,92 +64,31 @@ SCHEMAS: list[Any] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(BUNDLED_TARGET)
-
-
-@pytest.fixture(scope="module")
-def compiler(tokenizer) -> GrammarCompiler:
-    return GrammarCompiler(tokenizer, len(tokenizer) + 37, [EOS])
-
-
-@pytest.fixture(scope="module")
-def byte_compiler() -> GrammarCompiler:
-    return GrammarCompiler(byte_tokenizer(), VOCAB_SIZE, [EOS])
-
-
-class Sampler:
-    """Random logits under the masks, with a liking for tokens that close something."""
-
-    def __init__(self, compiler: GrammarCompiler, tokenizer) -> None:
-        self.compiler, self.tokenizer = compiler, tokenizer
-        self.generator = torch.Generator().manual_seed(0)
-        texts = [tokenizer.decode([i]) for i in range(len(tokenizer))]
-        # Lone bytes may make invalid UTF-8, whose length a decoder counts in its own way.
-        self.bias = torch.tensor([-12.0 if "\ufffd" in t else 0.0 for t in texts])
-        self.bias[[i for i, t in enumerate(texts) if t and t in '"}]"}"]']] += 4
-        self.bias[EOS] = 4
-
-    def __call__(self, structure: StructuredOutput, most: int = 100) -> str | None:
-        """A sampled output; None if it did not end by itself."""
-        state = self.compiler.start(structure)
-        bitmask = full_bitmask(1, state.vocab_size)
-        tokens: list[int] = []
-        while len(tokens) < most:
-            state.mask_into(bitmask, 0)
-            allowed = unpack(bitmask, state.vocab_size)[0]
-            assert not allowed[len(self.tokenizer) :].any()
-            logits = torch.randn(len(self.bias), generator=self.generator) * 2 + self.bias
-            token = int(logits.where(allowed[: len(self.bias)], -torch.inf).argmax())
-            state.accept([token])
-            if state.is_finished:
-                return self.tokenizer.decode(tokens)
-            tokens.append(token)
-        return None
-
-
-@pytest.fixture(scope="module")
-def sampler(compiler, tokenizer) -> Sampler:
-    return Sampler(compiler, tokenizer)
+OBJECT_OF_ANY = StructuredOutput.json_object()
 
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=lambda s: json.dumps(s)[:40])
-def test_samples_parse_and_are_valid(sampler, schema):
-    structure = StructuredOutput.json_schema(schema)
-    samples = [text for text in (sampler(structure) for _ in range(25)) if text is not None]
+def test_samples_parse_and_are_valid(compiler, schema):
+    structure, rng = StructuredOutput.json_schema(schema), random.Random(0)
+    samples = [text for text in (sample(compiler, structure, rng) for _ in range(25)) if text]
     assert len(samples) >= 5
     for text in samples:
         VALIDATOR(schema, format_checker=FORMATS).validate(json.loads(text))
 
 
-def test_json_is_any_object(sampler):
-    samples = [sampler(StructuredOutput.json_object()) for _ in range(25)]
-    for text in filter(None, samples):
-        assert isinstance(json.loads(text), dict)
-
-
 @pytest.mark.parametrize(
     "text", ["{}", '{"a": [1, {"b": null}, "\\u00e9\\"", -2.5e-3, []], "c": {"d": true}}']
 )
-def test_json_admits(byte_compiler, text):
-    state = byte_compiler.start(StructuredOutput.json_object())
-    state.accept(byte_tokenizer().encode(text, add_special_tokens=False))
-    assert state.is_complete
-    state.accept([EOS])
+def test_json_admits(compiler, text):
+    assert fits(compiler, OBJECT_OF_ANY, text)
 
 
-@pytest.mark.parametrize("text", ["[1]", "1", '{"a" 1', '{"a": 01', '{"a": "\n', "{'a'", " {"])
-def test_json_does_not_admit(byte_compiler, text):
-    state = byte_compiler.start(StructuredOutput.json_object())
-    tokens = byte_tokenizer().encode(text, add_special_tokens=False)
-    assert not all(state.try_advance(token) for token in tokens) or not state.is_complete
-
-
-def test_whitespace_is_bounded(byte_compiler):
-    state = byte_compiler.start(StructuredOutput.json_object())
-    tokens = byte_tokenizer().encode("{" + " " * 70, add_special_tokens=False)
-    assert not all(state.try_advance(token) for token in tokens)
+@pytest.mark.parametrize(
+    "text", ["[1]", "1", '{"a" 1', '{"a": 01', '{"a": "\n', "{'a'", " {", "{" + " " * 70]
+)
+def test_json_does_not_admit(compiler, text):
+    state = compiler.start(OBJECT_OF_ANY)
+    assert not all(state.try_advance(token) for token in encode(text)) or not state.is_complete
 
 
 # ---- refusals -------------------------------------------------------------------------------
@@ -239,39 +174,31 @@ OBJECT = {"type": "object", "properties": {"a": {"type": "null"}, "b": {"type": 
     ],
     ids=lambda value: json.dumps(value)[:40] if not isinstance(value, str) else "",
 )
-def test_what_is_wrong_or_cannot_be_enforced_is_refused(byte_compiler, schema, reason):
+def test_what_is_wrong_or_cannot_be_enforced_is_refused(compiler, schema, reason):
     with pytest.raises(UserError, match=reason) as caught:
-        byte_compiler.compile(StructuredOutput.json_schema(schema))
+        compiler.compile(StructuredOutput.json_schema(schema))
     assert str(caught.value).startswith("json_schema ")
     assert ".cc:" not in str(caught.value) and len(str(caught.value)) < 600
 
 
 @pytest.mark.parametrize("levels", [70, 500, 100_000])
-def test_deep_schemas_are_refused(byte_compiler, levels):
+def test_deep_schemas_are_refused(compiler, levels):
     with pytest.raises(UserError, match="deep"):
         source = '{"items":' * levels + "{}" + "}" * levels
-        byte_compiler.compile(StructuredOutput.json_schema(source))
+        compiler.compile(StructuredOutput.json_schema(source))
 
 
-def test_references_in_a_circle_are_refused(byte_compiler):
+def test_references_in_a_circle_are_refused(compiler):
     a, b = {"$ref": "#/$defs/b"}, {"$ref": "#/$defs/a"}
     one_of = {"oneOf": [a, b], "$defs": {"a": a, "b": b}}
     with pytest.raises(UserError, match="overlap"):
-        byte_compiler.compile(StructuredOutput.json_schema(one_of))
+        compiler.compile(StructuredOutput.json_schema(one_of))
     with pytest.raises(UserError, match="no text"):
-        byte_compiler.compile(StructuredOutput.json_schema({**a, "$defs": {"a": a, "b": b}}))
+        compiler.compile(StructuredOutput.json_schema({**a, "$defs": {"a": a, "b": b}}))
 
 
-def test_compact_json_has_no_blanks_between_its_parts(compiler, tokenizer):
+def test_compact_json_has_no_blanks_between_its_parts(compiler):
     schema = {"type": "object", "properties": {"a b": {"type": "array"}}, "required": ["a b"]}
-    states = [
-        compiler.start(StructuredOutput.json_schema(schema, compact=compact))
-        for compact in (True, False)
-    ]
-    text = '{"a b":[1,{"c":"d e"}]}'
-    for state, blank in zip(states, ('{ "a b"', '{ "a b"')):
-        before = [state.try_advance(t) for t in tokenizer.encode(blank, add_special_tokens=False)]
-        state.rollback(sum(before))
-        assert all(before) == (state is states[1])
-        state.accept(tokenizer.encode(text, add_special_tokens=False))
-        assert state.is_complete
+    for text, is_compact in (('{"a b":[1,{"c":"d e"}]}', True), ('{ "a b": []}', False)):
+        assert admits(compiler, schema, text)
+        assert admits(compiler, schema, text, compact=True) == is_compact

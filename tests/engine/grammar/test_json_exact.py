@@ -12,49 +12,16 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from conftest import VOCAB_SIZE, byte_tokenizer
 from peagle.config.structured import StructuredOutput
-from peagle.engine.grammar.compiler import GrammarCompiler, full_bitmask, unpack
 from peagle.engine.grammar.formats import FORMATS
+from tests.engine.grammar.conftest import TOKENIZER, admits, encode, sample
 
 pytest.importorskip("xgrammar")
 Draft202012Validator = pytest.importorskip("jsonschema").Draft202012Validator
 
-EOS = 0
 JSON_SCHEMA = StructuredOutput.json_schema
-TOKENIZER = byte_tokenizer()
-CODES = {i: TOKENIZER.convert_ids_to_tokens(i) for i in range(len(TOKENIZER))}
-BYTE_IDS = {byte: TOKENIZER.encode(chr(byte), add_special_tokens=False)[0] for byte in range(128)}
-
-
-@pytest.fixture(scope="module")
-def compiler() -> GrammarCompiler:
-    return GrammarCompiler(TOKENIZER, VOCAB_SIZE, [EOS])
-
-
-def admits(compiler: GrammarCompiler, schema: Any, text: str, **options: bool) -> bool:
-    state = compiler.start(JSON_SCHEMA(schema, **options))
-    tokens = TOKENIZER.encode(text, add_special_tokens=False)
-    return all(state.try_advance(token) for token in tokens) and state.is_complete
-
-
-def sample(compiler: GrammarCompiler, schema: Any, rng: random.Random, most: int = 150):
-    """A random walk over allowed tokens, ASCII if any; None if it did not end by itself."""
-    state = compiler.start(JSON_SCHEMA(schema))
-    bitmask = full_bitmask(1, VOCAB_SIZE)
-    closing = {BYTE_IDS[ord(c)] for c in '"]}'}
-    tokens: list[int] = []
-    while len(tokens) < most:
-        state.mask_into(bitmask, 0)
-        allowed = set(unpack(bitmask, VOCAB_SIZE)[0].nonzero().flatten().tolist())
-        if EOS in allowed and (len(allowed) == 1 or rng.random() < 0.5):
-            return TOKENIZER.decode(tokens)
-        choices = sorted(allowed & set(BYTE_IDS.values()) or allowed - {EOS})
-        ending = [token for token in choices if token in closing]
-        tokens.append(rng.choice(ending if ending and rng.random() < 0.3 else choices))
-        state.accept(tokens[-1:])
-    return None
 
 
 # ---- schemas --------------------------------------------------------------------------------
@@ -150,7 +117,7 @@ def is_valid(value: Any, schema: Any) -> bool:
 def test_every_sample_is_valid(compiler, schema, seed):
     rng = random.Random(seed)
     for _ in range(3):
-        text = sample(compiler, schema, rng)
+        text = sample(compiler, JSON_SCHEMA(schema), rng)
         if text is not None:
             assert is_valid(json.loads(text), schema), text
             assert max(map(len, re.findall(r"[ \n\t]+", _without_strings(text))), default=0) <= 41
@@ -294,11 +261,11 @@ def test_an_exclusive_bound_excludes_what_readers_round_to_it(compiler, bound):
 )
 def test_strings_are_well_formed_utf8(compiler, schema):
     """Overlong forms, surrogates and points beyond the last are not."""
-    ids = {code: i for i, code in CODES.items()}
+    ids = {TOKENIZER.convert_ids_to_tokens(i): i for i in range(len(TOKENIZER))}
     for point in (0x80, 0x7FF, 0x800, 0xFFF, 0xD7FF, 0xE000, 0xFFFF, 0x10000, 0x10FFFF):
         text = f'"{chr(point)}"' if schema["type"] == "string" else f'{{"{chr(point)}":1}}'
         assert admits(compiler, schema, text), hex(point)
-    byte_code = _byte_codes()
+    byte_code = bytes_to_unicode()
     for raw in (
         b"\xe0\x80\x80",
         b"\xc0\x80",
@@ -309,14 +276,8 @@ def test_strings_are_well_formed_utf8(compiler, schema):
     ):
         state = compiler.start(JSON_SCHEMA(schema))
         opening = '"' if schema["type"] == "string" else '{"'
-        state.accept(TOKENIZER.encode(opening, add_special_tokens=False))
+        state.accept(encode(opening))
         assert not all(state.try_advance(ids[byte_code[byte]]) for byte in raw), raw
-
-
-def _byte_codes() -> dict[int, str]:
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    return bytes_to_unicode()
 
 
 @pytest.mark.parametrize("text", [r'"\ud800"', r'"\udc00"', r'"\ud83da"', r'"\ud83d\u0041"'])
@@ -390,7 +351,7 @@ def test_escaped_texts_of_any_kind_are_choices(compiler, texts):
     structure = StructuredOutput.regex("|".join(map(re.escape, texts)))
     for text in texts:
         state = compiler.start(structure)
-        tokens = TOKENIZER.encode(text, add_special_tokens=False)
+        tokens = encode(text)
         for i, token in enumerate(tokens):
             assert state.is_complete == (i > 0 and TOKENIZER.decode(tokens[:i]) in texts)
             assert state.try_advance(token)

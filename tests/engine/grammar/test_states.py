@@ -10,57 +10,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from conftest import VOCAB_SIZE, byte_tokenizer
 from peagle.bundled import BUNDLED_TARGET
 from peagle.config.structured import StructuredOutput
-from peagle.engine.grammar.compiler import GrammarCompiler, GrammarState, full_bitmask, pack, unpack
+from peagle.engine.grammar.compiler import GrammarCompiler, GrammarState, pack, unpack
 from peagle.engine.grammar.drafts import DraftGrammar, prepare, verification_masks
 from peagle.errors import UserError
+from tests.conftest import VOCAB_SIZE, byte_tokenizer
+from tests.engine.grammar.conftest import EOS, allowed, encode
+from tests.engine.test_detokenizer import fallback_tokenizer
 
 pytest.importorskip("xgrammar")
 
-EOS = 0
 REGEX = StructuredOutput.regex
 EBNF = StructuredOutput.ebnf
 TREE = EBNF('root ::= "(" root* ")" | [a-c]')
-
-
-def byte_compiler(**options) -> GrammarCompiler:
-    return GrammarCompiler(byte_tokenizer(), VOCAB_SIZE, [EOS], **options)
-
-
-def fallback_tokenizer() -> PreTrainedTokenizerFast:
-    """Llama-2's kind: blanks as ▁, every byte as <0xNN>, a few words."""
-    words = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
-    words += ["▁", "a", "b", "c", "ab", "▁a", "▁b", "é", "(", ")", '"', '{"', "▁{", "}", ":", "1"]
-    core = Tokenizer(
-        models.BPE(
-            vocab={word: i for i, word in enumerate(words)},
-            merges=[("a", "b"), ("▁", "a"), ("▁", "b"), ("{", '"'), ("▁", "{")][:3],
-            unk_token="<unk>",
-            byte_fallback=True,
-        )
-    )
-    core.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    core.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", eos_token="</s>")
-
-
-@pytest.fixture(scope="module")
-def compiler() -> GrammarCompiler:
-    return byte_compiler()
 
 
 @pytest.fixture(scope="module")
@@ -69,16 +35,6 @@ def bundled() -> tuple[GrammarCompiler, list[str]]:
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED_TARGET)
     texts = [tokenizer.decode([i]) for i in range(len(tokenizer))]
     return GrammarCompiler(tokenizer, len(tokenizer) + 37, [EOS]), texts
-
-
-def allowed(state: GrammarState) -> set[int]:
-    bitmask = full_bitmask(1, state.vocab_size)
-    state.mask_into(bitmask, 0)
-    return set(unpack(bitmask, state.vocab_size)[0].nonzero().flatten().tolist())
-
-
-def encode(text: str) -> list[int]:
-    return byte_tokenizer().encode(text, add_special_tokens=False)
 
 
 # ---- the language ---------------------------------------------------------------------------
@@ -344,6 +300,7 @@ def test_draft_masks_equal_rebuilding_every_column(compiler, batch, pruned):
     drafts = [tokens[:k] for _, tokens in batch]
     vocabulary = encode("(abc") if pruned else None  # no ")", no end of text
     states = states_of(compiler, outputs)
+    before = [None if s is None else allowed(s) for s in states]
     grammar = DraftGrammar(states, VOCAB_SIZE, draft_token_ids=vocabulary)
     full_lens, _ = rebuilt_rows(compiler, outputs, drafts)
     over = [False] * len(batch)
@@ -366,6 +323,7 @@ def test_draft_masks_equal_rebuilding_every_column(compiler, batch, pruned):
         assert grammar.lens == full_lens
     assert all(have <= full for have, full in zip(grammar.lens, full_lens))
     grammar.finish()
+    assert [None if s is None else allowed(s) for s in states] == before
     cut = [tokens[:length] for tokens, length in zip(drafts, grammar.lens)]
     # The masks made while drafting are those that verify the drafts, or the first of them.
     for count in (k, k // 2):
@@ -373,27 +331,6 @@ def test_draft_masks_equal_rebuilding_every_column(compiler, batch, pruned):
         masks = verification_masks(states, shorter, VOCAB_SIZE)
         if masks is not None:
             assert row_sets(masks) == rebuilt_rows(compiler, outputs, shorter)[1]
-
-
-def test_finish_restores_the_states(compiler):
-    states = states_of(compiler, [encode("("), None, []])
-    before = [None if state is None else allowed(state) for state in states]
-    grammar = DraftGrammar(states, VOCAB_SIZE)
-    for letter in "(a)":
-        assert grammar.mask() is not None
-        grammar.advance(encode(letter) * 3)
-    assert grammar.lens == [3, 3, 3]
-    grammar.finish()
-    assert [None if state is None else allowed(state) for state in states] == before
-
-
-def test_a_batch_without_grammars_has_no_masks():
-    grammar = DraftGrammar([None, None], VOCAB_SIZE)
-    assert grammar.mask() is None
-    grammar.advance([5, 6])
-    assert grammar.lens == [1, 1]
-    grammar.finish()
-    assert verification_masks([None], [[1, 2]], VOCAB_SIZE) is None
 
 
 def test_pack_and_unpack():

@@ -11,7 +11,7 @@ from peagle import LLM, SamplingParams
 from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE
 from peagle.config.structured import StructuredOutput
 from peagle.engine.grammar import step_budget
-from peagle.engine.grammar.compiler import GrammarState
+from peagle.engine.grammar.compiler import GrammarCompiler, GrammarState
 from peagle.engine.grammar.step_budget import StepBudget
 from peagle.engine.outputs import RequestOutput
 from peagle.engine.requests import Requests
@@ -102,18 +102,17 @@ def burning(monkeypatch: pytest.MonkeyPatch) -> None:
             while time.thread_time() < end:
                 pass
 
-    start = Requests._grammar
+    start = GrammarCompiler.start
 
-    def marked(requests: Requests, params: SamplingParams) -> GrammarState | None:
-        state = start(requests, params)
-        if state is not None:
-            MARKS[id(state)] = params.structured_output == SLOW
+    def marked(compiler: GrammarCompiler, structure: StructuredOutput, *stop: Any) -> GrammarState:
+        state = start(compiler, structure, *stop)
+        MARKS[id(state)] = structure == SLOW
         return state
 
     MARKS: dict[int, bool] = {}
     monkeypatch.setattr(GrammarState, "is_slow", property(lambda s: MARKS.get(id(s))), False)
     monkeypatch.setattr(GrammarState, "_fill", slow)
-    monkeypatch.setattr(Requests, "_grammar", marked)
+    monkeypatch.setattr(GrammarCompiler, "start", marked)
 
 
 @pytest.mark.usefixtures("burning")

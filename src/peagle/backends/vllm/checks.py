@@ -1,18 +1,15 @@
-"""Known faults of vLLM, and mistakes in a launch, found before anything is started."""
+"""Known faults of vLLM, and mistakes in a launch or its flags, found before anything is started."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peagle.backends.vllm.advisories import advisory_note
-from peagle.backends.vllm.command import dtype_for, greedy_only
-from peagle.backends.vllm.flags import check_flags, has_flag
-from peagle.backends.vllm.installation import VllmInstallation, version_note
-from peagle.backends.vllm.launch import VllmLaunch, read_head, with_head
+from peagle.backends.vllm.installation import VllmInstallation, advisory_note, version_note
+from peagle.backends.vllm.launch import VllmLaunch, flag_name, read_head, with_head
 from peagle.errors import CheckpointError, UserError
 from peagle.model_folder import read_json
 
@@ -33,14 +30,7 @@ _NEWER_OPTIONS = (("log_format", "text", (0, 32)), ("max_queue", None, (0, 32)))
 
 
 def check_launch(launch: VllmLaunch, installation: VllmInstallation) -> tuple[str, ...]:
-    """Refuse what is known to fail; say what the user should know.
-
-    Args:
-        launch: what is to be served.
-        installation: of vLLM.
-
-    Returns:
-        notes for the user.
+    """Refuse a launch that is known to fail, and return notes for the user.
 
     Raises:
         UserError: the start would fail, or would not do what was asked.
@@ -57,17 +47,16 @@ def check_launch(launch: VllmLaunch, installation: VllmInstallation) -> tuple[st
 
 
 def _check_build(launch: VllmLaunch, installation: VllmInstallation) -> Iterator[str]:
-    """Types and devices."""
     if launch.dtype == "float64":
         raise UserError("dtype is 'float64', which vLLM does not have; expected float32 at most.")
     if not installation.is_cpu:
         return
-    if (dtype := dtype_for(launch, installation)) != "float32":
+    if (dtype := launch.dtype_on(installation)) != "float32":
         yield (
             f"dtype is {dtype!r} on a CPU, where vLLM 0.32 ended with an illegal instruction in "
             "some runs; float32 is the default there"
         )
-    if greedy_only(launch, installation):
+    if launch.is_greedy_only(installation):
         yield (
             "on a CPU vLLM samples wrongly with speculative decoding: requests with a temperature "
             "above 0 are refused"
@@ -143,7 +132,7 @@ def _check_speculation(launch: VllmLaunch, installation: VllmInstallation) -> It
 
 
 def _check_head(launch: VllmLaunch, installation: VllmInstallation, folder: str) -> Iterator[str]:
-    """Whether the head fits what it is asked for, and its target as far as that is here."""
+    """Refuse a head that does not fit the launch, or its target as far as that is here."""
     from peagle.models.checkpoint import trained_length
 
     config = launch.speculative
@@ -185,7 +174,7 @@ def _check_groups(
 ) -> None:
     """Refuse a drafter whose layers vLLM would scatter over groups of the KV cache."""
     same = head.num_kv_heads * head.head_dim == target.kv_heads * target.head_dim
-    if has_flag(launch.extra, _HYBRID_OFF) or not same:
+    if launch.has_flag(_HYBRID_OFF) or not same:
         return  # a drafter of another shape gets a group of its own
     num_sliding = sum(kind != "full_attention" for kind in target.layer_kinds)
     num_full = len(target.layer_kinds) - num_sliding
@@ -260,40 +249,144 @@ def _read_target(name: str, revision: str | None) -> _Target | None:
 def _check_fits(
     target: _Target, head: DrafterConfig, facts: Mapping[str, Any], folder: str
 ) -> None:
-    """Refuse a head of another target."""
-    expected = {"vocab_size": head.vocab_size, "hidden_size": head.target_hidden_size}
-    trained_for = facts.get("target")
-    if isinstance(trained_for, Mapping):
-        expected["num_layers"] = trained_for.get("num_layers", target.sizes.get("num_layers", 0))
-    for name, value in expected.items():
-        if target.sizes.get(name, value) != value:
-            raise _other(target, folder, f"{name} is {target.sizes[name]}, expected {value}")
-    deepest, num_layers = max(head.aux_layer_ids), target.sizes.get("num_layers")
-    if num_layers is not None and deepest >= num_layers:
-        raise _other(target, folder, f"it reads layer {deepest} of {num_layers}")
-    if isinstance(trained_for, Mapping):
-        _check_fingerprint(target, dict(trained_for), folder)
-
-
-def _check_fingerprint(target: _Target, trained_for: dict[str, Any], folder: str) -> None:
+    """Refuse a head of another target: its sizes, then its fingerprint."""
     from peagle.models.fingerprint import TargetFingerprint, tokenizer_digest
     from peagle.models.target_ends import TargetEnds
 
-    fingerprint = TargetFingerprint.from_json(trained_for)
-    if fingerprint.tokenizer_sha256 is not None:
-        found = tokenizer_digest(target.folder)
-        if found not in (None, fingerprint.tokenizer_sha256):
-            raise _other(target, folder, "its tokenizer is another one")
+    trained_for = facts.get("target")
+    fingerprint = None
+    if isinstance(trained_for, Mapping):
+        fingerprint = TargetFingerprint.from_json(dict(trained_for))
+
+    def other(difference: str) -> CheckpointError:
+        return CheckpointError(
+            f"The head {folder!r} was not trained for the target {target.name!r}: {difference}. "
+            'Use its own target, or set "check_target": false if you know that the head fits.'
+        )
+
+    expected = {"vocab_size": head.vocab_size, "hidden_size": head.target_hidden_size}
+    if fingerprint is not None:
+        expected["num_layers"] = fingerprint.num_layers
+    for name, value in expected.items():
+        if target.sizes.get(name, value) != value:
+            raise other(f"{name} is {target.sizes[name]}, expected {value}")
+    deepest, num_layers = max(head.aux_layer_ids), target.sizes.get("num_layers")
+    if num_layers is not None and deepest >= num_layers:
+        raise other(f"it reads layer {deepest} of {num_layers}")
+    if fingerprint is None:
+        return
+    tokenizers = {fingerprint.tokenizer_sha256, tokenizer_digest(target.folder)} - {None}
+    if len(tokenizers) > 1:
+        raise other("its tokenizer is another one")
     try:
         ends = TargetEnds.load(target.folder)
     except (CheckpointError, OSError):
         return  # a target that vLLM knows and peagle does not, or whose ends are quantised
     if difference := fingerprint.difference(ends, "the head"):
-        raise _other(target, folder, difference)
+        raise other(difference)
 
 
-def _other(target: _Target, folder: str, difference: str) -> CheckpointError:
-    return CheckpointError(
-        f"The head {folder!r} was not trained for the target {target.name!r}: {difference}. Use "
-        'its own target, or set "check_target": false if you know that the head fits.'
+# ---- flags of vLLM that a user hands on ------------------------------------------------------
+
+# Flags that peagle sets from an option of its own, so that each setting has one place.
+_OURS = {
+    name: name
+    for name in (
+        *("--revision", "--served-model-name", "--host", "--port", "--dtype", "--max-model-len"),
+        *("--max-num-seqs", "--max-num-batched-tokens", "--gpu-memory-utilization", "--seed"),
+        *("--block-size", "--enforce-eager", "--tensor-parallel-size", "--pipeline-parallel-size"),
+        *("--data-parallel-size", "--speculative-config", "--chat-template"),
     )
+} | {
+    "--model": "MODEL",
+    "--kv-cache-memory-bytes": "--kv-cache-gib",
+    "--num-gpu-blocks-override": "--num-kv-blocks",
+    "--enable-prefix-caching": "--no-prefix-caching",
+    "--no-enable-prefix-caching": "--no-prefix-caching",
+    "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-dp": "--data-parallel-size",
+    "-sc": "--speculative-config",
+    "--spec-model": "--draft",
+    "--spec-method": "--method",
+    "--spec-tokens": "--num-speculative-tokens",
+    "--allowed-origins": "--allowed-origin",
+    "--shutdown-timeout": "--drain-timeout",
+    "--otlp-traces-endpoint": "--otlp-endpoint",
+    "--max-num-queued-reqs": "--max-queue",
+}
+# Why a flag is not handed on.
+_REFUSED = {
+    **dict.fromkeys(
+        ("--trust-remote-code", "--code-revision"), "it runs code out of a model's repository"
+    ),
+    **dict.fromkeys(
+        (
+            *("--middleware", "--worker-cls", "--worker-extension-cls", "--scheduler-cls"),
+            *("--logits-processors", "--model-class-overrides", "--tool-parser-plugin"),
+            *("--reasoning-parser-plugin", "--io-processor-plugin"),
+        ),
+        "it runs code of the user's in vLLM",
+    ),
+    **dict.fromkeys(("--grpc", "--grpc-port"), "that server has no guard"),
+    "--api-key": "keys in a command line are seen by all users of the machine: set PEAGLE_API_KEY",
+    "--hf-token": "tokens in a command line are seen by all users of the machine: set HF_TOKEN",
+    "--config": "a file of flags cannot be checked here: give the flags",
+    "--uds": "the server is checked over TCP: give --host and --port",
+    "--headless": "such a node has no server to check: start vLLM itself there (docs/vllm.md)",
+    "--disable-log-stats": "without counters nothing shows whether drafts are made",
+    "--allow-credentials": "web pages elsewhere would act with a user's cookies",
+}
+_SAFE_FORMATS = ("safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "dummy")
+_NOTES = {
+    **dict.fromkeys(
+        ("--enable-prompt-embeds", "--enable-mm-embeds"),
+        "clients may send tensors, which vLLM unpickles",
+    ),
+    **dict.fromkeys(
+        ("--kv-transfer-config", "--ec-transfer-config", "--kv-events-config"),
+        "vLLM opens further ports, which nothing guards",
+    ),
+    "--allowed-local-media-path": "clients may read files of that folder",
+    "--trust-request-chat-template": "clients may send chat templates, which are programs",
+    "--trust-request-mm-kwargs": "clients may choose what their images cost",
+    "--tool-server": "the server runs tools on this side",
+    "--enable-tokenizer-info-endpoint": "clients may read the chat template",
+    "--enable-log-outputs": "outputs are in the log",
+}
+# Real flags that are the beginning of one above.
+_WHOLE = ("--reasoning-parser",)
+
+
+def check_flags(extra: Sequence[str]) -> Iterator[str]:
+    """Refuse flags that are unsafe or that peagle has an option for; yield notes on the others.
+
+    Raises:
+        UserError: naming the flag and what to do.
+    """
+    for at, word in enumerate(extra):
+        if (name := flag_name(word)) is None:
+            continue
+        flag = repr(word.partition("=")[0])  # a value may be a secret
+        if name in _OURS:
+            raise UserError(f"{flag} is a flag of vLLM; give it as peagle's {_OURS[name]}.")
+        if name in _REFUSED:
+            raise UserError(f"{flag} is not handed on to vLLM: {_REFUSED[name]}. Leave it out.")
+        if name == "--load-format":
+            _, equals, value = word.partition("=")
+            value = value if equals else "".join(extra[at + 1 : at + 2])
+            if value not in _SAFE_FORMATS:
+                raise UserError(
+                    f"--load-format is {value!r}; expected one of {', '.join(_SAFE_FORMATS)}: "
+                    "others may load pickles, which can run code."
+                )
+        elif name not in _WHOLE and (meant := _abbreviated(name)):
+            raise UserError(f"{flag} is short for {meant}; write flags of vLLM in full.")
+        if name in _NOTES:
+            yield f"{name}: {_NOTES[name]}"
+
+
+def _abbreviated(name: str) -> str:
+    """The flag that argparse would complete a word to, if it is one of those above."""
+    flags = [*_OURS, *_REFUSED, "--load-format"]
+    return next((flag for flag in flags if flag.startswith(name) and flag != name), "")

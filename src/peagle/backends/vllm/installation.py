@@ -1,4 +1,4 @@
-"""vLLM where it is installed: in this environment or, better, in one of its own."""
+"""vLLM where it is installed, in this environment or one of its own, and notes on its version."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from peagle.errors import UserError
 
@@ -17,11 +18,11 @@ PYTHON_VARIABLE = "PEAGLE_VLLM_PYTHON"
 LOCAL_PYTHON = Path(".venv-vllm", "bin", "python")
 # Parallel drafting with EAGLE heads came with 0.16.0 (pull request 32887 of vLLM).
 OLDEST = (0, 16)
-# What peagle has been run with: on a GPU, and on a CPU.
+# peagle was run with these versions: the first on a GPU, the second on a CPU.
 TESTED = ((0, 26), (0, 32))
 _PROBE_S = 60
 
-# Reads metadata and one small file: importing vLLM would take seconds.
+# This program reads metadata and one small file: importing vLLM would take seconds.
 _PROBE = """
 import importlib.metadata as m, importlib.util as u, json, os, re, sys
 found = u.find_spec("vllm")
@@ -62,9 +63,8 @@ class VllmInstallation:
     """A vLLM that can be started.
 
     Attributes:
-        python: its interpreter.
         version: version in its metadata, like "0.32.0"; "" without one.
-        is_cpu: a build for CPUs.
+        is_cpu: whether it is a build for CPUs.
         distribution: name of the installed package.
     """
 
@@ -75,9 +75,9 @@ class VllmInstallation:
 
     @property
     def release(self) -> tuple[int, int] | None:
-        """Major and minor version; None for a build that does not say."""
+        """Major and minor version; None for a build that does not state one."""
         match = re.match(r"(\d+)\.(\d+)", self.version)
-        is_dev = self.version.startswith("0.1.dev")  # built where no tags were
+        is_dev = self.version.startswith("0.1.dev")  # built from a checkout without tags
         return (int(match[1]), int(match[2])) if match and not is_dev else None
 
     def __str__(self) -> str:
@@ -92,76 +92,58 @@ def find_vllm(
 
     Args:
         python: an interpreter; None takes the variable PEAGLE_VLLM_PYTHON, else looks around.
-        environ: the variables; None takes those of this process.
+        environ: variables; None takes those of this process.
 
     Raises:
-        UserError: it is not there, or older than parallel drafting.
+        UserError: vLLM is not there, or is older than parallel drafting.
     """
-    environ = os.environ if environ is None else environ
-    named = python or environ.get(PYTHON_VARIABLE)
+    named = python or (os.environ if environ is None else environ).get(PYTHON_VARIABLE)
     if named:
-        source = "--vllm-python" if python else PYTHON_VARIABLE
-        found = _probe(Path(named).expanduser(), f"{source} is {str(named)!r}")
+        source = f"{'--vllm-python' if python else PYTHON_VARIABLE} is {str(named)!r}"
+        found = _probe(Path(named).expanduser(), source)
         if found is None:
             raise UserError(
-                f"{source} is {str(named)!r}, which has no vLLM; expected the python of an "
-                f"environment with vLLM. {INSTALL}"
+                f"{source}, which has no vLLM; expected the python of an environment with vLLM. "
+                f"{INSTALL}"
             )
     else:
-        here = [Path(sys.executable)]
+        places = [Path(sys.executable)]
         if LOCAL_PYTHON.is_file():
-            here.append(LOCAL_PYTHON.absolute())
-        found = next(filter(None, (_probe(one, str(one)) for one in here)), None)
+            places.append(LOCAL_PYTHON.absolute())
+        found = next(filter(None, (_probe(one, str(one)) for one in places)), None)
         if found is None:
-            looked = " and ".join(map(str, here))
+            looked = " and ".join(map(str, places))
             raise VllmNotInstalled(f"vLLM is not installed; looked at {looked}. {INSTALL}")
     if found.release is not None and found.release < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
         raise UserError(
-            f"{found} is too old; expected {oldest} or newer, the first that drafts in parallel. "
-            "Upgrade it."
+            f"{found} is too old; expected {_dotted(OLDEST)} or newer, the first that drafts in "
+            "parallel. Upgrade it."
         )
     return found
 
 
-def find_or_assume_vllm(
-    python: str | Path | None = None,
-) -> tuple[VllmInstallation, str]:
-    """Return vLLM and "", or where there is none, the one that `INSTALL` makes, and a note of it.
+def find_or_assume_vllm(python: str | Path | None = None) -> tuple[VllmInstallation, str]:
+    """Return vLLM and "", or where there is none, the one that `INSTALL` makes and a note on it.
 
     A command can be printed for the second, but not started.
 
     Raises:
-        UserError: as `find_vllm`, of an interpreter that was named.
+        UserError: as `find_vllm`, for an interpreter that was named.
     """
     try:
         return find_vllm(python), ""
     except VllmNotInstalled as error:
-        version = ".".join(map(str, TESTED[-1]))
+        version = _dotted(TESTED[-1])
         assumed = VllmInstallation(LOCAL_PYTHON, f"{version}.0")
         return assumed, f"{error} The command has the flags of vLLM {version}, for {LOCAL_PYTHON}."
 
 
-def version_note(installation: VllmInstallation) -> str:
-    """Return a note about a version that peagle has not been run with; "" for others."""
-    release = installation.release
-    if release in TESTED:
-        return ""
-    tested = " and ".join(".".join(map(str, one)) for one in TESTED)
-    if release is None:
-        return f"{installation} does not say its version; peagle was tested with {tested}."
-    kind = "newer than" if release > max(TESTED) else "not one of"
-    return f"{installation} is {kind} the versions that peagle was tested with ({tested})."
-
-
-def _probe(python: Path, what: str) -> VllmInstallation | None:
+def _probe(python: Path, source: str) -> VllmInstallation | None:
     """Return the vLLM of an interpreter, None if it has none."""
-    # Of the current folder nothing is imported.
-    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
     try:
         ran = subprocess.run(
             [str(python), "-c", _PROBE],
-            env=environment,
+            env={**os.environ, "PYTHONSAFEPATH": "1"},  # imports nothing of the current folder
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -171,10 +153,75 @@ def _probe(python: Path, what: str) -> VllmInstallation | None:
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError):
         facts = None
     if facts is None:
-        raise UserError(f"{what}, which is no python that runs; expected one that has vLLM.")
+        raise UserError(f"{source}, which is no python that runs; expected one that has vLLM.")
     if facts["version"] is None:
         return None
-    # Not resolved: a link is what makes an interpreter that of its environment.
+    # The path is not resolved: its link makes an interpreter that of its environment.
     return VllmInstallation(
         python.absolute(), facts["version"], facts["is_cpu"], facts["distribution"] or "vllm"
+    )
+
+
+def _dotted(release: tuple[int, int]) -> str:
+    return ".".join(map(str, release))
+
+
+# ---- notes on versions -----------------------------------------------------------------------
+
+
+class Advisory(NamedTuple):
+    """A published advisory: the first version with the fault, the first without it, the fault."""
+
+    name: str
+    since: str
+    fixed: str
+    what: str
+
+
+# Advisories on servers of text over HTTP, for versions that peagle takes (0.16 or newer), as of
+# November 2026; versions are those of PyPI's advisory database (PYSEC) or of the CVE.
+ADVISORIES = (
+    Advisory("CVE-2026-27893", "0.10.1", "0.18.0", "two kinds of models run code of their own"),
+    Advisory("CVE-2026-34756", "0.1.0", "0.19.0", "a request with a huge n takes all memory"),
+    Advisory("CVE-2026-48746", "0.3.0", "0.22.0", "a request can get past vLLM's check of keys"),
+    Advisory("CVE-2026-47155", "0", "0.22.0", "files of another revision may be loaded"),
+    Advisory("PYSEC-2026-2303", "0.12.0", "0.24.0", "a prompt of embeddings ends the engine"),
+    Advisory("CVE-2026-105757", "0", "0.30.0", "structured output can end the engine"),
+    Advisory("PYSEC-2026-4353", "0.20.0", "0.30.0", "/inference/v1/generate can end the engine"),
+    Advisory("CVE-2026-114051", "0", "0.31.0", "a large min_tokens hangs the engine"),
+    Advisory("CVE-2026-115911", "0.19.0", "0.32.0", "a request's chat template blocks the server"),
+    Advisory("PYSEC-2026-4349", "0.16.0", "0.32.0", "/v1/responses takes chat templates"),
+)
+
+
+def version_note(installation: VllmInstallation) -> str:
+    """Return a note on a version that peagle has not been run with; "" for the others."""
+    release = installation.release
+    if release in TESTED:
+        return ""
+    tested = " and ".join(map(_dotted, TESTED))
+    if release is None:
+        return f"{installation} does not say its version; peagle was tested with {tested}."
+    kind = "newer than" if release > max(TESTED) else "not one of"
+    return f"{installation} is {kind} the versions that peagle was tested with ({tested})."
+
+
+def advisory_note(installation: VllmInstallation) -> str:
+    """Return a note on known security faults of a version; "" without any, or without a version."""
+    from packaging.version import InvalidVersion, Version
+
+    if installation.release is None:
+        return ""
+    try:
+        version = Version(installation.version)
+    except InvalidVersion:
+        return ""
+    found = [one for one in ADVISORIES if Version(one.since) <= version < Version(one.fixed)]
+    if not found:
+        return ""
+    fixed = max((one.fixed for one in found), key=Version)
+    listed = "; ".join(f"{one.name} ({one.what}; fixed in {one.fixed})" for one in found)
+    return (
+        f"{installation} has known security faults: {listed}. Upgrade it to {fixed} or newer, with "
+        "pip install --upgrade vllm in its environment."
     )

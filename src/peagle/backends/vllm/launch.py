@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from peagle.backends.vllm.installation import VllmInstallation
 from peagle.bundled import expand_bundled
 from peagle.config import SpeculativeConfig
 from peagle.config.network import is_loopback
@@ -17,7 +18,7 @@ from peagle.model_folder import read_file_header
 if TYPE_CHECKING:
     from peagle.models.drafter_config import DrafterConfig
 
-# Only asked for heads that leave their aux layers to the runtime; the kind does not depend on it.
+# Only heads that leave their aux layers to the runtime need it; the kind does not depend on it.
 _ANY_DEPTH = 32
 
 
@@ -25,28 +26,24 @@ _ANY_DEPTH = 32
 class VllmLaunch:
     """What vLLM serves, and how; None leaves a choice to vLLM.
 
+    Fields without a word here are those of EngineConfig and ServerConfig.
+
     Attributes:
         target, revision: folder or hub id, and its revision.
         speculative: how drafts are made; None decodes plainly.
-        speculative_options: further keys of vLLM's own speculative configuration.
-        is_parallel: whether the head is one for parallel drafting; None reads it from the head.
+        is_parallel: whether the head drafts in parallel; None reads it from the head.
         head_folder: where its files are; None looks for them.
-        dtype, max_model_len, ...: as in EngineConfig.
+        speculative_options: further keys of vLLM's own speculative configuration.
         threads: CPU threads.
-        tensor_parallel_size, pipeline_parallel_size, data_parallel_size: GPUs of each kind.
-        host, port: where it listens; port 0 takes a free one.
-        served_model_name: what clients call the model; None takes `target`.
+        port: 0 takes a free one.
+        served_model_name: the clients' name for the model; None takes `target`.
         chat_template: a file, or a template as text.
-        tool_call_parser: one of vLLM's.
-        keys: API keys; () opens it to everybody on this machine, None makes one.
-        allowed_hosts, allowed_origins, max_body_bytes: as in ServerConfig.
-        drain_timeout_s: time for running requests to finish after SIGTERM.
-        log_format, log_prompts, otlp_endpoint: as in ServerConfig.
+        keys: API keys; () opens the server to everybody on this machine, None makes one.
         max_queue: requests that may be under way, running or waiting.
         extra: further flags of vLLM.
 
     Raises:
-        UserError: the server could be reached from other machines without a key.
+        UserError: other machines could reach the server without a key.
     """
 
     target: str
@@ -98,6 +95,25 @@ class VllmLaunch:
         """The name that clients give the model."""
         return self.served_model_name or self.target
 
+    def has_flag(self, name: str) -> bool:
+        """Whether a flag of vLLM is among those that the user hands on."""
+        return any(flag_name(word) == name for word in self.extra)
+
+    def dtype_on(self, installation: VllmInstallation) -> str:
+        """Return the type of weights: float32 by default on a CPU, as bfloat16 ends some runs."""
+        return "float32" if self.dtype == "auto" and installation.is_cpu else self.dtype
+
+    def is_greedy_only(self, installation: VllmInstallation) -> bool:
+        """Whether sampling would be wrong: speculation of a CPU build verifies greedily only."""
+        return installation.is_cpu and self.speculative is not None
+
+
+def flag_name(word: str) -> str | None:
+    """Return the flag that a word of a command line is, as vLLM reads it; None for a value."""
+    if not word.startswith("-") or word[1:2].isdigit() or word in ("-", "--"):
+        return None
+    return word.partition("=")[0].partition(".")[0].replace("_", "-")
+
 
 def with_head(launch: VllmLaunch) -> VllmLaunch:
     """Return the launch with the folder of its head, and whether that head drafts in parallel.
@@ -114,39 +130,8 @@ def with_head(launch: VllmLaunch) -> VllmLaunch:
     from peagle.models.loading import with_local_head
 
     local = with_local_head(config)
-    folder = local.model
-    assert folder is not None
-    head, _ = read_head(folder)
-    _check_kind(config, head, folder)
-    model = expand_bundled(config.model, "draft")
-    config = replace(
-        config,
-        num_speculative_tokens=local.num_speculative_tokens,
-        **_hub_id(model, config.revision, "model"),
-    )
-    return replace(launch, speculative=config, is_parallel=head.is_parallel, head_folder=folder)
-
-
-def _hub_id(name: str, revision: str | None, key: str) -> dict[str, str | None]:
-    """Return name and revision apart, as vLLM takes them; a folder stays as it is."""
-    if not os.path.exists(os.path.expanduser(name)) and "@" in name:
-        name, _, revision = name.partition("@")
-    return {key: os.path.expanduser(name), "revision": revision}
-
-
-def read_head(folder: str) -> tuple[DrafterConfig, dict[str, Any]]:
-    """Return shape and facts of a head.
-
-    Raises:
-        CheckpointError: it is none.
-    """
-    from peagle.models.checkpoint import read_head_config
-
-    return read_head_config(folder, num_target_layers=_ANY_DEPTH)
-
-
-def _check_kind(config: SpeculativeConfig, head: DrafterConfig, folder: str) -> None:
-    """Refuse a kind of drafting that the head was not trained for."""
+    assert local.model is not None
+    head, _ = read_head(local.model)
     asked = config.parallel_drafting
     if asked is not None and asked != head.is_parallel:
         kind = "a P-EAGLE head, trained" if head.is_parallel else "an EAGLE-3 head, not trained"
@@ -155,12 +140,35 @@ def _check_kind(config: SpeculativeConfig, head: DrafterConfig, folder: str) -> 
             "drafting; vLLM would draft nonsense with it. Leave parallel_drafting out: it is read "
             "from the head."
         )
-    if head.is_parallel and not _has_mask_hidden(folder):
+    if head.is_parallel and not _has_mask_hidden(local.model):
         raise CheckpointError(
             f"The head {config.model!r} names a mask token but has no tensor mask_hidden, without "
             "which vLLM does not draft in parallel. Export it again from its training run "
             "(peagle doctor looks at the rest)."
         )
+    model = _hub_id(expand_bundled(config.model, "draft"), config.revision, "model")
+    config = replace(config, num_speculative_tokens=local.num_speculative_tokens, **model)
+    return replace(
+        launch, speculative=config, is_parallel=head.is_parallel, head_folder=local.model
+    )
+
+
+def read_head(folder: str) -> tuple[DrafterConfig, dict[str, Any]]:
+    """Return shape and facts of a head.
+
+    Raises:
+        CheckpointError: the folder holds no head.
+    """
+    from peagle.models.checkpoint import read_head_config
+
+    return read_head_config(folder, num_target_layers=_ANY_DEPTH)
+
+
+def _hub_id(name: str, revision: str | None, key: str) -> dict[str, str | None]:
+    """Return name and revision apart, as vLLM takes them; a folder stays as it is."""
+    if not os.path.exists(os.path.expanduser(name)) and "@" in name:
+        name, _, revision = name.partition("@")
+    return {key: os.path.expanduser(name), "revision": revision}
 
 
 def _has_mask_hidden(folder: str) -> bool:

@@ -7,32 +7,30 @@ import os
 import secrets
 import signal
 import socket
+import subprocess
+import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from types import FrameType
 from typing import Any
 
 from peagle.backends.vllm.checks import check_launch
 from peagle.backends.vllm.command import vllm_command
-from peagle.backends.vllm.evidence import (
-    PROBE_TOKENS,
-    PROBES,
-    Expected,
-    judge,
-    skips_mask_hidden,
-)
+from peagle.backends.vllm.evidence import PROBE_TOKENS, PROBES, SKIPPED, judge
 from peagle.backends.vllm.facts import ENGINE_PATH, GUARD_VARIABLE
 from peagle.backends.vllm.installation import VllmInstallation
 from peagle.backends.vllm.launch import VllmLaunch, with_head
-from peagle.backends.vllm.process import Child
 from peagle.client.api import ApiClient, ApiReply, NoAnswer
 from peagle.client.counters import DraftCounts, read_counters
 from peagle.errors import UserError
 
-READY_S = 1800.0
+READY_S, END_S = 1800.0, 10.0
 _POLL_S, _SETTLE_S, _SETTLE_LOOKS = 0.25, 0.1, 20
+_KEPT_LINES, _SHOWN_LINES = 400, 12
 
 Say = Callable[[str], None]
 
@@ -40,18 +38,22 @@ Say = Callable[[str], None]
 class VllmServer:
     """vLLM's server, ready and drafting as asked while the context lasts.
 
+    Its process leads a session of its own, so that a Ctrl-C comes to peagle alone.
+
     Args:
         launch: what it serves; without keys it makes one.
         installation: vLLM's.
         progress: gets a line about each wait.
-        log: gets every line that vLLM prints; the last ones are kept for error messages too.
-        probe: ask it a few prompts when it is ready and refuse a server that does not draft.
+        log: gets every line that vLLM prints.
+        probe: ask it a few prompts when it is ready, and refuse a server that does not draft.
 
     Attributes:
         url: like http://127.0.0.1:8000.
-        model: the name that clients give the model.
+        model: the clients' name for the model.
         api_key: its key, "" if none is needed.
-        notes: what the user should know, each once as a warning.
+        command: the process to start.
+        notes: notes for the user; each is a warning too.
+        process: vLLM's process while it runs.
 
     Raises:
         UserError: a known fault, before anything is started.
@@ -81,7 +83,9 @@ class VllmServer:
         self._probe, self._progress, self._log = probe, progress, log
         self._skips_mask_hidden = self._is_serving = False
         self._num_signals = 0
-        self._child: Child | None = None
+        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self.process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> VllmServer:
         self.start()
@@ -99,12 +103,24 @@ class VllmServer:
             UserError: the port is taken, vLLM ends or is not ready in time, or it does not draft
                 as asked. Nothing runs then.
         """
-        _bound(self.launch.host, self.launch.port).close()  # somebody else would answer for vLLM
+        _bound(self.launch.host, self.launch.port).close()  # another server would answer for vLLM
         for note in self.notes:
             warnings.warn(note, stacklevel=2)
-        self._spawn()
+        variables = self.command.variables()
+        guard = json.loads(variables[GUARD_VARIABLE]) | {"parent": os.getpid()}
+        self.process = subprocess.Popen(
+            self.command.argv,
+            env=variables | {GUARD_VARIABLE: json.dumps(guard)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        self._reader.start()
         try:
-            self._await_ready()
+            self._await_ready(self.process)
             if self._probe and self.launch.speculative is not None:
                 self._progress("asking vLLM a few prompts, to see that it drafts as asked")
                 for note in self.check():
@@ -114,31 +130,26 @@ class VllmServer:
             self.stop()
             raise
 
-    def _spawn(self) -> None:
-        def read(line: str) -> None:
-            self._skips_mask_hidden = self._skips_mask_hidden or skips_mask_hidden(line)
-            self._log(line)
+    def _read(self) -> None:
+        assert self.process is not None
+        for line in self.process.stdout or ():
+            self._lines.append(line.rstrip("\n"))
+            self._skips_mask_hidden = self._skips_mask_hidden or SKIPPED in line
+            self._log(self._lines[-1])
 
-        variables = self.command.variables()
-        guard = json.loads(variables[GUARD_VARIABLE]) | {"parent": os.getpid()}
-        variables[GUARD_VARIABLE] = json.dumps(guard)
-        self._child = Child(self.command.argv, variables, read)
-
-    def _await_ready(self) -> None:
-        child = self._child
-        assert child is not None
+    def _await_ready(self, process: subprocess.Popen[str]) -> None:
         started = reported = time.monotonic()
         self._progress(f"starting {self.installation}")
         while not self._is_healthy():
             now = time.monotonic()
-            if (status := child.poll()) is not None:
+            if (status := process.poll()) is not None:
                 raise UserError(
-                    f"vLLM ended with status {status} before it was ready. {child.tail()}"
+                    f"vLLM ended with status {status} before it was ready. {self.tail()}"
                 )
             if now - started > READY_S:
                 raise UserError(
                     f"vLLM was not ready after {READY_S:.0f} s and was stopped; expected "
-                    f"{self.url}/health to answer. {child.tail()}"
+                    f"{self.url}/health to answer. {self.tail()}"
                 )
             if now - reported > 10:
                 reported = now
@@ -152,32 +163,39 @@ class VllmServer:
         except NoAnswer:
             return False
 
+    def tail(self) -> str:
+        """Return the end of what vLLM printed, up to the last error, for a message."""
+        if self.process is not None:
+            self._reader.join(0.5 if self.process.poll() is None else 5)
+        lines = list(self._lines)
+        if not lines:
+            return "It printed nothing."
+        errors = [at for at, line in enumerate(lines) if "Error" in line or "error:" in line]
+        last = errors[-1] + 1 if errors else len(lines)
+        return "It printed:\n  " + "\n  ".join(lines[max(0, last - _SHOWN_LINES) : last])
+
     # ---- checks -----------------------------------------------------------------------------
 
     def check(self) -> tuple[str, ...]:
-        """Ask it a few prompts and refuse it unless it drafts as asked.
-
-        Returns:
-            what could not be told.
+        """Ask it a few prompts, refuse it unless it drafts as asked, and return what is unsure.
 
         Raises:
             UserError: it does not draft, or not in parallel; or it refuses the prompts.
         """
-        speculative = self.launch.speculative
-        assert speculative is not None
+        assert self.launch.speculative is not None
         before = self.counts() or DraftCounts()
         num_requests = self._send_probes()
-        counts = self._settled(before)
-        expected = Expected(
-            speculative.method,
-            speculative.num_drafts,
-            bool(self.launch.is_parallel),
-            is_fixed=speculative.num_speculative_tokens_per_batch_size is None,
-        )
+        counts = self.counts()
+        for _ in range(_SETTLE_LOOKS):  # until they stand still: they are written after the tokens
+            time.sleep(_SETTLE_S)
+            last, counts = counts, self.counts()
+            if counts == last and counts != before:
+                break
         return judge(
-            expected,
+            self.launch.speculative,
             counts and counts.since(before),
             self.engine_facts(),
+            is_parallel=bool(self.launch.is_parallel),
             skipped=self._skips_mask_hidden,
             num_requests=num_requests,
         )
@@ -188,27 +206,17 @@ class VllmServer:
         return read_counters(reply.text, self.model).drafts if reply.status == 200 else None
 
     def engine_facts(self) -> dict[str, Any] | None:
-        """Return the guard's facts of the engine; None if it does not answer."""
+        """Return the guard's facts of the engine; None if the guard does not answer."""
         reply = self._client.call("GET", ENGINE_PATH)
         return json.loads(reply.body) if reply.status == 200 else None
-
-    def _settled(self, before: DraftCounts) -> DraftCounts | None:
-        """Return the counters once they stand still: they are written after the tokens."""
-        counts = self.counts()
-        for _ in range(_SETTLE_LOOKS):
-            time.sleep(_SETTLE_S)
-            last, counts = counts, self.counts()
-            if counts == last and counts != before:
-                break
-        return counts
 
     def _send_probes(self) -> int:
         """Let it complete the probes, or shorter ones where the context is short."""
         reply = ApiReply(0, {}, b"")
-        for prompts, length in ((PROBES, PROBE_TOKENS), (["1 2 3 4", "a a a a"], 16)):
+        for prompts, length in ((PROBES, PROBE_TOKENS), (("1 2 3 4", "a a a a"), 16)):
             request = {
                 "model": self.model,
-                "prompt": list(prompts),
+                "prompt": prompts,
                 "max_tokens": length,
                 "temperature": 0,
                 "ignore_eos": True,
@@ -221,20 +229,13 @@ class VllmServer:
             f"{reply.text[:300]}); it was stopped. {self.tail()}"
         )
 
-    def tail(self) -> str:
-        """Return the end of its log, for an error message."""
-        return self._child.tail() if self._child is not None else ""
-
     # ---- end --------------------------------------------------------------------------------
 
     def run(self) -> int:
-        """Start it and wait for its end.
+        """Start it, wait for its end and return its exit status, 128 + n where signal n ended it.
 
-        The first SIGTERM or Ctrl-C lets it finish what runs, the second ends it at once; while it
-        loads, the first one does.
-
-        Returns:
-            the exit status: its own, 128 + n where signal n ended it.
+        The first SIGTERM or Ctrl-C lets it finish running requests, the second ends it at once;
+        while it loads, the first one does.
 
         Raises:
             UserError: as `start`.
@@ -243,14 +244,14 @@ class VllmServer:
         before = {n: signal.signal(n, self._on_signal) for n in (signal.SIGTERM, signal.SIGINT)}
         try:
             self.start()
+            assert self.process is not None
             drafting, config = ", without drafts", self.launch.speculative
             if config is not None:
                 how = "in parallel" if self.launch.is_parallel else f"by {config.method}"
                 drafting = f", K = {config.num_drafts} drafted {how}"
             self._progress(f"{self.model} is served at {self.url}{drafting}")
             self._is_serving = True
-            assert self._child is not None
-            status = self._child.wait()
+            status = self.process.wait()
             return status if status >= 0 else 128 - status
         finally:
             self.stop()
@@ -262,17 +263,33 @@ class VllmServer:
         if not self._is_serving:
             if self._num_signals == 1:
                 raise KeyboardInterrupt
-        elif self._child is not None and self._num_signals == 1:
-            self._progress("finishing what runs; once more ends it at once")
-            self._child.terminate()
-        elif self._child is not None:
-            self._child.kill()
+        elif self.process is not None and self._num_signals == 1:
+            self._progress("finishing running requests; a second signal ends vLLM at once")
+            with suppress(ProcessLookupError):
+                self.process.terminate()
+        elif self.process is not None:
+            _kill(self.process)
 
     def stop(self) -> None:
         """End it and everything it started; calling it again does nothing."""
-        child, self._child = self._child, None
-        if child is not None:
-            child.end()
+        process, self.process = self.process, None
+        if process is None:
+            return
+        with suppress(ProcessLookupError):
+            process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(END_S)
+        _kill(process)  # workers may outlive a parent that was killed
+        process.wait()
+        self._reader.join(5)
+        if process.stdout is not None and not self._reader.is_alive():
+            process.stdout.close()
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """End a process and everything of its session at once."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _reachable(host: str) -> str:

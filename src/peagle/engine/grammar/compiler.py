@@ -23,7 +23,7 @@ from peagle.engine.grammar.ebnf_check import check_ebnf
 from peagle.engine.grammar.json_grammar import json_grammar
 from peagle.engine.grammar.regex import translate
 from peagle.engine.grammar.schema import prepare_schema
-from peagle.engine.grammar.step_budget import StepBudget
+from peagle.engine.grammar.step_budget import Spender, StepBudget
 from peagle.errors import UserError
 from peagle.extras import install_extra
 
@@ -45,13 +45,7 @@ _PROBE = '{"a": [1, -2.5, "b cd"]}'
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """A grammar compiled for one vocabulary.
-
-    Attributes:
-        grammar: xgrammar's.
-        vocab_size: V.
-        textless_ids: ids that are not text: special tokens, padding rows.
-    """
+    """A grammar compiled for one vocabulary; `textless_ids` are special tokens and padding rows."""
 
     grammar: xgrammar.CompiledGrammar
     vocab_size: int
@@ -59,13 +53,11 @@ class CompiledGrammar:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """What verifies the drafts of a sequence.
+class DraftMasks:
+    """The masks that verify the drafts of a sequence.
 
-    Attributes:
-        drafts: drafts for which the masks were made.
-        bitmask_RW: row j has the tokens allowed after the first j drafts; there are no rows behind
-            a draft that is not allowed. Rows after a stop id allow everything.
+    Row j has the tokens allowed after the first j drafts; there are no rows behind a draft that is
+    not allowed. Rows after a stop id allow everything.
     """
 
     drafts: tuple[int, ...]
@@ -76,7 +68,6 @@ class GrammarCompiler:
     """Compiles structured outputs for one model, and keeps those used last.
 
     Args:
-        tokenizer: of the model.
         vocab_size: V, rows of the model's output; ids that the tokenizer lacks are never allowed.
         stop_token_ids: the model's end-of-text ids.
         cache_size: compiled grammars kept.
@@ -147,14 +138,11 @@ class GrammarCompiler:
             raise UserError(f"{_shown(structure)}: {self._budget.excess}")
         with self._lock:
             self._cache[structure] = compiled
-            while len(self._cache) > self._cache_size or self._cached_bytes > _MOST_CACHED_BYTES:
+            older = [one.grammar.memory_size_bytes for one in self._cache.values()][:-1]
+            while len(older) >= self._cache_size or sum(older) > _MOST_CACHED_BYTES:
                 self._cache.popitem(last=False)
+                del older[0]
         return compiled
-
-    @property
-    def _cached_bytes(self) -> int:
-        """Of all compiled grammars that are kept but the newest, which is in use."""
-        return sum(one.grammar.memory_size_bytes for one in list(self._cache.values())[:-1])
 
     def start(
         self, structure: StructuredOutput, stop_token_ids: Iterable[int] | None = None
@@ -190,7 +178,7 @@ class GrammarCompiler:
         return self._compiler.compile_grammar(source)
 
 
-class GrammarState:
+class GrammarState(Spender):
     """Where one sequence stands in its grammar: exactly after its output tokens, between steps.
 
     A grammar that cannot go on (no token of the vocabulary fits) allows the stop ids, so that the
@@ -202,10 +190,6 @@ class GrammarState:
         budget: of a step, shared by the states of an engine; None sets no limit.
 
     Attributes:
-        budget: as given.
-        spent_s: processor seconds that the grammar has taken in this step.
-        is_busy: its work goes on beside the engine.
-        is_over_budget: it took too long: the sequence must end, and this state stands anywhere.
         prepared: what `prepare` found for the next verification; None until then.
 
     Raises:
@@ -218,10 +202,9 @@ class GrammarState:
         stop_token_ids: Iterable[int],
         budget: StepBudget | None = None,
     ) -> None:
+        super().__init__()
         self.budget = budget or StepBudget()
-        self.spent_s = 0.0
-        self.is_busy = self.is_over_budget = False
-        self.prepared: Prepared | None = None
+        self.prepared: DraftMasks | None = None
         self._accept_s = 0.0
         self._compiled = compiled
         self._stop = sorted(i for i in set(stop_token_ids) if 0 <= i < compiled.vocab_size)
@@ -231,14 +214,13 @@ class GrammarState:
                 "stop_token_ids."
             )
         self._text_stop = [i for i in self._stop if i not in compiled.textless_ids]
+        self._stop_W, self._text_stop_W = (
+            pack(ids, compiled.vocab_size) for ids in (self._stop, self._text_stop)
+        )
         matcher = _import_xgrammar().GrammarMatcher
         self._matcher = matcher(compiled.grammar, override_stop_tokens=self._stop)
-        self._finished = False
-
-    @property
-    def vocab_size(self) -> int:
-        """V."""
-        return self._compiled.vocab_size
+        self.vocab_size = compiled.vocab_size
+        self.is_finished = False  # whether a stop id was accepted
 
     @property
     def is_free(self) -> bool:
@@ -251,11 +233,6 @@ class GrammarState:
         return f"The output ended: {self.budget.excess}"
 
     @property
-    def is_finished(self) -> bool:
-        """A stop id was accepted."""
-        return self._finished
-
-    @property
     def is_complete(self) -> bool:
         """The text so far fits the grammar as it is; a stop id may follow, perhaps more text."""
         return self._matcher.is_completed()
@@ -263,7 +240,7 @@ class GrammarState:
     @property
     def is_stuck(self) -> bool:
         """The text so far is incomplete and no token can follow."""
-        if self._finished or self.is_complete:
+        if self.is_finished or self.is_complete:
             return False
         bitmask = full_bitmask(1, self.vocab_size)
         self._fill(bitmask, 0)
@@ -271,29 +248,28 @@ class GrammarState:
 
     def mask_into(self, bitmask_RW: Tensor, row: int) -> None:
         """Write the tokens allowed next into a row, int32 on the CPU; all of them once finished."""
-        if self._finished:
+        if self.is_finished:
             bitmask_RW[row] = -1
             return
         self._fill(bitmask_RW, row)
         if not self.is_complete and not bitmask_RW[row].any():
-            for token in self._stop:
-                _set_bit(bitmask_RW, row, token)
+            bitmask_RW[row] = self._stop_W
 
     def try_advance(self, token: int) -> bool:
         """Move past a token if it is allowed; otherwise the state stays."""
-        if self._finished:
+        if self.is_finished:
             return False
         if token in self._stop:
-            self._finished = self.is_complete or self.is_stuck
-            return self._finished
+            self.is_finished = self.is_complete or self.is_stuck
+            return self.is_finished
         if not 0 <= token < self.vocab_size or token in self._compiled.textless_ids:
             return False
         return self._matcher.accept_token(token)
 
     def rollback(self, count: int) -> None:
         """Take back the last tokens, as many as there were if need be."""
-        if count and self._finished:
-            self._finished = False
+        if count and self.is_finished:
+            self.is_finished = False
             count -= 1
         if count:
             self._matcher.rollback(count)
@@ -332,7 +308,7 @@ class GrammarState:
             length += 1
             self.mask_into(bitmask_RW, length)
         self.rollback(length)
-        self.prepared = Prepared(tuple(drafts), bitmask_RW[: length + 1])
+        self.prepared = DraftMasks(tuple(drafts), bitmask_RW[: length + 1])
 
     def is_prepared_for(self, drafts: Sequence[int]) -> bool:
         """Return whether the masks of these drafts are there, and the state is free."""
@@ -352,8 +328,7 @@ class GrammarState:
         self._matcher.fill_next_token_bitmask(bitmask_RW, row)
         # A stop id that is text would end the output in the middle of the structure.
         if self._text_stop and not self.is_complete:
-            for token in self._text_stop:
-                _clear_bit(bitmask_RW, row, token)
+            bitmask_RW[row] &= ~self._text_stop_W
 
 
 def full_bitmask(rows: int, vocab_size: int) -> Tensor:
@@ -376,22 +351,6 @@ def pack(token_ids: Sequence[int], vocab_size: int) -> Tensor:
     allowed[list(token_ids)] = 1
     words = (allowed.view(-1, 32) << torch.arange(32)).sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
-
-
-def _word(token: int) -> tuple[int, int]:
-    """Word and bit of a token; bit 31 is the sign."""
-    bit = token % 32
-    return token // 32, -(2**31) if bit == 31 else 1 << bit
-
-
-def _set_bit(bitmask_RW: Tensor, row: int, token: int) -> None:
-    word, bit = _word(token)
-    bitmask_RW[row, word] |= bit
-
-
-def _clear_bit(bitmask_RW: Tensor, row: int, token: int) -> None:
-    word, bit = _word(token)
-    bitmask_RW[row, word] &= ~bit
 
 
 def _import_xgrammar() -> Any:

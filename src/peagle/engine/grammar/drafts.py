@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from peagle.engine.grammar.compiler import GrammarState, Prepared, full_bitmask, pack, unpack
+from peagle.engine.grammar.compiler import DraftMasks, GrammarState, full_bitmask, pack, unpack
 
 
 def prepare(states: Sequence[GrammarState], drafts: Sequence[Sequence[int]]) -> None:
@@ -52,16 +52,14 @@ def verification_masks(
 
 
 class DraftGrammar:
-    """Masks the drafts of one batch while they are chosen, column after column.
+    """Masks the drafts of one batch column by column: `mask()`, choose, `advance(tokens)`.
 
-    For each column: `mask()`, choose, `advance(tokens)`; at the end `finish()`, which leaves the
-    masks with the states, for the verification. Drafting of a sequence is over at a token that its
-    grammar does not allow, after a stop id, and where no id of the draft vocabulary is allowed;
-    tokens chosen for the sequence from then on are ignored.
+    At the end `finish()` leaves the masks with the states, for the verification. Drafting of a
+    sequence ends at a token that its grammar does not allow, after a stop id, and where no id of
+    the draft vocabulary is allowed; later tokens of the sequence are ignored.
 
     Args:
         states: state of each sequence after its output tokens; None where nothing constrains it.
-        vocab_size: V.
         draft_token_ids: the draft vocabulary, if it is not all of V.
 
     Attributes:
@@ -106,7 +104,7 @@ class DraftGrammar:
         for b, state in enumerate(self._states):
             if state is not None and self._masks[b] and state.is_free and not self._was_busy[b]:
                 state.rollback(self.lens[b])
-                state.prepared = Prepared(tuple(self._tokens[b]), torch.stack(self._masks[b]))
+                state.prepared = DraftMasks(tuple(self._tokens[b]), torch.stack(self._masks[b]))
 
     def _fill_column(self, tokens: Sequence[int] | None) -> None:
         """Move the states past these tokens, and make the masks after the drafts so far.
@@ -140,11 +138,12 @@ class DraftGrammar:
                 bitmask_BW = bitmask_BW.clone()
             elif not self._is_over[b]:
                 self._masks[b].append(bitmask_BW[b].clone())
-                self._is_over[b] = state.is_finished or not self._has_draft(bitmask_BW[b])
+                may_draft = (
+                    bitmask_BW[b]
+                    if self._draftable_W is None
+                    else bitmask_BW[b] & self._draftable_W
+                )
+                self._is_over[b] = state.is_finished or not may_draft.any()
             if self._is_over[b]:
                 bitmask_BW[b] = -1
         self._bitmask_BW = bitmask_BW
-
-    def _has_draft(self, bitmask_W: Tensor) -> bool:
-        """Return whether an id that may be drafted is allowed."""
-        return self._draftable_W is None or bool((bitmask_W & self._draftable_W).any())

@@ -13,7 +13,7 @@ class Rules:
     """The rules of one grammar."""
 
     def __init__(self) -> None:
-        self._bodies: list[str | None] = []
+        self._bodies: list[str] = []
         self._names: dict[str, str] = {}
 
     def add(self, body: str) -> str:
@@ -31,7 +31,7 @@ class Rules:
         """
         if len(self._bodies) >= MAX_RULES:
             raise UserError(f"it needs more than {MAX_RULES} rules; make it smaller.")
-        self._bodies.append(None)
+        self._bodies.append("")
         return f"r{len(self._bodies) - 1}"
 
     def define(self, name: str, body: str) -> None:
@@ -40,9 +40,8 @@ class Rules:
 
     def grammar(self, root: str) -> str:
         """Return the whole grammar; its outputs are those of the expression `root`."""
-        return "\n".join(
-            [f"root ::= {root}", *(f"r{i} ::= {b}" for i, b in enumerate(self._bodies))]
-        )
+        rules = (f"r{i} ::= {body}" for i, body in enumerate(self._bodies))
+        return "\n".join([f"root ::= {root}", *rules])
 
 
 def literal(text: str) -> str:
@@ -57,11 +56,9 @@ def escaped(point: int) -> str:
 
 
 def join_parts(*parts: str) -> str:
-    """Return an expression for the parts one after another.
-
-    A literal that is repeated stands in brackets: neighbouring literals become one.
-    """
-    # Blanks inside literals are escaped, so `" "` stands between two literals only.
+    """Return an expression for the parts one after another; neighbouring literals become one."""
+    # Blanks inside literals are escaped, so `" "` stands between two literals only; a literal that
+    # is repeated stands in brackets.
     return " ".join(part for part in parts if part not in ("", '""')).replace('" "', "") or '""'
 
 

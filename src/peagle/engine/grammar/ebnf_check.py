@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Set
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from functools import cached_property
+from typing import NamedTuple
 
 from peagle.engine.grammar.regex import MAX_OPEN_IN_A_ROW, MAX_ROUNDS
 from peagle.errors import UserError
@@ -30,8 +30,30 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE,
 )
+_COUNTS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 # Rules over token ids bypass the text, and xgrammar's tags match nothing or anything.
 _EXTENSION = re.compile(r"\b(Token|ExcludeToken|TagDispatch|TokenTagDispatch)\s*\(")
+
+
+class _Rule(NamedTuple):
+    name: str
+
+
+class _Text(NamedTuple):
+    is_empty: bool
+
+
+class _Choice(NamedTuple):
+    options: tuple[tuple[_Node, ...], ...]
+
+
+class _Repeat(NamedTuple):
+    item: _Node
+    least: int
+    most: int | None  # None: no bound
+
+
+_Node = _Rule | _Text | _Choice | _Repeat
 
 
 def check_ebnf(source: str) -> None:
@@ -44,181 +66,130 @@ def check_ebnf(source: str) -> None:
     """
     if extension := _EXTENSION.search(source):
         raise UserError(f"{extension[1]}(...) is not supported; write the text itself.")
+    if (rules := _parse(source)) is not None:
+        _Grammar(rules).check()
+
+
+def _parse(source: str) -> dict[str, _Choice] | None:
+    """The body of each rule by its name; None for a source that does not parse here."""
+    tokens: list[re.Match[str]] = []
+    at = 0
+    while at < len(source):
+        if (token := _TOKEN.match(source, at)) is None:
+            return None
+        at = token.end()
+        if token.lastgroup != "skip":
+            tokens.append(token)
+    tokens.reverse()
+    rules: dict[str, _Choice] = {}
     try:
-        rules = _Parser(source).rules()
-    except _NotRead:
-        return
-    _Grammar(rules).check()
+        while tokens:
+            token = tokens.pop()
+            if token["define"] is None or token["rule"] in rules:
+                return None
+            rules[token["rule"]] = _choice(tokens, 0)
+    except LookupError:
+        return None
+    return rules
 
 
-# ---- what a grammar is made of ------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Ref:
-    """The name of a rule."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Text:
-    """A literal or a character of a class."""
-
-    is_empty: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """One of several sequences."""
-
-    options: tuple[tuple[_Node, ...], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Repeat:
-    """Something several times; `most` is None for no bound."""
-
-    item: _Node
-    least: int
-    most: int | None
-
-
-_Node = _Ref | _Text | _Choice | _Repeat
-
-
-class _NotRead(Exception):
-    """The source is not read here."""
-
-
-class _Parser:
-    """Reads the rules of a source."""
-
-    def __init__(self, source: str) -> None:
-        self._tokens: list[re.Match[str]] = []
-        at = 0
-        while at < len(source):
-            if (token := _TOKEN.match(source, at)) is None:
-                raise _NotRead
-            at = token.end()
-            if token.lastgroup != "skip":
-                self._tokens.append(token)
-        self._at = 0
-
-    def rules(self) -> dict[str, _Choice]:
-        """The body of each rule by its name."""
-        found: dict[str, _Choice] = {}
-        while (token := self._next()) is not None:
-            if token["define"] is None or token["rule"] in found:
-                raise _NotRead
-            found[token["rule"]] = self._choice(0)
-        return found
-
-    def _peek(self) -> re.Match[str] | None:
-        return self._tokens[self._at] if self._at < len(self._tokens) else None
-
-    def _next(self) -> re.Match[str] | None:
-        token = self._peek()
-        self._at += 1
-        return token
-
-    def _choice(self, depth: int) -> _Choice:
-        if depth > _MAX_DEPTH:
-            raise UserError(f"its brackets are nested deeper than {_MAX_DEPTH}; use rules instead.")
-        options: list[tuple[_Node, ...]] = []
-        items: list[_Node] = []
-        while (token := self._peek()) is not None:
-            mark = token["mark"]
-            if token["define"] is not None or mark == ")":
-                break
-            self._at += 1
-            if mark == "|":
-                options.append(tuple(items))
-                items = []
-            elif mark in ("*", "+", "?") or token["count"] is not None:
-                if not items:
-                    raise _NotRead
-                if isinstance(items[-1], _Repeat):
-                    raise UserError("a repeat stands behind another one; leave one of them out.")
-                items.append(_repeated(items.pop(), token))
+def _choice(tokens: list[re.Match[str]], depth: int) -> _Choice:
+    """Take alternatives off the end of the tokens; a LookupError says that they do not parse."""
+    if depth > _MAX_DEPTH:
+        raise UserError(f"its brackets are nested deeper than {_MAX_DEPTH}; use rules instead.")
+    options: list[list[_Node]] = [[]]
+    while tokens and tokens[-1]["define"] is None and tokens[-1]["mark"] != ")":
+        token = tokens.pop()
+        mark = token["mark"]
+        if mark == "|":
+            options.append([])
+        elif mark in _COUNTS or token["count"] is not None:
+            item = options[-1].pop()
+            if isinstance(item, _Repeat):
+                raise UserError("a repeat stands behind another one; leave one of them out.")
+            if mark in _COUNTS:
+                least, most = _COUNTS[mark]
             else:
-                items += self._item(token, depth)
-        return _Choice((*options, tuple(items)))
-
-    def _item(self, token: re.Match[str], depth: int) -> list[_Node]:
-        if token["name"] is not None:
-            return [_Ref(token["name"])]
-        if token["text"] is not None or token["class"] is not None or token["mark"] == ".":
-            return [_Text(token["text"] == '""')]
-        inner = self._choice(depth + 1)
-        closing = self._next()
-        if closing is None or closing["mark"] != ")":
-            raise _NotRead
-        return [] if token["ahead"] is not None else [inner]
-
-
-def _repeated(item: _Node, token: re.Match[str]) -> _Repeat:
-    bounds = {"*": (0, None), "+": (1, None), "?": (0, 1)}
-    if token["mark"] is not None:
-        return _Repeat(item, *bounds[token["mark"]])
-    least = int(token["least"])
-    most = least if token["range"] is None else int(token["most"]) if token["most"] else None
-    return _Repeat(item, least, most)
+                least = most = int(token["least"])
+                if token["range"] is not None:
+                    most = int(token["most"]) if token["most"] else None
+            options[-1].append(_Repeat(item, least, most))
+        elif token["name"] is not None:
+            options[-1].append(_Rule(token["name"]))
+        elif token["text"] is not None or token["class"] is not None or mark == ".":
+            options[-1].append(_Text(token["text"] == '""'))
+        else:
+            inner = _choice(tokens, depth + 1)
+            if tokens.pop()["mark"] != ")":
+                raise LookupError
+            if token["ahead"] is None:
+                options[-1].append(inner)
+    return _Choice(tuple(map(tuple, options)))
 
 
-# ---- what is wrong with one ---------------------------------------------------------------------
-
-
-@dataclass
 class _Grammar:
     """The rules of a grammar, and what follows from them."""
 
-    rules: dict[str, _Choice]
-    _rounds: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    def __init__(self, rules: dict[str, _Choice]) -> None:
+        self.rules = rules
+        self._rounds: dict[str, tuple[int, ...]] = {}
+        # The names that each rule may begin (1) or end (-1) with, and the cycles of that.
+        self._corners = {
+            side: {name: set(self._corner_names(body, side)) for name, body in rules.items()}
+            for side in (1, -1)
+        }
+        self._cycles = {side: _components(edges) for side, edges in self._corners.items()}
 
     def check(self) -> None:
         """Refuse what has too many readings."""
         for name, body in self.rules.items():
             for node in _nodes(body):
-                if isinstance(node, _Repeat):
-                    self._check_repeat(name, node)
+                if isinstance(node, _Repeat) and node.most != 1 and self._may_be_empty(node.item):
+                    raise UserError(
+                        f"rule {name!r} repeats something that may be empty, so that a text can be "
+                        "read in endlessly many ways; leave the empty case out of what is repeated."
+                    )
         self._check_cycles()
-        for name in self.rules:
-            self._check_row(name)
-            self._check_sides(name)
-            self._check_rounds(name)
+        for name, body in self.rules.items():
+            for items in _sequences(body):
+                self._check_row(name, items)
+                self._check_sides(name, items)
+            counts = self._rounds_of(name, ())
+            if len(counts) > 1 and math.prod(counts) > MAX_ROUNDS:
+                raise UserError(
+                    f"rule {name!r} repeats within repeats, {' x '.join(map(str, counts))} times "
+                    f"together; expected at most {MAX_ROUNDS}. Lower the counts, or repeat without "
+                    "a bound (* or +)."
+                )
 
     @cached_property
-    def empty(self) -> frozenset[str]:
+    def _empty(self) -> set[str]:
         """Names of the rules that may be empty."""
-        found: set[str] = set()
         users: dict[str, set[str]] = {}
-        for name, names in self._uses.items():
-            for used in names:
-                users.setdefault(used, set()).add(name)
+        for name, body in self.rules.items():
+            for node in _nodes(body):
+                if isinstance(node, _Rule):
+                    users.setdefault(node.name, set()).add(name)
+        found: set[str] = set()
         left = set(self.rules)
         while left:
             name = left.pop()
             if name not in found and _may_be_empty(self.rules[name], found):
                 found.add(name)
                 left |= users.get(name, set())
-        return frozenset(found)
+        return found
 
-    def _check_repeat(self, name: str, node: _Repeat) -> None:
-        if node.most != 1 and _may_be_empty(node.item, self.empty):
-            raise UserError(
-                f"rule {name!r} repeats something that may be empty, so that a text can be read in "
-                "endlessly many ways; leave the empty case out of what is repeated."
-            )
+    def _may_be_empty(self, node: _Node) -> bool:
+        return _may_be_empty(node, self._empty)
 
     def _check_cycles(self) -> None:
         """Refuse rules that derive themselves and nothing else."""
         unit: dict[str, set[str]] = {name: set() for name in self.rules}
         for name, body in self.rules.items():
             for items in _sequences(body):
-                firm = [item for item in items if not _may_be_empty(item, self.empty)]
+                firm = [item for item in items if not self._may_be_empty(item)]
                 alone = items if not firm else firm if len(firm) == 1 else ()
-                unit[name] |= {item.name for item in alone if isinstance(item, _Ref)}
+                unit[name] |= {item.name for item in alone if isinstance(item, _Rule)}
         components = _components(unit)
         for name in self.rules:
             if any(components.get(other) == components[name] for other in unit[name]):
@@ -228,65 +199,53 @@ class _Grammar:
                     "it."
                 )
 
-    @cached_property
-    def _uses(self) -> dict[str, set[str]]:
-        return {
-            name: {node.name for node in _nodes(body) if isinstance(node, _Ref)}
-            for name, body in self.rules.items()
-        }
-
-    def _check_sides(self, name: str) -> None:
-        """Refuse a rule that may begin and end with itself in one alternative."""
-        for items in _sequences(self.rules[name]):
-            left, right = (self._recursive_at(name, items, side) for side in (1, -1))
-            if left and right and min(left) < max(right):
+    def _check_row(self, name: str, items: tuple[_Node, ...]) -> None:
+        row = 0
+        for item in items:
+            row = row + 1 if self._may_be_empty(item) else 0
+            if row > MAX_OPEN_IN_A_ROW:
                 raise UserError(
-                    f"rule {name!r} may begin and end with itself, so that a text can be read in "
-                    "very many ways; write a part of its own and repeat that, as in "
-                    'part ("+" part)*.'
+                    f"rule {name!r} has more than {MAX_OPEN_IN_A_ROW} parts in a row that may "
+                    "be empty; put something between them that may not."
                 )
 
-    def _check_row(self, name: str) -> None:
-        for items in _sequences(self.rules[name]):
-            row = 0
-            for item in items:
-                row = row + 1 if _may_be_empty(item, self.empty) else 0
-                if row > MAX_OPEN_IN_A_ROW:
-                    raise UserError(
-                        f"rule {name!r} has more than {MAX_OPEN_IN_A_ROW} parts in a row that may "
-                        "be empty; put something between them that may not."
-                    )
-
-    def _recursive_at(self, name: str, items: tuple[_Node, ...], side: int) -> list[int]:
-        """Where a sequence may begin (1) or end (-1) with what begins or ends with its rule."""
-        edges, component = self._corners[side]
-        return [
-            at
-            for at in _outer(items, side, self.empty)
-            for corner in _corner_names(items[at], side, self.empty)
-            if component.get(corner) == component[name] and corner in edges[name]
-        ]
-
-    @cached_property
-    def _corners(self) -> dict[int, tuple[dict[str, set[str]], dict[str, int]]]:
-        """For both sides the rules that each rule may begin or end with, and the cycles of that."""
-        found = {}
-        for side in (1, -1):
-            edges = {
-                name: set(_corner_names(body, side, self.empty))
-                for name, body in self.rules.items()
-            }
-            found[side] = edges, _components(edges)
-        return found
-
-    def _check_rounds(self, name: str) -> None:
-        counts = self._rounds_of(name, ())
-        if len(counts) > 1 and math.prod(counts) > MAX_ROUNDS:
-            shown = " x ".join(map(str, counts))
+    def _check_sides(self, name: str, items: tuple[_Node, ...]) -> None:
+        """Refuse a rule that may begin and end with itself in one alternative."""
+        left, right = (
+            [
+                at
+                for at in self._outer(items, side)
+                for corner in self._corner_names(items[at], side)
+                if self._cycles[side].get(corner) == self._cycles[side][name]
+                and corner in self._corners[side][name]
+            ]
+            for side in (1, -1)
+        )
+        if left and right and min(left) < max(right):
             raise UserError(
-                f"rule {name!r} repeats within repeats, {shown} times together; expected at most "
-                f"{MAX_ROUNDS}. Lower the counts, or repeat without a bound (* or +)."
+                f"rule {name!r} may begin and end with itself, so that a text can be read in "
+                "very many ways; write a part of its own and repeat that, as in "
+                'part ("+" part)*.'
             )
+
+    def _outer(self, items: tuple[_Node, ...], side: int) -> Iterator[int]:
+        """Indices of the items that may come first (1) or last (-1)."""
+        for at in range(len(items))[::side]:
+            yield at
+            if not self._may_be_empty(items[at]):
+                return
+
+    def _corner_names(self, node: _Node, side: int) -> Iterator[str]:
+        """The rules that a node may begin (1) or end (-1) with."""
+        match node:
+            case _Rule(name):
+                yield name
+            case _Repeat(item):
+                yield from self._corner_names(item, side)
+            case _Choice(options):
+                for items in options:
+                    for at in self._outer(items, side):
+                        yield from self._corner_names(items[at], side)
 
     def _rounds_of(self, name: str, above: tuple[str, ...]) -> tuple[int, ...]:
         """The counts along the nesting with the largest product; recursion counts once."""
@@ -298,10 +257,8 @@ class _Grammar:
 
     def _most_rounds(self, node: _Node, above: tuple[str, ...]) -> tuple[int, ...]:
         match node:
-            case _Ref(name):
+            case _Rule(name):
                 return self._rounds_of(name, above) if len(above) <= _MAX_DEPTH else ()
-            case _Text():
-                return ()
             case _Choice(options):
                 parts = [self._most_rounds(item, above) for items in options for item in items]
                 return max(parts, key=math.prod, default=())
@@ -309,6 +266,7 @@ class _Grammar:
                 inner = self._most_rounds(item, above)
                 bound = least if most is None else most
                 return (bound, *inner) if bound > 1 and least != most else inner
+        return ()
 
 
 def _nodes(node: _Node) -> Iterator[_Node]:
@@ -328,9 +286,9 @@ def _sequences(node: _Node) -> Iterator[tuple[_Node, ...]]:
             yield from inner.options
 
 
-def _may_be_empty(node: _Node, empty: Set[str]) -> bool:
+def _may_be_empty(node: _Node, empty: set[str]) -> bool:
     match node:
-        case _Ref(name):
+        case _Rule(name):
             return name in empty
         case _Text(is_empty):
             return is_empty
@@ -340,56 +298,29 @@ def _may_be_empty(node: _Node, empty: Set[str]) -> bool:
             return any(all(_may_be_empty(item, empty) for item in items) for items in options)
 
 
-def _outer(items: tuple[_Node, ...], side: int, empty: Set[str]) -> Iterator[int]:
-    """Indices of the items that may come first (1) or last (-1)."""
-    for at in range(len(items))[::side]:
-        yield at
-        if not _may_be_empty(items[at], empty):
-            return
-
-
-def _corner_names(node: _Node, side: int, empty: Set[str]) -> Iterator[str]:
-    """The rules that a node may begin (1) or end (-1) with."""
-    match node:
-        case _Ref(name):
-            yield name
-        case _Repeat(item):
-            yield from _corner_names(item, side, empty)
-        case _Choice(options):
-            for items in options:
-                for at in _outer(items, side, empty):
-                    yield from _corner_names(items[at], side, empty)
-
-
-def _components(edges: dict[str, set[str]]) -> dict[str, int]:
-    """The strongly connected component of each node, by a number (Tarjan, without recursion)."""
-    order: dict[str, int] = {}
-    low: dict[str, int] = {}
-    component: dict[str, int] = {}
-    stack: list[str] = []
+def _components(edges: dict[str, set[str]]) -> dict[str, str]:
+    """The strongly connected component of each node, by one of its nodes (Kosaraju)."""
+    order: list[str] = []
+    seen: set[str] = set()
+    users: dict[str, list[str]] = {name: [] for name in edges}
     for root in edges:
-        if root in order:
-            continue
-        order[root] = low[root] = len(order)
-        stack.append(root)
-        path = [(root, iter(edges[root]))]
-        while path:
-            name, others = path[-1]
-            for other in others:
-                if other not in edges:
-                    continue
-                if other not in order:
-                    order[other] = low[other] = len(order)
-                    stack.append(other)
-                    path.append((other, iter(edges[other])))
-                    break
-                if other not in component:
-                    low[name] = min(low[name], order[other])
-            else:
-                path.pop()
-                if path:
-                    low[path[-1][0]] = min(low[path[-1][0]], low[name])
-                if low[name] == order[name]:
-                    while name not in component:
-                        component[stack.pop()] = order[name]
+        stack = [(root, False)]
+        while stack:
+            name, is_left = stack.pop()
+            if is_left:
+                order.append(name)
+            elif name not in seen:
+                seen.add(name)
+                stack.append((name, True))
+                for other in edges[name] & edges.keys():
+                    users[other].append(name)
+                    stack.append((other, False))
+    component: dict[str, str] = {}
+    for root in reversed(order):
+        found = [root]
+        while found:
+            name = found.pop()
+            if name not in component:
+                component[name] = root
+                found += users[name]
     return component

@@ -33,21 +33,16 @@ _UNICODE_ESCAPE = (
 
 
 def json_grammar(schema: Any, parts: Mapping[str, Any], *, compact: bool) -> str:
-    """Return the grammar of a schema.
-
-    Args:
-        schema: as `prepare_schema` returns it.
-        parts: the schemas within, by path, that references may name.
-        compact: allow nothing between the parts.
+    """Return the grammar of what `prepare_schema` returns; `compact` allows no layout.
 
     Raises:
         UserError: no text fits a part, or there are too many rules.
     """
-    writer = _Writer(parts, compact)
+    writer = _JsonWriter(parts, compact)
     return writer.rules.grammar(writer.value(schema, 0))
 
 
-class _Writer:
+class _JsonWriter:
     """Methods return expressions; `level` counts the arrays and objects around a value."""
 
     def __init__(self, parts: Mapping[str, Any], compact: bool) -> None:
@@ -89,16 +84,17 @@ class _Writer:
 
     def typed(self, name: str, schema: Mapping[str, Any], level: int) -> str:
         """A value of one type."""
-        if name == "object":
-            return self.object(schema, level)
-        if name == "array":
-            return self.array(schema, level)
-        if name == "string":
-            return self.string(schema)
-        if name == "boolean":
-            return '("true" | "false")'
-        if name == "null":
-            return '"null"'
+        match name:
+            case "object":
+                return self.object(schema, level)
+            case "array":
+                return self.array(schema, level)
+            case "string":
+                return self.string(schema)
+            case "boolean":
+                return '("true" | "false")'
+            case "null":
+                return '"null"'
         return self.number(name, schema.get(name, (None, None, 1)), schema)
 
     def number(self, name: str, bounds: tuple[Any, Any, int], schema: Mapping[str, Any]) -> str:

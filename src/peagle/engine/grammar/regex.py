@@ -31,6 +31,13 @@ _DIGIT = [(0x30, 0x39)]
 _WORD = [(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)]
 _SPACE = [(0x09, 0x0D), (0x20, 0x20)]
 _JSON_ESCAPES = {0x22: '"', 0x5C: "\\", 0x08: "b", 0x0C: "f", 0x0A: "n", 0x0D: "r", 0x09: "t"}
+_UNSUPPORTED = {
+    op.ASSERT: "look-ahead and look-behind",
+    op.ASSERT_NOT: "look-ahead and look-behind",
+    op.GROUPREF: "references to groups",
+    op.GROUPREF_EXISTS: "conditions on groups",
+    op.AT: "word boundaries, and anchors in the middle,",
+}
 _JSON_PLAIN = [(0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, _LAST)]
 
 
@@ -57,28 +64,28 @@ def translate(pattern: str, *, json_string: bool = False) -> str:
     if parsed.state.flags & ~re.UNICODE:
         raise UserError("flags such as (?i) are not supported; write out what they stand for.")
     try:
-        return _Writer(json_string).sequence(parsed, first=True, last=True)
+        return _RegexWriter(json_string).sequence(parsed, first=True, last=True)
     except RecursionError:
         raise UserError("it is nested too deeply.") from None
 
 
 def json_character(*, but: Iterable[str] = ()) -> str:
-    """Return an EBNF expression for one character inside a JSON string, in its shortest spelling.
+    """Return an EBNF expression for one character inside a JSON string, other than those in `but`.
 
-    Args:
-        but: characters that do not match.
+    Each character has its shortest spelling.
     """
     excluded = _merge([(ord(character), ord(character)) for character in but])
-    return _Writer(True).characters(_complement(excluded))
+    return _RegexWriter(True).characters(_complement(excluded))
 
 
-class _Writer:
+class _RegexWriter:
+    """Writes parsed items; `first` and `last` say that nothing comes before, or after, them."""
+
     def __init__(self, json_string: bool) -> None:
         self.json_string = json_string
         self._rounds: list[int] = []  # most rounds of the open counts around the current item
 
     def sequence(self, items: Iterable[Any], *, first: bool, last: bool) -> str:
-        """Parsed items in a row; `first` and `last`: nothing comes before, or after, them."""
         items = list(items)
         _check_row(items)
         parts = [
@@ -102,8 +109,7 @@ class _Writer:
         if kind is op.IN:
             return self.characters(_ranges(value))
         if kind is op.BRANCH:
-            parts = (self.sequence(part, first=first, last=last) for part in value[1])
-            return any_of(parts)
+            return any_of(self.sequence(part, first=first, last=last) for part in value[1])
         if kind is op.SUBPATTERN:
             _, added, removed, inner = value
             if added or removed:
@@ -112,14 +118,19 @@ class _Writer:
         if kind in (op.MAX_REPEAT, op.MIN_REPEAT):
             least, most, inner = value
             most = None if most is op.MAXREPEAT else most
-            _check_counts(least, most, inner.getwidth()[0])
+            if inner.getwidth()[0] == 0 and (least if most is None else most) > 1:
+                raise UserError(
+                    f"it repeats up to {most or least} times what may be empty; let the repeated "
+                    "part have at least one character, or use *."
+                )
             body = self.repeated(inner, most if most != least else None)
             return f"({body}){repeat_counts(least, most)}"
         at_start = value in (op.AT_BEGINNING, op.AT_BEGINNING_STRING)
         at_end = value in (op.AT_END, op.AT_END_STRING)
         if kind is op.AT and ((at_start and first) or (at_end and last)):
             return ""  # the whole text is matched anyway
-        raise UserError(_refusal(kind, value))
+        what = _UNSUPPORTED.get(kind, f"the construct {str(kind).lower()}")
+        raise UserError(f"{what} cannot be enforced; leave it out.")
 
     def repeated(self, inner: Iterable[Any], rounds: int | None) -> str:
         """What is repeated, up to `rounds` times unless that is fixed or unbounded."""
@@ -137,7 +148,10 @@ class _Writer:
     def characters(self, ranges: Ranges) -> str:
         """One character out of the ranges."""
         if not self.json_string:
-            return _character_class(_without_surrogates(ranges))
+            ranges = _intersect(ranges, _complement([_SURROGATES]))
+            if not ranges:
+                raise UserError("it asks for a character that does not exist.")
+            return _character_class(ranges)
         plain = _character_class(_intersect(ranges, _JSON_PLAIN))
         escapes = [
             literal(f"\\{letter}")
@@ -146,8 +160,7 @@ class _Writer:
         ]
         if not plain and not escapes:
             raise UserError("it asks for a control character, which JSON writes as \\u....")
-        options = [*([plain] if plain else []), *escapes]
-        return any_of(options)
+        return any_of([*([plain] if plain else []), *escapes])
 
 
 # The matcher follows each way of sharing a text among repeats, so these are limits of time.
@@ -163,25 +176,6 @@ def _check_row(items: Sequence[Any]) -> None:
             )
 
 
-def _check_counts(least: int, most: int | None, width: int) -> None:
-    if width == 0 and (least > 1 if most is None else most > 1):
-        raise UserError(
-            f"it repeats up to {most or least} times what may be empty; let the repeated part have "
-            "at least one character, or use *."
-        )
-
-
-def _refusal(kind: Any, value: Any) -> str:
-    what = {
-        op.ASSERT: "look-ahead and look-behind",
-        op.ASSERT_NOT: "look-ahead and look-behind",
-        op.GROUPREF: "references to groups",
-        op.GROUPREF_EXISTS: "conditions on groups",
-        op.AT: "word boundaries, and anchors in the middle,",
-    }.get(kind, f"the construct {str(kind).lower()}")
-    return f"{what} cannot be enforced; leave it out."
-
-
 def _ranges(items: Sequence[Any]) -> Ranges:
     """The code points of a character class."""
     found: Ranges = []
@@ -194,21 +188,9 @@ def _ranges(items: Sequence[Any]) -> Ranges:
         elif kind is op.RANGE:
             found.append(value)
         else:
-            found.extend(_category(value))
+            found.extend(_CATEGORIES[value])
     merged = _merge(found)
     return _complement(merged) if negated else merged
-
-
-def _category(category: Any) -> Ranges:
-    ranges = {
-        op.CATEGORY_DIGIT: _DIGIT,
-        op.CATEGORY_WORD: _WORD,
-        op.CATEGORY_SPACE: _SPACE,
-        op.CATEGORY_NOT_DIGIT: _complement(_DIGIT),
-        op.CATEGORY_NOT_WORD: _complement(_WORD),
-        op.CATEGORY_NOT_SPACE: _complement(_SPACE),
-    }
-    return ranges[category]
 
 
 def _merge(ranges: Ranges) -> Ranges:
@@ -236,15 +218,18 @@ def _intersect(left: Ranges, right: Ranges) -> Ranges:
     return [(low, high) for low, high in pairs if low <= high]
 
 
-def _without_surrogates(ranges: Ranges) -> Ranges:
-    found = _intersect(ranges, _complement([_SURROGATES]))
-    if not found:
-        raise UserError("it asks for a character that does not exist.")
-    return found
-
-
 def _character_class(ranges: Ranges) -> str:
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
         return literal(chr(ranges[0][0]))
     pairs = (f"{escaped(low)}-{escaped(high)}" for low, high in ranges)
     return f"[{''.join(pairs)}]" if ranges else ""
+
+
+_CATEGORIES = {
+    op.CATEGORY_DIGIT: _DIGIT,
+    op.CATEGORY_WORD: _WORD,
+    op.CATEGORY_SPACE: _SPACE,
+    op.CATEGORY_NOT_DIGIT: _complement(_DIGIT),
+    op.CATEGORY_NOT_WORD: _complement(_WORD),
+    op.CATEGORY_NOT_SPACE: _complement(_SPACE),
+}

@@ -87,7 +87,7 @@ def _refuse_constant(name: str) -> None:
 
 
 class _Preparation:
-    """Attributes: schemas by path, given and prepared; references and `oneOf`s with their paths."""
+    """Collects schemas by path, given and prepared; references and `oneOf`s with their paths."""
 
     def __init__(self) -> None:
         self.seen: dict[str, Any] = {}
@@ -97,11 +97,10 @@ class _Preparation:
 
     def schema(self, schema: Any, path: str, depth: int = 0) -> Any:
         """One schema, prepared."""
-        prepared = self.prepared[path] = self.checked(schema, path, depth)
+        prepared = self.prepared[path] = self._checked(schema, path, depth)
         return prepared
 
-    def checked(self, schema: Any, path: str, depth: int) -> Any:
-        """One schema, prepared but not kept."""
+    def _checked(self, schema: Any, path: str, depth: int) -> Any:
         if depth > MAX_DEPTH:
             raise UserError(f"{path[:60]}... is more than {MAX_DEPTH} levels deep; flatten it.")
         self.seen[path] = schema
@@ -168,7 +167,8 @@ class _Preparation:
         if types == [] and "type" not in schema:
             return True
         types = [types] if isinstance(types, str) else types
-        if not isinstance(types, list) or not types or not all(map(_is_type, types)):
+        is_listed = isinstance(types, list) and types and all(isinstance(t, str) for t in types)
+        if not is_listed or not set(types) <= _OF_TYPE.keys():
             raise UserError(f"type at {path} is {types!r}; expected {', '.join(_OF_TYPE)}.")
         if "number" in types:
             types = [name for name in types if name != "integer"]
@@ -244,10 +244,9 @@ class _Preparation:
 
 
 def _is_of_strings(schema: Any) -> bool:
-    if not isinstance(schema, Mapping):
-        return False
-    return schema.get("type") == ["string"] or all(
-        isinstance(value, str) for value in schema.get("enum", [None])
+    return isinstance(schema, Mapping) and (
+        schema.get("type") == ["string"]
+        or all(isinstance(value, str) for value in schema.get("enum", [None]))
     )
 
 
@@ -341,10 +340,6 @@ def _types_of(value: Any) -> set[str]:
         return {"number", "integer"} if value == int(value) else {"number"}
     kinds = {str: "string", list: "array", dict: "object", type(None): "null"}
     return {kinds[type(value)]}
-
-
-def _is_type(name: object) -> bool:
-    return isinstance(name, str) and name in _OF_TYPE
 
 
 def _disjoint(left: Any, right: Any, seen: Mapping[str, Any], depth: int = 0) -> bool:

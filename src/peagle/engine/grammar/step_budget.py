@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Generic, Protocol, TypeVar
+from typing import Any
 
 _PATIENCE_S = 0.01
 _LOOK_EVERY_S = 0.005
@@ -25,8 +25,8 @@ _HAS_THREAD_CLOCKS = hasattr(time, "pthread_getcpuclockid")
 _clock = time.thread_time if _HAS_THREAD_CLOCKS else time.perf_counter
 
 
-class Spender(Protocol):
-    """What spends the budget.
+class Spender:
+    """What spends the budget of a step.
 
     Attributes:
         spent_s: processor seconds of this step so far.
@@ -34,13 +34,13 @@ class Spender(Protocol):
         is_over_budget: its work took too long; it is never touched again.
     """
 
-    spent_s: float
-    is_busy: bool
-    is_over_budget: bool
+    def __init__(self) -> None:
+        self.spent_s = 0.0
+        self.is_busy = self.is_over_budget = False
 
 
-S = TypeVar("S", bound=Spender)
-Work = Callable[[int, S], None]
+Work = Callable[[int, Any], None]
+_Items = list[tuple[int, Spender]]
 
 
 class StepBudget:
@@ -57,15 +57,12 @@ class StepBudget:
         self._beside: list[_Job] = []
 
     def each(
-        self, spenders: Sequence[S | None], work: Work[S], afterwards: Work[S] | None = None
+        self, spenders: Sequence[Spender | None], work: Work, afterwards: Work | None = None
     ) -> set[int]:
-        """Call `work(index, spender)` for each spender that is there and free.
-
-        A spender whose call takes long is busy from then on until the call has ended.
+        """Call `work(index, spender)` for each free spender; a long call makes its spender busy.
 
         Args:
-            spenders: None is passed over, and so are those that are busy or over the budget.
-            work: what is called.
+            spenders: None, busy spenders and those over the budget are passed over.
             afterwards: called in the same way behind a call that the engine did not wait for.
 
         Returns:
@@ -82,37 +79,37 @@ class StepBudget:
             return set()
         beside: set[int] = set()
         while items:
-            items, left = self._carry_out(_Job(items, work, afterwards, self.seconds))
-            beside |= left
+            job = _Job(items, work, afterwards, self.seconds)
+            items = []
+            if self._worker is None:
+                self._worker = _Worker()
+                self._worker.start()
+            self._worker.jobs.put(job)
+            while not job.is_over.wait(_LOOK_EVERY_S):
+                found = job.go_beside(self._worker, alone=self._num_beside() < _MOST_BESIDE)
+                if found is not None:
+                    self._worker = None
+                    self._beside.append(job)
+                    items, gone = found
+                    beside |= {index for index, _ in gone}
+                    break
+            else:
+                if job.error is not None:
+                    raise job.error
         return beside
 
-    def _carry_out(self, job: _Job[S]) -> tuple[list[tuple[int, S]], set[int]]:
-        """Do the work; returns items that are left to do, and those that are not waited for."""
-        if self._worker is None:
-            self._worker = _Worker()
-            self._worker.start()
-        self._worker.jobs.put(job)
-        while not job.done.acquire(timeout=_LOOK_EVERY_S):
-            may_pass = sum(not one.is_over for one in self._beside) < _MOST_BESIDE
-            found = job.go_beside(self._worker, alone=may_pass)
-            if found is not None:
-                self._worker = None
-                self._beside.append(job)
-                rest, beside = found
-                return rest, {index for index, _ in beside}
-        if job.error is not None:
-            raise job.error
-        return [], set()
+    def _num_beside(self) -> int:
+        return sum(not job.is_over.is_set() for job in list(self._beside))
 
     def mark_excess(self) -> None:
         """Mark the grammars that have gone beyond the budget meanwhile."""
-        self._beside = [job for job in self._beside if not job.is_over]
+        self._beside = [job for job in self._beside if not job.is_over.is_set()]
         for job in self._beside:
             job.mark_excess()
 
     def wait_for_room(self) -> None:
         """Wait until another thread may go on beside the engine."""
-        while sum(not job.is_over for job in list(self._beside)) >= _MOST_BESIDE:
+        while self._num_beside() >= _MOST_BESIDE:
             time.sleep(_LOOK_EVERY_S)
 
     @property
@@ -125,20 +122,12 @@ class StepBudget:
         )
 
 
-class _Job(Generic[S]):
-    """Calls of one step. Both threads move it on under its lock."""
+class _Job:
+    """Calls of one step. Engine and worker move it on under its lock."""
 
-    def __init__(
-        self,
-        items: list[tuple[int, S]],
-        work: Work[S],
-        afterwards: Work[S] | None,
-        seconds: float,
-    ) -> None:
-        self.done = threading.Lock()
-        self.done.acquire()
+    def __init__(self, items: _Items, work: Work, afterwards: Work | None, seconds: float) -> None:
+        self.is_over = threading.Event()
         self.error: BaseException | None = None
-        self.is_over = False
         self._items, self._work, self._afterwards = items, work, afterwards
         self._seconds = seconds
         self._lock = threading.Lock()
@@ -170,25 +159,22 @@ class _Job(Generic[S]):
             for _, spender in self._items[(self._at or 0) :]:
                 spender.is_over_budget |= spender.is_busy
         with self._lock:
-            self._at, self.is_over = None, True
+            self._at = None
             is_waited_for = self._worker is None
-        self.done.release()
+        self.is_over.set()
         return is_waited_for
 
-    def _end(self, spender: S) -> None:
-        """A call has ended, and nobody stops waiting for it any more."""
+    def _end(self, spender: Spender) -> None:
+        """A call has ended; the engine goes on to wait for the next."""
         self._at = None
         spender.spent_s += _clock() - self._start_s
         spender.is_over_budget |= spender.spent_s > self._seconds
         spender.is_busy = False
 
-    def go_beside(
-        self, worker: _Worker, *, alone: bool
-    ) -> tuple[list[tuple[int, S]], list[tuple[int, S]]] | None:
+    def go_beside(self, worker: _Worker, *, alone: bool) -> tuple[_Items, _Items] | None:
         """In the engine: stop waiting for a call that takes long.
 
         Args:
-            worker: that makes it.
             alone: the items behind it are done elsewhere; otherwise they go with it.
 
         Returns:
@@ -197,10 +183,7 @@ class _Job(Generic[S]):
         """
         with self._lock:
             at = self._at
-            if at is None:
-                return None
-            spent_s = self._items[at][1].spent_s + worker.used_s() - self._start_s
-            if spent_s <= _PATIENCE_S:
+            if at is None or self._spent_s(at, worker) <= _PATIENCE_S:
                 return None
             self._worker = worker
             self._last = at + 1 if alone else len(self._items)
@@ -214,9 +197,11 @@ class _Job(Generic[S]):
         with self._lock:
             if self._at is None or self._worker is None:
                 return
-            spender = self._items[self._at][1]
-            if spender.spent_s + self._worker.used_s() - self._start_s > self._seconds:
-                spender.is_over_budget = True
+            if self._spent_s(self._at, self._worker) > self._seconds:
+                self._items[self._at][1].is_over_budget = True
+
+    def _spent_s(self, at: int, worker: _Worker) -> float:
+        return self._items[at][1].spent_s + worker.used_s() - self._start_s
 
 
 class _Worker(threading.Thread):

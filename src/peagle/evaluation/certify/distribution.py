@@ -89,25 +89,22 @@ def fit(
     observed = Counter(cell_of(cells, output, num_tokens) for output in outputs)
     total = observed.total()
     masses = {cell: mass for cell, mass in cells.items() if mass >= _NO_MASS}
-    pooled = _pooled(masses, total)
-    pooled_masses = [sum(masses[cell] for cell in group) for group in pooled]
-    shift = detectable_shift(pooled_masses, total, significance)
-    if any(cell not in masses for cell in observed):
-        return Fit(total, len(pooled), None, 0.0, shift)
-    statistic = 0.0
-    for group, mass in zip(pooled, pooled_masses):
-        statistic += (sum(observed[cell] for cell in group) - total * mass) ** 2 / (total * mass)
-    return Fit(total, len(pooled), statistic, chi_square_tail(statistic, len(pooled) - 1), shift)
-
-
-def _pooled(masses: Mapping[Tokens, float], total: int) -> list[list[Tokens]]:
-    """Group the cells: those of at least MIN_EXPECTED outputs alone, smaller ones together."""
+    # Cells of at least MIN_EXPECTED outputs stand alone, smaller ones together.
     ranked = sorted(masses, key=lambda cell: masses[cell], reverse=True)
     groups = [[cell] for cell in ranked if total * masses[cell] >= MIN_EXPECTED]
     small = ranked[len(groups) :]
     while small and groups and total * sum(masses[cell] for cell in small) < MIN_EXPECTED:
         small = [*groups.pop(), *small]
-    return [*groups, small] if small else groups
+    groups += [small] if small else []
+    expected = [sum(masses[cell] for cell in group) for group in groups]
+    shift = detectable_shift(expected, total, significance)
+    if any(cell not in masses for cell in observed):
+        return Fit(total, len(groups), None, 0.0, shift)
+    statistic = sum(
+        (sum(observed[cell] for cell in group) - total * mass) ** 2 / (total * mass)
+        for group, mass in zip(groups, expected)
+    )
+    return Fit(total, len(groups), statistic, chi_square_tail(statistic, len(groups) - 1), shift)
 
 
 def chi_square_tail(statistic: float, degrees: int) -> float:

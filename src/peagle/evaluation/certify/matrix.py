@@ -50,27 +50,19 @@ Check = Callable[[Case, RequestOutput, Difference | None], str]
 class Feature:
     """One row of the matrix.
 
-    Attributes:
-        name: in the matrix.
-        cases: the requests.
-        engine: options of the engine.
-        speculative: further fields of the speculative configuration.
-        together: number of requests that run at a time; None all.
-        rounds: times that the requests run in one engine; the last outputs are compared.
-        check: returns the fault of an output beside its tokens; "" if there is none.
-        used: returns whether an engine that has run met the feature at all; None needs no proof.
-        needs_drafts: not applicable to plain decoding.
+    `check` returns the fault of an output beside its tokens, "" if there is none. `used` returns
+    whether an engine that has run met the feature at all; None needs no proof.
     """
 
     name: str
     cases: Sequence[Case]
-    engine: dict[str, Any] = field(default_factory=dict)
-    speculative: dict[str, Any] = field(default_factory=dict)
-    together: int | None = None
-    rounds: int = 1
+    engine: dict[str, Any] = field(default_factory=dict)  # options of the engine
+    speculative: dict[str, Any] = field(default_factory=dict)  # fields of its configuration
+    together: int | None = None  # requests that run at a time; None runs all
+    rounds: int = 1  # runs in one engine; the last outputs are compared
     check: Check | None = None
     used: Callable[[LLM, Sequence[RequestOutput]], bool] | None = None
-    needs_drafts: bool = False
+    needs_drafts: bool = False  # not applicable to plain decoding
 
 
 def greedy_case(

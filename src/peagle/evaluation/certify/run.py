@@ -1,4 +1,4 @@
-"""Runs the parts of the losslessness certificate."""
+"""Runs the parts of the losslessness certificate, and writes it as text."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 from peagle.config import SamplingParams
 from peagle.engine.outputs import RequestOutput
 from peagle.errors import UserError
-from peagle.evaluation.acceptance import Completion
 from peagle.evaluation.certify.distribution import MIN_EXPECTED, Tokens, fit, joint_cells
 from peagle.evaluation.certify.matrix import Case, Feature, difference, features, greedy_case
 from peagle.evaluation.certify.reference import TargetReference
-from peagle.evaluation.compare import build, measure
+from peagle.evaluation.decoding import Answer
 from peagle.evaluation.decoding_methods import NGRAM, PLAIN, DecodingMethod
+from peagle.evaluation.engine_backend import build, measure
 from peagle.evaluation.prompt_sets import load
 from peagle.llm import LLM
 from peagle.models.target import TargetModel
@@ -27,41 +27,30 @@ from peagle.results import CertificateResults, CertifiedCase, Provenance, Sample
 # Contexts of the sampled part: the last tokens of a prompt and some of its greedy continuation.
 # Any context would do, and short ones are quick.
 _TAIL_TOKENS, _MORE_TOKENS = 16, 24
+_MARKS = {"passed": "ok", "near-ties": "ok*", "fault": "FAULT", "not applicable": "-"}
+_SHOWN_DIFFERENCES = 12
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """Extent of the tests.
 
-    Attributes:
-        prompts: of the greedy part.
-        matrix_prompts: of each case of the matrix; 0 leaves it out.
-        prompt_set: source of all prompts.
-        max_new_tokens: of each greedy output.
-        samples: outputs of each prompt in the sampled part; 0 leaves it out.
-        sampled_prompts: of that part.
-        sampled_tokens: first tokens whose joint distribution is tested.
-        temperature, top_k, top_p: how they are sampled.
-        draft_samplings: of the heads; prompt lookup has none.
-        alpha: probability of a false alarm of the whole sampled part.
-        seed: the samples depend on it.
-
     Raises:
         UserError: a number is out of range.
     """
 
-    prompts: int = 8
-    matrix_prompts: int = 3
+    prompts: int = 8  # of the greedy part
+    matrix_prompts: int = 3  # of each case of the matrix; 0 leaves it out
     prompt_set: str = "humaneval"
-    max_new_tokens: int = 48
-    samples: int = 1000
+    max_new_tokens: int = 48  # of each greedy output
+    samples: int = 1000  # outputs of each prompt in the sampled part; 0 leaves it out
     sampled_prompts: int = 2
-    sampled_tokens: int = 3
+    sampled_tokens: int = 3  # first tokens whose joint distribution is tested
     temperature: float = 0.8
     top_k: int = 0
     top_p: float = 1.0
-    draft_samplings: tuple[str, ...] = ("argmax", "probabilistic")
-    alpha: float = 0.001
+    draft_samplings: tuple[str, ...] = ("argmax", "probabilistic")  # prompt lookup has none
+    alpha: float = 0.001  # probability of a false alarm of the whole sampled part
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -96,7 +85,6 @@ class _Subject:
     watch: Callable[[str], None]
 
     def engine(self, method: DecodingMethod, speculative: dict[str, Any], **options: Any) -> LLM:
-        """An engine of its own, without prefix caching unless asked for."""
         config = method.config(self.k)
         if config is not None:
             config = replace(config, **speculative)
@@ -114,9 +102,9 @@ def run(
 ) -> CertificateResults:
     """Test that drafts change nothing: greedy outputs, the feature matrix, sampled outputs.
 
-    Greedy outputs are held against transformers' own: each first difference is a near-tie (the
-    reference was that undecided itself) or a fault. Sampled outputs are held against the exact
-    distribution of the target (`certify.distribution`); drafts there are of 1 to sampled_tokens - 1
+    Greedy outputs are compared with transformers' own: each first difference is a near-tie (the
+    reference was that undecided itself) or a fault. Sampled outputs are compared with the exact
+    distribution of the target (`certify.distribution`). Drafts there have 1 to sampled_tokens - 1
     tokens, so that each tested token is the prompt pass's own, an accepted draft, the correction of
     a refused one, and a bonus token.
 
@@ -168,7 +156,7 @@ def run(
 
 
 def _certify(subject: _Subject, feature: Feature, method: DecodingMethod) -> CertifiedCase:
-    """One feature under one method."""
+    """Test one feature under one method."""
     result = CertifiedCase(feature=feature.name, method=method.name)
     if feature.needs_drafts and method.name == PLAIN:
         return result
@@ -215,7 +203,7 @@ def _certify(subject: _Subject, feature: Feature, method: DecodingMethod) -> Cer
 
 
 def _test_distribution(subject: _Subject, cases: Sequence[Case]) -> Iterator[SampledTest]:
-    """Every prompt under every method and draft sampling."""
+    """Test every prompt under every method and draft sampling."""
     options, num_tokens = subject.options, subject.options.sampled_tokens
     cases = cases[: options.sampled_prompts]
     ways = [
@@ -232,35 +220,29 @@ def _test_distribution(subject: _Subject, cases: Sequence[Case]) -> Iterator[Sam
         top_p=options.top_p,
         ignore_eos=True,
     )
-    cases = [replace(case, prompt=_context(subject, case.prompt)) for case in cases]
-    cells = [_exact_cells(subject, case.prompt, params) for case in cases]
+    contexts = [_context(subject, case.prompt) for case in cases]
+    cells = [_exact_cells(subject, context, params) for context in contexts]
     depths = range(1, min(subject.k, num_tokens - 1) + 1)
     for method, sampling in ways:
         speculative = {"draft_sampling": sampling} if sampling else {}
         llm = subject.engine(method, speculative, enable_prefix_caching=True, max_num_seqs=64)
-        for number, (case, exact) in enumerate(zip(cases, cells, strict=True)):
+        ks = [None] if method.name == PLAIN else depths
+        for number, (case, context) in enumerate(zip(cases, contexts, strict=True)):
             subject.watch(f"sampling, {method.name} {sampling}".rstrip() + f", {case.id}")
             first = (options.seed << 32) + number * options.samples
             every = [
-                replace(
-                    params,
-                    seed=first + i,
-                    num_speculative_tokens=(
-                        None if method.name == PLAIN else depths[i % len(depths)]
-                    ),
-                )
+                replace(params, seed=first + i, num_speculative_tokens=ks[i % len(ks)])
                 for i in range(options.samples)
             ]
-            prompts: list[Any] = [case.prompt] * options.samples
-            found = measure(llm, prompts, every).completions
-            outputs = [one.output.token_ids for one in found]
-            drafted, accepted = _count_drafts(found, num_tokens)
+            prompts: list[Any] = [context] * options.samples
+            found = measure(llm, prompts, every)
+            drafted, accepted = _count_drafts(found.answers, num_tokens)
             yield SampledTest(
                 method=method.name,
                 draft_sampling=sampling,
                 prompt=case.id,
                 num_tokens=num_tokens,
-                **asdict(fit(exact, outputs, num_tokens, significance)),
+                **asdict(fit(cells[number], found.token_ids, num_tokens, significance)),
                 significance=significance,
                 num_draft_tokens=drafted,
                 num_accepted_tokens=accepted,
@@ -268,7 +250,7 @@ def _test_distribution(subject: _Subject, cases: Sequence[Case]) -> Iterator[Sam
 
 
 def _context(subject: _Subject, prompt: list[int]) -> list[int]:
-    """A context behind which drafts are as often right as wrong, where a fault would show most.
+    """Return a context after which drafts are as often right as wrong: faults show most there.
 
     Of the places in a greedy output, with p_j the probability of its token there, that of the
     greatest p_j (v_j+1 + p_j+1 v_j+2), v = p (1 - p): the first sampled token is likely the greedy
@@ -283,12 +265,12 @@ def _context(subject: _Subject, prompt: list[int]) -> list[int]:
     return tail + found.token_ids[:place]
 
 
-def _count_drafts(completions: Sequence[Completion], num_tokens: int) -> tuple[int, int]:
-    """Draft tokens for the first tokens of outputs, and how many of them were accepted."""
+def _count_drafts(answers: Sequence[Answer], num_tokens: int) -> tuple[int, int]:
+    """Count the draft tokens for the first tokens of outputs, and the accepted ones of them."""
     drafted = accepted = 0
-    for completion in completions:
+    for answer in answers:
         position = 0
-        for step in completion.steps:
+        for step in answer.steps or []:
             room = max(0, num_tokens - position)
             drafted += min(step.num_drafted, room)
             accepted += min(step.num_accepted, room)
@@ -305,3 +287,65 @@ def _exact_cells(
 
     least = MIN_EXPECTED / subject.options.samples
     return joint_cells(next_probs, subject.options.sampled_tokens, least)
+
+
+# ---- text -----------------------------------------------------------------------------------
+
+
+def certificate_text(certificate: CertificateResults) -> str:
+    """Return a certificate for a terminal or a file of text."""
+    settings = ", ".join(f"{key} {value}" for key, value in certificate.settings.items())
+    identity = ["Greedy outputs against transformers' own generation"]
+    for case in certificate.identity:
+        identity.append(
+            f"  {case.method:<12} {case.num_outputs} outputs, {case.num_tokens} tokens, "
+            f"{case.num_accepted_tokens} from drafts: "
+            f"{len(case.differences) - case.num_near_ties} faults, {case.num_near_ties} near-ties"
+        )
+    parts = [[f"Losslessness certificate: {settings}"], identity]
+    if certificate.matrix:
+        parts.append(_matrix_lines(certificate.matrix))
+    if certificate.distribution:
+        first = certificate.distribution[0]
+        head = "Sampled outputs against the exact joint distribution of their first "
+        parts.append([f"{head}{first.num_tokens} tokens (a fault is p < {first.significance:.2g})"])
+    for test in certificate.distribution:
+        way = f"{test.method} {test.draft_sampling}".strip()
+        parts[-1].append(
+            f"  {way:<24} {test.prompt}: p = {test.p_value:.3g}, {test.num_samples} "
+            f"samples, {test.num_cells} cells, {test.num_accepted_tokens} of "
+            f"{test.num_draft_tokens} drafts accepted; finds a shift of {test.detectable_shift:.1%}"
+        )
+    cases = [*certificate.identity, *certificate.matrix]
+    found = [(case, one) for case in cases for one in case.differences]
+    found.sort(key=lambda pair: pair[1].is_near_tie)
+    if found:
+        parts.append(["First differences"])
+    for case, one in found[:_SHOWN_DIFFERENCES]:
+        gap = "" if one.gap is None else f"gap {one.gap:.2g} "
+        parts[-1].append(
+            f"  {case.feature}, {case.method}, {one.prompt} at token {one.position}: {one.token} "
+            f"in place of {one.reference_token}, "
+            f"{gap}({'near-tie' if one.is_near_tie else 'FAULT'})"
+        )
+    if len(found) > _SHOWN_DIFFERENCES:
+        parts[-1].append(f"  and {len(found) - _SHOWN_DIFFERENCES} more (in the JSON form)")
+    verdict = "PASSED: drafts change nothing that was tested here."
+    if not certificate.passed:
+        verdict = "FAILED:\n" + "\n".join(f"  {fault}" for fault in certificate.faults)
+    return "\n\n".join(["\n".join(lines) for lines in parts]) + (
+        f"\n\n{verdict} ({certificate.seconds:.0f} s)"
+    )
+
+
+def _matrix_lines(cases: Sequence[CertifiedCase]) -> list[str]:
+    by_feature: dict[str, dict[str, str]] = {}
+    for case in cases:
+        by_feature.setdefault(case.feature, {})[case.method] = _MARKS[case.status]
+    methods = dict.fromkeys(case.method for case in cases)
+    width = max(map(len, by_feature))
+    lines = ["Greedy under every feature (ok* = near-ties only; - = not applicable)"]
+    for feature, marks in {"": {method: method for method in methods}, **by_feature}.items():
+        shown = [f"{marks.get(method, ''):<{max(len(method), 5)}}" for method in methods]
+        lines.append("  ".join([f"  {feature:<{width}}", *shown]).rstrip())
+    return lines + sorted({f"  {c.feature}, {c.method}: {c.note}" for c in cases if c.note})

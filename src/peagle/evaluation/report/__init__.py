@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from peagle.evaluation.report import charts
+from peagle.evaluation.report import charts, plots
 from peagle.evaluation.report.files import (
+    Results,
     acceptance_csv,
     read_results,
     throughput_csv,
     write_file,
 )
-from peagle.evaluation.report.page import Page
+from peagle.evaluation.report.page import origin, page_html
+from peagle.evaluation.report.series import Cast, conditions, sets_of
 from peagle.results import FORMAT_VERSION
 
 REPORT, RESULTS = "report.html", "results.json"
@@ -22,15 +24,15 @@ def write_report(folder: Path) -> Path:
     """Write the report of an output folder.
 
     Reads whichever of acceptance.json, throughput.json and tune.json are there and writes, each
-    whole or not at all: results.json (all of them under one roof), acceptance.csv, throughput.csv,
-    PNGs (with matplotlib), and report.html, a single page that opens offline. The same inputs give
-    the same files.
+    whole or not at all: results.json (all of them in one), acceptance.csv, throughput.csv, PNGs
+    (with matplotlib), and report.html, a single page that opens offline. The same inputs give the
+    same files.
 
     Args:
         folder: what `--output` named.
 
     Returns:
-        where report.html is.
+        the path of report.html.
 
     Raises:
         UserError: none of the three is there, one is malformed (its name and the key) or of a newer
@@ -46,13 +48,26 @@ def write_report(folder: Path) -> Path:
         write_file(folder / "acceptance.csv", acceptance_csv(results.acceptance))
     if results.throughput is not None:
         write_file(folder / "throughput.csv", throughput_csv(results.throughput))
-    page = Page(results)
     if charts.can_draw():
-        for section, name in (
-            *(("throughput", "throughput.png"), ("sweep", "k_sweep.png")),
-            *(("acceptance", "acceptance.png"), ("requests", "histogram.png")),
-        ):
-            if drawn := page.charts_of(section):
-                write_file(folder / name, charts.png(drawn[:6], page.origin))
-    write_file(folder / REPORT, page.html().encode())
+        for name, drawn in _pictures(results).items():
+            if drawn:
+                write_file(folder / name, charts.png(drawn[:6], origin(results)))
+    write_file(folder / REPORT, page_html(results).encode())
     return folder / REPORT
+
+
+def _pictures(results: Results) -> dict[str, list[charts.Chart]]:
+    """The charts for slides: those that the sections of the page show open, by file."""
+    cast, file = Cast.of(results), results.throughput
+    drawn: dict[str, list[charts.Chart]] = {}
+    sets = sets_of(results.cells)
+    if file is not None and sets:
+        drawn["throughput.png"] = plots.load_charts(file, cast, sets[0])
+        if file.has_many_k:
+            found = (plots.k_charts(file, cast, name) for name in sets)
+            drawn["k_sweep.png"] = next(filter(None, found), [])
+    for condition in conditions(results.entries)[:1]:
+        drawn["acceptance.png"] = plots.position_charts(condition, cast)
+    found = (plots.request_charts(one, cast) for one in conditions(results.entries))
+    drawn["histogram.png"] = next(filter(None, found), [])
+    return drawn

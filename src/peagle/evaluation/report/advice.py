@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from peagle.evaluation.best_k import tied_fastest
 from peagle.evaluation.decoding_methods import NGRAM, PLAIN
 from peagle.evaluation.report.files import Results
-from peagle.evaluation.report.series import Cast, best_cells, key_of, sets_of, speed_of
+from peagle.evaluation.report.series import Cast, best_cells, key_of, sets_of
 from peagle.evaluation.report.text import depth, interval, joined, method_name, number, set_name
+from peagle.evaluation.throughput import tied_fastest
 from peagle.results import Cell, Comparison, Entry, ThroughputResults, TrainingRecord
 
 _NO_HEAD = "prompt lookup, which needs no head (--method ngram)"
@@ -115,24 +115,16 @@ def throughput_advice(file: ThroughputResults) -> str:
 
 
 def _choice(here: Sequence[Cell], cells: Iterable[Cell], cast: Cast) -> tuple[str, tuple[str, ...]]:
-    """The method and K to take among the best cells at one load, and what ties with it."""
-    tied = tied_fastest({_words(cell, cast): speed_of(cell) for cell in here})
+    """Return the method and K to take among the best cells at one load, and what ties with it."""
     order = {PLAIN: 0, NGRAM: 1}
-    ranked = sorted(
-        (cell for cell in here if _words(cell, cast) in tied),
-        key=lambda c: (order.get(c.method, 2), key_of(c) != cast.hero),
+    chosen, *others = sorted(
+        tied_fastest(here),
+        key=lambda cell: (order.get(cell.method, 2), key_of(cell) != cast.hero),
     )
-    chosen = ranked[0]
-    others = [_words(cell, cast) for cell in ranked[1:]]
-    return _words(chosen, cast), (*_other_ks(chosen, cells), *others)
-
-
-def _other_ks(chosen: Cell, cells: Iterable[Cell]) -> list[str]:
-    """Larger K of the chosen method that tie with its best."""
-    key = chosen.method, chosen.engine, chosen.set, chosen.concurrency
-    own = [c for c in cells if c.k and (c.method, c.engine, c.set, c.concurrency) == key]
-    tied = tied_fastest({c.k: speed_of(c) for c in own}) if own else []
-    return [depth(k) for k in sorted(k for k in tied if k and k != chosen.k)]
+    load = chosen.method, chosen.engine, chosen.set, chosen.concurrency
+    own = [c for c in cells if c.k and (c.method, c.engine, c.set, c.concurrency) == load]
+    larger = sorted(c.k for c in tied_fastest(own) if c.k and c.k != chosen.k) if own else []
+    return _words(chosen, cast), (*map(depth, larger), *(_words(cell, cast) for cell in others))
 
 
 def _words(cell: Cell, cast: Cast) -> str:

@@ -38,7 +38,7 @@ _ATTRIBUTES = {"fill", "fill-opacity", "opacity", "stroke", "stroke-width", "str
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class ChartPoint:
     """One point: where it is, its interval, its tooltip, and a note above it."""
 
     x: float
@@ -49,12 +49,12 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ChartLine:
     """A series: its name, its style, and its points from left to right."""
 
     name: str
     style: int
-    points: Sequence[Point]
+    points: Sequence[ChartPoint]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,38 +71,22 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart.
-
-    Attributes:
-        title: caption.
-        about: what it shows, for the text alternative; "" takes the title.
-        lines: drawn in this order, the last on top.
-        x, y: axes.
-        small: a second line of the caption.
-        connected: lines join their points.
-        rows: y is a row; intervals lie along x.
-        bars: of a histogram, (low, high, count, tooltip), in the style of the first line.
-        level: a value of y to compare with, and its name.
-        pin: a marked value of x, and its name.
-        band: two values of y, and what lies between them is shaded.
-        wide: width on a large screen, in pixels; 0 has one chart for all screens.
-        height: in pixels.
-    """
+    """A chart; matplotlib draws it as SVG and as PNG."""
 
     title: str
-    lines: Sequence[Line]
+    lines: Sequence[ChartLine]
     x: Axis
     y: Axis
-    about: str = ""
-    small: str = ""
-    connected: bool = True
-    rows: bool = False
-    bars: Sequence[tuple[float, float, int, str]] = ()
-    level: tuple[float, str] | None = None
-    pin: tuple[float, str] | None = None
-    band: tuple[float, float] | None = None
-    wide: int = 0
-    height: int = 260
+    about: str = ""  # the text alternative; "" takes the title
+    small: str = ""  # a second line of the caption
+    connected: bool = True  # lines join their points
+    rows: bool = False  # y is a row; intervals lie along x
+    bars: Sequence[tuple[float, float, int, str]] = ()  # low, high, count, tooltip
+    level: tuple[float, str] | None = None  # a value of y to compare with, and its name
+    pin: tuple[float, str] | None = None  # a marked value of x, and its name
+    band: tuple[float, float] | None = None  # two values of y, shaded between
+    wide: int = 0  # width on a large screen, pixels; 0 has one chart for all screens
+    height: int = 260  # pixels
 
     @property
     def legend(self) -> list[tuple[int, str]]:
@@ -170,14 +154,8 @@ def _svg(chart: Chart, width: int) -> Markup:
         longest = max(map(len, labels), default=0)
         left = min(longest * _CHARACTER + 12, 0.5 * width)
         top = 26 if chart.y.title else 12
-        axes.set_position(
-            (
-                left / width,
-                42 / chart.height,
-                1 - (left + 16) / width,
-                1 - (42 + top) / chart.height,
-            )
-        )
+        x, y = left / width, 42 / chart.height
+        axes.set_position((x, y, 1 - x - 16 / width, 1 - y - top / chart.height))
         figure.text(0, 1 - 12 / chart.height, _plain(chart.y.title), color=_TEXT, fontsize=12)
         _annotate(chart, axes)
         about = f"{chart.about or chart.title}: {chart.y.title or 'rows'} over {chart.x.title}"
@@ -247,15 +225,14 @@ def _look(style: int) -> dict[str, Any]:
     return look | more | {"clip_on": False}
 
 
-def _draw_intervals(chart: Chart, axes: Axes, line: Line) -> None:
-    """A band where several neighbouring points have intervals, whiskers elsewhere."""
+def _draw_intervals(chart: Chart, axes: Axes, line: ChartLine) -> None:
+    """Draw a band where several neighbouring points have intervals, whiskers elsewhere."""
     held = [(point.x, point.y, *point.interval) for point in line.points if point.interval]
     if not held:
         return
     xs, ys, lows, highs = zip(*held, strict=True)
-    if (floor := (chart.x if chart.rows else chart.y).low) is not None:
-        lows = [max(low, floor) for low in lows]
-    colour = _SERIES[line.style]
+    floor, colour = (chart.x if chart.rows else chart.y).low, _SERIES[line.style]
+    lows = lows if floor is None else [max(low, floor) for low in lows]
     if chart.rows:
         axes.hlines(ys, lows, highs, color=colour, linewidth=2, alpha=0.5)
     elif len(held) > 1 and chart.connected:
@@ -313,40 +290,35 @@ def tick_label(value: float, axis: Axis, ticks: Sequence[float]) -> str:
 
 
 def _annotate(chart: Chart, axes: Axes) -> None:
-    """Notes above points where no other marker is in the way, and names of marked values."""
+    """Write notes above points where no other marker is in the way, and names of marked values."""
     pixel = axes.transData.transform
     taken = [pixel((point.x, point.y)) for line in chart.lines for point in line.points]
+    notes: list[tuple[str, tuple[float, float], str, str, int]] = []
     for line in chart.lines:
         for point in line.points:
             x, y = pixel((point.x, point.y))
             is_free = not any(abs(a - x) < 24 and 0 < b - y < 26 for a, b in taken)
             if point.note and is_free:
-                _write_note(axes, point.note, (point.x, point.y), "center", _SERIES[line.style])
+                notes.append((point.note, (point.x, point.y), "center", _SERIES[line.style], 8))
     left, right = axes.get_xlim()
     if chart.level is not None and chart.level[1]:
-        _write_note(axes, chart.level[1], (left, chart.level[0]), "left", _MUTED)
+        notes.append((chart.level[1], (left, chart.level[0]), "left", _MUTED, 8))
     if chart.pin is not None:
-        beyond = chart.pin[0] > (left + right) / 2
-        place = (chart.pin[0], axes.get_ylim()[1])
-        _write_note(axes, chart.pin[1], place, "right" if beyond else "left", _TEXT, down=14)
-
-
-def _write_note(
-    axes: Axes, text: str, place: tuple[float, float], side: Any, colour: str, down: int = 0
-) -> None:
-    across = {"center": 0, "left": 6, "right": -6}[side]
-    axes.annotate(
-        _plain(text),
-        place,
-        xytext=(across, 8 - 2 * down if down else 8),
-        textcoords="offset points",
-        ha=side,
-        fontsize=11,
-        fontweight="bold",
-        color=colour,
-        gid="halo",
-        zorder=5,
-    )
+        side = "right" if chart.pin[0] > (left + right) / 2 else "left"
+        notes.append((chart.pin[1], (chart.pin[0], axes.get_ylim()[1]), side, _TEXT, -20))
+    for text, place, side, colour, up in notes:
+        axes.annotate(
+            _plain(text),
+            place,
+            xytext=({"center": 0, "left": 6, "right": -6}[side], up),
+            textcoords="offset points",
+            ha=side,
+            fontsize=11,
+            fontweight="bold",
+            color=colour,
+            gid="halo",
+            zorder=5,
+        )
 
 
 def _plain(text: str) -> str:

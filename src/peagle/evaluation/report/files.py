@@ -20,30 +20,16 @@ from peagle.results import (
     Cell,
     Document,
     Entry,
+    Interval,
     Slice,
     ThroughputResults,
     TuneResults,
     read_document,
 )
 
-_ACCEPTANCE_HEADER = (
-    *("method", "source", "engine", "k", "temperature", "draft_sampling", "slice_kind", "slice"),
-    *("num_requests", "num_tokens", "num_drafts", "num_accepted_tokens"),
-    *("acceptance_length", "acceptance_length_low", "acceptance_length_high", "tokens_per_step"),
-    *("loop_share", "acceptance_length_before_loop", "position", "num_accepted_at_position"),
-    *("unconditional", "unconditional_low", "unconditional_high"),
-    *("conditional", "conditional_low", "conditional_high"),
-)
 _TIMES, _PERCENTILES = ("ttft_s", "itl_s", "e2e_s"), ("p50", "p90", "p99", "mean")
-_THROUGHPUT_HEADER = (
-    *("method", "source", "engine", "k", "set", "concurrency", "num_repeats"),
-    *("output_tokens_per_s", "output_tokens_per_s_low", "output_tokens_per_s_high"),
-    *("requests_per_s", *(f"{time}_{p}" for time in _TIMES for p in _PERCENTILES)),
-    *("acceptance_length", "gpu_busy", "errors", "speed_up_over_plain", "speed_up_over_eagle3"),
-    *("linearity", "meets_objective"),
-)
 
-Row = list[object]
+Row = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +45,16 @@ class Results:
         """The results that are there, by the name of their file."""
         every = {ACCEPTANCE: self.acceptance, THROUGHPUT: self.throughput, TUNE: self.tune}
         return {name: document for name, document in every.items() if document is not None}
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The entries of acceptance.json; none without the file."""
+        return self.acceptance.entries if self.acceptance else []
+
+    @property
+    def cells(self) -> list[Cell]:
+        """The cells of throughput.json; none without the file."""
+        return self.throughput.cells if self.throughput else []
 
     @property
     def first(self) -> Document:
@@ -106,70 +102,88 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def acceptance_csv(file: AcceptanceResults) -> bytes:
-    """One row for each slice and draft position; one without a position where there is none."""
-    return _csv(_ACCEPTANCE_HEADER, (row for entry in file.entries for row in _entry_rows(entry)))
+    """Write a row for each slice and position in its drafts; at least one for each slice."""
+    header = (
+        *(
+            "method",
+            "source",
+            "engine",
+            "k",
+            "temperature",
+            "draft_sampling",
+            "slice_kind",
+            "slice",
+        ),
+        *("num_requests", "num_tokens", "num_drafts", "num_accepted_tokens"),
+        *("acceptance_length", "acceptance_length_low", "acceptance_length_high"),
+        *("tokens_per_step", "loop_share", "acceptance_length_before_loop"),
+        *("position", "num_accepted_at_position"),
+        *("unconditional", "unconditional_low", "unconditional_high"),
+        *("conditional", "conditional_low", "conditional_high"),
+    )
+    return _csv(header, (row for entry in file.entries for row in _entry_rows(entry)))
 
 
 def throughput_csv(file: ThroughputResults) -> bytes:
-    """One row for each cell, the medians of its repeats."""
-    return _csv(_THROUGHPUT_HEADER, map(_cell_row, file.cells))
+    """Write a row for each cell, with the medians of its repeats."""
+    header = (
+        *("method", "source", "engine", "k", "set", "concurrency", "num_repeats"),
+        *("output_tokens_per_s", "output_tokens_per_s_low", "output_tokens_per_s_high"),
+        *("requests_per_s", *(f"{time}_{p}" for time in _TIMES for p in _PERCENTILES)),
+        *("acceptance_length", "gpu_busy", "errors", "speed_up_over_plain", "speed_up_over_eagle3"),
+        *("linearity", "meets_objective"),
+    )
+    return _csv(header, map(_cell_row, file.cells))
 
 
 def _csv(header: Sequence[str], rows: Iterable[Row]) -> bytes:
     buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(header)
+    writer = csv.DictWriter(buffer, header, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
     writer.writerows(rows)
     # JSON can hold half of a character, which UTF-8 cannot.
     return buffer.getvalue().encode("utf-8", "replace")
 
 
 def _slices(entry: Entry) -> Iterator[tuple[str, str, Slice]]:
-    """Kind, name and slice of all slices of an entry."""
+    """Yield kind, name and slice of all slices of an entry."""
     yield "pooled", "", entry.pooled
     yield from (("set", name, piece) for name, piece in entry.by_set.items())
     yield from (("category", name, piece) for name, piece in entry.by_category.items())
-    for kind, ranges in (
-        ("context", entry.by_context),
-        ("output_position", entry.by_output_position),
-    ):
-        yield from ((kind, f"{r.first:g}-{r.last:g}", r.slice) for r in ranges)
+    yield from (("context", f"{r.first:g}-{r.last:g}", r.slice) for r in entry.by_context)
+    for r in entry.by_output_position:
+        yield "output_position", f"{r.first:g}-{r.last:g}", r.slice
+
+
+def _ends(name: str, interval: Interval | None) -> Row:
+    return dict(zip((f"{name}_low", f"{name}_high"), interval or (None, None), strict=True))
 
 
 def _entry_rows(entry: Entry) -> Iterator[Row]:
     for kind, name, piece in _slices(entry):
-        head: Row = [
-            *(entry.method, entry.source, entry.engine, entry.k, entry.temperature),
-            *(entry.draft_sampling, kind, name, piece.num_requests, piece.num_tokens),
-            *(piece.num_drafts, piece.num_accepted_tokens, piece.acceptance_length),
-            *(piece.acceptance_length_ci or (None, None)),
-            *(piece.tokens_per_step, piece.loop_share, piece.acceptance_length_before_loop),
-        ]
-        positions = list(
-            zip_longest(
-                piece.num_accepted_tokens_per_pos,
-                piece.unconditional,
-                piece.unconditional_ci or [],
-                piece.conditional,
-                piece.conditional_ci or [],
-            )
+        shared = dict(entry) | dict(piece) | {"slice_kind": kind, "slice": name}
+        shared |= _ends("acceptance_length", piece.acceptance_length_ci)
+        # The shares of a position, not the lists of all.
+        shared |= {"unconditional": None, "conditional": None}
+        positions = zip_longest(
+            piece.num_accepted_tokens_per_pos,
+            piece.unconditional,
+            piece.unconditional_ci or [],
+            piece.conditional,
+            piece.conditional_ci or [],
         )
-        for number, (count, share, share_ci, given, given_ci) in enumerate(positions, 1):
-            ends = [*(share_ci or (None, None))]
-            yield [*head, number, count, share, *ends, given, *(given_ci or (None, None))]
-        if not positions:
-            yield [*head, *[None] * (len(_ACCEPTANCE_HEADER) - len(head))]
+        rows = [
+            {"position": number, "num_accepted_at_position": count}
+            | {"unconditional": share, "conditional": given}
+            | _ends("unconditional", share_ci)
+            | _ends("conditional", given_ci)
+            for number, (count, share, share_ci, given, given_ci) in enumerate(positions, 1)
+        ]
+        yield from (shared | row for row in rows or [{}])
 
 
 def _cell_row(cell: Cell) -> Row:
-    median = cell.median
-    return [
-        *(cell.method, cell.source, cell.engine, cell.k, cell.set, cell.concurrency),
-        *(len(cell.repeats), median.output_tokens_per_s),
-        *(cell.spread.output_tokens_per_s or (None, None)),
-        median.requests_per_s,
-        *(getattr(getattr(median, time), name) for time in _TIMES for name in _PERCENTILES),
-        *(median.acceptance_length, median.gpu_busy),
-        *(median.errors, cell.speed_up_over_plain, cell.speed_up_over_eagle3),
-        *(cell.linearity, cell.meets_objective),
-    ]
+    row = dict(cell.median) | dict(cell) | {"num_repeats": len(cell.repeats)}
+    for time in _TIMES:
+        row |= {f"{time}_{name}": value for name, value in getattr(cell.median, time)}
+    return row | _ends("output_tokens_per_s", cell.spread.output_tokens_per_s)

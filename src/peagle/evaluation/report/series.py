@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from peagle.evaluation.best_k import Speed, best_k
 from peagle.evaluation.report.files import Results
-from peagle.evaluation.report.text import method_name
+from peagle.evaluation.report.text import method_name, temperature
+from peagle.evaluation.throughput import best_k_cell
 from peagle.results import Cell, Entry
 
 _STYLES = {"plain": 0, "peagle": 1, "eagle3": 2, "ngram": 3}
@@ -40,11 +40,9 @@ class Cast:
 
     @classmethod
     def of(cls, results: Results) -> Cast:
-        """The series of all files."""
-        cells = results.throughput.cells if results.throughput else []
-        entries = results.acceptance.entries if results.acceptance else []
-        keys = list(dict.fromkeys(map(key_of, [*entries, *cells])))
-        hero = _hero(keys, entries, cells)
+        """Collect the series of all files."""
+        keys = list(dict.fromkeys(map(key_of, [*results.entries, *results.cells])))
+        hero = _hero(keys, results.entries, results.cells)
         keys.sort(key=lambda key: (key == hero, key[0] != "plain", key[0] != "ngram"))
         styles: dict[Key, int] = {}
         for key in keys:
@@ -53,8 +51,7 @@ class Cast:
                 styles[key] = wanted
         for key in keys:
             if key not in styles:
-                taken = set(styles.values())
-                unused = (style for style in _FREE if style not in taken)
+                unused = (style for style in _FREE if style not in styles.values())
                 styles[key] = next(unused, _FREE[len(styles) % len(_FREE)])
         ordered = {key: styles[key] for key in keys}
         return cls(ordered, hero, len({engine for _, engine in keys}) > 1)
@@ -81,22 +78,17 @@ class Cast:
 
 
 def _hero(keys: Sequence[Key], entries: Sequence[Entry], cells: Sequence[Cell]) -> Key | None:
-    """The series that the report is about: P-EAGLE by name, else what accepts or writes most."""
+    """Choose the head that the report is about: P-EAGLE by name, else the longest or fastest."""
     heads = [key for key in keys if key[0] not in ("plain", "ngram")]
     heads = heads or [key for key in keys if key[0] == "ngram"]
-    if not heads:
-        return None
 
     def merit(key: Key) -> tuple[bool, bool, float, float]:
         lengths = [e.pooled.length or 0 for e in entries if key_of(e) == key]
-        rates = [c.median.output_tokens_per_s for c in cells if key_of(c) == key]
-        most = (max(lengths, default=0.0), max(rates, default=0.0))
+        speeds = [c.speed for c in cells if key_of(c) == key]
+        most = (max(lengths, default=0.0), max(speeds, default=0.0))
         return key[0] == "peagle", key[1] == "peagle", *most
 
-    return max(heads, key=merit)
-
-
-# ---- acceptance -----------------------------------------------------------------------------
+    return max(heads, key=merit, default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +98,10 @@ class Condition:
     temperature: float
     draft_sampling: str
     entries: tuple[Entry, ...]
+
+    def __str__(self) -> str:
+        drawn = self.temperature and self.draft_sampling
+        return temperature(self.temperature) + (f", drafts by {drawn}" if drawn else "")
 
     def of(self, key: Key) -> list[Entry]:
         """The entries of a series."""
@@ -120,9 +116,18 @@ class Condition:
         found = (self.deepest(key) for key in cast.among(self.entries))
         return [entry for entry in found if entry is not None]
 
+    def positions(self, cast: Cast) -> range:
+        """The positions in the longest draft."""
+        return range(1, max([1, *(entry.depth for entry in self.deepest_of_all(cast))]) + 1)
+
+    def with_histogram(self, cast: Cast) -> list[Entry]:
+        """The deepest entries that count requests by acceptance length, the report's head first."""
+        entries = self.deepest_of_all(cast)[::-1]
+        return [entry for entry in entries if any(one.count for one in entry.histogram)]
+
 
 def conditions(entries: Iterable[Entry]) -> list[Condition]:
-    """Entries that drafted something, by temperature, the lowest first."""
+    """Group the entries that drafted something by temperature, the lowest first."""
     groups: dict[tuple[float, str], list[Entry]] = {}
     for entry in entries:
         if entry.pooled.num_drafts:
@@ -130,30 +135,18 @@ def conditions(entries: Iterable[Entry]) -> list[Condition]:
     return [Condition(*key, tuple(groups[key])) for key in sorted(groups)]
 
 
-# ---- throughput -----------------------------------------------------------------------------
-
-
 def sets_of(cells: Iterable[Cell]) -> list[str]:
     """Prompt sets, the one with the most cells first."""
     return [name for name, _ in Counter(cell.set for cell in cells).most_common()]
 
 
-def best_cells(cells: Iterable[Cell], key: Key, name: str) -> list[Cell]:
-    """The cell of a series with the best K on a prompt set at each concurrency, ascending."""
-    loads: dict[int, dict[int, Cell]] = {}
+def best_cells(cells: Iterable[Cell], key: Key | None, name: str) -> list[Cell]:
+    """Return the cell with the best K of a series on a set, at each concurrency, ascending."""
+    loads: dict[int, list[Cell]] = {}
     for cell in cells:
         if (key_of(cell), cell.set) == (key, name):
-            loads.setdefault(cell.concurrency, {})[cell.k or 0] = cell
-    return [
-        own[best_k({k: speed_of(c) for k, c in own.items()})] for _, own in sorted(loads.items())
-    ]
-
-
-def speed_of(cell: Cell) -> Speed:
-    """The speeds of a cell, for the choice of K."""
-    median = cell.median.output_tokens_per_s
-    least, most = cell.spread.output_tokens_per_s or (median, median)
-    return Speed(median, least, most)
+            loads.setdefault(cell.concurrency, []).append(cell)
+    return [best_k_cell(own) for _, own in sorted(loads.items())]
 
 
 def k_runs(best: Iterable[Cell]) -> list[tuple[int, list[int]]]:

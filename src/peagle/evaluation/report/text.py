@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import PurePath
+
+from peagle.results import HardText, OutputSample, Slice
 
 # Longer ones would make a page that nobody can open.
 LONGEST_TEXT = 6000
@@ -86,9 +89,8 @@ def percent(value: float | None) -> str:
 
 def milliseconds(value: float | None) -> str:
     """Seconds, shown as milliseconds."""
-    if value is None:
-        return _MISSING
-    return number(1000 * value, 0 if value >= 0.1 else 1 if value >= 0.01 else 2)
+    digits = 0 if value is None or value >= 0.1 else 1 if value >= 0.01 else 2
+    return number(None if value is None else 1000 * value, digits)
 
 
 def interval(low_high: tuple[float, float] | None, digits: int = 2) -> str:
@@ -103,9 +105,10 @@ def rates(low_high: tuple[float, float] | None) -> str:
     return _MISSING if low_high is None else f"{rate(low_high[0])} to {rate(low_high[1])}"
 
 
-def with_interval(value: float | None, low_high: tuple[float, float] | None) -> str:
-    """A number, and its interval in parentheses where there is one."""
-    return number(value) + (f" ({interval(low_high)})" if low_high else "")
+def with_interval(piece: Slice) -> str:
+    """An acceptance length, and its interval in parentheses where there is one."""
+    ends = piece.acceptance_length_ci
+    return number(piece.length) + (f" ({interval(ends)})" if ends else "")
 
 
 def depth(k: int | None) -> str:
@@ -136,3 +139,29 @@ def day(created: str) -> str:
 def joined(items: list[str]) -> str:
     """Words like "a, b and c"."""
     return items[0] if len(items) == 1 else ", ".join(items[:-1]) + " and " + items[-1]
+
+
+def schedule_words(schedule: Sequence[tuple[int, int, int]]) -> str:
+    """A K schedule in words; "" for none."""
+    words = [
+        (f"K = {k}" if k else "no drafts")
+        + (f" for {low}" if low == high else f" for {low} to {high}")
+        for low, high, k in schedule
+    ]
+    return joined(words) + " sequences together" if words else ""
+
+
+def text_title(item: OutputSample | HardText) -> str:
+    """Prompt set and id; the id alone where it begins with the set's name."""
+    name = set_name(item.set) if item.set else ""
+    parts = [item.id] if name and item.id.lower().startswith(name.lower()) else [name, item.id]
+    return " · ".join(filter(None, parts)) or "Output"
+
+
+def shown_pieces(sample: OutputSample) -> Iterator[tuple[str, str]]:
+    """The kinds and texts of a sample's pieces, up to the longest text that a page shows."""
+    left = LONGEST_TEXT
+    for text, kind in sample.pieces:
+        if left > 0:
+            yield kind, cut(text, left)
+        left -= len(text)

@@ -29,15 +29,11 @@ class AcceptanceByK:
     the smallest it is that of the smallest. (A run with K = 7 cut after 3 is not a run with K = 3,
     whose drafts begin elsewhere: near, but not equal.)
 
-    Args:
-        per_pos: by measured K, P(the first i drafts are all accepted) for i = 1 to K.
-        source: origin of the figures.
-
     Raises:
         UserError: a list does not have K probabilities that never rise.
     """
 
-    per_pos: Mapping[int, Sequence[float]]
+    per_pos: Mapping[int, Sequence[float]]  # by measured K: P(the first i drafts all pass)
     source: Literal["measured", "acceptance.json"] = "measured"
 
     def __post_init__(self) -> None:
@@ -86,13 +82,10 @@ class AcceptanceByK:
 def acceptance_of_file(
     path: Path, *, draft: str, method: str | None = None, temperature: float = 0.0
 ) -> AcceptanceByK:
-    """Read the acceptance of a head from the acceptance.json of `peagle eval`.
+    """Read the acceptance of a head from acceptance.json, or from a folder that holds it.
 
-    Args:
-        path: the file, or the folder that holds it.
-        draft: folder or hub id of the head: its entries are taken, or those of the only head.
-        method: take the entries of this name instead.
-        temperature: of the entries.
+    The entries of `method` are read; without it those of the head `draft` (a folder or hub id), or
+    of the only head.
 
     Raises:
         UserError: not readable, not of this format, or without a fitting entry.
@@ -104,7 +97,12 @@ def acceptance_of_file(
     if method is not None:
         entries = [one for one in entries if one.method == method]
     elif len(names) > 1:
-        entries = [one for one in entries if _is_same_head(one.source, draft)]
+        entries = [
+            one
+            for one in entries
+            if one.source == draft
+            or (Path(one.source).is_dir() and Path(one.source).samefile(draft))
+        ]
     if not entries:
         wanted = f"method {method!r}" if method else f"the head {draft!r}"
         raise UserError(
@@ -162,7 +160,3 @@ def measure_acceptance(
 def _padded(rates: Sequence[float], k: int) -> list[float]:
     """Rates of K positions; positions that were never drafted are not listed and pass nothing."""
     return [*rates, *[0.0] * (k - len(rates))]
-
-
-def _is_same_head(source: str, draft: str) -> bool:
-    return source == draft or (Path(source).is_dir() and Path(source).samefile(draft))

@@ -14,8 +14,8 @@ from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine.graph_runner import buckets
 from peagle.engine.stats import StepTimes
 from peagle.errors import UserError
-from peagle.evaluation.compare import release
 from peagle.evaluation.dialogues import PromptSets
+from peagle.evaluation.engine_backend import release
 from peagle.evaluation.tuning.acceptance import AcceptanceByK
 from peagle.llm import LLM
 from peagle.models.checkpoint import read_head_config
@@ -55,11 +55,11 @@ class EngineMachine:
     few that warm up. On a GPU, where steps are graphs, the parts are the device's own stamps; on a
     CPU the time in the target's pass and in drafting. Where one thread computes everything its own
     time counts, so that a busy machine measures like a quiet one. Drafts are accepted as often as
-    the head's acceptance says, whatever the text.
+    the head's acceptance says, whatever the text. `changes_k_cheaply` says whether K may change
+    between any two measurements: a CPU keeps an engine for each K, a GPU has room for one.
 
     Args:
-        target: the target.
-        head: folder of the head.
+        target, head: the models; the head by its folder.
         acceptance: of the head, for all of `ks`.
         ks: draft tokens per step; 0 comes by itself.
         prompts: token ids, at least `context` of each; one for every sequence of the largest batch.
@@ -67,10 +67,6 @@ class EngineMachine:
         steps: number of timed steps.
         temperature: of the requests.
         **engine_options: fields of EngineConfig.
-
-    Attributes:
-        changes_k_cheaply: whether K may change between any two measurements: a CPU keeps an engine
-            for each K, a GPU has room for one.
 
     Raises:
         UserError: the context with the tokens of the steps is longer than target and head go.
@@ -175,25 +171,37 @@ def clock_of(device: torch.device) -> Clock:
 
 def time_steps(llm: LLM, steps: int) -> StepCost:
     """Return the medians over steps of the sequences that run."""
-    engine, drafting = llm.engine, llm.engine.drafting
-    clock = clock_of(llm.target.device)
-    parts = [(engine.runner, "run"), *([(drafting, "draft")] if drafting is not None else [])]
-    stopwatches = [_Stopwatch(getattr(owner, name), clock) for owner, name in parts]
-    for (owner, name), stopwatch in zip(parts, stopwatches):
-        setattr(owner, name, stopwatch)
+    engine, clock = llm.engine, clock_of(llm.target.device)
+    spent = [0.0, 0.0]  # in the target's pass and in drafting, within this step
+
+    def timed(part: int, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed_call(*arguments: Any) -> Any:
+            start = clock()
+            try:
+                return call(*arguments)
+            finally:
+                spent[part] += clock() - start
+
+        return timed_call
+
+    run, draft = engine.runner.run, engine.drafting and engine.drafting.draft
+    engine.runner.run = timed(0, run)
+    if engine.drafting is not None:
+        engine.drafting.draft = timed(1, engine.drafting.draft)
     rows: list[tuple[float, ...]] = []
     before = engine.stats.step_times
     try:
         for _ in range(steps):
             start = clock()
             llm.requests.step()
-            rows.append((clock() - start, *(stopwatch.take() for stopwatch in stopwatches)))
+            rows.append((clock() - start, *spent))
+            spent[:] = 0.0, 0.0
     finally:
-        for (owner, name), stopwatch in zip(parts, stopwatches):
-            setattr(owner, name, stopwatch.call)
+        engine.runner.run = run
+        if engine.drafting is not None and draft is not None:
+            engine.drafting.draft = draft
     seconds, *own_parts = (median(column) for column in zip(*rows))
-    on_device = device_parts(before, engine.stats.step_times)
-    target_s, draft_s, *_ = on_device or (*own_parts, 0.0)
+    target_s, draft_s = device_parts(before, engine.stats.step_times) or own_parts
     return StepCost(seconds, target_s, draft_s)
 
 
@@ -208,23 +216,3 @@ def device_parts(
         target += times.target + times.verify - earlier.target - earlier.verify
         draft += times.draft - earlier.draft
     return (target / steps, draft / steps) if steps else None
-
-
-class _Stopwatch:
-    """A function that adds up the seconds spent in it."""
-
-    def __init__(self, call: Callable[..., Any], clock: Clock) -> None:
-        self.call, self._clock = call, clock
-        self._seconds = 0.0
-
-    def __call__(self, *arguments: Any) -> Any:
-        start = self._clock()
-        try:
-            return self.call(*arguments)
-        finally:
-            self._seconds += self._clock() - start
-
-    def take(self) -> float:
-        """Return the seconds since the last call of this."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds

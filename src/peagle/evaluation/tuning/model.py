@@ -25,17 +25,11 @@ KNOT_RATIO = 2.0
 
 
 def nonnegative_least_squares(terms_NM: Array, values_N: Array) -> Array:
-    """Coefficients x >= 0 that minimise |terms x - values|.
+    """Return the coefficients x_M >= 0 that minimise |terms x - values|.
 
     The active-set method of Lawson and Hanson (Solving Least Squares Problems, 1974, chapter 23):
     coefficients enter where the error falls most, and leave where they would turn negative.
-
-    Args:
-        terms_NM: a row a measurement, a column a term.
-        values_N: what the terms should add up to.
-
-    Returns:
-        the M coefficients.
+    `terms_NM` has a row for each measurement and a column for each term.
     """
     num_terms = terms_NM.shape[1]
     x_M, is_free = np.zeros(num_terms), np.zeros(num_terms, dtype=bool)
@@ -95,19 +89,12 @@ def _fit(
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The composition of a step's rows.
+    """The composition of a step's rows."""
 
-    Attributes:
-        acceptance_length: by K, K = 0 too: a drafter reads the accepted tokens.
-        is_parallel: all drafts in one pass of the drafter; else a pass for each.
-        batch_rows: sequences for which a step has rows, of those that run.
-        is_padded: the drafter has 2K rows for each sequence, whatever was accepted (graphs).
-    """
-
-    acceptance_length: Mapping[int, float]
-    is_parallel: bool = True
-    batch_rows: Callable[[int], int] = lambda batch: batch
-    is_padded: bool = False
+    acceptance_length: Mapping[int, float]  # by K, K = 0 too: a drafter reads accepted tokens
+    is_parallel: bool = True  # all drafts come from one pass of the drafter, else a pass for each
+    batch_rows: Callable[[int], int] = lambda batch: batch  # sequences for which a step has rows
+    is_padded: bool = False  # the drafter has 2K rows for each sequence, as graphs have
 
     def target_rows(self, point: CostPoint) -> int:
         """Rows of the target's pass: b (K + 1)."""
@@ -128,12 +115,7 @@ class Shape:
 
 
 class CostModel:
-    """Seconds of a step at any batch size and K.
-
-    Args:
-        shape: of the steps.
-        costs: measured, at least one with K = 0 and one with drafts.
-    """
+    """Seconds of a step at any batch size and K, fitted to costs with and without drafts."""
 
     def __init__(self, shape: Shape, costs: Mapping[CostPoint, StepCost]) -> None:
         self.shape = shape

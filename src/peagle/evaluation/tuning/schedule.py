@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 from peagle.errors import UserError
@@ -16,21 +17,15 @@ DEFAULT_THRESHOLD = 0.03
 def choose_schedule(
     speed: Speed, largest_batch: int, ks: Sequence[int], threshold: float = DEFAULT_THRESHOLD
 ) -> Schedule:
-    """K by batch size, in as few ranges as lose nowhere more than the threshold.
+    """Choose K by batch size, in as few ranges as lose nowhere more than the threshold.
 
     Neighbouring sizes keep K as long as speed(b, K) >= max over K' of speed(b, K') / (1 +
     threshold) for every size b in the range: K changes only where that gains more. Of all schedules
     with the fewest such ranges this is the one with the highest speed, by geometric mean over the
-    sizes; of equal ones, that with fewer drafts.
-
-    Args:
-        speed: tokens per second by batch size and K.
-        largest_batch: sizes from 1 to this are covered, each once.
-        ks: to choose from; 0 decodes plainly.
-        threshold: a gain that is too small to change K for; 0 takes the best K of every size.
+    sizes; of equal ones, that with fewer drafts. The threshold 0 takes the best K of every size.
 
     Returns:
-        (first, last, K), ascending.
+        (first, last, K), ascending; the ranges cover the sizes from 1 to `largest_batch`.
 
     Raises:
         UserError: there is nothing to choose from, or the threshold is negative.
@@ -41,42 +36,29 @@ def choose_schedule(
             "no schedule; expected a size of at least 1, some K and a threshold of at least 0."
         )
     # By K of the last size so far: (ranges, loss, drafts) and the K of every size.
-    paths: dict[int, tuple[tuple[int, float, int], tuple[int, ...]]] = {}
+    paths: dict[int, tuple[tuple[int, float, int], tuple[int, ...]]] = {-1: ((0, 0.0, 0), ())}
     for batch in range(1, largest_batch + 1):
         speeds = {k: speed(batch, k) for k in ks}
         best = max(speeds.values())
         near = [k for k in ks if speeds[k] * (1 + threshold) >= best]
-        paths = {k: _extend(paths, k, math.log(best / speeds[k])) for k in near}
+        losses = {k: math.log(best / speeds[k]) for k in near}
+        paths = {
+            k: min(
+                ((ranges + (last != k), round(lost + losses[k], 12), drafts + k), (*sizes, k))
+                for last, ((ranges, lost, drafts), sizes) in paths.items()
+            )
+            for k in near
+        }
     _, chosen = min(paths.values())
-    return _ranges(chosen)
-
-
-def _extend(
-    paths: dict[int, tuple[tuple[int, float, int], tuple[int, ...]]], k: int, loss: float
-) -> tuple[tuple[int, float, int], tuple[int, ...]]:
-    """The best way to go on with K at the next size."""
-    if not paths:
-        return (1, loss, k), (k,)
-    options = [
-        ((ranges + (last != k), round(lost + loss, 12), drafts + k), (*sizes, k))
-        for last, ((ranges, lost, drafts), sizes) in paths.items()
-    ]
-    return min(options)
-
-
-def _ranges(ks: Sequence[int]) -> Schedule:
-    """K of the sizes 1, 2, ... as ranges."""
-    ranges: Schedule = []
-    for batch, k in enumerate(ks, 1):
-        if ranges and ranges[-1][2] == k:
-            ranges[-1] = (ranges[-1][0], batch, k)
-        else:
-            ranges.append((batch, batch, k))
-    return ranges
+    schedule: Schedule = []
+    for k, group in groupby(enumerate(chosen, 1), key=lambda one: one[1]):
+        batches = [batch for batch, _ in group]
+        schedule.append((batches[0], batches[-1], k))
+    return schedule
 
 
 def k_at(schedule: Schedule, batch: int) -> int:
-    """K of a schedule at a batch size; beyond the last range its K stays."""
+    """Return K of a schedule at a batch size; beyond the last range its K stays."""
     return next((k for _, last, k in schedule if batch <= last), schedule[-1][2])
 
 
@@ -86,7 +68,7 @@ def best_single_k(speed: Speed, batches: Sequence[int], ks: Sequence[int]) -> in
 
 
 def speculative_config(draft: str, schedule: Schedule) -> dict[str, Any] | None:
-    """What `--speculative-config` takes for a schedule; None where it never drafts."""
+    """Return the value of `--speculative-config` for a schedule; None where it never drafts."""
     most = max(k for _, _, k in schedule)
     if not most:
         return None

@@ -149,16 +149,8 @@ def tune_results(
 
     One model is fitted to `grid.fitted` alone, and the other points check it. The schedule and the
     break-even, t(b, K) / t(b, 0), rest on a model that is fitted to all points. Measured tokens per
-    second are b x acceptance length(K) / seconds of a step.
-
-    Args:
-        grid: the points.
-        costs: of all of them.
-        acceptance: of all K of the grid.
-        shape: of the steps, with the acceptance length of each K.
-        draft: the head, as the user calls it.
-        threshold: gain below which K stays.
-        provenance, settings: of the measurement.
+    second are b x acceptance length(K) / seconds of a step. `draft` is the head, as the user calls
+    it; K changes only for a gain above `threshold`.
     """
     by_point, lengths, points = costs.by_point, shape.acceptance_length, sorted(grid.points)
     model = CostModel(shape, by_point)

@@ -1,36 +1,43 @@
-"""The serving side against the training side: prompts, outputs, drafts.
+"""The serving side, and its comparison with the training side: prompts, outputs, drafts.
 
-Where drafts differ, the fault whose drafts, or whose counters, are those that were served is named.
+The same prompts go through our engine, vLLM or a server. Where drafts differ, the doctor names the
+fault whose drafts, or whose counters, are those that were served.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
-from peagle.doctor.changes import MASK_STATE, Change, serving_faults
+from peagle.backends.vllm.checks import check_launch
+from peagle.backends.vllm.installation import VllmInstallation
+from peagle.backends.vllm.launch import VllmLaunch
+from peagle.config import SamplingParams
 from peagle.doctor.files import HeadFiles
-from peagle.doctor.findings import Examination
-from peagle.doctor.forward import HeadDrafts, drafted
-from peagle.doctor.head import Head
-from peagle.doctor.probe import Probe
-from peagle.doctor.probed_target import ProbedTarget
-from peagle.doctor.questions import Question, other_styles
-from peagle.doctor.repair import MIN_T
-from peagle.doctor.served import Served, Serving, ServingFailed
+from peagle.doctor.head import Head, HeadDrafts, drafted
+from peagle.doctor.probe import Probe, Progress, Question
+from peagle.doctor.repair import MASK_STATE, MIN_T, Change, serving_faults
 from peagle.engine import SpeculationStats
-from peagle.errors import CheckpointError
+from peagle.errors import CheckpointError, UserError
+from peagle.evaluation.decoding import Request
+from peagle.evaluation.endpoint import EndpointBackend
+from peagle.evaluation.vllm_server import vllm_backend
+from peagle.llm import LLM
+from peagle.models.target import TargetModel
 
 # Every second prompt is enough.
 _STEP = 2
-# Shares of equal drafts, and of answers with equal counters, of a healthy serving side; types of 16
-# bits round differently from one batch to another.
+# Shares of equal drafts (True), and of answers with equal counters (False), of a healthy serving
+# side; types of 16 bits round differently from one batch to another.
 _ENOUGH = {True: 0.95, False: 0.8}
 _ENOUGH_ROUNDED = {True: 0.85, False: 0.5}
-_SAME_TEXT, _SAME_TEXT_ROUNDED = 0.7, 0.3
+_SAME_TEXT, _SAME_TEXT_ROUNDED, _SAME_PROMPTS = 0.7, 0.3, 0.9
 # Above this share of equal drafts no fault is looked for.
 _ALL = 0.995
 # Single faults on top of which a second one is tried, unless one alone explains so much.
@@ -47,22 +54,166 @@ _NOTABLE = 0.05
 _MASK_SLOTS = ("parallel_drafting", "mask_token_id", "mask_hidden")
 
 
-def examine_serving(
-    serving: Serving, probed: ProbedTarget, head: Head, files: HeadFiles, report: Examination
-) -> None:
-    """Ask the serving side the same questions and compare.
+class ServingFailed(UserError):
+    """The serving side does not come up with this head, or does not last."""
+
+
+@dataclass(slots=True)
+class Served:
+    """The answer to a question; None where the serving side does not report a figure.
+
+    Attributes:
+        num_prompt_tokens: by the serving side's count; 0 if it does not report it.
+        stats: drafts of this answer.
+        drafts: by the number of output tokens before them, the tokens of each draft.
+    """
+
+    text: str
+    num_prompt_tokens: int = 0
+    stats: SpeculationStats | None = None
+    token_ids: list[int] | None = None
+    drafts: dict[int, list[int]] | None = None
+
+
+class Serving(Protocol):
+    """A serving side: its name in reports, and notes on what it cannot report."""
+
+    name: str
+    notes: Sequence[str]
+
+    def answer(self, questions: Sequence[Question], max_tokens: int) -> list[Served]:
+        """Answer greedily, so many tokens each.
+
+        Raises:
+            UserError: the serving side cannot be reached, or refuses.
+        """
+        ...
+
+
+@dataclass
+class EngineServing:
+    """Our engine in this process, which reports every draft token; K is `num_drafts`."""
+
+    target: TargetModel
+    head: Path
+    num_drafts: int
+    name: str = "the engine"
+    notes: Sequence[str] = ()
+
+    def answer(self, questions: Sequence[Question], max_tokens: int) -> list[Served]:
+        """Answer as `Serving.answer`.
+
+        Raises:
+            CheckpointError: the engine refuses the head.
+        """
+        speculative = {
+            "model": str(self.head),
+            "num_speculative_tokens": self.num_drafts,
+            "check_target": False,
+            "draft_window": 0,  # as the forward pass of training, and as vLLM
+        }
+        llm = LLM(model=self.target, speculative_config=speculative)
+        prompts = [question.token_ids for question in questions]
+        served = [Served("", len(prompt), token_ids=[], drafts={}) for prompt in prompts]
+        for chunk in llm.stream(prompts, _greedy(max_tokens)):
+            one = served[chunk.index]
+            assert one.token_ids is not None and one.drafts is not None
+            if chunk.num_drafted:
+                draft = chunk.token_ids[: chunk.num_accepted]
+                # An answer may end within a draft: accepted tokens beyond its end are not reported.
+                if len(draft) + len(chunk.rejected_token_ids) == chunk.num_drafted:
+                    draft = draft + chunk.rejected_token_ids
+                one.drafts[len(one.token_ids)] = draft
+            one.token_ids += chunk.token_ids
+            if chunk.output is not None:
+                one.text, one.stats = chunk.output.text, chunk.output.stats
+        return served
+
+
+class EndpointServing:
+    """A server with OpenAI's interface, which reports counters of drafts at best."""
+
+    def __init__(self, backend: EndpointBackend) -> None:
+        self._backend, self.name = backend, backend.name
+        self.notes: Sequence[str] = backend.notes
+
+    def answer(self, questions: Sequence[Question], max_tokens: int) -> list[Served]:
+        """Answer as `Serving.answer`, one request at a time, so that counters are each one's."""
+        served = []
+        for number, question in enumerate(questions):
+            request = Request(str(number), question.prompt, _greedy(max_tokens))
+            run = self._backend.run([request], 1)
+            one = run.answers[0]
+            stats = one.stats if one.stats is not None else run.counters
+            served.append(Served(one.text, one.num_prompt_tokens, stats))
+        return served
+
+
+class VllmServing:
+    """vLLM, which serves the head for as long as it answers; it reports counters of drafts.
+
+    Args:
+        launch: the model and options that it serves.
+        installation: vLLM's.
+        extra_body: further fields of each request.
+        progress: gets a line about each wait.
+
+    Raises:
+        UserError: vLLM is known to fail with such options. Faults of the head are found later.
+    """
+
+    def __init__(
+        self,
+        launch: VllmLaunch,
+        installation: VllmInstallation,
+        extra_body: Mapping[str, Any] | None = None,
+        progress: Progress = lambda text: None,
+    ) -> None:
+        self.name = "vLLM"
+        self.notes: Sequence[str] = []
+        with suppress(CheckpointError):
+            check_launch(launch, installation)
+        # The examination finds out whether it drafts as asked.
+        self._server = vllm_backend(
+            launch, installation, say=progress, extra_body=extra_body, as_asked=False
+        )
+
+    def answer(self, questions: Sequence[Question], max_tokens: int) -> list[Served]:
+        """Answer as `Serving.answer`.
+
+        Raises:
+            ServingFailed: vLLM does not serve this head.
+        """
+        try:
+            with self._server as backend:
+                self.notes = backend.notes
+                return EndpointServing(backend).answer(questions, max_tokens)
+        except UserError as error:
+            raise ServingFailed(str(error)) from None
+
+
+def _greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+
+
+# ---- the comparison --------------------------------------------------------------------------
+
+
+def examine_serving(serving: Serving, probe: Probe, files: HeadFiles) -> None:
+    """Ask the serving side the same questions, compare, and report.
 
     Raises:
         UserError: it cannot be reached, or refuses.
     """
+    report = files.report
     if not files.loads and serving.name == "the engine":
         text = "runtimes cannot load the head as it is; correct its files first"
         report.check("serving side", "not checked", text)
         return
-    probed = replace(probed, probe=probed.probe.part(_STEP), questions=probed.questions[::_STEP])
-    probed.progress(f"{serving.name} answers {len(probed.questions)} prompts")
+    probe = probe.part(_STEP)
+    probe.progress(f"{serving.name} answers {len(probe.questions)} prompts")
     try:
-        served = serving.answer(probed.questions, probed.probe.all_anchors_PC.shape[1] + 1)
+        served = serving.answer(probe.questions, probe.all_anchors_PC.shape[1] + 1)
     except CheckpointError as error:
         report.check("serving side", "not checked", f"the engine refuses the head: {error}")
         report.blame("weights", "head", str(error), "Correct the head's files.")
@@ -74,52 +225,53 @@ def examine_serving(
         return
     for note in serving.notes:
         report.check("serving side", "not checked", note)
-    if _same_prompts(served, probed, report) and _same_outputs(served, probed, report):
-        _compare_drafts(served, head, files, probed, report)
+    if _same_prompts(served, probe, files) and _same_outputs(served, probe, files):
+        _compare_drafts(served, probe, files)
 
 
-def _same_prompts(served: Sequence[Served], probed: ProbedTarget, report: Examination) -> bool:
+def _same_prompts(served: Sequence[Served], probe: Probe, files: HeadFiles) -> bool:
     """Whether prompts are rendered as here, by their numbers of tokens."""
+    report, style, tokenizer = files.report, probe.style, probe.tokenizer
     theirs = [one.num_prompt_tokens for one in served]
-    ours = [len(question.token_ids) for question in probed.questions]
     if not any(theirs):
         report.check("served prompts", "not checked", "numbers of prompt tokens are not told")
         return True
-    equal = sum(a == b for a, b in zip(theirs, ours, strict=True))
-    if equal >= 0.9 * len(ours):
-        report.check("served prompts", "agrees", f"{equal} of {len(ours)} have as many tokens")
+
+    def equal(ours: Sequence[int]) -> int:
+        return sum(a == b for a, b in zip(theirs, ours, strict=True))
+
+    ours, least = [len(one.token_ids) for one in probe.questions], _SAME_PROMPTS * len(theirs)
+    if equal(ours) >= least:
+        text = f"{equal(ours)} of {len(ours)} have as many tokens"
+        report.check("served prompts", "agrees", text)
         return True
-    mean = [sum(counts) / len(counts) for counts in (theirs, ours)]
-    text = f"{mean[0]:.1f} tokens a prompt, {mean[1]:.1f} here {probed.style}"
+    mean, here = (sum(counts) / len(counts) for counts in (theirs, ours))
+    text = f"{mean:.1f} tokens a prompt, {here:.1f} here {style}"
     report.check("served prompts", "differs", text)
-    for style in other_styles(probed.style, probed.tokenizer):
-        asked: list[Question] = [style.ask(q.text, probed.tokenizer) for q in probed.questions]
-        sizes = [len(question.token_ids) for question in asked]
-        if sum(a == b for a, b in zip(theirs, sizes, strict=True)) >= 0.9 * len(sizes):
-            cause = "thinking" if style.is_chat and probed.style.is_chat else "chat_template"
-            remedy = f"Have the server render prompts {probed.style}, as the head was trained."
-            report.blame(cause, "serving", f"{text}: the server has them {style}", remedy)
+    for other in style.others(tokenizer):
+        if equal([len(other.ask(q.text, tokenizer).token_ids) for q in probe.questions]) >= least:
+            cause = "thinking" if other.is_chat and style.is_chat else "chat_template"
+            remedy = f"Have the server render prompts {style}, as the head was trained."
+            report.blame(cause, "serving", f"{text}: the server has them {other}", remedy)
             return False
-    cause = "chat_template" if probed.style.is_chat else "tokenizer"
+    cause = "chat_template" if style.is_chat else "tokenizer"
     remedy = "Give the server the tokenizer and the chat template of this target."
     report.blame(cause, "serving", f"the server makes {text}", remedy)
     return False
 
 
-def _same_outputs(served: Sequence[Served], probed: ProbedTarget, report: Examination) -> bool:
+def _same_outputs(served: Sequence[Served], probe: Probe, files: HeadFiles) -> bool:
     """Whether greedy outputs are those of the target here."""
-    probe, equal = probed.probe, 0
-    most = probe.all_anchors_PC.shape[1] + 1
+    equal, report = 0, files.report
     for row, one in enumerate(served):
-        start = probe.prompt_lens[row]
-        answer = probe.tokens_PN[row, start : start + most].tolist()
+        answer = probe.answer(row)[: probe.all_anchors_PC.shape[1] + 1]
         if one.token_ids is not None:
             equal += one.token_ids == answer
         else:
-            text = str(probed.tokenizer.decode(answer, skip_special_tokens=True)).strip()
+            text = str(probe.tokenizer.decode(answer, skip_special_tokens=True)).strip()
             equal += text.startswith(one.text.strip()[: max(1, len(one.text) - 4)])
     text = f"{equal} of {len(served)} greedy outputs are the target's"
-    enough = _SAME_TEXT if probed.target.dtype == torch.float32 else _SAME_TEXT_ROUNDED
+    enough = _SAME_TEXT if probe.target.dtype == torch.float32 else _SAME_TEXT_ROUNDED
     if equal >= enough * len(served):
         report.check("served outputs", "agrees", text)
         return True
@@ -134,13 +286,9 @@ def _same_outputs(served: Sequence[Served], probed: ProbedTarget, report: Examin
     return False
 
 
-def _compare_drafts(
-    served: Sequence[Served],
-    head: Head,
-    files: HeadFiles,
-    probed: ProbedTarget,
-    report: Examination,
-) -> None:
+def _compare_drafts(served: Sequence[Served], probe: Probe, files: HeadFiles) -> None:
+    report, head = files.report, files.head
+    assert head is not None
     counted = [one.stats for one in served if one.stats is not None]
     if not counted:
         text = "it counts no drafts: whether they are right cannot be told, outputs can"
@@ -160,19 +308,18 @@ def _compare_drafts(
         evidence = "the serving side drafts nothing: speculation is off"
         report.blame("parallel_drafting", "serving", evidence, remedy)
         return
-    head = head.read(dtype=probed.target.dtype)
-    ours = drafted(head, probed.probe, every_anchor=True)
-    base = agreement(served, ours, probed.probe, chained=not head.config.is_parallel)
-    rounded = probed.target.dtype not in (torch.float32, torch.float64)
+    head = replace(head, dtype=probe.target.dtype)
+    ours = drafted(head, probe, every_anchor=True)
+    base = agreement(served, ours, probe, chained=not head.config.is_parallel)
+    rounded = head.dtype not in (torch.float32, torch.float64)
     enough = (_ENOUGH_ROUNDED if rounded else _ENOUGH)[base.by_tokens]
     line = f"{base}; acceptance length served {pooled.acceptance_length:.2f}"
     if base.count == 0:
         report.check("served drafts", "not checked", line)
         return
-    found: list[Change] = []
-    explained = base
+    found, explained = list[Change](), base
     if base.share < (enough if rounded else _ALL):
-        found, explained = _find_faults(head, served, files, probed, base)
+        found, explained = _find_faults(head, served, files, probe, base)
         if not _is_worse(pooled, ours):
             found = [fault for fault in found if fault.cause != "dtype"]
     agrees = base.share >= enough and not found
@@ -195,18 +342,15 @@ def _compare_drafts(
         report.blame("serving", "serving", f"{evidence}; no known fault explains it", remedy)
 
 
-# ---- agreement of drafts ---------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How well served drafts are those of the training side.
+    """The agreement of served drafts with those of the training side.
 
     Attributes:
         share: share of the draft tokens that are equal, or of the answers whose counters are.
         count: number of tokens or answers compared.
         by_tokens: tokens were compared.
-        closeness: the same in less coarse steps: what the counters of answers have in common.
+        closeness: the share in finer steps: what the counters of answers have in common.
     """
 
     share: float
@@ -222,14 +366,10 @@ class Agreement:
 def agreement(
     served: Sequence[Served], ours: HeadDrafts, probe: Probe, *, chained: bool
 ) -> Agreement:
-    """Compare served drafts with those of the training side, at every anchor of the probe.
+    """Compare served drafts, one answer a prompt, with the training side's at every anchor.
 
-    Args:
-        served: one a prompt of the probe.
-        ours: drafts at every anchor.
-        probe: the texts.
-        chained: a draft token follows from the one before (EAGLE-3), so that what stands behind the
-            first rejected one says nothing.
+    With `chained` a draft token follows from the one before (EAGLE-3): tokens behind the first
+    rejected one say nothing.
     """
     if not all(one.drafts is not None for one in served):
         common = [
@@ -242,8 +382,7 @@ def agreement(
         return Agreement(share, len(common), by_tokens=False, closeness=sum(common) / count)
     equal = count = 0
     for row, one in enumerate(served):
-        start = probe.prompt_lens[row]
-        answer = probe.tokens_PN[row, start : probe.lengths[row]].tolist()
+        answer = probe.answer(row)
         for at, tokens in (one.drafts or {}).items():
             if (one.token_ids or [])[:at] != answer[:at] or at > ours.tokens.shape[1]:
                 break
@@ -257,14 +396,14 @@ def agreement(
 
 
 def _common(one: SpeculationStats, other: SpeculationStats) -> float:
-    """What two counters share: sum of the lesser / sum of the greater; 1 if they are equal."""
+    """Return the common part of two counters: sum of the lesser / sum of the greater."""
     counts = [(s.num_drafts, *s.num_accepted_tokens_per_pos) for s in (one, other)]
     pairs = list(zip_longest(*counts, fillvalue=0))
     return sum(map(min, pairs)) / max(1, sum(map(max, pairs)))
 
 
 def _foreseen(ours: HeadDrafts) -> list[SpeculationStats]:
-    """The counters of each prompt's answer, by a head's drafts at every anchor of it."""
+    """Return the counters of each prompt's answer, by a head's drafts at every anchor of it."""
     found = []
     for accepted_C in ours.accepted_PC.tolist():
         stats, anchor = SpeculationStats(), 0
@@ -279,28 +418,24 @@ def _foreseen(ours: HeadDrafts) -> list[SpeculationStats]:
 
 
 def _find_faults(
-    head: Head,
-    served: Sequence[Served],
-    files: HeadFiles,
-    probed: ProbedTarget,
-    base: Agreement,
+    head: Head, served: Sequence[Served], files: HeadFiles, probe: Probe, base: Agreement
 ) -> tuple[list[Change], Agreement]:
     """Return the fault, or the two, that explain served drafts best; none explaining little."""
-    choices = serving_faults(head, files, probed)
+    choices = serving_faults(files, probe)
 
     def tried(*chosen: Change) -> Agreement:
         changed = head
         for fault in chosen:
             changed = fault.apply(changed)
-        ours = drafted(changed, probed.probe, every_anchor=True)
-        return agreement(served, ours, probed.probe, chained=not changed.config.is_parallel)
+        ours = drafted(changed, probe, every_anchor=True)
+        return agreement(served, ours, probe, chained=not changed.config.is_parallel)
 
-    probed.progress(f"trying {len(choices)} faults of the serving side")
+    probe.progress(f"trying {len(choices)} faults of the serving side")
     singles = [(tried(fault), fault) for fault in choices]
     singles.sort(key=lambda one: (-one[0].share, -one[0].closeness))
     best, chosen = singles[0][0], [singles[0][1]]
     if best.share < _ENOUGH_ALONE:
-        probed.progress("trying pairs of faults")
+        probe.progress("trying pairs of faults")
         singles.sort(key=lambda one: -one[0].closeness)
         for _, first in singles[:_FOR_PAIRS]:
             for second in choices:
@@ -335,7 +470,7 @@ def _mask_slot_figures(served: SpeculationStats, ours: HeadDrafts) -> str:
         return ""
 
     def by_chance(rate: float, foreseen: float, count: int) -> float:
-        """The most that may be missing by chance, or that does not matter."""
+        """Return the most that may be missing by chance, or that does not matter."""
         mean = (rate + foreseen) / 2
         return max(MIN_T * (mean * (1 - mean) / max(1, count)) ** 0.5, _NOTABLE)
 
