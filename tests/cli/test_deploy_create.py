@@ -178,7 +178,7 @@ def test_plan_of_models_here(peagle: Peagle, pair: Pair) -> None:
 def test_plan_says_what_it_did_not_look_at(peagle: Peagle) -> None:
     plan = planned(peagle(*PLAN, "gpt-oss-20b", *HERE, "--draft", "owner/head"))
     assert plan["notes"] == [
-        "The head 'owner/head' was not looked at; it is taken for a P-EAGLE head."
+        "peagle did not read the head 'owner/head', and takes it for a P-EAGLE head."
     ]
     plain = planned(peagle(*PLAN, "gpt-oss-20b", *HERE, "--no-speculation"))
     assert "SM_VLLM_SPECULATIVE_CONFIG" not in environment_of(plain)
@@ -306,12 +306,12 @@ def test_a_head_in_s3_is_looked_at(peagle: Peagle, aws: FakeAws, pair: Pair) -> 
 
     plan = planned(peagle(*PLAN, model, *options, "--name", "y"))
     assert "CopyObject" in operations(plan)
-    assert "was not looked at" in plan["notes"][0]
+    assert "did not read" in plan["notes"][0]
     client.put_object(Bucket=BUCKET, Key="head/model.safetensors", Body=b"broken")
     broken = peagle(*create, *options, "--name", "y")
     assert broken.status == 2 and "is not readable as safetensors" in broken.err
     client.delete_object(Bucket=BUCKET, Key="head/config.json")
-    with pytest.warns(UserWarning, match="could not be looked at in S3"):
+    with pytest.warns(UserWarning, match="peagle could not read the head .* in S3"):
         assert peagle(*create, *options, "--name", "y").status == 0
 
 

@@ -115,7 +115,7 @@ def test_endpoint_of_others(aws: FakeAws, delete: Delete) -> None:
     client.create_endpoint(EndpointName="theirs", EndpointConfigName=config)
     result = delete("theirs", "--yes")
     assert result.status == 2
-    assert "was not made by this version of peagle" in result.err
+    assert "This version of peagle did not make" in result.err
     assert "aws sagemaker delete-endpoint --endpoint-name theirs" in result.err
     assert "endpoint theirs" in aws.holdings()
 

@@ -12,11 +12,8 @@ import botocore.exceptions as faults
 import pytest
 from botocore.exceptions import ClientError
 
-from deploy.fake_aws import ACCESS_KEY, REGION, ROLE, SECRET_KEY, FakeAws
-from deploy.fake_faults import KINDS
-from peagle.deploy import aws_errors
-from peagle.deploy.aws import MAX_ATTEMPTS, Clients
-from peagle.deploy.aws_errors import explain
+from deploy.fake_aws import ACCESS_KEY, KINDS, REGION, ROLE, SECRET_KEY
+from peagle.deploy.aws import MAX_ATTEMPTS, Clients, explain, is_gone
 from peagle.errors import UserError
 
 SRC = Path(__file__).parents[2] / "src"
@@ -36,12 +33,6 @@ def _no_configuration(monkeypatch):
         monkeypatch.setenv(name, value)
 
 
-@pytest.fixture(scope="module")
-def aws():
-    with FakeAws() as aws:
-        yield aws
-
-
 # ---- clients ----------------------------------------------------------------------------------
 
 
@@ -58,7 +49,7 @@ def test_no_credentials():
 
 def test_half_a_credential(monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
-    with pytest.raises(UserError, match="credentials are not complete") as caught:
+    with pytest.raises(UserError, match="credentials are missing or not complete") as caught:
         Clients("us-east-1")
     assert ACCESS_KEY not in str(caught.value)
 
@@ -104,7 +95,7 @@ def test_without_boto3(monkeypatch):
 
 
 def test_modules_load_without_boto3_and_torch():
-    names = ("aws", "aws_errors", "stack", "template", "uploads")
+    names = ("aws", "stack", "template", "uploads")
     imports = "; ".join(f"import peagle.deploy.{name}" for name in names)
     program = f"import sys; {imports}; print({{'boto3', 'botocore', 'torch'}} & set(sys.modules))"
     environment = {**os.environ, "PYTHONPATH": str(SRC)}
@@ -113,17 +104,13 @@ def test_modules_load_without_boto3_and_torch():
 
 
 @pytest.mark.parametrize("kind", ["throttling", "internal", "time-out before"])
-def test_what_passes_is_tried_again(aws, kind, monkeypatch):
-    monkeypatch.setattr("botocore.endpoint.time.sleep", lambda seconds: None)
-    aws.reset()
+def test_what_passes_is_tried_again(aws, kind):
     aws.fail(kind, "ListModels", attempts=1)
     assert aws.clients().request("sagemaker", "ListModels")["Models"] == []
     assert [request.attempt for request in aws.calls] == [1, 2]
 
 
-def test_trying_again_is_bounded(aws, monkeypatch):
-    monkeypatch.setattr("botocore.endpoint.time.sleep", lambda seconds: None)
-    aws.reset()
+def test_trying_again_is_bounded(aws):
     aws.fail("internal", "ListModels")
     with pytest.raises(ClientError) as caught:
         aws.clients().request("sagemaker", "ListModels")
@@ -143,7 +130,6 @@ def test_silent_server(aws, monkeypatch):
     import socket
 
     monkeypatch.setattr("peagle.deploy.aws.READ_TIMEOUT_S", 0.2)
-    monkeypatch.setattr("botocore.endpoint.time.sleep", lambda seconds: None)
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         clients = Clients(REGION, url, session=aws.session)
@@ -177,10 +163,10 @@ PASS_ROLE = (
 @pytest.mark.parametrize(
     ("raised", "told"),
     [
-        (error("throttling", retries=5), "CreateEndpoint was throttled 6 times"),
-        (error("access denied"), "have sagemaker:CreateEndpoint on * allowed in the policy"),
-        (answered("AccessDenied", "Access Denied", "PutObject"), "PutObject was denied: Access"),
-        (answered("AccessDeniedException", PASS_ROLE), f"iam:PassRole on {ROLE} allowed"),
+        (error("throttling", retries=5), "AWS throttled CreateEndpoint 6 times"),
+        (error("access denied"), "allow sagemaker:CreateEndpoint on * in the policy"),
+        (answered("AccessDenied", "Access Denied", "PutObject"), "AWS denied PutObject: Access"),
+        (answered("AccessDeniedException", PASS_ROLE), f"Allow iam:PassRole on {ROLE} in"),
         (error("quota"), "quota 'ml.g5.xlarge for endpoint usage' of the account: it is 0, 0 are"),
         (error("quota"), "Service Quotas"),
         (answered("ResourceLimitExceeded", "Too many"), "goes beyond a quota of the account: Too"),
@@ -188,7 +174,7 @@ PASS_ROLE = (
         (error("expired"), "credentials have expired (ExpiredTokenException)"),
         (answered("UnrecognizedClientException", "bad"), "AWS does not accept the credentials"),
         (answered("InvalidAccessKeyId", f"{ACCESS_KEY} is not known"), "does not accept the cred"),
-        (error("validation"), "CreateEndpoint was refused (ValidationException): 1 validation"),
+        (error("validation"), "AWS refused CreateEndpoint (ValidationException): 1 validation"),
         (error("internal"), "failed inside AWS"),
         (faults.ReadTimeoutError(endpoint_url="https://x"), "AWS gave no answer"),
         (faults.ConnectTimeoutError(endpoint_url="https://x"), "AWS gave no answer"),
@@ -227,4 +213,4 @@ def test_text_cannot_steer_a_terminal():
     ],
 )
 def test_what_is_gone(code, message, gone):
-    assert aws_errors.is_gone(answered(code, message)) is gone
+    assert is_gone(answered(code, message)) is gone

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from deploy.curves import throughput, tune
 from peagle.deploy import curve
-from peagle.deploy.curve import Bounds, Curve, Point, capacity, read_curves
+from peagle.deploy.curve import Bounds, Curve, CurvePoint, capacity, read_curves
 from peagle.errors import UserError
 
 # ---- the rule -------------------------------------------------------------------------------
@@ -48,7 +48,9 @@ def test_a_curve_ends_at_its_knee(tmp_path):
     path = throughput(tmp_path / "throughput.json")
     found = capacity(read_curves(path, k=0), Bounds())
     assert (found.concurrency, found.why) == (64, "it is the largest measured")
-    flat = Curve((Point(1, 10), Point(2, 18), Point(4, 22), Point(8, 40)), "x", "P90")
+    flat = Curve(
+        (CurvePoint(1, 10), CurvePoint(2, 18), CurvePoint(4, 22), CurvePoint(8, 40)), "x", "P90"
+    )
     ended = capacity([flat], Bounds())
     # 22 / 18 is +22% for +100%: below a quarter. What comes behind a knee is not looked at.
     assert (ended.concurrency, "100% more requests bring only +22%" in ended.why) == (2, True)
@@ -66,7 +68,9 @@ def test_of_several_sets_the_slowest_counts(tmp_path):
     bound=st.none() | st.floats(0.1, 1e3),
 )
 def test_a_capacity_holds_at_it_and_below_it_and_ends_behind_it(speeds, bound):
-    points = tuple(Point(2**i, speed, itl_ms=1000 * 2**i / speed) for i, speed in enumerate(speeds))
+    points = tuple(
+        CurvePoint(2**i, speed, itl_ms=1000 * 2**i / speed) for i, speed in enumerate(speeds)
+    )
 
     def holds(index: int) -> bool:
         if bound is not None and points[index].itl_ms > bound:

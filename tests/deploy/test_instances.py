@@ -20,9 +20,8 @@ from peagle.deploy.instances import (
     INSTANCE_TYPES,
     find_instance_type,
     fits,
+    fitting_types,
     require_fits,
-    require_fits_flags,
-    that_fit,
 )
 from peagle.deploy.memory import (
     GIB,
@@ -65,8 +64,8 @@ def test_gpus_are_those_that_ec2_tells():
     for name, kind in INSTANCE_TYPES.items():
         (gpu,) = told[name.removeprefix("ml.")]["GpuInfo"]["Gpus"]
         assert gpu["Count"] == kind.num_gpus, name
-        assert gpu["MemoryInfo"]["SizeInMiB"] * 2**20 == kind.gpu.memory_bytes, name
-        assert set(gpu["Name"].split()) >= set(kind.gpu.name.split()), name
+        assert gpu["MemoryInfo"]["SizeInMiB"] * 2**20 == kind.gpu_bytes, name
+        assert set(gpu["Name"].split()) >= set(kind.gpu.split()), name
 
 
 @pytest.mark.parametrize(
@@ -87,13 +86,13 @@ def test_names_that_are_refused(name: str, said: str):
 
 
 def test_a_type_that_aws_may_have_added_passes_with_a_warning():
-    with pytest.warns(UserWarning, match=r"ml.g9.2xlarge is not known here.*not checked"):
-        assert require_fits("ml.g9.2xlarge", needed(500)) is None
+    with pytest.warns(UserWarning, match=r"the instance type ml.g9.2xlarge.*did not check"):
+        assert require_fits("ml.g9.2xlarge", needed(500), {}) is None
 
 
 def test_a_size_that_is_not_known_passes_with_a_warning():
-    with pytest.warns(UserWarning, match="was not checked: its size"):
-        assert require_fits("ml.g5.xlarge", None) is INSTANCE_TYPES["ml.g5.xlarge"]
+    with pytest.warns(UserWarning, match="did not check .*size"):
+        assert require_fits("ml.g5.xlarge", None, {}) is INSTANCE_TYPES["ml.g5.xlarge"]
 
 
 # ---- whether it fits ------------------------------------------------------------------------
@@ -113,7 +112,7 @@ def needed(weights_gib: float, precision: str = "bf16", **changes: Any) -> Memor
 
 def test_an_instance_that_is_too_small_says_what_is_needed_and_what_would_do():
     with pytest.raises(UserError) as caught:
-        require_fits("ml.g5.xlarge", needed(60))
+        require_fits("ml.g5.xlarge", needed(60), {})
     said = str(caught.value)
     assert "it needs 65.0 GiB on one GPU" in said
     assert "weights 60.0 GiB, head 1.0 GiB, KV cache 2.0 GiB for 1 sequence of 4096 tokens" in said
@@ -123,31 +122,31 @@ def test_an_instance_that_is_too_small_says_what_is_needed_and_what_would_do():
         "(1 x RTX PRO 6000 with 96.0 GiB), ml.g6.12xlarge (4 x L4 with 22.4 GiB each)."
     )
     # 61/4 + 2/4 + 2 = 17.8 GiB
-    require_fits("ml.g5.12xlarge", needed(60))
+    require_fits("ml.g5.12xlarge", needed(60), {})
 
 
 def test_what_fits_nowhere_says_so():
     with pytest.raises(UserError, match="No instance type known here fits"):
-        require_fits("ml.p6-b300.48xlarge", needed(5000))
+        require_fits("ml.p6-b300.48xlarge", needed(5000), {})
 
 
 def test_more_gpus_than_there_are_is_refused():
     with pytest.raises(UserError, match=r"on 8 GPUs, and ml.g6.12xlarge has 4 x L4"):
-        require_fits("ml.g6.12xlarge", needed(1), 8)
+        require_fits("ml.g6.12xlarge", needed(1), {"tensor-parallel-size": "8"})
 
 
 def test_a_context_that_is_too_long_may_be_shortened():
     with pytest.raises(UserError, match=r"ml.g6e.xlarge \(1 x .*\), or lower max-model-len\.$"):
-        require_fits("ml.g6.xlarge", needed(10, kv_parts=((20 * GIB, 8),)))
+        require_fits("ml.g6.xlarge", needed(10, kv_parts=((20 * GIB, 8),)), {})
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "mxfp4", "nvfp4"])
 def test_old_gpus_have_no_bfloat16(precision: str):
     with pytest.raises(UserError, match=r"T4 GPUs of compute capability 7.5.*8.0") as caught:
-        require_fits("ml.g4dn.xlarge", needed(1, precision))
-    require_fits("ml.g4dn.xlarge", needed(1, "fp16"))
+        require_fits("ml.g4dn.xlarge", needed(1, precision), {})
+    require_fits("ml.g4dn.xlarge", needed(1, "fp16"), {})
     assert ("or set dtype=half." in str(caught.value)) == (precision == "bf16")
-    require_fits("ml.g5.xlarge", needed(1, precision))
+    require_fits("ml.g5.xlarge", needed(1, precision), {})
 
 
 def test_our_own_engine_runs_on_one_gpu_of_many():
@@ -156,7 +155,7 @@ def test_our_own_engine_runs_on_one_gpu_of_many():
     with pytest.raises(
         UserError, match=r"on one GPU.*Give as --instance-type one of ml.g6e.xlarge"
     ):
-        require_fits("ml.g6.12xlarge", one)
+        require_fits("ml.g6.12xlarge", one, {})
 
 
 @pytest.mark.parametrize(
@@ -178,10 +177,10 @@ def test_our_own_engine_runs_on_one_gpu_of_many():
 def test_what_flags_say_of_gpus(flags: dict[str, str], said: str):
     wanted = needed(50)  # 51/4 + 2/4 + 2 = 15.3 of 22.4 GiB on each of 4 GPUs
     if not said:
-        require_fits_flags("ml.g6.12xlarge", wanted, flags)
+        require_fits("ml.g6.12xlarge", wanted, flags)
         return
     with pytest.raises(UserError, match=said):
-        require_fits_flags("ml.g6.12xlarge", wanted, flags)
+        require_fits("ml.g6.12xlarge", wanted, flags)
 
 
 @settings(max_examples=100, deadline=None)
@@ -200,25 +199,28 @@ def test_the_smallest_of_each_family_are_named(weights, kv, heads, precision, ut
         parts = min(heads, kind.num_gpus)
         each = (weights + 1) / kind.num_gpus + kv / parts + 2
         modern = precision == "fp16" or not name.startswith("ml.g4dn")
-        return modern and each <= kind.gpu.memory_bytes / GIB * utilization - 1e-6
+        return modern and each <= kind.gpu_bytes / GIB * utilization - 1e-6
+
+    def memory(name: str) -> int:
+        return INSTANCE_TYPES[name].num_gpus * INSTANCE_TYPES[name].gpu_bytes
 
     wanted = needed(weights, precision, kv_parts=((int(kv * GIB), heads),))
-    found = [kind.memory_bytes for kind in that_fit(wanted, utilization=utilization)]
+    found = [
+        kind.num_gpus * kind.gpu_bytes for kind in fitting_types(wanted, utilization=utilization)
+    ]
     room = [name for name in INSTANCE_TYPES if has_room(name)]
     families = {name.split(".")[1] for name in room}
-    least = [
-        min(INSTANCE_TYPES[n].memory_bytes for n in room if n.startswith(f"ml.{family}."))
-        for family in families
-    ]
+    least = [min(memory(n) for n in room if n.startswith(f"ml.{family}.")) for family in families]
     assert found == sorted(least)
+    flags = {"gpu-memory-utilization": str(utilization)}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for name in INSTANCE_TYPES:
             if name in room:
-                require_fits(name, wanted, utilization=utilization)
+                require_fits(name, wanted, flags)
             else:
                 with pytest.raises(UserError):
-                    require_fits(name, wanted, utilization=utilization)
+                    require_fits(name, wanted, flags)
 
 
 # ---- memory ---------------------------------------------------------------------------------
@@ -290,7 +292,7 @@ def test_mxfp4_is_unpacked_for_our_own_engine(tmp_path: Path):
     assert facts.unpacked_bytes == 2 * (2 * 32 * 96) + 80  # blocks of 32 values in 16 bytes
     native = memory_needed(facts, native=True)
     assert (native.target_bytes, native.max_gpus) == (facts.unpacked_bytes, 1)
-    assert "unpacked to bf16" in native.told() and native.precision == "bf16"
+    assert "unpacked to bf16" in native.describe() and native.precision == "bf16"
 
 
 @given(

@@ -5,7 +5,6 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from deploy.fake_aws import FakeAws
 from deploy.operating import put_log
 from peagle.deploy import logs
 from peagle.errors import UserError
@@ -16,18 +15,6 @@ START_MS = round((NOW - timedelta(minutes=30)).timestamp() * 1000)
 
 def at(minutes: float) -> datetime:
     return NOW - timedelta(minutes=minutes)
-
-
-@pytest.fixture(scope="module")
-def server():
-    with FakeAws() as fake:
-        yield fake
-
-
-@pytest.fixture
-def aws(server):
-    server.reset()
-    return server
 
 
 def test_lines_of_all_instances_in_order(aws):

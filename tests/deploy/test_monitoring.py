@@ -11,6 +11,7 @@ from peagle.deploy import monitoring
 from peagle.deploy.container import environment
 from peagle.deploy.deployment import Deployment
 from peagle.deploy.models import ModelSource
+from peagle.deploy.status import speculation_of
 from peagle.engine.stats import SpeculationStats
 from peagle.errors import UserError
 from peagle.serving.emf import dimensions_from
@@ -72,8 +73,12 @@ def test_nothing_drafted_is_not_an_acceptance_of_one():
 
 
 def entry(k: int, length: float, temperature: float = 0.0) -> dict:
-    pooled = {"acceptance_length": length, "unconditional": [0.8, 0.5], "num_drafts": 9}
-    return {"method": "peagle", "k": k, "temperature": temperature, "pooled": pooled, "more": 1}
+    pooled = {"acceptance_length": length, "unconditional": [0.8, 0.5]}
+    pooled |= {"num_drafts": 9, "num_accepted_tokens": 12}
+    return {"method": "peagle", "k": k, "temperature": temperature, "pooled": pooled}
+
+
+HEAD = {"format_version": 1, "provenance": {"target": "t"}}
 
 
 def test_expected_of_a_number_or_of_acceptance_json(tmp_path):
@@ -81,7 +86,7 @@ def test_expected_of_a_number_or_of_acceptance_json(tmp_path):
     path = tmp_path / "acceptance.json"
     plain = {**entry(0, 1.0), "method": "plain"}
     every = [plain, entry(5, 2.5), entry(7, 2.6, 1.0), entry(7, 2.9)]
-    path.write_text(json.dumps({"format_version": 1, "entries": every}))
+    path.write_text(json.dumps({**HEAD, "entries": every}))
     found = monitoring.expected_from(str(path), 7)
     assert (found.acceptance_length, found.unconditional) == (2.9, (0.8, 0.5))
     assert "K = 7, temperature 0" in found.source
@@ -100,9 +105,10 @@ def test_files_that_are_none(tmp_path):
         monitoring.expected_from(str(tmp_path / "no-such"), 7)
     path = tmp_path / "x.json"
     for text, said in (
-        ("{", "Invalid JSON"),
-        ('{"cells": []}', "entries: Field required"),
-        ('{"entries": [{"method": "a", "k": "x", "pooled": {"acceptance_length": 1}}]}', "k: "),
+        ("{", "is not JSON"),
+        (json.dumps(HEAD), "entries"),
+        (json.dumps({**HEAD, "entries": [{**entry(1, 1.0), "k": "x"}]}), r"entries.*\bk\b"),
+        (json.dumps({**HEAD, "entries": [entry(7, None)]}), "no drafts for K = 7"),
     ):
         path.write_text(text)
         with pytest.raises(UserError, match=said):
@@ -119,7 +125,7 @@ def test_the_tag_of_an_endpoint():
 
 def test_drift_by_position():
     measured = monitoring.Acceptance(1000, 1300, (800, 500), "here")
-    expected = monitoring.Expected(3.0, (0.9, 0.6, 0.3))
+    expected = monitoring.ExpectedAcceptance(3.0, (0.9, 0.6, 0.3))
     found = monitoring.drift(measured, expected)
     assert found.share == pytest.approx(2.3 / 3 - 1)
     assert found.per_pos == pytest.approx((-0.1, -0.1))
@@ -133,7 +139,7 @@ def test_drift_by_position():
 
 def test_the_speculative_configuration_of_a_container():
     config = '{"method": "eagle3", "num_speculative_tokens": 7}'
-    read = monitoring.speculation_of
+    read = speculation_of
     assert read({"SM_VLLM_SPECULATIVE_CONFIG": config}) == json.loads(config)
     assert read({"OTHER": "x"}) is None
     assert read({"SM_VLLM_SPECULATIVE_CONFIG": "[1]"}) == {"unreadable": "[1]"}

@@ -1,7 +1,7 @@
 """The alarms of deploy/cloudwatch-alarms.yaml: linted, created, read back, and worked out."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,6 @@ import cfnlint.decode
 import pytest
 from cfnlint.api import lint_file
 
-from deploy.fake_aws import FakeAws
 from peagle.config import cloudwatch as names
 from peagle.deploy import monitoring, status
 from peagle.engine.stats import SpeculationStats
@@ -66,12 +65,6 @@ class Template:
         return {name: inside for name, inside in every.items() if inside is not None}
 
 
-@pytest.fixture(scope="module")
-def aws() -> Iterator[FakeAws]:
-    with FakeAws() as fake:
-        yield fake
-
-
 @pytest.fixture
 def create(aws) -> Callable[..., dict[str, dict[str, Any]]]:
     """Creates the alarms, and returns them by name as AWS tells of them."""
@@ -84,7 +77,6 @@ def create(aws) -> Callable[..., dict[str, dict[str, Any]]]:
         found = client.describe_alarms()["MetricAlarms"]
         return {alarm["AlarmName"]: alarm for alarm in found}
 
-    aws.reset()
     return make
 
 
@@ -164,13 +156,13 @@ def test_drift_is_what_status_calls_drift(create, length, drafts, breaches):
     assert alarm["ComparisonOperator"] == "GreaterThanThreshold"
     assert (share > alarm["Threshold"]) is breaches
     measured = monitoring.Acceptance(drafts, accepted, (), "")
-    drift = monitoring.drift(measured, monitoring.Expected(3.0))
+    drift = monitoring.drift(measured, monitoring.ExpectedAcceptance(3.0))
     assert drift.is_drift is breaches
 
 
 def test_the_alarm_reads_what_the_server_writes(create):
     """Namespace, dimensions and names of the alarm are those of a line of the server."""
-    environment = monitoring.container_environment("qwen3", "AllTraffic")
+    environment = {names.ENDPOINT_VARIABLE: "qwen3", names.VARIANT_VARIABLE: "AllTraffic"}
     told = document(SpeculationStats(4, 8, 5, [3, 2]), dimensions_from(environment, "m"), 10**12)
     (directive,) = told["_aws"]["CloudWatchMetrics"]
     written = {metric["Name"] for metric in directive["Metrics"]}

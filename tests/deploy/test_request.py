@@ -11,13 +11,19 @@ from typing import Any
 
 import pytest
 
-from peagle.deploy import heads
+from peagle.deploy import model_files
 from peagle.deploy.catalog import load_catalog
 from peagle.deploy.container import environment
 from peagle.deploy.deployment import Autoscaling, Deployment, Transfer, Vpc, check_endpoint_name
 from peagle.deploy.memory import GIB, ModelFacts
 from peagle.deploy.models import ModelSource
-from peagle.deploy.request import Lookups, Request, changed_deployment, new_deployment, require_role
+from peagle.deploy.request import (
+    DeploymentRequest,
+    Lookups,
+    changed_deployment,
+    new_deployment,
+    require_role,
+)
 from peagle.deploy.speculation import SpeculationOptions
 from peagle.deploy.template import deployment_of, endpoint_template
 from peagle.errors import UserError
@@ -35,7 +41,7 @@ def _no_role(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def made(model: str, **options: Any) -> Deployment:
     """The deployment, with a role; no warning may come."""
-    request = Request(model, "us-east-1", **{"role": ROLE, **options})
+    request = DeploymentRequest(model, "us-east-1", **{"role": ROLE, **options})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return new_deployment(request, STAMP, Lookups(load_catalog()))
@@ -218,12 +224,12 @@ def test_models_here(
         ("a/b", "s3://mine/h/", [], ""),
     ],
 )
-@pytest.mark.filterwarnings("ignore:Whether the model fits")
+@pytest.mark.filterwarnings("ignore:peagle did not check")
 def test_a_head_in_s3_lies_below_its_target(
     target: str, draft: str, transfers: list[str], path: str
 ) -> None:
     """A container mounts one prefix; a head of the hub's model is the prefix itself."""
-    request = Request(
+    request = DeploymentRequest(
         target,
         "us-east-1",
         name="chat",
@@ -241,9 +247,9 @@ def test_a_head_in_s3_lies_below_its_target(
 
 def test_uploads_have_a_place(head_folders: Callable[..., Path]) -> None:
     head = SpeculationOptions(draft=str(head_folders()))
-    request = Request("a/b", upload_to="s3://mine/models", name="chat", speculation=head)
+    request = DeploymentRequest("a/b", upload_to="s3://mine/models", name="chat", speculation=head)
     options: dict[str, Any] = {"instance_type": "ml.g6.xlarge"}
-    with pytest.warns(UserWarning, match="was not checked"):
+    with pytest.warns(UserWarning, match="did not check"):
         found = new_deployment(
             dataclasses.replace(request, **options), STAMP, Lookups(load_catalog())
         )
@@ -255,13 +261,13 @@ def test_uploads_have_a_place(head_folders: Callable[..., Path]) -> None:
 
 
 def test_a_model_without_a_head_is_told() -> None:
-    request = Request("a/b", "us-east-1", role=ROLE, instance_type="ml.g6.xlarge")
+    request = DeploymentRequest("a/b", "us-east-1", role=ROLE, instance_type="ml.g6.xlarge")
     with pytest.warns(UserWarning) as caught:
         found = new_deployment(request, STAMP, Lookups(load_catalog()))
     assert found.speculative_config is None
     told = [str(warning.message) for warning in caught]
     assert any("served without speculation. Name a head with --draft" in text for text in told)
-    assert any("was not checked" in text for text in told)
+    assert any("did not check" in text for text in told)
 
 
 def test_a_gated_model_needs_a_token(tmp_path: Path) -> None:
@@ -270,7 +276,7 @@ def test_a_gated_model_needs_a_token(tmp_path: Path) -> None:
         'format_version = 1\n[models.mine]\ntarget = "a/b"\nprecision = "bf16"\n'
         'weights_gib = 1.0\ninstance_types = ["ml.g6.xlarge"]\ngated = true\n'
     )
-    request = Request("mine", "us-east-1", role=ROLE)
+    request = DeploymentRequest("mine", "us-east-1", role=ROLE)
     mine = Lookups(load_catalog([file]))
     with pytest.warns(UserWarning) as caught:
         new_deployment(request, STAMP, mine)
@@ -291,7 +297,7 @@ def test_names_are_made_of_models(name: str, tmp_path: Path) -> None:
 
 def changed(base: Deployment, model: str = "", **options: Any) -> Deployment:
     there = deployment_of(endpoint_template(base), "s2")
-    request = Request(model, "us-east-1", **options)
+    request = DeploymentRequest(model, "us-east-1", **options)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return changed_deployment(there, request, Lookups(load_catalog()))
@@ -374,9 +380,11 @@ def test_uploads_that_are_no_longer_read_are_forgotten() -> None:
         draft=ModelSource("s3", old[1]),
         uploads=old,
     )
-    with pytest.warns(UserWarning, match="was not checked"):
+    with pytest.warns(UserWarning, match="did not check"):
         there = deployment_of(endpoint_template(base), "s2")
-        request = Request("", "us-east-1", speculation=SpeculationOptions(speculation=False))
+        request = DeploymentRequest(
+            "", "us-east-1", speculation=SpeculationOptions(speculation=False)
+        )
         found = changed_deployment(there, request, Lookups(load_catalog()))
     assert found.uploads == old[:1]
 
@@ -397,8 +405,8 @@ def test_a_model_of_the_hub_that_is_too_large(
     monkeypatch: pytest.MonkeyPatch, instance_type: str, flags: dict[str, str], told: str
 ) -> None:
     facts = ModelFacts(50 * GIB, 50 * GIB, "bf16")
-    monkeypatch.setattr(heads, "facts_of_hub", lambda _: facts)
-    request = Request(
+    monkeypatch.setattr(model_files, "facts_of_hub", lambda _: facts)
+    request = DeploymentRequest(
         "me/model",
         "us-east-1",
         role=ROLE,

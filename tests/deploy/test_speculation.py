@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from peagle.config import SpeculativeConfig
-from peagle.deploy.heads import HeadFacts
+from peagle.deploy.model_files import HeadFacts
 from peagle.deploy.models import ModelSource
 from peagle.deploy.speculation import Defaults, SpeculationOptions, decide
 from peagle.errors import UserError

@@ -5,11 +5,10 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from deploy.fake_aws import FakeAws
 from deploy.operating import drafts, make_endpoint, put, put_acceptance, put_log, vllm_line
 from peagle.cli.deploy_operate import status_lines
 from peagle.deploy import monitoring
-from peagle.deploy.status import age, describe, look
+from peagle.deploy.status import age, describe, read_status
 from peagle.deploy.template import METRICS
 from peagle.engine.stats import SpeculationStats
 
@@ -18,21 +17,9 @@ NOW = datetime.now(UTC).replace(second=0, microsecond=0)
 AGO = [NOW - timedelta(minutes=minutes) for minutes in range(120)]
 
 
-@pytest.fixture(scope="module")
-def server():
-    with FakeAws() as fake:
-        yield fake
-
-
-@pytest.fixture
-def aws(server):
-    server.reset()
-    return server
-
-
 def status(aws, **options):
     clients = aws.clients()
-    return look(clients, describe(clients, "code"), now=NOW, **options)
+    return read_status(clients, describe(clients, "code"), now=NOW, **options)
 
 
 def test_metrics_are_pooled_over_minutes_and_latencies_are_milliseconds(aws):
@@ -100,7 +87,7 @@ def test_drift_beside_the_tag_or_what_is_given(aws):
     assert "drift: -4.8%" in "\n".join(status_lines(calm))
     put_acceptance(aws, AGO[119], drafts(3, 0))
     assert "too few drafts" in "\n".join(
-        status_lines(look(aws.clients(), describe(aws.clients(), "code"), now=AGO[118]))
+        status_lines(read_status(aws.clients(), describe(aws.clients(), "code"), now=AGO[118]))
     )
 
 
@@ -155,7 +142,7 @@ def test_a_failed_endpoint_says_why(aws):
     failed = {**current.endpoint, "EndpointStatus": "Failed", "FailureReason": reason}
     from dataclasses import replace
 
-    found = look(clients, replace(current, status="Failed", endpoint=failed), now=NOW)
+    found = read_status(clients, replace(current, status="Failed", endpoint=failed), now=NOW)
     assert f"why: {reason}" in "\n".join(status_lines(found))
     assert found.to_json()["failure_reason"] == reason
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from peagle.deploy.catalog import load_catalog
 from peagle.deploy.deployment import Autoscaling, Deployment, KeptSecret, Secret
 from peagle.deploy.models import ModelSource
-from peagle.deploy.request import Lookups, Request, new_deployment
+from peagle.deploy.request import DeploymentRequest, Lookups, new_deployment
 from peagle.deploy.speculation import SpeculationOptions
 from peagle.deploy.template import (
     deployment_of,
@@ -34,26 +34,38 @@ def problems(template: dict[str, Any]) -> list[str]:
     return [f"{one.rule.id} {one.message}" for one in found]
 
 
+# Every option of the template, in as few templates as can hold them: a lint takes a second.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "native": {"source": "native", "image": "a/b:c"},
-    "no role, no region": {"role": None, "region": ""},
-    "image and hosts": {"image": "a/b:cu128", "ami": "al2-ami-sagemaker-inference-gpu-3-1"},
-    "key": {"kms_key": "alias/mine", "env": ("MY_KEY=x", "A=b")},
-    "network": {"subnets": ("subnet-12345678",), "security_groups": ("sg-12345678",)},
-    "scaling": {"min_instances": 2, "max_instances": 4, "scale_target": 16.0},
-    "alarms": {"alarm_topic": TOPIC, "tags": ("peagle-acceptance-length=3.1", "team=nlp")},
-    "native alarms": {
+    "no role, no region": {
+        "role": None,
+        "region": "",
+        "image": "a/b:cu128",
+        "ami": "al2-ami-sagemaker-inference-gpu-3-1",
+        "speculation": SpeculationOptions(speculation=False),
+    },
+    "native": {
         "source": "native",
         "image": "a/b:c",
         "alarm_topic": TOPIC,
-        "tags": ("peagle-acceptance-length=3.1",),
+        "tags": ("peagle-acceptance-length=3.1", "team=nlp"),
+        "kms_key": "alias/mine",
+        "env": ("MY_KEY=x", "A=b"),
+        "hf_token": "hf_x",
     },
-    "token": {"hf_token": "hf_x"},
-    "no drafts": {"speculation": SpeculationOptions(speculation=False)},
-    "instances": {"instance_count": 3, "instance_type": "ml.p5en.48xlarge"},
-    "patience": {"startup_timeout_s": 3600, "vllm_flags": {"max-model-len": "4096"}},
-    "head in S3": {"speculation": SpeculationOptions(draft="s3://mine/head/")},
+    "managed": {
+        "alarm_topic": TOPIC,
+        "subnets": ("subnet-12345678",),
+        "security_groups": ("sg-12345678",),
+        "min_instances": 2,
+        "max_instances": 4,
+        "scale_target": 16.0,
+        "instance_count": 3,
+        "instance_type": "ml.p5en.48xlarge",
+        "startup_timeout_s": 3600,
+        "vllm_flags": {"max-model-len": "4096"},
+        "speculation": SpeculationOptions(draft="s3://mine/head/"),
+    },
 }
 
 
@@ -69,7 +81,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 )
 def test_schemas_take_every_entry_and_option(name: str, options: dict[str, Any]) -> None:
     given = {"region": "us-east-1", "role": ROLE, **options}
-    d = new_deployment(Request(name, **given), STAMP, Lookups(load_catalog()))
+    d = new_deployment(DeploymentRequest(name, **given), STAMP, Lookups(load_catalog()))
     assert problems(endpoint_template(d)) == []
 
 
@@ -177,12 +189,11 @@ def test_scaling_alone_changes() -> None:
     scaled = with_autoscaling(template, wanted)
     assert scaled == endpoint_template(a_deployment(autoscaling=wanted))
     assert with_autoscaling(scaled, None) == template
-    assert problems(scaled) == []
 
 
 @pytest.mark.parametrize(
     "metadata", [{}, {"peagle": "{"}, {"peagle": '{"endpoint_name": "x"}'}, {"peagle": 3}]
 )
 def test_templates_of_others(metadata: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="was not made by this version of `peagle deploy"):
+    with pytest.raises(UserError, match="did not make the endpoint"):
         deployment_of({"Metadata": metadata, "Resources": {}}, "s2")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from botocore.exceptions import ClientError
 
-from deploy.fake_aws import BUCKET, FakeAws, NoSleep
+from deploy.fake_aws import BUCKET, FakeAws
 from peagle.deploy import uploads
 from peagle.deploy.aws import Clients
 from peagle.deploy.deployment import Transfer
@@ -18,15 +17,6 @@ from peagle.errors import UserError
 
 PREFIX = "peagle/chat/s1/target/"
 URI = f"s3://{BUCKET}/{PREFIX}"
-
-
-@pytest.fixture
-def aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeAws]:
-    monkeypatch.setattr("botocore.endpoint.time", NoSleep)
-    aws = FakeAws()
-    aws.make_bucket()
-    yield aws
-    assert not aws.violations
 
 
 def model(folder: Path, size: int = 100, **fields: str) -> Transfer:
@@ -39,10 +29,6 @@ def model(folder: Path, size: int = 100, **fields: str) -> Transfer:
     return Transfer(ModelSource("local", str(folder)), URI, **fields)
 
 
-def clients(aws: FakeAws) -> Clients:
-    return aws.clients(direct=True, retries={"mode": "standard", "total_max_attempts": 2})
-
-
 def keys(aws: FakeAws) -> set[str]:
     return set(aws.objects(f"s3://{BUCKET}/"))
 
@@ -51,9 +37,9 @@ def quiet(line: str) -> None:
     pass
 
 
-def test_files_arrive(aws: FakeAws, tmp_path: Path) -> None:
+def test_files_arrive(aws: FakeAws, clients: Clients, tmp_path: Path) -> None:
     told: list[str] = []
-    uploads.put([model(tmp_path)], clients(aws), told.append)
+    uploads.put([model(tmp_path)], clients, told.append)
     assert aws.objects(URI) == {
         "config.json": b"{}",
         "model.safetensors": bytes(100),
@@ -62,8 +48,8 @@ def test_files_arrive(aws: FakeAws, tmp_path: Path) -> None:
     assert told == [f"uploaded 3 files (104 B) to {URI}"]
 
 
-def test_key_encrypts_them(aws: FakeAws, tmp_path: Path) -> None:
-    uploads.put([model(tmp_path, kms_key="alias/mine")], clients(aws), quiet)
+def test_key_encrypts_them(aws: FakeAws, clients: Clients, tmp_path: Path) -> None:
+    uploads.put([model(tmp_path, kms_key="alias/mine")], clients, quiet)
     puts = [r.parameters for r in aws.calls if r.operation == "PutObject"]
     assert len(puts) == 3
     assert {put["ServerSideEncryption"] for put in puts} == {"aws:kms"}
@@ -77,52 +63,54 @@ def head_in_s3(aws: FakeAws) -> Transfer:
     return Transfer(ModelSource("s3", f"s3://{BUCKET}/heads/mine/"), f"s3://{BUCKET}/t/peagle/x/")
 
 
-def test_a_head_in_s3_is_copied_below_its_target(aws: FakeAws) -> None:
+def test_a_head_in_s3_is_copied_below_its_target(aws: FakeAws, clients: Clients) -> None:
     transfer = head_in_s3(aws)
     before = keys(aws)
     told: list[str] = []
-    uploads.put([transfer], clients(aws), told.append)
+    uploads.put([transfer], clients, told.append)
     assert aws.objects(transfer.uri) == {
         "config.json": b"config.json",
         "more/model.safetensors": b"more/model.safetensors",
     }
     assert told[0].startswith("copied 2 files from")
-    assert uploads.remove([transfer.uri], clients(aws), quiet) == {}
+    assert uploads.remove([transfer.uri], clients, quiet) == {}
     assert keys(aws) == before
 
 
-def test_a_prefix_that_cannot_be_written_names_the_copy_to_make(aws: FakeAws) -> None:
+def test_a_prefix_that_cannot_be_written_names_the_copy_to_make(
+    aws: FakeAws, clients: Clients
+) -> None:
     transfer = head_in_s3(aws)
     before = keys(aws)
     aws.fail("access denied", "CopyObject", calls=9)
     with pytest.raises(UserError) as caught:
-        uploads.put([transfer], clients(aws), quiet)
+        uploads.put([transfer], clients, quiet)
     copy = f"aws s3 cp --recursive s3://{BUCKET}/heads/mine/ s3://{BUCKET}/t/draft/"
     assert copy in str(caught.value) and f"--draft s3://{BUCKET}/t/draft/" in str(caught.value)
     assert keys(aws) == before
     empty = dataclasses.replace(transfer, source=ModelSource("s3", f"s3://{BUCKET}/none/"))
     with pytest.raises(UserError, match="There is nothing under"):
-        uploads.put([empty], clients(aws), quiet)
+        uploads.put([empty], clients, quiet)
 
 
-def test_nothing_is_overwritten(aws: FakeAws, tmp_path: Path) -> None:
+def test_nothing_is_overwritten(aws: FakeAws, clients: Clients, tmp_path: Path) -> None:
     """Nor deleted, when what failed is taken back."""
     client = aws.clients(direct=True).client("s3")
     client.put_object(Bucket=BUCKET, Key=f"{PREFIX}config.json", Body=b"mine")
     with pytest.raises(UserError, match=r"something under s3://.* already"):
-        uploads.put([model(tmp_path)], clients(aws), quiet)
+        uploads.put([model(tmp_path)], clients, quiet)
     assert aws.objects(URI) == {"config.json": b"mine"}
 
 
 def test_large_files_go_in_parts_and_tell_how_far_they_are(
-    aws: FakeAws, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    aws: FakeAws, clients: Clients, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(uploads, "MULTIPART_BYTES", 5 << 20)
     monkeypatch.setattr(uploads, "_PROGRESS_S", 0.0)
     seconds = iter(range(1_000_000))
     monkeypatch.setattr(aws.clock.__class__, "now", lambda self: float(next(seconds)))
     told: list[str] = []
-    uploads.put([model(tmp_path, 12 << 20)], clients(aws), told.append)
+    uploads.put([model(tmp_path, 12 << 20)], clients, told.append)
     assert len(aws.objects(URI)["model.safetensors"]) == 12 << 20
     assert [r.operation for r in aws.calls].count("UploadPart") == 3
     assert any("of 12.6 MB" in line and line.endswith("/s") for line in told[:-1])
@@ -133,6 +121,7 @@ def test_large_files_go_in_parts_and_tell_how_far_they_are(
 @pytest.mark.parametrize("abort_fails", [False, True])
 def test_parts_of_failed_uploads_go(
     aws: FakeAws,
+    clients: Clients,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     operation: str,
@@ -142,19 +131,19 @@ def test_parts_of_failed_uploads_go(
     aws.fail("access denied", operation, calls=10)
     if abort_fails:  # boto3's own; peagle asks once more
         aws.fail("access denied", "AbortMultipartUpload", calls=1)
-    with pytest.raises(UserError, match=f"{operation} was denied"):
-        uploads.put([model(tmp_path, 12 << 20)], clients(aws), quiet)
+    with pytest.raises(UserError, match=f"AWS denied {operation}"):
+        uploads.put([model(tmp_path, 12 << 20)], clients, quiet)
     assert aws.holdings() == set()
 
 
-def test_bucket_that_is_not_there(aws: FakeAws, tmp_path: Path) -> None:
+def test_bucket_that_is_not_there(aws: FakeAws, clients: Clients, tmp_path: Path) -> None:
     missing = dataclasses.replace(model(tmp_path), uri=f"s3://no-such-bucket/{PREFIX}")
     with pytest.raises(UserError, match=r"NoSuchBucket.*aws s3 mb s3://no-such-bucket"):
-        uploads.put([missing], clients(aws), quiet)
+        uploads.put([missing], clients, quiet)
 
 
-def test_only_uploaded_objects_are_deleted(aws: FakeAws, tmp_path: Path) -> None:
-    made = clients(aws)
+def test_only_uploaded_objects_are_deleted(aws: FakeAws, clients: Clients, tmp_path: Path) -> None:
+    made = clients
     uploads.put([model(tmp_path)], made, quiet)
     foreign = {
         PREFIX + "notes.txt": {},
@@ -170,10 +159,10 @@ def test_only_uploaded_objects_are_deleted(aws: FakeAws, tmp_path: Path) -> None
 
 
 def test_more_objects_than_s3_deletes_at_once(
-    aws: FakeAws, monkeypatch: pytest.MonkeyPatch
+    aws: FakeAws, clients: Clients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(uploads, "_MAX_KEYS", 2)
-    made = clients(aws)
+    made = clients
     for number in range(5):
         made.client("s3").put_object(
             Bucket=BUCKET, Key=f"{PREFIX}{number}", Body=b"", Metadata={"peagle": PREFIX}

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from peagle.cli.terminal import printable
-from peagle.deploy.instances import INSTANCE_TYPES, that_fit
+from peagle.deploy.instances import INSTANCE_TYPES, fitting_types
 from peagle.deploy.memory import GIB, RESERVE_BYTES, gib
 
 if TYPE_CHECKING:
-    from peagle.deploy.catalog_entry import CatalogEntry
+    from peagle.deploy.catalog import CatalogEntry
     from peagle.deploy.deployment import Source
 
 EXAMPLES = """
@@ -123,7 +123,7 @@ def facts(entry: CatalogEntry, catalogs: Sequence[Path] = ()) -> dict[str, Any]:
             "max_model_len": needed.max_model_len,
             "num_sequences": needed.num_sequences,
         }
-        shown["fits"] = [instance.name for instance in that_fit(needed)]
+        shown["fits"] = [instance.name for instance in fitting_types(needed)]
     return shown | {"commands": commands(entry, catalogs)}
 
 
@@ -227,4 +227,4 @@ def _memory(entry: CatalogEntry, source: Source) -> str:
         return "not known: weights_gib is not given"
     gpus = 1 if needed.max_gpus == 1 else _gpus(entry)
     each = "one GPU" if gpus == 1 else f"each of {gpus} GPUs"
-    return f"{gib(needed.per_gpu(gpus))} of {each}: {needed.told(gpus)}"
+    return f"{gib(needed.per_gpu(gpus))} of {each}: {needed.describe(gpus)}"

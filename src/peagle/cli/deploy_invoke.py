@@ -17,7 +17,7 @@ from peagle.cli.terminal import dim, printable, safe
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
-    from peagle.deploy.invoke import Answer, Piece
+    from peagle.deploy.invoke import Completion, TextPart
 
 INVOKE_EXAMPLES = """
 A question, the answer as it comes; then as a completion of text, greedily:
@@ -75,12 +75,12 @@ def invoke(
     from peagle.deploy.aws import Clients
 
     if body is None and report:
-        request = requests.reporting(request)
+        request = requests.with_report(request)
     clients = Clients(region, retries=requests.RETRIES)
     client = clients.client("sagemaker-runtime")
     show = _AnswerPrinter(output_format)
     if stream:
-        answer = requests.Answer()
+        answer = requests.Completion()
         for event, pieces in requests.stream(client, endpoint, request, answer, variant or ""):
             show.event(event, pieces)
     else:
@@ -184,7 +184,7 @@ class _AnswerPrinter:
         self._reasons = False  # reasoning was the last thing written
         self._ends_line = True  # of standard output
 
-    def event(self, event: Mapping[str, Any], pieces: Sequence[Piece]) -> None:
+    def event(self, event: Mapping[str, Any], pieces: Sequence[TextPart]) -> None:
         """Show an event of a stream."""
         if not self._is_text:
             print(json.dumps(event), flush=True)
@@ -193,16 +193,16 @@ class _AnswerPrinter:
             if self._is_text and piece.index == 0:
                 self._write(piece)
 
-    def whole(self, answer: Answer) -> None:
+    def whole(self, answer: Completion) -> None:
         """Show an answer that came in one piece."""
         if not self._is_text:
             print(json.dumps(answer.body))
         elif 0 in answer.texts:
-            from peagle.deploy.invoke import Piece
+            from peagle.deploy.invoke import TextPart
 
-            self._write(Piece(answer.texts[0]))
+            self._write(TextPart(answer.texts[0]))
 
-    def _write(self, piece: Piece) -> None:
+    def _write(self, piece: TextPart) -> None:
         if piece.is_reasoning:
             print(dim(printable(piece.text), sys.stderr), end="", file=sys.stderr, flush=True)
             self._reasons = True
@@ -214,7 +214,7 @@ class _AnswerPrinter:
         print(text, end="", flush=True)
         self._ends_line = text.endswith("\n")
 
-    def end(self, answer: Answer) -> None:
+    def end(self, answer: Completion) -> None:
         """Show the other choices, and what the answer took."""
         if self._is_text:
             self._end_lines()
@@ -229,7 +229,7 @@ class _AnswerPrinter:
         if not self._ends_line:
             print(flush=True)
 
-    def _summary(self, answer: Answer) -> str:
+    def _summary(self, answer: Completion) -> str:
         seconds = time.perf_counter() - self._start
         first = f"{self._first_s:.2f} s to the first text, " if self._first_s is not None else ""
         parts = [*_usage(answer.usage), f"{first}{seconds:.2f} s in all"]

@@ -15,11 +15,11 @@ from peagle.cli.deploy_options import EndpointName, Region, Variant, leftovers_p
 from peagle.cli.groups import Format, OutputFormat
 from peagle.cli.terminal import printable
 from peagle.deploy.monitoring import TOLERATED_DROP, Acceptance, Drift
-from peagle.deploy.status import Status, Value, age, variants
+from peagle.deploy.status import EndpointStatus, MetricValue, age, variants
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
-    from peagle.deploy.logs import Line
+    from peagle.deploy.logs import LogLine
 
 STATUS_EXAMPLES = """
 State, metrics of the last hour, acceptance; the same every 30 s:
@@ -65,12 +65,14 @@ def status(
     """
     from peagle.deploy.aws import Clients
     from peagle.deploy.logs import seconds_ago
-    from peagle.deploy.status import describe, look
+    from peagle.deploy.status import describe, read_status
 
     window_s = seconds_ago(window, "--window")
     clients = Clients(region)
     while True:
-        found = look(clients, describe(clients, endpoint), window_s=window_s, expected=expected)
+        found = read_status(
+            clients, describe(clients, endpoint), window_s=window_s, expected=expected
+        )
         if output_format is OutputFormat.JSON:
             print(json.dumps(found.to_json()), flush=True)
         else:
@@ -124,7 +126,7 @@ def logs(
         print(f"nothing in the last {since}; --since looks further back", file=sys.stderr)
 
 
-def _show_line(line: Line, output_format: OutputFormat) -> None:
+def _show_line(line: LogLine, output_format: OutputFormat) -> None:
     if output_format is OutputFormat.JSON:
         fields = {"time": line.time, "stream": line.stream, "message": line.text}
         print(json.dumps(fields), flush=True)
@@ -139,7 +141,7 @@ _METRIC_NAMES = {
 }
 
 
-def status_lines(status: Status) -> list[str]:
+def status_lines(status: EndpointStatus) -> list[str]:
     """Return the lines of a status for people."""
     return [
         *_state(status),
@@ -149,7 +151,7 @@ def status_lines(status: Status) -> list[str]:
     ]
 
 
-def _state(status: Status) -> Iterator[str]:
+def _state(status: EndpointStatus) -> Iterator[str]:
     current = status.current
     facts = [current.status or "not there yet", current.region]
     facts += [f"stack {current.stack_status}"] if current.stack_status else []
@@ -177,7 +179,7 @@ def _names(names: Sequence[str]) -> str:
     return ", ".join(names) or "gone"
 
 
-def _speculation(status: Status) -> str:
+def _speculation(status: EndpointStatus) -> str:
     found = status.speculation
     if found is None:
         return "none"
@@ -190,7 +192,7 @@ def _speculation(status: Status) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _metrics(status: Status) -> Iterator[str]:
+def _metrics(status: EndpointStatus) -> Iterator[str]:
     if not status.values:
         return
     yield f"{f'last {_span(status.window_s)}':<{_LABEL + 2}}{'average':>14}{'maximum':>14}"
@@ -205,16 +207,16 @@ def _span(seconds: float) -> str:
     return f"{seconds:g} s"
 
 
-def _numbers(value: Value) -> str:
+def _numbers(value: MetricValue) -> str:
     unit = f" {value.metric.unit}" if value.metric.unit else ""
-    if value.metric.shows == "total":
+    if value.metric.is_total:
         return f"{'no data' if value.total is None else f'{value.total:g} in all':>14}"
     if value.average is None or value.maximum is None:
         return f"{'no data':>14}"
     return f"{f'{value.average:,.1f}{unit}':>14}{f'{value.maximum:,.1f}{unit}':>14}"
 
 
-def _acceptance(status: Status) -> Iterator[str]:
+def _acceptance(status: EndpointStatus) -> Iterator[str]:
     found = status.acceptance
     if found is None:
         if status.speculation is not None:

@@ -18,8 +18,8 @@ from peagle.cli.groups import OutputFormat
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
-    from peagle.deploy.catalog_entry import CatalogEntry
-    from peagle.deploy.request import Lookups, Request
+    from peagle.deploy.catalog import CatalogEntry
+    from peagle.deploy.request import DeploymentRequest, Lookups
 
 EndpointName = Annotated[
     str, typer.Argument(metavar="ENDPOINT", help="Name of the endpoint.", show_default=False)
@@ -126,10 +126,10 @@ ALL = (*ENDPOINT, *CHANGES)
 
 def read_request(
     given: Given, model: str, region: str, vllm: Sequence[str], *, name: str = ""
-) -> Request:
+) -> DeploymentRequest:
     """Return the request that the options make; `vllm` is the command line behind --."""
     from peagle.deploy.container import flags_from
-    from peagle.deploy.request import Request
+    from peagle.deploy.request import DeploymentRequest
     from peagle.deploy.speculation import SpeculationOptions
 
     others = ("min_instances", "scale_target", "scale_from")
@@ -139,7 +139,7 @@ def read_request(
             f"{given[named].source} is given without --max-instances; expected the most instances "
             "too."
         )
-    keys = {field.name for field in fields(Request)} & given.keys()
+    keys = {field.name for field in fields(DeploymentRequest)} & given.keys()
     values = {key: given.value(key) for key in keys}
     values |= {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
     speculation = SpeculationOptions(
@@ -150,7 +150,7 @@ def read_request(
     )
     values |= {"model": model, "region": region, "speculation": speculation}
     values |= {"name": name} if name else {}
-    return Request(
+    return DeploymentRequest(
         vllm_flags=flags_from(given.value("vllm_flag", []), list(vllm)),
         hf_token=_hub_token() if given.value("pass_hf_token") else None,
         **values,

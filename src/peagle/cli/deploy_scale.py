@@ -241,7 +241,7 @@ def _count_call(current: EndpointState, variant: str, instances: int) -> dict[st
 def _set_count(clients: Clients, call: dict[str, Any], *, wait: bool) -> None:
     from botocore.exceptions import BotoCoreError, ClientError, WaiterError
 
-    from peagle.deploy.aws_errors import explain
+    from peagle.deploy.aws import explain
 
     name = call["parameters"]["EndpointName"]
     try:

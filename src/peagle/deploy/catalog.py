@@ -1,4 +1,4 @@
-"""The catalog: models with P-EAGLE heads and what it takes to deploy them, ours and the user's."""
+"""The catalog: models with P-EAGLE heads and what their deployment needs, ours and the user's."""
 
 from __future__ import annotations
 
@@ -6,126 +6,248 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
-from peagle.deploy.catalog_entry import CatalogEntry, memory_by_flags
-from peagle.deploy.memory import MemoryNeeded, ModelFacts, facts_of_folder
+from peagle.deploy.deployment import Source
+from peagle.deploy.memory import (
+    GIB,
+    KvLayers,
+    MemoryNeeded,
+    ModelFacts,
+    facts_of_folder,
+    memory_for_flags,
+)
 from peagle.deploy.models import ModelSource
 from peagle.errors import UserError
 
 FORMAT_VERSION = 1
 VARIABLE = "PEAGLE_CATALOG"
 PACKAGED = "the package"
-_SHORTEST_PART = 3  # letters of a name that are taken for a hint at it
+_SHORTEST_HINT = 3  # letters: a shorter part of a name suggests no entry
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+# Fields of an entry that are no keys of its table.
+_NOT_KEYS = ("name", "origin", "replaces")
+
+_HUB_ID = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
+_Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]{0,127}$")]
+_Model = Annotated[str, Field(pattern=rf"^({_HUB_ID}|s3://[^\s/]+(/\S*)?|/.*)$")]
+_InstanceName = Annotated[str, Field(pattern=r"^ml\.[a-z0-9-]+\.[a-z0-9]+$")]
+_Flag = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")]
+_K = Annotated[int, Field(ge=1, le=64)]
+_Size = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+def _variable_text(value: Any) -> Any:
+    """A value of TOML in the form of SM_VLLM_*: text as it is, other values as JSON."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+_VariableText = Annotated[str, BeforeValidator(_variable_text)]
+
+
+class CatalogEntry(BaseModel):
+    """A model with its head: the table [models.NAME] of a file.
+
+    Attributes:
+        name: of the table.
+        origin: the entry's file, or "the package".
+        replaces: the origin of the entry of the same name that this one replaces; "" for none.
+        target, draft: hub ids, s3:// prefixes or folders; no draft if none is published by itself.
+        num_speculative_tokens: K; None if JumpStart sets it.
+        max_speculative_tokens: the deepest K that the head was trained or published for.
+        precision: of the target's weights.
+        parameters_b: of the target, in 10^9.
+        weights_gib, draft_weights_gib: of the checkpoints, in GiB.
+        kv_layers, draft_kv_layers: shapes of the KV caches.
+        instance_types: of SageMaker, the preferred one first.
+        vllm_flags: options of vLLM that it needs, without dashes; values as text.
+        environment: further variables of the container.
+        sources: containers that can serve it, the preferred one first.
+        jumpstart_model_id: its name in SageMaker's public hub.
+        gated: whether the hub gives out the weights only after its licence was accepted.
+        license: as the hub names it.
+        estimates: keys above whose values are estimates, not published.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: _Name
+    origin: str
+    replaces: str = ""
+    target: _Model
+    draft: _Model | None = None
+    num_speculative_tokens: _K | None = None
+    max_speculative_tokens: _K | None = None
+    precision: Literal["bf16", "fp16", "fp32", "fp8", "mxfp4", "nvfp4", "int8", "int4"]
+    parameters_b: _Size | None = None
+    weights_gib: _Size | None = None
+    draft_weights_gib: _Size | None = None
+    kv_layers: tuple[KvLayers, ...] = ()
+    draft_kv_layers: tuple[KvLayers, ...] = ()
+    instance_types: tuple[_InstanceName, ...] = Field(min_length=1)
+    vllm_flags: dict[_Flag, _VariableText] = Field(default_factory=dict)
+    environment: dict[str, _VariableText] = Field(default_factory=dict)
+    sources: tuple[Source, ...] = Field(("managed", "native"), min_length=1)
+    jumpstart_model_id: str | None = None
+    gated: bool | None = None
+    license: str | None = None
+    estimates: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _check(self) -> CatalogEntry:
+        k, deepest = self.num_speculative_tokens, self.max_speculative_tokens
+        if self.draft is not None and k is None:
+            raise ValueError("there is a draft and no num_speculative_tokens; give K")
+        if self.draft is None and self.sources != ("jumpstart",) and k:
+            raise ValueError("there is a num_speculative_tokens and no draft; name the head")
+        if k is not None and deepest is not None and k > deepest:
+            raise ValueError(
+                f"num_speculative_tokens is {k}; expected at most max_speculative_tokens, {deepest}"
+            )
+        if unknown := [key for key in self.estimates if key not in type(self).model_fields]:
+            raise ValueError(f"estimates names {unknown[0]!r}, which is no key")
+        if self.sources == ("jumpstart",) and self.jumpstart_model_id is None:
+            raise ValueError("sources is jumpstart alone and there is no jumpstart_model_id")
+        return self
+
+    def target_facts(self) -> ModelFacts | None:
+        """Facts about the target; None if the size of its weights is unknown."""
+        unpacked = self.precision not in ("bf16", "fp16") and self.parameters_b
+        return _facts(
+            self.target, self.weights_gib, self.kv_layers, self.precision, unpacked or None
+        )
+
+    def draft_facts(self) -> ModelFacts | None:
+        """Facts about the head; None if the size of its weights is unknown."""
+        return _facts(self.draft, self.draft_weights_gib, self.draft_kv_layers, "bf16")
+
+    def memory_needed(self, source: Source | None = None) -> MemoryNeeded | None:
+        """Memory with the entry's own flags in a source's container; None if unknown."""
+        target = self.target_facts()
+        native = (source or self.sources[0]) == "native"
+        return target and memory_for_flags(
+            target, self.draft_facts(), self.vllm_flags, native=native
+        )
+
+
+def _facts(
+    model: str | None,
+    weights_gib: float | None,
+    layers: tuple[KvLayers, ...],
+    precision: str,
+    packed_parameters_b: float | None = None,
+) -> ModelFacts | None:
+    if weights_gib is not None:
+        size = int(weights_gib * GIB)
+        unpacked = int(2e9 * packed_parameters_b) if packed_parameters_b else size
+        return ModelFacts(size, unpacked, precision, layers)
+    if model is not None and model.startswith("/") and Path(model).is_dir():
+        return facts_of_folder(Path(model))
+    return None
+
 
 # ---- files ----------------------------------------------------------------------------------
 
 
 def load_catalog(extra: Sequence[Path] = ()) -> dict[str, CatalogEntry]:
-    """All entries by name: the package's, then the user's, later ones in place of earlier ones.
+    """Return all entries by name; the user's replace the package's entries of the same name.
 
-    The user's files: ~/.config/peagle/catalog.toml ($XDG_CONFIG_HOME) where there is one, those of
-    $PEAGLE_CATALOG (several as in $PATH), then `extra`.
+    The user's files are ~/.config/peagle/catalog.toml ($XDG_CONFIG_HOME) if it exists, those of
+    $PEAGLE_CATALOG (separated as in $PATH), then `extra`.
 
     Raises:
-        UserError: a file that is named is not there, is not TOML, of a newer format, or an entry
-            is not understood.
+        UserError: a named file does not exist, is not TOML or of a newer format, or an entry is
+            malformed.
     """
     text = files("peagle.deploy").joinpath("catalog.toml").read_text(encoding="utf-8")
     entries = {entry.name: entry for entry in parse_catalog(text, PACKAGED)}
-    for path in [*_user_files(), *extra]:
-        for entry in read_catalog(path):
-            known = find_name(entry.name, entries)
-            old = entries.pop(known) if known else None
+    config = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
+    usual = config / "peagle" / "catalog.toml"
+    named = [Path(n).expanduser() for n in os.environ.get(VARIABLE, "").split(os.pathsep) if n]
+    for path in [*([usual] if usual.is_file() else []), *named, *extra]:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+            raise UserError(
+                f"The catalog file {str(path)!r} is not readable: {reason}. Check the path, "
+                f"{VARIABLE} and --catalog."
+            ) from None
+        for entry in parse_catalog(text, str(path)):
+            old = lookup(entry.name, entries)
+            if old is not None:
+                del entries[old.name]
             update = {"replaces": old.origin if old else ""}
             entries[entry.name] = entry.model_copy(update=update)
     return entries
 
 
-def _user_files() -> list[Path]:
-    home = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-    usual = Path(home).expanduser() / "peagle" / "catalog.toml"
-    named = os.environ.get(VARIABLE, "").split(os.pathsep)
-    return [*([usual] if usual.is_file() else []), *(Path(n).expanduser() for n in named if n)]
-
-
-def read_catalog(path: Path) -> list[CatalogEntry]:
-    """The entries of a user's file.
-
-    Raises:
-        UserError: as `load_catalog`.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise UserError(
-            f"The catalog file {str(path)!r} is not readable: {reason}. Check the path, {VARIABLE} "
-            "and --catalog."
-        ) from None
-    return parse_catalog(text, str(path))
-
-
 def parse_catalog(text: str, origin: str) -> list[CatalogEntry]:
-    """The entries of a catalog's TOML; `origin` names it in messages and in the entries.
+    """Return the entries of a catalog's TOML; `origin` names the file in messages and entries.
 
     Raises:
-        UserError: not TOML, a newer format, a key or value that is not understood.
+        UserError: not TOML, a newer format, or a malformed key or value.
     """
+    where = f"The catalog {origin!r}"
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(
-            f"The catalog {origin!r} is not TOML: {error}. Mend it there; `peagle catalog --help` "
-            "shows an entry."
+            f"{where} is not TOML: {error}. Mend it there; `peagle catalog --help` shows an entry."
         ) from None
     version = data.pop("format_version", None)
     if type(version) is not int or version < 1:
         found = "missing" if version is None else repr(version)
         raise UserError(
-            f"The catalog {origin!r}: format_version is {found}; expected "
-            f"format_version = {FORMAT_VERSION} as the first line."
+            f"{where}: format_version is {found}; expected format_version = {FORMAT_VERSION} as "
+            "the first line."
         )
     if version > FORMAT_VERSION:
         raise UserError(
-            f"The catalog {origin!r}: format_version is {version}, newer than this peagle reads "
+            f"{where}: format_version is {version}, newer than this peagle reads "
             f"({FORMAT_VERSION}). Upgrade peagle."
         )
     models = data.pop("models", {})
     if data:
         raise UserError(
-            f"The catalog {origin!r}: {next(iter(data))!r} is not a known key; expected "
-            "format_version and tables [models.NAME]."
+            f"{where}: {next(iter(data))!r} is not a known key; expected format_version and tables "
+            "[models.NAME]."
         )
     if not isinstance(models, dict):
-        raise UserError(f"The catalog {origin!r}: models is {models!r}; expected [models.NAME].")
+        raise UserError(f"{where}: models is {models!r}; expected [models.NAME].")
     known: dict[str, str] = {}
     for name in models:
         if (same := known.setdefault(name.casefold(), name)) != name:
             raise UserError(
-                f"The catalog {origin!r}: [models.{same}] and [models.{name}] are the same name, "
-                "since case does not count; rename one of them."
+                f"{where}: [models.{same}] and [models.{name}] are the same name, since case does "
+                "not count; rename one of them."
             )
-    return [_entry(name, table, origin) for name, table in models.items()]
+    return [_parse_entry(name, table, origin) for name, table in models.items()]
 
 
-def _entry(name: str, table: Any, origin: str) -> CatalogEntry:
+def _parse_entry(name: str, table: Any, origin: str) -> CatalogEntry:
     where = f"The catalog {origin!r}, [models.{name}]"
     if not isinstance(table, dict):
         raise UserError(f"{where}: it is {table!r}; expected a table.")
+    if own := table.keys() & set(_NOT_KEYS):
+        raise UserError(f"{where}: {min(own)} is not a known key.")
     for key in table.keys() & {"target", "draft"}:
         if isinstance(path := table[key], str) and path.startswith((".", "/", "~")):
             beside = Path(origin).parent / Path(path).expanduser()
             table = {**table, key: os.path.abspath(beside)}
-    if own := table.keys() & {"name", "origin", "replaces"}:
-        raise UserError(f"{where}: {min(own)} is not a known key.")
     try:
         return CatalogEntry.model_validate({**table, "name": name, "origin": origin})
     except ValidationError as error:
@@ -136,7 +258,7 @@ def _first_problem(error: ValidationError) -> str:
     problem = error.errors()[0]
     key = ".".join(map(str, problem["loc"])) or "the entry"
     if problem["type"] == "extra_forbidden":
-        known = [k for k in CatalogEntry.model_fields if k not in ("name", "origin", "replaces")]
+        known = [k for k in CatalogEntry.model_fields if k not in _NOT_KEYS]
         near = get_close_matches(key, known, 1)
         meant = f" Did you mean {near[0]}?" if near else f" Known: {', '.join(known)}."
         return f"{key} is not a known key.{meant}"
@@ -148,8 +270,8 @@ def _first_problem(error: ValidationError) -> str:
 
 
 def to_toml(entry: CatalogEntry) -> str:
-    """A catalog file with this entry alone; what has its default is left out."""
-    values = entry.model_dump(exclude_defaults=True, exclude={"name", "origin", "replaces"})
+    """Return a catalog file with this entry alone, without the keys that have their default."""
+    values = entry.model_dump(exclude_defaults=True, exclude=set(_NOT_KEYS))
     lines = [f"{key} = {_toml(value)}" for key, value in values.items()]
     head = [f"format_version = {FORMAT_VERSION}", "", f"[models.{_toml_key(entry.name)}]"]
     return "\n".join([*head, *lines, ""])
@@ -165,65 +287,51 @@ def _toml(value: Any) -> str:
         return "{ " + ", ".join(f"{_toml_key(key)} = {_toml(one)}" for key, one in given) + " }"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_toml, value))}]"
-    # JSON's numbers, booleans and escapes are TOML's, but for one character.
+    # JSON's numbers, booleans and escapes are TOML's, except for one character.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-# ---- finding --------------------------------------------------------------------------------
+# ---- entries by name ------------------------------------------------------------------------
 
 
-def find_name(name: str, entries: dict[str, CatalogEntry]) -> str | None:
-    """The entry's name that this one means: in any case, or the target's hub id."""
+def lookup(name: str, entries: dict[str, CatalogEntry]) -> CatalogEntry | None:
+    """Return the entry of this name, in any case, or of this target's hub id; None without one."""
     wanted = name.casefold()
-    for key in reversed(entries):  # of several with one target, the user's
-        if wanted in (key.casefold(), entries[key].target.casefold()):
-            return key
+    for entry in reversed(entries.values()):  # of several with one target, the user's
+        if wanted in (entry.name.casefold(), entry.target.casefold()):
+            return entry
     return None
 
 
 def find(name: str, entries: dict[str, CatalogEntry]) -> CatalogEntry:
-    """The entry of this name; the target's hub id, and any case, will do.
+    """Return the entry that `lookup` finds.
 
     Raises:
-        UserError: there is none; with the nearest names.
+        UserError: there is none; names the nearest entries.
     """
-    if (key := find_name(name, entries)) is not None:
-        return entries[key]
-    near = _nearest(name, entries.values())
-    meant = f" Did you mean {' or '.join(near)}?" if near else ""
+    if (entry := lookup(name, entries)) is not None:
+        return entry
+    names = {alias.casefold(): e.name for e in entries.values() for alias in (e.target, e.name)}
+    typed = name.casefold()
+    near = get_close_matches(typed, names, 2, 0.6)
+    if not near and len(typed) >= _SHORTEST_HINT:
+        near = [alias for alias in names if typed in alias]
+    hints = list(dict.fromkeys(names[alias] for alias in near))[:2]
+    meant = f" Did you mean {' or '.join(hints)}?" if hints else ""
     raise UserError(
         f"No model {name!r} in the catalog.{meant} `peagle catalog` lists them: "
         f"{', '.join(entries)}. Models of your own go into a file (`peagle catalog --help`)."
     )
 
 
-def lookup(name: str, entries: dict[str, CatalogEntry]) -> CatalogEntry | None:
-    """The entry of this name, as `find`; None if there is none."""
-    key = find_name(name, entries)
-    return None if key is None else entries[key]
-
-
-def _nearest(name: str, entries: Iterable[CatalogEntry]) -> list[str]:
-    """At most two names: the most similar, or such that contain what was typed."""
-    names = {alias.casefold(): e.name for e in entries for alias in (e.target, e.name)}
-    typed = name.casefold()
-    near = get_close_matches(typed, names, 2, 0.6)
-    if not near and len(typed) >= _SHORTEST_PART:
-        near = [alias for alias in names if typed in alias]
-    return list(dict.fromkeys(names[alias] for alias in near))[:2]
-
-
-# ---- memory ---------------------------------------------------------------------------------
-
-
-# Sizes of a model that is neither here nor in the catalog; None where nobody looks.
-ReadSize = Callable[[ModelSource], ModelFacts | None]
+# Reads the facts of a model that is neither in a folder here nor in the catalog.
+ReadFacts = Callable[[ModelSource], ModelFacts | None]
 
 
 def facts_of(
-    source: ModelSource, entries: dict[str, CatalogEntry], read_size: ReadSize | None = None
+    source: ModelSource, entries: dict[str, CatalogEntry], read_facts: ReadFacts | None = None
 ) -> ModelFacts | None:
-    """Sizes of a model or a head: of the catalog, of a folder here, or as `read_size` finds them.
+    """Return facts about a model or a head: of a folder here, of the catalog, or of `read_facts`.
 
     Raises:
         CheckpointError: the folder holds no model.
@@ -239,7 +347,7 @@ def facts_of(
             found = entry.draft_facts()
         if found is not None:
             return found
-    return read_size(source) if read_size is not None else None
+    return read_facts(source) if read_facts is not None else None
 
 
 def needed_by(
@@ -249,15 +357,15 @@ def needed_by(
     entries: dict[str, CatalogEntry],
     *,
     native: bool = False,
-    read_size: ReadSize | None = None,
+    read_facts: ReadFacts | None = None,
 ) -> MemoryNeeded | None:
-    """Memory of a target and its head with these flags of vLLM; None where it is not known.
+    """Return the memory of a target and its head with options of vLLM; None if unknown.
 
     Raises:
         CheckpointError: a folder holds no model.
     """
-    facts = facts_of(target, entries, read_size)
+    facts = facts_of(target, entries, read_facts)
     if facts is None:
         return None
-    head = facts_of(draft, entries, read_size) if draft is not None else None
-    return memory_by_flags(facts, head, flags, native=native)
+    head = facts_of(draft, entries, read_facts) if draft is not None else None
+    return memory_for_flags(facts, head, flags, native=native)

@@ -1,4 +1,4 @@
-"""How much one instance carries: a measured curve of speed over concurrency, and where it ends.
+"""The load that one instance carries, from a measured curve of speed over concurrency.
 
 The curve is throughput.json of `peagle bench --output` or tune.json of `peagle tune --output`.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 from peagle.errors import UserError
@@ -25,42 +24,42 @@ from peagle.results import (
 HEADROOM = 0.7
 # More requests at once must bring this share of the speed that as many more instances would.
 LEAST_GAIN = 0.25
-_PLAIN = "plain"  # bench's name of decoding without drafts
+_PLAIN = "plain"  # bench's method without drafts
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a user promises: milliseconds, None for no bound."""
+    """The longest times that a user accepts, in milliseconds; None for no bound."""
 
     itl_ms: float | None = None
     ttft_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """Speed and latency at one concurrency, with drafts as they are deployed; None is unknown."""
+class CurvePoint:
+    """Speed and latency at one concurrency; None is unknown."""
 
     concurrency: int
     tokens_per_s: float  # of all requests
     requests_per_s: float | None = None
     itl_ms: float | None = None
     ttft_ms: float | None = None
-    speed_up: float | None = None  # over decoding without drafts
-    meets: bool | None = None  # whether the measurement's own objective was kept
+    speed_up: float | None = None  # of drafts, over decoding without them
+    meets: bool | None = None  # whether it kept the measurement's own objective
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Points by ascending concurrency; `what` and `latency` name what was measured."""
+    """Points by ascending concurrency; `what` and `latency` name the measurement."""
 
-    points: tuple[Point, ...]
+    points: tuple[CurvePoint, ...]
     what: str
     latency: str
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The load that one instance carries, what ends it, and the name of the curve."""
+    """The load that one instance carries, why it carries no more, and the name of the curve."""
 
     concurrency: int
     requests_per_s: float | None
@@ -68,14 +67,10 @@ class Capacity:
     what: str
 
     def target(self, metric: str) -> float:
-        """The value that autoscaling keeps, with head room.
+        """The value of a metric that autoscaling keeps, with head room.
 
-        Args:
-            metric: "concurrency": requests at once on an instance; "invocations": requests per
-                minute and instance.
-
-        Raises:
-            UserError: the curve does not say how many requests per second those are.
+        The metric is "concurrency", requests at once on an instance, or "invocations", requests
+        per minute and instance; for the latter, a curve without requests per second is a UserError.
         """
         if metric == "concurrency":
             return max(1.0, float(int(HEADROOM * self.concurrency)))
@@ -89,41 +84,41 @@ class Capacity:
 
 
 def capacity(curves: Sequence[Curve], bounds: Bounds) -> Capacity:
-    """The largest concurrency up to which everything holds; of several curves the smallest.
+    """Return the largest concurrency up to which all rules hold; of several curves the smallest.
 
     From the smallest concurrency measured upwards, each must
-    1. keep the bounds, or without any the objective that the measurement itself had;
-    2. be faster with drafts than without (break-even), where both were measured: beyond it, what
-       is deployed for its drafts is slower for them, and another instance serves better;
+    1. keep the bounds, or without any the objective of the measurement;
+    2. be faster with drafts than without (break-even), if both were measured: beyond it, drafts
+       cost speed, and another instance serves better;
     3. still gain: going from c to c' requests must bring at least LEAST_GAIN of the speed that
        c' / c times as many instances would. Beyond that knee requests only wait for each other.
-    The first that fails ends the curve. Between measured points nothing is assumed.
+    The first concurrency that fails ends the curve; nothing is assumed between measured points.
 
     Raises:
-        UserError: not even the smallest concurrency holds, or what a bound needs was not measured.
+        UserError: not even the smallest concurrency holds, or a bound needs times that were not
+            measured.
     """
-    return min((_end(curve, bounds) for curve in curves), key=lambda one: one.concurrency)
+    return min((_capacity_of(curve, bounds) for curve in curves), key=lambda one: one.concurrency)
 
 
-def _end(curve: Curve, bounds: Bounds) -> Capacity:
-    first = curve.points[0]
-    if problem := _problem(first, bounds, curve):
+def _capacity_of(curve: Curve, bounds: Bounds) -> Capacity:
+    best, why = curve.points[0], ""
+    if problem := _problem(best, bounds, curve):
         raise UserError(
-            f"{curve.what}: at the smallest concurrency measured, {first.concurrency}, {problem}. "
+            f"{curve.what}: at the smallest concurrency measured, {best.concurrency}, {problem}. "
             "More instances do not help there: loosen the bound, take a faster instance type, or "
             "measure at a smaller concurrency."
         )
-    best, why = first, "it is the largest measured"
-    for before, point in pairwise(curve.points):
-        why = _problem(point, bounds, curve) or _knee(before, point)
-        if why:
+    for point in curve.points[1:]:
+        if why := _problem(point, bounds, curve) or _knee(best, point):
             why = f"at {point.concurrency} {why}"
             break
-        best, why = point, "it is the largest measured"
+        best = point
+    why = why or "it is the largest measured"
     return Capacity(best.concurrency, best.requests_per_s, why, curve.what)
 
 
-def _problem(point: Point, bounds: Bounds, curve: Curve) -> str:
+def _problem(point: CurvePoint, bounds: Bounds, curve: Curve) -> str:
     has_bounds = bounds.itl_ms is not None or bounds.ttft_ms is not None
     for name, most, found in (
         ("between tokens", bounds.itl_ms, point.itl_ms),
@@ -145,7 +140,7 @@ def _problem(point: Point, bounds: Bounds, curve: Curve) -> str:
     return ""
 
 
-def _knee(before: Point, point: Point) -> str:
+def _knee(before: CurvePoint, point: CurvePoint) -> str:
     more = point.concurrency / before.concurrency - 1
     gained = point.tokens_per_s / before.tokens_per_s - 1
     if gained >= LEAST_GAIN * more:
@@ -159,17 +154,16 @@ def _knee(before: Point, point: Point) -> str:
 def read_curves(
     path: Path, *, k: int | None, method: str | None = None, percentile: int = 90
 ) -> list[Curve]:
-    """The curves of a file, for what is deployed.
+    """Return the curves of a file that were measured as the endpoint drafts.
 
     Args:
         path: throughput.json or tune.json.
-        k: of the endpoint, 0 without drafts; None if unknown: then the file must have one alone.
-        method: name of throughput.json's method, of a server it may be; None if one alone drafts
-            with this K.
+        k: of the endpoint, 0 without drafts; None if unknown: the file must then have one K alone.
+        method: name of a method in throughput.json; None if only one method drafts with this K.
         percentile: of latencies: 50, 90 or 99.
 
     Raises:
-        UserError: not readable, none of both, or nothing in it was measured as it is deployed.
+        UserError: the file is not readable, is neither, or has no such measurement.
     """
     path = path.expanduser()
     data = read_object(path)
@@ -218,16 +212,16 @@ def _fitting(
 ) -> list[tuple[str, int]]:
     named = [arm for arm in arms if method is None or arm[0] == method]
     fitting = [arm for arm in named if (arm[1] == k if k is not None else arm[1])]
-    # A server that does not tell its K is K = 0 in the file; who names it, means it.
+    # A server that does not tell its K has K = 0 in the file: only its name chooses it.
     return fitting or [arm for arm in named if method not in (None, _PLAIN) and not arm[1]]
 
 
-def _point(cell: Cell, percentile: int) -> Point:
+def _point(cell: Cell, percentile: int) -> CurvePoint:
     def milliseconds(seconds: Percentiles) -> float | None:
         value = getattr(seconds, f"p{percentile}")
         return None if value is None else 1000 * value
 
-    return Point(
+    return CurvePoint(
         cell.concurrency,
         cell.median.output_tokens_per_s,
         cell.median.requests_per_s,
@@ -239,14 +233,14 @@ def _point(cell: Cell, percentile: int) -> Point:
 
 
 def _of_tune(path: Path, results: TuneResults, k: int | None) -> list[Curve]:
-    """The curve of mean latencies: steps give every one of b requests tokens/s over b."""
+    """The curve of mean latencies: each of b requests gets tokens/s over b."""
     chosen = results.best_single_k if k is None else k
     speeds = {
         (one.batch, one.k): one.measured_tokens_per_s or one.predicted_tokens_per_s
         for one in results.predictions
     }
     points = [
-        Point(
+        CurvePoint(
             batch,
             speed,
             itl_ms=1000 * batch / speed if speed else None,

@@ -1,4 +1,4 @@
-"""One deployment on Amazon SageMaker as data: what `template` makes a CloudFormation stack of."""
+"""A deployment on Amazon SageMaker as data, from which `template` makes a CloudFormation stack."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 from peagle.deploy.models import ModelSource
 from peagle.errors import UserError
 
-# "jumpstart" stands in catalogs alone: SageMaker JumpStart has the only copy of such a head.
+# "jumpstart" is for catalogs alone: only SageMaker JumpStart has the head of such an entry.
 Source = Literal["managed", "native", "jumpstart"]
 CONTAINERS: tuple[Source, ...] = ("managed", "native")
 
@@ -26,11 +26,11 @@ STARTUP_TIMEOUTS_S = (60, 3600)
 # EndpointName of SageMaker's service model: letters, digits, single or repeated hyphens inside.
 _NAME = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}")
 MAX_NAME = 63
-_ROLE = re.compile(r"arn:(aws[a-z-]*):iam::(\d{12}):role/?[a-zA-Z_0-9+=,.@\-_/]+")
+_ROLE = re.compile(r"arn:aws[a-z-]*:iam::(\d{12}):role/?[a-zA-Z_0-9+=,.@\-_/]+")
 
 
 class Secret(str):
-    """Text that AWS gets and nobody is shown."""
+    """Text that goes to AWS and that peagle never prints."""
 
     __slots__ = ()
 
@@ -39,14 +39,14 @@ class Secret(str):
 
 
 class KeptSecret(Secret):
-    """The name of the stack's parameter whose secret value stays as it is."""
+    """The name of a parameter of the stack that keeps its present, secret value."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Vpc:
-    """The network of the containers: ids of subnets and of security groups."""
+    """The network of the containers: ids of subnets and security groups."""
 
     subnets: tuple[str, ...]
     security_groups: tuple[str, ...]
@@ -54,12 +54,9 @@ class Vpc:
 
 @dataclass(frozen=True, slots=True)
 class Autoscaling:
-    """Target tracking of the number of instances.
+    """Target tracking: bounds of the number of instances, and the metric's value on each of them.
 
-    Attributes:
-        min_instances, max_instances: bounds of the number of instances.
-        target_value: value of the metric that one instance should have.
-        metric: predefined metric type of Application Auto Scaling.
+    `metric` is a predefined metric type of Application Auto Scaling.
     """
 
     min_instances: int
@@ -70,11 +67,11 @@ class Autoscaling:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Files that must lie in S3 before the stack is made.
+    """Files that S3 must have before CloudFormation makes the stack.
 
     Attributes:
-        source: a local folder, which is uploaded, or a prefix in S3, which is copied.
-        uri: s3:// prefix that the files get.
+        source: a local folder to upload, or a prefix in S3 to copy.
+        uri: s3:// prefix of the files in S3.
         kms_key: key that encrypts them; "" leaves that to the bucket.
     """
 
@@ -93,7 +90,7 @@ class Deployment:
         source: "managed" runs AWS's vLLM container, "native" ours.
         image: URI of the container's image; may name ${AWS::Region}.
         target: the target model, on the hub or in S3.
-        role: ARN of the containers' role; "" makes it a parameter of the template.
+        role: ARN of the containers' role; "" makes the role a parameter of the template.
         instance_type, instance_count: instances of the endpoint.
         draft: the draft head, on the hub or in S3; None without one.
         speculative_config: vLLM's form of it without "model"; None decodes without drafts.
@@ -108,7 +105,7 @@ class Deployment:
         autoscaling: None keeps the number of instances.
         alarm_topic: ARN of an SNS topic that gets alarms; "" makes no alarms.
         uploads: s3:// prefixes that peagle filled for this endpoint.
-        transfers: what has to be uploaded or copied first.
+        transfers: files to upload or copy first.
     """
 
     endpoint_name: str
@@ -147,11 +144,7 @@ class Deployment:
 
 
 def check_endpoint_name(name: str) -> str:
-    """Return the name, if SageMaker takes it for an endpoint.
-
-    Raises:
-        UserError: it does not.
-    """
+    """Return the name; UserError if SageMaker would not take it for an endpoint."""
     if _NAME.fullmatch(name) is None:
         raise UserError(
             f"The endpoint's name is {name!r}; expected 1 to {MAX_NAME} letters, digits and "
@@ -160,16 +153,12 @@ def check_endpoint_name(name: str) -> str:
     return name
 
 
-def role_account(role: str) -> tuple[str, str]:
-    """Return partition and account of a role's ARN, ("aws", "123456789012").
-
-    Raises:
-        UserError: it is no ARN of a role.
-    """
+def account_of(role: str) -> str:
+    """Return the account in a role's ARN, "123456789012"; UserError for other text."""
     match = _ROLE.fullmatch(role)
     if match is None:
         raise UserError(
             f"The role is {role!r}; expected the ARN of an IAM role that SageMaker may assume, "
             "like arn:aws:iam::123456789012:role/sagemaker-execution."
         )
-    return match[1], match[2]
+    return match[1]

@@ -1,4 +1,4 @@
-"""Requests to an endpoint in OpenAI's form, whole or streamed, and what became of them."""
+"""Requests to an endpoint in OpenAI's form, whole or streamed, and their completions."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from peagle.deploy import aws_errors
-from peagle.deploy.events import EventReader
+from peagle.client.events import DONE, EventReader
+from peagle.deploy.aws import call_errors, error_code, error_text, explain
 from peagle.errors import UserError
 
-# One attempt: the answer to a request that was given up is computed all the same.
+# One attempt: the container computes the completion of a request that was given up all the same.
 RETRIES: Mapping[str, Any] = {"mode": "standard", "total_max_attempts": 1}
-DONE = "[DONE]"
 _SHOWN_CHARACTERS = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextPart:
     """New text of a choice."""
 
     text: str
@@ -28,16 +27,16 @@ class Piece:
 
 
 @dataclass(slots=True)
-class Answer:
-    """What has come of an answer.
+class Completion:
+    """A completion, as far as it came.
 
     Attributes:
         texts: of each choice, without reasoning.
         finish_reasons: of each choice that ended.
-        usage: tokens, and "speculation" where the container told of drafts.
-        variant: that answered.
-        body: the whole answer where it was not streamed.
-        problem: why the answer is not complete; "" if it is.
+        usage: tokens, and "speculation" if the container reports its drafts.
+        variant: the variant that answered.
+        body: the whole response if it was not streamed.
+        problem: why the completion is not complete; "" if it is.
     """
 
     texts: dict[int, str] = field(default_factory=lambda: defaultdict(str))
@@ -47,162 +46,150 @@ class Answer:
     body: dict[str, Any] | None = None
     problem: str = ""
 
-    def take(self, event: Mapping[str, Any]) -> list[Piece]:
-        """Take in an event of a stream, or a whole answer, and give its text.
+    def add(self, event: Mapping[str, Any]) -> list[TextPart]:
+        """Add an event of a stream, or a whole response, and return its text.
 
         Raises:
-            UserError: it is none of a completion.
+            UserError: it is not part of a completion.
         """
         try:
-            return self._take(event)
+            return self._add(event)
         except (AttributeError, KeyError, TypeError, ValueError):
             raise UserError(
                 f"The container answered with something else than a completion: "
-                f"{_shown(json.dumps(event))}"
+                f"{_shorten(json.dumps(event))}"
             ) from None
 
-    def _take(self, event: Mapping[str, Any]) -> list[Piece]:
+    def _add(self, event: Mapping[str, Any]) -> list[TextPart]:
         if error := event.get("error"):
-            said = error.get("message") if isinstance(error, dict) else error
-            self.problem = f"the container ended the answer: {_shown(str(said))}"
+            message = error.get("message") if isinstance(error, dict) else error
+            self.problem = f"the container ended the answer: {_shorten(str(message))}"
             return []
         if not {"choices", "usage"} & set(event):
             raise ValueError(event)
         self.usage = dict(event.get("usage") or self.usage)
-        pieces = []
+        parts = []
         for choice in event.get("choices") or ():
             index = int(choice.get("index") or 0)
-            part = choice.get("delta") or choice.get("message") or choice
-            if text := part.get("reasoning_content") or part.get("reasoning"):
-                pieces.append(Piece(text, index, is_reasoning=True))
-            if text := part.get("content") or part.get("text"):
+            delta = choice.get("delta") or choice.get("message") or choice
+            if text := delta.get("reasoning_content") or delta.get("reasoning"):
+                parts.append(TextPart(text, index, is_reasoning=True))
+            if text := delta.get("content") or delta.get("text"):
                 self.texts[index] += text
-                pieces.append(Piece(text, index))
+                parts.append(TextPart(text, index))
             if reason := choice.get("finish_reason"):
                 self.finish_reasons[index] = reason
-        return pieces
+        return parts
 
 
-# ---- bodies ---------------------------------------------------------------------------------
-
-
-def streamed(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The same request, its answer in events, with the usage at the end."""
-    options = {"include_usage": True, **(body.get("stream_options") or {})}
-    return {**body, "stream": True, "stream_options": options}
-
-
-def reporting(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The same request, telling of its drafts where the container is ours; vLLM's ignores it."""
+def with_report(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The same request, asking our container to report its drafts; vLLM's ignores that."""
     return {**body, "speculation": {"report": True, **(body.get("speculation") or {})}}
 
 
-# ---- requests -------------------------------------------------------------------------------
-
-
-def invoke(client: Any, endpoint: str, body: Mapping[str, Any], variant: str = "") -> Answer:
-    """Ask, and wait for the whole answer.
+def invoke(client: Any, endpoint: str, body: Mapping[str, Any], variant: str = "") -> Completion:
+    """Send a request and wait for the whole completion.
 
     Args:
-        client: boto3's of sagemaker-runtime.
+        client: boto3's client of sagemaker-runtime.
         endpoint: its name.
         body: of OpenAI's chat completions or completions.
-        variant: to ask; "" lets the endpoint choose.
+        variant: "" lets the endpoint choose.
 
     Raises:
-        UserError: the endpoint, the container or AWS refused or failed; or what came is no answer.
+        UserError: the endpoint, the container or AWS refused or failed, or answered with something
+            else.
     """
     try:
-        response = client.invoke_endpoint(**_request(endpoint, body, variant))
+        response = client.invoke_endpoint(**_parameters(endpoint, body, variant))
         raw = response["Body"].read()
-    except _errors() as error:
-        raise explained(error, endpoint) from None
-    answer = Answer(variant=response.get("InvokedProductionVariant", ""))
-    answer.body = _object(raw.decode(errors="replace"))
-    answer.take(answer.body)
-    return answer
+    except _stream_errors() as error:
+        raise explain_invocation(error, endpoint) from None
+    completion = Completion(variant=response.get("InvokedProductionVariant", ""))
+    completion.body = _parse_object(raw)
+    completion.add(completion.body)
+    return completion
 
 
 def stream(
-    client: Any, endpoint: str, body: Mapping[str, Any], answer: Answer, variant: str = ""
-) -> Iterator[tuple[dict[str, Any], list[Piece]]]:
-    """Ask, and yield every event of the answer as it comes, with its text.
+    client: Any, endpoint: str, body: Mapping[str, Any], completion: Completion, variant: str = ""
+) -> Iterator[tuple[dict[str, Any], list[TextPart]]]:
+    """Send a request and yield every event of the completion as it comes, with its text.
 
-    What went wrong once the answer had begun is in `answer.problem` at the end, beside all that
-    came before: the stream broke off, the container reported an error, or [DONE] never came.
+    If something goes wrong after the first event, `completion.problem` says so at the end: the
+    stream broke off, the container reported an error, or [DONE] never came.
 
     Args:
-        client, endpoint, body, variant: as of `invoke`; the body is made to stream.
-        answer: gets what comes.
+        client, endpoint, body, variant: as of `invoke`; this asks for a stream with the usage at
+            its end.
+        completion: gets what comes.
 
     Raises:
-        UserError: as `invoke`, before the answer began.
+        UserError: as `invoke`, before the first event.
     """
-    request = _request(endpoint, streamed(body), variant)
+    options = {"include_usage": True, **(body.get("stream_options") or {})}
+    streamed = {**body, "stream": True, "stream_options": options}
     try:
-        response = client.invoke_endpoint_with_response_stream(**request)
-    except _errors() as error:
-        raise explained(error, endpoint) from None
-    answer.variant = response.get("InvokedProductionVariant", "")
-    is_whole = "json" in response.get("ContentType", "")  # a container that does not stream
-    parts = _bytes_of(response["Body"], answer)
-    found = _whole(parts, answer) if is_whole else _events(parts, answer)
-    for event in found:
-        yield event, answer.take(event)
+        response = client.invoke_endpoint_with_response_stream(
+            **_parameters(endpoint, streamed, variant)
+        )
+    except _stream_errors() as error:
+        raise explain_invocation(error, endpoint) from None
+    completion.variant = response.get("InvokedProductionVariant", "")
+    parts = _payload(response["Body"], completion)
+    if "json" in response.get("ContentType", ""):  # a container that does not stream
+        raw = b"".join(parts)
+        if not completion.problem:
+            completion.body = _parse_object(raw)
+            yield completion.body, completion.add(completion.body)
+        return
+    # SageMaker cuts the stream into payload parts anywhere, even inside a character.
+    reader, is_done = EventReader(), False
+    for part in parts:
+        for data in reader.feed(part):
+            if data == DONE:
+                is_done = True
+            else:
+                event = _parse_object(data)
+                yield event, completion.add(event)
+    if not is_done:
+        completion.problem = (
+            completion.problem or "the stream ended before the answer did (no [DONE])"
+        )
 
 
-def _bytes_of(body: Any, answer: Answer) -> Iterator[bytes]:
-    """The payload of a stream, up to where it broke off."""
+def _payload(body: Any, completion: Completion) -> Iterator[bytes]:
+    """The bytes of a stream, up to the place where it broke off."""
     try:
         for part in body:
             yield part.get("PayloadPart", {}).get("Bytes", b"")
-    except _errors() as error:
-        answer.problem = answer.problem or _broken_off(error)
+    except _stream_errors() as error:
+        completion.problem = completion.problem or _explain_break(error)
     finally:
         body.close()
 
 
-def _events(parts: Iterator[bytes], answer: Answer) -> Iterator[dict[str, Any]]:
-    reader, is_done = EventReader(), False
-    for part in parts:
-        for event in reader.feed(part):
-            if event.data == DONE:
-                is_done = True
-            else:
-                yield _object(event.data)
-    if not is_done:
-        answer.problem = answer.problem or "the stream ended before the answer did (no [DONE])"
-
-
-def _whole(parts: Iterator[bytes], answer: Answer) -> Iterator[dict[str, Any]]:
-    raw = b"".join(parts)
-    if not answer.problem:
-        answer.body = _object(raw.decode(errors="replace"))
-        yield answer.body
-
-
-def _request(endpoint: str, body: Mapping[str, Any], variant: str) -> dict[str, Any]:
-    target = {"TargetVariant": variant} if variant else {}
-    data = json.dumps(body, ensure_ascii=False).encode()
+def _parameters(endpoint: str, body: Mapping[str, Any], variant: str) -> dict[str, Any]:
     return {
         "EndpointName": endpoint,
         "ContentType": "application/json",
-        "Body": data,
-        **target,
+        "Body": json.dumps(body, ensure_ascii=False).encode(),
+        **({"TargetVariant": variant} if variant else {}),
     }
 
 
-def _object(text: str) -> dict[str, Any]:
+def _parse_object(raw: bytes) -> dict[str, Any]:
+    text = raw.decode(errors="replace")
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise UserError(f"The container's answer is no JSON object: {_shown(text)!r}")
+        raise UserError(f"The container's answer is no JSON object: {_shorten(text)!r}")
     return value
 
 
-def _shown(text: str) -> str:
+def _shorten(text: str) -> str:
     plain = "".join(c if c.isprintable() else " " for c in text[: _SHOWN_CHARACTERS + 1])
     return plain if len(plain) <= _SHOWN_CHARACTERS else plain[:_SHOWN_CHARACTERS] + "..."
 
@@ -210,59 +197,58 @@ def _shown(text: str) -> str:
 # ---- errors ---------------------------------------------------------------------------------
 
 
-def _errors() -> tuple[type[Exception], ...]:
+def _stream_errors() -> tuple[type[Exception], ...]:
     from botocore.eventstream import ParserError
-    from botocore.exceptions import BotoCoreError, ClientError
     from urllib3.exceptions import HTTPError
 
-    return BotoCoreError, ClientError, ParserError, HTTPError, OSError
+    return *call_errors(), ParserError, HTTPError, OSError
 
 
-def _broken_off(error: BaseException) -> str:
+def _explain_break(error: BaseException) -> str:
     """Why a stream that had begun ended."""
-    name, said = aws_errors.code(error), aws_errors.text(error)
-    if name == "ModelStreamError":
-        # Which of the two is in its ErrorCode, which botocore does not hand on.
+    code, text = error_code(error), _shorten(error_text(error))
+    if code == "ModelStreamError":
+        # The error's ErrorCode says which of the two, but botocore does not hand it on.
         return (
             "the container's answer broke off: it took longer than SageMaker waits, or the "
-            f"connection to it broke (ModelStreamError: {_shown(said)})"
+            f"connection to it broke (ModelStreamError: {text})"
         )
-    if name == "InternalStreamFailure":
-        return f"the stream failed inside SageMaker (InternalStreamFailure: {_shown(said)})"
-    return f"the connection to SageMaker broke ({type(error).__name__}: {_shown(said)})"
+    if code == "InternalStreamFailure":
+        return f"the stream failed inside SageMaker (InternalStreamFailure: {text})"
+    return f"the connection to SageMaker broke ({type(error).__name__}: {text})"
 
 
-def explained(error: BaseException, endpoint: str) -> UserError:
-    """What an error of an invocation means; one of the container's is shown as the container's."""
+def explain_invocation(error: BaseException, endpoint: str) -> UserError:
+    """What an error of an invocation means; an error of the container keeps its own words."""
     from botocore.exceptions import ReadTimeoutError
 
-    response: Any = getattr(error, "response", None) or {}
-    name, said = aws_errors.code(error), aws_errors.text(error)
+    code, text = error_code(error), error_text(error)
     if isinstance(error, ReadTimeoutError):
         return UserError(
             f"Endpoint {endpoint!r} gave no answer in time: SageMaker waits 60 s for one that is "
             "not streamed. Ask with --stream, or for fewer tokens with --max-tokens."
         )
-    if name == "ModelError":
-        status = response.get("OriginalStatusCode", "")
-        words = _message(str(response.get("OriginalMessage") or said))
+    if code == "ModelError":
+        response: Any = getattr(error, "response", {})
+        words = _error_message(str(response.get("OriginalMessage") or text))
         logs = f"See its log: peagle deploy sagemaker logs {endpoint}"
-        return UserError(f"The container answered {status}: {_shown(words)} {logs}".strip())
-    if name == "ModelNotReadyException":
+        status = response.get("OriginalStatusCode", "")
+        return UserError(f"The container answered {status}: {_shorten(words)} {logs}".strip())
+    if code == "ModelNotReadyException":
         return UserError(
-            f"Endpoint {endpoint!r} has no container ready: {_shown(said)} Wait until it is: "
+            f"Endpoint {endpoint!r} has no container ready: {_shorten(text)} Wait until it has: "
             f"peagle deploy sagemaker status {endpoint}"
         )
-    if name == "ValidationError" and "not found" in said.lower():
+    if code == "ValidationError" and "not found" in text.lower():
         return UserError(
             f"There is no endpoint {endpoint!r} in this region and account, or it is not in "
-            f"service: {_shown(said)} See: peagle deploy sagemaker status {endpoint}"
+            f"service: {_shorten(text)} See: peagle deploy sagemaker status {endpoint}"
         )
-    return aws_errors.explain(error)
+    return explain(error)
 
 
-def _message(raw: str) -> str:
-    """What an error body in OpenAI's form says, else the body."""
+def _error_message(raw: str) -> str:
+    """The message of an error body in OpenAI's form, else the whole body."""
     try:
         error = json.loads(raw)["error"]
         return str(error["message"] if isinstance(error, dict) else error)

@@ -1,4 +1,4 @@
-"""How much GPU memory a model and its head take, from sizes and shapes alone; nothing is loaded."""
+"""GPU memory that a model and its head take, from sizes and shapes alone; nothing is loaded."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
+
+from pydantic import ConfigDict, Field
 
 from peagle.errors import CheckpointError
 from peagle.model_folder import read_file_header
 
 GIB = 2**30
-# Of a GPU, for activations, CUDA graphs and buffers of the steps: an estimate.
+# An estimate of the memory for activations, CUDA graphs and the buffers of a step.
 RESERVE_BYTES = 2 * GIB
-# Prompt tokens that vLLM computes in one step; those of sliding windows are kept until it is done.
+# Prompt tokens that vLLM computes in one step; sliding windows keep all of them until it ends.
 IN_FLIGHT_TOKENS = 8192
 # Names of `quantization_config.quant_method` and of `dtype` in config.json, as precisions.
 _PRECISIONS = {
@@ -26,25 +28,26 @@ _PRECISIONS = {
 }
 _VALUE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2}
 _MXFP4_VALUES_PER_BYTE = 2
+_Positive = Annotated[int, Field(ge=1)]
 
 
 @dataclass(frozen=True, slots=True)
 class KvLayers:
-    """Layers that keep keys and values of one shape.
+    """Layers that keep keys and values of one shape; catalogs list them.
 
-    Attributes:
-        layers: how many.
-        kv_heads, head_dim: of each; a token takes 2 · kv_heads · head_dim values of each layer.
-        window: tokens that a layer with a sliding window looks back; None for all of them.
+    A token takes 2 · kv_heads · head_dim values of each of the `layers`. A sliding window makes a
+    layer keep the last `window` tokens only.
     """
 
-    layers: int
-    kv_heads: int
-    head_dim: int
-    window: int | None = None
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    layers: _Positive
+    kv_heads: _Positive
+    head_dim: _Positive
+    window: _Positive | None = None
 
     def num_values(self, num_tokens: int, num_sequences: int, in_flight: int) -> int:
-        """Values that so many sequences of so many tokens keep."""
+        """Values that `num_sequences` sequences of `num_tokens` tokens each keep."""
         slots = num_sequences * num_tokens
         if self.window is not None:
             slots = min(slots, num_sequences * min(num_tokens, self.window) + in_flight)
@@ -53,14 +56,14 @@ class KvLayers:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What of a model decides its memory.
+    """The facts about a model that decide its memory.
 
     Attributes:
         weights_bytes: as an engine loads them; float32 becomes a type of two bytes.
         unpacked_bytes: with every weight in two bytes; our own engine unpacks MXFP4 at load.
-        precision: of the weights, "bf16", "fp8", "mxfp4"; "" where it is not known.
+        precision: of the weights, "bf16", "fp8", "mxfp4"; "" if unknown.
         kv_layers: layers with a KV cache.
-        max_model_len: the longest context; None where it is not known.
+        max_model_len: the longest context; None if unknown.
     """
 
     weights_bytes: int
@@ -76,12 +79,11 @@ class MemoryNeeded:
 
     Attributes:
         target_bytes, draft_bytes: weights.
-        kv_parts: bytes of the KV cache and the KV heads that these are spread over, for each kind
-            of layer.
-        max_model_len, num_sequences: that the KV cache is for.
+        kv_parts: for each kind of layer the bytes of its KV cache, and its number of KV heads.
+        max_model_len, num_sequences: length and number of the sequences in the KV cache.
         precision: of the target, as it runs.
-        max_gpus: over which one copy of the model may be split; None for any number.
-        unpacked: whether the target's weights are unpacked when they are loaded.
+        max_gpus: GPUs that one copy of the model may be split over; None for any number.
+        unpacked: whether the engine unpacks the target's weights at load.
     """
 
     target_bytes: int
@@ -100,19 +102,18 @@ class MemoryNeeded:
         )
 
     def per_gpu(self, tensor_parallel_size: int = 1) -> int:
-        """What each GPU must have free, reserve included."""
+        """Memory that each GPU must have free, reserve included."""
         weights = math.ceil((self.target_bytes + self.draft_bytes) / tensor_parallel_size)
         return weights + self.kv_bytes(tensor_parallel_size) + RESERVE_BYTES
 
-    def told(self, tensor_parallel_size: int = 1) -> str:
+    def describe(self, tensor_parallel_size: int = 1) -> str:
         """The parts of `per_gpu`, for people."""
         weights = gib(self.target_bytes) + (f" unpacked to {self.precision}" * self.unpacked)
         head = f", head {gib(self.draft_bytes)}" if self.draft_bytes else ""
         split = f", over {tensor_parallel_size} GPUs" if tensor_parallel_size > 1 else ""
-        kv_cache = gib(self.kv_bytes(tensor_parallel_size))
-        sequences = f"{self.num_sequences} sequence{'s' * (self.num_sequences > 1)}"
         return (
-            f"weights {weights}{head}{split}, KV cache {kv_cache} for {sequences} of "
+            f"weights {weights}{head}{split}, KV cache {gib(self.kv_bytes(tensor_parallel_size))} "
+            f"for {self.num_sequences} sequence{'s' * (self.num_sequences > 1)} of "
             f"{self.max_model_len} tokens, reserve {gib(RESERVE_BYTES)}"
         )
 
@@ -134,27 +135,27 @@ def memory_needed(
 ) -> MemoryNeeded:
     """The least memory that serves the target, with its head.
 
-    On each of T GPUs, W weights, KV caches and the reserve R:
+    On each of T GPUs, with weights W, KV caches and the reserve R:
 
         (W_target + W_draft) / T + KV · ceil(heads / T) / heads + R
         KV = num_sequences · max_model_len · 2 · layers · heads · head_dim · kv_value_bytes
 
-    A layer with a sliding window keeps num_sequences · window + in_flight_tokens tokens where that
-    is less. More sequences wait, or are preempted, if they do not fit: one is the least.
+    A layer with a sliding window keeps num_sequences · window + in_flight_tokens tokens, if that is
+    less.
 
     Args:
-        target, draft: their sizes.
+        target, draft: the facts about both models.
         max_model_len: tokens of a prompt and its output; None takes the target's longest context.
-        num_sequences: that must fit at full length.
+        num_sequences: sequences of full length that must fit; the others wait.
         kv_value_bytes: 2, or 1 for an 8-bit KV cache.
         in_flight_tokens: most prompt tokens of a step.
-        native: for our own engine, which runs on one GPU, unpacks quantized weights and keeps the
+        native: our own engine runs a copy on one GPU, unpacks quantized weights and keeps the
             tokens outside of sliding windows too.
     """
     length = max_model_len or target.max_model_len or IN_FLIGHT_TOKENS
     layers = [*target.kv_layers, *(draft.kv_layers if draft else ())]
     if native:
-        layers = [KvLayers(k.layers, k.kv_heads, k.head_dim) for k in layers]
+        layers = [replace(kind, window=None) for kind in layers]
     return MemoryNeeded(
         target_bytes=target.unpacked_bytes if native else target.weights_bytes,
         draft_bytes=draft.weights_bytes if draft else 0,
@@ -171,30 +172,60 @@ def memory_needed(
     )
 
 
-# ---- of files -------------------------------------------------------------------------------
+def memory_for_flags(
+    target: ModelFacts, draft: ModelFacts | None, flags: Mapping[str, str], *, native: bool = False
+) -> MemoryNeeded:
+    """`memory_needed` with options of vLLM, by name without dashes."""
+    if flags.get("dtype") in ("half", "float16") and target.precision in ("bf16", "fp32"):
+        target = replace(target, precision="fp16")
+    return memory_needed(
+        target,
+        draft,
+        max_model_len=_token_count(flags.get("max-model-len", "")),
+        in_flight_tokens=_token_count(flags.get("max-num-batched-tokens", "")) or IN_FLIGHT_TOKENS,
+        kv_value_bytes=1 if flags.get("kv-cache-dtype", "").startswith("fp8") else 2,
+        native=native,
+    )
+
+
+def _token_count(text: str) -> int | None:
+    """A number of tokens as vLLM writes it: 32768, 32k or 32K; None for other text like "auto"."""
+    scale = {"k": 1000, "K": 1024}.get(text[-1:], 1)
+    digits = text[:-1] if scale > 1 else text
+    return int(digits) * scale or None if digits.isdecimal() else None
+
+
+# ---- facts from files -----------------------------------------------------------------------
 
 
 def facts_of_folder(folder: Path) -> ModelFacts:
-    """Sizes of the model, or of the head, in a folder; of its safetensors files only the headers.
+    """Facts about the model or head in a folder; reads config.json and the headers of weights.
 
     Raises:
-        CheckpointError: no readable config.json, or a safetensors file that is none.
+        CheckpointError: no readable config.json, or a file that is not safetensors.
     """
-    return model_facts(_object(folder / "config.json"), _tensors(folder))
+    from peagle.models.checkpoint.files import read_object  # imports torch
+
+    try:
+        config = read_object(folder / "config.json")
+    except OSError as error:
+        raise CheckpointError(
+            f"{str(folder / 'config.json')!r} is not readable: {error.strerror}. Expected a folder "
+            "in Hugging Face format, with config.json."
+        ) from None
+    return model_facts(config, _tensors(folder))
 
 
 def model_facts(config: Mapping[str, Any], tensors: Iterable[tuple[str, str, int]]) -> ModelFacts:
-    """Sizes by what is in config.json, and the name, type and bytes of every tensor.
-
-    Types are those of safetensors, "BF16".
-    """
+    """Facts from the content of config.json and from (name, safetensors type, bytes) of tensors."""
     shapes = config.get("transformer_layer_config") or config.get("text_config") or config
+    is_mxfp4 = "mxfp4" in json.dumps(config.get("quantization_config"))
     weights = unpacked = 0
     for name, dtype, size in tensors:
         value_bytes = _VALUE_BYTES.get(dtype, 1)
         values = size // value_bytes
         weights += values * min(value_bytes, 2)
-        if name.endswith("_scales") and "mxfp4" in json.dumps(config.get("quantization_config")):
+        if name.endswith("_scales") and is_mxfp4:
             continue
         packed = _MXFP4_VALUES_PER_BYTE if name.endswith("_blocks") and dtype == "U8" else 1
         unpacked += 2 * values * packed
@@ -208,21 +239,7 @@ def model_facts(config: Mapping[str, Any], tensors: Iterable[tuple[str, str, int
     )
 
 
-def _object(path: Path) -> dict[str, Any]:
-    # It brings torch, which only who measures a folder waits for.
-    from peagle.models.checkpoint.files import read_object
-
-    try:
-        return read_object(path)
-    except OSError as error:
-        raise CheckpointError(
-            f"{str(path)!r} is not readable: {error.strerror}. Expected a folder in Hugging Face "
-            "format, with config.json."
-        ) from None
-
-
 def _tensors(folder: Path) -> Iterator[tuple[str, str, int]]:
-    """Name, type and bytes of every tensor of the safetensors files."""
     for file in sorted(folder.glob("*.safetensors")):
         try:
             for name, entry in read_file_header(file).items():
@@ -243,7 +260,7 @@ def _precision(config: Mapping[str, Any], shapes: Mapping[str, Any]) -> str:
 
 
 def _kv_layers(shapes: Mapping[str, Any]) -> tuple[KvLayers, ...]:
-    """The layers of a config.json by their kind; none where it does not tell its shapes."""
+    """The layers of a config.json by the shape of their KV cache; () if it has no shapes."""
     layers, heads = shapes.get("num_hidden_layers"), shapes.get("num_attention_heads")
     if not isinstance(layers, int) or not isinstance(heads, int) or heads < 1:
         return ()
@@ -252,28 +269,28 @@ def _kv_layers(shapes: Mapping[str, Any]) -> tuple[KvLayers, ...]:
         width = rank + shapes.get("qk_rope_head_dim", 0)
         return (KvLayers(layers, 1, math.ceil(width / 2)),)
     kinds = shapes.get("layer_types") or ["full_attention"] * layers
-    # The last ones may take over the keys of earlier ones.
+    # The last layers may use the keys and values of earlier layers.
     own = kinds[: layers - (shapes.get("num_kv_shared_layers") or 0)]
-    found = Counter(_shape(shapes, index, kind) for index, kind in enumerate(own))
-    found.pop(None, None)
-    return tuple(KvLayers(count, *shape) for shape, count in found.items() if shape)
+    found = Counter(
+        _kv_shape(shapes, index, kind)
+        for index, kind in enumerate(own)
+        if kind.endswith("attention") and kind != "linear_attention"
+    )
+    return tuple(KvLayers(count, *shape) for shape, count in found.items())
 
 
-def _shape(shapes: Mapping[str, Any], index: int, kind: str) -> tuple[int, int, int | None] | None:
-    """KV heads, their size and the window of a layer; None for one without a KV cache."""
-    if not kind.endswith("attention") or kind == "linear_attention":
-        return None
+def _kv_shape(shapes: Mapping[str, Any], index: int, kind: str) -> tuple[int, int, int | None]:
+    """KV heads of a layer, their size and the layer's window."""
     heads = shapes["num_attention_heads"]
     kv_heads = shapes.get("num_key_value_heads") or heads
     head_dim = shapes.get("head_dim") or shapes.get("hidden_size", 0) // heads
-    if kind == "full_attention":  # those of Gemma 4 have heads of their own
+    if kind == "full_attention":  # in Gemma 4 these layers have other heads
         kv_heads = shapes.get("num_global_key_value_heads") or kv_heads
         head_dim = shapes.get("global_head_dim") or head_dim
-    # How transformers writes what differs by layer, since 5.23.
+    # transformers 5.23 and later list the differences between layers here.
     differs = (shapes.get("per_layer_config") or {}).get(str(index), {})
-    window = shapes.get("sliding_window") if kind == "sliding_attention" else None
     return (
         differs.get("num_key_value_heads", kv_heads),
         differs.get("head_dim", head_dim),
-        window,
+        shapes.get("sliding_window") if kind == "sliding_attention" else None,
     )

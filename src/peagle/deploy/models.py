@@ -1,4 +1,4 @@
-"""Where a model or a draft head is: on the hub, in S3, or in a folder here that is uploaded."""
+"""The place of a model or a draft head: the hub, S3, or a folder here, which `create` uploads."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from typing import Literal
 from peagle.bundled import Role, expand_bundled
 from peagle.errors import UserError
 
-Kind = Literal["hub", "s3", "local"]
-
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 # Bucket: https://docs.aws.amazon.com/AmazonS3/latest/userguide/bucketnamingrules.html.
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
@@ -23,7 +21,7 @@ _NOT_UPLOADED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".part")
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where a model is.
+    """The place of a model.
 
     Attributes:
         kind: "hub", "s3" or "local".
@@ -31,7 +29,7 @@ class ModelSource:
         revision: branch, tag or commit of a hub id; None for its main branch.
     """
 
-    kind: Kind
+    kind: Literal["hub", "s3", "local"]
     name: str
     revision: str | None = None
 
@@ -42,14 +40,11 @@ class ModelSource:
 
 
 def source_of(text: str, role: Role = "target") -> ModelSource:
-    """Where the model that a user names is.
+    """Return the place of the model that a user names.
 
-    "bundled" is the model that ships; s3:// is a prefix in S3; what begins with ".", "/" or "~", or
-    is there, is a folder; "owner/name" and "owner/name@revision" are hub ids.
-
-    Args:
-        text: as it was typed.
-        role: what the model is for.
+    "bundled" is the model that comes with peagle; s3:// is a prefix in S3; a text that begins with
+    ".", "/" or "~", or is the path of a folder, is a folder; "owner/name" and "owner/name@revision"
+    are hub ids.
 
     Raises:
         UserError: none of these, an archive, or a folder without config.json or weights.
@@ -60,7 +55,15 @@ def source_of(text: str, role: Role = "target") -> ModelSource:
         return ModelSource("s3", s3_prefix(text, what))
     path = Path(text).expanduser()
     if text.startswith((".", "/", "~")) or (text and path.exists()):
-        return _local(path, text, what)
+        if not path.is_dir():
+            raise UserError(f"{what} {text!r} is not a folder here; check the path.")
+        if not (path / "config.json").is_file():
+            raise UserError(f"{what} {text!r} has no config.json; expected the folder of a model.")
+        if not any(file.suffix == ".safetensors" for file in folder_files(path)):
+            raise UserError(
+                f"{what} {text!r} has no safetensors file; expected weights in that format."
+            )
+        return ModelSource("local", str(path.resolve()))
     name, at, revision = text.partition("@")
     if _HUB_ID.fullmatch(name) is None or (at and not revision):
         raise UserError(
@@ -70,13 +73,19 @@ def source_of(text: str, role: Role = "target") -> ModelSource:
     return ModelSource("hub", name, revision or None)
 
 
+def split_uri(uri: str) -> tuple[str, str]:
+    """Return bucket and prefix of s3://bucket/prefix/."""
+    bucket, _, prefix = uri.removeprefix("s3://").partition("/")
+    return bucket, prefix
+
+
 def s3_prefix(text: str, what: str) -> str:
-    """An s3:// prefix, with a slash at its end.
+    """Return an s3:// prefix with a slash at its end; `what` names it in messages.
 
     Raises:
         UserError: it names no bucket, or a file.
     """
-    bucket, _, key = text.removeprefix("s3://").partition("/")
+    bucket, key = split_uri(text)
     if not text.startswith("s3://") or _BUCKET.fullmatch(bucket) is None:
         raise UserError(f"{what} is {text!r}; expected a prefix in S3, like s3://bucket/folder/.")
     if key.endswith(_ARCHIVES):
@@ -87,23 +96,11 @@ def s3_prefix(text: str, what: str) -> str:
     return text if text.endswith("/") else text + "/"
 
 
-def _local(path: Path, text: str, what: str) -> ModelSource:
-    if not path.is_dir():
-        raise UserError(f"{what} {text!r} is not a folder here; check the path.")
-    if not (path / "config.json").is_file():
-        raise UserError(f"{what} {text!r} has no config.json; expected the folder of a model.")
-    if not any(file.suffix == ".safetensors" for file in folder_files(path)):
-        raise UserError(
-            f"{what} {text!r} has no safetensors file; expected weights in that format."
-        )
-    return ModelSource("local", str(path.resolve()))
-
-
 def folder_files(folder: Path) -> list[Path]:
-    """The files of a model's folder that are uploaded, sorted; those of its folders too.
+    """Return the files of a model's folder, and of its folders, that `create` uploads, sorted.
 
-    Hidden ones and pickles stay here. Links to files count as files, if they stay in the folder or,
-    in a snapshot of the hub's cache, lead to the blobs of its repository.
+    Hidden files and pickles stay here. Links count as files if they lead into the folder or, in a
+    snapshot of the hub's cache, to the blobs of its repository.
 
     Raises:
         UserError: a link leads elsewhere or nowhere, or something is neither a file nor a folder.
@@ -119,24 +116,21 @@ def folder_files(folder: Path) -> list[Path]:
     if root.parent.name == "snapshots":
         inside.append(root.parent.parent / "blobs")
     for path in found:
-        _check_uploaded(path, inside)
+        try:
+            real = path.resolve(strict=True)
+        except (OSError, RuntimeError):  # RuntimeError: a loop of links, before Python 3.13
+            raise UserError(
+                f"{str(path)!r} is a link to {os.readlink(path)!r}, which leads nowhere; expected "
+                "a file. Remove it, or copy the model again."
+            ) from None
+        if not any(real.is_relative_to(one) for one in inside):
+            raise UserError(
+                f"{str(path)!r} is a link to {str(real)!r}, outside the model's folder; only files "
+                "of the folder are uploaded. Copy the file into the folder, or remove the link."
+            )
+        if not (real.is_file() or real.is_dir()):
+            raise UserError(
+                f"{str(path)!r} is neither a file nor a folder; expected a model's files. Remove "
+                "it."
+            )
     return [path for path in found if path.is_file()]
-
-
-def _check_uploaded(path: Path, inside: list[Path]) -> None:
-    try:
-        real = path.resolve(strict=True)
-    except (OSError, RuntimeError):  # a loop is the second, before Python 3.13
-        raise UserError(
-            f"{str(path)!r} is a link to {os.readlink(path)!r}, which leads nowhere; expected a "
-            "file. Remove it, or copy the model again."
-        ) from None
-    if not any(real.is_relative_to(one) for one in inside):
-        raise UserError(
-            f"{str(path)!r} is a link to {str(real)!r}, outside the model's folder; only files of "
-            "the folder are uploaded. Copy the file into the folder, or remove the link."
-        )
-    if not (real.is_file() or real.is_dir()):
-        raise UserError(
-            f"{str(path)!r} is neither a file nor a folder; expected a model's files. Remove it."
-        )

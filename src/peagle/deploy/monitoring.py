@@ -1,49 +1,42 @@
-"""How well drafts are accepted behind an endpoint, and how that compares with what is expected.
+"""Acceptance of drafts behind an endpoint, and its drift from an expected acceptance.
 
-Our container tells CloudWatch its counters (`serving.emf`); the managed vLLM container only logs
-them, in lines that are read here.
+Our container reports its counters to CloudWatch (`serving.emf`). The managed vLLM container only
+logs them; this file reads its lines.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
 from peagle.config import cloudwatch as names
 from peagle.errors import UserError
+from peagle.results import AcceptanceResults, read_document
 
-# A drop by this share of the expected acceptance length counts as drift: what deploy/
-# cloudwatch-alarms.yaml tolerates too.
+# A drop by this share of the expected acceptance length counts as drift, as in
+# deploy/cloudwatch-alarms.yaml.
 TOLERATED_DROP = 0.15
-# At K = 7 the accepted tokens of a draft have a standard deviation of about 2, the mean of so many
-# drafts one of about 0.1: fewer say nothing about a drift.
+# At K = 7 the accepted tokens of a draft have a standard deviation of about 2, so the mean of so
+# many drafts has one of about 0.1. Fewer drafts cannot show a drift.
 ENOUGH_DRAFTS = 500
-# Not of the tags "peagle:...", which `create` keeps to itself: users set this one with --tag.
+# Users set this tag with --tag, so it is not one of the tags "peagle:..." that `create` sets.
 EXPECTED_TAG = "peagle-acceptance-length"
-
-
-def container_environment(endpoint: str, variant: str) -> dict[str, str]:
-    """Variables by which our container knows the dimensions of its metrics."""
-    return {names.ENDPOINT_VARIABLE: endpoint, names.VARIANT_VARIABLE: variant}
 
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Drafts of some time, pooled over all instances.
+    """Counters of the drafts in a time span, pooled over all instances.
 
     Attributes:
         num_drafts: verified drafts.
-        num_accepted_tokens: tokens of them that were accepted.
+        num_accepted_tokens: accepted tokens of the drafts.
         num_accepted_tokens_per_pos: drafts whose tokens up to each position were all accepted.
-        source: where it is known from, for people.
+        source: where the counters are from, for people.
     """
 
     num_drafts: float
@@ -63,7 +56,7 @@ class Acceptance:
 
     @property
     def conditional(self) -> list[float | None]:
-        """P(draft i accepted | those before it were), by position; None where never asked."""
+        """P(draft i accepted | those before it were), by position; None if none got that far."""
         before = [self.num_drafts, *self.num_accepted_tokens_per_pos]
         return [
             count / reached if reached else None
@@ -71,7 +64,7 @@ class Acceptance:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """What `status --format json` prints."""
+        """The acceptance in `status --format json`."""
         return {
             "num_drafts": round(self.num_drafts),
             "num_accepted_tokens": round(self.num_accepted_tokens),
@@ -83,7 +76,7 @@ class Acceptance:
         }
 
 
-# ---- from CloudWatch ------------------------------------------------------------------------
+# ---- CloudWatch -----------------------------------------------------------------------------
 
 
 def metric_names(num_positions: int) -> list[str]:
@@ -93,11 +86,7 @@ def metric_names(num_positions: int) -> list[str]:
 
 
 def from_sums(sums: Mapping[str, float]) -> Acceptance | None:
-    """Acceptance of what our container's counters add up to; None where nothing was drafted.
-
-    Args:
-        sums: by the names of `metric_names`; those without data are missing.
-    """
+    """Acceptance from sums of our container's counters, by name; None if nothing was drafted."""
     if not sums.get(names.NUM_DRAFTS):
         return None
     per_pos = []
@@ -107,45 +96,38 @@ def from_sums(sums: Mapping[str, float]) -> Acceptance | None:
     return Acceptance(sums[names.NUM_DRAFTS], accepted, tuple(per_pos), "CloudWatch")
 
 
-# ---- from vLLM's log ------------------------------------------------------------------------
+# ---- vLLM's log -----------------------------------------------------------------------------
 
-# Both words are in every such line; a filter pattern of CloudWatch Logs.
+# A filter pattern of CloudWatch Logs: both words are in every line of acceptance.
 VLLM_FILTER = '"SpecDecoding metrics"'
 _NUMBER = r"(\d+(?:\.\d+)?)"
 _VLLM = {
-    name: re.compile(pattern)
-    for name, pattern in {
-        "length": rf"Mean acceptance length: {_NUMBER}",
-        "accepted": rf"Accepted: {_NUMBER} tokens",
-        "drafted": rf"Drafted: {_NUMBER} tokens",
-        "rates": rf"Per-position acceptance rate: ({_NUMBER}(?:, {_NUMBER})*)",
-    }.items()
+    "length": re.compile(rf"Mean acceptance length: {_NUMBER}"),
+    "accepted": re.compile(rf"Accepted: {_NUMBER} tokens"),
+    "drafted": re.compile(rf"Drafted: {_NUMBER} tokens"),
+    "rates": re.compile(rf"Per-position acceptance rate: ({_NUMBER}(?:, {_NUMBER})*)"),
 }
 
 
 def from_vllm_log(lines: Iterable[str]) -> Acceptance | None:
-    """Acceptance of the lines that vLLM logs every ten seconds while it drafts; None without any.
+    """Acceptance from the lines that vLLM logs every ten seconds while it drafts; None without any.
 
-    A line has the tokens accepted and drafted since the last one and the rates by position, but not
-    the number of drafts. That is the drafted tokens over K, the number of positions; a draft cut
-    short at the end of the context is the only one with fewer.
-
-    Args:
-        lines: messages of the log; others among them are left out. Read by their labels, since
-            their order differs between versions (`SpecDecodingLogging` of
-            vllm/v1/spec_decode/metrics.py, 0.32).
+    A line has the tokens accepted and drafted since the last line and the rates by position, but
+    not the number of drafts. That is the drafted tokens over K, the number of positions; only a
+    draft cut short at the end of the context has fewer tokens. The labels find the numbers, since
+    their order differs between versions (`SpecDecodingLogging` of vllm/v1/spec_decode/metrics.py,
+    0.32).
     """
     num_drafts = num_accepted = 0.0
     per_pos: list[float] = []
     for line in lines:
-        found = {name: pattern.search(line) for name, pattern in _VLLM.items()}
-        if not all(found.values()):
+        found = {name: match[1] for name, p in _VLLM.items() if (match := p.search(line))}
+        if len(found) < len(_VLLM):
             continue
-        value = {name: match[1] for name, match in found.items() if match}
-        rates = [float(rate) for rate in value["rates"].split(", ")]
-        drafts = float(value["drafted"]) / len(rates)
+        rates = [float(rate) for rate in found["rates"].split(", ")]
+        drafts = float(found["drafted"]) / len(rates)
         num_drafts += drafts
-        num_accepted += float(value["accepted"])
+        num_accepted += float(found["accepted"])
         counts = [rate * drafts for rate in rates]
         per_pos = [sum(pair) for pair in zip_longest(per_pos, counts, fillvalue=0.0)]
     if not num_drafts:
@@ -153,16 +135,16 @@ def from_vllm_log(lines: Iterable[str]) -> Acceptance | None:
     return Acceptance(num_drafts, num_accepted, tuple(per_pos), "vLLM's log")
 
 
-# ---- what is expected -----------------------------------------------------------------------
+# ---- drift ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
-    """What was measured before, or is published.
+class ExpectedAcceptance:
+    """An acceptance that was measured before, or published.
 
     Attributes:
-        acceptance_length: to compare with.
-        unconditional: by position; empty where not known.
+        acceptance_length: the length to compare with.
+        unconditional: by position; empty if unknown.
         source: where it comes from, for people.
     """
 
@@ -171,32 +153,14 @@ class Expected:
     source: str = ""
 
 
-class _Slice(BaseModel):
-    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
-
-    acceptance_length: float
-    unconditional: list[float] = []
-
-
-class _Entry(BaseModel):
-    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
-
-    method: str
-    k: int
-    temperature: float = 0.0
-    pooled: _Slice
+def _length(text: str) -> float | None:
+    """A number as an acceptance length: at least 1; None for other numbers."""
+    number = float(text)
+    return number if math.isfinite(number) and number >= 1 else None
 
 
-class _AcceptanceFile(BaseModel):
-    """acceptance.json of `peagle eval`, as far as it is read here."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    entries: list[_Entry]
-
-
-def expected_from(text: str, k: int | None) -> Expected:
-    """What a user expects: a number, or acceptance.json of `peagle eval`.
+def expected_from(text: str, k: int | None) -> ExpectedAcceptance:
+    """Return what `--expected` names: a number, or acceptance.json of `peagle eval`.
 
     Of a file, the entry with the endpoint's K counts; of several, that of the lowest temperature.
 
@@ -204,71 +168,64 @@ def expected_from(text: str, k: int | None) -> Expected:
         UserError: it is neither, or the file has no such entry.
     """
     try:
-        number = float(text)
+        length = _length(text)
     except ValueError:
-        return _expected_of(Path(text), k)
-    if not (math.isfinite(number) and number >= 1):
+        return _expected_in(Path(text).expanduser(), k)
+    if length is None:
         raise UserError(f"--expected is {text}; an acceptance length is at least 1, like 3.1.")
-    return Expected(number, source="--expected")
+    return ExpectedAcceptance(length, source="--expected")
 
 
-def _expected_of(path: Path, k: int | None) -> Expected:
-    try:
-        found = _AcceptanceFile.model_validate_json(path.expanduser().read_bytes())
-    except OSError as error:
+def _expected_in(path: Path, k: int | None) -> ExpectedAcceptance:
+    if not path.is_file():
         raise UserError(
             f"--expected is {str(path)!r}; expected an acceptance length or acceptance.json of "
-            f"`peagle eval --output` ({error.strerror})."
-        ) from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        raise UserError(
-            f"{path} is no acceptance.json of `peagle eval --output`: {where}: {first['msg']}."
-        ) from None
-    drafting = [entry for entry in found.entries if entry.k]
+            "`peagle eval --output` (there is no such file)."
+        )
+    drafting = [entry for entry in read_document(path, AcceptanceResults).entries if entry.k]
     entries = [entry for entry in drafting if k is None or entry.k == k]
     if not entries:
         ks = ", ".join(str(k) for k in sorted({entry.k for entry in drafting})) or "none"
         raise UserError(f"{path} has no entry for K = {k}; it has K: {ks}. Measure it with eval.")
     entry = min(entries, key=lambda one: one.temperature)
+    if entry.pooled.length is None:
+        raise UserError(f"{path} has no drafts for K = {entry.k}. Measure it again with eval.")
     source = f"{path}, {entry.method}, K = {entry.k}, temperature {entry.temperature:g}"
-    return Expected(entry.pooled.acceptance_length, tuple(entry.pooled.unconditional), source)
+    return ExpectedAcceptance(entry.pooled.length, tuple(entry.pooled.unconditional), source)
 
 
-def expected_from_tags(tags: Mapping[str, str]) -> Expected | None:
-    """What the endpoint's tag says; None without one that is an acceptance length."""
+def expected_from_tags(tags: Mapping[str, str]) -> ExpectedAcceptance | None:
+    """Return the acceptance length in an endpoint's tag; None without one."""
     try:
-        number = float(tags.get(EXPECTED_TAG, ""))
+        length = _length(tags.get(EXPECTED_TAG, ""))
     except ValueError:
         return None
-    if not (math.isfinite(number) and number >= 1):
-        return None
-    return Expected(number, source=f"tag {EXPECTED_TAG}")
+    return None if length is None else ExpectedAcceptance(length, source=f"tag {EXPECTED_TAG}")
 
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """Acceptance measured beside what is expected.
+    """Measured acceptance compared with the expected one.
 
     Attributes:
+        expected: the acceptance to compare with.
         share: (measured - expected) / expected acceptance length.
-        is_known: whether enough was drafted to say.
-        per_pos: measured minus expected unconditional acceptance, where that is known.
+        is_known: whether there were enough drafts to say.
+        per_pos: measured minus expected unconditional acceptance, as far as that is known.
     """
 
-    expected: Expected
+    expected: ExpectedAcceptance
     share: float
     is_known: bool
     per_pos: tuple[float, ...]
 
     @property
     def is_drift(self) -> bool:
-        """Whether less is accepted than the tolerated drop explains."""
+        """Whether acceptance fell by more than the tolerated drop."""
         return self.is_known and self.share < -TOLERATED_DROP
 
     def to_json(self) -> dict[str, Any]:
-        """What `status --format json` prints."""
+        """The drift in `status --format json`."""
         return {
             "expected_acceptance_length": self.expected.acceptance_length,
             "expected_from": self.expected.source,
@@ -280,29 +237,11 @@ class Drift:
         }
 
 
-def drift(measured: Acceptance, expected: Expected) -> Drift:
-    """How far acceptance has moved from what is expected."""
-    share = measured.acceptance_length / expected.acceptance_length - 1
-    known = measured.num_drafts >= ENOUGH_DRAFTS
-    per_pos = _differences(measured.unconditional, expected.unconditional)
-    return Drift(expected, share, known, per_pos)
-
-
-def _differences(now: Sequence[float], then: Sequence[float]) -> tuple[float, ...]:
-    return tuple(a - b for a, b in zip(now, then))
-
-
-def speculation_of(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """The speculative configuration in a container's environment; None without one.
-
-    Both containers take vLLM's form in SM_VLLM_SPECULATIVE_CONFIG; text that is no JSON object
-    is given under "unreadable".
-    """
-    text = environment.get("SM_VLLM_SPECULATIVE_CONFIG")
-    if not text:
-        return None
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {"unreadable": text}
+def drift(measured: Acceptance, expected: ExpectedAcceptance) -> Drift:
+    """Compare acceptance with the expected one."""
+    return Drift(
+        expected,
+        measured.acceptance_length / expected.acceptance_length - 1,
+        measured.num_drafts >= ENOUGH_DRAFTS,
+        tuple(a - b for a, b in zip(measured.unconditional, expected.unconditional)),
+    )

@@ -1,7 +1,7 @@
 """From the options of `create` and `update` to a `Deployment`.
 
-Nothing is created here, and mistakes are found here: unknown names, no role, an instance that is
-too small, heads that do not fit.
+This file calls nothing that creates, and finds mistakes before anything is created: unknown names,
+no role, an instance that is too small, heads that do not fit.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from peagle.bundled import expand_bundled
-from peagle.deploy import catalog, heads
+from peagle.deploy import catalog, model_files
 from peagle.deploy.catalog import CatalogEntry
 from peagle.deploy.container import check_image, default_ami, environment, managed_image
 from peagle.deploy.curve import Bounds, capacity, read_curves
 from peagle.deploy.deployment import (
     CONTAINERS,
-    DEFAULT_STARTUP_TIMEOUT_S,
     MAX_NAME,
     STARTUP_TIMEOUTS_S,
     Autoscaling,
@@ -30,11 +29,11 @@ from peagle.deploy.deployment import (
     Source,
     Transfer,
     Vpc,
+    account_of,
     check_endpoint_name,
-    role_account,
 )
-from peagle.deploy.heads import HeadFacts
-from peagle.deploy.instances import find_instance_type, require_fits_flags
+from peagle.deploy.instances import PARALLEL_SIZES, find_instance_type, require_fits
+from peagle.deploy.model_files import HeadFacts
 from peagle.deploy.models import ModelSource, s3_prefix, source_of
 from peagle.deploy.speculation import Defaults, SpeculationOptions, decide
 from peagle.errors import UserError
@@ -44,23 +43,22 @@ _TAG = re.compile(r"[\w\s.:/=+@-]*")
 _OWN_TAGS = ("aws:", "peagle:")
 # Bounds of VpcConfig and of tags in SageMaker's service model.
 _MAX_SUBNETS, _MAX_GROUPS, _MAX_TAGS = 16, 5, 46
-_PARALLEL = ("tensor-parallel-size", "data-parallel-size", "pipeline-parallel-size")
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """The options of a user; None, "" and empty where one was not given.
+class DeploymentRequest:
+    """The options of a user; an option that was not given is None, "" or empty.
 
     Attributes:
-        model: a catalog name, a hub id, an s3:// prefix or a folder; "" in an update that keeps it.
-        region: AWS region; "" where none is known.
-        name: the endpoint's; "" makes one of the model's.
+        model: a catalog name, a hub id, an s3:// prefix or a folder; "" keeps it in an update.
+        region: AWS region; "" if unknown.
+        name: the endpoint's; "" makes one from the model's name.
         source: the container: "managed" or "native".
         image, ami, role, kms_key, alarm_topic, instance_type, instance_count, startup_timeout_s,
             vllm_flags: as in `Deployment`.
         upload_to: s3:// prefix for uploads.
         speculation: options of speculation.
-        tags, env: "NAME=VALUE" each; a variable without "=" takes the value it has here.
+        tags, env: "NAME=VALUE" each; a variable without "=" takes its value in this process.
         subnets, security_groups: ids of the VPC.
         hf_token: token that the container gets as HF_TOKEN.
         min_instances, max_instances, scale_target, scale_from: automatic scaling, by requests at
@@ -95,12 +93,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Lookups:
-    """What may be read while a request becomes a deployment.
+    """The catalog, and access to models on the hub and in S3.
 
     Attributes:
         entries: the catalog.
         s3: boto3's client of S3; None reads local files alone, and adds a note for the others.
-        notes: gets what was not looked at.
+        notes: gets a line for each model that was not read.
     """
 
     entries: dict[str, CatalogEntry]
@@ -108,25 +106,25 @@ class Lookups:
     notes: list[str] = field(default_factory=list)
 
     def read_head(self, draft: ModelSource) -> HeadFacts | None:
-        """What a head's files say; None where they are not read."""
+        """Facts from a head's files; None if they are not read."""
         if draft.kind == "local" or self.s3 is not None:
-            return heads.head_facts(draft, self.s3)
+            return model_files.head_facts(draft, self.s3)
         self.notes.append(
-            f"The head {draft.name!r} was not looked at; it is taken for a P-EAGLE head."
+            f"peagle did not read the head {draft.name!r}, and takes it for a P-EAGLE head."
         )
         return None
 
     def check_target(self, facts: HeadFacts, draft: ModelSource, target: ModelSource) -> None:
-        """Refuse a head of another target, where the target can be read."""
+        """Refuse a head of another target, if the target is readable."""
         if target.kind == "local" or self.s3 is not None:
-            heads.check_target(facts, draft, target, self.s3)
+            model_files.check_target(facts, draft, target, self.s3)
 
 
-def new_deployment(request: Request, stamp: str, lookups: Lookups) -> Deployment:
+def new_deployment(request: DeploymentRequest, stamp: str, lookups: Lookups) -> Deployment:
     """Return the deployment that `create` makes; `stamp` makes its names unique.
 
     Raises:
-        UserError: anything that would fail later, as far as it can be known now.
+        UserError: anything that would fail later, as far as peagle can know it now.
     """
     entry = catalog.lookup(request.model, lookups.entries)
     target = _target(request.model, entry, lookups)
@@ -150,39 +148,29 @@ def new_deployment(request: Request, stamp: str, lookups: Lookups) -> Deployment
         )
     role = request.role or os.environ.get(ROLE_VARIABLE, "")
     if role:
-        role_account(role)
+        account_of(role)  # refuses text that is no ARN
     flags = {**(entry.vllm_flags if entry else {}), **request.vllm_flags}
-    return _checked(
-        Deployment(
-            endpoint_name=check_endpoint_name(request.name or _name_of(entry, target)),
-            stamp=stamp,
-            source=source,
-            image=image,
-            target=target,
-            role=role,
-            instance_type=instance_type,
-            instance_count=1 if request.instance_count is None else request.instance_count,
-            draft=draft,
-            speculative_config=config,
-            ami=request.ami or default_ami(image),
-            startup_timeout_s=DEFAULT_STARTUP_TIMEOUT_S
-            if request.startup_timeout_s is None
-            else request.startup_timeout_s,
-            tags=_tags(request.tags),
-            kms_key=request.kms_key or "",
-            vpc=_vpc(request),
-            environment={**(entry.environment if entry else {}), **_environment(request)},
-            vllm_flags=_spread(flags, source, instance_type),
-            autoscaling=_autoscaling(request, config),
-            alarm_topic=request.alarm_topic or "",
-        ),
-        request,
-        lookups,
+    base = Deployment(
+        endpoint_name=check_endpoint_name(request.name or _name_of(entry, target)),
+        stamp=stamp,
+        source=source,
+        image=image,
+        target=target,
+        role=role,
+        instance_type=instance_type,
+        draft=draft,
+        speculative_config=config,
+        ami=default_ami(image),
+        environment=entry.environment if entry else {},
+        vllm_flags=_spread(flags, source, instance_type),
     )
+    return _with_options(base, request, lookups)
 
 
-def changed_deployment(base: Deployment, request: Request, lookups: Lookups) -> Deployment:
-    """Return the deployment that `update` makes of one that is there: options, else as it is.
+def changed_deployment(
+    base: Deployment, request: DeploymentRequest, lookups: Lookups
+) -> Deployment:
+    """Return the present deployment with the changes of `update`; the rest stays.
 
     Raises:
         UserError: as `new_deployment`.
@@ -200,39 +188,47 @@ def changed_deployment(base: Deployment, request: Request, lookups: Lookups) -> 
             request.speculation, base.source, defaults, target, entry, lookups
         )
     if request.role is not None:
-        role_account(request.role)
+        account_of(request.role)
     instance_type = request.instance_type or base.instance_type
-    changes: dict[str, Any] = {
+    changed = replace(
+        base,
+        target=target,
+        draft=draft,
+        speculative_config=config,
+        sets_count=request.instance_count is not None,
+        vllm_flags={
+            **_respread(base, instance_type, request.vllm_flags),
+            **request.vllm_flags,
+        },
+    )
+    return _with_options(changed, request, lookups)
+
+
+def _with_options(d: Deployment, request: DeploymentRequest, lookups: Lookups) -> Deployment:
+    """Return the deployment with the options that need no look-up, checked."""
+    options: dict[str, Any] = {
         "image": request.image,
         "ami": request.ami or (default_ami(request.image) if request.image else None),
         "instance_type": request.instance_type,
         "instance_count": request.instance_count,
         "startup_timeout_s": request.startup_timeout_s,
         "kms_key": request.kms_key,
-        "role": request.role,
+        "role": request.role or None,
         "vpc": _vpc(request),
-        "autoscaling": _autoscaling(request, config),
+        "autoscaling": _autoscaling(request, d.speculative_config),
         "alarm_topic": request.alarm_topic,
     }
     made = replace(
-        base,
-        target=target,
-        draft=draft,
-        speculative_config=config,
-        sets_count=request.instance_count is not None,
-        tags={**base.tags, **_tags(request.tags)},
-        environment={**base.environment, **_environment(request)},
-        vllm_flags={
-            **_respread(base, instance_type, request.vllm_flags),
-            **request.vllm_flags,
-        },
-        **{key: value for key, value in changes.items() if value is not None},
+        d,
+        tags={**d.tags, **_tags(request.tags)},
+        environment={**d.environment, **_environment(request)},
+        **{key: value for key, value in options.items() if value is not None},
     )
     return _checked(made, request, lookups)
 
 
-def _checked(d: Deployment, request: Request, lookups: Lookups) -> Deployment:
-    """The deployment with its files placed in S3, if nothing is known that would fail."""
+def _checked(d: Deployment, request: DeploymentRequest, lookups: Lookups) -> Deployment:
+    """Return the deployment with places in S3 for its files; refuse one that would fail."""
     low, high = STARTUP_TIMEOUTS_S
     if not low <= d.startup_timeout_s <= high:
         raise UserError(
@@ -255,16 +251,16 @@ def _checked(d: Deployment, request: Request, lookups: Lookups) -> Deployment:
         d.vllm_flags,
         lookups.entries,
         native=d.source == "native",
-        read_size=heads.facts_of_hub if lookups.s3 is not None else None,
+        read_facts=model_files.facts_of_hub if lookups.s3 is not None else None,
     )
-    require_fits_flags(d.instance_type, needed, d.vllm_flags)
+    require_fits(d.instance_type, needed, d.vllm_flags)
     placed = _placed(d, _bucket(request, d.role))
     environment(placed)
     return placed
 
 
 def _placed(d: Deployment, bucket: str) -> Deployment:
-    """The deployment whose models are on the hub or in S3, with the transfers that puts them there.
+    """Return the deployment with its models on the hub or in S3, and the transfers to S3.
 
     A container mounts one prefix of S3, so a head from S3 lies below its target's prefix.
     """
@@ -324,13 +320,13 @@ def _source(given: str | None, entry: CatalogEntry | None) -> Source:
 
 
 def _name_of(entry: CatalogEntry | None, target: ModelSource) -> str:
-    """A name for the endpoint: the model's, of the characters that SageMaker takes."""
+    """The model's name as a name of an endpoint, in characters that SageMaker takes."""
     name = re.sub(r"[^a-zA-Z0-9-]+", "-", entry.name if entry else target.short_name)
     return f"peagle-{name.strip('-').lower()}"[:MAX_NAME].rstrip("-")
 
 
 def _defaults(entry: CatalogEntry | None) -> Defaults:
-    """The head that the catalog knows."""
+    """The head of a catalog entry."""
     if entry is None or entry.draft is None:
         return Defaults()
     config = {"num_speculative_tokens": entry.num_speculative_tokens}
@@ -349,7 +345,7 @@ def _speculation(
 
     def read_head(draft: ModelSource) -> HeadFacts | None:
         if entry is not None and draft == defaults.draft and entry.origin == catalog.PACKAGED:
-            # The package's catalog has only P-EAGLE heads, each with its target.
+            # The package's catalog has P-EAGLE heads only, each with its target.
             return HeadFacts(True, entry.max_speculative_tokens)
         facts = lookups.read_head(draft)
         found.extend([facts] if facts else [])
@@ -368,16 +364,16 @@ def _speculation(
 
 
 def _spread(flags: Mapping[str, str], source: Source, instance_type: str) -> dict[str, str]:
-    """Options of vLLM that use all GPUs: one copy over them all, or, in ours, one on each."""
+    """Add the option that uses all GPUs: vLLM splits one copy, our engine runs one on each."""
     instance = find_instance_type(instance_type)
-    if instance is None or instance.num_gpus == 1 or set(_PARALLEL) & set(flags):
+    if instance is None or instance.num_gpus == 1 or set(PARALLEL_SIZES) & set(flags):
         return dict(flags)
     name = "data-parallel-size" if source == "native" else "tensor-parallel-size"
     return {**flags, name: str(instance.num_gpus)}
 
 
 def _respread(base: Deployment, instance_type: str, given: Mapping[str, str]) -> dict[str, str]:
-    """The options of a deployment, for another instance type."""
+    """The present options of vLLM, with the number of GPUs of another instance type."""
     kept = dict(base.vllm_flags)
     if instance_type == base.instance_type:
         return kept
@@ -392,11 +388,7 @@ def _respread(base: Deployment, instance_type: str, given: Mapping[str, str]) ->
 
 
 def require_role(d: Deployment) -> None:
-    """Refuse a deployment without a role.
-
-    Raises:
-        UserError: it has none.
-    """
+    """Refuse a deployment without a role."""
     if not d.role:
         raise UserError(
             "No role: SageMaker needs the ARN of an IAM role that may read the image and the "
@@ -404,15 +396,15 @@ def require_role(d: Deployment) -> None:
         )
 
 
-def _bucket(request: Request, role: str) -> str:
-    """The prefix for uploads: as told, else SageMaker's usual bucket of the role's account."""
+def _bucket(request: DeploymentRequest, role: str) -> str:
+    """The prefix for uploads: --upload-to, else SageMaker's usual bucket of the role's account."""
     if request.upload_to:
         return s3_prefix(request.upload_to, "--upload-to")
-    account = role_account(role)[1] if role else "${AWS::AccountId}"
+    account = account_of(role) if role else "${AWS::AccountId}"
     return f"s3://sagemaker-{request.region or '${AWS::Region}'}-{account}/"
 
 
-def _vpc(request: Request) -> Vpc | None:
+def _vpc(request: DeploymentRequest) -> Vpc | None:
     subnets, groups = request.subnets, request.security_groups
     if not subnets and not groups:
         return None
@@ -440,8 +432,8 @@ def _tags(pairs: tuple[str, ...]) -> dict[str, str]:
     return tags
 
 
-def _environment(request: Request) -> dict[str, str]:
-    """Further variables of the container; a secret may have any name, DATABASE_URL for one."""
+def _environment(request: DeploymentRequest) -> dict[str, str]:
+    """Further variables of the container, all secret: even DATABASE_URL may hold a password."""
     found: dict[str, str] = {}
     for pair in request.env:
         name, equals, value = pair.partition("=")
@@ -458,8 +450,10 @@ def _environment(request: Request) -> dict[str, str]:
     return found
 
 
-def _autoscaling(request: Request, config: Mapping[str, Any] | None) -> Autoscaling | None:
-    """Bounds and target; a curve is read at the deployment's K, 0 without drafts."""
+def _autoscaling(
+    request: DeploymentRequest, config: Mapping[str, Any] | None
+) -> Autoscaling | None:
+    """The bounds and the target, which a curve gives at the deployment's K (0 without drafts)."""
     least, most, target = request.min_instances, request.max_instances, request.scale_target
     if most is None:
         return None
@@ -478,16 +472,12 @@ def _autoscaling(request: Request, config: Mapping[str, Any] | None) -> Autoscal
 
 
 def check_autoscaling(wanted: Autoscaling) -> Autoscaling:
-    """Return the same, if its numbers are possible.
-
-    Raises:
-        UserError: bounds or target are out of range.
-    """
+    """Return the same; UserError if bounds or target are out of range."""
     least, most = wanted.min_instances, wanted.max_instances
     if not 1 <= least <= most:
         raise UserError(
             f"The fewest instances are {least} and the most {most}; expected 1 <= fewest <= most. "
-            "(An endpoint without instances would refuse requests: delete it if it is not needed.)"
+            "(An endpoint without instances would refuse requests: delete it instead.)"
         )
     if not wanted.target_value > 0:
         raise UserError(f"The target is {wanted.target_value}; expected a number above 0.")

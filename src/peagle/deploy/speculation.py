@@ -1,38 +1,32 @@
-"""The speculative configuration of a deployment, in vLLM's form: of options and a head's files."""
+"""The speculative configuration of a deployment, from options and a head's files."""
 
 from __future__ import annotations
 
 import json
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from peagle.config import SpeculativeConfig
 from peagle.config.speculative import MAX_SPECULATIVE_TOKENS
 from peagle.deploy.deployment import MODEL_FOLDER, Source
-from peagle.deploy.heads import HeadFacts
+from peagle.deploy.model_files import HeadFacts
 from peagle.deploy.models import ModelSource, source_of
 from peagle.errors import UserError
 from peagle.models.trained_depth import default_depth
 
 _DEFAULT_METHOD = "eagle3"
+_K = "num_speculative_tokens"
 _TREES = "parallel_drafting_spec"
 _SCHEDULE = "num_speculative_tokens_per_batch_size"
-# Fields of ours that vLLM does not have.
+# Fields of our engine that vLLM does not have.
 _NOT_OF_VLLM = ("check_target", "draft_sampling")
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationOptions:
-    """The user's options; None where one was not given.
-
-    Attributes:
-        speculation: --speculation or --no-speculation.
-        draft: --draft, as it was typed.
-        num_speculative_tokens: K.
-        config: --speculative-config, JSON text.
-    """
+    """--speculation, --draft, -k and --speculative-config (JSON text); None if not given."""
 
     speculation: bool | None = None
     draft: str | None = None
@@ -42,11 +36,11 @@ class SpeculationOptions:
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What holds without options: of the catalog, or of the deployment that is there.
+    """The values without options, from the catalog or the present deployment.
 
     Attributes:
-        draft: the head; None if none is known.
-        config: vLLM's form without "model"; {} where nothing is known.
+        draft: the head; None without one.
+        config: vLLM's form without "model"; {} if unknown.
         max_tokens: K up to which the head drafts well; None if unknown.
     """
 
@@ -61,13 +55,13 @@ def decide(
     defaults: Defaults,
     read_head: Callable[[ModelSource], HeadFacts | None],
 ) -> tuple[ModelSource | None, dict[str, Any] | None]:
-    """The head and vLLM's configuration without its "model"; (None, None) without speculation.
+    """Return the head and vLLM's configuration without "model"; (None, None) without speculation.
 
     Args:
         options: the user's.
-        source: whose container it is for.
-        defaults: for what was not options.
-        read_head: tells of a head what its files say; None if they cannot be read.
+        source: of the container.
+        defaults: for options that were not given.
+        read_head: returns facts from a head's files; None if they are not readable.
 
     Raises:
         UserError: options that contradict each other, no head, or what the container cannot do.
@@ -78,8 +72,11 @@ def decide(
             raise UserError("--no-speculation contradicts the other options of speculation.")
         return None, None
     config = {} if options.config is None else read_config(options.config, "--speculative-config")
-    draft = _draft(options, config)
-    merged = {**_kept(defaults, options, draft), **config}
+    draft = _named_draft(options, config)
+    if options.config is None and draft is None:
+        merged = dict(defaults.config)
+    else:  # K is the only default that holds for another head too
+        merged = {key: value for key, value in defaults.config.items() if key == _K} | config
     needs_head = merged.get("method", _DEFAULT_METHOD) != "ngram"
     if draft is None and needs_head:
         draft = defaults.draft
@@ -91,26 +88,35 @@ def decide(
             )
         return None, None
     if options.num_speculative_tokens is not None:
-        merged["num_speculative_tokens"] = options.num_speculative_tokens
+        merged[_K] = options.num_speculative_tokens
     merged.setdefault("method", _DEFAULT_METHOD)
-    if "num_speculative_tokens" in merged:
-        _check_tokens(merged["num_speculative_tokens"])
+    k = merged.get(_K, 1)
+    if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= MAX_SPECULATIVE_TOKENS:
+        raise UserError(
+            f"{_K} is {k!r}; expected a whole number from 1 to {MAX_SPECULATIVE_TOKENS}. To decode "
+            "without drafts, take --no-speculation."
+        )
     facts = read_head(draft) if draft is not None else None
     depth = facts.trained_depth if facts else None
     if depth is None and draft == defaults.draft:
         depth = defaults.max_tokens
-    merged.setdefault("num_speculative_tokens", default_depth(depth))
+    merged.setdefault(_K, default_depth(depth))
     if draft is not None:
-        _settle_kind(merged, draft, facts, depth)
+        merged["parallel_drafting"] = _is_parallel(merged.get("parallel_drafting"), draft, facts)
+        if depth is not None and merged[_K] > depth:
+            warnings.warn(
+                f"{_K} is {merged[_K]}, but the head {draft.name!r} was trained for {depth}; "
+                "deeper drafts are seldom accepted.",
+                stacklevel=3,
+            )
     _check_container(merged, source, draft)
     return draft, merged
 
 
 def read_config(text: str, source: str) -> dict[str, Any]:
-    """A speculative configuration in vLLM's form; `source` names it in messages.
+    """Return a speculative configuration in vLLM's form; UserError for other text.
 
-    Raises:
-        UserError: no JSON object, or a key twice.
+    `source` names the text in messages.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -130,8 +136,8 @@ def read_config(text: str, source: str) -> dict[str, Any]:
     return {key: value for key, value in data.items() if value is not None}
 
 
-def _draft(options: SpeculationOptions, config: dict[str, Any]) -> ModelSource | None:
-    """The head that was named, taken out of the configuration."""
+def _named_draft(options: SpeculationOptions, config: dict[str, Any]) -> ModelSource | None:
+    """Take the head that the user named out of the configuration."""
     model, revision = config.pop("model", None), config.pop("revision", None)
     if model is None:
         return None if options.draft is None else source_of(options.draft, "draft")
@@ -141,54 +147,24 @@ def _draft(options: SpeculationOptions, config: dict[str, Any]) -> ModelSource |
             "leave one of them out."
         )
     found = source_of(str(model), "draft")
-    return found if revision is None else ModelSource(found.kind, found.name, str(revision))
+    return found if revision is None else replace(found, revision=str(revision))
 
 
-def _kept(
-    defaults: Defaults, options: SpeculationOptions, draft: ModelSource | None
-) -> dict[str, Any]:
-    """Of the defaults what still holds: of another head nothing but K is taken over."""
-    if options.config is None and draft is None:
-        return dict(defaults.config)
-    key = "num_speculative_tokens"
-    return {key: defaults.config[key]} if key in defaults.config else {}
-
-
-def _settle_kind(
-    config: dict[str, Any],
-    draft: ModelSource,
-    facts: HeadFacts | None,
-    depth: int | None,
-) -> None:
+def _is_parallel(asked: bool | None, draft: ModelSource, facts: HeadFacts | None) -> bool:
     """`parallel_drafting` by the head's kind, which no container finds out by itself."""
-    asked = config.get("parallel_drafting")
-    if facts is not None and asked is not None and asked != facts.is_parallel:
-        remedy = "true" if facts.is_parallel else "false"
+    if facts is None:
+        return True if asked is None else asked
+    if asked not in (None, facts.is_parallel):
         why = "a P-EAGLE head" if facts.is_parallel else "an EAGLE-3 head: it has no mask_hidden"
         raise UserError(
             f"parallel_drafting is {json.dumps(asked)}, but {draft.name!r} is {why}. Set it to "
-            f"{remedy}, or leave it out."
+            f"{json.dumps(facts.is_parallel)}, or leave it out."
         )
-    config["parallel_drafting"] = facts.is_parallel if facts else True if asked is None else asked
-    k = config["num_speculative_tokens"]
-    if depth is not None and k > depth:
-        warnings.warn(
-            f"num_speculative_tokens is {k}, but the head {draft.name!r} was trained for {depth}; "
-            "deeper drafts seldom pass.",
-            stacklevel=4,
-        )
-
-
-def _check_tokens(k: object) -> None:
-    if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= MAX_SPECULATIVE_TOKENS:
-        raise UserError(
-            f"num_speculative_tokens is {k!r}; expected a whole number from 1 to "
-            f"{MAX_SPECULATIVE_TOKENS}. To decode without drafts, take --no-speculation."
-        )
+    return facts.is_parallel
 
 
 def _check_container(config: Mapping[str, Any], source: Source, draft: ModelSource | None) -> None:
-    """Refuse what the container of a source cannot do: of ours, its parser knows."""
+    """Refuse what a source's container cannot do; the engine's own parser knows it for ours."""
     if source == "native":
         model = {} if draft is None else {"model": MODEL_FOLDER}
         SpeculativeConfig.parse({**model, **config})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,6 +14,7 @@ from peagle.config import cloudwatch as names
 from peagle.config.speculative import MAX_SPECULATIVE_TOKENS
 from peagle.deploy import logs, monitoring
 from peagle.deploy.aws import Clients
+from peagle.deploy.container import SPECULATIVE
 from peagle.deploy.deployment import SOURCE_TAG, Autoscaling
 from peagle.deploy.monitoring import Acceptance, Drift
 from peagle.deploy.stack import event_line, find_stack, stack_events
@@ -20,8 +22,8 @@ from peagle.deploy.template import DIMENSION, resource_of
 from peagle.errors import UserError
 
 DEFAULT_WINDOW_S = 3600.0
-_MAX_BUCKETS = 1440
-_MAX_QUERIES = 500  # of a GetMetricData
+_MAX_PERIODS = 1440
+_MAX_QUERIES = 500  # of one GetMetricData
 _INVOCATIONS, _INSTANCES = "AWS/SageMaker", "/aws/sagemaker/Endpoints"
 
 
@@ -30,37 +32,32 @@ class Metric:
     """One of SageMaker's own metrics of a variant.
 
     Attributes:
-        name: CloudWatch's.
-        namespace: where.
-        shows: "total" or "average and maximum".
-        scale: what it is multiplied with; latencies come in microseconds.
-        unit: after that.
+        name, namespace: CloudWatch's.
+        is_total: whether the total is shown, not average and maximum.
+        scale: factor from CloudWatch's unit to `unit`; latencies come in microseconds.
+        unit: the unit that is shown.
     """
 
     name: str
     namespace: str = _INVOCATIONS
-    shows: str = "average"
+    is_total: bool = False
     scale: float = 1.0
     unit: str = ""
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """Of CloudWatch, from which what is shown can be made over any number of periods."""
-        return ("Sum",) if self.shows == "total" else ("Sum", "SampleCount", "Maximum")
-
-
-def _latency(name: str) -> Metric:
-    return Metric(name, scale=1e-3, unit="ms")
+        """CloudWatch's statistics from which any number of periods can be summed up."""
+        return ("Sum",) if self.is_total else ("Sum", "SampleCount", "Maximum")
 
 
 # "Amazon SageMaker AI metrics in Amazon CloudWatch" of SageMaker's developer guide.
 METRICS = (
-    Metric("Invocations", shows="total"),
-    Metric("Invocation4XXErrors", shows="total"),
-    Metric("Invocation5XXErrors", shows="total"),
-    _latency("ModelLatency"),
-    _latency("OverheadLatency"),
-    _latency("FirstChunkLatency"),
+    Metric("Invocations", is_total=True),
+    Metric("Invocation4XXErrors", is_total=True),
+    Metric("Invocation5XXErrors", is_total=True),
+    Metric("ModelLatency", scale=1e-3, unit="ms"),
+    Metric("OverheadLatency", scale=1e-3, unit="ms"),
+    Metric("FirstChunkLatency", scale=1e-3, unit="ms"),
     Metric("ConcurrentRequestsPerModel"),
     Metric("GPUUtilization", _INSTANCES, unit="%"),
     Metric("GPUMemoryUtilization", _INSTANCES, unit="%"),
@@ -68,13 +65,16 @@ METRICS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
-    """A metric over the window; None where CloudWatch has no data."""
+class MetricValue:
+    """A metric over the window; None if CloudWatch has no data."""
 
     metric: Metric
     total: float | None = None
     average: float | None = None
     maximum: float | None = None
+
+
+# ---- the state ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +86,8 @@ class EndpointState:
         status: EndpointStatus, "InService"; "" before there is an endpoint.
         stack_status: StackStatus of its stack; "" without one.
         failures: events of the stack that say why its last change failed.
-        endpoint, config, model: answers of the describe calls; the model is that of the first
-            variant. Empty where it is gone.
+        endpoint, config, model: answers of the describe calls, {} for what is gone; the model is
+            that of the first variant.
         tags: of the endpoint.
         autoscaling: the registered scaling; None without it.
         scaling_policies: names of its scaling policies.
@@ -116,39 +116,53 @@ class EndpointState:
         variants = self.config.get("ProductionVariants", ())
         return tuple(dict.fromkeys(v["ModelName"] for v in variants if "ModelName" in v))
 
+    @property
+    def container(self) -> Mapping[str, Any]:
+        """The first container of the model; {} without one."""
+        return self.model.get("PrimaryContainer") or next(
+            iter(self.model.get("Containers") or ()), {}
+        )
+
 
 def describe(clients: Clients, name: str) -> EndpointState:
     """Return an endpoint's state.
 
     Raises:
-        UserError: there is no such endpoint (the nearest names are told), or AWS refused.
+        UserError: there is no such endpoint (the error names similar ones), or AWS refused.
     """
+
+    def find(operation: str, **parameters: Any) -> dict[str, Any]:
+        return clients.find("sagemaker", operation, **parameters)
+
     stack = find_stack(clients, name)
-    endpoint = clients.ask("sagemaker", "DescribeEndpoint", EndpointName=name)
+    endpoint = find("DescribeEndpoint", EndpointName=name)
     if not endpoint and stack is None:
-        listed = clients.ask("sagemaker", "ListEndpoints", MaxResults=100).get("Endpoints", ())
+        listed = find("ListEndpoints", MaxResults=100).get("Endpoints", ())
         near = get_close_matches(name, [one["EndpointName"] for one in listed], 3)
         guess = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
         raise UserError(f"There is no endpoint {name!r} in {clients.region}.{guess}")
     config: dict[str, Any] = {}
+    model: dict[str, Any] = {}
+    tags: dict[str, Any] = {}
+    if endpoint:
+        tags = find("ListTags", ResourceArn=endpoint["EndpointArn"])
     if config_name := endpoint.get("EndpointConfigName"):
-        config = clients.ask("sagemaker", "DescribeEndpointConfig", EndpointConfigName=config_name)
+        config = find("DescribeEndpointConfig", EndpointConfigName=config_name)
     variant = next(iter(config.get("ProductionVariants", ())), {})
-    model_name = variant.get("ModelName")
-    model = clients.ask("sagemaker", "DescribeModel", ModelName=model_name) if model_name else {}
-    tags = (
-        clients.ask("sagemaker", "ListTags", ResourceArn=endpoint["EndpointArn"])
-        if endpoint
-        else {}
-    )
+    if model_name := variant.get("ModelName"):
+        model = find("DescribeModel", ModelName=model_name)
     stack_status = stack["StackStatus"] if stack else ""
+    failures: list[str] = []
+    if stack and ("FAILED" in stack_status or "ROLLBACK" in stack_status):
+        events = stack_events(clients, stack["StackId"])
+        failures = [event_line(e) for e in events if e["ResourceStatus"].endswith("_FAILED")]
     running = [v["VariantName"] for v in endpoint.get("ProductionVariants", ())]
     return EndpointState(
         name,
         clients.region,
         endpoint.get("EndpointStatus", ""),
         stack_status,
-        _failures(clients, stack) if "FAILED" in stack_status or "ROLLBACK" in stack_status else (),
+        tuple(failures[-3:]),
         endpoint,
         config,
         model,
@@ -157,23 +171,17 @@ def describe(clients: Clients, name: str) -> EndpointState:
     )
 
 
-def _failures(clients: Clients, stack: Mapping[str, Any] | None) -> tuple[str, ...]:
-    assert stack is not None
-    events = stack_events(clients, stack["StackId"])
-    return tuple(event_line(e) for e in events if e["ResourceStatus"].endswith("_FAILED"))[-3:]
-
-
 def _scaling(
     clients: Clients, name: str, variants: list[str]
 ) -> tuple[Autoscaling | None, tuple[str, ...]]:
+    """The scaling of the first variant that has one, and the names of its policies."""
+    where = {"ServiceNamespace": "sagemaker", "ScalableDimension": DIMENSION}
+    service = "application-autoscaling"
     for variant in variants:
-        where = {"ServiceNamespace": "sagemaker", "ScalableDimension": DIMENSION}
-        service, resource = "application-autoscaling", resource_of(name, variant)
-        asked = {**where, "ResourceIds": [resource]}
-        targets = clients.ask(service, "DescribeScalableTargets", **asked)
-        for target in targets.get("ScalableTargets", ()):
-            asked = {**where, "ResourceId": resource}
-            answer = clients.ask(service, "DescribeScalingPolicies", **asked)
+        resource = resource_of(name, variant)
+        found = clients.find(service, "DescribeScalableTargets", **where, ResourceIds=[resource])
+        for target in found.get("ScalableTargets", ()):
+            answer = clients.find(service, "DescribeScalingPolicies", **where, ResourceId=resource)
             policies = answer.get("ScalingPolicies", [])
             tracking = [p.get("TargetTrackingScalingPolicyConfiguration") for p in policies]
             first = next(filter(None, tracking), {})
@@ -184,37 +192,90 @@ def _scaling(
     return None, ()
 
 
+def variants(current: EndpointState) -> Iterator[dict[str, Any]]:
+    """Name, instance type, instances now and wanted, and share of the traffic of each variant."""
+    types = {v["VariantName"]: v for v in current.config.get("ProductionVariants", ())}
+    for variant in current.endpoint.get("ProductionVariants", ()):
+        yield {
+            "name": variant["VariantName"],
+            "instance_type": types.get(variant["VariantName"], {}).get("InstanceType"),
+            "instances": variant.get("CurrentInstanceCount"),
+            "wanted": variant.get("DesiredInstanceCount"),
+            "weight": variant.get("CurrentWeight"),
+        }
+
+
+def age(current: EndpointState, now: datetime | None = None) -> str:
+    """Time since the endpoint was created, "3 d 4 h"; "" if AWS does not say."""
+    created = current.endpoint.get("CreationTime")
+    if created is None:
+        return ""
+    minutes = int(((now or datetime.now(UTC)) - created).total_seconds() // 60)
+    days, hours, rest = minutes // 1440, minutes // 60 % 24, minutes % 60
+    if days:
+        return f"{days} d {hours} h"
+    return f"{hours} h {rest} min" if hours else f"{max(rest, 0)} min"
+
+
+def speculation_of(environment: Mapping[str, str]) -> dict[str, Any] | None:
+    """The speculative configuration in a container's environment, in vLLM's form.
+
+    None without one; a text that is no JSON object comes back under "unreadable".
+    """
+    text = environment.get(SPECULATIVE)
+    if not text:
+        return None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"unreadable": text}
+
+
+def depth_of(current: EndpointState) -> int | None:
+    """K of an endpoint, 0 without drafts, None if its configuration does not say."""
+    speculation = speculation_of(current.container.get("Environment") or {})
+    if speculation is None:
+        return 0
+    k = speculation.get("num_speculative_tokens")
+    return k if isinstance(k, int) and 1 <= k <= MAX_SPECULATIVE_TOKENS else None
+
+
+# ---- the status -----------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
-class Status:
-    """What there is to say of an endpoint.
+class EndpointStatus:
+    """An endpoint's state, metrics and acceptance.
 
     Attributes:
-        current: it, as AWS describes it.
+        current: the endpoint, as AWS describes it.
         speculation: the container's speculative configuration, in vLLM's form; None without one.
-        window_s: of the metrics, up to now.
+        window_s: length of the window of the metrics, which ends now.
         values: SageMaker's metrics, summed over its variants.
-        acceptance: None where nothing was drafted, or where nobody tells.
-        drift: beside what is expected; None without either.
-        notes: what could not be looked at, and why.
+        acceptance: None if nothing was drafted, or if the container does not report it.
+        drift: acceptance compared with the expected one; None without either.
+        notes: what could not be read, and why.
     """
 
     current: EndpointState
     speculation: dict[str, Any] | None
     window_s: float
-    values: tuple[Value, ...]
+    values: tuple[MetricValue, ...]
     acceptance: Acceptance | None
     drift: Drift | None
     notes: tuple[str, ...]
 
     @property
     def source(self) -> str:
-        """Whose container it is: "native", "managed", "jumpstart", or "" where nobody says."""
+        """The container's source: "native", "managed", "jumpstart", or "" if unknown."""
         return self.current.tags.get(SOURCE_TAG, "")
 
     def to_json(self) -> dict[str, Any]:
-        """What `status --format json` prints."""
+        """The status in `status --format json`."""
         current, endpoint = self.current, self.current.endpoint
-        autoscaling = current.autoscaling
+        scaling = current.autoscaling
+        policies = {"policies": list(current.scaling_policies)}
         return {
             "name": current.endpoint_name,
             "region": current.region,
@@ -227,79 +288,50 @@ class Status:
             "changed": _iso(endpoint.get("LastModifiedTime")),
             "configuration": current.config_name,
             "models": list(current.model_names),
-            "image": _container(current).get("Image"),
+            "image": current.container.get("Image"),
             "variants": list(variants(current)),
             "speculation": self.speculation,
-            "autoscaling": None
-            if autoscaling is None
-            else {**asdict(autoscaling), "policies": list(current.scaling_policies)},
+            "autoscaling": None if scaling is None else asdict(scaling) | policies,
             "window_s": self.window_s,
-            "metrics": {value.metric.name: _value_json(value) for value in self.values},
+            "metrics": {
+                one.metric.name: {"total": one.total}
+                if one.metric.is_total
+                else {"average": one.average, "maximum": one.maximum, "unit": one.metric.unit}
+                for one in self.values
+            },
             "acceptance": self.acceptance and self.acceptance.to_json(),
             "drift": self.drift and self.drift.to_json(),
             "notes": list(self.notes),
         }
 
 
-def _value_json(value: Value) -> dict[str, Any]:
-    if value.metric.shows == "total":
-        return {"total": value.total}
-    return {"average": value.average, "maximum": value.maximum, "unit": value.metric.unit}
-
-
 def _iso(moment: Any) -> str | None:
     return moment.astimezone(UTC).isoformat(timespec="seconds") if moment else None
 
 
-def variants(current: EndpointState) -> Iterator[dict[str, Any]]:
-    """Name, instance type, instances now and wanted, and share of the traffic of each variant."""
-    types = {v["VariantName"]: v for v in current.config.get("ProductionVariants", ())}
-    for variant in current.endpoint.get("ProductionVariants", ()):
-        configured = types.get(variant["VariantName"], {})
-        yield {
-            "name": variant["VariantName"],
-            "instance_type": configured.get("InstanceType"),
-            "instances": variant.get("CurrentInstanceCount"),
-            "wanted": variant.get("DesiredInstanceCount"),
-            "weight": variant.get("CurrentWeight"),
-        }
-
-
-def age(current: EndpointState, now: datetime | None = None) -> str:
-    """How long the endpoint exists, "3 d 4 h"; "" where AWS does not say."""
-    created = current.endpoint.get("CreationTime")
-    if created is None:
-        return ""
-    minutes = int(((now or datetime.now(UTC)) - created).total_seconds() // 60)
-    days, hours, rest = minutes // 1440, minutes // 60 % 24, minutes % 60
-    if days:
-        return f"{days} d {hours} h"
-    return f"{hours} h {rest} min" if hours else f"{max(rest, 0)} min"
-
-
-def look(
+def read_status(
     clients: Clients,
     current: EndpointState,
     *,
     window_s: float = DEFAULT_WINDOW_S,
     expected: str | None = None,
     now: datetime | None = None,
-) -> Status:
-    """Look at the metrics and the acceptance of an endpoint.
+) -> EndpointStatus:
+    """Read the metrics and the acceptance of an endpoint.
 
-    What may not be read is a note, since the state alone is worth seeing.
+    If AWS refuses to tell something, the status gets a note, since the state alone is worth seeing.
 
     Args:
         clients: of AWS.
-        current: the endpoint, as `endpoints.current` describes it.
+        current: the endpoint, as `describe` returns it.
         window_s: how far back metrics go.
         expected: acceptance length or a file, see `monitoring.expected_from`; None takes the tag.
         now: the end of the window.
 
     Raises:
-        UserError: what is expected cannot be read.
+        UserError: `expected` cannot be read.
     """
-    speculation = speculation_of(current)
+    speculation = speculation_of(current.container.get("Environment") or {})
     k = depth_of(current) or None
     compare = (
         monitoring.expected_from_tags(current.tags)
@@ -308,11 +340,22 @@ def look(
     )
     notes: list[str] = []
     end = now or datetime.now(UTC)
-    window = _Window(clients, current, end - timedelta(seconds=window_s), end, window_s)
-    values, acceptance = _measured(window, k, notes)
+    start = end - timedelta(seconds=window_s)
+    counters = monitoring.metric_names(k or MAX_SPECULATIVE_TOKENS)
+    keys = [(m.namespace, m.name, s) for m in METRICS for s in m.statistics]
+    keys += [(names.NAMESPACE, name, "Sum") for name in counters]
+    values: tuple[MetricValue, ...] = ()
+    acceptance = None
+    try:
+        found = _metric_data(clients, current, start, end, keys)
+        values = tuple(_value(metric, found) for metric in METRICS)
+        sums = {name: found.get((names.NAMESPACE, name, "Sum")) for name in counters}
+        acceptance = monitoring.from_sums({n: sum(every) for n, every in sums.items() if every})
+    except UserError as error:
+        notes.append(f"no metrics: {error}")
     if acceptance is None and speculation is not None:
-        acceptance = _logged(window, notes)
-    return Status(
+        acceptance = _logged_acceptance(clients, current, start, end, notes)
+    return EndpointStatus(
         current,
         speculation,
         window_s,
@@ -323,142 +366,73 @@ def look(
     )
 
 
-def _container(current: EndpointState) -> Mapping[str, Any]:
-    model = current.model
-    return model.get("PrimaryContainer") or next(iter(model.get("Containers") or ()), {})
+# (namespace, metric, statistic) -> its values in the periods of the window, of all variants.
+_MetricData = dict[tuple[str, str, str], list[float]]
 
 
-def speculation_of(current: EndpointState) -> dict[str, Any] | None:
-    """The speculative configuration of an endpoint's container, in vLLM's form."""
-    return monitoring.speculation_of(_container(current).get("Environment") or {})
-
-
-def depth_of(current: EndpointState) -> int | None:
-    """K of an endpoint, 0 without drafts, None where its configuration does not say."""
-    speculation = speculation_of(current)
-    if speculation is None:
-        return 0
-    k = speculation.get("num_speculative_tokens")
-    is_k = isinstance(k, int) and 1 <= k <= MAX_SPECULATIVE_TOKENS
-    return k if is_k else None
-
-
-# ---- metrics --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Window:
-    """A time of an endpoint."""
-
-    clients: Clients
-    current: EndpointState
-    start: datetime
-    end: datetime
-    seconds: float
-
-    @property
-    def period_s(self) -> int:
-        """Whole minutes, so that a window has at most so many periods."""
-        return 60 * max(1, math.ceil(self.seconds / 60 / _MAX_BUCKETS))
-
-
-# (namespace, metric, statistic) -> its values in the window.
-_Found = dict[tuple[str, str, str], list[float]]
-
-
-def _measured(
-    window: _Window, k: int | None, notes: list[str]
-) -> tuple[tuple[Value, ...], Acceptance | None]:
-    asked = [(m.namespace, m.name, s) for m in METRICS for s in m.statistics]
-    counters = monitoring.metric_names(k or MAX_SPECULATIVE_TOKENS)
-    asked += [(names.NAMESPACE, name, "Sum") for name in counters]
-    try:
-        found = _ask(window, asked)
-    except UserError as error:
-        notes.append(f"no metrics: {error}")
-        return (), None
-    sums = {
-        name: sum(found[names.NAMESPACE, name, "Sum"])
-        for name in counters
-        if found.get((names.NAMESPACE, name, "Sum"))
-    }
-    return tuple(_value(metric, found) for metric in METRICS), monitoring.from_sums(sums)
-
-
-def _value(metric: Metric, found: _Found) -> Value:
-    def of(statistic: str) -> list[float]:
-        return found.get((metric.namespace, metric.name, statistic), [])
-
-    if metric.shows == "total":
-        return Value(metric, total=sum(of("Sum")) if of("Sum") else None)
-    count = sum(of("SampleCount"))
-    if not count:
-        return Value(metric)
-    average, maximum = sum(of("Sum")) / count, max(of("Maximum"))
-    return Value(metric, average=metric.scale * average, maximum=metric.scale * maximum)
-
-
-def _ask(window: _Window, asked: Sequence[tuple[str, str, str]]) -> _Found:
-    """Values of metrics in each period of a window, of all variants in one list."""
-    endpoint = window.current.endpoint_name
-    queries: list[tuple[tuple[str, str, str], dict[str, Any]]] = [
-        (key, _query(number, key, endpoint, variant["name"], window.period_s))
-        for number, (variant, key) in enumerate(
-            (variant, key) for variant in variants(window.current) for key in asked
-        )
-    ]
-    found: _Found = {}
-    for first in range(0, len(queries), _MAX_QUERIES):
-        part = queries[first : first + _MAX_QUERIES]
-        by_id = {query["Id"]: key for key, query in part}
-        for result in _results(window, [query for _, query in part]):
-            found.setdefault(by_id[result["Id"]], []).extend(result.get("Values", ()))
+def _metric_data(
+    clients: Clients,
+    current: EndpointState,
+    start: datetime,
+    end: datetime,
+    keys: Sequence[tuple[str, str, str]],
+) -> _MetricData:
+    # Whole minutes, of which a window has at most _MAX_PERIODS.
+    period_s = 60 * max(1, math.ceil((end - start).total_seconds() / 60 / _MAX_PERIODS))
+    asked = [(variant["name"], key) for variant in variants(current) for key in keys]
+    found: _MetricData = {}
+    for first in range(0, len(asked), _MAX_QUERIES):
+        part = asked[first : first + _MAX_QUERIES]
+        queries = []
+        for number, (variant, (namespace, name, statistic)) in enumerate(part):
+            dimensions = {names.ENDPOINT: current.endpoint_name, names.VARIANT: variant}
+            metric = {
+                "Namespace": namespace,
+                "MetricName": name,
+                "Dimensions": [{"Name": n, "Value": v} for n, v in dimensions.items()],
+            }
+            stat = {"Metric": metric, "Period": period_s, "Stat": statistic}
+            queries.append({"Id": f"m{number}", "MetricStat": stat})
+        query: dict[str, Any] = {"MetricDataQueries": queries, "StartTime": start, "EndTime": end}
+        while True:
+            answer = clients.find("cloudwatch", "GetMetricData", **query)
+            for result in answer.get("MetricDataResults", ()):
+                key = part[int(result["Id"][1:])][1]
+                found.setdefault(key, []).extend(result.get("Values", ()))
+            if not answer.get("NextToken"):
+                break
+            query["NextToken"] = answer["NextToken"]
     return found
 
 
-def _query(
-    number: int, key: tuple[str, str, str], endpoint: str, variant: str, period_s: int
-) -> dict[str, Any]:
-    namespace, name, statistic = key
-    dimensions = {names.ENDPOINT: endpoint, names.VARIANT: variant}
-    metric = {
-        "Namespace": namespace,
-        "MetricName": name,
-        "Dimensions": [{"Name": n, "Value": v} for n, v in dimensions.items()],
-    }
-    return {
-        "Id": f"m{number}",
-        "MetricStat": {"Metric": metric, "Period": period_s, "Stat": statistic},
-    }
+def _value(metric: Metric, found: _MetricData) -> MetricValue:
+    sums, *others = (
+        found.get((metric.namespace, metric.name, statistic), []) for statistic in metric.statistics
+    )
+    if metric.is_total:
+        return MetricValue(metric, total=sum(sums) if sums else None)
+    counts, maxima = others
+    if not sum(counts):
+        return MetricValue(metric)
+    average = metric.scale * sum(sums) / sum(counts)
+    return MetricValue(metric, average=average, maximum=metric.scale * max(maxima))
 
 
-def _results(window: _Window, queries: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    asked: dict[str, Any] = {
-        "MetricDataQueries": list(queries),
-        "StartTime": window.start,
-        "EndTime": window.end,
-    }
-    while True:
-        answer = window.clients.ask("cloudwatch", "GetMetricData", **asked)
-        yield from answer.get("MetricDataResults", ())
-        if not answer.get("NextToken"):
-            return
-        asked["NextToken"] = answer["NextToken"]
-
-
-def _logged(window: _Window, notes: list[str]) -> Acceptance | None:
-    """Acceptance of what vLLM logged, the only place where the managed container tells of it."""
-    # A log of days would take minutes to read.
-    start = max(window.start, window.end - timedelta(seconds=DEFAULT_WINDOW_S))
-    if start > window.start:
+def _logged_acceptance(
+    clients: Clients, current: EndpointState, start: datetime, end: datetime, notes: list[str]
+) -> Acceptance | None:
+    """Acceptance from vLLM's log, the only place where the managed container reports it."""
+    # To read a log of days would take minutes.
+    latest = max(start, end - timedelta(seconds=DEFAULT_WINDOW_S))
+    if latest > start:
         notes.append("acceptance is of the last hour alone: it is read from the log")
-    start_ms, end_ms = (round(t.timestamp() * 1000) for t in (start, window.end))
+    since_ms, until_ms = (round(moment.timestamp() * 1000) for moment in (latest, end))
     try:
         lines = logs.read(
-            window.clients,
-            window.current.endpoint_name,
-            start_ms,
-            until_ms=end_ms,
+            clients,
+            current.endpoint_name,
+            since_ms,
+            until_ms=until_ms,
             pattern=monitoring.VLLM_FILTER,
         )
         return monitoring.from_vllm_log(line.text for line in lines)

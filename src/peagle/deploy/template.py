@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from peagle.config import cloudwatch as names
 from peagle.deploy.container import environment, is_secret_name, variable_of
@@ -22,9 +24,7 @@ from peagle.deploy.deployment import (
     Deployment,
     KeptSecret,
     Secret,
-    Vpc,
 )
-from peagle.deploy.models import ModelSource
 from peagle.deploy.monitoring import ENOUGH_DRAFTS, TOLERATED_DROP, expected_from_tags
 from peagle.errors import UserError
 
@@ -43,7 +43,7 @@ SCALE_OUT_COOLDOWN_S = 300
 SCALE_IN_COOLDOWN_S = 900
 _SCALING = ("ScalableTarget", "ScalingPolicy")
 _MAX_ERROR_SHARE = 0.01
-# What the metadata leaves out: it holds for one change alone.
+# Fields that hold for one change alone; the metadata leaves them out.
 _OF_ONE_CHANGE = ("stamp", "sets_count", "transfers")
 
 Template = dict[str, Any]
@@ -51,11 +51,7 @@ Resources = dict[str, dict[str, Any]]
 
 
 def endpoint_template(d: Deployment) -> Template:
-    """Return the template of a deployment; it holds no secret.
-
-    Raises:
-        UserError: the deployment cannot be written so, see `container.environment`.
-    """
+    """Return the template of a deployment, without secrets; UserError as `environment`."""
     variables = environment(d)
     secrets = _secret_parameters(variables, d.stamp)
     parameters: Resources = {
@@ -108,12 +104,12 @@ def with_autoscaling(template: Template, autoscaling: Autoscaling | None) -> Tem
 
 
 def _metadata(described: Mapping[str, Any]) -> str:
-    """As text, since templates know no null; a reference to a parameter would be refused in it."""
+    """As text, since templates have no null and refuse references to parameters here."""
     return json.dumps(described).replace("${", "\\u0024{")
 
 
 def metadata_of(template: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what peagle keeps in the metadata of a template; {} in one of others."""
+    """Return the deployment in the metadata of a template; {} if another tool made it."""
     try:
         return dict(json.loads((template.get("Metadata") or {})[METADATA]))
     except (KeyError, TypeError, ValueError):
@@ -125,42 +121,36 @@ def _described(d: Deployment, secrets: Mapping[str, str]) -> dict[str, Any]:
     described = asdict(d)
     for name in _OF_ONE_CHANGE:
         del described[name]
-    described["environment"] = {
-        name: {"parameter": secrets[name]} if isinstance(value, Secret) else value
-        for name, value in d.environment.items()
-    }
-    described["vllm_flags"] = {
-        flag: {"parameter": secrets[variable_of(flag)]} if isinstance(value, Secret) else value
-        for flag, value in d.vllm_flags.items()
-    }
+    for field, variable in (("environment", str), ("vllm_flags", variable_of)):
+        described[field] = {
+            name: {"parameter": secrets[variable(name)]} if isinstance(value, Secret) else value
+            for name, value in getattr(d, field).items()
+        }
     return described
 
 
 def deployment_of(template: Mapping[str, Any], stamp: str) -> Deployment:
-    """Return the deployment that a template was made of, with a new stamp.
+    """Return the deployment of a template, with a new stamp.
 
     Raises:
-        UserError: peagle did not make it, or a newer peagle did.
+        UserError: another tool or another version of peagle made it.
     """
     kept = metadata_of(template)
     known = {f.name for f in fields(Deployment)} - {*_OF_ONE_CHANGE}
     if set(kept) != known:
         raise UserError(
-            "The endpoint's stack was not made by this version of `peagle deploy sagemaker "
-            "create`. Delete the endpoint and create it anew, or use the version that made it."
+            "This version of `peagle deploy sagemaker create` did not make the endpoint's stack. "
+            "Delete the endpoint and create it anew, or use the version that made it."
         )
-    values: dict[str, Any] = {**kept, "stamp": stamp, "uploads": tuple(kept["uploads"])}
-    for name in ("environment", "vllm_flags"):
-        values[name] = {
+    secret = {
+        name: {
             key: KeptSecret(value["parameter"]) if isinstance(value, dict) else value
-            for key, value in kept[name].items()
+            for key, value in kept.pop(name).items()
         }
-    for name in ("target", "draft"):
-        values[name] = kept[name] and ModelSource(**kept[name])
-    if vpc := kept["vpc"]:
-        values["vpc"] = Vpc(tuple(vpc["subnets"]), tuple(vpc["security_groups"]))
-    values["autoscaling"] = kept["autoscaling"] and Autoscaling(**kept["autoscaling"])
-    return Deployment(**values)
+        for name in ("environment", "vllm_flags")
+    }
+    made = TypeAdapter(Deployment).validate_python({**kept, "stamp": stamp})
+    return replace(made, **secret)
 
 
 # ---- secrets --------------------------------------------------------------------------------
@@ -169,7 +159,7 @@ def deployment_of(template: Mapping[str, Any], stamp: str) -> Deployment:
 def _secret_parameters(variables: Mapping[str, str], stamp: str) -> dict[str, str]:
     """The parameter of each secret variable.
 
-    A new value gets a new parameter, so that CloudFormation sees that what uses it has changed.
+    A new value gets a new parameter, so that CloudFormation sees the change of its users.
     """
     made = "Value" + re.sub(r"\W|-", "", stamp)
     secret = {name: value for name, value in variables.items() if isinstance(value, Secret)}
@@ -180,7 +170,7 @@ def _secret_parameters(variables: Mapping[str, str], stamp: str) -> dict[str, st
 
 
 def _secret_resources(d: Deployment, secrets: Mapping[str, str]) -> Resources:
-    """Secrets Manager keeps tokens and keys, named after their parameters."""
+    """Secrets that keep tokens and keys, named after their parameters."""
     return {
         f"Secret{key}": _resource(
             "AWS::SecretsManager::Secret",
@@ -206,13 +196,10 @@ def _variable_value(name: str, value: str, secrets: Mapping[str, str]) -> Any:
 # ---- resources ------------------------------------------------------------------------------
 
 
-def _resource(kind: str, *, after: str | list[str] = "", **properties: Any) -> dict[str, Any]:
-    """A resource, without the properties that are empty."""
-    made: dict[str, Any] = {"Type": kind}
-    if after:
-        made["DependsOn"] = after
-    made["Properties"] = {k: v for k, v in properties.items() if v not in (None, "", [], {})}
-    return made
+def _resource(kind: str, *, after: str = "", **properties: Any) -> dict[str, Any]:
+    """A resource without its empty properties."""
+    given = {k: v for k, v in properties.items() if v not in (None, "", [], {})}
+    return {"Type": kind, **({"DependsOn": after} if after else {}), "Properties": given}
 
 
 def _substituted(text: str) -> Any:
@@ -282,7 +269,7 @@ def _endpoint_resources(
 
 
 def resource_of(endpoint: str, variant: str) -> str:
-    """A variant, as Application Auto Scaling calls it."""
+    """Application Auto Scaling's name of a variant."""
     return f"endpoint/{endpoint}/variant/{variant}"
 
 
@@ -316,7 +303,7 @@ def _scaling_resources(endpoint: str, wanted: Autoscaling | None) -> Resources:
 
 
 def _alarm_resources(d: Deployment) -> Resources:
-    """Alarms on failures and, where our container tells acceptance, on its drift."""
+    """Alarms on failures and, if our container reports acceptance, on its drift."""
     if not d.alarm_topic:
         return {}
     dimensions = [

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from peagle.deploy.heads import (
+from peagle.deploy.memory import facts_of_folder
+from peagle.deploy.model_files import (
     HeadFacts,
     check_target,
-    facts_of_files,
     facts_of_hub,
     head_facts,
+    parse_head_facts,
 )
-from peagle.deploy.memory import facts_of_folder
 from peagle.deploy.models import ModelSource
 from peagle.errors import CheckpointError, UserError
 from tests.conftest import make_target_folder
@@ -127,15 +127,15 @@ def test_the_hubs_targets_are_compared_with(
 
 def test_what_cannot_be_looked_at_is_told(hub: FakeHub) -> None:
     del hub
-    with pytest.warns(UserWarning, match="'org/nothing' could not be looked at on the hub"):
+    with pytest.warns(UserWarning, match="could not read the head 'org/nothing' on the hub"):
         assert head_facts(ModelSource("hub", "org/nothing")) is None
-    with pytest.warns(UserWarning, match="'s3://bucket/head/' could not be looked at in S3;"):
+    with pytest.warns(UserWarning, match="could not read the head 's3://bucket/head/' in S3;"):
         assert head_facts(ModelSource("s3", "s3://bucket/head/")) is None
 
 
 def test_what_is_no_head() -> None:
     with pytest.raises(UserError, match="is a whole model"):
-        facts_of_files({"architectures": ["GptOssForCausalLM"]}, set(), "x")
+        parse_head_facts({"architectures": ["GptOssForCausalLM"]}, set(), "x")
 
 
 def test_sizes_of_a_model_on_the_hub(hub: FakeHub, tmp_path: Path) -> None:
@@ -150,6 +150,6 @@ def test_sizes_of_a_model_on_the_hub(hub: FakeHub, tmp_path: Path) -> None:
 def test_sizes_of_what_cannot_be_looked_at(hub: FakeHub) -> None:
     hub.add("org/empty")
     for name in ("org/nothing", "org/empty"):
-        with pytest.warns(UserWarning, match=f"The model '{name}' could not be looked at on the"):
+        with pytest.warns(UserWarning, match=f"could not read the model '{name}' on the"):
             assert facts_of_hub(ModelSource("hub", name)) is None
     assert facts_of_hub(ModelSource("s3", "s3://bucket/model/")) is None
