@@ -76,9 +76,9 @@ def test_every_cell_once_a_round_in_rotating_order(
     order, cells = sweep.order(), list(sweep.points)
     assert len(cells) == num_arms * len(loads) * num_sets
     assert [repeat for repeat, _ in order] == sorted(repeat for repeat, _ in order)
-    rounds = [[cell for r, cell in order if r == repeat] for repeat in range(repeats)]
+    rounds = [[point for r, point in order if r == repeat] for repeat in range(repeats)]
     assert all(sorted(map(str, one)) == sorted(map(str, cells)) for one in rounds)
-    # A cell's mean place differs by less than a round's length over the repeats.
+    # A point's mean place differs by less than a round's length over the repeats.
     if len(cells) >= repeats:
         assert len({str(one[0]) for one in rounds}) == repeats
 

@@ -30,21 +30,14 @@ _BIN = 0.5
 
 @dataclass(slots=True)
 class RequestCounts:
-    """The counters of one request, or of some of its steps.
+    """The counters of one request, or of some of its steps."""
 
-    Attributes:
-        conversation: the prompt that the request belongs to; the turns of a prompt vary together.
-        num_steps: decode steps, those without a draft too.
-        loops: whether the output falls into a loop; None where that was not looked for.
-        before_loop: drafts up to the loop, and decode steps; all of them where there is no loop.
-    """
-
-    conversation: str = ""
+    conversation: str = ""  # the prompt of the request: the turns of a prompt vary together
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     num_tokens: int = 0
-    num_steps: int = 0
-    loops: bool | None = None
-    before_loop: tuple[SpeculationStats, int] | None = None
+    num_steps: int = 0  # decode steps, those without a draft too
+    loops: bool | None = None  # whether the output falls into a loop; None is unknown
+    before_loop: tuple[SpeculationStats, int] | None = None  # drafts and steps up to the loop
 
 
 def loop_start(token_ids: Sequence[int], ngram: int = LOOP_NGRAM) -> int | None:
@@ -193,13 +186,10 @@ def figures_of_answers(
     *,
     seed: int = 0,
 ) -> AcceptanceFigures:
-    """Compute all figures of one entry from answers that tell their drafts.
+    """Compute all figures of one entry, at `k` draft tokens a step, from answers with their drafts.
 
-    Args:
-        observations: whole answers; those without steps give no figures by context or position.
-        k: draft tokens of a step.
-        tokenizer: of the target, for texts by token; None leaves these out.
-        seed: of the intervals.
+    Answers without steps give no figures by context or position. The target's tokenizer is for
+    texts by token; None leaves these out. `seed` is that of the intervals.
     """
     counts = [_counts_of(one.answer, one.conversation) for one in observations]
 

@@ -42,27 +42,20 @@ class DecodedStep:
 class Answer:
     """The answer to a request. Times are seconds since it was sent.
 
-    Attributes:
-        finish_reason: "stop" or "length"; "" where it broke off.
-        chunks: time of each piece of the output, and the number of its tokens.
-        texts: text of each chunk.
-        seconds: time of the end.
-        steps: one a chunk, the first the prompt pass; None like `token_ids` and `stats`, the
-            drafts of this request, where the backend does not tell them.
-        error: the reason why there is no whole answer; "" where there is one.
+    `token_ids`, `steps` and `stats` are None where the backend does not tell them.
     """
 
     text: str = ""
-    finish_reason: str = ""
+    finish_reason: str = ""  # "stop" or "length"; "" where it broke off
     num_prompt_tokens: int = 0
     num_tokens: int = 0
-    chunks: list[tuple[float, int]] = field(default_factory=list)
-    seconds: float = 0.0
+    chunks: list[tuple[float, int]] = field(default_factory=list)  # time, number of tokens
+    seconds: float = 0.0  # time of the end
     token_ids: list[int] | None = None
-    texts: list[str] = field(default_factory=list)
-    steps: list[DecodedStep] | None = None
-    stats: SpeculationStats | None = None
-    error: str = ""
+    texts: list[str] = field(default_factory=list)  # of each chunk
+    steps: list[DecodedStep] | None = None  # one a chunk, the first is the prompt pass
+    stats: SpeculationStats | None = None  # drafts of this request
+    error: str = ""  # the reason why there is no whole answer
 
     @property
     def time_to_first_token_s(self) -> float | None:

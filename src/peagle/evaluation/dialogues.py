@@ -88,14 +88,8 @@ def run_dialogues(
 
     A backend that does not tell steps gets one category after the other, so that its counters tell
     them apart. Turn t of prompt i of a set is sampled with the seed of `params` + i + 1,000,003 t.
-
-    Args:
-        backend: answers the requests.
-        sets: prompts by the name of their set.
-        params: how they are sampled; the seed is not None.
-        concurrency: requests in flight.
-        chat: behind the model's chat template; else a second turn goes on with the text.
-        watch: called as each request ends.
+    With `chat` prompts go behind the model's chat template; else a second turn continues the text.
+    `watch` is called as each request ends.
 
     Raises:
         UserError: as `Backend.run`; or no request at all has an answer.

@@ -123,12 +123,8 @@ class EngineBackend:
     """An engine that answers requests; see `Backend`.
 
     Prompts are rendered and tokenised before the clock starts; the time of a chunk is when the
-    engine's step that brought it ended.
-
-    Args:
-        llm: the engine; nothing else may run on it meanwhile.
-        chat_template: for messages, as `peagle.chat.render_chat` has it.
-        thinking: for messages; None leaves it to the template.
+    engine's step that brought it ended. Nothing else may run on the engine meanwhile. Chat template
+    and thinking mode are for messages, as `peagle.chat.render_chat` has them.
     """
 
     name = "peagle"

@@ -33,12 +33,9 @@ from peagle.results import (
 
 
 class AcceptanceFile:
-    """The acceptance.json of an output folder, or its content alone where there is no folder.
+    """The acceptance.json of an output folder, or its content alone where the folder is None.
 
-    Args:
-        folder: made if it is not there; None writes nothing.
-        provenance: of the measurements, "target" and "dtype" among it.
-        settings: that all entries share.
+    `provenance` has "target" and "dtype", `settings` are those that all entries share.
 
     Raises:
         UserError: the file there is not readable or newer, or was made with other settings.

@@ -27,25 +27,18 @@ HANDSHAKE_S = 10.0  # of TLS; a server that speaks none may just keep silent
 class Reply:
     """The answer to a request, or the lack of one.
 
-    Attributes:
-        status: status of HTTP; 0 if there was no answer.
-        headers: names in lower case.
-        body: the body, unless it was a stream of events.
-        events: data of a stream's events, and when each came (perf_counter).
-        sent_s, ended_s: when the request went out on an open connection, when the last byte came.
-        problem: "" for an answer that is whole; else "refused" (no connection), "unanswered",
-            "cut" (in the middle), "timeout", or "dropped" (by this client, as its caller wanted).
-        reason: why there was no connection.
+    `problem` is "" for an answer that is whole; else "refused" (no connection), "unanswered",
+    "cut" (in the middle), "timeout", or "dropped" (by this client, as its caller wanted).
     """
 
-    status: int = 0
-    headers: dict[str, str] = field(default_factory=dict)
-    body: bytes = b""
-    events: list[tuple[float, bytes]] = field(default_factory=list)
-    sent_s: float = 0.0
-    ended_s: float = 0.0
+    status: int = 0  # of HTTP; 0 if there was no answer
+    headers: dict[str, str] = field(default_factory=dict)  # names in lower case
+    body: bytes = b""  # unless it was a stream of events
+    events: list[tuple[float, bytes]] = field(default_factory=list)  # time (perf_counter), data
+    sent_s: float = 0.0  # when the request went out on an open connection
+    ended_s: float = 0.0  # when the last byte came
     problem: str = ""
-    reason: str = ""
+    reason: str = ""  # the reason why there was no connection
 
     @property
     def chunks(self) -> list[dict[str, Any]]:

@@ -47,13 +47,8 @@ def acceptance_intervals(
 
     They are percentiles of the figures of resamples, at levels widened for few clusters so that the
     normal case has the coverage of Student's t with N - 1 degrees of freedom (the expanded
-    percentile interval of Hesterberg, arXiv 1411.5279).
-
-    Args:
-        drafts_N: drafts of each cluster; those without any are left out.
-        accepted_NK: drafts of each whose first i + 1 tokens were all accepted.
-        resamples: number of draws.
-        seed: of the draws.
+    percentile interval of Hesterberg, arXiv 1411.5279). Clusters without drafts are left out.
+    `accepted_NK` counts the drafts whose first i + 1 tokens were all accepted.
     """
     bears = drafts_N > 0
     reached_NJ = np.concatenate([drafts_N[bears, None], accepted_NK[bears]], axis=1)
@@ -84,13 +79,7 @@ def paired_difference(
 
     sum(one[:, 0]) / sum(one[:, 1]) - sum(other[:, 0]) / sum(other[:, 1]). Each resample draws
     clusters once for both, so that what makes a request hard for both cancels out. The interval is
-    None below 5 clusters.
-
-    Args:
-        one_N2: numerator and denominator of each of N clusters.
-        other_N2: of the same clusters in the same order.
-        resamples: number of draws.
-        seed: of the draws.
+    None below 5 clusters. The rows have numerator and denominator of each cluster, in one order.
     """
     values_N4 = np.concatenate([one_N2, other_N2], axis=1)
 
@@ -156,10 +145,6 @@ def compare_entries(entries: Sequence[Entry], *, seed: int = 0) -> list[Comparis
     `difference` is the acceptance length of "method" less that of "over", and `ci` its 95%
     interval, paired over requests. Prompt lookup does not draft at every step, so that it is
     compared by tokens per step. Entries that tell nothing of single requests are left out.
-
-    Args:
-        entries: of acceptance.json, those of the head that is judged first.
-        seed: of the intervals.
     """
     known = [entry for entry in entries if entry.by_conversation]
     first = next((entry.method for entry in known if entry.method != NGRAM), None)

@@ -93,12 +93,9 @@ class Journal:
 
 
 def require_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to go on with measurements that were made under other settings.
+    """Refuse to go on with a file whose measurements were made under other settings.
 
-    Args:
-        path: of the file that holds them.
-        before: settings in the file.
-        now: of this run; compared as JSON, in which a tuple is a list.
+    Settings are compared as JSON, in which a tuple is a list.
 
     Raises:
         UserError: they differ; it names the first difference.

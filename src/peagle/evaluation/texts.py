@@ -22,10 +22,7 @@ def hardest_texts(
 ) -> list[HardText]:
     """Find the stretch with the fewest accepted tokens in each output, the hardest first.
 
-    Args:
-        observations: answers with their steps.
-        window: drafts of a stretch; fewer where no answer has so many.
-        most: number of stretches to return.
+    A stretch has `window` drafts, fewer where no answer has so many; `most` of them are returned.
     """
     drafting = [
         [number for number, step in enumerate(one.answer.steps or []) if step.num_drafted]

@@ -62,13 +62,7 @@ def summarize(
     - meets_objective: whether the medians of its latencies keep the objective.
     tied_k lists every K whose repeats overlap those of the fastest. Goodput is the most requests/s
     of a method at one K among the concurrencies that keep the objective; where none does, there is
-    no entry.
-
-    Args:
-        measured: the repeats of every point, at least one each.
-        objective: to be kept; None if there is none.
-        provenance, settings: of the measurements.
-        training: the length of each head's training, by method.
+    no entry. `training` has the length of each head's training by method.
     """
     cells = [_cell(point, repeats, objective) for point, repeats in measured.items()]
     loads: dict[tuple[str, str, int], list[Cell]] = {}

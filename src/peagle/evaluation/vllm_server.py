@@ -25,14 +25,10 @@ def vllm_backend(
     extra_body: Mapping[str, Any] | None = None,
     as_asked: bool = True,
 ) -> Iterator[EndpointBackend]:
-    """Run a server of vLLM on a free port of this machine, under a key of its own.
+    """Run a server of vLLM on a free port of this machine, with its own key.
 
-    Args:
-        launch: the model and options that it serves.
-        installation: of vLLM.
-        say: gets a line about each thing that is waited for.
-        extra_body: further fields of every request.
-        as_asked: refuse a server that does not draft as asked; without, that is for the caller.
+    `say` gets a line about each thing that is waited for, `extra_body` has further fields of every
+    request. With `as_asked` a server that does not draft as asked is refused.
 
     Raises:
         UserError: a known fault; vLLM does not start, or does not draft as asked.

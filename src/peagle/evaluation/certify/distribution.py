@@ -41,12 +41,9 @@ def joint_cells(
     """Return a partition of all outputs by their first tokens, with exact probabilities.
 
     The key (a, b, c) stands for outputs that begin so; a shorter key for those that begin so and
-    then as no longer key does.
-
-    Args:
-        next_probs: p(next token | beginning) of beginnings of one length, [B, V].
-        num_tokens: tokens of the longest keys.
-        least: smallest probability of a longer key.
+    then as no longer key does. The longest keys have `num_tokens` tokens, and a key is made longer
+    where its probability stays at least `least`. `next_probs` gives p(next token | beginning) of
+    beginnings of one length, [B, V].
     """
     cells: dict[Tokens, float] = {}
     beginnings: dict[Tokens, float] = {(): 1.0}
@@ -78,13 +75,9 @@ def fit(
     num_tokens: int,
     significance: float,
 ) -> Fit:
-    """Compare outputs with the distribution that they should have.
+    """Compare outputs, at least `num_tokens` long, with the distribution that they should have.
 
-    Args:
-        cells: of `joint_cells`.
-        outputs: token ids, at least `num_tokens` each.
-        num_tokens: of the longest keys.
-        significance: p-values below it are faults; for the shift that can be found.
+    `cells` are those of `joint_cells`; p-values below `significance` are faults.
     """
     observed = Counter(cell_of(cells, output, num_tokens) for output in outputs)
     total = observed.total()

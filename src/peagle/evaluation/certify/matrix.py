@@ -75,13 +75,9 @@ def greedy_case(
 def features(
     reference: TargetReference, plain: LLM, cases: Sequence[Case], k: int
 ) -> list[Feature]:
-    """Return all features of a target, with their references.
+    """Return all features of a target, with their references, for K up to `k`.
 
-    Args:
-        reference: the target as transformers runs it.
-        plain: an engine without drafts: it decodes text, and says what grammars permit.
-        cases: greedy requests, at least one.
-        k: the largest K.
+    `plain` is an engine without drafts: it decodes text, and says what grammars permit.
     """
     longest = max(len(case.prompt) + case.params.max_tokens for case in cases)
     # For one sequence and a half, with the tokens that a step reserves ahead.

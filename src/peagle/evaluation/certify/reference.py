@@ -54,13 +54,9 @@ def near_tie_bound(dtype: torch.dtype) -> float:
 def first_difference(
     prompt: str, token_ids: Sequence[int], reference: Reference, bound: float = NEAR_TIE
 ) -> Difference | None:
-    """Return where an output first leaves the reference; None if they are the same.
+    """Return where our output first leaves the reference; None if they are the same.
 
-    Args:
-        prompt: its id.
-        token_ids: our output.
-        reference: that of transformers.
-        bound: of near-ties.
+    `prompt` is its id, `bound` that of near-ties.
     """
     expected = reference.token_ids
     if list(token_ids) == expected:
@@ -152,11 +148,9 @@ class TargetReference:
 
     @torch.inference_mode()
     def next_token_probs(self, contexts: Sequence[Sequence[int]], params: SamplingParams) -> Tensor:
-        """p(next token | context) after temperature, top-k and top-p, float64 [B, V] on the host.
+        """Return p(next token | context) after temperature, top-k and top-p, float64 [B, V].
 
-        Args:
-            contexts: all of one length.
-            params: how tokens are sampled; its other rules are not applied.
+        All contexts have one length. Other rules of `params` are not applied.
         """
         ids_BT = torch.tensor([list(one) for one in contexts], device=self.model.device)
         size = max(1, _BATCH_TOKENS // ids_BT.shape[1])

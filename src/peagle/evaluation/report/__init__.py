@@ -28,9 +28,6 @@ def write_report(folder: Path) -> Path:
     (with matplotlib), and report.html, a single page that opens offline. The same inputs give the
     same files.
 
-    Args:
-        folder: what `--output` named.
-
     Returns:
         the path of report.html.
 
