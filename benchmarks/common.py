@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET
-from peagle.cli.options import quiet_libraries
+from peagle.cli.setup import quiet_libraries
 from peagle.config import SpeculativeConfig
 from peagle.environment import environment
 from peagle.errors import UserError

@@ -20,7 +20,7 @@ from typing import Any
 from common import run_guarded
 
 from peagle.bundled import BUNDLED_TARGET
-from peagle.cli.options import quiet_libraries, set_threads
+from peagle.cli.setup import quiet_libraries, set_threads
 from peagle.config import SamplingParams, SpeculativeConfig
 from peagle.environment import environment
 from peagle.evaluation.decoding import Request

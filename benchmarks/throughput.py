@@ -33,7 +33,7 @@ from common import run_guarded  # noqa: E402
 from shapes import SHAPES, make_head, make_target  # noqa: E402
 
 from peagle import LLM, SamplingParams  # noqa: E402
-from peagle.cli.options import quiet_libraries  # noqa: E402
+from peagle.cli.setup import quiet_libraries  # noqa: E402
 from peagle.config import MAX_SPECULATIVE_TOKENS, DType  # noqa: E402
 from peagle.engine.placement import resolve_device, resolve_dtype  # noqa: E402
 from peagle.environment import environment  # noqa: E402

@@ -12,7 +12,7 @@ import torch
 
 from peagle import LLM, SamplingParams
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
-from peagle.cli.options import quiet_libraries
+from peagle.cli.setup import quiet_libraries
 from peagle.evaluation.certify.reference import Reference, first_difference, load_reference
 from peagle.evaluation.prompts import load_prompt_set
 

@@ -71,6 +71,12 @@ def kill_when(condition: Callable[[], bool], command: list[str]) -> None:
     process.wait()
 
 
+def entries_of(result: Result) -> list[dict[str, Any]]:
+    """The entries of a run that went well."""
+    assert result.status == 0, result.err
+    return json.loads(result.out)["entries"]
+
+
 @pytest.fixture
 def peagle(capsys: pytest.CaptureFixture[str]) -> Peagle:
     """peagle("generate", "--prompt", "x") runs the command line."""

@@ -42,7 +42,7 @@ FIELDS = [
 
 def test_the_formats_are_those_of_the_library() -> None:
     assert get_args(get_type_hints(convert)["format"]) == get_args(HeadFormat)
-    assert inspect.signature(convert).parameters["format"].default is inspect.Parameter.empty
+    assert inspect.signature(convert).parameters["format"].default.default is ...
 
 
 @pytest.mark.parametrize("head", ["peagle", "eagle3"])

@@ -16,11 +16,19 @@ from peagle.errors import UserError
 
 FLAGS = group(
     "Things",
-    Flag("sampling.top_k", int, "Most likely tokens."),
-    Flag("engine.enable_prefix_caching", bool, "No cache.", "--no-cache", read=lambda _: False),
-    Flag("shape", str, "A shape.", "--round", default=""),
-    Flag("shape", str, "Another shape.", "--square"),
-    Flag("words", list[str], "Some words.", "--word"),
+    """
+    --top-k INT
+        Most likely tokens.
+    --no-cache = engine.enable_prefix_caching
+        No cache.
+    --round TEXT = shape
+        A shape.
+    --square TEXT = shape
+        Another shape.
+    --word WORD ... = words
+        Some words. [default: none]
+    """,
+    section="sampling",
 )
 
 
@@ -71,7 +79,7 @@ def test_a_value_that_cannot_be_read_names_its_flag() -> None:
 def test_the_default_shown_is_that_of_the_configuration() -> None:
     by_name = {flag.shown_name: flag.shown_default for flag in FLAGS}
     assert by_name["--top-k"] == "0"
-    assert set(by_name.values()) == {"0", ""}
+    assert set(by_name.values()) == {"0", "none", ""}
     assert [flag.shown_name for flag in pick(FLAGS, "shape")] == ["--round", "--square"]
 
 

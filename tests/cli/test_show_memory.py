@@ -93,7 +93,7 @@ def test_a_card_needs_no_flag(
         return SimpleNamespace(target=target, engine=SimpleNamespace(memory_plan=memory_plan))
 
     monkeypatch.setattr("peagle.llm.LLM", load)
-    Setup.of(Given({flag: Setting(True, f"--{flag}") for flag in flags})).load()
+    Setup(Given({flag: Setting(True, f"--{flag}") for flag in flags})).load()
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == (f"{memory_plan}\n" if is_shown else "")

@@ -1,4 +1,4 @@
-"""`peagle train`: progress, mistakes, and Ctrl-C; the latter in a process of its own."""
+"""`peagle train`: runs and plans."""
 
 from __future__ import annotations
 
@@ -12,41 +12,48 @@ from pathlib import Path
 import pytest
 import torch
 
+from peagle.training import training_plan as plans
 from tests.cli.conftest import Peagle
-from tests.conftest import VOCAB_SIZE
+from tests.conftest import VOCAB_SIZE, make_target_folder
 
 
-@pytest.fixture
-def config(target_folder: Path, tmp_path: Path) -> Path:
-    """A training configuration on random sequences."""
+def write_config(
+    root: Path, target: Path, *, rows: int, length: int, steps: int, data: str = "", run: str = ""
+) -> Path:
+    """Write a training configuration and random sequences for it."""
     generator = torch.Generator().manual_seed(0)
-    with (tmp_path / "data.jsonl").open("w") as lines:
-        for _ in range(40):
-            ids = torch.randint(2, VOCAB_SIZE, (20,), generator=generator).tolist()
+    with (root / "data.jsonl").open("w") as lines:
+        for _ in range(rows):
+            ids = torch.randint(2, VOCAB_SIZE, (length,), generator=generator).tolist()
             row = {"prompt_token_ids": ids[:4], "response_token_ids": ids[4:]}
             lines.write(json.dumps(row) + "\n")
-    path = tmp_path / "head.toml"
+    path = root / "head.toml"
     path.write_text(
         f"""
-target = "{target_folder}"
+target = "{target}"
 output = "run"
 [head]
 num_layers = 1
 [data]
 train = "data.jsonl"
-validation = "data.jsonl"
 batch_tokens = 256
 length_multiple = 8
+{data}
 [method]
 depth = 3
 [optimizer]
-steps = 6
+steps = {steps}
 [run]
-device = "cpu"
-log_every = 2
+{run}
 """
     )
     return path
+
+
+@pytest.fixture
+def config(target_folder: Path, tmp_path: Path) -> Path:
+    data, run = 'validation = "data.jsonl"', 'device = "cpu"\nlog_every = 2'
+    return write_config(tmp_path, target_folder, rows=40, length=20, steps=6, data=data, run=run)
 
 
 @pytest.fixture(autouse=True)
@@ -144,3 +151,99 @@ def test_interrupt_saves_and_resumes(config: Path) -> None:
     assert "continue with --resume" in errors and "Traceback" not in errors
     record = json.loads((config.parent / "run" / "checkpoint" / "state.json").read_text())
     assert record["step"] >= 1
+
+
+@pytest.fixture(scope="module")
+def plan_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A training configuration whose target has no weights."""
+    root = tmp_path_factory.mktemp("plan")
+    target = make_target_folder(root / "target")
+    (target / "model.safetensors").unlink()
+    return write_config(root, Path("target"), rows=30, length=40, steps=20)
+
+
+CPU = ("--set", "run.device=cpu")
+
+
+def test_a_plan_for_people(peagle: Peagle, plan_config: Path) -> None:
+    result = peagle("train", plan_config, "--plan", *CPU, "--tokens-per-s", 100)
+    assert (result.status, result.err) == (0, "")
+    data, memory = "30 sequences, 1,200 tokens", "at the peak, estimated"
+    for line in (data, memory, "1 segment, layers kept", "S=8 "):
+        assert line in result.out
+    assert "100 tokens/s, as given" in result.out
+    assert not (plan_config.parent / "run").exists()
+
+
+def test_a_plan_for_programs(peagle: Peagle, plan_config: Path) -> None:
+    result = peagle("train", plan_config, "--plan", *CPU, "--format", "json")
+    assert (result.status, result.err) == (0, "")
+    plan = json.loads(result.out)
+    assert plan["problem"] == "" and plan["pace"] is None
+    assert plan["memory"]["peak"] == sum(plan["memory"]["parts"].values())
+    assert [way["segments"] for way in plan["memory"]["by_segments"]] == [1, 2, 4, 8]
+    assert plan["steps"] == 20 and plan["epochs"] == 20 / plan["data"]["steps_per_epoch"]
+
+
+def test_for_a_gpu_that_is_not_here(
+    peagle: Peagle, plan_config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plans, "LEAST_STEP_SECONDS", 0.0)
+    call = ("train", plan_config, "--plan", "--format", "json", "--gpu-memory-gib", 80)
+    plan = json.loads(peagle(*call).out)
+    assert plan["device"] == "cuda" and plan["head"]["dtype"] == "bfloat16"
+    assert plan["memory"]["budget"] == 72 * 2**30
+    assert plan["pace"]["hours"] > 0 and "H100" in plan["pace"]["basis"]
+    plan = json.loads(peagle(*call, "--gpus", 2).out)
+    assert plan["processes"] == 2
+
+
+def test_no_hours_where_arithmetic_does_not_decide(peagle: Peagle, plan_config: Path) -> None:
+    """20,000 steps of a tiny head would be "0.1 minutes" by their arithmetic."""
+    many = ("train", plan_config, "--plan", "--set", "optimizer.steps=20000")
+    for where in (("--gpu-memory-gib", 80), CPU):
+        assert json.loads(peagle(*many, *where, "--format", "json").out)["pace"] is None
+        told = peagle(*many, *where).out
+        assert "give --tokens-per-s" in told and "minutes" not in told
+    assert "all steps  " in peagle(*many, *CPU, "--tokens-per-s", 100).out
+
+
+def test_what_does_not_fit_exits_with_2(peagle: Peagle, plan_config: Path) -> None:
+    result = peagle("train", plan_config, "--plan", *CPU, "--set", "run.memory_gib=0.0001")
+    assert result.status == 2
+    assert "takes least" in result.out and "may take" in result.out
+    assert "error: A step may take 104.9 KiB (run.memory_gib is 0.0001)" in result.err
+    again = peagle(
+        "train", plan_config, "--plan", *CPU, "--set", "run.memory_gib=0.0001", "--format", "json"
+    )
+    assert again.status == 2 and json.loads(again.out)["problem"] in again.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--plan", "--set", "data.train=none.jsonl"), "none.jsonl"),
+        (("--plan", "--set", "target=none"), "is not there"),
+        (("--plan", *CPU, "--gpu-memory-gib", "80"), "run.device is 'cpu'"),
+        (("--plan", "--gpu-memory-gib", "0"), "expected a number above 0"),
+        (("--plan", "--tokens-per-s", "nan"), "expected a number above 0"),
+        (("--gpu-memory-gib", "80"), "it goes with --plan"),
+        (("--gpus", "2"), "it goes with --plan"),
+        (("--tokens-per-s", "5"), "it goes with --plan"),
+        (("--plan", "--set", "run.segments=0"), "run.segments is 0"),
+        (("--plan", "--set", "run.recompute_layers=often"), "run.recompute_layers is 'often'"),
+        (("--plan", "--set", "head.init=nothing"), "head.init"),
+    ],
+)
+def test_mistakes(
+    peagle: Peagle, plan_config: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    result = peagle("train", plan_config, *arguments)
+    assert result.status == 2 and result.out == ""
+    assert message in result.err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_a_missing_gpu_needs_its_size(peagle: Peagle, plan_config: Path) -> None:
+    result = peagle("train", plan_config, "--plan", "--set", "run.device=cuda")
+    assert result.status == 2 and "--gpu-memory-gib 80" in result.err

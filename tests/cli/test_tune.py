@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from peagle.cli import tune_view
-from peagle.cli.values import whole_numbers
+from peagle.cli import tune
+from peagle.cli.settings import whole_numbers
 from peagle.config import SpeculativeConfig
 from peagle.evaluation.journal import Journal
 from peagle.evaluation.tuning.acceptance import AcceptanceByK
@@ -109,7 +109,7 @@ def test_acceptance_of_a_file(peagle: Peagle, options: tuple[object, ...], tmp_p
     assert data["acceptance"]["acceptance_length"] == {"1": 2.0, "2": 3.0, "3": 4.0}
     # Whatever this machine is like: four tokens a step in place of one pay on a tiny model.
     assert max(k for _, _, k in data["schedule"]) > 0
-    text = tune_view.result_text(TuneResults.model_validate(data))
+    text = tune.result_text(TuneResults.model_validate(data))
     for reader in ("peagle", "vllm"):
         assert json.dumps(data["speculative_config"][reader]) in text
     deeper = peagle("tune", *options, "--acceptance", file, "-k", "4")
@@ -155,7 +155,7 @@ def test_text(is_parallel: bool, slowdown: float) -> None:
         provenance={"target": "owner/t", "dtype": "bfloat16", "environment": {"device": "cpu"}},
         settings={"draft": "owner/h", "context": 256, "temperature": 0.0},
     )
-    data, text = results.to_json(), tune_view.result_text(results)
+    data, text = results.to_json(), tune.result_text(results)
     assert "owner/t with owner/h, bfloat16, cpu, context 256, temperature 0" in text
     assert all(len(line) <= 100 for line in text.splitlines() if "{" not in line)
     assert ("vLLM up to 0.32 crashes" in text) == is_parallel
@@ -181,6 +181,6 @@ def test_numbers(text: str, numbers: tuple[int, ...]) -> None:
 
 def test_wide_tables_are_cut() -> None:
     columns = [str(n) for n in range(23)]
-    lines = tune_view._table("batch", {"1": columns, "2": columns}, columns)
+    lines = tune._table("batch", {"1": columns, "2": columns}, columns)
     assert all(len(line) <= 100 for line in lines)
     assert " ".join(lines).split().count("22") == 3

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from deploy.operating import drafts, make_endpoint, put, put_acceptance, put_log, vllm_line
-from peagle.cli.deploy_view import status_lines
+from peagle.cli.deploy_operate import status_lines
 from peagle.deploy import monitoring
 from peagle.deploy.status import age, describe, read_status
 from peagle.deploy.template import METRICS

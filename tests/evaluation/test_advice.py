@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from peagle.cli import tune_view
-from peagle.cli.bench_view import result_text
+from peagle.cli.bench import result_text
+from peagle.cli.tune import _speeds
 from peagle.evaluation.intervals import acceptance_intervals, compare_entries, paired_difference
 from peagle.evaluation.report import charts, write_report
 from peagle.evaluation.report.advice import acceptance_advice, throughput_advice
@@ -295,7 +295,7 @@ def test_the_schedule_is_the_only_k_that_tune_names(tmp_path: Path) -> None:
         assert [k for k, star in zip(ks, stars, strict=True) if star] == [
             k_at(tune["schedule"], batch)
         ]
-    lines = tune_view._speeds(TuneResults.model_validate(tune))[2:]
+    lines = _speeds(TuneResults.model_validate(tune))[2:]
     for batch, line in zip(batches, lines, strict=True):
         stars = ["*" in speed for speed in re.findall(r"[\d,]+\*?", line)[1:]]
         assert ks[stars.index(True)] == k_at(tune["schedule"], batch)

@@ -9,14 +9,13 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from peagle.cli import groups, harness, options, vllm_engine
-from peagle.cli.flags import Flag, Given, group, pick, takes
-from peagle.cli.harness import Eagle3, Models, Sets
-from peagle.cli.options import (
+from peagle.cli import groups, harness, vllm
+from peagle.cli.flags import Given, group, pick, takes
+from peagle.cli.groups import (
     Format,
     MoreHeads,
     OutputFormat,
@@ -26,10 +25,12 @@ from peagle.cli.options import (
     Thinking,
     UseTemplate,
 )
-from peagle.cli.settings import Layer, Settings
-from peagle.cli.setup import note
-from peagle.cli.values import json_object, whole_numbers
-from peagle.cli.vllm_engine import VllmFlags
+from peagle.cli.harness import Eagle3, Models, Sets
+from peagle.cli.progress import ProgressLine
+from peagle.cli.settings import Layer, Settings, json_object, whole_numbers
+from peagle.cli.setup import check_paths, note, quiet_libraries, thinking_mode
+from peagle.cli.terminal import printable
+from peagle.cli.vllm import VllmFlags
 from peagle.config import MAX_SPECULATIVE_TOKENS
 from peagle.errors import UserError
 from peagle.evaluation.decoding_methods import PLAIN, DecodingMethod
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
     from peagle.evaluation.endpoint import EndpointBackend
     from peagle.evaluation.journal import Journal
     from peagle.evaluation.prompts import Prompt
-    from peagle.evaluation.sweep import Arm, Sweep
-    from peagle.results import TrainingRecord
+    from peagle.evaluation.sweep import Arm, Sweep, SweepProgress
+    from peagle.results import BestK, Cell, ThroughputResults, TrainingRecord
 
 EXAMPLES = """
 The bundled pair: plain decoding, EAGLE-3 and P-EAGLE; a few minutes on a laptop:
@@ -69,11 +70,12 @@ _ENDPOINT = re.compile(r"(?P<name>[\w.+-]+)=(?P<value>\S+)")
 # Settings that may change when a sweep goes on: more of the same is measured, or judged otherwise.
 _MAY_DIFFER = ("concurrency", "repeats", "warm_up", "objective")
 _OF_ENGINES = ("target", "revision", "speculative", "engine.", "threads")
-_PREFIX_CACHING = Flag(
-    "engine.enable_prefix_caching",
-    bool,
-    "Keep the KV of prompts for later ones; without, every repeat computes its prompts.",
-    "--prefix-caching",
+_PREFIX_CACHING = group(
+    "Engine",
+    """
+    --prefix-caching = engine.enable_prefix_caching
+        Keep the KV of prompts for later ones; without, every repeat computes its prompts.
+    """,
 )
 
 
@@ -86,67 +88,57 @@ _PREFIX_CACHING = Flag(
     *pick(groups.ENGINE, "engine.dtype", "engine.device", "engine.max_model_len"),
     *pick(groups.ENGINE, "engine.max_num_batched_tokens", "engine.kv_cache_gib"),
     *pick(groups.ENGINE, "engine.gpu_memory_utilization", "threads"),
-    *group("Engine", _PREFIX_CACHING),
-    *vllm_engine.OPTIONS,
+    *_PREFIX_CACHING,
+    *vllm.OPTIONS,
 )
 def bench(
     given: Given,
     flags: VllmFlags = None,
     eagle3: Eagle3 = None,
     method: MoreHeads = None,
-    endpoint: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=URL",
-            help="A server with OpenAI's interface, under a name of yours; may be given several "
-            "times. PEAGLE_API_KEY or OPENAI_API_KEY holds its key.",
-        ),
-    ] = None,
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=MODEL",
-            help="Name of the model at the endpoint NAME.",
-            show_default="the first that the server lists",
-        ),
-    ] = None,
-    extra_body: Annotated[
-        str | None,
-        typer.Option(
-            metavar="JSON", help="Further fields of every request to endpoints.", show_default=False
-        ),
-    ] = None,
-    k: Annotated[
-        str | None,
-        typer.Option(
-            "-k",
-            "--num-speculative-tokens",
-            metavar="K,...",
-            help="Draft tokens per step.",
-            show_default="3,5,7, none above what every head was trained for",
-        ),
-    ] = None,
-    concurrency: Annotated[
-        str, typer.Option(metavar="C,...", help="Numbers of requests in flight.")
-    ] = "1,4,16",
+    endpoint: list[str] | None = typer.Option(
+        None,
+        metavar="NAME=URL",
+        help="A server with OpenAI's interface, under a name of yours; may be given several "
+        "times. PEAGLE_API_KEY or OPENAI_API_KEY holds its key.",
+    ),
+    model: list[str] | None = typer.Option(
+        None,
+        metavar="NAME=MODEL",
+        help="Name of the model at the endpoint NAME.",
+        show_default="the first that the server lists",
+    ),
+    extra_body: str | None = typer.Option(
+        None,
+        metavar="JSON",
+        help="Further fields of every request to endpoints.",
+        show_default=False,
+    ),
+    k: str | None = typer.Option(
+        None,
+        "-k",
+        "--num-speculative-tokens",
+        metavar="K,...",
+        help="Draft tokens per step.",
+        show_default="3,5,7, none above what every head was trained for",
+    ),
+    concurrency: str = typer.Option(
+        "1,4,16", metavar="C,...", help="Numbers of requests in flight."
+    ),
     sets: Sets = None,
     limit: PromptLimit = None,
     shuffle_seed: ShuffleSeed = None,
     chat_template: UseTemplate = None,
     thinking: Thinking = None,
-    repeats: Annotated[int, typer.Option(help="Measurements of each configuration.")] = 3,
-    warm_up: Annotated[
-        int, typer.Option(help="Short runs of each before the first measurement.")
-    ] = 1,
-    objective: Annotated[
-        str | None,
-        typer.Option(
-            metavar="BOUNDS",
-            help="Latency to be kept, like ttft=500ms,itl=50ms@p90; tells the most requests per "
-            "second at which each method keeps it.",
-            show_default="none",
-        ),
-    ] = None,
+    repeats: int = typer.Option(3, help="Measurements of each configuration."),
+    warm_up: int = typer.Option(1, help="Short runs of each before the first measurement."),
+    objective: str | None = typer.Option(
+        None,
+        metavar="BOUNDS",
+        help="Latency to be kept, like ttft=500ms,itl=50ms@p90; tells the most requests per "
+        "second at which each method keeps it.",
+        show_default="none",
+    ),
     output: Results = None,
     output_format: Format = OutputFormat.TEXT,
 ) -> None:
@@ -161,12 +153,12 @@ def bench(
     for name, value, least in (("--repeats", repeats, 1), ("--warm-up", warm_up, 0)):
         if value < least:
             raise UserError(f"{name} is {value}; expected at least {least}.")
-    thinking = options.thinking_mode(thinking, chat_template)
+    thinking = thinking_mode(thinking, chat_template)
     fields = json_object(extra_body, '{"top_k": 20}') if extra_body else {}
     urls, names = _named("--endpoint", endpoint, "URL"), _named("--model", model, "MODEL")
     if unknown := sorted(set(names) - set(urls)):
         raise UserError(f"--model names the endpoint {unknown[0]!r}; there is no such one.")
-    on_vllm = vllm_engine.is_vllm(given, flags or [])
+    on_vllm = vllm.is_vllm(given, flags or [])
     if on_vllm and len(ks) != 1:
         raise UserError(
             f"--engine vllm serves one K, and -k has {len(ks) or len(_DEFAULT_KS)}; give one, like "
@@ -176,11 +168,10 @@ def bench(
         raise UserError(
             "--engine vllm and --endpoint vllm=... have one name; give the endpoint another."
         )
-    options.check_paths(given.value("target"), given.value("speculative.model"), eagle3, method)
+    check_paths(given.value("target"), given.value("speculative.model"), eagle3, method)
     params = Settings(Layer(dict(given))).build("sampling")
     prompts = harness.load_prompts(sets, limit, shuffle_seed)
-    options.quiet_libraries()
-    from peagle.cli.bench_view import Ticker, result_text
+    quiet_libraries()
     from peagle.evaluation.endpoint import EndpointBackend
     from peagle.evaluation.report.advice import throughput_advice
     from peagle.evaluation.sweep import Sweep
@@ -206,14 +197,12 @@ def bench(
     with ExitStack() as stack:
         if on_vllm:
             assert models is not None
-            launch = vllm_engine.launch_for(
+            launch = vllm.launch_for(
                 *(given, flags or [], models.folder, models.methods[0].folder or None, ks[0]),
                 max_num_seqs=max(loads),
             )
-            vllm = vllm_backend(
-                launch, vllm_engine.find(given), say=vllm_engine.say, extra_body=extra
-            )
-            servers[ENGINE] = stack.enter_context(vllm)
+            backend = vllm_backend(launch, vllm.find(given), say=vllm.say, extra_body=extra)
+            servers[ENGINE] = stack.enter_context(backend)
         arms += _server_arms(servers, arms)
         chat = _is_chat(chat_template, models, servers)
         sweep = Sweep(
@@ -240,9 +229,9 @@ def bench(
             **{"chat_template": chat, "thinking": thinking, "extra_body": fields},
         }
         log = _open_journal(output, sweep, provenance, settings, identity)
-        ticker = Ticker()
-        with harness.resumable(ticker, output, log):
-            measured = sweep.run(log, ticker)
+        view = BenchView()
+        with harness.resumable(view.close, output, log):
+            measured = sweep.run(log, view)
     results = summarize(
         measured,
         bounds,
@@ -258,7 +247,7 @@ def bench(
 
 
 def _named(option: str, given: Sequence[str] | None, what: str) -> dict[str, str]:
-    """Read NAME=VALUE options; `what` names the value in errors."""
+    """Read NAME=VALUE options; errors call the value `what`."""
     found: dict[str, str] = {}
     for text in given or ():
         match = _ENDPOINT.fullmatch(text)
@@ -279,7 +268,7 @@ def _named(option: str, given: Sequence[str] | None, what: str) -> dict[str, str
 def _engine_arms(
     given: Given, models: Models, ks: Sequence[int], most_in_flight: int, thinking: bool | None
 ) -> tuple[list[Arm], dict[str, Any]]:
-    """Plain decoding and every method at every K, an engine each; and what identifies them."""
+    """Build engines of plain decoding and every method at every K; return their identity too."""
     from peagle.evaluation.engine_backend import EngineBackend, build
     from peagle.evaluation.journal import weights_digest
     from peagle.evaluation.sweep import Arm
@@ -306,7 +295,7 @@ def _engine_arms(
 
 
 def _server_arms(servers: Mapping[str, EndpointBackend], engines: Sequence[Arm]) -> list[Arm]:
-    """One arm a server, at the K that it tells."""
+    """Make one arm of each server, at the K that it reports."""
     from peagle.evaluation.sweep import Arm
 
     if double := sorted({arm.method for arm in engines} & set(servers)):
@@ -321,7 +310,7 @@ def _server_arms(servers: Mapping[str, EndpointBackend], engines: Sequence[Arm])
 
 
 def _training(models: Models) -> dict[str, TrainingRecord]:
-    """The length of each head's training, where a record tells."""
+    """Read the record of each head's training, where it has one."""
     from peagle.evaluation.training_record import read_training_record
 
     records = {one.name: read_training_record(one.folder) for one in models.methods if one.folder}
@@ -343,7 +332,7 @@ def _requests(prompts: Sequence[Prompt], params: SamplingParams, chat: bool) -> 
 def _is_chat(
     chosen: bool | None, models: Models | None, servers: Mapping[str, EndpointBackend]
 ) -> bool:
-    """Whether prompts go behind a chat template: all methods get the same ones."""
+    """Decide whether all methods get their prompts in a chat template."""
     if chosen is not None:
         return chosen
     if models is not None:
@@ -359,11 +348,7 @@ def _open_journal(
     settings: Mapping[str, Any],
     identity: Mapping[str, Any],
 ) -> Journal:
-    """The measurements that the folder has already.
-
-    Raises:
-        UserError: they are of other models, settings or of another machine.
-    """
+    """Open the measurements that the folder has already."""
     from peagle.evaluation.journal import Journal
     from peagle.evaluation.sweep import LOG_NAME
 
@@ -379,3 +364,128 @@ def _open_journal(
     if len(log):
         note(f"{len(log)} measurements are there already")
     return log
+
+
+class BenchView:
+    """Print the progress of a sweep, and the first failed request, to standard error."""
+
+    def __init__(self) -> None:
+        self._line = ProgressLine("run")
+        self._has_problem = False
+
+    def __call__(self, progress: SweepProgress) -> None:
+        if progress.problem and not self._has_problem:
+            self._has_problem = True
+            self._line.print(f"a request failed: {printable(progress.problem)}")
+        if progress.point is None or progress.figures is None:
+            self._line.begin(f"warming up; {progress.done} of {progress.total} runs are there")
+            return
+        text = f"{progress.point}: {progress.figures.output_tokens_per_s:.1f} tokens/s"
+        line = f"run {progress.done}/{progress.total}  {text}"
+        self._line.update(progress.done, progress.total, text, line=line)
+
+    def close(self) -> None:
+        """Remove the progress line."""
+        self._line.__exit__()
+
+
+def result_text(result: ThroughputResults) -> str:
+    """Return the tables of a sweep."""
+    cells = result.cells
+    blocks: list[str] = []
+    for name in dict.fromkeys(cell.set for cell in cells):
+        own = [cell for cell in cells if cell.set == name]
+        repeats = len(own[0].repeats)
+        of = f"medians of {repeats} runs" if repeats > 1 else "one run"
+        blocks.append(f"{name}, {result.settings['sets'][name]} prompts, {of}")
+        blocks.append(_table(_HEADER, [_row(cell) for cell in own]))
+    blocks += _verdicts(result)
+    blocks.append(f"Advice: {printable(result.advice)}")
+    return "\n".join(blocks)
+
+
+_HEADER = (
+    *("method", "K", "c", "tokens/s", "least-most", "x plain", "x eagle3", "AL", "TTFT p50"),
+    *("p99", "ITL p50", "p99 ms", "req/s", "linear", "GPU", "errors"),
+)
+
+
+def _row(cell: Cell) -> list[str]:
+    median = cell.median
+    speed = median.output_tokens_per_s
+    least, most = cell.spread.output_tokens_per_s or (speed, speed)
+    return [
+        cell.method,
+        str(cell.k or "-"),
+        str(cell.concurrency),
+        f"{speed:.1f}",
+        f"{least:.0f}-{most:.0f}",
+        _number(cell.speed_up_over_plain),
+        _number(cell.speed_up_over_eagle3),
+        _number(median.acceptance_length),
+        _ms(median.ttft_s.p50),
+        _ms(median.ttft_s.p99),
+        _ms(median.itl_s.p50),
+        _ms(median.itl_s.p99),
+        _number(median.requests_per_s),
+        _number(cell.linearity),
+        _share(median.gpu_busy),
+        f"{median.errors:g}" if any(one.errors for one in cell.repeats) else "",
+    ]
+
+
+def _verdicts(result: ThroughputResults) -> list[str]:
+    """Return lines with the best K of each method by load, and the goodput."""
+    lines: list[str] = []
+    keys = dict.fromkeys((one.method, one.set) for one in result.best_k)
+    for method, name in keys:
+        own = [one for one in result.best_k if (one.method, one.set) == (method, name)]
+        tried = {one.k for one in result.cells if one.method == method}
+        if len(tried) < 2:
+            continue
+        best = ", ".join(f"{one.k} at {one.concurrency}{_ties(one)}" for one in own)
+        lines.append(f"best K of {method} on {name}, by concurrency: {best}")
+    if result.settings["objective"] is not None:
+        kept = sorted(result.goodput, key=lambda one: -(one.requests_per_s or 0.0))
+        for one in kept:
+            k = f" K={one.k}" if one.k else ""
+            lines.append(
+                f"goodput of {one.method}{k} on {one.set}: {one.requests_per_s or 0.0:.2f} "
+                f"requests/s at concurrency {one.concurrency}"
+            )
+        if not kept:
+            lines.append("no method keeps the objective at any concurrency")
+    return lines
+
+
+def _ties(best: BestK) -> str:
+    """Name the other K whose speed is within the spread of the best one's repeats."""
+    others = [str(k) for k in best.tied_k if k != best.k]
+    return f" (tied: {', '.join(others)})" if others else ""
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Align names to the left and numbers to the right; leave out empty columns."""
+    columns = [i for i in range(len(header)) if any(row[i] not in ("", "-") for row in rows)]
+    every = [[row[i] for i in columns] for row in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(*every)]
+    lines = (
+        "  ".join(
+            text.ljust(width) if number == 0 else text.rjust(width)
+            for number, (text, width) in enumerate(zip(row, widths))
+        )
+        for row in every
+    )
+    return "\n".join(f"  {line.rstrip()}" for line in lines)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.1f}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"

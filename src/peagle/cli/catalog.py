@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -49,7 +49,7 @@ Such a file is read always as ~/.config/peagle/catalog.toml, or where PEAGLE_CAT
 
 
 class CatalogFormat(StrEnum):
-    """How the catalog is printed."""
+    """The formats of the printed catalog."""
 
     TEXT = "text"
     JSON = "json"
@@ -57,28 +57,23 @@ class CatalogFormat(StrEnum):
 
 
 def catalog(
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[NAME]",
-            help="A model of the catalog, or the hub id of its target.",
-            show_default="all, in short",
-        ),
-    ] = None,
-    catalogs: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--catalog",
-            metavar="FILE",
-            help="A catalog of your own (TOML); its entries replace those of the same name. May be "
-            "given several times.",
-            show_default=False,
-        ),
-    ] = None,
-    output_format: Annotated[
-        CatalogFormat,
-        typer.Option("--format", help="How it is printed; toml is one entry as a file."),
-    ] = CatalogFormat.TEXT,
+    name: str | None = typer.Argument(
+        None,
+        metavar="[NAME]",
+        help="A model of the catalog, or the hub id of its target.",
+        show_default="all, in short",
+    ),
+    catalogs: list[Path] | None = typer.Option(
+        None,
+        "--catalog",
+        metavar="FILE",
+        help="A catalog of your own (TOML); its entries replace those of the same name. May be "
+        "given several times.",
+        show_default=False,
+    ),
+    output_format: CatalogFormat = typer.Option(
+        CatalogFormat.TEXT, "--format", help="How it is printed; toml is one entry as a file."
+    ),
 ) -> None:
     """List the models that can be deployed by name, with their heads."""
     from peagle.deploy.catalog import find, load_catalog, to_toml
@@ -109,7 +104,7 @@ def catalog(
 
 
 def facts(entry: CatalogEntry, catalogs: Sequence[Path] = ()) -> dict[str, Any]:
-    """An entry with the memory that it needs and the commands that use it, as JSON."""
+    """Return an entry as JSON, with the memory that it needs and the commands that use it."""
     shown = entry.model_dump(mode="json")
     needed = entry.memory_needed()
     if needed is not None:
@@ -133,12 +128,7 @@ def facts(entry: CatalogEntry, catalogs: Sequence[Path] = ()) -> dict[str, Any]:
 
 
 def commands(entry: CatalogEntry, catalogs: Sequence[Path] = ()) -> list[str]:
-    """Commands that deploy the model, and serve it here where its head can be had.
-
-    Args:
-        entry: the model.
-        catalogs: files that were named for this call, and must be named to deploy it.
-    """
+    """Return the commands that deploy the model, and that serve it where its head is available."""
     if entry.sources == ("jumpstart",):
         return []
     create = ["peagle", "deploy", "sagemaker", "create", entry.name, "--role", "ROLE_ARN"]
@@ -160,13 +150,13 @@ def commands(entry: CatalogEntry, catalogs: Sequence[Path] = ()) -> list[str]:
 
 
 def _gpus(entry: CatalogEntry) -> int:
-    """GPUs of the preferred instance type; 1 where it is not known."""
+    """Return the number of GPUs of the preferred instance type, 1 for an unknown type."""
     instance = INSTANCE_TYPES.get(entry.instance_types[0])
     return 1 if instance is None or entry.sources[0] == "native" else instance.num_gpus
 
 
 def _table(entries: list[CatalogEntry]) -> list[str]:
-    """The list: two lines for each entry."""
+    """Return the list of entries, two lines for each."""
     width = max(len(entry.name) for entry in entries)
     lines = [f"{'model':<{width}}  {'K':>2}  {'precision':<9}  {'instance type':<16}  GPU memory"]
     for entry in entries:
@@ -193,7 +183,7 @@ def _is_bundled(entry: CatalogEntry) -> bool:
 
 
 def _details(entry: CatalogEntry) -> list[str]:
-    """All about one entry."""
+    """Return all that the catalog knows about an entry."""
     flags = " ".join(f"--{flag} {value}" for flag, value in entry.vllm_flags.items())
     origin = entry.origin + (f", in place of the entry of {entry.replaces}" * bool(entry.replaces))
     gated = {None: "", True: ", to be accepted first", False: ", open to all"}[entry.gated]

@@ -8,23 +8,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from peagle.bundled import BUNDLED_TARGET
 from peagle.cli import groups
 from peagle.cli.flags import Flag, Given, takes
-from peagle.cli.options import Format, OutputFormat
+from peagle.cli.groups import Format, OutputFormat
 from peagle.cli.settings import Layer, Setting, Settings, environment_layers, file_layer
 from peagle.cli.setup import Setup
 from peagle.cli.terminal import dim, interrupt_asks
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
-    from peagle.cli.conversation import ChatModel
-    from peagle.cli.local import LocalModel
-    from peagle.cli.remote import RemoteModel
+    from peagle.cli.conversation import LocalModel, RemoteModel
 
 EXAMPLES = """
 A chat model, in a folder or on the hub, with or without a draft head:
@@ -89,38 +87,29 @@ _FLAGS = tuple(
 @takes(*_FLAGS)
 def chat(
     given: Given,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.")] = None,
-    thinking: Annotated[
-        bool | None,
-        typer.Option(
-            "--thinking/--no-thinking",
-            help="Whether a thinking model reasons first; the reasoning is dim, beside the answer.",
-            show_default="what its chat template does",
-        ),
-    ] = None,
-    chat_template: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="Jinja template, or the name of one of the model's.",
-            show_default="the model's",
-        ),
-    ] = None,
-    server: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="Talk with a model on a server, like http://127.0.0.1:8000; its key, if it wants "
-            "one, is read from PEAGLE_API_KEY.",
-            show_default="a model in this process",
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="Name of the model on the server.", show_default="its first"
-        ),
-    ] = None,
+    system: str | None = typer.Option(None, metavar="TEXT", help="The system message."),
+    thinking: bool | None = typer.Option(
+        None,
+        "--thinking/--no-thinking",
+        help="Whether a thinking model reasons first; the reasoning is dim, beside the answer.",
+        show_default="what its chat template does",
+    ),
+    chat_template: str | None = typer.Option(
+        None,
+        metavar="FILE",
+        help="Jinja template, or the name of one of the model's.",
+        show_default="the model's",
+    ),
+    server: str | None = typer.Option(
+        None,
+        metavar="URL",
+        help="Talk with a model on a server, like http://127.0.0.1:8000; its key, if it wants "
+        "one, is read from PEAGLE_API_KEY.",
+        show_default="a model in this process",
+    ),
+    model: str | None = typer.Option(
+        None, metavar="NAME", help="Name of the model on the server.", show_default="its first"
+    ),
     output_format: Format = OutputFormat.TEXT,
 ) -> None:
     """Talk with a model in the terminal.
@@ -134,7 +123,7 @@ def chat(
         return
     if model is not None:
         raise UserError(f"--model {model!r} is for --server; name a model here with --target.")
-    setup = Setup.of(given, _DEFAULTS)
+    setup = Setup(given, _DEFAULTS)
     if "show_config" in given:
         setup.show(of_model=_OF_MODEL)
         return
@@ -156,7 +145,7 @@ def _local(setup: Setup, system: str | None, template: dict[str, Any]) -> LocalM
     setup.prepare()
     _check_template(folder, setup, system, template)
     llm = setup.load(folder)
-    from peagle.cli.local import LocalModel
+    from peagle.cli.conversation import LocalModel
 
     return LocalModel(llm, setup.settings.build("sampling", llm.default_params()), **template)
 
@@ -164,11 +153,7 @@ def _local(setup: Setup, system: str | None, template: dict[str, Any]) -> LocalM
 def _remote(
     given: Given, url: str, name: str | None, thinking: bool | None, chat_template: str | None
 ) -> RemoteModel:
-    """Return the model of a server, with the sampling that was given; the server chooses the rest.
-
-    Raises:
-        UserError: an option was given that only a model in this process has.
-    """
+    """Return the model of a server, with the sampling that was given"""
     for_servers = ("config", "no_speculation", _K)
     foreign = [
         setting.source
@@ -185,7 +170,7 @@ def _remote(
     typed = Layer({key: s for key, s in given.items() if key.startswith("sampling.")})
     layers = [] if file is None else [file_layer(file)]
     settings = Settings(*layers, *environment_layers(os.environ), typed)
-    from peagle.cli.remote import RemoteModel
+    from peagle.cli.conversation import RemoteModel
     from peagle.client.api import KEY_VARIABLE, ApiClient, key_from_environment
     from peagle.client.fields import sampling_fields
 
@@ -197,10 +182,11 @@ def _remote(
     return RemoteModel(client, name, fields, num_speculative_tokens=k)
 
 
-def _converse(model: ChatModel, name: str, system: str | None, output_format: OutputFormat) -> None:
+def _converse(
+    model: LocalModel | RemoteModel, name: str, system: str | None, output_format: OutputFormat
+) -> None:
     """Talk until the input ends; status 2 where a message in a pipe could not be answered."""
-    from peagle.cli.chat_screen import JsonScreen, TextScreen
-    from peagle.cli.conversation import Conversation
+    from peagle.cli.conversation import Conversation, JsonScreen, TextScreen
 
     is_text = output_format is OutputFormat.TEXT
     is_live = is_text and sys.stdin.isatty() and sys.stdout.isatty()

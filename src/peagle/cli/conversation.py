@@ -1,17 +1,27 @@
-"""A conversation with a model: its turns and its slash commands, without a terminal."""
+"""A conversation with a model: its turns, its commands, the models that answer, the screens."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Iterator
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from peagle.cli.tally import Tally
+from peagle.chat import opens_thinking, render_chat, split_thinking
+from peagle.cli.tally import Tally, drafts_of
+from peagle.cli.terminal import bright, dim, has_styles, printable, safe
+from peagle.client.api import ApiClient
+from peagle.client.fields import served_drafts
+from peagle.config import SamplingParams
 from peagle.errors import UserError
-from peagle.thinking import Piece
+from peagle.evaluation.endpoint_answers import speculation_of
+from peagle.llm import LLM, RequestOutput
+from peagle.thinking import Piece, ThinkingSplitter
 
 Messages = list[dict[str, Any]]
 
@@ -29,7 +39,7 @@ Ctrl-C stops an answer; what there is of it stays in the conversation.
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One answer.
+    """One question of the user with the model's answer.
 
     Attributes:
         reasoning: text that a thinking model wrote before the answer.
@@ -51,45 +61,12 @@ class Turn:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the conversation with this answer."""
+        """The number of tokens of the conversation with this answer."""
         return self.num_prompt_tokens + self.tally.num_tokens
 
 
-class ChatModel(Protocol):
-    """A model that answers a conversation: one in this process, or one on a server."""
-
-    @property
-    def max_tokens(self) -> int:
-        """Most tokens of an answer."""
-        ...
-
-    @property
-    def max_model_len(self) -> int:
-        """Most tokens of a conversation."""
-        ...
-
-    @property
-    def num_speculative_tokens(self) -> int:
-        """K; 0 where nothing is drafted."""
-        ...
-
-    def answer(
-        self, messages: Messages, stopped: Callable[[], bool]
-    ) -> Generator[Piece, None, Turn]:
-        """Yield the answer to `messages` as it comes, and return it; `stopped` may end it early.
-
-        Raises:
-            UserError: there is no room, or the messages are refused.
-        """
-        ...
-
-
 class Conversation:
-    """Messages that grow by a turn at a time.
-
-    Args:
-        model: the model that answers.
-        system: the system message, if any.
+    """The messages between a user and a model.
 
     Attributes:
         messages: the conversation so far.
@@ -98,7 +75,7 @@ class Conversation:
         is_over: the user wants to leave.
     """
 
-    def __init__(self, model: ChatModel, system: str | None = None) -> None:
+    def __init__(self, model: LocalModel | RemoteModel, system: str | None = None) -> None:
         self.model = model
         self.system: Messages = [] if system is None else [{"role": "system", "content": system}]
         self.messages: Messages = list(self.system)
@@ -106,15 +83,10 @@ class Conversation:
         self.answered: list[Turn] = []
         self.is_over = False
 
-    # ---- turns ------------------------------------------------------------------------------
-
     def say(self, text: str, stopped: Callable[[], bool] = lambda: False) -> Iterator[Piece]:
         """Send the user's text and yield the answer as it comes; the conversation then has both.
 
         Stopped before there is an answer, it has neither.
-
-        Raises:
-            UserError: there is no room, or the text is refused. The conversation stays as it was.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         turn = yield from self.model.answer(messages, stopped)
@@ -125,23 +97,17 @@ class Conversation:
 
     @property
     def last(self) -> Turn:
-        """The turn that was just answered."""
+        """The latest turn."""
         return self.answered[-1]
 
-    # ---- slash commands ---------------------------------------------------------------------
-
     def command(self, line: str) -> str:
-        """Run a slash command and return its output.
-
-        Raises:
-            UserError: there is no such command, or it cannot be done.
-        """
+        """Run a slash command and return its output."""
         name, _, argument = line.strip().partition(" ")
-        commands: dict[str, Callable[..., str]] = {
+        commands: dict[str, Callable[[], str]] = {
             "/new": self.new,
             "/undo": self.undo,
             "/stats": self.stats,
-            "/save": self.save,
+            "/save": lambda: self.save(argument.strip()),
             "/exit": self.exit,
             "/help": lambda: HELP,
         }
@@ -152,9 +118,7 @@ class Conversation:
                 f"There is no command {name!r}; {hint}/help lists them. To say it to the model, "
                 "begin with two slashes."
             )
-        if name == "/save":
-            return self.save(argument.strip())
-        if argument.strip():
+        if argument.strip() and name != "/save":
             raise UserError(f"{name} stands alone; {argument.strip()!r} was given beside it.")
         return commands[name]()
 
@@ -173,7 +137,7 @@ class Conversation:
         return f"Took back: {text if len(text) <= 60 else f'{text[:57]}...'}"
 
     def exit(self) -> str:
-        """Leave."""
+        """End the conversation."""
         self.is_over = True
         return ""
 
@@ -207,3 +171,305 @@ class Conversation:
             f"prompts: {cached} of {prompts} tokens were cached\n"
             f"context: {used} of {self.model.max_model_len} tokens"
         )
+
+
+class LocalModel:
+    """An LLM that answers conversations; `template_options` are those of `render_chat`."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, **template_options: Any) -> None:
+        self.llm = llm
+        self.params = params
+        self.template_options = template_options
+        self.max_tokens = params.max_tokens
+        self.max_model_len = llm.engine.max_model_len
+        self.num_speculative_tokens = drafts_of(llm)
+
+    def answer(
+        self, messages: Messages, stopped: Callable[[], bool]
+    ) -> Generator[Piece, None, Turn]:
+        """Yield the answer as it comes, and return its turn; `stopped` may end it early."""
+        prompt = render_chat(self.llm.tokenizer, messages, **self.template_options)
+        if len(prompt) >= self.max_model_len:
+            raise UserError(
+                f"With this message the conversation has {len(prompt)} tokens, and the context of "
+                f"{self.max_model_len} has no room for an answer. Take turns back with /undo, "
+                "begin anew with /new, or start with a larger --max-model-len."
+            )
+        opened = opens_thinking(self.llm.tokenizer, prompt)
+        written, tally, output = ThinkingSplitter(opened=opened), Tally(), None
+        with closing(tally.watch(self.llm.stream([prompt], self.params))) as chunks:
+            for chunk in chunks:
+                output = chunk.output
+                yield from written.add(chunk.text, final=output is not None)
+                if output is None and stopped():
+                    yield from written.add("", final=True)
+                    break
+        reasoning, answer = split_thinking(written.text, opened=opened)
+        facts = None if output is None else output.to_json()
+        num_cached = 0 if output is None else output.num_cached_tokens
+        ended = self._ended(output, len(prompt) + tally.num_tokens)
+        return Turn(reasoning, answer, facts, len(prompt), num_cached, tally, ended)
+
+    def _ended(self, output: RequestOutput | None, num_tokens: int) -> str:
+        if output is None:
+            return "interrupt"
+        is_full = num_tokens >= self.max_model_len
+        return "context" if output.finish_reason == "length" and is_full else output.finish_reason
+
+
+@dataclass(frozen=True, slots=True)
+class ReportedPiece(Piece):
+    """New text with a mark on each token that came from a draft.
+
+    Attributes:
+        tokens: the text of each and whether it was accepted from a draft; empty where the server
+            did not say.
+    """
+
+    tokens: tuple[tuple[str, bool], ...] = ()
+
+
+class RemoteModel:
+    """A model of a server that answers conversations.
+
+    Attributes:
+        name: name of the model, printable.
+        max_tokens: most tokens of an answer; 0 where the server decides.
+        max_model_len: most tokens of a conversation; 0 where the server does not say.
+        num_speculative_tokens: K; 0 where nothing is drafted.
+    """
+
+    def __init__(
+        self,
+        server: ApiClient,
+        name: str | None = None,
+        fields: Mapping[str, Any] | None = None,
+        *,
+        num_speculative_tokens: int | None = None,
+    ) -> None:
+        self.server = server
+        facts = _pick(server, name)
+        self.name: str = printable(str(facts["id"]))
+        self._request = {"model": facts["id"], **(fields or {})}
+        self._request |= {"stream": True, "stream_options": {"include_usage": True}}
+        self.max_tokens: int = self._request.get("max_tokens", 0)
+        length = facts.get("max_model_len")
+        self.max_model_len: int = length if isinstance(length, int) else 0
+        most = served_drafts(facts)
+        if num_speculative_tokens and not 0 < num_speculative_tokens <= (most or 0):
+            raise UserError(
+                f"-k is {num_speculative_tokens}; {self.name} on {server.url} drafts "
+                f"{f'at most {most} tokens a step' if most else 'nothing'}."
+            )
+        self.num_speculative_tokens = most or 0
+        if most is not None:
+            # Other servers may refuse a field that they do not know.
+            speculation: dict[str, Any] = {"report": True}
+            if num_speculative_tokens is not None:
+                self.num_speculative_tokens = num_speculative_tokens
+                speculation["num_speculative_tokens"] = num_speculative_tokens
+            self._request["speculation"] = speculation
+
+    def answer(
+        self, messages: Messages, stopped: Callable[[], bool]
+    ) -> Generator[Piece, None, Turn]:
+        """Yield the answer as it comes, and return its turn."""
+        answer = _StreamedAnswer()
+        request = {**self._request, "messages": messages}
+        with closing(self.server.events("/v1/chat/completions", request)) as events:
+            start = time.perf_counter()
+            for event in events:
+                answer.tally.seconds += time.perf_counter() - start
+                if event is not None:
+                    yield from self._pieces(answer, event)
+                if answer.finish_reason is None and stopped():
+                    return answer.turn("interrupt")
+                start = time.perf_counter()
+        if answer.finish_reason is None:
+            raise UserError(f"{self.server.url} ended the answer without a reason. Try again.")
+        is_full = answer.num_prompt_tokens + answer.tally.num_tokens >= self.max_model_len > 0
+        is_context = answer.finish_reason == "length" and is_full
+        return answer.turn("context" if is_context else answer.finish_reason)
+
+    def _pieces(self, answer: _StreamedAnswer, event: Mapping[str, Any]) -> list[Piece]:
+        try:
+            return list(answer.add(event))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{self.server.url} sent a chunk that is none of a chat completion ({error}): "
+                f"{printable(json.dumps(event)[:200])}"
+            ) from None
+
+
+def _pick(server: ApiClient, name: str | None) -> dict[str, Any]:
+    """Return the facts of a model that can converse."""
+    listed = {str(facts["id"]): facts for facts in server.models()}
+    if not listed or (name is not None and name not in listed):
+        names = printable(", ".join(listed)) or "none"
+        raise UserError(f"{server.url} has no model {name or ''!r}; it has: {names}.")
+    facts = next(iter(listed.values())) if name is None else listed[name]
+    if facts.get("chat") is False:
+        raise UserError(
+            f"{printable(str(facts['id']))!r} on {server.url} has no chat template, so it is no "
+            "chat model. Serve one that has, or start the server with a template for it."
+        )
+    return facts
+
+
+class _StreamedAnswer:
+    """The part of an answer that the server has sent."""
+
+    def __init__(self) -> None:
+        self.tally = Tally()
+        self.finish_reason: str | None = None
+        self.num_prompt_tokens = self.num_cached_tokens = 0
+        self._texts = {True: "", False: ""}
+        self._first_s: float | None = None
+
+    def add(self, event: Mapping[str, Any]) -> Generator[Piece]:
+        """Take a chunk in and yield its text."""
+        report = event.get("speculation") or {}
+        if num_drafted := report.get("num_drafted"):
+            self.tally.stats.record(num_drafted, report.get("num_accepted", 0))
+        tokens = tuple((str(text), bool(accepted)) for text, accepted in report.get("tokens", ()))
+        choices = event.get("choices") or ()
+        for choice in choices:
+            delta = choice.get("delta") or {}
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+            for key in ("reasoning_content", "content"):
+                if text := delta.get(key):
+                    self._first_s = self._first_s or self.tally.seconds
+                    is_reasoning = key == "reasoning_content"
+                    self._texts[is_reasoning] += text
+                    yield ReportedPiece(text, is_reasoning, tokens)
+        # The usage replaces this count; without reports, a chunk is taken for a token.
+        self.tally.num_tokens += len(tokens) or bool(choices)
+        if usage := event.get("usage"):
+            self.num_prompt_tokens = usage.get("prompt_tokens", 0)
+            self.tally.num_tokens = usage.get("completion_tokens", self.tally.num_tokens)
+            details = usage.get("prompt_tokens_details") or {}
+            self.num_cached_tokens = details.get("cached_tokens") or 0
+            self.tally.stats = speculation_of(usage) or self.tally.stats
+
+    def turn(self, ended: str) -> Turn:
+        """Return the answer as it stands."""
+        answer, stats = self._texts[False], self.tally.stats
+        facts = {
+            "text": answer,
+            "finish_reason": self.finish_reason,
+            "num_drafts": stats.num_drafts,
+            "num_draft_tokens": stats.num_draft_tokens,
+            "num_accepted_tokens": stats.num_accepted_tokens,
+            "num_accepted_tokens_per_pos": stats.num_accepted_tokens_per_pos,
+            "acceptance_length": stats.acceptance_length,
+            "num_cached_tokens": self.num_cached_tokens,
+            "time_to_first_token_s": self._first_s or self.tally.seconds,
+            "elapsed_s": self.tally.seconds,
+        }
+        return Turn(
+            reasoning=self._texts[True].strip(),
+            answer=answer,
+            facts=None if ended == "interrupt" else facts,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            tally=self.tally,
+            ended=ended,
+        )
+
+
+class JsonScreen:
+    """Prints one JSON object a message, where a program reads."""
+
+    def show(self, piece: Piece) -> None:
+        """Print nothing: the object comes at the end."""
+
+    def end(self, conversation: Conversation) -> None:
+        """Print the conversation's last answer."""
+        turn = conversation.last
+        assert turn.facts is not None
+        record = {
+            "turn": len(conversation.turns),
+            "answer": turn.answer,
+            "reasoning": turn.reasoning,
+            **turn.facts,
+            "num_prompt_tokens": turn.num_prompt_tokens,
+        }
+        print(json.dumps(record), flush=True)
+
+    def refuse(self, conversation: Conversation, problem: str) -> None:
+        """Print why a message got no answer, so that a program that waits gets an object."""
+        record = {"turn": len(conversation.turns) + 1, "error": problem}
+        print(json.dumps(record), flush=True)
+
+
+class TextScreen:
+    """Prints answers as they come, the reasoning apart from them, and figures after each."""
+
+    def __init__(self, is_live: bool) -> None:
+        self._is_live = is_live
+        self._aside = sys.stdout if is_live else sys.stderr
+        self._is_thinking = False
+
+    def show(self, piece: Piece) -> None:
+        """Print new text of an answer."""
+        if piece.is_reasoning and not self._is_thinking:
+            self._is_thinking = True
+            self._label("thinking:")
+        elif self._is_thinking and not piece.is_reasoning:
+            self._end_thinking()
+            if self._is_live:
+                self._label("answer:")
+        if piece.is_reasoning:
+            print(dim(safe(piece.text, self._aside), self._aside), end="", file=self._aside)
+            self._aside.flush()
+        else:
+            print(_marked(piece), end="", flush=True)
+
+    def end(self, conversation: Conversation) -> None:
+        """End the line, and print the figures."""
+        if self._is_thinking:
+            self._end_thinking()
+        if not self._is_live or conversation.last.answer:
+            print(flush=True)
+        print(dim(f"[{_figures(conversation)}]", sys.stderr), file=sys.stderr, flush=True)
+
+    def refuse(self, conversation: Conversation, problem: str) -> None:
+        """Print nothing: the message is on standard error."""
+
+    def _label(self, text: str) -> None:
+        # Where no style separates reasoning from answer; an answer in a pipe stands alone.
+        if not has_styles(self._aside):
+            print(text, file=self._aside)
+
+    def _end_thinking(self) -> None:
+        self._is_thinking = False
+        print("\n" if self._is_live else "", file=self._aside, flush=True)
+
+
+def _marked(piece: Piece) -> str:
+    """Return the text of an answer; tokens accepted from a draft stand out where reported."""
+    tokens = piece.tokens if isinstance(piece, ReportedPiece) else ()
+    if "".join(text for text, _ in tokens) != piece.text:
+        return safe(piece.text, sys.stdout)
+    marked = ((safe(text, sys.stdout), is_accepted) for text, is_accepted in tokens)
+    return "".join(bright(text, sys.stdout) if accepted else text for text, accepted in marked)
+
+
+def _figures(conversation: Conversation) -> str:
+    turn, model = conversation.last, conversation.model
+    notes = {
+        "interrupt": "stopped" if turn.answer else "stopped and forgotten",
+        "length": f"cut at --max-new-tokens {model.max_tokens}"
+        if model.max_tokens
+        else "cut by the server",
+        "context": f"the context of {model.max_model_len} tokens is full: /undo, /new or a larger "
+        "--max-model-len",
+    }
+    parts = [f"{turn.tally.num_tokens} tokens, {turn.tally.tokens_per_s:.1f} tokens/s"]
+    if turn.facts is not None:
+        parts.append(turn.tally.drafting(model.num_speculative_tokens))
+    if turn.num_prompt_tokens:
+        parts.append(f"{turn.num_cached_tokens} of {turn.num_prompt_tokens} prompt tokens cached")
+    if turn.ended in notes:
+        parts.append(notes[turn.ended])
+    return ", ".join(parts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 import typer
 
@@ -28,30 +28,19 @@ With the target's name, by which `vllm serve ./head-speculators` finds it; for a
 
 
 def convert(
-    source: Annotated[
-        str,
-        typer.Argument(
-            help="Folder of the head, in either style; bundled is the bundled one.", metavar="SRC"
-        ),
-    ],
-    destination: Annotated[Path, typer.Argument(help="Folder that receives it.", metavar="DST")],
-    format: Annotated[
-        Literal["vllm", "speculators"], typer.Option(help="Style of the new checkpoint.")
-    ],
-    target: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Name of the target to write down; it is not loaded.",
-            show_default="the one that the head names",
-        ),
-    ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Write into a folder that is not empty.")
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the result as one JSON object.")
-    ] = False,
+    source: str = typer.Argument(
+        ..., help="Folder of the head, in either style; bundled is the bundled one.", metavar="SRC"
+    ),
+    destination: Path = typer.Argument(..., help="Folder that receives it.", metavar="DST"),
+    format: Literal["vllm", "speculators"] = typer.Option(..., help="Style of the new checkpoint."),
+    target: str | None = typer.Option(
+        None,
+        metavar="NAME",
+        help="Name of the target to write down; it is not loaded.",
+        show_default="the one that the head names",
+    ),
+    force: bool = typer.Option(False, "--force", help="Write into a folder that is not empty."),
+    as_json: bool = typer.Option(False, "--json", help="Print the result as one JSON object."),
 ) -> None:
     """Rewrite a draft head in the style of vLLM or of speculators.
 

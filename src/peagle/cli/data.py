@@ -2,14 +2,741 @@
 
 from __future__ import annotations
 
-from textwrap import indent
-from typing import Any
+import json
+import sys
+from dataclasses import asdict
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from peagle.cli import data_features, data_inspect, data_prepare, data_regenerate
-from peagle.cli.main import Command
+from peagle.cli import groups
+from peagle.cli.flags import Given, pick, takes
+from peagle.cli.groups import ChatTemplate, Format, OutputFormat, Split
+from peagle.cli.main import CONTEXT, with_examples
+from peagle.cli.progress import ProgressLine
+from peagle.cli.settings import Layer, Setting
+from peagle.cli.setup import Setup, check_paths, note, quiet_libraries
+from peagle.cli.terminal import bright, dim, has_styles, printable
+from peagle.config import require_writable_file, require_writable_folder
+from peagle.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transformers import PreTrainedTokenizerBase
+
+    from peagle.data.feature_writer import FeatureProgress
+    from peagle.data.inspect import Inspection
+    from peagle.data.prepare import PrepareSummary
+    from peagle.data.readers import AskedConversation
+    from peagle.data.regenerate import Answerer, RegenerateProgress
+    from peagle.data.samples import Sample
+
+INSPECT_EXAMPLES = """
+Counts, lengths, what is supervised, and three samples as text:
+  peagle data inspect train.safetensors --target ./Qwen3-0.6B
+
+Numbers alone, for a program:
+  peagle data inspect train.safetensors --samples 0 --format json
+
+What prepare would make of conversations:
+  peagle data inspect chats.jsonl --target ./Qwen3-0.6B --no-thinking
+"""
+_SHOWN_CHARACTERS = 600  # of each part of a sample
+
+
+def inspect(
+    file: Path = typer.Argument(
+        ...,
+        help="Data of train or prepare: .safetensors, .jsonl, .parquet, a folder of .parquet "
+        "files or one that Hugging Face datasets wrote (save_to_disk).",
+    ),
+    target: str | None = typer.Option(
+        None,
+        help="Target whose tokenizer reads text and shows the samples as text.",
+        show_default="none: samples as token ids",
+    ),
+    split: Split = None,
+    samples: int = typer.Option(3, min=0, help="Number of samples to show."),
+    thinking: bool | None = typer.Option(
+        None,
+        "--thinking/--no-thinking",
+        help="Mode of the chat template, for conversations.",
+        show_default=False,
+    ),
+    chat_template: ChatTemplate = None,
+    output_format: Format = OutputFormat.TEXT,
+) -> None:
+    """Show statistics and samples of a file of training data.
+
+    The supervised part of a sample stands out: in colour on a terminal, else in [[ ]].
+    """
+    from peagle.data.tables import parts_of, split_of
+
+    file = split_of(file, split)
+    parts_of(file)  # refuses what is not there before torch is imported
+    check_paths(target, chat_template=chat_template)
+    quiet_libraries()
+    from peagle.data.inspect import inspect_data
+    from peagle.data.readers import tokenizer_sha256
+    from peagle.data.samples import SampleMaker, stop_ids_of
+
+    tokenizer, stop_ids, fingerprint = None, (), None
+    if target is not None:
+        folder, tokenizer = load_tokenizer_of(target)
+        stop_ids = stop_ids_of(folder, tokenizer)
+        fingerprint = tokenizer_sha256(folder, tokenizer)
+    # Train reads prompt and response as plain text.
+    maker = SampleMaker(
+        tokenizer, stop_ids, chat=False, chat_template=chat_template, thinking=thinking
+    )
+    found = inspect_data(file, maker, num_shown=samples, fingerprint=fingerprint)
+    if output_format is OutputFormat.JSON:
+        shown = []
+        for sample in found.shown:
+            parts: dict[str, Any] = {
+                "prompt_token_ids": sample.prompt,
+                "response_token_ids": sample.response,
+            }
+            if tokenizer is not None:
+                parts["prompt"] = _decode(tokenizer, sample.prompt)
+                parts["response"] = _decode(tokenizer, sample.response)
+            shown.append(parts)
+        facts = asdict(found) | {"file": str(file), "shown": shown}
+        print(json.dumps(facts | {"supervised_share": found.supervised_share}))
+    else:
+        _print_inspection(file, found, tokenizer)
+
+
+def _print_inspection(
+    file: Path, found: Inspection, tokenizer: PreTrainedTokenizerBase | None
+) -> None:
+    print(
+        f"{file}: {found.samples} samples, {found.tokens} tokens, {found.supervised} supervised "
+        f"({found.supervised_share:.1%})"
+    )
+    print(f"{'tokens':<12}{'P50':>9}{'P90':>9}{'P99':>9}{'longest':>9}")
+    for name in ("length", "prompt_length", "response_length"):
+        lens = getattr(found, name)
+        numbers = "".join(f"{n:>9}" for n in (lens.p50, lens.p90, lens.p99, lens.longest))
+        print(f"{name.removesuffix('_length'):<12}{numbers}")
+    print(f"duplicates: {found.duplicates}")
+    if found.too_short:
+        print(f"too short to train on: {found.too_short}")
+    for reason, count in found.dropped.items():
+        print(f"no sample, {reason}: {count}")
+    shares = ", ".join(f"{k}: {share:.2%}" for k, share in found.coverage.items())
+    print(f"supervised tokens: {found.distinct} different, largest id {found.largest_id}")
+    print(f"covered by the most frequent: {shares or 'nothing is supervised'}")
+    for number, sample in enumerate(found.shown, start=1):
+        print(f"--- sample {number}: {len(sample.prompt)} + {len(sample.response)} tokens")
+        print(_sample_text(sample, tokenizer))
+
+
+def _sample_text(sample: Sample, tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """Return the end of the prompt and the beginning of the response, with the response marked."""
+    parts = []
+    for ids in (sample.prompt, sample.response):
+        text = " ".join(map(str, ids)) if tokenizer is None else _decode(tokenizer, ids)
+        parts.append(printable(text))
+    prompt, response = parts
+    if len(prompt) > _SHOWN_CHARACTERS:
+        prompt = "..." + prompt[-_SHOWN_CHARACTERS:]
+    if len(response) > _SHOWN_CHARACTERS:
+        response = response[:_SHOWN_CHARACTERS] + "..."
+    if has_styles(sys.stdout):
+        return dim(prompt, sys.stdout) + bright(response, sys.stdout)
+    return f"{prompt}[[{response}]]"
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    text: Any = tokenizer.decode(ids, skip_special_tokens=False)
+    return text
+
+
+FEATURES_EXAMPLES = """
+Once for all epochs, at most 500 GiB; training then loads only the target's embedding and head:
+  peagle data features train.safetensors --target ./Qwen3-8B --max-length 8192 \\
+      --output features --max-disk-gib 500
+
+In about 0.6 of the space, for a head that reads other layers:
+  peagle data features train.safetensors --target ./Qwen3-8B --output features \\
+      --dtype fp8 --aux-layer-ids 2,12,33
+
+Is every byte of a copied store as it was written?
+  peagle data features train.safetensors --target ./Qwen3-8B --output features --verify
+
+Interrupted? The same command again goes on after the last whole shard.
+"""
+_GIB = 2**30
+
+
+def features(
+    file: Path = typer.Argument(
+        ..., metavar="TRAIN_FILE", help="Training data: .safetensors or .jsonl."
+    ),
+    target: str = typer.Option(..., help="The target: a folder or a hub id."),
+    output: Path = typer.Option(..., "--output", "-o", help="Folder of the store."),
+    aux_layer_ids: str | None = typer.Option(
+        None,
+        metavar="IDS",
+        help="Layers whose entering states make the feature, as in 2,18,33.",
+        show_default="those of a new head",
+    ),
+    dtype: Literal["bf16", "fp8", "fp32"] = typer.Option(
+        "bf16", help="Type of stored features; fp8 adds a scale per position and layer."
+    ),
+    target_dtype: Literal["auto", "float32", "float64", "bfloat16", "float16"] = typer.Option(
+        "auto",
+        help="Type in which the target runs.",
+        show_default="bfloat16 on a GPU, else float32",
+    ),
+    max_length: int | None = typer.Option(
+        None,
+        min=8,
+        help="Cut longer sequences here; must equal data.max_length of the training run.",
+        show_default="its default",
+    ),
+    max_disk_gib: float | None = typer.Option(
+        None, help="Largest size of the store.", show_default="the free space"
+    ),
+    shard_gib: float = typer.Option(1.0, help="Size of a shard."),
+    batch_tokens: int = typer.Option(16384, min=1, help="Tokens that the target runs at a time."),
+    device: str = typer.Option("auto", help="Device: auto, cpu or cuda."),
+    verify: bool = typer.Option(
+        False, "--verify", help="Compare existing shards with their hashes."
+    ),
+    output_format: Format = OutputFormat.TEXT,
+) -> None:
+    """Store the target's hidden states of training data, to train from them.
+
+    For each sequence: the features of every position, and the final hidden states of the response,
+    which the head imitates. Shards are written whole or not at all; existing shards are kept.
+    """
+    if max_disk_gib is not None and not max_disk_gib >= 0:
+        raise UserError(f"--max-disk-gib is {max_disk_gib}; expected a size of 0 or more.")
+    if not shard_gib > 0:
+        raise UserError(f"--shard-gib is {shard_gib}; expected a size above 0.")
+    require_writable_folder(output, "--output")
+    parts = [] if aux_layer_ids is None else [one.strip() for one in aux_layer_ids.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise UserError(
+            f"--aux-layer-ids is {aux_layer_ids!r}; expected layer numbers, as in 2,18,33."
+        )
+    check_paths(target)
+    if not file.is_file():
+        raise UserError(f"The data file {str(file)!r} is not there.")
+    quiet_libraries()
+    from peagle.data.dataset import ResponseDataset
+    from peagle.data.feature_format import StoreFacts
+    from peagle.data.feature_writer import FeatureWriter
+    from peagle.engine.memory_plan import size_text
+    from peagle.engine.placement import resolve_device, resolve_dtype
+    from peagle.models.loading import resolve_model
+    from peagle.models.target import (
+        TargetModel,
+        check_aux_layer_ids,
+        default_aux_layer_ids,
+        load_tokenizer,
+    )
+    from peagle.models.target_ends import TargetEnds
+    from peagle.training.config import DataSection
+
+    where = resolve_device(device)
+    run_dtype = resolve_dtype(target_dtype, where)
+    folder = resolve_model(target)
+    # Sizes and identity of the target, without its layers: refusals come before the long part.
+    ends = TargetEnds.load(folder)
+    chosen = tuple(map(int, parts)) or default_aux_layer_ids(ends.num_layers)
+    check_aux_layer_ids(chosen, ends.num_layers)
+    longest: int = max_length or DataSection.model_fields["max_length"].default
+    dataset = ResponseDataset.load(file, load_tokenizer(folder), ends.vocab_size, longest)
+    name = str(run_dtype).removeprefix("torch.")
+    facts = StoreFacts.of(dataset, ends, chosen, dtype, name, round(shard_gib * _GIB))
+    writer = FeatureWriter(output, dataset, facts)
+    need = writer.check_disk(None if max_disk_gib is None else round(max_disk_gib * _GIB))
+    shards, missing = len(writer.plans), len(writer.missing)
+    plan = (
+        f"{facts.num_sequences:,} sequences, {facts.num_tokens:,} tokens: "
+        f"{size_text(need.total)} ({need.total:,} bytes) in {shards} shards, "
+        f"layers {','.join(map(str, chosen))} in {dtype}; {size_text(need.free)} are free"
+    )
+    if missing < shards:
+        plan += f"; {shards - missing} shards are there, {size_text(need.missing)} to write"
+    print(f"peagle: {plan}", file=sys.stderr)
+    if verify:
+        writer.verify()
+    computed, seconds = 0, 0.0
+    if missing:
+        del ends
+        model = TargetModel.load(folder, dtype=run_dtype, device=where)
+        with ProgressLine("token") as line:
+            try:
+                done = writer.write(model, batch_tokens, partial(_show_features, line))
+            except KeyboardInterrupt:
+                whole = shards - len(writer.missing)
+                line.print(
+                    f"{whole} of {shards} shards are whole; the same command goes on after them"
+                )
+                raise
+        computed, seconds = done.tokens, done.seconds
+    if output_format is OutputFormat.JSON:
+        counts = {"output": str(output), "bytes": need.total, "num_shards": shards}
+        counts |= {"computed_tokens": computed, "seconds": seconds, "verified": verify}
+        print(json.dumps(asdict(facts) | counts))
+        return
+    state = "whole and as it was written" if verify else "whole"
+    speed = f", {computed / seconds:,.0f} tokens/s" if seconds else ""
+    print(
+        f"{output}: {state}, {facts.num_sequences:,} sequences in {shards} shards, "
+        f"{size_text(need.total)}; computed {computed:,} tokens in {seconds:.1f} s{speed}"
+    )
+
+
+def _show_features(line: ProgressLine, progress: FeatureProgress) -> None:
+    speed = f"{progress.tokens / progress.seconds:,.0f} tokens/s"
+    text = (
+        f"{progress.shards} of {progress.num_shards} shards, "
+        f"{progress.tokens:,} of {progress.num_tokens:,} tokens, {speed}"
+    )
+    line.update(progress.tokens, progress.num_tokens, speed, line=text)
+
+
+PREPARE_EXAMPLES = """
+Responses of the target, as `peagle data regenerate` wrote them:
+  peagle data prepare responses.jsonl --target ./Qwen3-0.6B --output train.safetensors
+
+Conversations as text, answered with thinking turned off; one in fifty for validation, in
+train.validation.safetensors:
+  peagle data prepare chats.jsonl more.parquet --target ./Qwen3-0.6B --no-thinking \\
+      --output train.safetensors --validation-share 0.02
+
+A split of a dataset that Hugging Face datasets saved:
+  peagle data prepare ./saved --split train_sft --target ./Qwen3-0.6B --no-thinking \\
+      --output train.safetensors
+
+Prompts and responses as plain text, for a base model; drop what is too long:
+  peagle data prepare pairs.jsonl --target ./base --raw --max-length 2048 --long drop \\
+      --output train.jsonl
+"""
+_SHARE = 0.02
+
+
+def prepare(
+    sources: list[Path] = typer.Argument(
+        ...,
+        metavar="FILE...",
+        help=".jsonl, .parquet, a folder of .parquet files or one that Hugging Face datasets "
+        'wrote (save_to_disk), with {"messages"}, {"prompt", "response"}, token ids '
+        '({"prompt_token_ids", "response_token_ids"} or {"input_ids", "loss_mask"}); or '
+        ".safetensors written by this command.",
+    ),
+    target: str = typer.Option(
+        ..., help="Target whose tokenizer reads the data: a folder or a hub id."
+    ),
+    output: Path = typer.Option(
+        ..., "--output", "-o", help="Training data: .safetensors or .jsonl."
+    ),
+    split: Split = None,
+    validation: Path | None = typer.Option(
+        None,
+        help="Second output, for validation.",
+        show_default="NAME.validation.SUFFIX beside the output, if there is a share",
+    ),
+    validation_share: float | None = typer.Option(
+        None,
+        help="Share of the conversations for validation, chosen by hash, at least one.",
+        show_default=f"{_SHARE} with --validation, else 0",
+    ),
+    max_length: int = typer.Option(8192, help="Largest number of tokens of a sample."),
+    long: Literal["truncate", "drop"] = typer.Option(
+        "truncate", help="Cut longer samples, or leave them out."
+    ),
+    thinking: bool | None = typer.Option(
+        None,
+        "--thinking/--no-thinking",
+        help="Thinking mode in which the head will serve; needed if the chat template has one.",
+        show_default=False,
+    ),
+    chat_template: ChatTemplate = None,
+    chat: bool | None = typer.Option(
+        None,
+        "--chat/--raw",
+        help="Render prompt and response with the chat template, or take them as they stand.",
+        show_default="chat if the tokenizer has a template",
+    ),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace existing outputs."),
+    output_format: Format = OutputFormat.TEXT,
+) -> None:
+    """Tokenise conversations and responses for training.
+
+    Only the target's own tokens are supervised: answers with their end-of-turn token, each behind
+    the prompt that serving would have made. The command counts what it leaves out, by reason.
+    """
+    share = validation_share
+    if share is None:
+        share = 0.0 if validation is None else _SHARE
+    if validation is not None and not share:
+        raise UserError(
+            "--validation-share is 0, and --validation would be empty. Give a share above 0, or "
+            "leave --validation out."
+        )
+    if validation is None and share:
+        validation = output.with_suffix(f".validation{output.suffix}")
+    _check_outputs(sources, output, validation, overwrite)
+    from peagle.data.tables import parts_of, sha256_of_table, split_of
+
+    sources = [split_of(path, split) for path in sources]
+    for source in sources:
+        parts_of(source)  # refuses what is not there before torch is imported
+    check_paths(target, chat_template=chat_template)
+    quiet_libraries()
+    from peagle.data import prepare as library
+    from peagle.data.readers import tokenizer_sha256
+    from peagle.data.samples import SampleMaker, stop_ids_of, vocab_size_of
+
+    folder, tokenizer = load_tokenizer_of(target)
+    vocab_size = vocab_size_of(folder, tokenizer)
+    limits = library.Limits(vocab_size, max_length, long == "truncate", share)
+    maker = SampleMaker(
+        tokenizer,
+        stop_ids_of(folder, tokenizer),
+        chat=chat,
+        chat_template=chat_template,
+        thinking=thinking,
+    )
+    fingerprint = tokenizer_sha256(folder, tokenizer)
+    train, held_out, report = library.prepare(
+        sources, maker, limits, fingerprint, needs_thinking=maker.lacks_thinking
+    )
+    facts = {
+        "kind": "prepare",
+        "target": target,
+        "tokenizer_sha256": fingerprint,
+        "vocab_size": vocab_size,
+        "max_length": max_length,
+        "thinking": thinking,
+        "chat_template": chat_template,
+        "sources": [{"path": str(path), "sha256": sha256_of_table(path)} for path in sources],
+        "command": " ".join(sys.argv[1:]),
+    }
+    for path, collected in ((output, train), (validation, held_out)):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            collected.write(path, facts)
+    _print_preparation(report, output, validation, limits.max_length, output_format)
+
+
+def load_tokenizer_of(target: str) -> tuple[Path, PreTrainedTokenizerBase]:
+    """Return a model's folder and tokenizer; a local folder needs no weights."""
+    from peagle.bundled import expand_bundled
+    from peagle.models.loading import resolve_model
+    from peagle.models.target import load_tokenizer
+
+    folder = Path(expand_bundled(target, "target")).expanduser()
+    if not folder.is_dir():
+        folder = resolve_model(target)
+    return folder, load_tokenizer(folder)
+
+
+def _check_outputs(
+    sources: list[Path], output: Path, validation: Path | None, overwrite: bool
+) -> None:
+    outputs = [path for path in (output, validation) if path is not None]
+    for path in outputs:
+        require_writable_file(path, "The output")
+        if path.suffix not in (".safetensors", ".jsonl"):
+            raise UserError(f"The output {str(path)!r} must end in .safetensors or .jsonl.")
+        if path.resolve() in [source.resolve() for source in sources]:
+            raise UserError(f"{str(path)!r} is read and would be written; choose another output.")
+        if path.exists() and not overwrite:
+            raise UserError(
+                f"{str(path)!r} is there already; choose another output, or add --overwrite."
+            )
+    if len({path.resolve() for path in outputs}) < len(outputs):
+        raise UserError(f"--output and --validation are both {str(output)!r}; expected two files.")
+
+
+def _print_preparation(
+    report: PrepareSummary,
+    output: Path,
+    validation: Path | None,
+    max_length: int,
+    form: OutputFormat,
+) -> None:
+    for source in report.unknown_tokenizer:
+        note(f"{source} does not say which tokenizer made its token ids")
+    if form is OutputFormat.JSON:
+        second = None if validation is None else str(validation)
+        facts = asdict(report) | {"dropped": dict(report.dropped)}
+        print(json.dumps(facts | {"output": str(output), "validation": second}))
+        return
+    share = report.supervised / report.tokens
+    print(
+        f"{output}: {report.samples} samples of {report.records} records, {report.tokens} tokens, "
+        f"{share:.1%} supervised"
+    )
+    if validation is not None:
+        print(f"{validation}: {report.validation_samples} samples")
+    if report.truncated:
+        print(f"truncated at {max_length} tokens: {report.truncated}")
+    if report.duplicates:
+        print(f"left out, equal to another: {report.duplicates}")
+    for reason, count in report.dropped.most_common():
+        print(f"dropped, {reason}: {count} (first: {report.details[reason]})")
+
+
+REGENERATE_EXAMPLES = """
+By the target in this process, with a head that makes it faster:
+  peagle data regenerate prompts.jsonl --target ./Qwen3-0.6B --output responses.jsonl
+  peagle data regenerate prompts.parquet --target ./Qwen3-0.6B --draft ./head --temperature 0.7 \\
+      --no-thinking --max-new-tokens 4096 --output responses.jsonl
+
+By any server with OpenAI's interface; the variable PEAGLE_API_KEY holds its key:
+  peagle data regenerate prompts.jsonl --endpoint http://127.0.0.1:8000 --concurrency 64 \\
+      --output responses.jsonl
+
+Interrupted? The same command again goes on where it was.
+"""
+_MAX_TOKENS = 2048
+
+
+@takes(
+    *groups.MODEL,
+    *groups.SPECULATION,
+    *groups.SAMPLING,
+    *groups.FINER_SAMPLING,
+    *groups.ENGINE,
+    *pick(groups.SETTINGS, "config", "show_memory"),
+)
+def regenerate(
+    given: Given,
+    prompts: Path = typer.Argument(
+        ...,
+        metavar="FILE",
+        help=".jsonl, .parquet, a folder of .parquet files or one that Hugging Face datasets "
+        'wrote (save_to_disk), with {"id", "turns"}, {"id", "messages"} (answers in them are '
+        'left out) or {"id", "prompt"}; or plain text, a prompt a line.',
+    ),
+    output: Path = typer.Option(
+        ..., "--output", "-o", help="JSONL file that receives the answers."
+    ),
+    split: Split = None,
+    endpoint: str | None = typer.Option(
+        None,
+        metavar="URL",
+        help="Ask a server with OpenAI's interface; --target is then the model's name there.",
+        show_default="the target in this process",
+    ),
+    concurrency: int = typer.Option(16, help="Number of questions in flight at the endpoint."),
+    retries: int = typer.Option(
+        6, help="Number of further tries if the endpoint fails or is busy."
+    ),
+    timeout: float = typer.Option(600.0, help="Longest time of one try in seconds."),
+    thinking: bool | None = typer.Option(
+        None,
+        "--thinking/--no-thinking",
+        help="Thinking mode of the chat template.",
+        show_default="the template's",
+    ),
+    chat_template: ChatTemplate = None,
+    chat: bool | None = typer.Option(
+        None,
+        "--chat/--raw",
+        help="Answer in a conversation, or complete the first turn as it stands.",
+        show_default="chat if there is a template",
+    ),
+    limit: int | None = typer.Option(
+        None, min=1, help="Largest number of prompts, from the first."
+    ),
+    output_format: Format = OutputFormat.TEXT,
+) -> None:
+    """Let the target answer prompts: its heads are trained on the answers.
+
+    The command writes each answer at once, and skips questions that the output already answers. It
+    asks equal prompts once. The seed of a question depends only on --seed and the conversation.
+    OUTPUT.meta.json beside the output holds the provenance.
+    """
+    if output.suffix != ".jsonl":
+        raise UserError(f"--output is {str(output)!r}; expected a name that ends in .jsonl.")
+    require_writable_file(output, "--output")
+    setup = Setup(given, Layer({"sampling.max_tokens": Setting(_MAX_TOKENS, "default")}))
+    if setup.params.n != 1:
+        raise UserError(f"n is {setup.params.n}; a prompt has one response. Leave n out.")
+    if endpoint is None:
+        setup.check_paths(chat_template)
+    from peagle.data.tables import is_folder, sha256_of_table, split_of
+
+    prompts = split_of(prompts, split)
+    dialogues = list(islice(_dialogues(prompts), limit))
+    shape = {"thinking": thinking, "chat_template": _template_id(chat_template)}
+    with ProgressLine("answer") as progress:
+        if endpoint is None:
+            progress.begin("loading the model")
+            answerer, facts = _local(setup, chat, chat_template, thinking)
+        else:
+            _check_remote(given, chat_template)
+            connection = {"concurrency": concurrency, "retries": retries, "timeout": timeout}
+            answerer, facts = _remote(setup, endpoint, chat, thinking, connection)
+        if not answerer.is_chat and (further := sum(len(d.turns) > 1 for d in dialogues)):
+            note(
+                f"{further} of {len(dialogues)} prompts have further turns: only the first is used"
+            )
+        from peagle.data import regenerate as library
+        from peagle.environment import environment
+
+        seed = setup.params.seed or 0
+        options = {
+            "model": facts.pop("model"),
+            "chat": answerer.is_chat,
+            **shape,
+            "sampling": _sampling(setup),
+            "seed": seed,
+        }
+        # A setting of a file or a variable may be no JSON.
+        options = json.loads(json.dumps(options, default=str))
+        is_stored = prompts.is_file() or is_folder(prompts)  # not standard input or a pipe
+        facts |= {
+            "prompts_sha256": sha256_of_table(prompts) if is_stored else None,
+            "command": " ".join(sys.argv[1:]),
+        }
+        facts |= environment(facts.pop("device", None))
+        done = library.regenerate(
+            dialogues,
+            answerer,
+            output,
+            options,
+            facts,
+            seed=seed,
+            watch=partial(_show_answers, progress),
+        )
+    if output_format is OutputFormat.JSON:
+        print(json.dumps(asdict(done) | {"output": str(output)}))
+    else:
+        print(f"{output}: {_summary(done)}")
+    if done.failures:
+        name, reason = next(iter(done.failures.items()))
+        raise UserError(
+            f"{len(done.failures)} of {done.prompts} prompts have no whole answer; the "
+            f"first, {name!r}: {reason} The same command asks for them again."
+        )
+
+
+def _dialogues(file: Path) -> Iterator[AskedConversation]:
+    from peagle.data.readers import AskedConversation, dialogue_of, read_records
+    from peagle.data.tables import is_folder
+    from peagle.evaluation.prompts import read_prompts
+
+    if file.suffix in (".jsonl", ".parquet") or is_folder(file):
+        found = False
+        for record in read_records(file):
+            found = True
+            yield dialogue_of(record)
+        if not found:
+            raise UserError(f"{str(file)!r} has no prompts: it is empty.")
+        return
+    for prompt in read_prompts(file):
+        yield AskedConversation(prompt.id, prompt.turns)
+
+
+def _local(
+    setup: Setup, chat: bool | None, chat_template: str | None, thinking: bool | None
+) -> tuple[Answerer, dict[str, Any]]:
+    llm = setup.load()
+    from peagle.data.local_answers import LocalAnswerer
+    from peagle.data.readers import tokenizer_sha256
+
+    if chat is None:
+        chat = chat_template is not None or bool(getattr(llm.tokenizer, "chat_template", None))
+    if not chat and (chat_template is not None or thinking):
+        raise UserError("--raw uses no chat template; leave --chat-template and --thinking out.")
+    answerer = LocalAnswerer(
+        llm, setup.params, is_chat=chat, chat_template=chat_template, thinking=thinking
+    )
+    facts = {
+        "model": Path(llm.target.name).name,
+        "tokenizer_sha256": tokenizer_sha256(llm.target.name, llm.tokenizer),
+        "device": llm.target.device,
+        "dtype": str(llm.target.dtype).removeprefix("torch."),
+    }
+    return answerer, facts
+
+
+def _remote(
+    setup: Setup,
+    endpoint: str,
+    chat: bool | None,
+    thinking: bool | None,
+    connection: dict[str, Any],
+) -> tuple[Answerer, dict[str, Any]]:
+    from peagle.client.api import KEY_VARIABLE, key_from_environment
+    from peagle.client.fields import sampling_fields
+    from peagle.data.endpoint_answers import EndpointAnswerer, Patience
+
+    fields = sampling_fields(setup.params, _sampling(setup))
+    if thinking is not None:
+        fields["chat_template_kwargs"] = {"enable_thinking": thinking}
+    patience = Patience(connection["retries"], timeout_s=connection["timeout"])
+    answerer = EndpointAnswerer(
+        endpoint,
+        setup.settings.value("target"),
+        fields,
+        key=key_from_environment(KEY_VARIABLE),
+        concurrency=connection["concurrency"],
+        is_chat=chat is not False,
+        patience=patience,
+    )
+    return answerer, {"model": answerer.model, "endpoint": endpoint}
+
+
+def _sampling(setup: Setup) -> dict[str, Any]:
+    """Return the given sampling values without the seed and n, which is always 1."""
+    given = setup.settings.section("sampling")
+    return {key: value for key, value in given.items() if key not in ("seed", "n")}
+
+
+def _check_remote(given: Given, chat_template: str | None) -> None:
+    """Refuse options that have no effect on a server."""
+    here = ("engine.", "speculative", "no_speculation", "revision", "threads", "show_memory")
+    idle = [setting.source for key, setting in given.items() if key.startswith(here)]
+    idle += ["--chat-template"] if chat_template is not None else []
+    if idle:
+        raise UserError(f"{idle[0]} has no effect on a server (--endpoint); leave it out.")
+
+
+def _template_id(chat_template: str | None) -> str | None:
+    """Return what identifies a template: its name, or the hash of its file."""
+    if chat_template is None or not Path(chat_template).is_file():
+        return chat_template
+    from peagle.model_folder import sha256_of
+
+    return sha256_of(Path(chat_template))
+
+
+def _speed(progress: RegenerateProgress) -> float:
+    return progress.tokens / progress.seconds if progress.seconds else 0.0
+
+
+def _summary(progress: RegenerateProgress) -> str:
+    parts = [f"{progress.answers} answers to {progress.prompts} prompts"]
+    parts += [f"{progress.resumed} were there"] if progress.resumed else []
+    parts += [f"{progress.duplicates} duplicates"] if progress.duplicates else []
+    parts += [f"{progress.cut} cut off"] if progress.cut else []
+    parts += [f"{len(progress.failures)} failed"] if progress.failures else []
+    return ", ".join(parts) + (
+        f"; {progress.tokens} tokens in {progress.seconds:.1f} s ({_speed(progress):.1f} tokens/s)"
+    )
+
+
+def _show_answers(line: ProgressLine, progress: RegenerateProgress) -> None:
+    there = progress.resumed + progress.answers
+    speed = f"{_speed(progress):,.0f} tokens/s" if progress.tokens else ""
+    line.update(there, there + progress.waited_for, speed, line=_summary(progress))
+
 
 EXAMPLES = """
 From prompts to training data, and a look at it:
@@ -25,29 +752,16 @@ More about each:
 """
 
 
-class DataGroup(TyperGroup):
-    """The commands of `peagle data`; the help page ends with examples."""
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help page."""
-        super().format_help(ctx, formatter)
-        formatter.write(f" Examples:\n{indent(EXAMPLES.strip(), '   ')}\n")
-
-
 data = typer.Typer(
-    cls=DataGroup,
+    cls=with_examples(TyperGroup, EXAMPLES),
     add_completion=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=CONTEXT,
     help="Make, prepare and inspect training data.",
 )
-
-
-def _add(name: str, function: Any, text: str) -> None:
-    command = type("DataCommand", (Command,), {"examples": text})
-    data.command(name, cls=command)(function)
-
-
-_add("regenerate", data_regenerate.regenerate, data_regenerate.EXAMPLES)
-_add("prepare", data_prepare.prepare, data_prepare.EXAMPLES)
-_add("inspect", data_inspect.inspect, data_inspect.EXAMPLES)
-_add("features", data_features.features, data_features.EXAMPLES)
+for _function, _examples in (
+    (regenerate, REGENERATE_EXAMPLES),
+    (prepare, PREPARE_EXAMPLES),
+    (inspect, INSPECT_EXAMPLES),
+    (features, FEATURES_EXAMPLES),
+):
+    data.command(cls=with_examples(TyperCommand, _examples))(_function)

@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich import box
@@ -20,10 +20,11 @@ from rich.table import Table
 from rich.text import Text
 
 from peagle.bundled import BUNDLED, expand_bundled
-from peagle.cli import groups, options
-from peagle.cli.flags import Flag, Given, group, pick, takes
-from peagle.cli.options import Format, OutputFormat
+from peagle.cli import groups
+from peagle.cli.flags import Given, group, pick, takes
+from peagle.cli.groups import Format, OutputFormat
 from peagle.cli.settings import Layer, Settings
+from peagle.cli.setup import check_paths, own_target, quiet_libraries, set_threads
 from peagle.cli.terminal import command_prefix, printable
 from peagle.config import SamplingParams, SpeculativeConfig
 from peagle.errors import UserError
@@ -56,49 +57,32 @@ _MOST_LINES = 22  # of the panel
 _LINES_BELOW = 10  # the table of the results so far, and the line of the prompt
 _MODELS = group(
     "Model",
-    Flag(
-        "target",
-        str,
-        "The target, a folder or a hub id; it needs --draft.",
-        metavar="MODEL",
-        default="the bundled code model",
-    ),
-    *pick(groups.MODEL, "revision"),
-    Flag(
-        "draft",
-        str,
-        "Its P-EAGLE head, a folder or a hub id.",
-        metavar="MODEL",
-        default="the bundled one",
-    ),
-    *pick(groups.MODEL, _REVISION),
-    Flag(
-        "eagle3",
-        str,
-        "Its EAGLE-3 head, a folder or a hub id (owner/name@revision).",
-        metavar="MODEL",
-        default="the bundled one; none with a target of your own",
-    ),
-)
-_THREADS = Flag(
-    "threads", int, "CPU threads.", default="1 for a small model, else up to one a core"
+    """
+    --target MODEL
+        The target, a folder or a hub id; it needs --draft. [default: the bundled code model]
+    --draft MODEL
+        Its P-EAGLE head, a folder or a hub id. [default: the bundled one]
+    --eagle3 MODEL
+        Its EAGLE-3 head, a folder or a hub id (owner/name@revision). [default: the bundled one;
+        none with a target of your own]
+    """,
 )
 
 
 @takes(
     *_MODELS,
+    *pick(groups.MODEL, "revision", _REVISION),
     *pick(groups.SPECULATION, _K),
     *pick(groups.SAMPLING, "sampling.max_tokens"),
-    *pick(groups.ENGINE, "engine.dtype", "engine.device"),
-    *group("Engine", _THREADS),
+    *pick(groups.ENGINE, "engine.dtype", "engine.device", "threads"),
 )
 def demo(
     given: Given,
-    limit: Annotated[int, typer.Option(help="HumanEval prompts to complete.")] = DEFAULT_LIMIT,
+    limit: int = typer.Option(DEFAULT_LIMIT, help="HumanEval prompts to complete."),
     output_format: Format = OutputFormat.TEXT,
-    no_color: Annotated[
-        bool, typer.Option("--no-color", help="No colours; NO_COLOR=1 does the same.")
-    ] = False,
+    no_color: bool = typer.Option(
+        False, "--no-color", help="No colours; NO_COLOR=1 does the same."
+    ),
 ) -> None:
     """Complete HumanEval prompts with plain decoding, EAGLE-3 and P-EAGLE, and compare.
 
@@ -109,7 +93,7 @@ def demo(
     settings = Settings(Layer(dict(given)))
     params, engine = settings.build("sampling"), settings.build("engine")
     target = given.value("target") or BUNDLED
-    options.check_paths(target, given.value("draft"), given.value("eagle3"))
+    check_paths(target, given.value("draft"), given.value("eagle3"))
     configurations = _heads(given)
     from peagle.models.loading import resolve_model, with_local_head
 
@@ -119,15 +103,10 @@ def demo(
     console = make_console(no_color)
     view = make_view(console, output_format)
     with view.loading():
-        options.set_threads(given.value("threads"))
-        options.quiet_libraries()
+        set_threads(given.value("threads"))
+        quiet_libraries()
         from peagle.evaluation.decoding import Run
-        from peagle.evaluation.engine_backend import (
-            build,
-            load_target,
-            measure,
-            warm_up,
-        )
+        from peagle.evaluation.engine_backend import build, load_target, measure, warm_up
 
         model = load_target(folder, dtype=engine.dtype, device=engine.device)
         _check_kinds(configurations, model.num_layers)
@@ -153,9 +132,9 @@ def demo(
 
 
 def _heads(given: Given) -> dict[str, SpeculativeConfig]:
-    """The speculative configuration of each method, in the order in which they run."""
+    """Return the speculative configuration of each method, in the order in which they run."""
     target, draft, eagle3 = (given.value(key) for key in ("target", "draft", "eagle3"))
-    if (target := options.own_target(target)) is None:
+    if (target := own_target(target)) is None:
         draft, eagle3 = draft or BUNDLED, eagle3 or BUNDLED
     elif draft is None:
         raise UserError(f"--target {target!r} was given without --draft: name its P-EAGLE head.")
@@ -168,7 +147,7 @@ def _heads(given: Given) -> dict[str, SpeculativeConfig]:
 
 
 def _check_kinds(configurations: dict[str, SpeculativeConfig], num_target_layers: int) -> None:
-    """Refuse a head under the wrong name: the table would be a lie."""
+    """Refuse a head of the wrong kind: the table would name it wrongly."""
     from peagle.models.checkpoint import read_head_config
 
     for kind, config in configurations.items():
@@ -191,7 +170,7 @@ def _report(
     k: int,
     results: Mapping[str, Run],
 ) -> dict[str, Any]:
-    """All results as one JSON object; the other methods are compared with the plain one."""
+    """Return all results as one JSON object, compared with plain decoding."""
     from peagle.environment import environment
     from peagle.evaluation.acceptance import acceptance_figures
 
@@ -243,7 +222,7 @@ def _report(
 
 
 def _results_table(results: Mapping[str, Run]) -> Table:
-    """The results so far, a row a method."""
+    """Return a table of the results so far, one row a method."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     table.add_column("acceptance\nlength", justify="right")
@@ -321,7 +300,7 @@ def identity_text(report: Mapping[str, Any]) -> Text:
 
 
 def make_console(no_color: bool) -> Console:
-    """Standard output; NO_COLOR counts too."""
+    """Return a console on standard output, without colours if NO_COLOR is set."""
     return Console(no_color=True if no_color else None, highlight=False)
 
 
@@ -335,7 +314,7 @@ def make_view(console: Console, output_format: OutputFormat) -> DemoView:
 
 
 class DemoView:
-    """The picture that the user sees while the demo runs; this one shows nothing."""
+    """The display of a running demo; this one shows nothing."""
 
     def loading(self) -> AbstractContextManager[Any]:
         """Show that the models are loaded and warmed up."""
@@ -356,7 +335,7 @@ class DemoView:
 
 
 class LineView(DemoView):
-    """One line a prompt."""
+    """A display of one line a prompt."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -373,7 +352,7 @@ class LineView(DemoView):
 
 
 class LiveView(DemoView):
-    """The text as it grows, accepted draft tokens coloured, over the results so far."""
+    """A display of the growing text, accepted draft tokens coloured, over the results so far."""
 
     def __init__(self, console: Console) -> None:
         self.console = console

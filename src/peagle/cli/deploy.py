@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from importlib import import_module
-from textwrap import indent
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from peagle.cli.main import Command, LazyCommand, command_of
+from peagle.cli.main import CONTEXT, LazyCommand, command_of, with_examples
 
 EXAMPLES = """
 One click: a model of the catalog with its P-EAGLE head (needs a role, and credentials of AWS):
@@ -34,35 +33,24 @@ SUBCOMMANDS = {
     "invoke": ("deploy_invoke", "Send a prompt to an endpoint and stream the answer."),
     "scale": ("deploy_scale", "Set the number of instances, or scale automatically."),
     "logs": ("deploy_operate", "Show the log of an endpoint's containers."),
-    "delete": ("deploy_delete", "Delete an endpoint and all that was made for it."),
+    "delete": ("deploy_operate", "Delete an endpoint and all that was made for it."),
     "plan": ("deploy_create", "Print every call of AWS that a command would make, and make none."),
     "template": ("deploy_create", "Print the CloudFormation template of an endpoint."),
 }
-_CONTEXT = {"help_option_names": ["-h", "--help"]}
 
 
 class DeployCommand(LazyCommand):
     """A subcommand of `peagle deploy sagemaker`, imported when it is called."""
 
-    def load(self) -> Command:
-        """Import it."""
+    def load(self) -> TyperCommand:
         assert self.name is not None
         module = import_module(f"peagle.cli.{SUBCOMMANDS[self.name][0]}")
         examples = getattr(module, f"{self.name.upper()}_EXAMPLES")
         return command_of(self.name, getattr(module, self.name), examples)
 
 
-class DeployGroup(TyperGroup):
-    """A group whose help page ends with examples."""
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help page."""
-        super().format_help(ctx, formatter)
-        formatter.write(f" Examples:\n{indent(EXAMPLES.strip(), '   ')}\n")
-
-
-class SagemakerGroup(DeployGroup):
-    """The commands of the table above."""
+class SagemakerGroup(with_examples(TyperGroup, EXAMPLES)):
+    """The group of the commands in the table above."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -71,12 +59,12 @@ class SagemakerGroup(DeployGroup):
 
 
 deploy = typer.Typer(
-    cls=DeployGroup,
+    cls=with_examples(TyperGroup, EXAMPLES),
     add_completion=False,
-    context_settings=_CONTEXT,
+    context_settings=CONTEXT,
     help="Deploy a model and its draft head on a managed platform.",
 )
-_sagemaker = typer.Typer(cls=SagemakerGroup, context_settings=_CONTEXT, no_args_is_help=True)
+_sagemaker = typer.Typer(cls=SagemakerGroup, context_settings=CONTEXT, no_args_is_help=True)
 
 
 @_sagemaker.callback()

@@ -13,7 +13,7 @@ import typer
 from peagle.cli import deploy_options as options
 from peagle.cli.deploy_options import EndpointName
 from peagle.cli.flags import Given, takes
-from peagle.cli.options import Format, OutputFormat
+from peagle.cli.groups import Format, OutputFormat
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ Model = Annotated[
 ]
 
 
-class Purpose(StrEnum):
+class PlannedCommand(StrEnum):
     """The command whose calls `plan` prints."""
 
     CREATE = "create"
@@ -180,18 +180,16 @@ def template(given: Given, model: Model, vllm: VllmOptions = None) -> None:
 @takes(*options.ALL)
 def plan(
     given: Given,
-    name_or_model: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME_OR_MODEL",
-            help="As for create; with --for update or delete the endpoint's name.",
-            show_default=False,
-        ),
-    ],
+    name_or_model: str = typer.Argument(
+        ...,
+        metavar="NAME_OR_MODEL",
+        help="As for create; with --for update or delete the endpoint's name.",
+        show_default=False,
+    ),
     vllm: VllmOptions = None,
-    purpose: Annotated[
-        Purpose, typer.Option("--for", help="The command whose calls are printed.")
-    ] = Purpose.CREATE,
+    planned: PlannedCommand = typer.Option(
+        PlannedCommand.CREATE, "--for", help="The command whose calls are printed."
+    ),
     model: OtherModel = None,
 ) -> None:
     """Print every call of AWS that a command would make as JSON, and make none.
@@ -200,16 +198,16 @@ def plan(
     shown. Draft heads on the hub or in S3 are not looked at; create does that.
     """
     lookups = options.offline_lookups(given)
-    if purpose is Purpose.CREATE:
+    if planned is PlannedCommand.CREATE:
         calls = _create_calls(_new(given, name_or_model, vllm, lookups), lookups.notes)
-    elif purpose is Purpose.UPDATE:
+    elif planned is PlannedCommand.UPDATE:
         calls = _update_calls(given, name_or_model, vllm, model, lookups)
     else:
         if model is not None:
             raise UserError("--model and --for delete contradict each other; leave one out.")
         calls = _delete_calls(name_or_model, lookups.notes)
     result = {
-        "for": purpose.value,
+        "for": planned.value,
         "region": options.region_of(given) or None,
         "calls": calls,
         "notes": lookups.notes,
@@ -297,11 +295,7 @@ def _new(
 
 
 def _checked(d: Deployment) -> Deployment:
-    """The deployment, if our own container takes its environment where it is to run it.
-
-    Raises:
-        UserError: it would refuse a variable at its start.
-    """
+    """Return the deployment; refuse variables that our own container would refuse at its start."""
     from peagle.deploy.container import environment
     from peagle.serving.sagemaker import arguments_from
 

@@ -7,13 +7,13 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from peagle.cli.deploy_options import EndpointName, Region, Variant
-from peagle.cli.options import Format, OutputFormat
-from peagle.cli.terminal import dim, printable
+from peagle.cli.groups import Format, OutputFormat
+from peagle.cli.terminal import dim, printable, safe
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
@@ -35,36 +35,30 @@ A body of OpenAI's API as it is, from a file or typed:
 
 def invoke(
     endpoint: EndpointName,
-    prompt: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[PROMPT]", help="What to ask; - is standard input.", show_default=False
-        ),
-    ] = None,
-    messages: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="A conversation: a JSON array of role and content."),
-    ] = None,
-    body: Annotated[
-        str | None,
-        typer.Option(metavar="JSON|FILE", help="A whole request of OpenAI's API, sent as it is."),
-    ] = None,
-    completion: Annotated[
-        bool, typer.Option("--completion", help="Let the prompt be gone on with; no chat.")
-    ] = False,
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens of the answer.", show_default="the container's")
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy.", show_default="the container's")
-    ] = None,
-    stream: Annotated[
-        bool, typer.Option("--stream/--no-stream", help="Text as it comes, or all at the end.")
-    ] = True,
-    report: Annotated[
-        bool,
-        typer.Option("--report/--no-report", help="Ask our container what it drafted."),
-    ] = True,
+    prompt: str | None = typer.Argument(
+        None, metavar="[PROMPT]", help="What to ask; - is standard input.", show_default=False
+    ),
+    messages: Path | None = typer.Option(
+        None, metavar="FILE", help="A conversation: a JSON array of role and content."
+    ),
+    body: str | None = typer.Option(
+        None, metavar="JSON|FILE", help="A whole request of OpenAI's API, sent as it is."
+    ),
+    completion: bool = typer.Option(
+        False, "--completion", help="Let the prompt be gone on with; no chat."
+    ),
+    max_tokens: int | None = typer.Option(
+        None, help="Most tokens of the answer.", show_default="the container's"
+    ),
+    temperature: float | None = typer.Option(
+        None, help="0 is greedy.", show_default="the container's"
+    ),
+    stream: bool = typer.Option(
+        True, "--stream/--no-stream", help="Text as it comes, or all at the end."
+    ),
+    report: bool = typer.Option(
+        True, "--report/--no-report", help="Ask our container what it drafted."
+    ),
     variant: Variant = None,
     region: Region = None,
     output_format: Format = OutputFormat.TEXT,
@@ -84,7 +78,7 @@ def invoke(
         request = requests.with_report(request)
     clients = Clients(region, retries=requests.RETRIES)
     client = clients.client("sagemaker-runtime")
-    show = _Show(output_format)
+    show = _AnswerPrinter(output_format)
     if stream:
         answer = requests.Completion()
         for event, pieces in requests.stream(client, endpoint, request, answer, variant or ""):
@@ -180,8 +174,8 @@ def _parsed(text: str, flag: str) -> Any:
 # ---- what is shown --------------------------------------------------------------------------
 
 
-class _Show:
-    """Prints an answer; the text of the first choice as it comes, the others at the end."""
+class _AnswerPrinter:
+    """Print the first choice of an answer as it comes, the other choices at the end."""
 
     def __init__(self, output_format: OutputFormat) -> None:
         self._is_text = output_format is OutputFormat.TEXT
@@ -216,7 +210,7 @@ class _Show:
         if self._reasons:
             print(file=sys.stderr)
             self._reasons = False
-        text = printable(piece.text) if sys.stdout.isatty() else piece.text
+        text = safe(piece.text, sys.stdout)
         print(text, end="", flush=True)
         self._ends_line = text.endswith("\n")
 
@@ -226,7 +220,7 @@ class _Show:
             self._end_lines()
             for index in sorted(set(answer.texts) - {0}):
                 text = answer.texts[index]
-                print(f"=== {index + 1}\n{printable(text) if sys.stdout.isatty() else text}")
+                print(f"=== {index + 1}\n{safe(text, sys.stdout)}")
         print(self._summary(answer), file=sys.stderr)
 
     def _end_lines(self) -> None:
@@ -247,7 +241,7 @@ class _Show:
 
 
 def _usage(usage: Mapping[str, Any]) -> list[str]:
-    """What the container counted, in words."""
+    """Describe the tokens and drafts that the container counted."""
     parts = []
     if "completion_tokens" in usage:
         parts.append(f"{usage.get('prompt_tokens', 0)} + {usage['completion_tokens']} tokens")

@@ -7,12 +7,12 @@ import sys
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from peagle.cli.deploy_options import EndpointName, Region, leftovers_printed, new_stamp
-from peagle.cli.options import Format, OutputFormat
+from peagle.cli.groups import Format, OutputFormat
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
@@ -52,58 +52,49 @@ _UNITS = {
 
 def scale(
     endpoint: EndpointName,
-    least: Annotated[
-        int | None, typer.Option("--min", help="Fewest instances.", show_default="1")
-    ] = None,
-    most: Annotated[int | None, typer.Option("--max", help="Most instances.")] = None,
-    target: Annotated[
-        float | None,
-        typer.Option(metavar="NUMBER", help="Value of the metric that one instance should have."),
-    ] = None,
-    metric: Annotated[
-        ScalingMetric,
-        typer.Option(help="Requests at once, or requests a minute, on one instance."),
-    ] = ScalingMetric.CONCURRENCY,
-    curve: Annotated[
-        Path | None,
-        typer.Option(
-            "--from",
-            metavar="FILE",
-            help="Target of a measured curve: throughput.json of `peagle bench`, or tune.json of "
-            "`peagle tune`.",
-        ),
-    ] = None,
-    max_itl_ms: Annotated[
-        float | None, typer.Option(min=0.0, help="With --from: longest time between tokens.")
-    ] = None,
-    max_ttft_ms: Annotated[
-        float | None, typer.Option(min=0.0, help="With --from: longest time to the first token.")
-    ] = None,
-    percentile: Annotated[
-        int, typer.Option(help="With --from: percentile of these times: 50, 90 or 99.")
-    ] = 90,
-    method: Annotated[
-        str | None, typer.Option(metavar="NAME", help="With --from: method of throughput.json.")
-    ] = None,
-    k: Annotated[
-        int | None,
-        typer.Option("-k", help="With --from: K of the curve.", show_default="the endpoint's"),
-    ] = None,
-    off: Annotated[
-        bool, typer.Option("--off", help="End automatic scaling; the instances stay.")
-    ] = False,
-    instances: Annotated[
-        int | None, typer.Option(help="Fixed number of instances, without automatic scaling.")
-    ] = None,
-    wait: Annotated[
-        bool, typer.Option("--wait/--no-wait", help="With --instances: wait until they serve.")
-    ] = True,
-    print_calls: Annotated[
-        bool, typer.Option("--print-calls", help="Print the calls as JSON, and make none of them.")
-    ] = False,
-    variant: Annotated[
-        str | None, typer.Option(help="Production variant.", show_default="the only one")
-    ] = None,
+    least: int | None = typer.Option(None, "--min", help="Fewest instances.", show_default="1"),
+    most: int | None = typer.Option(None, "--max", help="Most instances."),
+    target: float | None = typer.Option(
+        None, metavar="NUMBER", help="Value of the metric that one instance should have."
+    ),
+    metric: ScalingMetric = typer.Option(
+        ScalingMetric.CONCURRENCY, help="Requests at once, or requests a minute, on one instance."
+    ),
+    curve: Path | None = typer.Option(
+        None,
+        "--from",
+        metavar="FILE",
+        help="Target of a measured curve: throughput.json of `peagle bench`, or tune.json of "
+        "`peagle tune`.",
+    ),
+    max_itl_ms: float | None = typer.Option(
+        None, min=0.0, help="With --from: longest time between tokens."
+    ),
+    max_ttft_ms: float | None = typer.Option(
+        None, min=0.0, help="With --from: longest time to the first token."
+    ),
+    percentile: int = typer.Option(
+        90, help="With --from: percentile of these times: 50, 90 or 99."
+    ),
+    method: str | None = typer.Option(
+        None, metavar="NAME", help="With --from: method of throughput.json."
+    ),
+    k: int | None = typer.Option(
+        None, "-k", help="With --from: K of the curve.", show_default="the endpoint's"
+    ),
+    off: bool = typer.Option(False, "--off", help="End automatic scaling; the instances stay."),
+    instances: int | None = typer.Option(
+        None, help="Fixed number of instances, without automatic scaling."
+    ),
+    wait: bool = typer.Option(
+        True, "--wait/--no-wait", help="With --instances: wait until they serve."
+    ),
+    print_calls: bool = typer.Option(
+        False, "--print-calls", help="Print the calls as JSON, and make none of them."
+    ),
+    variant: str | None = typer.Option(
+        None, help="Production variant.", show_default="the only one"
+    ),
     region: Region = None,
     output_format: Format = OutputFormat.TEXT,
 ) -> None:
@@ -112,7 +103,13 @@ def scale(
     The target of a measured curve is 70% of the largest concurrency at which latency holds, drafts
     pay and more requests still bring more speed; docs/operations.md says why.
     """
-    _check(off=off, most=most, least=least, instances=instances, target=target, curve=curve)
+    if sum((off, instances is not None, most is not None)) != 1:
+        raise UserError("Give --max (with --target or --from), --off or --instances, one of them.")
+    if most is None and any(value is not None for value in (least, target, curve)):
+        raise UserError("--min, --target and --from go with --max; leave them out.")
+    if most is not None and (target is None) == (curve is None):
+        have = "neither was" if target is None else "both were"
+        raise UserError(f"Give --target or --from, one of them; {have} given.")
     if percentile not in (50, 90, 99):
         raise UserError(f"--percentile is {percentile}; expected 50, 90 or 99.")
     from peagle.deploy.aws import Clients
@@ -196,30 +193,12 @@ def _print_result(
         print(f"{endpoint}: no longer scaled automatically")
 
 
-def _check(
-    *,
-    off: bool,
-    most: int | None,
-    least: int | None,
-    instances: int | None,
-    target: float | None,
-    curve: Path | None,
-) -> None:
-    if sum((off, instances is not None, most is not None)) != 1:
-        raise UserError("Give --max (with --target or --from), --off or --instances, one of them.")
-    if most is None and any(value is not None for value in (least, target, curve)):
-        raise UserError("--min, --target and --from go with --max; leave them out.")
-    if most is not None and (target is None) == (curve is None):
-        have = "neither was" if target is None else "both were"
-        raise UserError(f"Give --target or --from, one of them; {have} given.")
-
-
 def _bounds(scaling: Autoscaling) -> str:
     return f"{scaling.min_instances} to {scaling.max_instances} instances"
 
 
 def _variant(current: EndpointState, variant: str | None) -> str:
-    """Name of the variant that is scaled."""
+    """Return the name of the variant to scale."""
     from peagle.deploy.status import variants
 
     found = [one["name"] for one in variants(current)]
@@ -234,7 +213,7 @@ def _variant(current: EndpointState, variant: str | None) -> str:
 
 
 def _count_call(current: EndpointState, variant: str, instances: int) -> dict[str, Any]:
-    """The call that gives a variant a number of instances; updates of the stack keep it."""
+    """Return the call that sets a variant's number of instances; updates of the stack keep it."""
     from peagle.deploy.stack import planned_call
 
     endpoint = current.endpoint_name
@@ -288,7 +267,7 @@ def _target(
     bounds: Bounds,
     metric: ScalingMetric,
 ) -> float:
-    """Of a measured curve; why it is that much goes to standard error."""
+    """Return the target of a measured curve, and print its reason to standard error."""
     from peagle.deploy.curve import HEADROOM, capacity, read_curves
     from peagle.deploy.status import depth_of
 

@@ -6,17 +6,17 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from peagle.cli import groups, vllm_engine
+from peagle.cli import groups, vllm
 from peagle.cli.flags import Given, pick, takes
-from peagle.cli.options import Format, OutputFormat
+from peagle.cli.groups import Format, OutputFormat
 from peagle.cli.progress import ProgressLine
 from peagle.cli.setup import Setup
 from peagle.cli.terminal import bright
-from peagle.cli.vllm_engine import VllmFlags
+from peagle.cli.vllm import VllmFlags
 from peagle.errors import UserError
 from peagle.evaluation.prompts import read_prompts
 
@@ -49,53 +49,43 @@ _MARKS = {"agrees": "ok", "differs": "!!", "not checked": "--"}
     *groups.MODEL,
     *pick(groups.SPECULATION, "speculative.num_speculative_tokens"),
     *pick(groups.ENGINE, "engine.dtype", "engine.device", "threads"),
-    *vllm_engine.OPTIONS,
+    *vllm.OPTIONS,
 )
 def doctor(
     given: Given,
     flags: VllmFlags = None,
-    endpoint: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="URL of a server with OpenAI's interface that serves the head.",
-            show_default="our engine, in this process",
-        ),
-    ] = None,
-    endpoint_model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Name of the model on that server.",
-            show_default="the first listed",
-        ),
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="File of prompts of the kind that the head is for, one a line.",
-            show_default="short ones of the bundled sets",
-        ),
-    ] = None,
-    plain: Annotated[
-        bool, typer.Option("--plain", help="Send prompts as plain text, without the chat template.")
-    ] = False,
-    chat_template: Annotated[
-        str | None,
-        typer.Option(
-            help="Jinja file, or name of one of the tokenizer's templates.",
-            show_default="the tokenizer's",
-        ),
-    ] = None,
-    thinking: Annotated[
-        bool | None,
-        typer.Option(
-            "--thinking/--no-thinking",
-            help="Thinking mode of the prompts.",
-            show_default="the template's",
-        ),
-    ] = None,
+    endpoint: str | None = typer.Option(
+        None,
+        metavar="URL",
+        help="URL of a server with OpenAI's interface that serves the head.",
+        show_default="our engine, in this process",
+    ),
+    endpoint_model: str | None = typer.Option(
+        None,
+        metavar="NAME",
+        help="Name of the model on that server.",
+        show_default="the first listed",
+    ),
+    prompts: Path | None = typer.Option(
+        None,
+        metavar="FILE",
+        help="File of prompts of the kind that the head is for, one a line.",
+        show_default="short ones of the bundled sets",
+    ),
+    plain: bool = typer.Option(
+        False, "--plain", help="Send prompts as plain text, without the chat template."
+    ),
+    chat_template: str | None = typer.Option(
+        None,
+        help="Jinja file, or name of one of the tokenizer's templates.",
+        show_default="the tokenizer's",
+    ),
+    thinking: bool | None = typer.Option(
+        None,
+        "--thinking/--no-thinking",
+        help="Thinking mode of the prompts.",
+        show_default="the template's",
+    ),
     output_format: Format = OutputFormat.TEXT,
 ) -> None:
     """Find out why a draft head accepts less than it should.
@@ -105,10 +95,10 @@ def doctor(
     """
     if endpoint_model is not None and endpoint is None:
         raise UserError("--endpoint-model was given without --endpoint; give both.")
-    on_vllm = vllm_engine.is_vllm(given, flags or [])
+    on_vllm = vllm.is_vllm(given, flags or [])
     if on_vllm and endpoint is not None:
         raise UserError("--engine vllm and --endpoint contradict each other; leave one out.")
-    setup = Setup.of(given)
+    setup = Setup(given)
     if setup.speculative is None or setup.speculative.model is None:
         raise UserError(f"There is no head to examine for {setup.target!r}. Name one with --draft.")
     setup.check_paths(chat_template)
@@ -116,9 +106,9 @@ def doctor(
         read_prompts(prompts)  # refuses a file that is not there before torch is imported
     setup.prepare()
     with ProgressLine("step") as line:
-        vllm = None
+        in_vllm = None
         if on_vllm:
-            vllm = _in_vllm(given, flags or [], chat_template, thinking, line.begin)
+            in_vllm = _in_vllm(given, flags or [], chat_template, thinking, line.begin)
         from peagle.doctor.examiner import run_doctor
 
         report = run_doctor(
@@ -128,7 +118,7 @@ def doctor(
             draft_revision=setup.speculative.revision,
             endpoint=endpoint,
             endpoint_model=endpoint_model,
-            vllm=vllm,
+            vllm=in_vllm,
             num_speculative_tokens=setup.speculative.num_speculative_tokens,
             prompts=prompts,
             plain=plain,
@@ -152,16 +142,15 @@ def _in_vllm(
     thinking: bool | None,
     progress: Callable[[str], None],
 ) -> Callable[[Path, Path, int], Serving]:
-    """Return what makes the serving side of a head in vLLM."""
-    from peagle.backends.vllm.installation import find_vllm
+    """Return a function that serves a head in vLLM."""
     from peagle.doctor.serving import VllmServing
 
-    installation = find_vllm(given.value("vllm_python"))
+    installation = vllm.find(given)
     template = {"chat_template_kwargs": {"enable_thinking": thinking}}
     extra_body = None if thinking is None else template
 
     def serving(target: Path, head: Path, k: int) -> Serving:
-        launch = vllm_engine.launch_for(
+        launch = vllm.launch_for(
             given, flags, target, head, k, max_num_seqs=1, chat_template=chat_template
         )
         return VllmServing(launch, installation, extra_body, progress)

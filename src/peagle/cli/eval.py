@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from peagle.cli import groups, harness, vllm_engine
+from peagle.cli import groups, harness, vllm
 from peagle.cli.flags import Given, pick, takes
-from peagle.cli.harness import Eagle3, Models, Sets
-from peagle.cli.options import (
+from peagle.cli.groups import (
     Format,
     MoreHeads,
     OutputFormat,
@@ -25,15 +24,17 @@ from peagle.cli.options import (
     ShuffleSeed,
     Thinking,
     UseTemplate,
-    check_paths,
-    thinking_mode,
 )
-from peagle.cli.terminal import printable
-from peagle.cli.values import whole_numbers
-from peagle.cli.vllm_engine import VllmFlags
+from peagle.cli.harness import Eagle3, Models, Sets
+from peagle.cli.progress import ProgressLine
+from peagle.cli.settings import whole_numbers
+from peagle.cli.setup import check_paths, thinking_mode
+from peagle.cli.terminal import bright, printable
+from peagle.cli.vllm import VllmFlags
 from peagle.config import MAX_SPECULATIVE_TOKENS, SamplingParams, SpeculativeConfig
 from peagle.errors import UserError
 from peagle.evaluation.decoding_methods import NGRAM, DecodingMethod
+from peagle.results import Entry, EntryKey, Slice
 
 if TYPE_CHECKING:
     from peagle.evaluation.endpoint import EndpointBackend
@@ -73,67 +74,53 @@ _NAMED_URL = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<url>.+)")
     *pick(groups.SAMPLING, "sampling.seed"),
     *pick(groups.ENGINE, "engine.dtype", "engine.device", "engine.max_model_len"),
     *pick(groups.ENGINE, "engine.kv_cache_gib", "engine.gpu_memory_utilization", "threads"),
-    *vllm_engine.OPTIONS,
+    *vllm.OPTIONS,
 )
 def eval(
     given: Given,
     flags: VllmFlags = None,
     eagle3: Eagle3 = None,
     method: MoreHeads = None,
-    ngram: Annotated[
-        bool, typer.Option(help="Measure prompt lookup too, the baseline that needs no head.")
-    ] = True,
+    ngram: bool = typer.Option(
+        True, help="Measure prompt lookup too, the baseline that needs no head."
+    ),
     sets: Sets = None,
     limit: PromptLimit = None,
     shuffle_seed: ShuffleSeed = None,
-    prompt_column: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="Column with the prompt, in a data set of the hub.",
-            show_default=False,
-        ),
-    ] = "",
-    k: Annotated[
-        str | None,
-        typer.Option(
-            "-k",
-            "--num-speculative-tokens",
-            metavar="K,...",
-            help="Draft tokens per step; each K is a run of its own.",
-            show_default="what every head was trained for, at most 7; a server's own with "
-            "--endpoint",
-        ),
-    ] = None,
-    temperature: Annotated[
-        str, typer.Option(metavar="T,...", help="Temperatures; 0 is greedy.")
-    ] = "0",
-    concurrency: Annotated[int, typer.Option(help="Number of requests in flight.")] = 16,
+    prompt_column: str = typer.Option(
+        "",
+        metavar="NAME",
+        help="Column with the prompt, in a data set of the hub.",
+        show_default=False,
+    ),
+    k: str | None = typer.Option(
+        None,
+        "-k",
+        "--num-speculative-tokens",
+        metavar="K,...",
+        help="Draft tokens per step; each K is a run of its own.",
+        show_default="what every head was trained for, at most 7; a server's own with --endpoint",
+    ),
+    temperature: str = typer.Option("0", metavar="T,...", help="Temperatures; 0 is greedy."),
+    concurrency: int = typer.Option(16, help="Number of requests in flight."),
     chat_template: UseTemplate = None,
     thinking: Thinking = None,
-    endpoint: Annotated[
-        str | None,
-        typer.Option(
-            metavar="[NAME=]URL",
-            help="Measure a server in place of an engine here; PEAGLE_API_KEY holds its key.",
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Name of the server's model.", show_default="the first that the server lists"
-        ),
-    ] = None,
-    certify: Annotated[
-        bool, typer.Option("--certify", help="Only certify that decoding is lossless.")
-    ] = False,
-    samples: Annotated[
-        int | None,
-        typer.Option(
-            help="With --certify: outputs of a prompt, in the test of their distribution.",
-            show_default="1000",
-        ),
-    ] = None,
+    endpoint: str | None = typer.Option(
+        None,
+        metavar="[NAME=]URL",
+        help="Measure a server in place of an engine here; PEAGLE_API_KEY holds its key.",
+    ),
+    model: str | None = typer.Option(
+        None, help="Name of the server's model.", show_default="the first that the server lists"
+    ),
+    certify: bool = typer.Option(
+        False, "--certify", help="Only certify that decoding is lossless."
+    ),
+    samples: int | None = typer.Option(
+        None,
+        help="With --certify: outputs of a prompt, in the test of their distribution.",
+        show_default="1000",
+    ),
     output: Results = None,
     output_format: Format = OutputFormat.TEXT,
 ) -> None:
@@ -142,7 +129,7 @@ def eval(
     Acceptance length and acceptance by position, with 95% intervals over requests.
     In the report also by set, category, context length and output position.
     """
-    on_vllm = vllm_engine.is_vllm(given, flags or [])
+    on_vllm = vllm.is_vllm(given, flags or [])
     if on_vllm and endpoint:
         raise UserError(
             "--engine vllm and --endpoint contradict each other; leave one of them out."
@@ -191,7 +178,7 @@ def eval(
         target_sha256 = ""
     else:
         arms = []
-        installation = vllm_engine.find(given) if on_vllm else None
+        installation = vllm.find(given) if on_vllm else None
         heads = harness.named_methods(given, eagle3, method or [], ngram=ngram and not on_vllm)
         models = harness.load_models(given, heads, whole=not on_vllm)
         ks = ks or (models.default_k,)
@@ -251,7 +238,7 @@ def _certificate_options(
     temperatures: Sequence[float],
     samples: int | None,
 ) -> dict[str, Any]:
-    """The given ones of the certificate's options, by their names there."""
+    """Return the given options of the certificate by their names in `Options`."""
     names = [name for one in sets or () for name in one.split(",")]
     if len(names) > 1:
         raise UserError(f"--set names {len(names)} sets; a certificate takes its prompts from one.")
@@ -281,7 +268,7 @@ def _engine_arms(
     concurrency: int,
     thinking: bool | None,
 ) -> tuple[list[EvalArm], str]:
-    """Engines of our own, one at a time, and the data type."""
+    """Make arms of our own engine, which run one at a time; return the data type too."""
     from peagle.evaluation.engine_backend import open_engine
     from peagle.evaluation.eval_run import EvalArm
 
@@ -304,17 +291,15 @@ def _vllm_arms(
     extra: Mapping[str, Any],
     concurrency: int,
 ) -> tuple[list[EvalArm], str]:
-    """vLLM, started for each head and K, and the data type that it takes."""
+    """Make arms that start vLLM for each head and K; return the data type that vLLM takes too."""
     from peagle.evaluation.eval_run import EvalArm
     from peagle.evaluation.vllm_server import ENGINE, vllm_backend
 
     def opened(one: DecodingMethod, k: int) -> AbstractContextManager[Any]:
-        return vllm_backend(launch(one, k), installation, say=vllm_engine.say, extra_body=extra)
+        return vllm_backend(launch(one, k), installation, say=vllm.say, extra_body=extra)
 
     def launch(one: DecodingMethod, k: int) -> Any:
-        return vllm_engine.launch_for(
-            given, flags, models.folder, one.folder, k, max_num_seqs=concurrency
-        )
+        return vllm.launch_for(given, flags, models.folder, one.folder, k, max_num_seqs=concurrency)
 
     dtype = launch(models.methods[0], models.default_k).dtype_on(installation)
     arms = [EvalArm(one, k, partial(opened, one, k), ENGINE) for one in models.methods for k in ks]
@@ -322,7 +307,7 @@ def _vllm_arms(
 
 
 def _server_arms(server: EndpointBackend, name: str, ks: Sequence[int]) -> list[EvalArm]:
-    """A server at each K, or at its own."""
+    """Make an arm of a server at each K, or at its own K."""
     from peagle.evaluation.eval_run import EvalArm
 
     if ks and not server.is_ours:
@@ -344,7 +329,7 @@ def _server_arms(server: EndpointBackend, name: str, ks: Sequence[int]) -> list[
 
 
 def _converses(server: EndpointBackend, chat_template: bool | None, thinking: bool | None) -> bool:
-    """Whether prompts go to the server as messages: as the option says, else if it answers one."""
+    """Decide whether the server gets messages: by the option, else by whether it answers one."""
     from peagle.evaluation.decoding import Request
 
     if chat_template is not None:
@@ -373,7 +358,6 @@ def _measure(
     output_format: OutputFormat,
 ) -> str:
     """Measure every entry, show each as it comes, and return the advice."""
-    from peagle.cli.eval_view import EvalView, entry_text
     from peagle.evaluation.eval_run import evaluate
     from peagle.evaluation.intervals import compare_entries
     from peagle.evaluation.report.advice import acceptance_advice
@@ -385,7 +369,7 @@ def _measure(
             print(entry_text(entry, dtype, chat=plan.chat) + "\n", flush=True)
 
     view = EvalView(show)
-    with harness.resumable(view, output, file.entries):
+    with harness.resumable(view.close, output, file.entries):
         evaluate(arms, plan, file, view)
     comparisons = compare_entries(file.entries, seed=plan.params.seed or 0)
     advice = acceptance_advice(file.entries, comparisons)
@@ -400,7 +384,7 @@ def _certify(
     output: Path | None,
     output_format: OutputFormat,
 ) -> bool:
-    """Print the certificate of losslessness; whether there is no fault."""
+    """Print the certificate of losslessness, and return whether it passed."""
     from peagle.evaluation.certify.run import Options, certificate_text, run
     from peagle.evaluation.journal import make_folder
     from peagle.models.checkpoint.files import write_json
@@ -421,3 +405,123 @@ def _certify(
     as_json = output_format is OutputFormat.JSON
     print(json.dumps(certificate.to_json(), indent=2) if as_json else certificate_text(certificate))
     return certificate.passed
+
+
+_MOST_COLUMNS = 12
+_LABEL = 18
+
+
+class EvalView:
+    """Print progress to standard error, and pass finished entries to `show`."""
+
+    def __init__(self, show: Callable[[Entry], None]) -> None:
+        self._show = show
+        self._line = ProgressLine("request")
+        self._done = self._total = 0
+
+    def begin(self, key: EntryKey, num_requests: int) -> None:
+        """Say which entry is begun."""
+        self._line = ProgressLine("request")
+        self._line.begin(f"{printable(str(key))}: {num_requests} requests")
+        self._done, self._total = 0, num_requests
+
+    def advance(self) -> None:
+        """Count a request."""
+        self._done += 1
+        self._line.update(self._done, self._total, "")
+
+    def close(self) -> None:
+        """Remove the progress line."""
+        self._line.__exit__()
+
+    def end(self, entry: Entry, *, was_there: bool) -> None:
+        """Remove the progress line and pass the entry on."""
+        self.close()
+        if was_there:
+            name = printable(f"{entry.method}, K={entry.k}, temperature {entry.temperature:g}")
+            print(f"peagle: {name}: measured before", file=sys.stderr)
+        self._show(entry)
+
+
+def entry_text(entry: Entry, dtype: str, *, chat: bool) -> str:
+    """Return an entry as a table: figures of all prompts, and a line for every set and category."""
+    pooled = entry.pooled
+    k = entry.k or "unknown"
+    title = f"{entry.method}  K={k}  temperature {entry.temperature:g}"
+    title += f", {entry.draft_sampling} drafts" if entry.temperature else ""
+    prompts = "chat template" if chat else "plain prompts"
+    server = "" if entry.engine == "peagle" else entry.engine
+    where = "  ".join(filter(None, (dtype, prompts, entry.source, server)))
+    lines = [bright(printable(title), sys.stdout) + printable(f"  {where}")]
+    lines.append("  " + _summary(pooled))
+    if pooled.acceptance_length is None:
+        lines.append(f"  {entry.output_tokens_per_s:.1f} output tokens/s")
+    lines += _positions(pooled)
+    lines += _group_lines(entry.by_set, entry.by_category)
+    lines += [printable(f"  note: {note}") for note in entry.notes]
+    return "\n".join(lines)
+
+
+def _summary(one: Slice) -> str:
+    parts = [f"acceptance length {_length(one)}"]
+    length, per_step = one.acceptance_length, one.tokens_per_step
+    if length is not None and per_step is not None and abs(per_step - length) >= 0.005:
+        parts.append(f"{per_step:.2f} tokens per step, those without a draft too")
+    if one.loop_share:
+        before = one.acceptance_length_before_loop
+        shown = "" if before is None else f" (before that {before:.2f})"
+        parts.append(f"{one.loop_share:.0%} of the outputs fall into a loop{shown}")
+    parts.append(f"{one.num_requests} requests, {one.num_tokens:,} tokens")
+    return "; ".join(parts)
+
+
+def _length(one: Slice) -> str:
+    if one.acceptance_length is None:
+        return "unknown"
+    if not one.num_drafts:
+        return "1.00 (nothing was drafted)"
+    interval = one.acceptance_length_ci
+    shown = "" if interval is None else " [{:.2f}, {:.2f}]".format(*interval)
+    return f"{one.acceptance_length:.2f}{shown}"
+
+
+def _positions(pooled: Slice) -> list[str]:
+    depth = min(len(pooled.unconditional), _MOST_COLUMNS)
+    if not depth:
+        return []
+    lines = [f"  {'position':<{_LABEL}}" + "".join(f"{i + 1:>6}" for i in range(depth))]
+    for name, shares, intervals in (
+        ("unconditional", pooled.unconditional, pooled.unconditional_ci),
+        ("conditional", pooled.conditional, pooled.conditional_ci),
+    ):
+        lines.append(_row(name, shares[:depth]))
+        if intervals is not None:
+            for side, label in enumerate(("  95% from", "  95% to")):
+                ends = [None if one is None else one[side] for one in intervals[:depth]]
+                lines.append(_row(label, ends))
+    return lines
+
+
+def _row(label: str, values: Sequence[float | None]) -> str:
+    return f"  {label:<{_LABEL}}" + "".join(f"{_share(value):>6}" for value in values)
+
+
+def _share(value: float | None) -> str:
+    """Return a share without its leading 0, or - if it is unknown."""
+    return "-" if value is None else f"{value:.2f}".removeprefix("0")
+
+
+def _group_lines(by_set: Mapping[str, Slice], by_category: Mapping[str, Slice]) -> list[str]:
+    """Return a line for each of several sets, and for each of several categories of a set."""
+    lines: list[str] = []
+    for name, whole in by_set.items():
+        own = [other for other in by_category if other.startswith(f"{name}/")]
+        if len(by_set) > 1 or len(own) > 1:
+            lines.append(_group_line(name, whole))
+        if len(own) > 1:
+            lines += [_group_line(other, by_category[other]) for other in sorted(own)]
+    return lines
+
+
+def _group_line(name: str, one: Slice) -> str:
+    return f"  {printable(name):<32} {_length(one):<20} {one.num_requests:>6} requests"

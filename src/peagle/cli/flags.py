@@ -6,10 +6,13 @@ parameters that the command has of its own, and hands it what the user gave as o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import wraps
 from inspect import Parameter, Signature, signature
+from pathlib import Path
+from textwrap import dedent
 from typing import Annotated, Any
 
 import typer
@@ -20,20 +23,15 @@ from peagle.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One option.
+    """An option of the command line, as `group` reads it.
 
     Attributes:
-        key: what it sets: a field of a configuration ("sampling.top_p") or another thing that
-            commands look up ("threads"). Flags of one key exclude each other.
-        kind: type of what is typed; bool is a switch, a list may be given several times.
-        help: for the help page.
-        name: as it is typed, with its opposite after a slash; "" makes it of the key.
-        short: a short name.
-        metavar: stands for the value on the help page; "" names the kind.
-        default: what the help page calls the default; None takes that of the configuration's
-            field, "" shows none.
-        read: makes the value of what was typed.
-        panel: where the help page shows it.
+        key: the field of a configuration ("sampling.top_p") or another name ("threads") that it
+            sets. Flags of one key exclude each other.
+        kind: type of the value; bool is a switch, a list may be given several times.
+        name: the option, with its opposite after a slash; "" makes it of the key.
+        default: the default on the help page; None takes that of the configuration's field.
+        read: makes the value of what the user typed.
     """
 
     key: str
@@ -48,12 +46,12 @@ class Flag:
 
     @property
     def shown_name(self) -> str:
-        """The name in messages, also that of a switch which was turned off."""
+        """The name in messages; of a switch the positive one."""
         return self.name.partition("/")[0] or _dashed(self.key)
 
     @property
     def parameter(self) -> Parameter:
-        """The parameter of a command's signature that typer makes this option of."""
+        """The parameter of a command's signature from which typer makes this option."""
         option: Any = typer.Option(
             *filter(None, (self.name or _dashed(self.key), self.short)),
             help=self.help,
@@ -69,11 +67,7 @@ class Flag:
         )
 
     def setting(self, typed: Any) -> Setting:
-        """What was typed, as a setting.
-
-        Raises:
-            UserError: it cannot be read; the message names this flag.
-        """
+        """Return what the user typed as a setting."""
         try:
             return Setting(typed if self.read is None else self.read(typed), self.shown_name)
         except UserError as error:
@@ -81,7 +75,7 @@ class Flag:
 
     @property
     def shown_default(self) -> str:
-        """The default as the help page has it."""
+        """The default on the help page."""
         if self.default is not None:
             return self.default
         section, _, name = self.key.partition(".")
@@ -96,33 +90,79 @@ def _dashed(key: str) -> str:
 
 
 Group = tuple[Flag, ...]
+_KINDS: dict[str, Any] = {"TEXT": str, "INT": int, "FLOAT": float, "PATH": Path}
+_FIRST_LINE = re.compile(
+    r"(?:(?P<short>-\w), )?(?P<name>--[\w/-]+)"
+    r"(?: (?P<metavar>[A-Z][^ :]*)(?::(?P<kind>[A-Z]+))?)?(?P<repeats> \.\.\.)?"
+    r"(?: = (?P<key>[\w.]+))?"
+)
 
 
-def group(panel: str, *flags: Flag) -> Group:
-    """Flags that stand together on the help page."""
-    return tuple(replace(flag, panel=panel) for flag in flags)
+def group(
+    panel: str,
+    text: str,
+    *,
+    section: str = "",
+    read: Mapping[str, Callable[[Any], Any]] | None = None,
+) -> Group:
+    """Return the options that stand together on the help page, declared in its form.
+
+    The first line of an option is `-s, --name METAVAR:KIND ... = key`, of which only the name is
+    required: no metavar makes a switch, KIND is TEXT unless it is given or is the metavar itself,
+    three dots let the option repeat, and the key is the name, in the section, unless it is given.
+    The indented lines below are the help, with the default at its end. `read` makes the value of
+    the option of a name; a switch --no-x with the key x gives False.
+    """
+    flags = []
+    for option in re.split(r"\n(?=-)", dedent(text).strip()):
+        first, *lines = option.splitlines()
+        match = _FIRST_LINE.fullmatch(first)
+        assert match is not None, first
+        name, metavar = match["name"], match["metavar"] or ""
+        kind = _KINDS[match["kind"] or (metavar if metavar in _KINDS else "TEXT")]
+        kind = list[kind] if match["repeats"] else kind if metavar else bool
+        key = name.partition("/")[0].strip("-").replace("-", "_")
+        key = match["key"] or (f"{section}.{key}" if section else key)
+        own_read = (read or {}).get(name)
+        if name.startswith("--no-") and not key.startswith("no_"):
+            own_read = _switch_off
+        help, _, default = " ".join(map(str.strip, lines)).partition(" [default: ")
+        flags.append(
+            Flag(
+                key,
+                kind,
+                help,
+                name,
+                match["short"] or "",
+                "" if metavar in _KINDS else metavar,
+                default.removesuffix("]") or None,
+                own_read,
+                panel,
+            )
+        )
+    return tuple(flags)
+
+
+def _switch_off(_: bool) -> bool:
+    return False
 
 
 def pick(flags: Group, *keys: str) -> Group:
-    """Those flags of a group that set these keys, for a command that has not all of them."""
+    """Return the flags of a group that set these keys."""
     assert set(keys) <= {flag.key for flag in flags}
     return tuple(flag for flag in flags if flag.key in keys)
 
 
 class Given(dict[str, Setting]):
-    """What the user gave on the command line: settings by key."""
+    """The settings that the user gave on the command line, by key."""
 
     def value(self, key: str, default: Any = None) -> Any:
-        """The value of a key, `default` where none was given."""
+        """Return the value of a key, or `default` if the user gave none."""
         return self[key].value if key in self else default
 
     @classmethod
     def read(cls, typed: Mapping[Flag, Any]) -> Given:
-        """What was typed for each flag, None (or an empty list) where it was not.
-
-        Raises:
-            UserError: a value cannot be read, or two flags set the same.
-        """
+        """Read what the user typed for each flag; None or an empty list is nothing."""
         given = cls()
         for flag, value in typed.items():
             if value is None or value == []:
@@ -137,7 +177,7 @@ class Given(dict[str, Setting]):
 
 
 def takes(*flags: Flag) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a command so that it has these options beside those of its own parameters.
+    """Decorate a command so that it takes these options beside its own parameters.
 
     It gets what was given of them as its first argument, a `Given`.
     """

@@ -6,15 +6,15 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from peagle.cli import groups
 from peagle.cli.flags import Given, takes
-from peagle.cli.options import Format, OutputFormat
+from peagle.cli.groups import Format, OutputFormat
 from peagle.cli.setup import Setup, note
-from peagle.cli.terminal import printable
+from peagle.cli.terminal import safe
 from peagle.config import SamplingParams
 from peagle.errors import UserError
 from peagle.evaluation.prompts import Prompt, read_prompts
@@ -62,17 +62,15 @@ Settings in a file, and what they amount to together with variables and flags:
 )
 def generate(
     given: Given,
-    prompt: Annotated[
-        str | None, typer.Option(help="Text to complete; the output streams as it comes.")
-    ] = None,
-    prompts: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help='Prompts, one a line: {"id", "turns"} (the first turn), {"id", "prompt"}, JSON '
-            "strings or plain text; - is standard input.",
-        ),
-    ] = None,
+    prompt: str | None = typer.Option(
+        None, help="Text to complete; the output streams as it comes."
+    ),
+    prompts: str | None = typer.Option(
+        None,
+        metavar="FILE",
+        help='Prompts, one a line: {"id", "turns"} (the first turn), {"id", "prompt"}, JSON '
+        "strings or plain text; - is standard input.",
+    ),
     output_format: Format = OutputFormat.TEXT,
 ) -> None:
     """Complete prompts of your own.
@@ -82,7 +80,7 @@ def generate(
     """
     only_show = "show_config" in given
     questions = [] if only_show else _prompts(prompt, prompts)
-    setup = Setup.of(given)
+    setup = Setup(given)
     if only_show:
         setup.show()
         return
@@ -117,13 +115,13 @@ def _prompts(prompt: str | None, file: str | None) -> list[Prompt]:
 
 
 def _write(chunk: StreamChunk) -> None:
-    print(_safe(chunk.text), end="" if chunk.output is None else "\n", flush=True)
+    print(safe(chunk.text, sys.stdout), end="" if chunk.output is None else "\n", flush=True)
 
 
 def _in_order(
     prompts: Sequence[Prompt], num_outputs: int, output_format: OutputFormat
 ) -> Callable[[StreamChunk], None]:
-    """What prints finished outputs, in the order of the prompts."""
+    """Return a function that prints finished outputs in the order of the prompts."""
     finished: dict[tuple[int, int], RequestOutput] = {}
     waiting = product(range(len(prompts)), range(num_outputs))
     due = next(waiting)
@@ -143,19 +141,17 @@ def _in_order(
 def _result(
     prompt: Prompt, number: int | None, output: RequestOutput, output_format: OutputFormat
 ) -> str:
-    """One output, with its number where its prompt has several."""
+    """Return the text of an output, with its number if its prompt has several."""
     if output_format is OutputFormat.JSON:
         index = {} if number is None else {"index": number}
         return json.dumps({"id": prompt.id, **index, **output.to_json()})
-    return f"=== {prompt.id}{'' if number is None else f' #{number}'}\n{_safe(output.text)}"
-
-
-def _safe(text: str) -> str:
-    return printable(text) if sys.stdout.isatty() else text
+    return (
+        f"=== {prompt.id}{'' if number is None else f' #{number}'}\n{safe(output.text, sys.stdout)}"
+    )
 
 
 def _summary(tally: Tally, llm: LLM, params: SamplingParams) -> str:
-    """One line: how much, how fast, how well drafted."""
+    """Return a line with the tokens, the speed and the acceptance."""
     from peagle.cli.tally import drafts_of
 
     speed = (

@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from peagle.bundled import BUNDLED, BUNDLED_TARGET, expand_bundled
-from peagle.cli import options
+from peagle.cli import groups
 from peagle.cli.flags import Given
 from peagle.cli.settings import Layer, Settings
-from peagle.cli.setup import note
+from peagle.cli.setup import note, own_target, quiet_libraries, set_threads
 from peagle.config import SamplingParams
 from peagle.errors import UserError
 from peagle.evaluation.decoding_methods import NGRAM, PLAIN, DecodingMethod
@@ -63,14 +63,11 @@ def load_prompts(
     """Load the prompts that --set, --limit and --shuffle-seed choose, by the name of their set.
 
     Without a set a few prompts of the default one are taken.
-
-    Raises:
-        UserError: a name is empty or stands twice, or a set is not there.
     """
     from peagle.evaluation.prompt_sets import load
 
     if not names:
-        names, limit = [DEFAULT_SET], options.DEFAULT_LIMIT if limit is None else limit
+        names, limit = [DEFAULT_SET], groups.DEFAULT_LIMIT if limit is None else limit
     # A file's name may hold commas.
     split = [one for name in names for one in ([name] if Path(name).exists() else name.split(","))]
     if not all(split):
@@ -114,19 +111,19 @@ class Models:
 
     @property
     def default_k(self) -> int:
-        """K where none is given: one that every head was trained for, at most 7."""
+        """The K that every head was trained for, at most 7."""
         from peagle.models.trained_depth import default_depth
 
         return min(default_depth(one.trained_depth) for one in self.methods)
 
     @property
     def dtype(self) -> str:
-        """Data type of the target."""
+        """The data type of the target."""
         return str(self.target.dtype).removeprefix("torch.")
 
     @property
     def target_sha256(self) -> str:
-        """Digest that tells the target from another of the same name."""
+        """A digest that distinguishes targets of the same name."""
         from peagle.models.fingerprint import TargetFingerprint
 
         return TargetFingerprint.of(self.target).lm_head_sha256
@@ -138,14 +135,11 @@ def named_methods(
     """Return the methods that --draft, --eagle3 and --method name; by default the bundled heads.
 
     With `ngram` prompt lookup is among them.
-
-    Raises:
-        UserError: there is none, or one is plain decoding.
     """
     named = [DecodingMethod.parse(text) for text in methods]
     if any(one.name == PLAIN for one in named):
         raise UserError("Plain decoding drafts nothing to accept; `peagle bench` measures it.")
-    own, draft = options.own_target(given.value("target")), given.value("speculative.model")
+    own, draft = own_target(given.value("target")), given.value("speculative.model")
     if own is None:
         draft, eagle3 = draft or BUNDLED, eagle3 or BUNDLED
     heads = [DecodingMethod("", draft)] if draft else []
@@ -163,10 +157,6 @@ def load_models(given: Given, methods: Sequence[DecodingMethod], *, whole: bool 
 
     A method with a source and no name is named after the kind of its head. Without `whole` only the
     ends of the target are loaded, for another engine.
-
-    Raises:
-        UserError: a model is not there, a head does not fit the target or is of the other kind, or
-            two methods have one name.
     """
     from peagle.evaluation.engine_backend import load_target
     from peagle.models.checkpoint import load_drafter
@@ -176,9 +166,9 @@ def load_models(given: Given, methods: Sequence[DecodingMethod], *, whole: bool 
 
     settings = Settings(Layer(dict(given)))
     engine = settings.build("engine")
-    options.set_threads(given.value("threads"))
-    options.quiet_libraries()
-    own = options.own_target(given.value("target"))
+    set_threads(given.value("threads"))
+    quiet_libraries()
+    own = own_target(given.value("target"))
     folder = resolve_model(own or BUNDLED, given.value("revision"))
     methods = [replace(one, source=expand_bundled(one.source, "draft")) for one in methods]
     heads = [resolve_model(one.source, role="draft") if one.source else None for one in methods]
@@ -231,7 +221,7 @@ def _with_head(one: DecodingMethod, folder: Path | None, target: TargetSizes) ->
 
 
 def display_name(source: str) -> str:
-    """Return a model as it was named; one of the bundled by its name alone."""
+    """Return the name of a model as the user gave it, or of a bundled model its short name."""
     path = Path(source)
     return f"bundled/{path.name}" if path.parent == BUNDLED_TARGET.parent else source
 
@@ -252,28 +242,22 @@ def provenance(target: str, dtype: str, device: torch.device | None = None) -> d
     }
 
 
-class View(Protocol):
-    """The progress of a command on standard error."""
-
-    def close(self) -> None:
-        """Leave the line that changes."""
-        ...
-
-
 @contextmanager
-def resumable(view: View, output: Path | None, measurements: Sized) -> Iterator[None]:
+def resumable(
+    close_view: Callable[[], None], output: Path | None, measurements: Sized
+) -> Iterator[None]:
     """Measure; after an interruption or an error, say what is kept for the same command."""
     try:
         yield
     except BaseException:
-        view.close()
+        close_view()
         if output is not None and len(measurements):
             note(
                 f"{len(measurements)} measurements are kept in {output}; the same command goes on "
                 "with them"
             )
         raise
-    view.close()
+    close_view()
 
 
 def conclude(
@@ -281,14 +265,11 @@ def conclude(
     text: str,
     name: str,
     output: Path | None,
-    output_format: options.OutputFormat,
+    output_format: groups.OutputFormat,
 ) -> None:
     """Write results to their file, report on all that the folder holds, and print the results.
 
     Without an output folder nothing is written. `text` holds the results for people.
-
-    Raises:
-        UserError: the folder cannot be written to.
     """
     report: Path | None = None
     if output is not None:
@@ -297,7 +278,7 @@ def conclude(
 
         write_json(output / name, results.to_json())
         report = write_report(output)
-    is_json = output_format is options.OutputFormat.JSON
+    is_json = output_format is groups.OutputFormat.JSON
     print(json.dumps(results.to_json(), indent=2) if is_json else text)
     if report is not None:
         note(f"the report is {report}")

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from textwrap import indent
-from typing import Annotated, Any, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -43,35 +43,40 @@ COMMANDS = {
     "tune": "Choose K by batch size for this machine and head.",
 }
 
-_CONTEXT = {"help_option_names": ["-h", "--help"]}
+CONTEXT = {"help_option_names": ["-h", "--help"]}
 # click's own or the copy inside typer, by the version of typer.
 _UsageError: Any = typer.BadParameter.__base__
 
 
-class Command(TyperCommand):
-    """A command whose help page ends with examples, printed as they were written."""
+def with_examples(kind: type[Any], examples: str) -> type[Any]:
+    """Return a kind of command whose help page ends with examples, printed as they were written."""
 
-    examples = ""
+    class WithExamples(kind):
+        def format_help(self, ctx: Any, formatter: Any) -> None:
+            super().format_help(ctx, formatter)
+            formatter.write(f" Examples:\n{indent(examples.strip(), '   ')}\n")
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help page."""
-        super().format_help(ctx, formatter)
-        formatter.write(f" Examples:\n{indent(self.examples.strip(), '   ')}\n")
+    return WithExamples
+
+
+def command_of(name: str, function: Callable[..., None], examples: str) -> TyperCommand:
+    """Return the command that a function is, with examples on its help page."""
+    app = typer.Typer(add_completion=False, context_settings=CONTEXT)
+    app.command(name, cls=with_examples(TyperCommand, examples))(function)
+    return cast(TyperCommand, typer.main.get_command(app))
 
 
 class LazyCommand(TyperCommand):
-    """A command's name and short help; the rest is imported when it is called."""
+    """A command's name and short help; the command is imported when it is called."""
 
     def make_context(self, *args: Any, **keywords: Any) -> Any:
-        """The context of the real command, which is what then runs."""
         return self.load().make_context(*args, **keywords)
 
     def get_short_help_str(self, limit: int = 0) -> str:
-        """The whole line of help, which the page wraps."""
         return self.help or ""
 
-    def load(self) -> Command | TyperGroup:
-        """Import the command; what the module calls by its name may have commands of its own."""
+    def load(self) -> TyperCommand | TyperGroup:
+        """Import the command, which may be a group of commands."""
         assert self.name is not None
         module = import_module(f"peagle.cli.{self.name}")
         if isinstance(group := getattr(module, self.name), typer.Typer):
@@ -79,18 +84,8 @@ class LazyCommand(TyperCommand):
         return command_of(self.name, getattr(module, self.name), module.EXAMPLES)
 
 
-def command_of(name: str, function: Callable[..., None], examples: str) -> Command:
-    """The command that a function is, with examples on its help page."""
-    app = typer.Typer(add_completion=False, context_settings=_CONTEXT)
-    app.command(name, cls=Command)(function)
-    command = typer.main.get_command(app)
-    assert isinstance(command, Command)
-    command.examples = examples
-    return command
-
-
 class LazyGroup(TyperGroup):
-    """The commands of the table above."""
+    """The group of the commands in the table above."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -109,7 +104,7 @@ app = typer.Typer(
     cls=LazyGroup,
     add_completion=False,
     invoke_without_command=True,
-    context_settings=_CONTEXT,
+    context_settings=CONTEXT,
     rich_markup_mode=None,
 )
 
@@ -117,10 +112,9 @@ app = typer.Typer(
 @app.callback()
 def peagle(
     context: typer.Context,
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
-    ] = False,
+    version: bool = typer.Option(
+        False, "--version", callback=_show_version, is_eager=True, help="Show the version."
+    ),
 ) -> None:
     """Parallel-drafting speculative decoding (P-EAGLE) for Hugging Face causal language models."""
     if context.invoked_subcommand is None:
@@ -128,11 +122,7 @@ def peagle(
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status.
-
-    Args:
-        arguments: without the program's name; None takes those of this process.
-    """
+    """Run the command line, by default that of this process, and return its exit status."""
     try:
         status = typer.main.get_command(app).main(
             args=arguments, prog_name="peagle", standalone_mode=False

@@ -16,16 +16,11 @@ _LINE_SECONDS = 5.0
 
 
 class ProgressLine:
-    """Progress of a command, to be used in a `with` statement.
+    """A context manager that shows the progress of a command.
 
     On a terminal one line is redrawn in place and cut at the terminal's width: the name of a phase
     with a moving bar and its seconds, or a count with a bar, figures and the time left. Elsewhere
     each phase is a line of text, and counts are lines now and then.
-
-    Args:
-        unit: what is counted, like "step".
-        quiet: show nothing at all.
-        console: where to show it; None is standard error.
     """
 
     def __init__(self, unit: str, *, quiet: bool = False, console: Console | None = None) -> None:
@@ -53,20 +48,14 @@ class ProgressLine:
             self._bar.stop()
 
     def begin(self, phase: str) -> None:
-        """Name what begins now; how long it takes is not known."""
+        """Show the name of a phase of unknown length."""
         if self.is_live:
             self._show(printable(phase), None, 0, "")
         else:
             self.print(phase)
 
     def update(self, done: int, total: int, figures: str, *, line: str | None = None) -> None:
-        """Show a count with figures, and the time left at the pace since the first call.
-
-        Args:
-            done: how many there are; total: how many there will be.
-            figures: what a terminal shows beside the bar.
-            line: what is printed now and then where there is no terminal; None prints nothing.
-        """
+        """Show a count with figures, and the time left at the pace since the first call."""
         left = self._time_left(done, total)
         if self.is_live:
             figures = "  ".join(filter(None, (figures, left)))
@@ -103,17 +92,16 @@ class ProgressLine:
 
 
 class _Figures(ProgressColumn):
-    """The figures of a count, the seconds of a phase."""
+    """A column with the figures of a count, or the seconds of a phase."""
 
     max_refresh = None
 
     def render(self, task: Task) -> Text:
-        """The text of the column."""
         return Text(task.fields["figures"] if task.total else time_text(task.elapsed or 0))
 
 
 def time_text(seconds: float) -> str:
-    """A duration in minutes and seconds, from an hour on with hours: 2:05, 1:02:05."""
+    """Return a duration in minutes and seconds, from an hour on with hours: 2:05, 1:02:05."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
@@ -16,7 +16,7 @@ from peagle.config import require_folder
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
-    from peagle.models.hub_upload import Commit, UploadFile
+    from peagle.models.hub_upload import Commit
     from peagle.training.published_head import PublishedHead
 
 EXAMPLES = """
@@ -38,154 +38,47 @@ _LICENSE = re.compile(r"[a-z0-9][a-z0-9.\-]*")
 _BRANCH = re.compile(r"(?!refs/)[A-Za-z0-9_][A-Za-z0-9_.\-/]*(?<![./])")
 
 
-@dataclass(frozen=True, slots=True)
-class PushPlan:
-    """The steps of a push.
-
-    Attributes:
-        head: the head; target: hub id of its target, None if only the user's card names it.
-        repo, revision, private, message: the place on the hub, and the commit.
-        files: all that go there; card: the text of README.md.
-        card_is_ours: the card was made, not found in the folder.
-        notes: advice for the user.
-    """
-
-    head: PublishedHead
-    target: str | None
-    repo: str
-    revision: str
-    private: bool
-    message: str
-    files: tuple[UploadFile, ...]
-    card: str
-    card_is_ours: bool
-    notes: tuple[str, ...]
-
-    def to_json(self, commit: Commit | None) -> dict[str, Any]:
-        """The output of --format json."""
-        from peagle.models.hub import hub_url
-
-        head = self.head
-        return {
-            "hub": hub_url(),
-            "repo": self.repo,
-            "revision": self.revision,
-            "private": self.private,
-            "message": self.message,
-            "kind": head.kind,
-            "style": head.format,
-            "num_layers": head.config.num_layers,
-            "num_speculative_tokens_trained": head.config.trained_depth,
-            "target": self.target,
-            "num_parameters": head.parameters,
-            "files": [{"name": f.name, "bytes": f.size, "sha256": f.sha256} for f in self.files],
-            "num_bytes": sum(file.size for file in self.files),
-            "card": self.card,
-            "card_made": self.card_is_ours,
-            "notes": list(self.notes),
-            "commit": commit and asdict(commit),
-        }
-
-
 def push(
-    folder: Annotated[str, typer.Argument(help="Folder of the head.", metavar="HEAD_DIR")],
-    repo: Annotated[str, typer.Argument(help="Repository on the hub.", metavar="OWNER/NAME")],
-    target: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HUB_ID",
-            help="The head's target, for the card.",
-            show_default="the one that the head names",
-        ),
-    ] = None,
-    license: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ID",
-            help="Licence of the head, for the card: apache-2.0, mit, ...",
-            show_default=False,
-        ),
-    ] = None,
-    card: Annotated[
-        Literal["keep", "overwrite"],
-        typer.Option(help="Keep the README.md of HEAD_DIR, if there is one, or write a new card."),
-    ] = "keep",
-    revision: Annotated[
-        str, typer.Option(metavar="BRANCH", help="Branch to push to; made if it is not there.")
-    ] = "main",
-    private: Annotated[
-        bool, typer.Option("--private", help="Make the repository private; refuse a public one.")
-    ] = False,
-    message: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TEXT", help="Message of the commit.", show_default="what the head is"
-        ),
-    ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace files on the hub that differ.")
-    ] = False,
-    yes: Annotated[
-        bool, typer.Option("--yes", help="Upload; without --yes the command only shows the plan.")
-    ] = False,
-    format: Annotated[
-        Literal["text", "json"], typer.Option(help="Print text, or one JSON object.")
-    ] = "text",
+    folder: str = typer.Argument(..., help="Folder of the head.", metavar="HEAD_DIR"),
+    repo: str = typer.Argument(..., help="Repository on the hub.", metavar="OWNER/NAME"),
+    target: str | None = typer.Option(
+        None,
+        metavar="HUB_ID",
+        help="The head's target, for the card.",
+        show_default="the one that the head names",
+    ),
+    license: str | None = typer.Option(
+        None,
+        metavar="ID",
+        help="Licence of the head, for the card: apache-2.0, mit, ...",
+        show_default=False,
+    ),
+    card: Literal["keep", "overwrite"] = typer.Option(
+        "keep", help="Keep the README.md of HEAD_DIR, if there is one, or write a new card."
+    ),
+    revision: str = typer.Option(
+        "main", metavar="BRANCH", help="Branch to push to; made if it is not there."
+    ),
+    private: bool = typer.Option(
+        False, "--private", help="Make the repository private; refuse a public one."
+    ),
+    message: str | None = typer.Option(
+        None, metavar="TEXT", help="Message of the commit.", show_default="what the head is"
+    ),
+    force: bool = typer.Option(False, "--force", help="Replace files on the hub that differ."),
+    yes: bool = typer.Option(
+        False, "--yes", help="Upload; without --yes the command only shows the plan."
+    ),
+    format: Literal["text", "json"] = typer.Option("text", help="Print text, or one JSON object."),
 ) -> None:
     """Push a draft head and its model card to a Hugging Face hub.
 
     Without --yes nothing is sent: the head is checked, and what would be uploaded is shown.
     """
-    plan = make_plan(
-        Path(expand_bundled(folder, "draft")),
-        repo,
-        target=target,
-        license=license,
-        overwrite_card=card == "overwrite",
-        revision=revision,
-        private=private,
-        message=message,
-    )
-    for note in plan.notes:
-        print(f"peagle: note: {note}", file=sys.stderr)
-    if format == "text":
-        print(_description(plan), flush=True)
-    commit = None
-    if yes:
-        from peagle.models.hub_upload import upload
-
-        commit = upload(
-            plan.files,
-            plan.repo,
-            plan.revision,
-            message=plan.message,
-            private=plan.private,
-            force=force,
-        )
-    if format == "json":
-        print(json.dumps(plan.to_json(commit)))
-    else:
-        print(_result(commit) if commit else "\nNothing was sent. Upload it with --yes.")
-
-
-def make_plan(
-    folder: Path,
-    repo: str,
-    *,
-    target: str | None = None,
-    license: str | None = None,
-    overwrite_card: bool = False,
-    revision: str = "main",
-    private: bool = False,
-    message: str | None = None,
-) -> PushPlan:
-    """Check the head and make its card; no connection is made.
-
-    Raises:
-        UserError: an argument is not usable, or the head may not be published.
-    """
-    require_folder(folder, "The draft head")
-    from peagle.models.hub_upload import UploadFile
+    path = Path(expand_bundled(folder, "draft"))
+    require_folder(path, "The draft head")
+    from peagle.models.hub import hub_url
+    from peagle.models.hub_upload import UploadFile, upload
     from peagle.training.model_card import model_card
     from peagle.training.published_head import CARD_NAME, read_head
 
@@ -197,42 +90,55 @@ def make_plan(
         )
     if message is not None and not message.strip():
         raise UserError("The message of the commit is empty; expected text, or no --message.")
-    head = read_head(folder)
-    keeps_card = CARD_NAME in head.files and not overwrite_card
+    head = read_head(path)
+    keeps_card = CARD_NAME in head.files and card == "keep"
     target = _target(head, target, wanted=not keeps_card)
     if keeps_card:
-        if license is not None:
-            raise UserError(
-                f"--license is {license!r}, but the card is {str(folder / CARD_NAME)!r}, which is "
-                "kept as it is. Write the licence there, or have the card made anew with --card "
-                "overwrite."
-            )
-        text = _read_card(folder / CARD_NAME)
+        text = _kept_card(path / CARD_NAME, license)
     else:
         assert target is not None
         text = model_card(head, repo, target, _checked_license(license), revision=revision)
     contents: dict[str, bytes | Path] = {name: head.folder / name for name in head.files}
     contents[CARD_NAME] = text.encode()
-    files = tuple(UploadFile.of(name, content) for name, content in sorted(contents.items()))
+    files = [UploadFile.of(name, content) for name, content in sorted(contents.items())]
     notes = list(head.notes) if not keeps_card else []
     if head.format == "speculators" and head.target is None:
         notes.append(
             "config.json does not name the target, so that vLLM cannot serve by the head alone: "
             "`peagle convert --format speculators --target` writes it down"
         )
-    what = f"{head.kind} head" + (f" for {target}" if target else "")
-    return PushPlan(
-        head=head,
-        target=target,
-        repo=repo,
-        revision=revision,
-        private=private,
-        message=message or f"Upload {what}, with peagle",
-        files=files,
-        card=text,
-        card_is_ours=not keeps_card,
-        notes=tuple(notes),
-    )
+    plan: dict[str, Any] = {
+        "hub": hub_url(),
+        "repo": repo,
+        "revision": revision,
+        "private": private,
+        "message": message
+        or f"Upload {head.kind} head{f' for {target}' if target else ''}, with peagle",
+        "kind": head.kind,
+        "style": head.format,
+        "num_layers": head.config.num_layers,
+        "num_speculative_tokens_trained": head.config.trained_depth,
+        "target": target,
+        "num_parameters": head.parameters,
+        "files": [{"name": f.name, "bytes": f.size, "sha256": f.sha256} for f in files],
+        "num_bytes": sum(file.size for file in files),
+        "card": text,
+        "card_made": not keeps_card,
+        "notes": notes,
+    }
+    for note in notes:
+        print(f"peagle: note: {note}", file=sys.stderr)
+    if format == "text":
+        print(_description(plan, head.dtype), flush=True)
+    commit = None
+    if yes:
+        commit = upload(
+            files, repo, revision, message=plan["message"], private=private, force=force
+        )
+    if format == "json":
+        print(json.dumps(plan | {"commit": commit and asdict(commit)}))
+    else:
+        print(_result(commit) if commit else "\nNothing was sent. Upload it with --yes.")
 
 
 # ---- arguments ------------------------------------------------------------------------------
@@ -255,11 +161,7 @@ def _check_hub_id(text: str, what: str) -> None:
 
 
 def _target(head: PublishedHead, given: str | None, *, wanted: bool) -> str | None:
-    """The target's hub id, as given or as the head names it.
-
-    Raises:
-        UserError: there is none though it is wanted, or the head names another one.
-    """
+    """Return the target's hub id, as given or as the head names it."""
     named = head.target
     is_id = named is not None and _is_hub_id(named) and not Path(named).exists()
     remedy = (
@@ -300,7 +202,13 @@ def _checked_license(license: str | None) -> str:
     return license
 
 
-def _read_card(path: Path) -> str:
+def _kept_card(path: Path, license: str | None) -> str:
+    """Return the user's own card, which no option may change."""
+    if license is not None:
+        raise UserError(
+            f"--license is {license!r}, but the card is {str(path)!r}, which is kept as it is. "
+            "Write the licence there, or have the card made anew with --card overwrite."
+        )
     try:
         return path.read_bytes().decode()
     except UnicodeDecodeError as error:
@@ -313,24 +221,25 @@ def _read_card(path: Path) -> str:
 # ---- output ---------------------------------------------------------------------------------
 
 
-def _description(plan: PushPlan) -> str:
-    from peagle.models.hub import hub_url
-
-    head, depth = plan.head, plan.head.config.trained_depth
-    layers = "1 layer" if head.config.num_layers == 1 else f"{head.config.num_layers} layers"
+def _description(plan: dict[str, Any], dtype: str) -> str:
+    depth, count = plan["num_speculative_tokens_trained"], plan["num_layers"]
+    layers = "1 layer" if count == 1 else f"{count} layers"
     trained = "K not recorded" if depth is None else f"trained for K = {depth}"
-    width = max(len(file.name) for file in plan.files)
+    width = max(len(file["name"]) for file in plan["files"])
     lines = [
-        f"{head.kind} head, {layers}, {trained}, {head.parameters:,} parameters of {head.dtype}, "
-        f"style of {head.format}",
-        f"to     {hub_url()}/{plan.repo}, branch {plan.revision}"
-        + (", private" if plan.private else ""),
-        f"commit {plan.message}",
-        f"files  {len(plan.files)}, {sum(file.size for file in plan.files):,} bytes",
-        *(f"  {f.name:<{width}}  {f.size:>14,}  sha256 {f.sha256}" for f in plan.files),
-        f"README.md, {'made' if plan.card_is_ours else 'yours'}:",
+        f"{plan['kind']} head, {layers}, {trained}, {plan['num_parameters']:,} parameters of "
+        f"{dtype}, style of {plan['style']}",
+        f"to     {plan['hub']}/{plan['repo']}, branch {plan['revision']}"
+        + (", private" if plan["private"] else ""),
+        f"commit {plan['message']}",
+        f"files  {len(plan['files'])}, {plan['num_bytes']:,} bytes",
+        *(
+            f"  {file['name']:<{width}}  {file['bytes']:>14,}  sha256 {file['sha256']}"
+            for file in plan["files"]
+        ),
+        f"README.md, {'made' if plan['card_made'] else 'yours'}:",
         "",
-        *(f"  | {line}".rstrip() for line in plan.card.splitlines()),
+        *(f"  | {line}".rstrip() for line in plan["card"].splitlines()),
     ]
     return "\n".join(lines)
 

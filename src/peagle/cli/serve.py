@@ -6,16 +6,16 @@ import os
 import sys
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from peagle.bundled import BUNDLED, BUNDLED_PEAGLE, BUNDLED_TARGET, expand_bundled
-from peagle.cli import groups, options
+from peagle.cli import groups
 from peagle.cli.flags import Given, takes
 from peagle.cli.settings import Layer, Setting
-from peagle.cli.setup import Setup
-from peagle.cli.vllm_engine import refuse_vllm_options
+from peagle.cli.setup import Setup, check_paths
+from peagle.cli.vllm import refuse_vllm_options
 from peagle.config import SpeculativeConfig
 from peagle.errors import UserError
 from peagle.extras import require_package
@@ -65,35 +65,26 @@ _PLAIN, _OWN_ENGINE = "plain", "peagle"
 )
 def serve(
     given: Given,
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[MODEL]", help="The target model, like --target.", show_default=False
-        ),
-    ] = None,
-    flags: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[-- FLAGS OF VLLM]",
-            help="Flags of vLLM, which it gets as they are.",
-            show_default=False,
-        ),
-    ] = None,
-    compare_draft: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="A second head to compare with, for the same target: a folder or a hub id.",
-            show_default="the EAGLE-3 head with the bundled model",
-        ),
-    ] = None,
-    sagemaker: Annotated[
-        bool,
-        typer.Option(
-            "--sagemaker",
-            help="Serve as SageMaker expects: on port 8080, by the variables SM_VLLM_*.",
-        ),
-    ] = False,
+    model: str | None = typer.Argument(
+        None, metavar="[MODEL]", help="The target model, like --target.", show_default=False
+    ),
+    flags: list[str] | None = typer.Argument(
+        None,
+        metavar="[-- FLAGS OF VLLM]",
+        help="Flags of vLLM, which it gets as they are.",
+        show_default=False,
+    ),
+    compare_draft: str | None = typer.Option(
+        None,
+        metavar="MODEL",
+        help="A second head to compare with, for the same target: a folder or a hub id.",
+        show_default="the EAGLE-3 head with the bundled model",
+    ),
+    sagemaker: bool = typer.Option(
+        False,
+        "--sagemaker",
+        help="Serve as SageMaker expects: on port 8080, by the variables SM_VLLM_*.",
+    ),
 ) -> None:
     """Serve a model over HTTP, compatible with OpenAI's API.
 
@@ -114,10 +105,10 @@ def serve(
             raise UserError(f"{model!r} and --target were both given; leave one of them out.")
         given["target"] = Setting(model, "MODEL")
     if engine != _OWN_ENGINE:
-        from peagle.cli.serve_vllm import serve_vllm
+        from peagle.cli.vllm import serve_vllm
 
         return serve_vllm(given, flags, compare_draft)
-    setup = Setup.of(given, _DEFAULTS)
+    setup = Setup(given, _DEFAULTS)
     config: ServerConfig = setup.settings.build("server")
     if "show_config" in given:
         setup.show(sections=("engine", "server"))
@@ -128,7 +119,7 @@ def serve(
     configure_logging(config.log_format)
     keys = load_keys(os.environ, given.value("api_key_file"))
     setup.check_paths(config.chat_template)
-    options.check_paths(None, eagle3=compare_draft)
+    check_paths(None, eagle3=compare_draft)
     for package in ("fastapi", "prometheus_client", "uvicorn"):
         require_package(package, "serve", "peagle serve")
     # Connections are accepted from here on, while all else is imported and loaded.
@@ -171,8 +162,9 @@ def _spec(setup: Setup, config: ServerConfig, compare: str | None) -> tuple[Engi
     folder = resolve_model(setup.target, setup.settings.value("revision"))
     speculative = setup.speculative and with_local_head(setup.speculative)
     proposers = {_proposer_name(speculative): speculative}
-    if compare is None and setup.target == str(BUNDLED_TARGET) and speculative is not None:
-        compare = _other_bundled(speculative)
+    is_bundled = setup.target == str(BUNDLED_TARGET)
+    if compare is None and is_bundled and speculative is not None:
+        compare = BUNDLED if speculative.model == str(BUNDLED_PEAGLE) else None
     if compare is not None:
         if speculative is None:
             raise UserError(f"--compare-draft is {compare!r}; expected a --draft to compare with.")
@@ -192,13 +184,7 @@ def _spec(setup: Setup, config: ServerConfig, compare: str | None) -> tuple[Engi
         hang_timeout_s=config.hang_timeout_s,
         log_format=config.log_format,
     )
-    is_bundled = setup.target == str(BUNDLED_TARGET)
     return spec, "peagle-code" if is_bundled else _model_name(setup.target)
-
-
-def _other_bundled(speculative: SpeculativeConfig) -> str | None:
-    """The bundled EAGLE-3 head, where the bundled P-EAGLE head drafts."""
-    return BUNDLED if speculative.model == str(BUNDLED_PEAGLE) else None
 
 
 def _model_name(target: str) -> str:
@@ -206,7 +192,7 @@ def _model_name(target: str) -> str:
 
 
 def _proposer_name(speculative: SpeculativeConfig | None) -> str:
-    """The kind of the head ("peagle", "eagle3"), or how else is drafted ("ngram", "plain")."""
+    """Return the kind of the head ("peagle", "eagle3"), or else "ngram" or "plain"."""
     if speculative is None:
         return _PLAIN
     if speculative.model is None:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from peagle.bundled import Role, expand_bundled
-from peagle.cli import values
-from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig, speculative_keys
+from peagle.config import (
+    EngineConfig,
+    SamplingParams,
+    SpeculativeConfig,
+    StructuredOutput,
+    speculative_keys,
+)
 from peagle.errors import UserError
 from peagle.serving.config import ServerConfig
 
@@ -34,7 +41,7 @@ _OTHER_VARIABLES = ("PEAGLE_API_KEY", "PEAGLE_CACHE", "PEAGLE_VLLM_PYTHON")  # r
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A value and where it was given: a flag, a variable, or a table of a file."""
+    """A value and the flag, variable or table of a file that gave it."""
 
     value: Any
     source: str
@@ -42,7 +49,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What one place gives.
+    """The settings of one place.
 
     Attributes:
         settings: by dotted key: "target", "revision", "engine.dtype", "speculative.model", ...
@@ -55,7 +62,7 @@ class Layer:
 
 
 class Settings:
-    """What the layers amount to; the lowest comes first."""
+    """Merged layers; the lowest comes first."""
 
     def __init__(self, *layers: Layer) -> None:
         self._settings: dict[str, Setting] = {}
@@ -68,28 +75,20 @@ class Settings:
         self._settings = kept | layer.settings
 
     def value(self, key: str) -> Any:
-        """The value at a dotted key, None where no layer has one."""
+        """Return the value at a dotted key, or None."""
         return self._settings[key].value if key in self._settings else None
 
     def source(self, key: str) -> str:
-        """The place that gave the value at a dotted key, "default" where no layer has one."""
+        """Return the place that gave the value at a dotted key, or "default"."""
         return self._settings[key].source if key in self._settings else "default"
 
     def section(self, name: str) -> dict[str, Any]:
-        """The values that the layers give for a section."""
+        """Return the given values of a section."""
         parts = ((key.partition("."), setting) for key, setting in self._settings.items())
         return {key: setting.value for (section, _, key), setting in parts if section == name}
 
     def build(self, name: str, base: Any = None) -> Any:
-        """The configuration of a section.
-
-        Args:
-            name: of the section.
-            base: gives the values that no layer has; None takes the configuration's defaults.
-
-        Raises:
-            UserError: a value is not usable; the message names the place that gave it.
-        """
+        """Return the configuration of a section; `base` has the values that no layer gives."""
         try:
             given = self.section(name)
             return SECTIONS[name](**given) if base is None else replace(base, **given)
@@ -100,11 +99,7 @@ class Settings:
 
 
 def speculative_layer(source: str, name: str) -> Layer:
-    """A whole speculative configuration in vLLM's form.
-
-    Raises:
-        UserError: it is not one; the message begins with `name`.
-    """
+    """Return the layer of a whole speculative configuration in vLLM's form."""
     try:
         keys = speculative_keys(source)
         SpeculativeConfig(**keys)
@@ -115,7 +110,7 @@ def speculative_layer(source: str, name: str) -> Layer:
 
 
 def environment_layers(environ: Mapping[str, str]) -> list[Layer]:
-    """PEAGLE_TARGET, PEAGLE_REVISION, PEAGLE_<ENGINE OPTION>, and three with a JSON object.
+    """Read PEAGLE_TARGET, PEAGLE_REVISION, PEAGLE_<ENGINE OPTION>, and three JSON objects.
 
     These are PEAGLE_SPECULATIVE_CONFIG, in vLLM's form, and PEAGLE_SAMPLING and PEAGLE_SERVER, as
     a file's tables.
@@ -123,9 +118,6 @@ def environment_layers(environ: Mapping[str, str]) -> list[Layer]:
     Other variables of that beginning are left alone (Kubernetes sets PEAGLE_PORT and the like
     where a service is called peagle), unless they look like a misspelt one. An empty variable
     counts as none.
-
-    Raises:
-        UserError: a misspelt variable or an unusable value.
     """
     settings: dict[str, Setting] = {}
     keys = {f"PEAGLE_{name.upper()}": name for name in _NAMES}
@@ -146,20 +138,16 @@ def environment_layers(environ: Mapping[str, str]) -> list[Layer]:
         layers.append(speculative_layer(text, SPECULATIVE_VARIABLE))
     for section, variable in _TABLE_VARIABLES.items():
         if text := environ.get(variable):
-            table = _variable_table(section, variable, text)
+            try:
+                table = _fitting(section, json_object(text, '{"temperature": 0.7}'))
+            except UserError as error:
+                raise UserError(f"{variable}: {error}") from None
             layers.append(Layer({f"{section}.{k}": Setting(v, variable) for k, v in table.items()}))
     return layers
 
 
-def _variable_table(section: str, variable: str, text: str) -> dict[str, Any]:
-    try:
-        return _fitting(section, values.json_object(text, '{"temperature": 0.7}'))
-    except UserError as error:
-        raise UserError(f"{variable}: {error}") from None
-
-
 def _number(text: str) -> Any:
-    """A number or null; other text stays as it is, for the configuration to refuse."""
+    """Read a number or null; the configuration refuses other text, which stays as it is."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
@@ -167,13 +155,10 @@ def _number(text: str) -> Any:
 
 
 def file_layer(path: Path) -> Layer:
-    """A TOML file: format_version, target, revision, and a table for each of SECTIONS.
+    """Read a TOML file: format_version, target, revision, and a table for each of SECTIONS.
 
     A name that starts with "." or is found beside the file is a path relative to it; "bundled" is
     the bundled model.
-
-    Raises:
-        UserError: not readable, not TOML, of a newer format, or with a key that is not known.
     """
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -181,7 +166,14 @@ def file_layer(path: Path) -> Layer:
         raise UserError(f"--config {str(path)!r} is not readable: {error.strerror}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"--config {str(path)!r} is not TOML: {error}.") from None
-    _check_format(data.pop("format_version", FORMAT_VERSION), path)
+    version = data.pop("format_version", FORMAT_VERSION)
+    if type(version) is not int or version < 1:
+        raise UserError(f"{path}: format_version is {version!r}; expected a whole number from 1.")
+    if version > FORMAT_VERSION:
+        raise UserError(
+            f"{path}: format_version is {version}, newer than this peagle reads "
+            f"({FORMAT_VERSION}). Upgrade peagle."
+        )
     settings: dict[str, Setting] = {}
     for key, value in data.items():
         if key in _NAMES:
@@ -202,18 +194,8 @@ def file_layer(path: Path) -> Layer:
     return Layer(settings)
 
 
-def _check_format(version: object, path: Path) -> None:
-    if type(version) is not int or version < 1:
-        raise UserError(f"{path}: format_version is {version!r}; expected a whole number from 1.")
-    if version > FORMAT_VERSION:
-        raise UserError(
-            f"{path}: format_version is {version}, newer than this peagle reads "
-            f"({FORMAT_VERSION}). Upgrade peagle."
-        )
-
-
 def _table(path: Path, name: str, table: object) -> dict[str, Any]:
-    """The keys of one table, all of them known."""
+    """Return the values of a table; refuse unknown keys."""
     known = ["format_version", *_NAMES, *(f"[{section}]" for section in SECTIONS)]
     if name not in SECTIONS:
         raise UserError(f"{path}: unknown key {name!r}; known: {', '.join(known)}.")
@@ -226,8 +208,100 @@ def _table(path: Path, name: str, table: object) -> dict[str, Any]:
 
 
 def _fitting(section: str, table: dict[str, Any]) -> dict[str, Any]:
-    """The values of a section's table as its configuration takes them."""
+    """Return the values of a section's table as its configuration takes them."""
     known = sorted(field.name for field in fields(SECTIONS[section]))
     if unknown := sorted(table.keys() - set(known)):
         raise UserError(f"unknown key {unknown[0]!r}; known: {', '.join(known)}.")
-    return values.sampling(table) if section == "sampling" else table
+    return sampling_values(table) if section == "sampling" else table
+
+
+def json_object(text: str, example: str) -> dict[str, Any]:
+    """Read JSON text of an object; the error shows the example."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = None
+    if not isinstance(value, dict):
+        raise UserError(f"{text!r} is not a JSON object; expected one, like '{example}'.")
+    return value
+
+
+def one_of(*allowed: str) -> Callable[[str], str]:
+    """Return a function that reads one of these words."""
+
+    def read(word: str) -> str:
+        if word not in allowed:
+            raise UserError(f"{word!r} is not known; expected {' or '.join(allowed)}.")
+        return word
+
+    return read
+
+
+def whole_numbers(flag: str, text: str, most: int) -> tuple[int, ...]:
+    """Read numbers and ranges between commas, like 1-4,8: ascending, each once."""
+    numbers: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,6})\s*(?:(?:-|\.\.)\s*(\d{1,6}))?\s*", part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+        if not 1 <= first <= last <= most:
+            raise UserError(
+                f"{flag} is {text!r}; expected whole numbers from 1 to {most}, like 1-4,8."
+            )
+        numbers.update(range(first, last + 1))
+    return tuple(sorted(numbers))
+
+
+def read_logit_bias(text: str) -> dict[int, Any]:
+    """Read biases by token id from JSON text."""
+    return logit_bias(json_object(text, '{"42": -5}'))
+
+
+def logit_bias(pairs: Mapping[str, Any]) -> dict[int, Any]:
+    """Read biases from a table whose token ids are text, as in JSON and TOML."""
+    if wrong := [key for key in pairs if not str(key).isdecimal()]:
+        raise UserError(f"logit_bias has the key {wrong[0]!r}; expected token ids, like '42'.")
+    return {int(key): -math.inf if value == "-inf" else value for key, value in pairs.items()}
+
+
+def structure(kind: str) -> Callable[[Any], StructuredOutput]:
+    """Return a function that reads the source of a structure of this kind.
+
+    A schema is JSON text or the name of a file with it, a grammar the name of a file.
+    """
+
+    def read(text: Any) -> StructuredOutput:
+        if kind == "json":
+            return StructuredOutput.json_object()
+        is_file = kind == "ebnf" or (kind == "json_schema" and not text.lstrip().startswith("{"))
+        return StructuredOutput(kind, _content(text) if is_file else text)  # type: ignore[arg-type]
+
+    return read
+
+
+def _content(file: str) -> str:
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise UserError(f"the file {file!r} is not readable: {reason}. Check the path.") from None
+
+
+def sampling_values(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a [sampling] table as SamplingParams takes them."""
+    values = dict(table)
+    if isinstance(bias := values.get("logit_bias"), Mapping):
+        values["logit_bias"] = logit_bias(bias)
+    if (shape := values.get("structured_output")) is not None:
+        if not isinstance(shape, Mapping) or not {"kind"} <= set(shape) <= {"kind", "source"}:
+            raise UserError(
+                f"structured_output is {shape!r}; expected a table with kind and source, like "
+                '{ kind = "regex", source = "[0-9]+" }.'
+            )
+        values["structured_output"] = StructuredOutput(**shape)
+    return values
+
+
+def as_written(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a configuration as a user writes them in JSON."""
+    bias = {str(k): "-inf" if v == -math.inf else v for k, v in values.get("logit_bias", ())}
+    return {**values, "logit_bias": bias} if "logit_bias" in values else dict(values)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peagle.bundled import BUNDLED, expand_bundled
-from peagle.cli import options, values
+from peagle.bundled import BUNDLED, Role, expand_bundled
 from peagle.cli.flags import Given
 from peagle.cli.settings import (
     FORMAT_VERSION,
@@ -18,6 +18,7 @@ from peagle.cli.settings import (
     Layer,
     Setting,
     Settings,
+    as_written,
     environment_layers,
     file_layer,
     speculative_layer,
@@ -31,78 +32,38 @@ if TYPE_CHECKING:
     from peagle.llm import LLM
 
 
-@dataclass(frozen=True, slots=True)
 class Setup:
-    """What to load and how to run it, every value checked.
+    """The models to load and the way to run them, every value checked.
 
-    Attributes:
-        settings: all layers.
-        target: folder or hub id of the target.
-        speculative: how drafts are made; None decodes plainly.
-        engine: sizes of the engine.
-        params: how to sample, where the settings set it.
-        threads: CPU threads; None leaves them to the model and the machine.
-        off: what turned drafting off, where it is off.
-        show_memory: whether the memory plan is printed on a CPU too.
+    Flags override the environment, which overrides the file, which overrides the command's
+    defaults. Without a `speculative` configuration the engine decodes plainly.
     """
 
-    settings: Settings
-    target: str
-    speculative: SpeculativeConfig | None
-    engine: EngineConfig
-    params: SamplingParams
-    threads: int | None
-    off: str
-    show_memory: bool = False
-
-    @classmethod
-    def of(cls, given: Given, *defaults: Layer) -> Setup:
-        """The setup of what was given: flags over environment over file over the defaults.
-
-        Args:
-            given: on the command line.
-            *defaults: the command's own, under all else.
-
-        Raises:
-            UserError: a value is not usable, or two contradict each other.
-        """
+    def __init__(self, given: Given, *defaults: Layer) -> None:
         file = given.value("config")
-        settings = Settings(
+        self.settings = settings = Settings(
             *defaults,
             *([] if file is None else [file_layer(file)]),
             *environment_layers(os.environ),
             _flags(given),
             _speculative_flags(given),
         )
-        params, engine = settings.build("sampling"), settings.build("engine")
-        off = "--no-speculation" if "no_speculation" in given else "default"
-        speculative = None if "no_speculation" in given else _speculation(settings)
-        target = expand_bundled(settings.value("target") or BUNDLED, "target")
-        return cls(
-            settings,
-            target,
-            speculative,
-            engine,
-            params,
-            given.value("threads"),
-            off,
-            "show_memory" in given,
-        )
+        self.params: SamplingParams = settings.build("sampling")
+        self.engine: EngineConfig = settings.build("engine")
+        self.is_off = "no_speculation" in given
+        self.speculative = None if self.is_off else _speculation(settings)
+        self.target = expand_bundled(settings.value("target") or BUNDLED, "target")
+        self.threads: int | None = given.value("threads")
+        self.show_memory = "show_memory" in given
 
     def show(
         self,
         sections: tuple[str, ...] = ("engine", "sampling"),
         of_model: tuple[str, ...] = (),
     ) -> None:
-        """Print the merged settings as JSON, in the tables of a file.
-
-        Args:
-            sections: those that the command uses.
-            of_model: sampling parameters that the model's generation_config.json sets where no
-                layer does; these are null.
-        """
+        """Print the merged settings as JSON, in the tables of a file."""
         given, speculative = self.settings, self._with_depth()
-        tables = {name: values.as_written(asdict(given.build(name))) for name in sections}
+        tables = {name: as_written(asdict(given.build(name))) for name in sections}
         if "sampling" in tables:
             unset = [name for name in of_model if given.value(f"sampling.{name}") is None]
             tables["sampling"] |= dict.fromkeys(unset)
@@ -110,13 +71,13 @@ class Setup:
             "format_version": FORMAT_VERSION,
             "target": self.target,
             "revision": given.value("revision"),
-            "speculative": speculative and values.as_written(asdict(speculative)),
+            "speculative": speculative and as_written(asdict(speculative)),
             **tables,
         }
         print(json.dumps(merged, indent=2))
 
     def _with_depth(self) -> SpeculativeConfig | None:
-        """How drafts are made, with the K of a head that lies in a folder."""
+        """Return the speculative configuration with the K of a head in a folder."""
         speculative = self.speculative
         if speculative is None or speculative.model is None or speculative.num_speculative_tokens:
             return speculative
@@ -128,16 +89,8 @@ class Setup:
         return with_depth(speculative, folder)
 
     def load(self, folder: Path | None = None) -> LLM:
-        """Load the models; print the memory plan, on a CPU only with --show-memory.
-
-        Args:
-            folder: of the target, where it was found already.
-
-        Raises:
-            UserError: they are not usable; see `peagle.llm.LLM`.
-        """
-        if self.speculative is None and self.off == "default":
-            note("no --draft: decoding plainly (--method ngram needs no head)")
+        """Load the models; print the memory plan, on a CPU only with --show-memory."""
+        self.note_plain_decoding()
         self.check_paths()
         self.prepare()
         from peagle.llm import LLM
@@ -153,42 +106,38 @@ class Setup:
         return llm
 
     def check_paths(self, chat_template: str | None = None) -> None:
-        """Refuse what `options.check_paths` refuses of the models and a template.
-
-        Raises:
-            UserError: naming the first that is not there.
-        """
+        """Refuse models and a template that are not there, and a missing package."""
         if self.params.structured_output is not None:
             require_package("xgrammar", "grammar", "Structured output")
         head = self.speculative and self.speculative.model
-        options.check_paths(self.target, head, chat_template=chat_template)
+        check_paths(self.target, head, chat_template=chat_template)
+
+    def note_plain_decoding(self) -> None:
+        """Tell a user who named no head that nothing is drafted."""
+        if self.speculative is None and not self.is_off:
+            note("no --draft: decoding plainly (--method ngram needs no head)")
 
     def prepare(self) -> None:
         """Set up the libraries, before anything is loaded."""
-        options.set_threads(self.threads)
-        options.quiet_libraries()
+        set_threads(self.threads)
+        quiet_libraries()
 
 
 def note(text: str) -> None:
-    """Print a note beside the result."""
+    """Print a note to standard error."""
     print(f"peagle: note: {text}", file=sys.stderr)
 
 
 def _flags(given: Given) -> Layer:
-    """Flags of settings other than speculative ones; a target takes its revision along."""
-    keys = [key for key in given if key in ("target", "revision") or _section(key)]
-    chosen = {key: given[key] for key in keys if _section(key) != "speculative"}
+    """Return the layer of flags other than speculative ones; a target resets the revision."""
+    sections = {*SECTIONS, "target", "revision"} - {"speculative"}
+    chosen = {k: setting for k, setting in given.items() if k.partition(".")[0] in sections}
     return Layer(chosen, ("revision",) if "target" in chosen else ())
 
 
-def _section(key: str) -> str:
-    section = key.partition(".")[0]
-    return section if section in SECTIONS else ""
-
-
 def _speculative_flags(given: Given) -> Layer:
-    """--speculative-config, --no-speculation, or options for single keys: one of the three."""
-    shorthands = {k: setting for k, setting in given.items() if _section(k) == "speculative"}
+    """Return the layer of --speculative-config, --no-speculation or options for single keys."""
+    shorthands = {k: setting for k, setting in given.items() if k.startswith("speculative.")}
     whole, off = given.get("speculative_config"), given.get("no_speculation")
     alone = off or whole
     others = [*shorthands.values(), *([whole] if off and whole else [])]
@@ -206,10 +155,10 @@ def _speculative_flags(given: Given) -> Layer:
 
 
 def _speculation(settings: Settings) -> SpeculativeConfig | None:
-    """The speculative configuration that the settings amount to; None decodes plainly."""
+    """Return the speculative configuration of the settings; None decodes plainly."""
     given: dict[str, Any] = settings.section("speculative")
     if given.get("method") != "ngram" and "model" not in given:
-        if (target := options.own_target(settings.value("target"))) is not None:
+        if (target := own_target(settings.value("target"))) is not None:
             if not given:
                 return None
             source = settings.source(f"speculative.{next(iter(given))}")
@@ -220,3 +169,61 @@ def _speculation(settings: Settings) -> SpeculativeConfig | None:
         head = Setting(expand_bundled(BUNDLED, "draft"), "default")
         settings.put(Layer({"speculative.model": head}))
     return settings.build("speculative")
+
+
+def own_target(target: str | None) -> str | None:
+    """Return the target that was named, None where it is the bundled one, by name or by default."""
+    return None if target == BUNDLED else target
+
+
+def thinking_mode(thinking: bool | None, chat_template: bool | None) -> bool | None:
+    """Return the thinking mode to set; text without a template has none to turn off."""
+    if chat_template is not False:
+        return thinking
+    if thinking:
+        raise UserError("--no-chat-template was given, so there is no thinking mode to turn on.")
+    return None
+
+
+def check_paths(
+    target: str | None,
+    draft: str | None = None,
+    eagle3: str | None = None,
+    methods: Iterable[str] | None = None,
+    chat_template: str | None = None,
+) -> None:
+    """Refuse models that are neither folders here nor hub ids, and a template file that is not
+    there, before torch is imported.
+    """
+    from peagle.chat import check_template_file
+    from peagle.evaluation.decoding_methods import DecodingMethod
+    from peagle.models.loading import find_folder
+
+    named: list[tuple[str | None, Role]] = [(target, "target"), (draft, "draft")]
+    named += [
+        (eagle3, "eagle3"),
+        *((DecodingMethod.parse(m).source, "draft") for m in methods or ()),
+    ]
+    for name, role in named:
+        if name:
+            find_folder(name, role)
+    check_template_file(chat_template)
+
+
+def set_threads(threads: int | None) -> None:
+    """Let torch use so many CPU threads; None leaves the number to the model and the machine."""
+    if threads is None:
+        return
+    from peagle.engine import placement as library
+
+    library.set_threads(threads)
+
+
+def quiet_libraries() -> None:
+    """Keep the progress bars and advice of transformers out of our output."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from transformers.utils import logging
+
+    disable: Callable[[], None] = logging.disable_progress_bar
+    disable()
+    logging.set_verbosity_error()

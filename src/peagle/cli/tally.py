@@ -10,7 +10,7 @@ from peagle.llm import LLM, StreamChunk
 
 
 class Tally:
-    """Tokens and drafts, and the seconds that the engine took for them.
+    """Counts of tokens and drafts, and the seconds that the engine took for them.
 
     Attributes:
         num_tokens: output tokens.
@@ -24,7 +24,7 @@ class Tally:
         self.stats = SpeculationStats()
 
     def watch(self, stream: Iterator[StreamChunk]) -> Generator[StreamChunk]:
-        """Count what a stream brings while it is passed on; closing this cancels the rest."""
+        """Pass on the chunks of a stream and count them; closing this cancels the rest."""
         try:
             while True:
                 start = time.perf_counter()
@@ -41,24 +41,24 @@ class Tally:
                 stream.close()
 
     def add(self, other: Tally) -> None:
-        """Pool another's counts into these."""
+        """Add the counts of another tally."""
         self.num_tokens += other.num_tokens
         self.seconds += other.seconds
         self.stats.add(other.stats)
 
     @property
     def tokens_per_s(self) -> float:
-        """Output tokens a second."""
+        """The number of output tokens a second."""
         return self.num_tokens / self.seconds if self.seconds else 0.0
 
     def drafting(self, k: int) -> str:
-        """How well drafts of K tokens were accepted, in words; K = 0 drafts nothing."""
+        """Describe how well drafts of K tokens were accepted; K = 0 drafts nothing."""
         if not k:
             return "no speculation"
         return f"acceptance length {self.stats.acceptance_length:.2f} at K={k}"
 
 
 def drafts_of(llm: LLM) -> int:
-    """K, the draft tokens of a step; 0 where nothing is drafted."""
+    """Return K, the number of draft tokens of a step, or 0 without drafts."""
     speculative = llm.engine.speculative
     return 0 if speculative is None else speculative.num_drafts

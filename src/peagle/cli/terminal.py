@@ -35,8 +35,13 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
+def safe(text: str, stream: TextIO) -> str:
+    """Return the text, without control characters if the stream is a terminal."""
+    return printable(text) if stream.isatty() else text
+
+
 def has_styles(stream: TextIO) -> bool:
-    """Whether text written here may be styled: a terminal, not a dumb one, no NO_COLOR."""
+    """Return whether a stream is a terminal with styles, and NO_COLOR is not set."""
     is_dumb = os.environ.get("TERM", "dumb") in ("dumb", "unknown")
     return stream.isatty() and not is_dumb and not os.environ.get("NO_COLOR")
 

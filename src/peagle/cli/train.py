@@ -7,16 +7,16 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
 from peagle.cli.main import INTERRUPTED
-from peagle.cli.options import quiet_libraries
-from peagle.cli.progress import ProgressLine
+from peagle.cli.progress import ProgressLine, time_text
+from peagle.cli.setup import quiet_libraries
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
@@ -47,50 +47,31 @@ peagle train head.toml --output /tmp/trial --set optimizer.steps=50 --format jso
 
 
 def train(
-    config: Annotated[
-        Path, typer.Argument(help="TOML file that describes the run.", metavar="CONFIG")
-    ],
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume",
-            help="Continue from the output folder's checkpoint; only optimizer.steps may differ.",
-        ),
-    ] = False,
-    output: Annotated[
-        Path | None, typer.Option(help="Output folder, instead of the one in the file.")
-    ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Override a value of the file; may be repeated."
-        ),
-    ] = None,
-    format: Annotated[
-        Literal["text", "json"], typer.Option(help="Progress as text or as one JSON object a line.")
-    ] = "text",
-    plan: Annotated[
-        bool,
-        typer.Option(
-            "--plan", help="Print memory, disk space and hours of the run, and do not train."
-        ),
-    ] = False,
-    gpu_memory_gib: Annotated[
-        float | None,
-        typer.Option(
-            help="With --plan: memory of a GPU that is not here, in GiB.", show_default="this one"
-        ),
-    ] = None,
-    gpus: Annotated[
-        int, typer.Option(min=1, help="With --plan: number of GPUs that share the run.")
-    ] = 1,
-    tokens_per_s: Annotated[
-        float | None,
-        typer.Option(
-            help="With --plan: tokens per second, as training prints them.",
-            show_default="measured or computed",
-        ),
-    ] = None,
+    config: Path = typer.Argument(..., help="TOML file that describes the run.", metavar="CONFIG"),
+    resume: bool = typer.Option(
+        False,
+        "--resume",
+        help="Continue from the output folder's checkpoint; only optimizer.steps may differ.",
+    ),
+    output: Path | None = typer.Option(None, help="Output folder, instead of the one in the file."),
+    overrides: list[str] | None = typer.Option(
+        None, "--set", metavar="KEY=VALUE", help="Override a value of the file; may be repeated."
+    ),
+    format: Literal["text", "json"] = typer.Option(
+        "text", help="Progress as text or as one JSON object a line."
+    ),
+    plan: bool = typer.Option(
+        False, "--plan", help="Print memory, disk space and hours of the run, and do not train."
+    ),
+    gpu_memory_gib: float | None = typer.Option(
+        None, help="With --plan: memory of a GPU that is not here, in GiB.", show_default="this one"
+    ),
+    gpus: int = typer.Option(1, min=1, help="With --plan: number of GPUs that share the run."),
+    tokens_per_s: float | None = typer.Option(
+        None,
+        help="With --plan: tokens per second, as training prints them.",
+        show_default="measured or computed",
+    ),
 ) -> None:
     """Train a P-EAGLE or EAGLE-3 draft head on responses that the target generated.
 
@@ -113,7 +94,9 @@ def train(
 
     if os.environ.get("WORLD_SIZE", "1") == "1":
         read()  # A mistake is refused before torch is imported, which takes seconds.
-    with ProgressLine("step", quiet=plan or not _shows_progress(format)) as progress:
+    as_json = format == "json"
+    is_first = os.environ.get("RANK", "0") == "0"
+    with ProgressLine("step", quiet=plan or as_json or not is_first) as progress:
         progress.begin("importing torch")
         from peagle.training.distributed import joined
 
@@ -121,10 +104,16 @@ def train(
         with joined() as processes:
             run = read()
             if not plan:
-                result = _train(run, processes, progress, resume=resume, as_json=format == "json")
+                result = _train(run, processes, progress, resume=resume, as_json=as_json)
             elif processes.is_first:
                 count = max(gpus, processes.world_size)
-                _print_plan(run, gpu_memory_gib, count, tokens_per_s, as_json=format == "json")
+                quiet_libraries()
+                from peagle.training.training_plan import Where, make_plan
+
+                forecast = make_plan(run, Where(gpu_memory_gib, count, tokens_per_s))
+                print(json.dumps(forecast.to_json()) if as_json else forecast, flush=True)
+                if forecast.problem:
+                    raise UserError(forecast.problem)
     if result is not None:
         print(result)
 
@@ -143,38 +132,18 @@ def _check_plan_options(
             raise UserError(f"{name} is {value:g}; it goes with --plan. Leave one of them out.")
 
 
-def _print_plan(
-    run: TrainConfig,
-    gpu_memory_gib: float | None,
-    gpus: int,
-    tokens_per_s: float | None,
-    *,
-    as_json: bool,
-) -> None:
-    """Print the plan of a run, and raise its problem if it has one."""
-    quiet_libraries()
-    from peagle.training.training_plan import Where, make_plan
-
-    plan = make_plan(run, Where(gpu_memory_gib, gpus, tokens_per_s))
-    print(json.dumps(plan.to_json()) if as_json else plan, flush=True)
-    if plan.problem:
-        raise UserError(plan.problem)
-
-
-def _shows_progress(format: str) -> bool:
-    """Whether this process shows progress as text; of several processes the first one does."""
-    return format == "text" and os.environ.get("RANK", "0") == "0"
-
-
 def _train(
     plan: TrainConfig, processes: Processes, progress: ProgressLine, *, resume: bool, as_json: bool
 ) -> str | None:
-    """Train; returns what is printed at the end, in the first process."""
-    from peagle.cli.train_view import TrainView, result_text
+    """Train, and return the final text in the first process."""
     from peagle.training.trainer import Trainer, TrainingStopped
 
     view = TrainView(progress, plan.optimizer.steps)
-    report = _print_json if as_json else view.report
+
+    def print_json(report: TrainingReport) -> None:
+        print(json.dumps(asdict(report)), flush=True)
+
+    report = print_json if as_json else view.report
     trainer = Trainer(plan, report, processes, begin=progress.begin, stepped=view.stepped)
     if not as_json and processes.is_first:
         for line in _facts(trainer):
@@ -197,13 +166,14 @@ def _train(
 
 
 def _facts(trainer: Trainer) -> Iterator[str]:
-    """The size of the run, its warm start, memory and vocabulary, a line each."""
-    plan = trainer.config
+    """Yield a line each for the size of the run, its warm start, memory and vocabulary."""
+    plan, count = trainer.config, trainer.processes.world_size
+    places = str(trainer.device) if count == 1 else f"{count} times {trainer.device.type}"
     parameters = sum(p.numel() for p in trainer.drafter.parameters())
     yield (
         f"{plan.method.name} head: {parameters / 1e6:.2f}M parameters, "
         f"{len(trainer.dataset)} sequences, {trainer.stream.steps_per_epoch} steps an epoch, "
-        f"{plan.optimizer.steps} steps on {_places(trainer)}"
+        f"{plan.optimizer.steps} steps on {places}"
     )
     if trainer.warm_start is not None:
         yield str(trainer.warm_start)
@@ -213,13 +183,8 @@ def _facts(trainer: Trainer) -> Iterator[str]:
         yield str(trainer.vocabulary)
 
 
-def _places(trainer: Trainer) -> str:
-    count = trainer.processes.world_size
-    return str(trainer.device) if count == 1 else f"{count} times {trainer.device.type}"
-
-
 def _stop_on_interrupt(trainer: Trainer, progress: ProgressLine) -> None:
-    """The first Ctrl-C finishes and saves the step at hand; the second stops at once."""
+    """Let a first Ctrl-C finish and save the step at hand, and a second one stop at once."""
 
     def stop(number: int, frame: object) -> None:
         if trainer.processes.is_first:
@@ -231,5 +196,100 @@ def _stop_on_interrupt(trainer: Trainer, progress: ProgressLine) -> None:
         signal.signal(number, stop)
 
 
-def _print_json(report: TrainingReport) -> None:
-    print(json.dumps(asdict(report)), flush=True)
+_MOST_COLUMNS = 8  # A validation then fits into 80 columns.
+_LABEL = 27
+
+
+class TrainView:
+    """The display of a run: its progress line, and text on standard output.
+
+    Where the line is live and standard output is the same terminal, reports of training are on the
+    line only, and validations are text above it.
+    """
+
+    def __init__(self, progress: ProgressLine, steps: int) -> None:
+        self._progress, self._steps = progress, steps
+        self._figures = ""
+
+    def stepped(self, step: int) -> None:
+        """Show the number of a finished step."""
+        self._progress.update(step, self._steps, self._figures)
+
+    def report(self, report: TrainingReport) -> None:
+        """Show the figures of a report."""
+        if report.kind == "train":
+            self._figures = (
+                f"loss {report.loss:.4f}  AL {report.acceptance_lengths[-1]:.2f}  "
+                f"{report.tokens_per_s:,.0f} tokens/s"
+            )
+            self.stepped(report.step)
+        if report.kind == "validation" or not (self._progress.is_live and sys.stdout.isatty()):
+            print(progress_text(report), flush=True)
+
+
+def progress_text(report: TrainingReport) -> str:
+    """Return a report of training as one line, of validation as a block."""
+    head = f"{report.kind:<10} {report.step}/{report.steps}  loss {report.loss:.4f}"
+    if report.kind == "validation":
+        note = "  the best head so far" if report.is_best else ""
+        return "\n".join([head + note, *_acceptance_rows(report)])
+    lengths = report.acceptance_lengths
+    accuracy = " ".join(_share(value) for value in report.accuracy)
+    return (
+        f"{head}  AL {lengths[-1]:.2f} (K={len(lengths)})  accuracy by depth {accuracy}  "
+        f"{report.tokens_per_s:,.0f} tokens/s  {time_text(report.seconds_left)} left"
+    )
+
+
+def result_text(record: dict[str, Any], folder: str) -> str:
+    """Say why a run stopped and where its head is."""
+    best, lines = record["best"], []
+    if record["stop_reason"] == "patience":
+        patience = record["config"]["run"]["patience"]
+        lines.append(f"stopped at step {record['steps']}: no better head in {patience} validations")
+    which = "head"
+    if best is not None:
+        how = f"temperature {best['temperature']:g}" if best["temperature"] else "greedy"
+        which = (
+            f"head of step {best['step']} (acceptance length {best['acceptance_length']:.2f} as "
+            f"served, K={best['k']}, {how})"
+        )
+    lines.append(f"{which} written to {folder} after {record['seconds']:.0f} s")
+    return "\n".join(lines)
+
+
+def _acceptance_rows(report: TrainingReport) -> list[str]:
+    """Return the rows of simulated acceptance by K and by position, with a heading."""
+    depth = len(report.acceptance_lengths)
+    if not report.num_drafts:
+        return [f"  no acceptance: every response is shorter than {depth + 2} tokens"]
+    columns = chosen_columns(depth, _MOST_COLUMNS)
+    at = f"T={report.temperature:g}" if report.temperature is not None else ""
+    rows: list[tuple[str, Sequence[float | None], bool]] = [
+        ("acceptance length, greedy", report.acceptance_lengths, False),
+        (f"acceptance length, {at}", report.sampled_acceptance_lengths, False),
+        ("unconditional, greedy", report.unconditional_acceptance_per_pos, True),
+        (f"unconditional, {at}", report.sampled_unconditional_acceptance_per_pos, True),
+        ("conditional, greedy", report.conditional_acceptance_per_pos, True),
+        (f"conditional, {at}", report.sampled_conditional_acceptance_per_pos, True),
+    ]
+    heading = f"  {f'by K; by position of K={depth}':<{_LABEL}}"
+    lines = [heading + "".join(f"{column + 1:>6}" for column in columns)]
+    for label, values, shares in rows:
+        if values:
+            shown = (_share(values[i]) if shares else f"{values[i]:.2f}" for i in columns)
+            lines.append(f"  {label:<{_LABEL}}" + "".join(f"{text:>6}" for text in shown))
+    return lines
+
+
+def _share(value: float | None) -> str:
+    """Return a share without its leading 0, or - if it is unknown."""
+    return "-" if value is None else f"{value:.2f}".removeprefix("0")
+
+
+def chosen_columns(count: int, most: int) -> list[int]:
+    """Return the indices 0 to count - 1, or with more than `most`: 0, 1, 3, 7, ... and the last."""
+    if count <= most:
+        return list(range(count))
+    powers = [2**i - 1 for i in range(count.bit_length()) if 2**i < count]
+    return [*powers, count - 1]

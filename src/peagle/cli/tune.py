@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from peagle.bundled import BUNDLED, expand_bundled
 from peagle.cli import groups, harness
 from peagle.cli.flags import Given, pick, takes
-from peagle.cli.options import (
-    DEFAULT_LIMIT,
-    Format,
-    OutputFormat,
-    Results,
-    UseTemplate,
-    check_paths,
-    own_target,
-)
-from peagle.cli.values import whole_numbers
+from peagle.cli.groups import DEFAULT_LIMIT, Format, OutputFormat, Results, UseTemplate
+from peagle.cli.progress import ProgressLine
+from peagle.cli.settings import whole_numbers
+from peagle.cli.setup import check_paths, own_target
+from peagle.cli.terminal import bright, printable
 from peagle.config import MAX_SPECULATIVE_TOKENS
 from peagle.errors import UserError
 from peagle.evaluation.decoding_methods import DecodingMethod
+from peagle.evaluation.tuning.schedule import k_at
 
 if TYPE_CHECKING:
     from peagle.evaluation.tuning.acceptance import AcceptanceByK
+    from peagle.evaluation.tuning.machine import CostPoint
     from peagle.evaluation.tuning.tune import Grid
+    from peagle.results import BreakEven, Prediction, TunedAcceptance, TuneResults
 
 EXAMPLES = """
 The bundled pair on this machine; about two minutes:
@@ -56,55 +57,45 @@ _MOST_K = 8
 )
 def tune(
     given: Given,
-    k: Annotated[
-        str | None,
-        typer.Option(
-            "-k",
-            "--num-speculative-tokens",
-            metavar="K,...",
-            help="Draft tokens per step to choose from, like 1-8 or 1,3,5,7; no drafts (K = 0) is "
-            "always among them.",
-            show_default="1 to what the head was trained for, at most 8",
-        ),
-    ] = None,
-    batch_sizes: Annotated[
-        str, typer.Option(metavar="B,...", help="Numbers of sequences that decode together.")
-    ] = "1,2,4,8,16",
-    acceptance: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="The acceptance.json of peagle eval, or its folder.",
-            show_default="measured here, on --set",
-        ),
-    ] = None,
-    method: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Method of that file whose acceptance is taken.",
-            show_default="that of --draft",
-        ),
-    ] = None,
-    sets: Annotated[
-        str, typer.Option("--set", metavar="NAME,...", help="Prompt sets, as in peagle eval.")
-    ] = harness.DEFAULT_SET,
-    limit: Annotated[int, typer.Option(help="Prompts of each set.")] = DEFAULT_LIMIT,
+    k: str | None = typer.Option(
+        None,
+        "-k",
+        "--num-speculative-tokens",
+        metavar="K,...",
+        help="Draft tokens per step to choose from, like 1-8 or 1,3,5,7; no drafts (K = 0) is "
+        "always among them.",
+        show_default="1 to what the head was trained for, at most 8",
+    ),
+    batch_sizes: str = typer.Option(
+        "1,2,4,8,16", metavar="B,...", help="Numbers of sequences that decode together."
+    ),
+    acceptance: Path | None = typer.Option(
+        None,
+        metavar="FILE",
+        help="The acceptance.json of peagle eval, or its folder.",
+        show_default="measured here, on --set",
+    ),
+    method: str | None = typer.Option(
+        None,
+        metavar="NAME",
+        help="Method of that file whose acceptance is taken.",
+        show_default="that of --draft",
+    ),
+    sets: str = typer.Option(
+        harness.DEFAULT_SET, "--set", metavar="NAME,...", help="Prompt sets, as in peagle eval."
+    ),
+    limit: int = typer.Option(DEFAULT_LIMIT, help="Prompts of each set."),
     chat_template: UseTemplate = None,
-    context: Annotated[int, typer.Option(help="Tokens of a sequence whose steps are timed.")] = 256,
-    steps: Annotated[
-        int, typer.Option(help="Decode steps timed in one visit to a batch size and K.")
-    ] = 8,
-    rounds: Annotated[
-        int,
-        typer.Option(
-            help="Visits to each batch size and K, of which the fastest counts; a busy machine "
-            "needs more."
-        ),
-    ] = 5,
-    threshold: Annotated[
-        float, typer.Option(help="Gain in speed below which neighbouring sizes keep one K.")
-    ] = 0.03,
+    context: int = typer.Option(256, help="Tokens of a sequence whose steps are timed."),
+    steps: int = typer.Option(8, help="Decode steps timed in one visit to a batch size and K."),
+    rounds: int = typer.Option(
+        5,
+        help="Visits to each batch size and K, of which the fastest counts; a busy machine "
+        "needs more.",
+    ),
+    threshold: float = typer.Option(
+        0.03, help="Gain in speed below which neighbouring sizes keep one K."
+    ),
     output: Results = None,
     output_format: Format = OutputFormat.TEXT,
 ) -> None:
@@ -133,7 +124,6 @@ def tune(
         raise UserError(f"--target {own!r} was given without --draft: name its draft head.")
     draft = expand_bundled(draft or BUNDLED, "draft")
     prompts = harness.load_prompts([sets], limit)
-    from peagle.cli.tune_view import TuneView, result_text
     from peagle.evaluation.journal import Journal, weights_digest
     from peagle.evaluation.tuning.acceptance import acceptance_of_file, measure_acceptance
     from peagle.evaluation.tuning.machine import EngineMachine, contexts
@@ -181,7 +171,7 @@ def tune(
         for name, value in models.engine_options.items()
         if name in ("kv_cache_gib", "gpu_memory_utilization")
     }
-    with harness.resumable(view, output, journal):
+    with harness.resumable(view.close, output, journal):
         if known is None:
             # At the K that the model of costs is fitted to.
             fitted_ks = sorted({point.k for point in grid.fitted if point.k})
@@ -239,7 +229,7 @@ def _grid(
     acceptance: AcceptanceByK | None,
     trained_depth: int | None,
 ) -> Grid:
-    """The batch sizes at every K; by default 1 to what the acceptance or the head allows."""
+    """Return the batch sizes at every K, by default from 1 to what the head allows."""
     from peagle.evaluation.tuning.tune import Grid
 
     most = acceptance.most if acceptance is not None else trained_depth
@@ -247,3 +237,142 @@ def _grid(
     if acceptance is not None:
         acceptance.rates(ks[-1])  # refuses a K that is not known, before anything runs
     return Grid(batches, ks)
+
+
+_MOST_COLUMNS = 10
+NOISY = 0.15
+
+
+class TuneView:
+    """Print the progress of the measurements to standard error."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._done = total, 0
+        self._line = ProgressLine("cost")
+
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+        self._line.print(text)
+
+    def visited(self, cell: CostPoint, was_there: bool) -> None:
+        """Count a visit."""
+        self._done += 1
+        text = f"batch {cell.batch}, K = {cell.k}{', measured before' if was_there else ''}"
+        line = f"cost {self._done}/{self._total}  {text}"
+        self._line.update(self._done, self._total, text, line=line)
+
+    def close(self) -> None:
+        """Remove the progress line."""
+        self._line.__exit__()
+
+
+def result_text(result: TuneResults) -> str:
+    """Return tune.json as text: speeds, break-even, the check and the schedule."""
+    settings, told = result.settings, result.provenance
+    title = f"{told.target} with {settings['draft']}, {told.dtype}, "
+    title += f"{told.environment['device']}, context {settings['context']}, "
+    title += f"temperature {settings['temperature']:g}"
+    return "\n".join(
+        [
+            bright(printable(title), sys.stdout),
+            "",
+            *_acceptance(result.acceptance),
+            "",
+            *_speeds(result),
+            *_check(result),
+            "",
+            *_break_even(result),
+            "",
+            *_schedule(result),
+        ]
+    )
+
+
+def _acceptance(acceptance: TunedAcceptance) -> list[str]:
+    lengths = acceptance.acceptance_length
+    measured = ", ".join(map(str, acceptance.measured_k))
+    where = "measured here" if acceptance.source == "measured" else "of acceptance.json"
+    return [
+        f"Acceptance length by K ({where} at K = {measured}, else interpolated)",
+        *_table(
+            "K", {"": [f"{length:.2f}" for length in lengths.values()]}, list(map(str, lengths))
+        ),
+    ]
+
+
+def _speeds(result: TuneResults) -> list[str]:
+    speeds = result.predictions
+    batches, ks = _axes(speeds)
+    at = {(one.batch, one.k): one for one in speeds}
+    rows = {}
+    for batch in batches:
+        measured = {k: (at[batch, k].measured_tokens_per_s or 0.0) for k in ks}
+        chosen = k_at(result.schedule, batch)
+        rows[str(batch)] = [f"{measured[k]:,.0f}{'*' if k == chosen else ' '}" for k in ks]
+    heading = "Tokens/s by batch size and K, from measured steps (* K of the schedule below)"
+    return [heading, *_table("batch", rows, [f"{k} " for k in ks])]
+
+
+def _check(result: TuneResults) -> list[str]:
+    check, spread = result.check, result.costs.spread or 0.0
+    lines = ["No cell was left to check the predictions on."]
+    if check.num_unfitted:
+        fitted = len(result.predictions) - check.num_unfitted
+        lines = [
+            f"Predicted from {fitted} of these cells, {check.within_10_percent} of the other "
+            f"{check.num_unfitted} are within 10% ({check.share:.0%}), the worst is off by "
+            f"{check.worst:.0%}."
+        ]
+    if spread > NOISY:
+        lines.append(
+            f"The machine was busy: a usual visit took {spread:.0%} longer than the fastest. Raise "
+            "--rounds."
+        )
+    return lines
+
+
+def _break_even(result: TuneResults) -> list[str]:
+    batches, ks = _axes(result.break_even)
+    at = {(one.batch, one.k): one.acceptance_length for one in result.break_even}
+    rows = {str(batch): [f"{at[batch, k]:.2f}" for k in ks] for batch in batches}
+    heading = "Acceptance length from which drafting is faster than not drafting"
+    return [heading, *_table("batch", rows, [str(k) for k in ks])]
+
+
+def _schedule(result: TuneResults) -> list[str]:
+    lines = [f"K by batch size (K changes where that gains more than {result.threshold:.0%})"]
+    for first, last, k in result.schedule:
+        sizes = str(first) if first == last else f"{first} to {last}"
+        lines.append(f"  {sizes:>9}  K = {k}{'' if k else ' (no drafts)'}")
+    configs = result.speculative_config
+    ours, theirs = configs["peagle"], configs["vllm"]
+    if ours is None or theirs is None:
+        return [*lines, "", "Drafts do not pay here at any batch size: serve without a head."]
+    lines += ["", "For --speculative-config of peagle serve:", f"  '{_json(ours)}'"]
+    lines += ["The same for vLLM:", f"  '{_json(theirs)}'"]
+    if len(result.schedule) == 1 or "parallel_drafting" not in theirs:
+        return lines
+    lines.append("vLLM up to 0.32 crashes on a schedule with parallel drafting; the best single K:")
+    single = configs["vllm_single_k"]
+    return [*lines, "  0: leave the head out" if single is None else f"  '{_json(single)}'"]
+
+
+def _json(config: Mapping[str, Any]) -> str:
+    return printable(json.dumps(config))
+
+
+def _axes(cells: Sequence[Prediction | BreakEven]) -> tuple[list[int], list[int]]:
+    return sorted({one.batch for one in cells}), sorted({one.k for one in cells})
+
+
+def _table(corner: str, rows: Mapping[str, Sequence[str]], columns: Sequence[str]) -> list[str]:
+    """Return the lines of a table, split into pieces of `_MOST_COLUMNS`."""
+    lines = []
+    for start in range(0, len(columns), _MOST_COLUMNS):
+        part = slice(start, start + _MOST_COLUMNS)
+        lines.append(f"  {corner:>6}" + "".join(f"{one:>9}" for one in columns[part]))
+        lines += [
+            f"  {name:>6}" + "".join(f"{value:>9}" for value in values[part])
+            for name, values in rows.items()
+        ]
+    return lines

@@ -1,4 +1,4 @@
-"""`peagle serve --engine vllm`: the same options, served by vLLM."""
+"""vLLM as the engine of commands: its options, its launch, and `peagle serve --engine vllm`."""
 
 from __future__ import annotations
 
@@ -7,19 +7,99 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from peagle.backends.vllm.launch import VllmLaunch
-from peagle.cli.flags import Given
-from peagle.cli.settings import SPECULATIVE_VARIABLE
+from peagle.cli import groups
+from peagle.cli.flags import Given, pick
+from peagle.cli.settings import SPECULATIVE_VARIABLE, json_object
 from peagle.cli.setup import Setup, note
-from peagle.cli.values import json_object
-from peagle.cli.vllm_engine import say
-from peagle.config import RUNTIME_KEYS
+from peagle.config import RUNTIME_KEYS, SpeculativeConfig
 from peagle.errors import UserError
 from peagle.serving.config import ServerConfig
+
+if TYPE_CHECKING:
+    from peagle.backends.vllm.installation import VllmInstallation
+    from peagle.backends.vllm.launch import VllmLaunch
+
+OPTIONS = pick(groups.VLLM, "engine_name", "vllm_python", "tensor_parallel_size")
+VllmFlags = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[-- FLAGS OF VLLM]",
+        help="Flags that vLLM gets as they are.",
+        show_default=False,
+    ),
+]
+# Of EngineConfig: the fields that vLLM has too.
+_MEASURED_KEYS = (
+    *("dtype", "max_model_len", "max_num_batched_tokens", "kv_cache_gib"),
+    *("gpu_memory_utilization", "enable_prefix_caching"),
+)
+
+
+def is_vllm(given: Given, flags: Sequence[str]) -> bool:
+    """Return whether the options ask for vLLM."""
+    if given.value("engine_name") == "vllm":
+        return True
+    refuse_vllm_options(given, list(flags))
+    return False
+
+
+def find(given: Given) -> VllmInstallation:
+    """Return the installation of vLLM that the options name."""
+    from peagle.backends.vllm import installation
+
+    return installation.find_vllm(given.value("vllm_python"))
+
+
+def launch_for(
+    given: Given, flags: Sequence[str], target: Path, head: str | Path | None, k: int, **more: Any
+) -> VllmLaunch:
+    """Return a launch of vLLM on a free port and under a key of its own.
+
+    Prompts are computed anew each time unless the options say otherwise, as in engines of our own.
+    """
+    from peagle.backends.vllm.launch import VllmLaunch
+
+    engine = {name: given.value(f"engine.{name}") for name in _MEASURED_KEYS}
+    engine["enable_prefix_caching"] = bool(engine["enable_prefix_caching"])
+    speculative = None
+    if head is not None:
+        # The head was compared with its target already, or is about to be.
+        speculative = SpeculativeConfig(
+            model=str(head), num_speculative_tokens=k, check_target=False
+        )
+    return VllmLaunch(
+        str(target),
+        speculative,
+        port=0,
+        threads=given.value("threads"),
+        tensor_parallel_size=given.value("tensor_parallel_size", 1),
+        extra=tuple(flags),
+        **{name: value for name, value in engine.items() if value is not None},
+        **more,
+    )
+
+
+def say(text: str) -> None:
+    """Print a line of progress to standard error."""
+    print(f"peagle: {text}", file=sys.stderr, flush=True)
+
+
+def refuse_vllm_options(given: Given, flags: list[str]) -> None:
+    """Refuse options and flags of vLLM where another engine runs."""
+    for flag in groups.VLLM:
+        if flag.key in given and flag.key != "engine_name":
+            raise UserError(f"{flag.shown_name} was given; it needs --engine vllm.")
+    if flags:
+        raise UserError(
+            f"{flags[0]!r} was given after --, where flags of vLLM stand; expected --engine vllm "
+            "with them. Leave them out, or name that engine."
+        )
+
 
 # Options that have no equal in vLLM, and why; a value of theirs that vLLM serves with anyway.
 _WITHOUT_EQUAL = {
@@ -52,17 +132,12 @@ _SERVER_KEYS = (
 
 
 def serve_vllm(given: Given, flags: Sequence[str], compare_draft: str | None) -> None:
-    """Start vLLM with what was given, or print how it would be started.
-
-    Raises:
-        UserError: an option is not usable, or has no equal in vLLM; vLLM is missing, or fails.
-        Exit: with vLLM's own status, when it ends.
-    """
+    """Start vLLM with the given options, or print the command that starts it."""
     if compare_draft is not None:
         raise UserError(
             f"--compare-draft is {compare_draft!r}; vLLM serves one head. Leave it out."
         )
-    setup = Setup.of(given)
+    setup = Setup(given)
     config: ServerConfig = setup.settings.build("server")
     _refuse_without_equal(setup, given)
     if "show_config" in given:
@@ -72,8 +147,7 @@ def serve_vllm(given: Given, flags: Sequence[str], compare_draft: str | None) ->
     from peagle.backends.vllm.installation import find_or_assume_vllm, find_vllm
     from peagle.backends.vllm.server import VllmServer
 
-    if setup.speculative is None and setup.off == "default":
-        note("no --draft: decoding plainly (--method ngram needs no head)")
+    setup.note_plain_decoding()
     python = given.value("vllm_python")
     if "print_command" in given:
         installation, missing = find_or_assume_vllm(python)
@@ -89,11 +163,7 @@ def serve_vllm(given: Given, flags: Sequence[str], compare_draft: str | None) ->
 
 
 def launch_of(setup: Setup, config: ServerConfig, given: Given, flags: Sequence[str]) -> VllmLaunch:
-    """What vLLM shall serve, of what was given alone: the other defaults are vLLM's.
-
-    Raises:
-        UserError: a value has no equal in vLLM.
-    """
+    """Return the launch of vLLM from given values alone; the other defaults are vLLM's."""
     from peagle.serving.hosts import allowed_host, allowed_origin, default_allowed_hosts
     from peagle.serving.keys import read_keys
 
@@ -137,7 +207,7 @@ def _refuse_without_equal(setup: Setup, given: Given) -> None:
 
 
 def _runtime_options(setup: Setup, given: Given) -> dict[str, Any]:
-    """Keys of the speculative configuration that concern how vLLM runs, as they were given."""
+    """Return the given keys of the speculative configuration that concern how vLLM runs."""
     if setup.speculative is None:
         return {}
     whole: Mapping[str, Any] = {}
@@ -153,7 +223,7 @@ def _runtime_options(setup: Setup, given: Given) -> dict[str, Any]:
 
 
 def _model_name(target: str) -> str:
-    """As `peagle serve` calls it: the folder's name, or the hub id without its revision."""
+    """Return the served name: that of the folder, or the hub id without its revision."""
     from peagle.bundled import BUNDLED_TARGET
 
     if target == str(BUNDLED_TARGET):
@@ -162,7 +232,7 @@ def _model_name(target: str) -> str:
 
 
 def _chat_template(template: str | None) -> str | None:
-    """A file or a template as text; vLLM knows no names of templates."""
+    """Return a file or a template as text; vLLM knows no names of templates."""
     if template is None or Path(template).is_file() or "{" in template:
         return template
     raise UserError(
