@@ -27,8 +27,11 @@ import torch
 from torch import Tensor
 
 from peagle.environment import environment
-from peagle.kernels.skinny_config import H100_SHARED_BYTES, Kind, SkinnyConfig, choose_config
 from peagle.kernels.skinny_linear import (
+    H100_SHARED_BYTES,
+    Kind,
+    SkinnyConfig,
+    choose_config,
     skinny_linear,
     skinny_linear_reference,
     skinny_swiglu,

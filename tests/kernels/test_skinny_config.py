@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from peagle.kernels.skinny_config import (
+from peagle.kernels.skinny_linear import (
     H100_SHARED_BYTES,
     MAX_BLOCK_M,
     SkinnyConfig,

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from peagle.kernels import skinny_linear as module
-from peagle.kernels.skinny_config import SkinnyConfig
 from peagle.kernels.skinny_linear import (
+    SkinnyConfig,
     skinny_linear,
     skinny_linear_reference,
     skinny_swiglu,

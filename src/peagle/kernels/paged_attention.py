@@ -252,10 +252,10 @@ def paged_attention(
     """
     import triton.language as tl
 
-    from peagle.kernels import paged_attention_combine_triton, paged_attention_triton
+    from peagle.kernels import paged_attention_triton
 
     attend_kernel: Any = paged_attention_triton.attend_kernel
-    combine_kernel: Any = paged_attention_combine_triton.combine_kernel
+    combine_kernel: Any = paged_attention_triton.combine_kernel
 
     num_tokens, num_heads, head_dim = query_THd.shape
     block_size, num_kv_heads = keys_NSHd.shape[1:3]

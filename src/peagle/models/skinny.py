@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from peagle.kernels.skinny_config import max_skinny_rows
-from peagle.kernels.skinny_linear import skinny_linear, skinny_swiglu
+from peagle.kernels.skinny_linear import max_skinny_rows, skinny_linear, skinny_swiglu
 from peagle.models.drafter import DrafterMLP
 from peagle.models.fusion import FusedLinear, relative_difference, tolerance
 

@@ -22,7 +22,6 @@ from peagle.config import require_folder
 from peagle.errors import CheckpointError, UserError
 from peagle.model_folder import read_json
 from peagle.models.architectures import capped, check_architecture, final_softcap, fix_longrope
-from peagle.models.generation import generation_defaults
 from peagle.models.target_attention import (
     AttentionLayer,
     DryRun,
@@ -35,6 +34,8 @@ from peagle.models.target_facts import end_of_text_ids
 
 if TYPE_CHECKING:
     from peagle.models.compilation import CompiledLayers
+_LENGTHS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 
 
 class TargetModel:
@@ -234,11 +235,18 @@ class TargetModel:
         return end_of_text_ids(self.model.generation_config, self.text_config)
 
     def generation_defaults(self) -> dict[str, Any]:
-        """What the model's generation config asks for, under the names of `SamplingParams`.
+        """Return what the model's generation config sets, under the names of `SamplingParams`.
 
-        How to sample only where it asks to be sampled at all.
+        The sampling values count only where the generation config asks for sampling.
         """
-        return generation_defaults(self.model.generation_config)
+        given = self.model.generation_config.to_diff_dict()
+        names, defaults = dict(_LENGTHS), dict[str, Any]()
+        if given.get("do_sample"):
+            names |= {name: name for name in _SAMPLING}
+            defaults["temperature"] = 1.0
+        return defaults | {
+            ours: given[theirs] for theirs, ours in names.items() if given.get(theirs) is not None
+        }
 
 
 def load_tokenizer(path: str | Path) -> transformers.PreTrainedTokenizerBase:
