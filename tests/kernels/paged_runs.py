@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -13,13 +11,6 @@ from peagle.attention import LayerKVCache
 from peagle.kernels.paged_attention import NewKeyValues, PagedAttentionConfig, paged_attention
 from tests.attention.paged_cases import SCALING, PagedCase
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICES = [
-    pytest.param(
-        "cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not 1")
-    ),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
 HALF = {"cpu": torch.float16, "cuda": torch.bfloat16}
 
 

@@ -5,34 +5,26 @@ On a CPU the kernels run under Triton's interpreter.
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from torch import Tensor
 
 from peagle.kernels.expand import slot_mapping
+from tests.kernels.devices import DEVICES, INTERPRETED
 
 pytest.importorskip("triton", reason="needs triton")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a card, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from peagle.kernels.draft_choice_triton import (  # noqa: E402
+from peagle.kernels.draft_choice_triton import (
     ChainBuffers,
     ChoiceScratch,
     choose_drafts,
     plan_chain,
 )
-from peagle.kernels.sampling_triton import chunk_size  # noqa: E402
+from peagle.kernels.sampling_triton import chunk_size
 
 CPU = "cpu"
-DEVICES = [
-    pytest.param(
-        CPU, marks=pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not 1")
-    ),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
 POISON = -77
 # Rows and vocabularies: one chunk and several, powers of two and beside them, all chunk sizes.
 SIZES = [(1, 1), (3, 97), (2, 2048), (5, 2049), (12, 4100), (17, 4097), (64, 8191), (65, 8193)]

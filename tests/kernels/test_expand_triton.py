@@ -5,7 +5,6 @@ On a CPU the kernels run under Triton's interpreter.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -14,21 +13,15 @@ from torch import Tensor
 
 from peagle.kernels import expand
 from peagle.kernels import target_batch as reference
+from tests.kernels.devices import DEVICES, INTERPRETED
 
 pytest.importorskip("triton", reason="needs triton")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a card, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from peagle.kernels import expand_triton  # noqa: E402
+from peagle.kernels import expand_triton
 
 CPU = "cpu"
-DEVICES = [
-    pytest.param(
-        CPU, marks=pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not 1")
-    ),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
 MASK_TOKEN = 999
 TARGET_FIELDS = reference.TargetBatch.__dataclass_fields__
 DRAFT_FIELDS = expand.DraftBatch.__dataclass_fields__

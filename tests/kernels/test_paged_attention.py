@@ -18,7 +18,8 @@ from peagle.kernels.paged_attention import (
     paged_attention,
 )
 from tests.attention.paged_cases import FP8, SCALING, PagedCase
-from tests.kernels.paged_runs import DEVICES, HALF, attend, config
+from tests.kernels.devices import DEVICES
+from tests.kernels.paged_runs import HALF, attend, config
 
 pytest.importorskip("triton", reason="needs triton")
 

@@ -5,8 +5,6 @@ On a CPU the kernels run under Triton's interpreter.
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,22 +12,16 @@ from torch import Tensor
 from peagle.kernels.logits import apply_probability_filters
 from peagle.kernels.random import Purpose, uniform
 from peagle.kernels.sampling import probs_from_logits
+from tests.kernels.devices import DEVICES, INTERPRETED
 
 pytest.importorskip("triton", reason="needs triton")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a card, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from peagle.kernels import random_triton, sampling_triton  # noqa: E402
+from peagle.kernels import random_triton, sampling_triton
 
 # The interpreter computes as numpy does: integers of one element warn when they wrap around.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-DEVICES = [
-    pytest.param(
-        "cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not 1")
-    ),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
 REAL = 151_936
 
 

@@ -12,7 +12,6 @@ from peagle.kernels.skinny_linear import (
     SkinnyConfig,
     choose_config,
     max_skinny_rows,
-    prefers_skinny,
 )
 
 NUM_SMS = 132
@@ -57,7 +56,6 @@ def test_small_and_many_rowed_products_stay_with_the_library() -> None:
     assert max_skinny_rows(*GATE_UP, swiglu=True) == 128
     assert max_skinny_rows(64, 4096) == 0
     assert max_skinny_rows(*OUT, itemsize=4) == max_skinny_rows(4096, 4097) == 0
-    assert prefers_skinny(16, *OUT) and not prefers_skinny(17, *OUT) and not prefers_skinny(0, *OUT)
 
 
 @pytest.mark.parametrize("m", [1, 4, 16, 17, 64, 200, 100_000])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,15 +18,9 @@ from peagle.kernels.skinny_linear import (
     skinny_swiglu,
     skinny_swiglu_reference,
 )
+from tests.kernels.devices import DEVICES
 
 pytest.importorskip("triton", reason="needs triton")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICES = [
-    pytest.param(
-        "cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not 1")
-    ),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
 CONFIGS = [
     SkinnyConfig(16, 32, 32, 1, 4, 3),
     SkinnyConfig(16, 16, 64, 3, 4, 2),

@@ -5,7 +5,6 @@ On a CPU the kernels run under Triton's interpreter.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -15,14 +14,14 @@ from torch import Tensor
 from peagle.engine.graph_runner import RowReport, read_report
 from peagle.kernels.launch import launch
 from peagle.kernels.step_state import Finish, StepRecord, StepState
+from tests.kernels.devices import DEVICES, INTERPRETED
 
 pytest.importorskip("triton", reason="needs triton")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a card, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from peagle.kernels import step_frame_triton  # noqa: E402
-from peagle.kernels.step_frame_triton import (  # noqa: E402
+from peagle.kernels import step_frame_triton
+from peagle.kernels.step_frame_triton import (
     NUM_STAMPS,
     begin_step,
     report_step,
@@ -30,12 +29,6 @@ from peagle.kernels.step_frame_triton import (  # noqa: E402
 )
 
 CPU = "cpu"
-DEVICES = [
-    pytest.param(
-        CPU, marks=pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not 1")
-    ),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
 POISON = -77
 BATCHES = [1, 2, 3, 8, 17, 64]
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from peagle.kernels.step_state import StepRecord
-from tests.kernels.verify_cases import DEVICES, Case, check, make_case, run, verify_triton
+from tests.kernels.devices import DEVICES
+from tests.kernels.verify_cases import Case, check, make_case, run, verify_triton
 
 # The interpreter computes as numpy does: integers of one element warn when they wrap around.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

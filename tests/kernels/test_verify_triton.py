@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.step_state import NO_TOKEN, Finish, StepLimits, StepRecord, StepState
-from tests.kernels.verify_cases import DEVICES, Case, check, expected, make_case, run, verify_triton
+from tests.kernels.devices import DEVICES
+from tests.kernels.verify_cases import Case, check, expected, make_case, run, verify_triton
 
 # The interpreter computes as numpy does: integers of one element warn when they wrap around.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -5,7 +5,6 @@ Needs triton, and a card or TRITON_INTERPRET=1; tests that import this skip with
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, fields, replace
 
 import pytest
@@ -17,20 +16,13 @@ from peagle.kernels.logits_rules import VerificationRows
 from peagle.kernels.step_state import StepLimits, StepRecord, StepState, advance
 from peagle.kernels.target_batch import TargetBatch, build_target_batch
 from peagle.speculation.verification import SamplingTensors, verify
+from tests.kernels.devices import INTERPRETED
 
 pytest.importorskip("triton", reason="needs triton")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a card, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from peagle.kernels import verify_triton  # noqa: E402
-
-DEVICES = [
-    pytest.param(
-        "cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not 1")
-    ),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
+from peagle.kernels import verify_triton
 
 
 @dataclass

@@ -101,11 +101,6 @@ def max_skinny_rows(n: int, k: int, itemsize: int = 2, *, swiglu: bool = False) 
     return next((limits[swiglu] for size, *limits in _FASTER if n * k >= size), 0)
 
 
-def prefers_skinny(m: int, n: int, k: int, itemsize: int = 2, *, swiglu: bool = False) -> bool:
-    """Whether the Triton kernel is faster than cuBLAS at this shape."""
-    return 0 < m <= max_skinny_rows(n, k, itemsize, swiglu=swiglu)
-
-
 def choose_config(
     m: int,
     n: int,
