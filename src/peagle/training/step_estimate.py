@@ -3,7 +3,7 @@
 Nothing is loaded and nothing runs. `peagle train --plan --gpu-memory-gib` uses the estimate for a
 GPU that is not here, and a CPU, where torch counts no bytes, chooses S by it. On a GPU
 `training.step_probe` measures instead. The estimate asks for too much rather than too little: by 0
-to 25% (docs/training.md).
+to 25%, and by more for very small heads on a GPU (docs/training.md).
 
 Sizes: B rows, N positions of a row, T = B * N, E deeper elements of a segment's row.
 """
