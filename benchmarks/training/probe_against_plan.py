@@ -4,7 +4,7 @@
 
 Each case is a head with random weights, float32 masters and AdamW's moments, a batch of one
 document, and stored features. A line has the peak of whole optimizer steps, what
-`training.step_probe` measures before the first one, and what `training.step_estimate` adds up, in
+`training.step_memory` measures before the first one, and what `training.step_memory` adds up, in
 GiB, with the ratios to the real peak; the last line has the range of the ratios.
 """
 
@@ -30,12 +30,9 @@ from peagle.models.target_shape import TargetShape
 from peagle.training.config import TrainConfig
 from peagle.training.element_attention import flex_attention
 from peagle.training.inputs import Source
-from peagle.training.masters import Masters
-from peagle.training.objective import Objective
-from peagle.training.optimizers import build_optimizers
-from peagle.training.step import TrainingStep
-from peagle.training.step_estimate import BatchShape, StepShape, estimate_memory
-from peagle.training.step_probe import StepProbe
+from peagle.training.optimizers import Masters, build_optimizers
+from peagle.training.step import Objective, TrainingStep
+from peagle.training.step_memory import BatchShape, StepProbe, StepShape, estimate_memory
 from peagle.training.training_methods import TrainingMethod
 
 GIB = 1 << 30

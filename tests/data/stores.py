@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from peagle.data.dataset import ResponseDataset
-from peagle.data.feature_format import StoredDtype, StoreFacts
-from peagle.data.feature_store import FeatureStore
 from peagle.data.feature_writer import FeatureWriter
+from peagle.data.features import FeatureStore, StoredDtype, StoreFacts
 from peagle.models.target import TargetModel
 
 AUX, H = (1, 2, 3), 32

@@ -22,9 +22,17 @@ from safetensors.torch import save_file
 from peagle.cli.main import run
 from peagle.data.inspect import Inspection, inspect_data
 from peagle.data.prepare import Limits, prepare
-from peagle.data.readers import Record, dialogue_of, messages_of, read_records, side_file
+from peagle.data.readers import (
+    Record,
+    dialogue_of,
+    messages_of,
+    parts_of,
+    read_records,
+    sha256_of_table,
+    side_file,
+    split_of,
+)
 from peagle.data.samples import SampleMaker
-from peagle.data.tables import parts_of, sha256_of_table, split_of
 from peagle.errors import UserError
 from peagle.model_folder import sha256_of
 from tests.conftest import VOCAB_SIZE, byte_tokenizer

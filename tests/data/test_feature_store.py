@@ -15,10 +15,15 @@ from torch import Tensor
 from peagle.attention.torch_backend import DenseCausalAttention
 from peagle.data.batches import Batch, Place, make_batch
 from peagle.data.dataset import ResponseDataset
-from peagle.data.feature_format import INDEX_NAME, Index, StoredDtype, StoreFacts
-from peagle.data.feature_store import FeatureStore
 from peagle.data.feature_writer import FeatureWriter, quantize
-from peagle.data.features import target_states
+from peagle.data.features import (
+    INDEX_NAME,
+    FeatureStore,
+    Index,
+    StoredDtype,
+    StoreFacts,
+    target_states,
+)
 from peagle.errors import UserError
 from peagle.models.target import TargetModel
 from peagle.models.target_ends import TargetEnds

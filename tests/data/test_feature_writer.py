@@ -18,9 +18,8 @@ from torch import Tensor
 
 from peagle.data import feature_writer
 from peagle.data.dataset import ResponseDataset
-from peagle.data.feature_format import INDEX_NAME, StoredDtype
-from peagle.data.feature_store import FeatureStore
 from peagle.data.feature_writer import FeatureProgress, locked
+from peagle.data.features import INDEX_NAME, FeatureStore, StoredDtype
 from peagle.errors import UserError
 from peagle.models.target import TargetModel
 from tests.data.stores import AUX, RARE, SMALL, files_of, writer_of, written

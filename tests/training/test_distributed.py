@@ -20,7 +20,7 @@ from peagle.data.dataset import ResponseDataset
 from peagle.errors import UserError
 from peagle.training.config import TrainConfig
 from peagle.training.distributed import ALONE
-from peagle.training.step_estimate import estimate_memory
+from peagle.training.step_memory import estimate_memory
 from peagle.training.trainer import Trainer
 from tests.training import runs, together
 from tests.training.checkpoints import read_checkpoint

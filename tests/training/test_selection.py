@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from peagle.training.config import RunSection
-from peagle.training.reporting import TrainingReport
-from peagle.training.selection import Selection
+from peagle.training.reporting import Selection, TrainingReport
 from peagle.training.trainer import Trainer, TrainingStopped
 from tests.training.runs import make_config, steps_of, twelve_steps
 

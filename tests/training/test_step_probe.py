@@ -13,8 +13,15 @@ import torch
 
 from peagle.errors import UserError
 from peagle.training.config import RunSection
-from peagle.training.step_estimate import StepMemory, StepShape, estimate_memory
-from peagle.training.step_probe import SEGMENTS, Budget, available_ram, choose_memory
+from peagle.training.step_memory import (
+    SEGMENTS,
+    Budget,
+    StepMemory,
+    StepShape,
+    available_ram,
+    choose_memory,
+    estimate_memory,
+)
 from peagle.training.trainer import Trainer
 from tests.training.checkpoints import read_checkpoint
 from tests.training.runs import make_config, twelve_steps
@@ -142,7 +149,7 @@ def test_a_run_keeps_its_segments(target_folder: Path, responses: Path, tmp_path
 
 def estimate_of(trainer: Trainer, segments: int) -> int:
     from peagle.models.target_shape import TargetShape
-    from peagle.training.step_estimate import BatchShape
+    from peagle.training.step_memory import BatchShape
 
     config, head = trainer.config, trainer.drafter.config
     target, batch = TargetShape.read(config.target), BatchShape.of(trainer.stream)
@@ -250,7 +257,7 @@ def test_where_a_budget_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
     assert half.source.startswith("50% of the ")
     planned = Budget.of(run_section(), gpu, 80)
     assert planned.size == int(72 * GIB) and planned.source == "90% of the 80.0 GiB of a GPU"
-    module = "peagle.training.step_probe"
+    module = "peagle.training.step_memory"
     monkeypatch.setattr(f"{module}.free_and_total", lambda _: (70 * GIB, 80 * GIB))
     monkeypatch.setattr(f"{module}.device_name", lambda _: "Card 9")
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: GIB)

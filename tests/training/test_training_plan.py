@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from peagle.data.feature_format import Index, StoreFacts, plan_shards
+from peagle.data.features import Index, StoreFacts, plan_shards
 from peagle.errors import UserError
 from peagle.models.target import TargetModel
 from peagle.training import training_plan as plans

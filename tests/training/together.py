@@ -23,10 +23,9 @@ from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.training import state
 from peagle.training.config import MethodSection, TrainConfig
 from peagle.training.distributed import ALONE, Processes
-from peagle.training.masters import ShardedMasters, build_masters
-from peagle.training.objective import Objective
-from peagle.training.step import TrainingStep
-from peagle.training.step_probe import Budget, choose_memory
+from peagle.training.optimizers import ShardedMasters, build_masters
+from peagle.training.step import Objective, TrainingStep
+from peagle.training.step_memory import Budget, choose_memory
 from peagle.training.trainer import Trainer, TrainingStopped
 from peagle.training.training_methods import TrainingMethod
 from tests.training.reference import peagle_forward

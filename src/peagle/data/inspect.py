@@ -81,7 +81,7 @@ def inspect_data(
     """Read a whole file that `peagle train` or `peagle data prepare` reads.
 
     Args:
-        path: .jsonl, .parquet or .safetensors, or a folder (`peagle.data.tables`).
+        path: .jsonl, .parquet or .safetensors, or a folder (`peagle.data.readers`).
         maker: makes samples of records.
         num_shown: sequences to give back, spread over the file.
         fingerprint: of the tokenizer at hand; a file of another one is refused.

@@ -170,7 +170,7 @@ def prepare(
     """Return the samples of files for training and for validation, and counts.
 
     Args:
-        sources: .jsonl, .parquet or .safetensors, or folders (`peagle.data.tables`).
+        sources: .jsonl, .parquet or .safetensors, or folders (`peagle.data.readers`).
         maker: makes samples of records.
         limits: what they must fulfil.
         fingerprint: of the tokenizer (`tokenizer_sha256`); files that name another are refused.

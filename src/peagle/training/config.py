@@ -222,7 +222,7 @@ class RunSection(_Section):
         segments: of the two-pass partition (`training.partition`), P-EAGLE only: depth 0 runs
             once, the deeper elements in this many segments, one after another in memory; the
             gradients are the same. "auto" takes the fewest that fit into memory
-            (`training.step_probe`), and a resumed run keeps its number where it still fits.
+            (`training.step_memory`), and a resumed run keeps its number where it still fits.
             Gradients of different numbers agree but for rounding.
         recompute_layers: activation checkpointing, P-EAGLE only: keep the input of each layer and
             run the layer again for its gradients. Less memory, a third more time. "auto" does so

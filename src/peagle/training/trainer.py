@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,7 @@ from peagle.data.batches import Batch, BatchStream, ValidationStream
 from peagle.data.dataset import data_facts
 from peagle.data.features import TargetStates
 from peagle.engine.placement import resolve_dtype
+from peagle.environment import environment
 from peagle.errors import UserError
 from peagle.models.checkpoint import LENGTH_KEY, save_drafter, write_json
 from peagle.models.fingerprint import TargetFingerprint
@@ -25,22 +27,27 @@ from peagle.training.config import TrainConfig
 from peagle.training.distributed import ALONE, Processes
 from peagle.training.element_attention import dense_attention, flex_attention
 from peagle.training.inputs import Inputs
-from peagle.training.masters import build_masters
-from peagle.training.objective import Objective
-from peagle.training.optimizers import build_optimizers
-from peagle.training.provenance import provenance
+from peagle.training.optimizers import build_masters, build_optimizers
 from peagle.training.reporting import (
     History,
+    Selection,
     TrainingReport,
     ValidationWindow,
     Window,
     require_finite,
 )
-from peagle.training.selection import Selection
 from peagle.training.state import load_state, read_progress, save_state
-from peagle.training.step import GradedElements, TrainingStep
-from peagle.training.step_estimate import BatchShape, StepMemory, StepShape, kernels_of
-from peagle.training.step_probe import Budget, StepProbe, choose_memory, step_ways
+from peagle.training.step import GradedElements, Objective, TrainingStep
+from peagle.training.step_memory import (
+    BatchShape,
+    Budget,
+    StepMemory,
+    StepProbe,
+    StepShape,
+    choose_memory,
+    kernels_of,
+    step_ways,
+)
 from peagle.training.training_methods import TrainingMethod
 from peagle.training.vocabulary import vocabulary_report
 
@@ -422,7 +429,8 @@ class Trainer:
             sets["validation"] = data_facts(data.validation, self.validation)
         paths = {"target": True, "output": True, "data": {"train", "validation"}}
         return {
-            **provenance(self.device),
+            **environment(self.device),
+            "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
             "config": config.model_dump(mode="json", exclude=paths),
             "target": TargetFingerprint.of(self.target).to_json(),
             "warm_start": self.warm_start.to_json() if self.warm_start else None,

@@ -16,7 +16,7 @@ import torch
 
 from peagle.data.batches import BatchStream
 from peagle.data.dataset import ResponseDataset
-from peagle.data.feature_format import StoreFacts, num_graded
+from peagle.data.features import StoreFacts, num_graded
 from peagle.engine.memory_plan import size_text
 from peagle.engine.placement import resolve_device
 from peagle.errors import UserError
@@ -25,15 +25,17 @@ from peagle.models.target import load_tokenizer
 from peagle.models.target_shape import TargetShape
 from peagle.training.build import planned_shape
 from peagle.training.config import TrainConfig
-from peagle.training.step_estimate import (
+from peagle.training.step_memory import (
     BatchShape,
+    Budget,
     StepMemory,
     StepShape,
+    choose_memory,
     estimate_flops,
     estimate_memory,
+    step_ways,
     stored_dtype,
 )
-from peagle.training.step_probe import Budget, choose_memory, step_ways
 from peagle.training.trainer import Trainer
 
 # Of an H100-class GPU over a whole step, in bfloat16 (its peak is 989).
