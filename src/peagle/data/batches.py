@@ -168,13 +168,8 @@ class BatchStream:
 
     Which sequences share a row is decided once; each epoch has the rows in another order. What is
     left over of an epoch's rows is dropped (another epoch brings it), unless it is all there is.
-
-    Args:
-        dataset: the sequences.
-        batch_tokens: tokens of a batch, padding included; at least one row is taken.
-        length_multiple: rows are padded to a multiple of this.
-        seed: of the order.
-        rank, world_size: which share of the rows of each batch to make.
+    A batch has `batch_tokens` tokens, padding included, and at least one row; process `rank` of
+    `world_size` makes its share of the rows, which are padded to a multiple of `length_multiple`.
 
     Raises:
         UserError: the processes cannot share the rows of a batch evenly.

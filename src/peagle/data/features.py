@@ -411,13 +411,8 @@ class FeatureStore:
     ) -> FeatureStore:
         """Open a store for the data, target and layers that it was made for.
 
-        Args:
-            folder: the store.
-            dataset: the sequences that batches are made of.
-            target: the one to imitate.
-            aux_layer_ids: layers that the head reads.
-            verify: compare every shard with its checksum, which reads all of them.
-            pin_memory: `states` gives page-locked tensors, for copies to a GPU.
+        `verify` compares every shard with its checksum, which reads all of them. With `pin_memory`
+        `states` gives page-locked tensors, for copies to a GPU.
 
         Raises:
             UserError: there is none, it is of something else, incomplete or damaged.
@@ -434,12 +429,10 @@ class FeatureStore:
         return cls(folder, index, dataset, pin_memory=pin_memory)
 
     def states(self, batch: Batch) -> TargetStates:
-        """Return the target's states of a batch, on the host.
+        """Return the target's states of a batch of the store's dataset, on the host.
 
-        Features of every position, hidden states of those that grade an element; zeros elsewhere.
-
-        Args:
-            batch: of the store's dataset; a place may hold the first part of its sequence.
+        Features of every position, hidden states of those that grade an element; zeros elsewhere. A
+        place of the batch may hold the first part of its sequence.
 
         Raises:
             UserError: what was read holds NaN.

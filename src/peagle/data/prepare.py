@@ -171,8 +171,6 @@ def prepare(
 
     Args:
         sources: .jsonl, .parquet or .safetensors, or folders (`peagle.data.readers`).
-        maker: makes samples of records.
-        limits: what they must fulfil.
         fingerprint: of the tokenizer (`tokenizer_sha256`); files that name another are refused.
         needs_thinking: refuse conversations, because their template has a thinking mode and none
             was chosen.

@@ -32,13 +32,9 @@ _SHORT_HASH = 16
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One question to the target.
+    """One question to the target: a turn (from 0) of a conversation.
 
-    Attributes:
-        dialogue: the conversation that it belongs to.
-        turn: from 0.
-        messages: the conversation up to the question.
-        seed: of its random numbers.
+    `messages` is the conversation up to the question, `seed` that of its random numbers.
     """
 
     dialogue: AskedConversation
@@ -131,11 +127,9 @@ def regenerate(
     """Let the target answer every dialogue that the output does not have yet.
 
     A question that failed leaves its dialogue for the next run. An answer that was cut off ends its
-    dialogue, since nobody would go on from there.
+    dialogue, since nobody would go on from there. Of equal dialogues only the first is asked.
 
     Args:
-        dialogues: the conversations to answer; of equal ones only the first.
-        answerer: the engine or the endpoint that answers.
         output: JSONL file; a half-written last line is removed.
         options: everything that decides the answers; a file of other options is refused.
         facts: further provenance, for the file beside the output.
@@ -350,17 +344,13 @@ def _write_side(output: Path, facts: Mapping[str, Any]) -> None:
 
 
 class LocalAnswerer:
-    """An LLM that answers questions (an `Answerer`); answers carry their tokens.
+    """An LLM, with or without a head, that answers questions; answers carry their tokens.
 
-    Args:
-        llm: the target, with or without a head.
-        params: how it is sampled; the seed is each question's own.
-        is_chat: render the chat template; else the question is completed as it stands.
-        chat_template, thinking: as `peagle.chat.render_chat` has them.
+    Each question has a seed of its own. Where `is_chat` is False the question is completed as it
+    stands; `chat_template` and `thinking` are those of `peagle.chat.render_chat`.
 
     Raises:
-        UserError: more than one output a question, or the template or an option of it is not
-            usable.
+        UserError: more than one output a question, or an unusable template or option of it.
     """
 
     def __init__(
@@ -472,16 +462,14 @@ class Patience:
 
 
 class EndpointAnswerer:
-    """A server that answers questions (an `Answerer`).
+    """A server that answers questions, `concurrency` of them at a time.
 
     Args:
         url: like https://host:8000, with or without /v1 at its end.
         model: its name there; None takes the first that the server lists.
         fields: fields of every request: sampling, and options of the chat template.
         key: key of the server, if it wants one.
-        concurrency: number of questions in flight.
         is_chat: ask for chat completions; else for completions.
-        patience: with failing tries.
 
     Raises:
         UserError: the URL, the key or the concurrency is not usable, or no model was named and the

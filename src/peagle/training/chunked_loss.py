@@ -77,14 +77,9 @@ class DraftLoss:
     def grade(
         self, draft_logits_RV: Tensor, target: TargetRows, index_R: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Losses [R] and their gradients with respect to the logits, [R, DV].
+        """Losses [R] and their gradients with respect to the logits, [R, DV], in at least float32.
 
-        Computed in at least float32.
-
-        Args:
-            draft_logits_RV: [R, DV].
-            target: rows to compare with.
-            index_R: which row of `target` each draft is graded by.
+        `index_R` says which row of `target` grades each draft.
         """
         wide = _wide(draft_logits_RV.dtype)
         log_q_RV = F.log_softmax(draft_logits_RV, dim=-1, dtype=wide)
@@ -195,13 +190,8 @@ def projected_loss(
 ) -> tuple[Tensor, Tensor]:
     """Weighted sum of the losses of hidden @ weight^T, and which drafts match greedily.
 
-    Differentiable (once) in `hidden_MD` and `weight_VD`. Products are in the type of these, losses
-    and the sum of the weight's gradient in at least float32.
-
-    Args:
-        hidden_MD: what the last matrix reads, [M, D].
-        weight_VD: the last matrix, [DV, D].
-        projection: what the elements are graded by.
+    Differentiable (once) in `hidden_MD`, which the last matrix reads, and in that matrix. Products
+    are in the type of these, losses and the sum of the matrix's gradient in at least float32.
 
     Returns:
         the sum, a scalar, and bool [M]: the argmax draft is the target's over its full vocabulary.
@@ -218,10 +208,8 @@ def judged_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What `projected_loss` gives, without gradients, and what the target thinks of the drafts.
 
-    Args:
-        hidden_MD, weight_VD, projection: as in `projected_loss`; target logits are of the full
-            vocabulary.
-        temperature: of the target's distribution, above 0.
+    Target logits are of the full vocabulary; `temperature`, above 0, is of the target's
+    distribution.
 
     Returns:
         the sum; bool [M], the draft is the target's most likely token; [M], the greedy drafts as

@@ -309,9 +309,7 @@ class TrainConfig(_Section):
     def read(cls, path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
         """Read a TOML file; relative paths in it are relative to its folder.
 
-        Args:
-            path: the file.
-            overrides: "section.key=value" in TOML's notation, put over the file.
+        `overrides`, "section.key=value" in TOML's notation, go over the file.
 
         Raises:
             UserError: the file is missing, not TOML, or a key or value is not understood.

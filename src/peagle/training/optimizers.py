@@ -26,9 +26,8 @@ from peagle.training.distributed import Processes
 class Masters:
     """The weights that the optimizers update: float32 copies of the head's, or the head's own.
 
-    Args:
-        drafter: the head, with its first weights in float32 or wider.
-        dtype: in which the head computes; where it is that of its weights nothing is copied.
+    The head comes with its first weights in float32 or wider, and computes in `dtype`; where that
+    is the type of its weights nothing is copied.
     """
 
     def __init__(self, drafter: Drafter, dtype: torch.dtype) -> None:

@@ -144,9 +144,8 @@ class PublishedHead:
 def read_head(folder: str | Path) -> PublishedHead:
     """Check a head for publication, every tensor of it, and read what the card says of it.
 
-    Args:
-        folder: the head, in either style. The record of its training is looked for in it and, as
-            `peagle train` leaves it, beside it.
+    The record of its training is looked for in the folder and, as `peagle train` leaves it, beside
+    it.
 
     Raises:
         UserError: no such folder; a file in it that must not be published (a pickle, a link out of
@@ -302,11 +301,8 @@ def model_card(
 ) -> str:
     """Return README.md of a head: metadata for the hub, then text.
 
-    Args:
-        head: what is known of it.
-        repo: "owner/name" that it is published as; revision: the branch.
-        target: hub id of its target.
-        license: identifier of the head's licence, as the hub has it.
+    The head is published as `repo` ("owner/name") in the branch `revision`; `target` is the hub id
+    of its target, `license` the identifier of the head's licence, as the hub has it.
     """
     tags = ["speculative-decoding", head.kind.lower(), "peagle", "vllm"]
     metadata = ModelCardData(

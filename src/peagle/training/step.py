@@ -53,8 +53,6 @@ class Objective:
     """Grades elements of a head against its target.
 
     Args:
-        drafter, target: the head and what it imitates.
-        section: loss and weights.
         chunk_rows: elements projected at a time; None chooses by the vocabularies.
         whole_vocabulary: compare with the target's choice over its whole vocabulary, as acceptance
             does. Otherwise, where the loss does not need more, only the draft vocabulary is
@@ -158,12 +156,8 @@ class GradedElements:
 class TrainingStep:
     """Computes gradients and grades of a head.
 
-    Args:
-        drafter: the head.
-        method: how its elements are chosen and computed.
-        training, validation: how they are graded.
-        segments: of the two-pass partition.
-        processes: those that share the rows of a batch.
+    `training` and `validation` say how elements are graded, `segments` is S of the two-pass
+    partition, and `processes` share the rows of a batch.
     """
 
     def __init__(
@@ -197,9 +191,8 @@ class TrainingStep:
     ) -> GradedElements:
         """Add this process's part of the gradients of a batch's mean loss to the head's.
 
-        Args:
-            batch, states: on the device of the head.
-            generator: of the element sampling, where the batch has no layout yet.
+        Batch and states are on the device of the head. The generator samples the elements of a
+        batch that has no layout yet.
         """
         parts: Parts = []
         if self.method.section.name == "eagle3":

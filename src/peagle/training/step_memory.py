@@ -109,14 +109,10 @@ class BatchShape:
 
 @dataclass(frozen=True)
 class StepShape:
-    """Everything that the memory of a step depends on.
+    """Everything that the memory of a step of one process depends on.
 
-    Attributes:
-        config: the run.
-        head, target: the trained head and the frozen target.
-        batch: of one process.
-        device: where it runs; "cuda" needs no GPU to be here.
-        world_size: processes that share float32 weights and the optimizer's states.
+    `device` is where the step runs; "cuda" needs no GPU to be here. `world_size` processes share
+    the float32 weights and the optimizer's states.
     """
 
     config: TrainConfig
@@ -400,10 +396,7 @@ class Budget:
     def of(cls, run: RunSection, device: torch.device, gpu_gib: float | None = None) -> Budget:
         """The budget of a run; ask before anything is loaded.
 
-        Args:
-            run: `memory_gib`, if it is set.
-            device: where it runs.
-            gpu_gib: memory of a GPU that is not here, in GiB.
+        `gpu_gib` is the memory of a GPU that is not here, in GiB.
         """
         if run.memory_gib is not None:
             source = f"run.memory_gib is {run.memory_gib:g}"
@@ -449,11 +442,9 @@ def choose_memory(
     nothing is measured. Of several processes all take the way of the one that needs most segments.
 
     Args:
-        shape, run, budget: the step, its options and its limit.
         measure: bytes at the peak of a step with so many segments, with or without recomputation;
             None if they do not fit. Without it the estimate decides.
         stored: the way of the run that this one resumes; no cheaper one is tried.
-        processes: the processes of the run.
 
     Raises:
         UserError: no way fits; it says what would.
@@ -541,14 +532,9 @@ def _smaller(rows: int, length: int) -> Iterator[tuple[int, int]]:
 class StepProbe:
     """Runs steps of a head and reads what they take; weights and optimizers stay as they are.
 
-    A context manager: inside, the optimizers hold their states, of zeros.
-
-    Args:
-        drafter, masters, optimizers: the head and what moves it, before the first step.
-        inputs: what the target says about a batch.
-        batch: the largest one, on the host.
-        build_step: makes a step with so many segments, with or without recomputation, that waits
-            for no other process.
+    A context manager: inside, the optimizers hold their states, of zeros. `batch` is the largest
+    one, on the host; `build_step` makes a step with so many segments, with or without
+    recomputation, that waits for no other process.
     """
 
     def __init__(

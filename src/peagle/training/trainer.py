@@ -66,15 +66,9 @@ class Trainer:
     """Trains one head.
 
     The loss has one denominator for the whole batch; all randomness is a function of (seed, step),
-    so a resumed run takes the very steps that an uninterrupted one would have taken.
-
-    Args:
-        config: the run.
-        report: receives progress, in the first process.
-        processes: those that share the rows of every batch; all of them make a trainer and call
-            the same methods of it.
-        begin: receives the name of what the trainer begins to do, before and between steps.
-        stepped: receives the number of each step that is done.
+    so a resumed run takes the very steps that an uninterrupted one would have taken. All processes
+    make a trainer and call the same methods of it; the first one calls `report`. `begin` receives
+    the name of what the trainer begins to do, `stepped` the number of each step that is done.
 
     Raises:
         UserError: target, data or configuration are not usable.
@@ -131,16 +125,13 @@ class Trainer:
     def run(self, *, resume: bool = False) -> dict[str, Any]:
         """Train to the end and write head, checkpoint and records; returns the record.
 
-        A resumed run may have another number of steps. Its learning rate is, from the step of the
-        checkpoint on, that of a run which had this number from the start.
+        With `resume` the run continues from the checkpoint in the output folder. It may have
+        another number of steps: its learning rate is then that of a run which had this number from
+        the start.
 
-        The head that is kept is the best one by `selection`, or without validation data the newest;
-        the end comes early where no better one is to be expected (`run.patience`). Once
-        `stop_requested` is set, the step at hand is finished and saved, and `TrainingStopped` names
-        the step.
-
-        Args:
-            resume: continue from the checkpoint in the output folder.
+        The head that is kept is the best one by `selection`, or without validation data the newest.
+        The run ends early where it expects no better one (`run.patience`). Once `stop_requested` is
+        set, the trainer finishes and saves the step at hand.
 
         Raises:
             UserError: no checkpoint to resume from, or one beyond the last step; one that would be

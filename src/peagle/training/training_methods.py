@@ -85,8 +85,6 @@ class TrainingMethod:
     """How the elements of a batch are chosen and computed.
 
     Args:
-        section: the method's configuration.
-        make_attention: how elements attend.
         flex: pad for FlexAttention's blocks.
         recompute: activation checkpointing (P-EAGLE only): keep the input of each layer and run
             the layer again for its gradients.

@@ -67,10 +67,6 @@ class TrainingPlan:
     """A run, planned.
 
     Attributes:
-        config: the run.
-        shape: a step of one process.
-        stream: its batches.
-        budget: the memory that a step may take.
         memory: the way to run a step, or the one that takes least where none fits.
         by_segments: estimates at some numbers of segments, layers recomputed as chosen.
         flops: of a step of one process, by what they are for.
