@@ -23,8 +23,8 @@ from peagle.training.distributed import ALONE
 from peagle.training.step_memory import estimate_memory
 from peagle.training.trainer import Trainer
 from tests.training import runs, together
-from tests.training.checkpoints import read_checkpoint
 from tests.training.processes import Ending, run_together, values
+from tests.training.runs import read_checkpoint
 from tests.training.step_runs import Case
 
 STEPS = 6

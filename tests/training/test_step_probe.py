@@ -23,8 +23,7 @@ from peagle.training.step_memory import (
     estimate_memory,
 )
 from peagle.training.trainer import Trainer
-from tests.training.checkpoints import read_checkpoint
-from tests.training.runs import make_config, twelve_steps
+from tests.training.runs import make_config, read_checkpoint, twelve_steps
 from tests.training.step_runs import Case
 
 GIB = 2**30
@@ -163,8 +162,10 @@ def test_a_probe_changes_nothing(
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 5)
     for optimizer in ("adamw", "muon"):
-        changes = twelve_steps(segments=2, recompute_layers=False)
-        changes["optimizer"]["name"] = optimizer
+        changes: dict[str, Any] = {
+            "optimizer": {"steps": 4, "name": optimizer},
+            "run": {"segments": 2, "recompute_layers": False},
+        }
         for name in ("plain", "probed"):
             output = tmp_path / optimizer / name
             trainer = Trainer(make_config(target_folder, responses, output, **changes))
