@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from peagle.data.batches import Batch
 from peagle.errors import UserError
+from peagle.models.checkpoint.files import replace_file
 from peagle.training.acceptance import AnchorAcceptance, ServedAcceptance
 from peagle.training.config import RunSection, TrainConfig
 from peagle.training.distributed import Processes
@@ -227,11 +227,9 @@ class History:
         if self._file.is_file():
             found = (_entry(line) for line in self._file.read_text(encoding="utf-8").splitlines())
             self.earlier = [entry for entry in found if entry and entry["step"] <= step]
-        if not self._writes:
-            return
-        partial = self._file.with_name(self._file.name + ".part")
-        partial.write_text("".join(json.dumps(e) + "\n" for e in self.earlier), encoding="utf-8")
-        os.replace(partial, self._file)
+        if self._writes:
+            lines = "".join(json.dumps(entry) + "\n" for entry in self.earlier)
+            replace_file(self._file, lines.encode())
 
     def add(self, report: TrainingReport) -> None:
         self.entries.append(asdict(report))
