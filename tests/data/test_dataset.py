@@ -113,7 +113,7 @@ def test_data_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
         ResponseDataset.load(*read, tokenizer_sha256="2" * 64)
 
 
-# ---- folders and tables --------------------------------------------------------------------------
+# ---- folders and tables ---------------------------------------------------------------------
 
 
 CHAT = [{"role": "user", "content": "q?"}, {"role": "assistant", "content": "yes é"}]

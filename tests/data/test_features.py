@@ -36,7 +36,7 @@ from peagle.models.target_ends import TargetEnds
 from tests.conftest import make_target_folder
 from tests.data.files import AUX, RARE, SMALL, H, files_of, make_dataset, writer_of, written
 
-# ---- reading -------------------------------------------------------------------------------------
+# ---- reading --------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -345,7 +345,7 @@ def test_indices_that_cannot_be_read_are_named(
         Index.read(tmp_path)
 
 
-# ---- writing -------------------------------------------------------------------------------------
+# ---- writing --------------------------------------------------------------------------------
 
 
 # ---- files ----------------------------------------------------------------------------------

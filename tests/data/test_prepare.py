@@ -41,7 +41,7 @@ def tokens(text: str) -> list[int]:
     return ids
 
 
-# ---- templates, and what they must come to, written in Python --------------------------------
+# ---- templates, and what they must come to, written in Python -------------------------------
 
 # Adds a newline behind the end of a turn, which no model writes.
 ADDS = (

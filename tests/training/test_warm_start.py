@@ -357,7 +357,7 @@ def test_paths_are_relative_to_the_file_and_not_part_of_a_dump(tmp_path: Path) -
     assert "init" not in config.head.model_dump(mode="json")
 
 
-# ---- what is refused -----------------------------------------------------------------------------
+# ---- what is refused ------------------------------------------------------------------------
 
 
 OTHER = dict.fromkeys(
@@ -462,7 +462,7 @@ def save_to_output(tmp_path: Path, head: Path) -> Path:
     return Path(shutil.copytree(head, tmp_path / "out" / "head"))
 
 
-# ---- whole runs ----------------------------------------------------------------------------------
+# ---- whole runs -----------------------------------------------------------------------------
 
 
 def test_every_parameter_of_a_grown_head_learns(

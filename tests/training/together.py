@@ -34,7 +34,7 @@ from tests.training.step_runs import Case
 SECTION = MethodSection(depth=5, depth_decay=0.9, cod_ratio=0.8, cod_floor=0.3)  # type: ignore[call-arg]
 
 
-# ---- one step of a head in float64 ------------------------------------------------------------
+# ---- one step of a head in float64 ----------------------------------------------------------
 
 
 def make_odd_head(**options: Any) -> Drafter:
@@ -157,7 +157,7 @@ def segments_chosen(processes: Processes, sizes: list[int]) -> int:
     return choose_memory(case.shape, case.config.run, budget, processes=processes).segments
 
 
-# ---- whole runs -------------------------------------------------------------------------------
+# ---- whole runs -----------------------------------------------------------------------------
 
 
 def train(
@@ -202,7 +202,7 @@ def resume(processes: Processes, config: TrainConfig) -> dict[str, Any]:
     return train(processes, config, resume=True)
 
 
-# ---- accidents --------------------------------------------------------------------------------
+# ---- accidents ------------------------------------------------------------------------------
 
 
 def die_in_a_step(processes: Processes, config: TrainConfig, at: int) -> None:

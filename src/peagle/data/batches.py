@@ -46,7 +46,7 @@ class Batch:
         max_anchors: bound of the supervised anchors of a row.
         first_row, num_rows: which rows of the whole batch these are, where several processes share
             it.
-        layout: what of it is computed (`partition.Layout`), if that is decided already.
+        layout: what of it is computed (`partition.PartitionLayout`), if that is decided already.
     """
 
     tokens_BN: Tensor
@@ -275,7 +275,7 @@ class ValidationStream:
         return make_batch(self.dataset, rows, length)
 
 
-# ---- to a GPU ------------------------------------------------------------------------------------
+# ---- to a GPU -------------------------------------------------------------------------------
 
 
 T = TypeVar("T")

@@ -63,7 +63,7 @@ def target_states(target: TargetModel, batch: Batch) -> TargetStates:
     return TargetStates(features.unflatten(0, (rows, length)), hidden.unflatten(0, (rows, length)))
 
 
-# ---- what a store holds --------------------------------------------------------------------------
+# ---- what a store holds ---------------------------------------------------------------------
 
 
 FORMAT_VERSION = 1
@@ -350,7 +350,7 @@ class Index:
             raise UserError(f"{str(path)!r} is damaged: {error}. Make the store again.") from None
 
 
-# ---- reading -------------------------------------------------------------------------------------
+# ---- reading --------------------------------------------------------------------------------
 
 
 # float8 is read in pieces that stay in a core's cache.

@@ -340,7 +340,7 @@ def _write_side(output: Path, facts: Mapping[str, Any]) -> None:
     os.replace(partial, side)
 
 
-# ---- an engine answers ---------------------------------------------------------------------------
+# ---- an engine answers ----------------------------------------------------------------------
 
 
 class LocalAnswerer:
@@ -424,7 +424,7 @@ class LocalAnswerer:
         )
 
 
-# ---- an endpoint answers -------------------------------------------------------------------------
+# ---- an endpoint answers --------------------------------------------------------------------
 
 
 _MAX_WAIT_S = 60.0

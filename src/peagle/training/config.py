@@ -117,7 +117,7 @@ class MethodSection(_Section):
         depth: K_train; training deeper than the K served pays (8 for 5: +4%).
         cod_ratio, cod_floor: conditional drop of P-EAGLE elements.
         loss: "kl" of target to draft, "ce" on the target's most likely token, "tv" (the chance of
-            a rejection when drafts are drawn), "kl_tv" (both; `losses.DraftLoss` has the formulas).
+            a rejection when drafts are drawn), "kl_tv" (both; `chunked_loss.DraftLoss` has them).
         tv_share: weight of TV in "kl_tv"; KL has the rest.
         depth_decay: weight of depth d is depth_decay^d.
         depth_weights: one weight a depth in place of `depth_decay`; the `acceptance` of an earlier

@@ -207,7 +207,7 @@ class _Publish(torch.autograd.Function):
         return None, *gradients
 
 
-# ---- the optimizers ------------------------------------------------------------------------------
+# ---- the optimizers -------------------------------------------------------------------------
 
 
 def build_optimizers(

@@ -27,7 +27,7 @@ from peagle.training.distributed import ALONE, Processes
 from peagle.training.partition import PartitionLayout, partitioned_graded, two_pass_backward
 from peagle.training.training_methods import Graded, Selected, TrainingMethod, eagle3_graded
 
-# ---- grading -------------------------------------------------------------------------------------
+# ---- grading --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Objective:
         return Grade(loss, weights_M.sum(), match_M)
 
 
-# ---- a batch -------------------------------------------------------------------------------------
+# ---- a batch --------------------------------------------------------------------------------
 
 
 # Pairs of elements that a mask may hold.

@@ -365,7 +365,7 @@ def estimate_flops(shape: StepShape, recompute: bool) -> dict[str, int]:
     return {name: round(count) for name, count in parts.items() if count}
 
 
-# ---- choosing ------------------------------------------------------------------------------------
+# ---- choosing -------------------------------------------------------------------------------
 
 
 # Numbers of segments that "auto" tries; more are not worth a pass each.

@@ -346,7 +346,7 @@ def _warnings(
     return warnings
 
 
-# ---- the shared state of mask slots ----------------------------------------------------------
+# ---- the shared state of mask slots ---------------------------------------------------------
 
 
 @torch.no_grad()
