@@ -28,16 +28,14 @@ import torch
 from algorithm1 import cumulative_backward
 from torch import Tensor
 
-from peagle.data.batches import Batch, make_batch
+from peagle.data.batches import Batch, make_batch, moved, pinned
 from peagle.data.dataset import ResponseDataset
 from peagle.data.features import TargetStates
 from peagle.environment import environment
 from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.training.config import MethodSection
 from peagle.training.element_attention import dense_attention, flex_attention
-from peagle.training.objective import Objective
-from peagle.training.step import TrainingStep
-from peagle.training.tensor_maps import moved, pinned
+from peagle.training.step import Objective, TrainingStep
 from peagle.training.training_methods import TrainingMethod
 
 CUDA = torch.cuda.is_available()

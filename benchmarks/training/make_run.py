@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from peagle.data.dataset import ResponseDataset
-from peagle.data.feature_format import StoreFacts
 from peagle.data.feature_writer import FeatureWriter
+from peagle.data.features import StoreFacts
 from peagle.models.target import default_aux_layer_ids
 from peagle.models.target_ends import TargetEnds
 

@@ -4,15 +4,16 @@
 
 Each case is a head with random weights, float32 masters and AdamW's moments, a batch of one
 document, and stored features. A line has the peak of whole optimizer steps, what
-`training.step_probe` measures before the first one, and what `training.step_estimate` adds up, in
+`training.step_memory` measures before the first one, and what `training.step_memory` adds up, in
 GiB, with the ratios to the real peak; the last line has the range of the ratios.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -29,12 +30,9 @@ from peagle.models.target_shape import TargetShape
 from peagle.training.config import TrainConfig
 from peagle.training.element_attention import flex_attention
 from peagle.training.inputs import Source
-from peagle.training.masters import Masters
-from peagle.training.objective import Objective
-from peagle.training.optimizers import build_optimizers
-from peagle.training.step import TrainingStep
-from peagle.training.step_estimate import BatchShape, StepShape, estimate_memory
-from peagle.training.step_probe import StepProbe
+from peagle.training.optimizers import Masters, build_optimizers
+from peagle.training.step import Objective, TrainingStep
+from peagle.training.step_memory import BatchShape, StepProbe, StepShape, estimate_memory
 from peagle.training.training_methods import TrainingMethod
 
 GIB = 1 << 30
@@ -161,6 +159,25 @@ class Run:
         return peak
 
 
+def measure(shape: str, length: int) -> Iterator[dict[str, Any]]:
+    """The lines of a length's cases.
+
+    Head, optimizer and probe live no longer than the call. A probe that outlived it would keep its
+    head on the card, and the next length's probe, which counts all bytes there, would count it too.
+    """
+    run = Run(shape, length)
+    for _, segments, recompute in [case for case in CASES if case[0] == length]:
+        with run.probe() as probe:
+            probed = probe.peak(segments, recompute)
+        step = run.step_peak(segments, recompute)
+        estimate = estimate_memory(run.shape, segments, recompute).total
+        line: dict[str, Any] = {"shape": shape, "length": length, "segments": segments}
+        line |= {"recompute": recompute, "step_gib": round(step / GIB, 3)}
+        for key, size in (("probe", probed or 0), ("estimate", estimate)):
+            line |= {f"{key}_gib": round(size / GIB, 3), f"{key}_ratio": size / step}
+        yield line
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--shapes", default="bundled,qwen3-8b", help="a list")
@@ -169,21 +186,12 @@ def main() -> None:
     print(json.dumps({"environment": environment(DEVICE), "options": vars(options)}), flush=True)
     ratios: dict[str, list[float]] = {"probe": [], "estimate": []}
     for name in options.shapes.split(","):
-        for length in (int(text) for text in options.lengths.split(",")):
-            run = Run(name, length)
-            ways = [(segments, again) for size, segments, again in CASES if size == length]
-            for way in ways:
-                with run.probe() as probe:
-                    probed = probe.peak(*way)
-                step = run.step_peak(*way)
-                found = {"probe": probed or 0, "estimate": estimate_memory(run.shape, *way).total}
-                line: dict[str, Any] = {"shape": name, "length": length, "segments": way[0]}
-                line |= {"recompute": way[1], "step_gib": round(step / GIB, 3)}
-                for key, size in found.items():
-                    ratios[key].append(size / step)
-                    line |= {f"{key}_gib": round(size / GIB, 3), f"{key}_ratio": size / step}
+        for length in map(int, options.lengths.split(",")):
+            for line in measure(name, length):
+                for key, found in ratios.items():
+                    found.append(line[f"{key}_ratio"])
                 print(json.dumps(line), flush=True)
-            del run
+            gc.collect()
             torch.cuda.empty_cache()
     print(json.dumps({key: [min(found), max(found)] for key, found in ratios.items()}))
 

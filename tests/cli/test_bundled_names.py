@@ -145,9 +145,9 @@ def test_the_demo_takes_the_names(peagle: Peagle) -> None:
 
 
 def test_the_server_takes_the_names() -> None:
-    plan = Setup(Given(target=Setting("bundled", "MODEL")))
+    setup = Setup(Given(target=Setting("bundled", "MODEL")))
     default, default_name = serve._spec(Setup(Given()), ServerConfig(), None)
-    spec, name = serve._spec(plan, ServerConfig(), "bundled")
+    spec, name = serve._spec(setup, ServerConfig(), "bundled")
     assert (spec, name) == (default, default_name)
     assert sorted(spec.proposers) == ["eagle3", "peagle"]
 

@@ -14,7 +14,7 @@ import torch
 
 from peagle.cli import data, progress
 from peagle.data.dataset import ResponseDataset
-from peagle.data.feature_store import FeatureStore
+from peagle.data.features import FeatureStore
 from peagle.models.target_ends import TargetEnds
 from tests.cli.conftest import Pair, Peagle, environment, kill_when
 from tests.conftest import VOCAB_SIZE, byte_tokenizer

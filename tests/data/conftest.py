@@ -9,7 +9,7 @@ import torch
 
 from peagle.data.dataset import ResponseDataset
 from peagle.models.target import TargetModel
-from tests.data.stores import make_dataset
+from tests.data.files import make_dataset
 
 
 @pytest.fixture

@@ -24,9 +24,8 @@ from peagle.data.features import TargetStates, target_states
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 from peagle.training.config import MethodSection
-from peagle.training.eagle3 import eagle3_graded
 from peagle.training.partition import PartitionLayout, two_pass_backward
-from peagle.training.training_methods import Graded, TrainingMethod
+from peagle.training.training_methods import Graded, TrainingMethod, eagle3_graded
 from tests.conftest import byte_tokenizer, make_drafter
 from tests.models.tiny import EXPERTS, LOCAL_GLOBAL, make_model
 

@@ -41,7 +41,7 @@ def tokens(text: str) -> list[int]:
     return ids
 
 
-# ---- templates, and what they must come to, written in Python --------------------------------
+# ---- templates, and what they must come to, written in Python -------------------------------
 
 # Adds a newline behind the end of a turn, which no model writes.
 ADDS = (
@@ -314,7 +314,7 @@ def test_a_conversation_is_on_one_side_of_the_split(tmp_path: Path) -> None:
     for side in (train, held_out):
         begin, firsts = 0, []
         for length in side.lens:
-            first = text(side.tokens[begin : begin + length].tolist()).split(END)[0]
+            first = str(text(side.tokens[begin : begin + length].tolist())).split(END)[0]
             firsts.append(first)
             begin += length
         assert all(firsts.count(first) == 2 for first in firsts), "both turns of a conversation"

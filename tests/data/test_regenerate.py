@@ -16,13 +16,14 @@ import pytest
 from peagle import LLM, SamplingParams
 from peagle.chat import render_chat
 from peagle.data.dataset import ResponseDataset
-from peagle.data.endpoint_answers import EndpointAnswerer, Patience
-from peagle.data.local_answers import LocalAnswerer
 from peagle.data.readers import AskedConversation, Record, dialogue_of, read_side
 from peagle.data.regenerate import (
     Answerer,
     Ask,
+    EndpointAnswerer,
     Failure,
+    LocalAnswerer,
+    Patience,
     RegeneratedAnswer,
     RegenerateProgress,
     regenerate,

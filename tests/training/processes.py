@@ -16,7 +16,14 @@ from typing import Any
 
 # Children begin where the modules are imported already: seconds less each.
 _CONTEXT = get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["peagle.training.trainer"])
+_CONTEXT.set_forkserver_preload(
+    [
+        "peagle.training.trainer",
+        "torch._dynamo",  # which the first step of an optimizer imports
+        "torch.distributed.checkpoint",
+        "transformers.models.llama.modeling_llama",
+    ]
+)
 
 
 @dataclass(frozen=True)

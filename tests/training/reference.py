@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from peagle.data.batches import Batch, Place
 from peagle.data.features import TargetStates
-from peagle.models.drafter import Drafter
+from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.models.elements import PADDING_ROW, Elements
 from peagle.training.element_attention import dense_attention
+
+HIDDEN, VOCAB = 12, 50
 
 
 def peagle_forward(
@@ -44,3 +48,26 @@ def make_plain_batch(tokens: Tensor, prompt_lens: Tensor, lengths: Tensor | None
     places = tuple(Place(i, i, 0, int(n)) for i, n in enumerate(lengths.tolist()))
     documents = torch.zeros_like(tokens).where(inside, PADDING_ROW)
     return Batch(tokens, documents, deepest, places, size, 0, rows)
+
+
+def make_head(**options: Any) -> Drafter:
+    """A random head in float64."""
+    torch.manual_seed(4)
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 20,
+        "num_layers": 2,
+        "num_attention_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "vocab_size": VOCAB,
+        "draft_vocab_size": VOCAB,
+        "target_hidden_size": HIDDEN,
+        "aux_layer_ids": (0, 1, 2),
+        "mask_token_id": 1,
+    }
+    head = Drafter(DrafterConfig(**{**sizes, **options})).double()
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    return head

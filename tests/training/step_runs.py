@@ -13,18 +13,15 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from peagle.data.batches import Batch
+from peagle.data.batches import Batch, moved
 from peagle.data.features import TargetStates
 from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.models.target_shape import TargetShape
 from peagle.training.config import TrainConfig
 from peagle.training.element_attention import dense_attention, flex_attention
-from peagle.training.masters import Masters
-from peagle.training.objective import Grade, Objective
-from peagle.training.optimizers import build_optimizers
-from peagle.training.step import TrainingStep
-from peagle.training.step_estimate import BatchShape, StepShape
-from peagle.training.tensor_maps import moved
+from peagle.training.optimizers import Masters, build_optimizers
+from peagle.training.step import Grade, Objective, TrainingStep
+from peagle.training.step_memory import BatchShape, StepShape
 from peagle.training.training_methods import Graded, TrainingMethod
 from tests.training.reference import make_plain_batch
 

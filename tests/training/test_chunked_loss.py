@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from peagle.training.chunked_loss import (
+    DraftLoss,
+    LossKind,
     Projection,
     TargetOrder,
     default_chunk_rows,
     judged_loss,
     projected_loss,
 )
-from peagle.training.losses import DraftLoss, LossKind
 
 M, D, V = 23, 6, 17
 KINDS: list[DraftLoss] = [

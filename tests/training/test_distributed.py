@@ -20,11 +20,11 @@ from peagle.data.dataset import ResponseDataset
 from peagle.errors import UserError
 from peagle.training.config import TrainConfig
 from peagle.training.distributed import ALONE
-from peagle.training.step_estimate import estimate_memory
+from peagle.training.step_memory import estimate_memory
 from peagle.training.trainer import Trainer
 from tests.training import runs, together
-from tests.training.checkpoints import read_checkpoint
 from tests.training.processes import Ending, run_together, values
+from tests.training.runs import read_checkpoint
 from tests.training.step_runs import Case
 
 STEPS = 6
@@ -68,7 +68,7 @@ def assert_same_run(one: dict[str, Any], other: dict[str, Any], start: int = 0) 
         assert (weight - other["weights"][name]).norm() < 1e-3 * weight.norm(), name
 
 
-# ---- exactness --------------------------------------------------------------------------------
+# ---- exactness ------------------------------------------------------------------------------
 
 
 def test_gradients_of_two_processes_equal_those_of_one_pass() -> None:
@@ -131,7 +131,7 @@ def test_two_processes_train_as_one(target_folder: Path, responses: Path, tmp_pa
         assert trained["steps"] == STEPS and (folder / "head/model.safetensors").is_file()
 
 
-# ---- resuming ---------------------------------------------------------------------------------
+# ---- resuming -------------------------------------------------------------------------------
 
 
 def test_resumed_on_any_number_of_processes(
@@ -160,7 +160,7 @@ def test_resumed_on_any_number_of_processes(
     assert errors[0] == "SystemExit: 2" and "optimizer" in errors[1], "told once"
 
 
-# ---- accidents --------------------------------------------------------------------------------
+# ---- accidents ------------------------------------------------------------------------------
 
 
 def assert_reported_loss(ending: Ending) -> None:
@@ -233,7 +233,7 @@ def test_a_checkpoint_that_lacks_a_share_is_refused(
     Trainer(config).run(resume=True)
 
 
-# ---- on GPUs ----------------------------------------------------------------------------------
+# ---- on GPUs --------------------------------------------------------------------------------
 
 NCCL: dict[str, Any] = {
     "device": "cuda",
@@ -269,7 +269,7 @@ def test_two_gpus_train_as_one_process(
             assert second["loss"] == pytest.approx(first["loss"], rel=0.02)
 
 
-# ---- started by torchrun ----------------------------------------------------------------------
+# ---- started by torchrun --------------------------------------------------------------------
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -19,8 +19,7 @@ from peagle.config import SpeculativeConfig
 from peagle.errors import CheckpointError, UserError
 from peagle.models.checkpoint import convert_head
 from peagle.training.config import TrainConfig
-from peagle.training.model_card import model_card
-from peagle.training.published_head import PublishedHead, read_head
+from peagle.training.published_head import PublishedHead, model_card, read_head
 from peagle.training.trainer import Trainer
 from tests.conftest import VOCAB_SIZE
 

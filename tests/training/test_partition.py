@@ -13,14 +13,15 @@ from torch import Tensor
 
 from peagle.data.batches import Batch
 from peagle.data.features import TargetStates
-from peagle.models.drafter import Drafter, DrafterConfig
+from peagle.models.drafter import Drafter
 from peagle.models.elements import Elements, sample_elements
 from peagle.training.config import MethodSection
 from peagle.training.partition import PartitionLayout, split_by_anchor, two_pass_backward
 from peagle.training.training_methods import Graded, Selected, TrainingMethod
-from tests.training.reference import make_plain_batch, peagle_forward
+from tests.training.reference import HIDDEN as H
+from tests.training.reference import VOCAB, make_head, make_plain_batch, peagle_forward
 
-K, N, H, VOCAB = 5, 40, 12, 50
+K, N = 5, 40
 HEADS: list[dict[str, Any]] = [
     {},
     {"num_layers": 1, "norm_before_fc": True, "norm_before_residual": True},
@@ -33,29 +34,6 @@ PACKED = [
     [(31, 4), (4, 1)],
     [(5, 4), (3, 1), (3, 2)],  # two documents with nothing below depth 0
 ]
-
-
-def make_head(**options: Any) -> Drafter:
-    """A random head in float64."""
-    torch.manual_seed(4)
-    sizes: dict[str, Any] = {
-        "hidden_size": 16,
-        "intermediate_size": 20,
-        "num_layers": 2,
-        "num_attention_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 8,
-        "vocab_size": VOCAB,
-        "draft_vocab_size": VOCAB,
-        "target_hidden_size": H,
-        "aux_layer_ids": (0, 1, 2),
-        "mask_token_id": 1,
-    }
-    head = Drafter(DrafterConfig(**{**sizes, **options})).double()
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.3)
-    return head
 
 
 def make_batch(rows: int) -> tuple[Batch, TargetStates]:

@@ -21,9 +21,8 @@ from peagle.models.target import TargetModel
 from peagle.speculation import TargetStep
 from peagle.speculation.proposers import HeadProposer
 from peagle.training.config import MethodSection
-from peagle.training.eagle3 import eagle3_forward
 from peagle.training.partition import PartitionLayout, partitioned_graded
-from peagle.training.training_methods import TrainingMethod
+from peagle.training.training_methods import TrainingMethod, eagle3_forward
 from tests.conftest import make_drafter
 from tests.training.reference import make_plain_batch
 

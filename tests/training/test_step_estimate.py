@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from peagle.models.drafter import Drafter
 from peagle.models.target_shape import TargetShape
 from peagle.training.partition import split_by_anchor
-from peagle.training.step_estimate import StepMemory, estimate_flops, estimate_memory
+from peagle.training.step_memory import StepMemory, estimate_flops, estimate_memory
 from peagle.training.training_methods import TrainingMethod
 from tests.conftest import make_target_folder
 from tests.models.tiny import EXPERTS, make_model

@@ -13,11 +13,17 @@ import torch
 
 from peagle.errors import UserError
 from peagle.training.config import RunSection
-from peagle.training.step_estimate import StepMemory, StepShape, estimate_memory
-from peagle.training.step_probe import SEGMENTS, Budget, available_ram, choose_memory
+from peagle.training.step_memory import (
+    SEGMENTS,
+    Budget,
+    StepMemory,
+    StepShape,
+    available_ram,
+    choose_memory,
+    estimate_memory,
+)
 from peagle.training.trainer import Trainer
-from tests.training.checkpoints import read_checkpoint
-from tests.training.runs import make_config, twelve_steps
+from tests.training.runs import make_config, read_checkpoint, twelve_steps
 from tests.training.step_runs import Case
 
 GIB = 2**30
@@ -142,7 +148,7 @@ def test_a_run_keeps_its_segments(target_folder: Path, responses: Path, tmp_path
 
 def estimate_of(trainer: Trainer, segments: int) -> int:
     from peagle.models.target_shape import TargetShape
-    from peagle.training.step_estimate import BatchShape
+    from peagle.training.step_memory import BatchShape
 
     config, head = trainer.config, trainer.drafter.config
     target, batch = TargetShape.read(config.target), BatchShape.of(trainer.stream)
@@ -156,8 +162,10 @@ def test_a_probe_changes_nothing(
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 5)
     for optimizer in ("adamw", "muon"):
-        changes = twelve_steps(segments=2, recompute_layers=False)
-        changes["optimizer"]["name"] = optimizer
+        changes: dict[str, Any] = {
+            "optimizer": {"steps": 4, "name": optimizer},
+            "run": {"segments": 2, "recompute_layers": False},
+        }
         for name in ("plain", "probed"):
             output = tmp_path / optimizer / name
             trainer = Trainer(make_config(target_folder, responses, output, **changes))
@@ -250,7 +258,7 @@ def test_where_a_budget_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
     assert half.source.startswith("50% of the ")
     planned = Budget.of(run_section(), gpu, 80)
     assert planned.size == int(72 * GIB) and planned.source == "90% of the 80.0 GiB of a GPU"
-    module = "peagle.training.step_probe"
+    module = "peagle.training.step_memory"
     monkeypatch.setattr(f"{module}.free_and_total", lambda _: (70 * GIB, 80 * GIB))
     monkeypatch.setattr(f"{module}.device_name", lambda _: "Card 9")
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: GIB)

@@ -16,8 +16,7 @@ from peagle.models.checkpoint import read_head_config, trained_length
 from peagle.training import state
 from peagle.training.reporting import TrainingReport
 from peagle.training.trainer import Trainer, TrainingStopped
-from tests.training.checkpoints import read_checkpoint
-from tests.training.runs import make_config
+from tests.training.runs import make_config, read_checkpoint
 
 
 @pytest.mark.parametrize(

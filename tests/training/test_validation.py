@@ -50,7 +50,7 @@ def sampled_responses(llm: LLM, count: int, seed: int) -> list[dict[str, list[in
 @pytest.fixture(scope="module")
 def sampled(sharp_target: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Files of sampled responses: to train on, and to validate on."""
-    llm, folder = LLM(sharp_target, max_num_seqs=64), tmp_path_factory.mktemp("sampled")
+    llm, folder = LLM(sharp_target, max_num_seqs=120), tmp_path_factory.mktemp("sampled")
     train = write_rows(folder / "train.jsonl", sampled_responses(llm, 48, seed=0))
     return train, write_rows(folder / "other.jsonl", sampled_responses(llm, 120, seed=1_000))
 
@@ -74,7 +74,7 @@ def test_sampled_acceptance_is_what_serving_gives(
     best = Trainer(config).run()["best"]
     report = best["validation"]
     speculative = {"model": str(tmp_path / "run" / "head"), "num_speculative_tokens": 4}
-    serving = LLM(sharp_target, speculative_config=speculative, max_num_seqs=64)
+    serving = LLM(sharp_target, speculative_config=speculative, max_num_seqs=120)
     sampled_responses(serving, 120, seed=50_000)
     stats = serving.engine.stats.speculation
     assert report["temperature"] == 1 and best["temperature"] == 1

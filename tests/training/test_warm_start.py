@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,21 @@ from peagle.models.target import TargetModel, load_tokenizer
 from peagle.models.target_ends import TargetEnds
 from peagle.training.build import build
 from peagle.training.config import TrainConfig
-from peagle.training.warm_start import features_by, start_mask_hidden
+from peagle.training.reporting import TrainingReport
+from peagle.training.trainer import Trainer, TrainingStopped
+from peagle.training.warm_start import InitHead, features_by, start_mask_hidden
 from tests.conftest import make_drafter, make_target_folder
-from tests.models.editing import edit_tensors
+from tests.models.editing import edit_config, edit_tensors
 from tests.models.reference_head import ReferenceHead
-from tests.training.warm_starting import configure, save, tensors_of, warm, write_data
+from tests.training.runs import (
+    configure,
+    read_checkpoint,
+    save,
+    tensors_of,
+    warm,
+    write_data,
+    write_responses,
+)
 
 HEADS: list[dict[str, Any]] = [
     {"num_layers": 1},
@@ -344,3 +355,215 @@ def test_paths_are_relative_to_the_file_and_not_part_of_a_dump(tmp_path: Path) -
     assert TrainConfig.read(file, ["head.init=a/b"]).head.init == tmp_path / "a/b"
     # Checkpoints from before the option have no such key, and can be resumed.
     assert "init" not in config.head.model_dump(mode="json")
+
+
+# ---- what is refused ------------------------------------------------------------------------
+
+
+OTHER = dict.fromkeys(
+    ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim", "draft_vocab_size"), 6
+)
+
+
+def refusal(target_folder: Path, init: Path, tmp_path: Path, **changes: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        warm(target_folder, init, tmp_path, **changes)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "values"),
+    [
+        *(({name: value}, f"head.{name} is {value}, but") for name, value in OTHER.items()),
+        ({"num_kv_heads": 4}, "has 2. Leave head.num_kv_heads out"),
+        ({"aux_layer_ids": (0, 1, 3)}, "head.aux_layer_ids is [0, 1, 3], but"),
+        ({"fc_norm": True}, "head.fc_norm is true, but"),
+        ({"norm_before_fc": True}, "has false"),
+        ({"norm_before_residual": True}, "has false"),
+        ({"norm_output": True}, "has false"),
+        ({"qk_norm": True}, "has false"),
+        ({"mask_token_id": 5}, "head.mask_token_id is 5, but"),
+        ({"num_layers": 1}, "has 2 layers; expected as many or more"),
+    ],
+    ids=str,
+)
+def test_geometry_that_contradicts_the_head_is_refused(
+    target_folder: Path, peagle_head: Path, tmp_path: Path, given: dict[str, Any], values: str
+) -> None:
+    message = refusal(target_folder, peagle_head, tmp_path, head=given)
+    assert values in message and str(peagle_head) in message
+    assert f"Leave head.{next(iter(given))} out" in message.replace("\n", " ")
+
+
+def test_heads_for_other_tokens_or_features_are_refused(
+    target: TargetModel, peagle_head: Path, tmp_path: Path
+) -> None:
+    others: tuple[tuple[str, dict[str, Any], str], ...] = (
+        ("v", {"vocab_size": 330}, "has vocab_size 320, the target"),
+        ("h", {"hidden_size": 40}, "has target_hidden_size 32, the target"),
+        ("l", {"num_hidden_layers": 2}, "reads target layers [1, 2, 3], but"),
+    )
+    for name, change, message in others:
+        other = make_target_folder(tmp_path / name, **change)
+        found = refusal(other, peagle_head, tmp_path)
+        assert message in found and found.startswith("head.init: ")
+        assert "leave head.init out" in found.lower()
+
+
+def test_another_tokenizer_is_refused(
+    target: TargetModel, target_folder: Path, peagle_head: Path, tmp_path: Path
+) -> None:
+    other = shutil.copytree(target_folder, tmp_path / "tuned")
+    with (other / "tokenizer.json").open("a") as file:
+        file.write("\n")
+    message = refusal(other, peagle_head, tmp_path)
+    assert "trained with another tokenizer" in message and "copy the tokenizer.json of" in message
+    (other / "tokenizer.json").unlink()
+    init = InitHead.read(peagle_head, TargetModel.load(other))
+    assert any("the target has no tokenizer.json" in warning for warning in init.warnings)
+
+
+def spoil(tensors: dict[str, Tensor]) -> None:
+    tensors["fc.weight"][0, 0] = float("nan")
+
+
+def narrow(tensors: dict[str, Tensor]) -> None:
+    tensors["norm.weight"] = tensors["norm.weight"][:-1]
+
+
+def test_broken_heads_are_refused(target_folder: Path, peagle_head: Path, tmp_path: Path) -> None:
+    def copy(name: str) -> Path:
+        return Path(shutil.copytree(peagle_head, tmp_path / name / "head"))
+
+    assert "not there" in refusal(target_folder, tmp_path / "nothing", tmp_path)
+    run = copy("run").parent
+    assert f"Did you mean {str(run / 'head')!r}?" in refusal(target_folder, run, tmp_path)
+    assert "a file, not a folder" in refusal(target_folder, run / "head/config.json", tmp_path)
+    assert "head.init: " in refusal(target_folder, target_folder, tmp_path)
+    for name, change, message in (
+        ("nan", spoil, "'fc.weight' holds NaN"),
+        ("narrow", narrow, "'norm.weight' has shape [31]; expected [32]"),
+        ("less", lambda tensors: tensors.pop("mask_hidden"), "'mask_hidden' is missing"),
+    ):
+        head = copy(name)
+        edit_tensors(head, change)
+        assert message in refusal(target_folder, head, tmp_path)
+    pickled = copy("pickled")
+    (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
+    assert "is a pickle" in refusal(target_folder, pickled, tmp_path)
+    unreadable = copy("unreadable")
+    edit_config(unreadable, peagle={"target": {"name": "x"}})
+    assert "fingerprint is not readable" in refusal(target_folder, unreadable, tmp_path)
+    own = save_to_output(tmp_path, peagle_head)
+    assert "where this run writes its head" in refusal(target_folder, own, tmp_path)
+
+
+def save_to_output(tmp_path: Path, head: Path) -> Path:
+    return Path(shutil.copytree(head, tmp_path / "out" / "head"))
+
+
+# ---- whole runs -----------------------------------------------------------------------------
+
+
+def test_every_parameter_of_a_grown_head_learns(
+    target_folder: Path, eagle3_head: Path, tmp_path: Path
+) -> None:
+    """Projections of zero must not hold their layer back for more than a step."""
+    data = write_data(tmp_path / "data.jsonl", [[*range(10 + i, 40 + i)] for i in range(20)])
+    config = configure(
+        target_folder,
+        tmp_path / "out",
+        eagle3_head,
+        data,
+        head={"num_layers": 2},
+        optimizer={"steps": 3, "learning_rate": 1e-3},
+    )
+    trainer = Trainer(config)
+    before = {n: p.detach().clone() for n, p in trainer.drafter.named_parameters()}
+    trainer.run()
+    for name, parameter in trainer.drafter.named_parameters():
+        assert not torch.equal(parameter, before[name]), name
+
+
+def test_a_warm_started_run_resumes_exactly(
+    target_folder: Path, eagle3_head: Path, tmp_path: Path
+) -> None:
+    data = write_data(tmp_path / "data.jsonl", [[*range(10 + i, 40 + i)] for i in range(20)])
+
+    def trainer(name: str, *, stop: bool = False) -> Trainer:
+        changes = {"optimizer": {"steps": 6}, "run": {"log_every": 1}}
+        config = configure(target_folder, tmp_path / name, eagle3_head, data, **changes)
+        run = Trainer(config, lambda report: setattr(run, "stop_requested", stop))
+        return run
+
+    trainer("whole").run()
+    with pytest.raises(TrainingStopped):
+        trainer("halved", stop=True).run()
+    trainer("halved").run(resume=True)
+    first, second = (read_checkpoint(tmp_path / name) for name in ("whole", "halved"))
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+# ---- a fine-tuned target --------------------------------------------------------------------
+
+
+def fine_tuned(folder: Path, source: Path) -> Path:
+    """The target with every weight a little different."""
+    shutil.copytree(source, folder)
+    model = AutoModelForCausalLM.from_pretrained(source)
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(0.02 * parameter.std().nan_to_num(0) * noise)
+    model.save_pretrained(folder)
+    return folder
+
+
+def train(
+    target: Path, data: Path, output: Path, init: Path | None, **optimizer: Any
+) -> TrainingReport:
+    """The last validation of a run."""
+    reports: list[TrainingReport] = []
+    config = configure(
+        target,
+        output,
+        init,
+        data,
+        head={} if init else {"num_layers": 1},
+        data={"validation": data},
+        optimizer=optimizer,
+        run={"save_dtype": "float32"},
+    )
+    Trainer(config, reports.append).run()
+    return [report for report in reports if report.kind == "validation"][-1]
+
+
+def test_a_head_goes_on_for_a_fine_tuned_target(
+    target_folder: Path, responses: Path, tmp_path: Path
+) -> None:
+    train(target_folder, responses, tmp_path / "old", None, steps=150, learning_rate=3e-3)
+    tuned = fine_tuned(tmp_path / "tuned", target_folder)
+    data = write_responses(tuned, tmp_path / "new.jsonl")
+    head = tmp_path / "old/head"
+    with pytest.raises(UserError, match="was trained for target"):
+        load_drafter(head, TargetModel.load(tuned))
+
+    # One step so small that it changes nothing shows what each begins with.
+    begin = {"steps": 1, "learning_rate": 1e-9}
+    fresh = train(tuned, data, tmp_path / "fresh", None, **begin)
+    first = train(tuned, data, tmp_path / "first", head, **begin)
+    assert first.loss < 0.7 * fresh.loss
+    assert first.acceptance_lengths[-1] > fresh.acceptance_lengths[-1] + 0.2
+    last = train(tuned, data, tmp_path / "last", head, steps=40, learning_rate=3e-3)
+    assert last.loss < 0.9 * first.loss
+    assert last.acceptance_lengths[-1] >= first.acceptance_lengths[-1]
+    load_drafter(tmp_path / "last/head", TargetModel.load(tuned))
+
+    differences = InitHead.read(head, TargetModel.load(tuned)).differences
+    assert differences == (
+        f"it was {target_folder.name!r} and is 'tuned'",
+        "the weights of lm_head are others",
+    )

@@ -19,46 +19,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from peagle.data.batches import Batch, BatchStream
 from peagle.data.dataset import ResponseDataset
 from peagle.data.features import TargetStates
-from peagle.models.drafter import Drafter, DrafterConfig
+from peagle.models.drafter import Drafter
 from peagle.training import state
 from peagle.training.config import MethodSection, TrainConfig
 from peagle.training.distributed import ALONE, Processes
-from peagle.training.masters import ShardedMasters, build_masters
-from peagle.training.objective import Objective
-from peagle.training.step import TrainingStep
-from peagle.training.step_probe import Budget, choose_memory
+from peagle.training.optimizers import ShardedMasters, build_masters
+from peagle.training.step import Objective, TrainingStep
+from peagle.training.step_memory import Budget, choose_memory
 from peagle.training.trainer import Trainer, TrainingStopped
 from peagle.training.training_methods import TrainingMethod
-from tests.training.reference import peagle_forward
+from tests.training.reference import HIDDEN, VOCAB, make_head, peagle_forward
 from tests.training.step_runs import Case
 
-HIDDEN, VOCAB = 12, 50
 SECTION = MethodSection(depth=5, depth_decay=0.9, cod_ratio=0.8, cod_floor=0.3)  # type: ignore[call-arg]
 
 
-# ---- one step of a head in float64 ------------------------------------------------------------
+# ---- one step of a head in float64 ----------------------------------------------------------
 
 
-def make_head(**options: Any) -> Drafter:
-    torch.manual_seed(4)
-    sizes: dict[str, Any] = {
-        "hidden_size": 15,  # nothing that two processes can halve
-        "intermediate_size": 21,
-        "num_layers": 2,
-        "num_attention_heads": 3,
-        "num_kv_heads": 1,
-        "head_dim": 6,
-        "vocab_size": VOCAB,
-        "draft_vocab_size": VOCAB,
-        "target_hidden_size": HIDDEN,
-        "aux_layer_ids": (0, 1, 2),
-        "mask_token_id": 1,
-    }
-    head = Drafter(DrafterConfig(**{**sizes, **options})).double()
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.3)
-    return head
+def make_odd_head(**options: Any) -> Drafter:
+    """A head with nothing that two processes can halve."""
+    sizes = {"hidden_size": 15, "intermediate_size": 21, "num_attention_heads": 3}
+    return make_head(**{**sizes, "num_kv_heads": 1, "head_dim": 6, **options})
 
 
 def make_stream(processes: Processes) -> BatchStream:
@@ -118,7 +100,7 @@ def gradient_errors(
     """Largest differences of loss and gradients from those of one pass in one process."""
     errors = []
     for options in heads:
-        head = make_head(**{k: v for k, v in options.items() if k != "frozen"})
+        head = make_odd_head(**{k: v for k, v in options.items() if k != "frozen"})
         head.embed_tokens.requires_grad_(not options.get("frozen"))
         loss, expected = in_one_pass(head)
         assert all(gradient.abs().max() > 1e-4 for gradient in expected.values())
@@ -141,7 +123,7 @@ def collectives_of_a_step(
 ) -> list[tuple[dict[str, int], dict[str, int]]]:
     """How often each collective is called by the passes of so many segments, and after them."""
     counts = []
-    head = make_head()
+    head = make_odd_head()
     masters = build_masters(head, torch.float64, processes)
     batch = make_stream(processes).at(1)
     for number in segments:
@@ -175,7 +157,7 @@ def segments_chosen(processes: Processes, sizes: list[int]) -> int:
     return choose_memory(case.shape, case.config.run, budget, processes=processes).segments
 
 
-# ---- whole runs -------------------------------------------------------------------------------
+# ---- whole runs -----------------------------------------------------------------------------
 
 
 def train(
@@ -220,7 +202,7 @@ def resume(processes: Processes, config: TrainConfig) -> dict[str, Any]:
     return train(processes, config, resume=True)
 
 
-# ---- accidents --------------------------------------------------------------------------------
+# ---- accidents ------------------------------------------------------------------------------
 
 
 def die_in_a_step(processes: Processes, config: TrainConfig, at: int) -> None:
@@ -280,7 +262,7 @@ def command(_: None, arguments: list[str], folder: Path) -> tuple[int, str]:
 
 def bfloat16_publishes_what_the_optimizer_moved(processes: Processes) -> list[str]:
     """Names of weights of a bfloat16 head that are not their float32 masters, rounded."""
-    head = make_head().float()
+    head = make_odd_head().float()
     masters = ShardedMasters(head, torch.bfloat16, processes)
     optimizer = torch.optim.SGD([p for _, p in masters.named()], lr=2e-4)
     before = {n: cast(DTensor, p.detach()).full_tensor() for n, p in masters.named()}

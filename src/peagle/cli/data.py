@@ -75,7 +75,7 @@ def inspect(
 
     The supervised part of a sample stands out: in colour on a terminal, else in [[ ]].
     """
-    from peagle.data.tables import parts_of, split_of
+    from peagle.data.readers import parts_of, split_of
 
     file = split_of(file, split)
     parts_of(file)  # refuses what is not there before torch is imported
@@ -232,8 +232,8 @@ def features(
         raise UserError(f"The data file {str(file)!r} is not there.")
     quiet_libraries()
     from peagle.data.dataset import ResponseDataset
-    from peagle.data.feature_format import StoreFacts
     from peagle.data.feature_writer import FeatureWriter
+    from peagle.data.features import StoreFacts
     from peagle.engine.memory_plan import size_text
     from peagle.engine.placement import resolve_device, resolve_dtype
     from peagle.models.loading import resolve_model
@@ -388,7 +388,7 @@ def prepare(
     if validation is None and share:
         validation = output.with_suffix(f".validation{output.suffix}")
     _check_outputs(sources, output, validation, overwrite)
-    from peagle.data.tables import parts_of, sha256_of_table, split_of
+    from peagle.data.readers import parts_of, sha256_of_table, split_of
 
     sources = [split_of(path, split) for path in sources]
     for source in sources:
@@ -569,7 +569,7 @@ def regenerate(
         raise UserError(f"n is {setup.params.n}; a prompt has one response. Leave n out.")
     if endpoint is None:
         setup.check_paths(chat_template)
-    from peagle.data.tables import is_folder, sha256_of_table, split_of
+    from peagle.data.readers import is_folder, sha256_of_table, split_of
 
     prompts = split_of(prompts, split)
     dialogues = list(islice(_dialogues(prompts), limit))
@@ -627,8 +627,7 @@ def regenerate(
 
 
 def _dialogues(file: Path) -> Iterator[AskedConversation]:
-    from peagle.data.readers import AskedConversation, dialogue_of, read_records
-    from peagle.data.tables import is_folder
+    from peagle.data.readers import AskedConversation, dialogue_of, is_folder, read_records
     from peagle.evaluation.prompts import read_prompts
 
     if file.suffix in (".jsonl", ".parquet") or is_folder(file):
@@ -647,8 +646,8 @@ def _local(
     setup: Setup, chat: bool | None, chat_template: str | None, thinking: bool | None
 ) -> tuple[Answerer, dict[str, Any]]:
     llm = setup.load()
-    from peagle.data.local_answers import LocalAnswerer
     from peagle.data.readers import tokenizer_sha256
+    from peagle.data.regenerate import LocalAnswerer
 
     if chat is None:
         chat = chat_template is not None or bool(getattr(llm.tokenizer, "chat_template", None))
@@ -675,7 +674,7 @@ def _remote(
 ) -> tuple[Answerer, dict[str, Any]]:
     from peagle.client.api import KEY_VARIABLE, key_from_environment
     from peagle.client.fields import sampling_fields
-    from peagle.data.endpoint_answers import EndpointAnswerer, Patience
+    from peagle.data.regenerate import EndpointAnswerer, Patience
 
     fields = sampling_fields(setup.params, _sampling(setup))
     if thinking is not None:

@@ -79,8 +79,7 @@ def push(
     require_folder(path, "The draft head")
     from peagle.models.hub import hub_url
     from peagle.models.hub_upload import UploadFile, upload
-    from peagle.training.model_card import model_card
-    from peagle.training.published_head import CARD_NAME, read_head
+    from peagle.training.published_head import CARD_NAME, model_card, read_head
 
     _check_hub_id(repo, "The repository")
     if not _BRANCH.fullmatch(revision) or re.search(r"\.\.|//|^[0-9a-f]{40}$", revision):

@@ -108,9 +108,11 @@ def train(
             elif processes.is_first:
                 count = max(gpus, processes.world_size)
                 quiet_libraries()
-                from peagle.training.training_plan import Where, make_plan
+                from peagle.training.training_plan import make_plan
 
-                forecast = make_plan(run, Where(gpu_memory_gib, count, tokens_per_s))
+                forecast = make_plan(
+                    run, gpu_memory_gib=gpu_memory_gib, num_gpus=count, tokens_per_s=tokens_per_s
+                )
                 print(json.dumps(forecast.to_json()) if as_json else forecast, flush=True)
                 if forecast.problem:
                     raise UserError(forecast.problem)

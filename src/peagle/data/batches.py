@@ -6,9 +6,9 @@ Shapes: B rows, N positions of a row, T tokens of all sequences of a batch.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class Batch:
         max_anchors: bound of the supervised anchors of a row.
         first_row, num_rows: which rows of the whole batch these are, where several processes share
             it.
-        layout: what of it is computed (`partition.Layout`), if that is decided already.
+        layout: what of it is computed (`partition.PartitionLayout`), if that is decided already.
     """
 
     tokens_BN: Tensor
@@ -168,13 +168,8 @@ class BatchStream:
 
     Which sequences share a row is decided once; each epoch has the rows in another order. What is
     left over of an epoch's rows is dropped (another epoch brings it), unless it is all there is.
-
-    Args:
-        dataset: the sequences.
-        batch_tokens: tokens of a batch, padding included; at least one row is taken.
-        length_multiple: rows are padded to a multiple of this.
-        seed: of the order.
-        rank, world_size: which share of the rows of each batch to make.
+    A batch has `batch_tokens` tokens, padding included, and at least one row; process `rank` of
+    `world_size` makes its share of the rows, which are padded to a multiple of `length_multiple`.
 
     Raises:
         UserError: the processes cannot share the rows of a batch evenly.
@@ -278,3 +273,49 @@ class ValidationStream:
         """The batch of an index."""
         length, rows = self._batches[index]
         return make_batch(self.dataset, rows, length)
+
+
+# ---- to a GPU -------------------------------------------------------------------------------
+
+
+T = TypeVar("T")
+# Metadata of a dataclass field whose tensor stays on the host.
+ON_HOST = {"on_host": True}
+
+
+def map_tensors(thing: T, function: Callable[[Tensor], Tensor]) -> T:
+    """A copy of `thing` with the function applied to every tensor not marked `ON_HOST`."""
+    value: Any = thing
+    if isinstance(value, Tensor):
+        value = function(value)
+    elif isinstance(value, tuple):
+        value = tuple(map_tensors(item, function) for item in value)
+    elif is_dataclass(value) and not isinstance(value, type):
+        changed = {
+            field.name: map_tensors(getattr(value, field.name), function)
+            for field in fields(value)
+            if not field.metadata.get("on_host")
+        }
+        value = replace(value, **changed)
+    return cast(T, value)
+
+
+def moved(thing: T, device: torch.device) -> T:
+    """Copy to a device; copies from pinned memory are asynchronous."""
+    return map_tensors(thing, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def pinned(thing: T) -> T:
+    """In page-locked memory, for asynchronous copies to a GPU."""
+    return map_tensors(thing, lambda x: x if x.is_pinned() or x.is_cuda else x.pin_memory())
+
+
+def owned_by(thing: T, stream: torch.cuda.Stream) -> T:
+    """Keep the memory of `thing` until `stream` has done its work on it."""
+
+    def record(tensor: Tensor) -> Tensor:
+        if tensor.is_cuda:
+            tensor.record_stream(stream)
+        return tensor
+
+    return map_tensors(thing, record)

@@ -48,23 +48,16 @@ class ResponseDataset:
         max_length: int,
         tokenizer_sha256: str | None = None,
     ) -> ResponseDataset:
-        """Read a .jsonl or .safetensors file.
+        """Read a .jsonl or .safetensors file; sequences longer than `max_length` are cut there.
 
         JSONL: one object a line, {"prompt_token_ids", "response_token_ids"} or
         {"prompt", "response"} as text. Safetensors: `tokens` (flat), `sequence_start_loc` [S+1],
         `prompt_lens` [S].
 
-        Args:
-            path: the file.
-            tokenizer: of the target.
-            vocab_size: of the target.
-            max_length: longer sequences are cut here.
-            tokenizer_sha256: of the tokenizer; files that name another are refused.
-
         Raises:
-            UserError: the file is missing or malformed (with the line), made with another
-                tokenizer, a token is outside the vocabulary, or no sequence is long enough to
-                learn from.
+            UserError: the file is missing or malformed (with the line), made with a tokenizer of
+                another `tokenizer_sha256`, a token is outside the vocabulary, or no sequence is
+                long enough to learn from.
         """
         if not path.is_file():
             raise UserError(f"The data file {str(path)!r} is not there.")
@@ -204,11 +197,9 @@ def check_tokenizer(source: Path, metadata: dict[str, Any], fingerprint: str) ->
 
 
 def data_facts(path: Path, dataset: ResponseDataset) -> dict[str, Any]:
-    """Describe the part of a file of responses that training (or validation) uses.
+    """Describe the part of a file of responses that training or validation uses.
 
-    Args:
-        path: the file; its name is recorded, not where it lay.
-        dataset: the sequences, cut at the longest length, without the short ones.
+    The name of the file is recorded, not where it lay.
     """
     responses = dataset.start_loc.diff() - dataset.prompt_lens
     return {

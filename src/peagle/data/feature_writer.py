@@ -26,7 +26,7 @@ from torch import Tensor
 
 from peagle.data.batches import Batch, make_batch
 from peagle.data.dataset import ResponseDataset
-from peagle.data.feature_format import (
+from peagle.data.features import (
     FACTS_KEY,
     FEATURE_DTYPES,
     HIDDEN_DTYPES,
@@ -35,9 +35,10 @@ from peagle.data.feature_format import (
     ShardEntry,
     ShardPlan,
     StoreFacts,
+    TargetStates,
     plan_shards,
+    target_states,
 )
-from peagle.data.features import TargetStates, target_states
 from peagle.engine.memory_plan import size_text
 from peagle.errors import UserError
 from peagle.model_folder import sha256_of

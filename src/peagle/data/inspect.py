@@ -80,11 +80,8 @@ def inspect_data(
 ) -> Inspection:
     """Read a whole file that `peagle train` or `peagle data prepare` reads.
 
-    Args:
-        path: .jsonl, .parquet or .safetensors, or a folder (`peagle.data.tables`).
-        maker: makes samples of records.
-        num_shown: sequences to give back, spread over the file.
-        fingerprint: of the tokenizer at hand; a file of another one is refused.
+    `num_shown` sequences, spread over the file, are given back. A file of another tokenizer than
+    that of `fingerprint` is refused.
 
     Raises:
         UserError: the file is missing, damaged, empty, or of another tokenizer.

@@ -18,7 +18,7 @@ from peagle.data.dataset import check_tokenizer, read_data
 from peagle.data.readers import STORE_KEY, side_file
 from peagle.data.samples import Dropped, Sample, SampleMaker
 from peagle.errors import UserError
-from peagle.models.checkpoint.files import save_tensors
+from peagle.models.checkpoint.files import save_tensors, write_json
 
 LEAST_RESPONSE = 2  # a shorter one has no token to draft
 
@@ -153,7 +153,7 @@ class Collected:
                         row = {"prompt_token_ids": ids[:size].tolist()}
                         row["response_token_ids"] = ids[size:].tolist()
                         lines.write(json.dumps(row) + "\n")
-                side_file(path).write_text(json.dumps(metadata, indent=2) + "\n")
+                write_json(side_file(path), metadata)
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)
@@ -170,9 +170,7 @@ def prepare(
     """Return the samples of files for training and for validation, and counts.
 
     Args:
-        sources: .jsonl, .parquet or .safetensors, or folders (`peagle.data.tables`).
-        maker: makes samples of records.
-        limits: what they must fulfil.
+        sources: .jsonl, .parquet or .safetensors, or folders (`peagle.data.readers`).
         fingerprint: of the tokenizer (`tokenizer_sha256`); files that name another are refused.
         needs_thinking: refuse conversations, because their template has a thinking mode and none
             was chosen.

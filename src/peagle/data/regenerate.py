@@ -1,11 +1,12 @@
 """Prompts to responses of the target: the order of the questions, and the file of answers.
 
 Every answer is a line of the output, written and flushed at once, so that an interrupted run loses
-only the answers under way.
+only the answers under way. An engine in this process answers, or a server with OpenAI's interface.
 """
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import hashlib
 import json
@@ -13,25 +14,27 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from peagle.chat import opens_thinking, render_chat, split_thinking
+from peagle.client.api import ApiClient, NoAnswer, error_message
+from peagle.config import SamplingParams
 from peagle.data.readers import AskedConversation, side_file
 from peagle.errors import UserError
+
+if TYPE_CHECKING:
+    from peagle.llm import LLM, RequestOutput
 
 _SHORT_HASH = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One question to the target.
+    """One question to the target: a turn (from 0) of a conversation.
 
-    Attributes:
-        dialogue: the conversation that it belongs to.
-        turn: from 0.
-        messages: the conversation up to the question.
-        seed: of its random numbers.
+    `messages` is the conversation up to the question, `seed` that of its random numbers.
     """
 
     dialogue: AskedConversation
@@ -124,11 +127,9 @@ def regenerate(
     """Let the target answer every dialogue that the output does not have yet.
 
     A question that failed leaves its dialogue for the next run. An answer that was cut off ends its
-    dialogue, since nobody would go on from there.
+    dialogue, since nobody would go on from there. Of equal dialogues only the first is asked.
 
     Args:
-        dialogues: the conversations to answer; of equal ones only the first.
-        answerer: the engine or the endpoint that answers.
         output: JSONL file; a half-written last line is removed.
         options: everything that decides the answers; a file of other options is refused.
         facts: further provenance, for the file beside the output.
@@ -337,3 +338,263 @@ def _write_side(output: Path, facts: Mapping[str, Any]) -> None:
     partial = side.with_name(f".{side.name}.{os.getpid()}.partial")
     partial.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     os.replace(partial, side)
+
+
+# ---- an engine answers ----------------------------------------------------------------------
+
+
+class LocalAnswerer:
+    """An LLM, with or without a head, that answers questions; answers carry their tokens.
+
+    Each question has a seed of its own. Where `is_chat` is False the question is completed as it
+    stands; `chat_template` and `thinking` are those of `peagle.chat.render_chat`.
+
+    Raises:
+        UserError: more than one output a question, or an unusable template or option of it.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        *,
+        is_chat: bool,
+        chat_template: str | Path | None = None,
+        thinking: bool | None = None,
+    ) -> None:
+        if params.n != 1:
+            raise UserError(f"n is {params.n}; a prompt has one response. Leave n out.")
+        self.llm, self.params, self.is_chat = llm, params, is_chat
+        self._chat_template, self._thinking = chat_template, thinking
+        if is_chat:
+            self._render(({"role": "user", "content": "Hello"},))
+        # Some questions always wait, so that no place in the batch stays empty.
+        self._capacity = 2 * llm.engine.config.max_num_seqs
+
+    def answers(
+        self, take: Callable[[], Ask | None]
+    ) -> Iterator[tuple[Ask, RegeneratedAnswer | Failure]]:
+        """Yield answers as they finish, and keep the engine's batch full."""
+        requests = self.llm.requests
+        under_way: dict[int, Ask] = {}
+        number = 0
+        try:
+            while True:
+                while len(under_way) < self._capacity and (ask := take()) is not None:
+                    number += 1
+                    try:
+                        requests.add(number, self._prompt(ask), replace(self.params, seed=ask.seed))
+                    except UserError as error:
+                        yield ask, Failure(str(error))
+                    else:
+                        under_way[number] = ask
+                if not under_way:
+                    return
+                for chunk in requests.step():
+                    if chunk.output is not None:
+                        yield under_way.pop(chunk.index), self._answer(chunk.output)
+        finally:
+            requests.cancel_all()
+
+    def _render(self, messages: tuple) -> list[int]:
+        return render_chat(
+            self.llm.tokenizer,
+            messages,
+            chat_template=self._chat_template,
+            thinking=self._thinking,
+        )
+
+    def _prompt(self, ask: Ask) -> list[int]:
+        if self.is_chat:
+            return self._render(ask.messages)
+        return self.llm.requests.encode(ask.messages[-1]["content"])
+
+    def _answer(self, output: RequestOutput) -> RegeneratedAnswer:
+        reasoning, text = "", output.text
+        if self.is_chat:
+            opened = opens_thinking(self.llm.tokenizer, output.prompt_token_ids)
+            reasoning, text = split_thinking(output.text, opened=opened)
+        return RegeneratedAnswer(
+            text,
+            output.finish_reason,
+            reasoning,
+            len(output.token_ids),
+            output.prompt_token_ids,
+            output.token_ids,
+        )
+
+
+# ---- an endpoint answers --------------------------------------------------------------------
+
+
+_MAX_WAIT_S = 60.0
+_WORTH_A_RETRY = (408, 409, 425, 429)
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long to go on with a question.
+
+    Attributes:
+        retries: further tries after the first.
+        first_wait_s: wait before the first of them; every further wait is twice as long, up to a
+            minute. A server's Retry-After replaces it.
+        timeout_s: time of one try.
+    """
+
+    retries: int = 6
+    first_wait_s: float = 1.0
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.retries < 0 or self.timeout_s <= 0:
+            raise UserError(
+                f"retries is {self.retries}, the timeout {self.timeout_s:g} s; expected at least 0 "
+                "and more than 0."
+            )
+
+    def wait_s(self, tries: int, retry_after: str | None) -> float:
+        """Return the seconds to wait after so many tries."""
+        wait = self.first_wait_s * 2 ** (tries - 1)
+        if retry_after is not None and retry_after.strip().isdigit():
+            wait = float(retry_after)
+        return min(wait, _MAX_WAIT_S)
+
+
+class EndpointAnswerer:
+    """A server that answers questions, `concurrency` of them at a time.
+
+    Args:
+        url: like https://host:8000, with or without /v1 at its end.
+        model: its name there; None takes the first that the server lists.
+        fields: fields of every request: sampling, and options of the chat template.
+        key: key of the server, if it wants one.
+        is_chat: ask for chat completions; else for completions.
+
+    Raises:
+        UserError: the URL, the key or the concurrency is not usable, or no model was named and the
+            server lists none.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str | None,
+        fields: Mapping[str, Any],
+        *,
+        key: str | None = None,
+        concurrency: int = 16,
+        is_chat: bool = True,
+        patience: Patience | None = None,
+    ) -> None:
+        if concurrency < 1:
+            raise UserError(f"--concurrency is {concurrency}; expected at least 1.")
+        self.url, self.is_chat = url, is_chat
+        self._patience = patience or Patience()
+        self._client = ApiClient(url, key, timeout_s=self._patience.timeout_s)
+        self._concurrency = concurrency
+        self.model = model or self._first_model()
+        self._fields = {**fields, "model": self.model}
+
+    def answers(
+        self, take: Callable[[], Ask | None]
+    ) -> Iterator[tuple[Ask, RegeneratedAnswer | Failure]]:
+        """Yield answers in the order in which they come, `concurrency` questions at a time.
+
+        Raises:
+            UserError: the server cannot be reached, refuses the key, or is none of this kind.
+        """
+        asks: dict[asyncio.Task[RegeneratedAnswer | Failure], Ask] = {}
+
+        async def next_done() -> set[asyncio.Task[RegeneratedAnswer | Failure]]:
+            return (await asyncio.wait(asks, return_when=asyncio.FIRST_COMPLETED))[0]
+
+        # Leaving the runner cancels what is in flight: an interrupted run waits for no answer.
+        with asyncio.Runner() as runner:
+            while True:
+                while len(asks) < self._concurrency and (ask := take()) is not None:
+                    asks[runner.get_loop().create_task(self._answer(ask))] = ask
+                if not asks:
+                    return
+                done = runner.run(next_done())
+                if errors := [error for task in done if (error := task.exception())]:
+                    raise errors[0]
+                for task in done:
+                    yield asks.pop(task), task.result()
+
+    async def _answer(self, ask: Ask) -> RegeneratedAnswer | Failure:
+        body: dict[str, Any] = {**self._fields, "seed": ask.seed}
+        if self.is_chat:
+            path, body["messages"] = "/v1/chat/completions", [dict(m) for m in ask.messages]
+        else:
+            path, body["prompt"] = "/v1/completions", ask.messages[-1]["content"]
+        raw = await self._patiently("POST", path, body)
+        return raw if isinstance(raw, Failure) else self._read(raw)
+
+    async def _patiently(
+        self, method: str, path: str, body: dict[str, Any] | None = None
+    ) -> bytes | Failure:
+        """Return the body of an answer of status 200, after as many tries as it takes."""
+        tries = 0
+        while True:
+            tries += 1
+            retry_after = None
+            try:
+                reply = await self._client.call_async(method, path, body)
+            except NoAnswer as error:
+                if tries > self._patience.retries:
+                    raise UserError(
+                        f"{self.url} cannot be reached: {error.reason} ({tries} tries). The "
+                        "answers so far are kept: run the same command again to go on."
+                    ) from None
+            else:
+                if reply.status == 200:
+                    return reply.body
+                message = f"{reply.status}: {error_message(reply.body)}"
+                if reply.status in (401, 403):
+                    raise self._client.refusal(reply.status, reply.body)
+                if reply.status == 404 or reply.status < 400:
+                    raise UserError(
+                        f"{self.url} has no {path} for the model ({message}). Correct --endpoint "
+                        "or --target."
+                    )
+                if reply.status not in _WORTH_A_RETRY and reply.status < 500:
+                    return Failure(message)
+                if tries > self._patience.retries:
+                    return Failure(f"{message} ({tries} tries)")
+                retry_after = reply.headers.get("Retry-After")
+            await asyncio.sleep(self._patience.wait_s(tries, retry_after))
+
+    def _first_model(self) -> str:
+        raw = asyncio.run(self._patiently("GET", "/v1/models"))
+        try:
+            listed = {} if isinstance(raw, Failure) else self._client.json_object(raw)
+            return str(listed["data"][0]["id"])
+        except (KeyError, IndexError, TypeError):
+            raise UserError(
+                f"{self.url} lists no models; name the one to ask with --target."
+            ) from None
+
+    def _read(self, raw: bytes) -> RegeneratedAnswer | Failure:
+        """Return the answer in a completion or a chat completion."""
+        reply = self._client.json_object(raw)
+        try:
+            choice = reply["choices"][0]
+            reason = choice.get("finish_reason") or "stop"
+            num_tokens = (reply.get("usage") or {}).get("completion_tokens") or 0
+            if not self.is_chat:
+                return RegeneratedAnswer(_text(choice["text"]), reason, num_tokens=num_tokens)
+            message = choice["message"]
+            if message.get("tool_calls"):
+                return Failure("the answer is a tool call")
+            reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
+            text = _text(message.get("content") or "")
+            return RegeneratedAnswer(text, reason, _text(reasoning), num_tokens)
+        except (KeyError, IndexError, TypeError, AttributeError):
+            raise self._client.foreign(json.dumps(reply)[:300]) from None
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(value)
+    return value

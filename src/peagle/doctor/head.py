@@ -21,10 +21,9 @@ from peagle.models.checkpoint.weights import fill
 from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.models.elements import Elements, attention_mask
 from peagle.training.config import MethodSection
-from peagle.training.eagle3 import eagle3_graded
 from peagle.training.element_attention import BlockTable, ElementAttention, dense_attention
 from peagle.training.partition import PartitionLayout, partitioned_graded
-from peagle.training.training_methods import Graded, TrainingMethod
+from peagle.training.training_methods import Graded, TrainingMethod, eagle3_graded
 
 SharedState = Literal["fc", "fc without norm", "no fc"]
 

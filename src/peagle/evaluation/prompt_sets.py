@@ -16,8 +16,7 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from peagle.data.readers import Record, dialogue_of, read_records
-from peagle.data.tables import is_folder
+from peagle.data.readers import Record, dialogue_of, is_folder, read_records
 from peagle.errors import UserError
 from peagle.evaluation.prompts import PROMPT_SETS as BUNDLED_SETS
 from peagle.evaluation.prompts import Prompt, check_limit, load_prompt_set, read_prompts

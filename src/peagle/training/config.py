@@ -117,7 +117,7 @@ class MethodSection(_Section):
         depth: K_train; training deeper than the K served pays (8 for 5: +4%).
         cod_ratio, cod_floor: conditional drop of P-EAGLE elements.
         loss: "kl" of target to draft, "ce" on the target's most likely token, "tv" (the chance of
-            a rejection when drafts are drawn), "kl_tv" (both; `losses.DraftLoss` has the formulas).
+            a rejection when drafts are drawn), "kl_tv" (both; `chunked_loss.DraftLoss` has them).
         tv_share: weight of TV in "kl_tv"; KL has the rest.
         depth_decay: weight of depth d is depth_decay^d.
         depth_weights: one weight a depth in place of `depth_decay`; the `acceptance` of an earlier
@@ -222,7 +222,7 @@ class RunSection(_Section):
         segments: of the two-pass partition (`training.partition`), P-EAGLE only: depth 0 runs
             once, the deeper elements in this many segments, one after another in memory; the
             gradients are the same. "auto" takes the fewest that fit into memory
-            (`training.step_probe`), and a resumed run keeps its number where it still fits.
+            (`training.step_memory`), and a resumed run keeps its number where it still fits.
             Gradients of different numbers agree but for rounding.
         recompute_layers: activation checkpointing, P-EAGLE only: keep the input of each layer and
             run the layer again for its gradients. Less memory, a third more time. "auto" does so
@@ -309,9 +309,7 @@ class TrainConfig(_Section):
     def read(cls, path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
         """Read a TOML file; relative paths in it are relative to its folder.
 
-        Args:
-            path: the file.
-            overrides: "section.key=value" in TOML's notation, put over the file.
+        `overrides`, "section.key=value" in TOML's notation, go over the file.
 
         Raises:
             UserError: the file is missing, not TOML, or a key or value is not understood.

@@ -11,10 +11,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from peagle.data.batches import Batch
+from peagle.data.batches import Batch, moved, owned_by, pinned
 from peagle.data.dataset import ResponseDataset
-from peagle.data.feature_store import FeatureStore
-from peagle.data.features import TargetStates, target_states
+from peagle.data.features import FeatureStore, TargetStates, target_states
 from peagle.data.readers import tokenizer_sha256
 from peagle.engine.placement import resolve_dtype
 from peagle.models.target import TargetModel, load_tokenizer
@@ -22,7 +21,6 @@ from peagle.models.target_ends import TargetEnds
 from peagle.models.target_facts import TargetFacts
 from peagle.training.build import Built, build
 from peagle.training.config import TrainConfig
-from peagle.training.tensor_maps import moved, owned_by, pinned
 from peagle.training.warm_start import start_mask_hidden
 
 # Batches made ahead, whose states lie on the device where a store has them.

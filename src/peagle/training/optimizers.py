@@ -1,16 +1,213 @@
-"""The optimizers of a head: AdamW, or Muon for the matrices of its layers."""
+"""What moves a head's weights: optimizers, and the float32 weights of a head in bfloat16.
+
+A step of 1e-4 of a weight is lost in bfloat16's eight bits, so optimizers move a float32 copy (the
+master weights of Micikevicius et al., 2018) and the head is rounded from it after each step.
+Gradients are summed in float32 as well. Of several processes each holds a share of that copy.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
+from peagle.models.drafter import Drafter
 from peagle.training.config import OptimizerSection
+from peagle.training.distributed import Processes
+
+
+class Masters:
+    """The weights that the optimizers update: float32 copies of the head's, or the head's own.
+
+    The head comes with its first weights in float32 or wider, and computes in `dtype`; where that
+    is the type of its weights nothing is copied.
+    """
+
+    def __init__(self, drafter: Drafter, dtype: torch.dtype) -> None:
+        self.drafter = drafter
+        own = dict(drafter.named_parameters())
+        self._copies: dict[str, nn.Parameter] = {}
+        if dtype != drafter.fc.weight.dtype:
+            for name, parameter in own.items():
+                if parameter.requires_grad:
+                    self._copies[name] = nn.Parameter(parameter.detach().clone())
+            drafter.to(dtype)
+            for name, master in self._copies.items():
+                own[name].grad_dtype = master.dtype
+        self._own = own
+
+    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Names and weights that optimizers may update."""
+        for name, parameter in self._own.items():
+            if parameter.requires_grad:
+                yield name, self._copies.get(name, parameter)
+
+    def state(self) -> dict[str, Tensor]:
+        """All weights and maps of the head, trained ones as precise as there are; no copies.
+
+        Call `publish` after writing to them.
+        """
+        return {**self.drafter.state_dict(), **{n: p.detach() for n, p in self._copies.items()}}
+
+    def collect(self) -> list[Tensor]:
+        """Hand the head's gradients to the masters; returns the masters that have one."""
+        for name, master in self._copies.items():
+            gradient, self._own[name].grad = self._own[name].grad, None
+            master.grad = None if gradient is None else gradient.to(master.dtype)
+        return [parameter for _, parameter in self.named() if parameter.grad is not None]
+
+    def clip(self, moved: list[Tensor], max_norm: float) -> Tensor:
+        """Scale gradients to a norm of at most `max_norm`; returns the one that they had."""
+        return torch.nn.utils.clip_grad_norm_(moved, max_norm)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the head from the masters; call it after each optimizer step."""
+        if self._copies:
+            heads: list[Tensor] = [self._own[name] for name in self._copies]
+            torch._foreach_copy_(heads, list(self._copies.values()))
+        for _, parameter in self.named():
+            parameter.grad = None
+
+
+def build_masters(drafter: Drafter, dtype: torch.dtype, processes: Processes) -> Masters:
+    """The masters of a head, divided among the processes where there are several."""
+    if processes.world_size == 1:
+        return Masters(drafter, dtype)
+    return ShardedMasters(drafter, dtype, processes)
+
+
+class ShardedMasters(Masters):
+    """`Masters` of which each process holds a share, as DTensors divided along dimension 0.
+
+    Of the 18 bytes a weight (bfloat16 weight, float32 gradient, float32 master, two moments of
+    AdamW) only the first six serve the forward and backward passes. So each process keeps the head
+    whole, and FSDP2 shards the masters, with the optimizer states and the reduced gradients (ZeRO,
+    stage 2: Rajbhandari et al., 2020). `fully_shard` on the head itself would not work: the
+    two-pass partition runs several backward passes a step and reads some weights directly, so that
+    FSDP's hooks would fire once a segment or not at all. Here they fire once a step: a block of
+    masters is a module whose forward pass rounds its weights into the head, and whose backward pass
+    collects the gradients that all segments have left there. Gradients are summed over the
+    processes, not averaged: the loss has one denominator for the rows of all.
+
+    Args:
+        drafter: the head, with its first weights in float32 or wider; every process continues
+            with those of the first one.
+        dtype: in which the head computes.
+        processes: at least two.
+    """
+
+    def __init__(self, drafter: Drafter, dtype: torch.dtype, processes: Processes) -> None:
+        self.drafter = drafter
+        self._processes = processes
+        self._own = dict(drafter.named_parameters())
+        wide = drafter.fc.weight.dtype
+        blocks: dict[str, dict[str, nn.Parameter]] = {}
+        for name, parameter in self._own.items():
+            if parameter.requires_grad:
+                blocks.setdefault(_block_of(name), {})[name] = parameter
+        self._root = _Root([_Block(list(block.values())) for block in blocks.values()])
+        drafter.to(dtype)
+        for parameter in self._own.values():
+            if parameter.requires_grad and dtype != wide:
+                parameter.grad_dtype = wide
+        device = drafter.fc.weight.device
+        mesh = init_device_mesh(device.type, (processes.world_size,))
+        policy = MixedPrecisionPolicy(dtype if dtype != wide else None, reduce_dtype=wide)
+        for block in (*self._root.blocks, self._root):
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+            sharded = cast(FSDPModule, block)
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)
+            # Collecting needs no weights.
+            sharded.set_unshard_in_backward(False)
+        names = (name for block in blocks.values() for name in block)
+        self._copies = dict(zip(names, self._root.parameters(), strict=True))
+        self.publish()
+
+    def collect(self) -> list[Tensor]:
+        """Sum the gradients of all processes into the masters; returns those that have one."""
+        self._published.backward()
+        return [parameter for _, parameter in self.named() if parameter.grad is not None]
+
+    def clip(self, moved: list[Tensor], max_norm: float) -> Tensor:
+        """Scale gradients to a norm of at most `max_norm`; returns the one that they had."""
+        shares = [cast(DTensor, x.grad).to_local() for x in moved]
+        square = torch.nn.utils.get_total_norm(shares).square()
+        norm = self._processes.sum(square).sqrt()
+        torch._foreach_mul_(shares, (max_norm / (norm + 1e-6)).clamp_max(1.0))
+        return norm
+
+    def publish(self) -> None:
+        """Round the head from the masters of all processes; call it after each optimizer step."""
+        with torch.enable_grad():
+            # FSDP2 of torch 2.11 cannot move an empty list of arguments to a GPU.
+            self._published = self._root(None)
+        for _, parameter in self.named():
+            parameter.grad = None
+
+
+def _block_of(name: str) -> str:
+    """Weights that travel together: a layer, one of the large tables, or what is left."""
+    first, second, *_ = f"{name}.".split(".")
+    if first == "layers":
+        return f"{first}.{second}"
+    return first if first in ("embed_tokens", "lm_head") else "rest"
+
+
+class _Root(nn.Module):
+    """All blocks: FSDP2 needs a module above them."""
+
+    def __init__(self, blocks: list[_Block]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, _: None) -> Tensor:
+        return torch.stack([block() for block in self.blocks]).sum()
+
+
+class _Block(nn.Module):
+    """Masters of some weights of the head, copies of what they are now."""
+
+    def __init__(self, heads: list[nn.Parameter]) -> None:
+        super().__init__()
+        self.heads = heads
+        for index, head in enumerate(heads):
+            self.register_parameter(str(index), nn.Parameter(head.detach().clone()))
+
+    def forward(self) -> Tensor:
+        # Whole at this moment, by FSDP's hooks.
+        wholes = list(self.parameters())
+        for whole, head in zip(wholes, self.heads, strict=True):
+            whole.grad_dtype = head.grad_dtype
+        return _Publish.apply(self.heads, *wholes)  # type: ignore[return-value]
+
+
+class _Publish(torch.autograd.Function):
+    """Copies weights into the head; its gradients are those that the head has by then."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: list[nn.Parameter], *wholes: Tensor) -> Tensor:
+        ctx.heads = heads
+        torch._foreach_copy_(cast(list[Tensor], heads), list(wholes))
+        return wholes[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        gradients = [head.grad for head in ctx.heads]
+        for head in ctx.heads:
+            head.grad = None
+        return None, *gradients
+
+
+# ---- the optimizers -------------------------------------------------------------------------
 
 
 def build_optimizers(

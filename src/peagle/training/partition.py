@@ -37,22 +37,17 @@ from peagle.training.training_methods import (
 def split_by_anchor(
     elements: Elements, length: int, segments: int, num_depths: int, multiple: int = 1
 ) -> list[Elements]:
-    """The supervised elements below depth 0, in segments of about equal size.
+    """The supervised elements below depth 0 in S segments of about equal size, [B, E] each.
 
     A segment holds a range of each row's anchors with all of their depths, in the order of
     (anchor, depth). Elements that are not supervised are left out: no supervised element attends to
-    them.
+    them. There are fewer segments where there are too few elements.
 
     Args:
-        elements: depth 0 of every position first, chains whole, as `sample_elements` makes them.
-        length: N, elements of depth 0.
-        segments: S.
-        num_depths: K.
-        multiple: pad segments to a multiple of this. Above 1 their size is a function of the
-            shape of `elements`, not of the rows, since every size is compiled once.
-
-    Returns:
-        S segments, [B, E] each; fewer where there are too few elements.
+        elements: depth 0 of all N positions (`length`) first, chains whole, as `sample_elements`
+            makes them.
+        multiple: pad segments to a multiple of this. Above 1 their size depends on the shape of
+            `elements` only, not on the rows, since every size is compiled once.
     """
     deeper = _mapped(elements, lambda x: x[:, length:])
     num_rest = deeper.anchors.shape[1]

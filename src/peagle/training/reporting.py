@@ -1,9 +1,8 @@
-"""The reports of a run: figures since the last report, and the file that keeps them."""
+"""The reports of a run: figures since the last report, the file that keeps them, the best head."""
 
 from __future__ import annotations
 
 import json
-import os
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,8 +13,9 @@ from torch import Tensor
 
 from peagle.data.batches import Batch
 from peagle.errors import UserError
+from peagle.models.checkpoint.files import replace_file
 from peagle.training.acceptance import AnchorAcceptance, ServedAcceptance
-from peagle.training.config import TrainConfig
+from peagle.training.config import RunSection, TrainConfig
 from peagle.training.distributed import Processes
 from peagle.training.step import GradedElements
 
@@ -227,11 +227,9 @@ class History:
         if self._file.is_file():
             found = (_entry(line) for line in self._file.read_text(encoding="utf-8").splitlines())
             self.earlier = [entry for entry in found if entry and entry["step"] <= step]
-        if not self._writes:
-            return
-        partial = self._file.with_name(self._file.name + ".part")
-        partial.write_text("".join(json.dumps(e) + "\n" for e in self.earlier), encoding="utf-8")
-        os.replace(partial, self._file)
+        if self._writes:
+            lines = "".join(json.dumps(entry) + "\n" for entry in self.earlier)
+            replace_file(self._file, lines.encode())
 
     def add(self, report: TrainingReport) -> None:
         self.entries.append(asdict(report))
@@ -255,3 +253,67 @@ def _entry(line: str) -> dict[str, Any] | None:
     except json.JSONDecodeError:
         return None
     return entry if isinstance(entry, dict) and {"kind", "step"} <= entry.keys() else None
+
+
+# ---- the best head --------------------------------------------------------------------------
+
+
+class Selection:
+    """Follows the validations of a run.
+
+    The figure is the simulated acceptance length of serving, at `run.select_k`, greedy or at the
+    validation's temperature as `run.select` says. Of equal ones the lower loss is better.
+
+    Attributes:
+        best: step, k, select ("greedy" or "sampled"), temperature, acceptance_length and the whole
+            validation of the best head; None before the first.
+        stale: validations since then.
+    """
+
+    def __init__(self, run: RunSection, depth: int) -> None:
+        self.k = run.select_k or depth
+        self.select = run.select
+        self.temperature = run.validation_temperature if run.select == "sampled" else 0.0
+        self.patience = run.patience
+        self.best: dict[str, Any] | None = None
+        self.stale = 0
+
+    def consider(self, report: TrainingReport) -> bool:
+        """Whether the head of a validation is the best so far.
+
+        It always is where nothing could be walked: every response is too short.
+        """
+        sampled = self.select == "sampled"
+        lengths = report.sampled_acceptance_lengths if sampled else report.acceptance_lengths
+        found = lengths[self.k - 1]
+        if self.best is not None and report.num_drafts:
+            best = self.best["acceptance_length"], -self.best["validation"]["loss"]
+            if (found, -report.loss) <= best:
+                self.stale += 1
+                return False
+        self.stale = 0
+        self.best = {
+            "step": report.step,
+            "k": self.k,
+            "select": self.select,
+            "temperature": self.temperature,
+            "acceptance_length": found,
+            "validation": asdict(report) | {"is_best": True},
+        }
+        return True
+
+    @property
+    def exhausted(self) -> bool:
+        """`run.patience` validations in a row brought no better head."""
+        return self.patience is not None and self.stale >= self.patience
+
+    def to_json(self) -> dict[str, Any]:
+        """For the checkpoint."""
+        return {"best": self.best, "stale": self.stale}
+
+    def restore(self, data: dict[str, Any]) -> None:
+        """Take what `to_json` gave; a best head by another figure is forgotten."""
+        best = data.get("best")
+        figure = {"k": self.k, "select": self.select, "temperature": self.temperature}
+        if best and figure.items() <= best.items():
+            self.best, self.stale = best, data["stale"]

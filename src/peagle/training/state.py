@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from peagle.errors import UserError
 from peagle.training.distributed import ALONE, Processes
-from peagle.training.masters import Masters
+from peagle.training.optimizers import Masters
 
 _WEIGHTS = "weights."
 _OPTIMIZER = "optimizer."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,7 @@ from peagle.data.batches import Batch, BatchStream, ValidationStream
 from peagle.data.dataset import data_facts
 from peagle.data.features import TargetStates
 from peagle.engine.placement import resolve_dtype
+from peagle.environment import environment
 from peagle.errors import UserError
 from peagle.models.checkpoint import LENGTH_KEY, save_drafter, write_json
 from peagle.models.fingerprint import TargetFingerprint
@@ -25,22 +27,27 @@ from peagle.training.config import TrainConfig
 from peagle.training.distributed import ALONE, Processes
 from peagle.training.element_attention import dense_attention, flex_attention
 from peagle.training.inputs import Inputs
-from peagle.training.masters import build_masters
-from peagle.training.objective import Objective
-from peagle.training.optimizers import build_optimizers
-from peagle.training.provenance import provenance
+from peagle.training.optimizers import build_masters, build_optimizers
 from peagle.training.reporting import (
     History,
+    Selection,
     TrainingReport,
     ValidationWindow,
     Window,
     require_finite,
 )
-from peagle.training.selection import Selection
 from peagle.training.state import load_state, read_progress, save_state
-from peagle.training.step import GradedElements, TrainingStep
-from peagle.training.step_estimate import BatchShape, StepMemory, StepShape, kernels_of
-from peagle.training.step_probe import Budget, StepProbe, choose_memory, step_ways
+from peagle.training.step import GradedElements, Objective, TrainingStep
+from peagle.training.step_memory import (
+    BatchShape,
+    Budget,
+    StepMemory,
+    StepProbe,
+    StepShape,
+    choose_memory,
+    kernels_of,
+    step_ways,
+)
 from peagle.training.training_methods import TrainingMethod
 from peagle.training.vocabulary import vocabulary_report
 
@@ -59,15 +66,9 @@ class Trainer:
     """Trains one head.
 
     The loss has one denominator for the whole batch; all randomness is a function of (seed, step),
-    so a resumed run takes the very steps that an uninterrupted one would have taken.
-
-    Args:
-        config: the run.
-        report: receives progress, in the first process.
-        processes: those that share the rows of every batch; all of them make a trainer and call
-            the same methods of it.
-        begin: receives the name of what the trainer begins to do, before and between steps.
-        stepped: receives the number of each step that is done.
+    so a resumed run takes the very steps that an uninterrupted one would have taken. All processes
+    make a trainer and call the same methods of it; the first one calls `report`. `begin` receives
+    the name of what the trainer begins to do, `stepped` the number of each step that is done.
 
     Raises:
         UserError: target, data or configuration are not usable.
@@ -124,16 +125,13 @@ class Trainer:
     def run(self, *, resume: bool = False) -> dict[str, Any]:
         """Train to the end and write head, checkpoint and records; returns the record.
 
-        A resumed run may have another number of steps. Its learning rate is, from the step of the
-        checkpoint on, that of a run which had this number from the start.
+        With `resume` the run continues from the checkpoint in the output folder. It may have
+        another number of steps: its learning rate is then that of a run which had this number from
+        the start.
 
-        The head that is kept is the best one by `selection`, or without validation data the newest;
-        the end comes early where no better one is to be expected (`run.patience`). Once
-        `stop_requested` is set, the step at hand is finished and saved, and `TrainingStopped` names
-        the step.
-
-        Args:
-            resume: continue from the checkpoint in the output folder.
+        The head that is kept is the best one by `selection`, or without validation data the newest.
+        The run ends early where it expects no better one (`run.patience`). Once `stop_requested` is
+        set, the trainer finishes and saves the step at hand.
 
         Raises:
             UserError: no checkpoint to resume from, or one beyond the last step; one that would be
@@ -422,7 +420,8 @@ class Trainer:
             sets["validation"] = data_facts(data.validation, self.validation)
         paths = {"target": True, "output": True, "data": {"train", "validation"}}
         return {
-            **provenance(self.device),
+            **environment(self.device),
+            "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
             "config": config.model_dump(mode="json", exclude=paths),
             "target": TargetFingerprint.of(self.target).to_json(),
             "warm_start": self.warm_start.to_json() if self.warm_start else None,

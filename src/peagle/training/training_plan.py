@@ -16,7 +16,7 @@ import torch
 
 from peagle.data.batches import BatchStream
 from peagle.data.dataset import ResponseDataset
-from peagle.data.feature_format import StoreFacts, num_graded
+from peagle.data.features import StoreFacts, num_graded
 from peagle.engine.memory_plan import size_text
 from peagle.engine.placement import resolve_device
 from peagle.errors import UserError
@@ -25,15 +25,17 @@ from peagle.models.target import load_tokenizer
 from peagle.models.target_shape import TargetShape
 from peagle.training.build import planned_shape
 from peagle.training.config import TrainConfig
-from peagle.training.step_estimate import (
+from peagle.training.step_memory import (
     BatchShape,
+    Budget,
     StepMemory,
     StepShape,
+    choose_memory,
     estimate_flops,
     estimate_memory,
+    step_ways,
     stored_dtype,
 )
-from peagle.training.step_probe import Budget, choose_memory, step_ways
 from peagle.training.trainer import Trainer
 
 # Of an H100-class GPU over a whole step, in bfloat16 (its peak is 989).
@@ -46,29 +48,10 @@ Row = tuple[str, str | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
-    """The machine to plan for.
-
-    Attributes:
-        gpu_memory_gib: of a GPU that need not be here; None plans for this machine.
-        num_gpus: processes that share the run.
-        tokens_per_s: as measured, padding left out, of the whole run.
-    """
-
-    gpu_memory_gib: float | None = None
-    num_gpus: int = 1
-    tokens_per_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class TrainingPlan:
     """A run, planned.
 
     Attributes:
-        config: the run.
-        shape: a step of one process.
-        stream: its batches.
-        budget: the memory that a step may take.
         memory: the way to run a step, or the one that takes least where none fits.
         by_segments: estimates at some numbers of segments, layers recomputed as chosen.
         flops: of a step of one process, by what they are for.
@@ -222,14 +205,25 @@ class TrainingPlan:
         ]
 
 
-def make_plan(config: TrainConfig, where: Where) -> TrainingPlan:
+def make_plan(
+    config: TrainConfig,
+    *,
+    gpu_memory_gib: float | None = None,
+    num_gpus: int = 1,
+    tokens_per_s: float | None = None,
+) -> TrainingPlan:
     """Plan a run; for one process on a GPU that is here, run a few steps of it.
+
+    Args:
+        gpu_memory_gib: of a GPU that need not be here; None plans for this machine.
+        num_gpus: processes that share the run.
+        tokens_per_s: as measured, padding left out, of the whole run.
 
     Raises:
         UserError: target, data or configuration are not usable. That the run does not fit is no
             error here but the plan's `problem`.
     """
-    device, data = _device(config, where), config.data
+    device, data = _device(config, gpu_memory_gib), config.data
     target, tokenizer = TargetShape.read(config.target), load_tokenizer(config.target)
     dataset = ResponseDataset.load(data.train, tokenizer, target.vocab_size, data.max_length)
     stream = BatchStream(
@@ -237,14 +231,14 @@ def make_plan(config: TrainConfig, where: Where) -> TrainingPlan:
         data.batch_tokens,
         data.length_multiple,
         config.run.seed,
-        world_size=where.num_gpus,
+        world_size=num_gpus,
     )
     head, batch = planned_shape(config, target, tokenizer), BatchShape.of(stream)
-    shape = StepShape(config, head, target, batch, device, where.num_gpus)
-    budget = Budget.of(config.run, device, where.gpu_memory_gib)
-    speed, basis, problem = where.tokens_per_s, "as given", ""
+    shape = StepShape(config, head, target, batch, device, num_gpus)
+    budget = Budget.of(config.run, device, gpu_memory_gib)
+    speed, basis, problem = tokens_per_s, "as given", ""
     try:
-        if device.type == "cuda" and where.gpu_memory_gib is None and where.num_gpus == 1:
+        if device.type == "cuda" and gpu_memory_gib is None and num_gpus == 1:
             trainer = Trainer(config)
             memory = trainer.measure_memory()
             if speed is None:
@@ -256,7 +250,7 @@ def make_plan(config: TrainConfig, where: Where) -> TrainingPlan:
         ways = (estimate_memory(shape, *w) for w in step_ways(config.run, config.method.name))
         memory, problem = min(ways, key=lambda way: way.total), str(error)
     flops, disk = estimate_flops(shape, memory.recompute), _disk(shape, dataset)
-    if where.gpu_memory_gib is None and (needed := _needed_on_disk(disk)) > disk["free"]:
+    if gpu_memory_gib is None and (needed := _needed_on_disk(disk)) > disk["free"]:
         problem += (
             f" A run writes {size_text(needed)} to {str(config.output)!r}, where "
             f"{size_text(disk['free'])} are free; name another output, or free some."
@@ -282,9 +276,9 @@ def make_plan(config: TrainConfig, where: Where) -> TrainingPlan:
     )
 
 
-def _device(config: TrainConfig, where: Where) -> torch.device:
+def _device(config: TrainConfig, gpu_memory_gib: float | None) -> torch.device:
     name = config.run.device
-    if where.gpu_memory_gib is None:
+    if gpu_memory_gib is None:
         if name.startswith("cuda") and not torch.cuda.is_available():
             raise UserError(
                 f"run.device is {name!r} and there is no GPU here; say how much memory it has, as "
@@ -293,7 +287,7 @@ def _device(config: TrainConfig, where: Where) -> torch.device:
         return resolve_device(name)
     if name not in ("auto", "cuda") and not name.startswith("cuda:"):
         raise UserError(
-            f"--gpu-memory-gib is {where.gpu_memory_gib:g}, but run.device is {name!r}; leave one "
+            f"--gpu-memory-gib is {gpu_memory_gib:g}, but run.device is {name!r}; leave one "
             "of them out."
         )
     return torch.device("cuda")

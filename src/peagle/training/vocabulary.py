@@ -89,11 +89,7 @@ def always_kept(
 ) -> set[int]:
     """Return the tokens of every draft vocabulary, however rare: those that end the text.
 
-    Args:
-        target: names the ends of text; so does the tokenizer.
-        tokenizer: knows the special tokens.
-        special_tokens: add all special tokens but the mask token, which is never drafted.
-        mask_token_id: of the head.
+    `special_tokens` adds all special tokens but the mask token, which is never drafted.
     """
     end_of_text: Any = tokenizer.eos_token_id  # typed more widely than it is
     ids = {*target.eos_token_ids(), end_of_text}
@@ -107,12 +103,7 @@ def always_kept(
 def choose_draft_vocabulary(counts: Tensor, size: int, always: Collection[int] = ()) -> Tensor:
     """Return the `size` most frequent tokens, `always` included; ascending ids, int64 [size].
 
-    Of equally frequent tokens the lower id is kept.
-
-    Args:
-        counts: how often each token occurs, [V].
-        size: tokens to keep, at most V.
-        always: tokens to keep whatever their count.
+    `counts` [V] says how often each token occurs. Of equally frequent tokens the lower id is kept.
 
     Raises:
         UserError: `always` does not fit.
@@ -130,12 +121,7 @@ def choose_draft_vocabulary(counts: Tensor, size: int, always: Collection[int] =
 def vocabulary_report(
     drafter: Drafter, training: ResponseDataset, validation: ResponseDataset | None = None
 ) -> VocabularyReport | None:
-    """Measure the coverage of the head's vocabulary; None where it is the target's.
-
-    Args:
-        drafter: the head, its vocabulary set.
-        training, validation: responses to cover.
-    """
+    """Measure the coverage of the head's vocabulary; None where it is the target's."""
     config = drafter.config
     if not config.is_pruned:
         return None

@@ -176,13 +176,9 @@ class InitHead:
         return "P-EAGLE" if self.config.is_parallel else "EAGLE-3"
 
     def shape(self, section: HeadSection, depth: int, mask_token_id: int | None) -> DrafterConfig:
-        """The shape of the head that starts from this one.
+        """The shape of the head that starts from this one and is trained to `depth`.
 
-        Args:
-            section: what the configuration says of the head.
-            depth: K that will be trained.
-            mask_token_id: of the new head; None for an EAGLE-3 head. A P-EAGLE head keeps the one
-                that it has.
+        `mask_token_id` is None for an EAGLE-3 head; a P-EAGLE head keeps the one that it has.
 
         Raises:
             UserError: the section contradicts the head.
@@ -231,10 +227,7 @@ class InitHead:
     ) -> WarmStart:
         """The record of the warm start, with what its user should look at twice.
 
-        Args:
-            drafter: the head that starts from this one.
-            dataset: the responses to train on.
-            always: tokens that a new head would keep whatever their count.
+        `always` are the tokens that a new head would keep whatever their count.
         """
         names = {name for name, _ in split_tensors(drafter)}
         fresh = tuple(sorted(names - self.tensors.keys() - {"t2d"}))
@@ -353,23 +346,19 @@ def _warnings(
     return warnings
 
 
-# ---- the shared state of mask slots ----------------------------------------------------------
+# ---- the shared state of mask slots ---------------------------------------------------------
 
 
 @torch.no_grad()
 def start_mask_hidden(
     drafter: Drafter, dataset: ResponseDataset, features_of: Callable[[int], Tensor]
 ) -> None:
-    """Let `mask_hidden` begin as the mean of the target's features over some responses.
+    """Let `mask_hidden` begin as the mean of the target's features over the first responses.
 
     For a head whose other weights know features already: fc of the mean is the mean of what fc
     gives, so that a mask slot looks to the layers like an average place. A random vector does not,
-    and zeros hide behind a norm before fc; both learn more slowly.
-
-    Args:
-        drafter: the head, its `mask_hidden` new.
-        dataset: responses; the first of them are taken.
-        features_of: features of a whole sequence of it, by number, [T, A * H].
+    and zeros hide behind a norm before fc; both learn more slowly. `features_of` gives the features
+    of a whole sequence of the dataset, by number, [T, A * H].
     """
     assert drafter.mask_hidden is not None
     kept: list[Tensor] = []
