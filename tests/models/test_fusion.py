@@ -14,14 +14,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.fusion import FusedLinear, FusedPart, fuse
 from peagle.models.target import TargetModel
-from tests.conftest import CONFIGS
 from tests.models.paging import Paged, largest_difference, make_sequences
 from tests.models.test_architectures import ARCHITECTURES, float64_throughout
 from tests.models.tiny import make_model
 
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{kind: (kind, {"head_dim": 8}) for kind in CONFIGS},
     "llama, biases, tied": (
         "llama",
         {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
