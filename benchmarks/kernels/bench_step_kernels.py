@@ -128,7 +128,7 @@ class Step:
             self.out,
         )
 
-    def stats(self, **tuning: int) -> None:
+    def stats(self) -> None:
         s = self.sampling
         sampling_triton.row_stats(
             self.logits,
@@ -138,7 +138,6 @@ class Step:
             s.top_p_B,
             None,
             self.scratch.rows,
-            **tuning,
         )
 
     def reference(self, greedy: bool) -> None:
@@ -196,18 +195,15 @@ def bench_verify(rate: float) -> list[dict[str, Any]]:
 
 
 def bench_search() -> list[dict[str, Any]]:
-    """Block and warps of the passes over a row, and torch's sort."""
+    """The statistics of rows, and torch's sort."""
     results = []
-    print("\nrow statistics (two launches) by block and warps, top-p 0.95, fp32 logits")
+    print("\nrow statistics (two launches), top-p 0.95, fp32 logits")
     for num_rows in (8, 128, 512):
         for kind in ("flat", "peaked"):
             step = Step(num_rows, torch.float32, kind, "top-p 0.95")
-            for block, warps in ((2048, 8), (4096, 8), (4096, 16), (8192, 16), (8192, 32)):
-                took = microseconds(partial(step.stats, block=block, num_warps=warps))
-                results.append(
-                    {"rows": num_rows, "logits": kind, "block": block, "warps": warps, "us": took}
-                )
-                print(f"{num_rows:5} {kind:>7} {block:5} x {warps:2} warps {took:8.1f} us")
+            took = microseconds(step.stats)
+            results.append({"rows": num_rows, "logits": kind, "us": took})
+            print(f"{num_rows:5} {kind:>7} row_stats {took:8.1f} us")
             if num_rows <= 128:
                 s, of = step.sampling, step.sequences
                 limits = s.temperature_B[of], s.top_k_B[of], s.top_p_B[of]
