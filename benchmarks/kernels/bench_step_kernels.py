@@ -21,11 +21,11 @@ import torch
 import triton
 from torch import Tensor
 
-from peagle.kernels import expand_triton, sampling_triton, verify_triton
+from peagle.kernels import batches_triton, sampling_triton, verify_triton
+from peagle.kernels.batches import TargetBatch
 from peagle.kernels.logits_rules import VerificationRows
 from peagle.kernels.sampling import probs_from_logits
 from peagle.kernels.step_state import StepLimits, StepRecord, StepState
-from peagle.kernels.target_batch import TargetBatch
 from peagle.speculation.verification import SamplingTensors, verify
 
 VOCAB = 151_936
@@ -222,14 +222,14 @@ def bench_expand() -> list[dict[str, Any]]:
         active = torch.ones(num_seqs, dtype=torch.bool, device=DEVICE)
         drafts = torch.randint(VOCAB, (num_seqs, K), device=DEVICE)
         target = TargetBatch.allocate(num_seqs, num_rows, DEVICE)
-        buffers = expand_triton.DraftBuffers.allocate(num_seqs, num_slots, K, DEVICE)
+        buffers = batches_triton.DraftBuffers.allocate(num_seqs, num_slots, K, DEVICE)
         features = torch.randn(num_rows, WIDTH, device=DEVICE, dtype=torch.bfloat16)
         shared = torch.randn(WIDTH, device=DEVICE, dtype=torch.bfloat16)
         hidden = torch.empty(num_slots, WIDTH, device=DEVICE, dtype=torch.bfloat16)
         accepted = torch.randint(K + 1, (num_seqs,), device=DEVICE)
 
         def build() -> None:
-            expand_triton.build_target_batch(
+            batches_triton.build_target_batch(
                 ints_of[0],  # noqa: B023
                 drafts,  # noqa: B023
                 ints_of[1],  # noqa: B023
@@ -242,7 +242,7 @@ def bench_expand() -> list[dict[str, Any]]:
             )
 
         def expand() -> None:
-            expand_triton.expand_draft_batch(
+            batches_triton.expand_draft_batch(
                 target.tokens_T,  # noqa: B023
                 target.positions_T,  # noqa: B023
                 target.query_start_loc,  # noqa: B023
@@ -259,7 +259,7 @@ def bench_expand() -> list[dict[str, Any]]:
 
         def gather() -> None:
             rows = buffers.batch.feature_rows_S  # noqa: B023
-            expand_triton.gather_features(features, shared, rows, hidden)  # noqa: B023
+            batches_triton.gather_features(features, shared, rows, hidden)  # noqa: B023
 
         ints_of = (
             ints(num_seqs, 3),

@@ -1,5 +1,7 @@
 """Verification in Triton against `speculation.verify` and `step_state.advance`, padded.
 
+With synthetic acceptance the reference has the same rates.
+
 On a CPU the kernels run under Triton's interpreter.
 """
 
@@ -79,6 +81,57 @@ def test_a_row_of_nan_ends_its_sequence_alone(greedy: bool, value: float, device
             assert torch.equal(getattr(found, one.name)[others], getattr(wanted, one.name)[others])
 
 
+# ---- synthetic acceptance -------------------------------------------------------------------
+
+KINDS = pytest.mark.parametrize(
+    "kind", ["greedy", "argmax drafts", "drawn drafts", "drawn from fewer tokens"]
+)
+
+
+def synthetic(kind: str, seed: int, rates: list[float]) -> Case:
+    draft_vocab = {"drawn drafts": 97, "drawn from fewer tokens": 40}.get(kind, 0)
+    greedy = kind == "greedy"
+    options = {"greedy": greedy, "cuts": not greedy, "draft_vocab": draft_vocab}
+    case = make_case(7, 3, 97, seed=seed, scale=2.0, **options)
+    case.rates_K = torch.tensor(rates)
+    return case
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@KINDS
+@pytest.mark.parametrize(
+    ("rates", "share"),
+    [([1.0] * 3, 1), ([0.9, 0.6, 0.3], None), ([0.5, 0.5, 0.0], None), ([0.0] * 3, 0)],
+    ids=str,
+)
+def test_synthetic_acceptance(
+    kind: str, rates: list[float], share: int | None, device: str
+) -> None:
+    case = synthetic(kind, 1, rates)
+    assert check(case, device) == 0
+    if share is not None:  # of k drafts, which differ from sequence to sequence
+        accepted = run(case, device)[0].num_accepted_B.cpu()
+        assert accepted.tolist() == (case.state.num_drafts_B * share).tolist()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@KINDS
+def test_rates_beyond_the_drafts_are_not_read(kind: str, device: str) -> None:
+    short, long = (synthetic(kind, 1, [0.9, 0.6, 0.3, *more]) for more in ([], [0.3, 0.2]))
+    found, wanted = run(long, device)[0], run(short, device)[0]
+    for f in fields(StepRecord):
+        assert torch.equal(getattr(found, f.name), getattr(wanted, f.name)), f.name
+
+
+def test_fewer_rates_than_drafts_are_refused() -> None:
+    case = synthetic("greedy", 1, [1.0, 1.0])
+    with pytest.raises(AssertionError, match="a rate for every draft"):
+        run(case, "cpu")
+
+
+# ---- the draw -------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_nothing_left_over(device: str) -> None:
     # q = p: every draft is accepted but for rounding, and rounding must not break the draw.
@@ -131,6 +184,16 @@ def test_real_sizes(draft_vocab: int, cuts: bool) -> None:
     # Near-ties of the float32 softmax: neighbours on the CDF, or of a top-p cut.
     print("decided otherwise:", different, "of", 3 * 24)
     assert different <= 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("greedy", [True, False])
+def test_real_synthetic_acceptance(greedy: bool) -> None:
+    for seed in range(2):
+        case = make_case(24, 7, REAL, seed=seed, greedy=greedy, scale=3.0)
+        case.rates_K = 0.8 ** torch.arange(1, 8)
+        # One near-tie of the float32 softmax may fall otherwise, as without rates.
+        assert check(case, "cuda") <= (0 if greedy else 1)
 
 
 @pytest.mark.gpu

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from peagle.kernels.batches import TargetBatch, build_target_batch
 from peagle.kernels.logits import apply_probability_filters
 from peagle.kernels.logits_rules import VerificationRows
 from peagle.kernels.step_state import StepLimits, StepRecord, StepState, advance
-from peagle.kernels.target_batch import TargetBatch, build_target_batch
 from peagle.speculation.verification import SamplingTensors, verify
 from tests.kernels.devices import INTERPRETED
 

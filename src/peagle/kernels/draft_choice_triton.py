@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.expand_triton import kv_slots
+from peagle.kernels.batches_triton import kv_slots
 from peagle.kernels.launch import launch
 from peagle.kernels.sampling_triton import chunk_kernel, chunk_size
 

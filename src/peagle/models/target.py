@@ -5,7 +5,6 @@ Shapes: T packed tokens, H target width, A aux states, V vocabulary.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,6 @@ from transformers.utils import logging as transformers_logging
 from peagle.attention import LayerKVCache, Prepared
 from peagle.config import require_folder
 from peagle.errors import CheckpointError, UserError
-from peagle.model_folder import read_json
 from peagle.models.architectures import capped, check_architecture, final_softcap, fix_longrope
 from peagle.models.target_attention import (
     AttentionLayer,
@@ -30,7 +28,7 @@ from peagle.models.target_attention import (
     dry_run,
     register_attention,
 )
-from peagle.models.target_facts import end_of_text_ids
+from peagle.models.target_facts import end_of_text_ids, load_config, refuse_pickles
 
 if TYPE_CHECKING:
     from peagle.models.compilation import CompiledLayers
@@ -293,29 +291,6 @@ def default_aux_layer_ids(num_layers: int) -> tuple[int, ...]:
     return tuple(range(num_layers))
 
 
-def load_config(folder: Path) -> Any:
-    """The configuration of a model folder.
-
-    Raises:
-        CheckpointError: there is none, or none that transformers knows.
-    """
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(
-            f"The target model {str(folder)!r} has no config.json; expected a folder in Hugging "
-            "Face format (config.json, *.safetensors, tokenizer files)."
-        )
-    read_json(folder / "config.json")  # refuses what transformers would read without an end
-    try:
-        return transformers.AutoConfig.from_pretrained(
-            folder, trust_remote_code=False, local_files_only=True
-        )
-    except Exception as error:  # of a broken file, transformers raises any
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(
-            f"{str(folder / 'config.json')!r} is not a model: {first_line}"
-        ) from None
-
-
 def _load_weights(folder: Path, config: Any, dtype: torch.dtype | None) -> Any:
     transformers_logging.disable_progress_bar()
     unpacking = _unpacking(config)
@@ -364,21 +339,3 @@ def _unpacking(config: Any) -> dict[str, Any]:
 
 def _experts(model: transformers.PreTrainedModel) -> set[str | None]:
     return set(model.get_experts_implementation().values())
-
-
-def refuse_pickles(folder: Path) -> None:
-    """Refuse a folder without safetensors files.
-
-    Raises:
-        CheckpointError: naming the pickle that is there instead, if one is.
-    """
-    if any(name.endswith(".safetensors") for name in os.listdir(folder)):
-        return
-    pickles = sorted(n for n in os.listdir(folder) if n.endswith((".bin", ".pt", ".pth", ".ckpt")))
-    if pickles:
-        raise CheckpointError(
-            f"{str(folder / pickles[0])!r} is a pickle, which can run code when it is read; "
-            "expected *.safetensors. Convert it with `model.save_pretrained(folder)` of "
-            "transformers."
-        )
-    raise CheckpointError(f"The target model {str(folder)!r} has no *.safetensors weights.")

@@ -20,9 +20,7 @@ from peagle.config import require_folder
 from peagle.errors import CheckpointError
 from peagle.model_folder import read_weight_map
 from peagle.models.architectures import capped, check_architecture, final_softcap
-from peagle.models.target import load_config, refuse_pickles
-from peagle.models.target_facts import end_of_text_ids
-from peagle.models.target_shape import model_skeleton
+from peagle.models.target_facts import end_of_text_ids, load_config, model_skeleton, refuse_pickles
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -13,8 +13,8 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from peagle.models.head_json import default_depth
 from peagle.models.hub import DEFAULT_REVISION
-from peagle.models.trained_depth import default_depth
 from peagle.training.published_head import PublishedHead, TrainRecord
 
 _TEMPLATE = Path(__file__).with_name("model_card.md")

@@ -15,9 +15,8 @@ from typing import Any, Literal, get_args
 from peagle.errors import CheckpointError
 from peagle.models.checkpoint.files import object_at
 from peagle.models.drafter import DrafterConfig
+from peagle.models.head_json import DEPTH_KEY, refuse_whole_model, trained_depth
 from peagle.models.target import default_aux_layer_ids
-from peagle.models.trained_depth import DEPTH_KEY, trained_depth
-from peagle.models.whole_model import refuse_whole_model
 
 HeadFormat = Literal["vllm", "speculators"]
 FORMATS: tuple[HeadFormat, ...] = get_args(HeadFormat)

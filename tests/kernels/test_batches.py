@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peagle.kernels.expand import DraftBatch, expand_draft_batch, slot_mapping
+from peagle.kernels.batches import DraftBatch, expand_draft_batch, slot_mapping
 
 MASK_TOKEN = 999
 
