@@ -1,15 +1,18 @@
 """Imports inside peagle point downward only.
 
-Every module has a rank (the table below). A module may import modules of a lower rank, and modules
-of its own rank in its own folder; imports inside functions count too. The files directly in
-src/peagle are one folder. `peagle/__init__.py` is the lazy facade: it may import anything, and
-nothing below imports from it (`__version__` excepted).
+Every module has a rank (the table of docs/architecture.md). A module may import modules of a lower
+rank, and modules of its own rank in its own folder; imports inside functions count too. No files
+import each other in a circle. The files directly in src/peagle are one folder.
+`peagle/__init__.py` is the lazy facade: it may import anything, and nothing below imports from it
+(`__version__` excepted).
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -17,33 +20,17 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "peagle"
 
+PAGE = ROOT / "docs" / "architecture.md"
+
+if not PAGE.is_file():
+    pytest.skip("a source archive has no pages", allow_module_level=True)
+
+# The page's table is the only one: | rank | `folder/`, `file.py` | ... |
+ROWS = re.findall(r"^\| (-?\d+) \| (.+?) \|", PAGE.read_text(), re.MULTILINE)
 RANKS = {
-    "cli": 10,
-    "doctor": 9,
-    "evaluation": 8,
-    "serving": 8,
-    "deploy": 8,
-    "training": 7,
-    "data": 6,
-    "llm": 5,
-    "async_llm": 5,
-    "backends": 4,
-    "engine": 4,
-    "client": 3,
-    "speculation": 3,
-    "models": 2,
-    "attention": 1,
-    "kernels": 0,
-    "bundled": 0,
-    "chat": 0,
-    "config": 0,
-    "environment": 0,
-    "markers": 0,
-    "results": 0,
-    "thinking": 0,
-    "extras": -1,
-    "model_folder": -1,
-    "errors": -1,
+    re.split(r"/|\.py$", name)[0]: int(rank)
+    for rank, names in ROWS
+    for name in re.findall(r"`([^`]+)`", names)
 }
 FACADE = "the facade peagle/__init__.py"
 FACADE_NAMES_FOR_ALL = {"__version__"}
@@ -143,6 +130,25 @@ def violations(package: Path) -> list[str]:
     return found
 
 
+def circle(package: Path) -> list[str]:
+    """Files that import each other in a circle, the first of them again at the end; else none."""
+    imports = {
+        f"{package.name}.{path.removesuffix('.py').replace('/', '.')}".removesuffix(".__init__"): i
+        for path, _, i in modules_in(package)
+    }
+    graph: dict[str, set[str]] = {}
+    for module, found in imports.items():
+        # `a.b.c` is the file c, or a name in the file b.
+        named = ((i.name, i.name.rpartition(".")[0]) for i in found)
+        files = (next((name for name in names if name in imports), module) for names in named)
+        graph[module] = set(files) - {module}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
 def is_triton_file(path: str) -> bool:
     is_kernel = path.startswith("kernels/") and path.endswith("_triton.py")
     return is_kernel or path == "engine/decode_step.py"
@@ -189,6 +195,10 @@ def test_imports_point_downward():
     assert violations(PACKAGE) == []
 
 
+def test_no_files_import_each_other():
+    assert circle(PACKAGE) == []
+
+
 def test_triton_is_imported_lazily():
     assert triton_at_load(PACKAGE) == []
 
@@ -208,6 +218,16 @@ def plant(folder: Path, files: dict[str, str]) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return package
+
+
+def test_a_circle_is_found(tmp_path):
+    """Over three files of a folder, one of them named in a function."""
+    files = {
+        "models/a.py": "from peagle.models.b import x",
+        "models/b.py": "from . import c",
+        "models/c.py": "def f():\n    import peagle.models.a",
+    }
+    assert len(circle(plant(tmp_path, files))) == 4
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+import transformers
 
 from peagle.config import SamplingParams
 from peagle.config.checks import is_int, require
@@ -23,7 +23,7 @@ from peagle.kernels.random import derive_seed
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Any) -> list[int]:
+def encode_prompt(tokenizer: transformers.PreTrainedTokenizerBase, prompt: Any) -> list[int]:
     """Return the token ids of a prompt: a text, token ids, or vLLM's mapping with one of the two.
 
     Where a mapping has both `prompt_token_ids` and `prompt`, the ids count.
@@ -48,7 +48,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Any) -> list[int]:
 
 
 def word_ids(
-    tokenizer: PreTrainedTokenizerBase, words: Iterable[str | tuple[int, ...]]
+    tokenizer: transformers.PreTrainedTokenizerBase, words: Iterable[str | tuple[int, ...]]
 ) -> tuple[tuple[int, ...], ...]:
     """Return bad words as token ids, at the start of a text and after a space.
 
@@ -100,7 +100,7 @@ class Requests:
     def __init__(
         self,
         engine: LLMEngine,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: transformers.PreTrainedTokenizerBase,
         grammar_budget_s: float | None = None,
     ) -> None:
         self._grammar_budget_s = grammar_budget_s
