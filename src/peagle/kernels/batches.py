@@ -40,7 +40,7 @@ class DraftBatch:
 def slot_mapping(
     block_tables_BM: Tensor, sequences_S: Tensor, positions_S: Tensor, block_size: int, limit: int
 ) -> Tensor:
-    """KV slot of each position: block_tables[b, p // block_size] * block_size + p % block_size.
+    """Return block_tables[b, p // block_size] * block_size + p % block_size, each position's KV slot.
 
     Positions at or above `limit` map to -1, the padding slot.
     """
@@ -137,7 +137,7 @@ class TargetBatch:
 
     @classmethod
     def allocate(cls, num_seqs: int, num_rows: int, device: torch.device | str) -> TargetBatch:
-        """Buffers for B sequences and T rows."""
+        """Allocate buffers for B sequences and T rows."""
 
         def ints(count: int) -> Tensor:
             return torch.zeros(count, dtype=torch.int64, device=device)
@@ -164,7 +164,7 @@ def build_target_batch(
     block_size: int,
     max_model_len: int,
 ) -> TargetBatch:
-    """Rows [newest token | drafts] of every active sequence, then padding up to `num_rows`.
+    """Make rows [newest token | drafts] of every active sequence, then padding to `num_rows`.
 
     Args:
         last_tokens_B: newest token of each sequence.

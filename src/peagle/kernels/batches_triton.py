@@ -41,7 +41,7 @@ class DraftBuffers:
     def allocate(
         cls, num_seqs: int, num_slots: int, max_drafts: int, device: torch.device | str
     ) -> DraftBuffers:
-        """Buffers for B sequences, S slots and K drafts."""
+        """Allocate buffers for B sequences, S slots and K drafts."""
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
@@ -140,7 +140,7 @@ def build_target_batch(
     block_size: int,
     max_model_len: int,
 ) -> None:
-    """`batches.build_target_batch` into buffers; T is their length. Inputs are contiguous."""
+    """Write `batches.build_target_batch` into buffers; T is their length. Inputs are contiguous."""
     num_seqs, max_drafts = drafts_BK.shape
     num_rows = out.tokens_T.shape[0]
     _check_contiguous(drafts_BK, block_tables_BM)
@@ -270,7 +270,7 @@ def expand_draft_batch(
     mask_token_id: int,
     max_model_len: int,
 ) -> None:
-    """`batches.expand_draft_batch` into buffers of S slots.
+    """Write `batches.expand_draft_batch` into buffers of S slots.
 
     S must hold a + 1 + mask slots of every active sequence: 2K each for a decode step. Rows of
     h_shared have feature row T, the length of `target_tokens_T`, padding included.

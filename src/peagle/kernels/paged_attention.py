@@ -62,7 +62,7 @@ class DeviceLimits:
 
     @staticmethod
     def of(device: torch.device) -> DeviceLimits:
-        """Limits of a device; for Triton's interpreter on a CPU, of a small imaginary card."""
+        """Return the limits of a device; for a CPU, those of a small imaginary card."""
         if device.type != "cuda":
             return DeviceLimits(num_sms=8, shared_bytes=100_000)
         found = torch.cuda.get_device_properties(device)
@@ -104,7 +104,7 @@ class QueryTiles:
 
     @staticmethod
     def of(shape: AttentionShape, block_m: int) -> QueryTiles:
-        """The way with fewer tiles, in doubt the even one, which is simpler for the device."""
+        """Choose the way with fewer tiles, in doubt the even one, which is simpler."""
         queries = block_m // shape.group
         per_sequence = -(-shape.max_query_len // queries)
         even = shape.num_sequences * per_sequence
@@ -129,7 +129,7 @@ class Workspace:
     def make(
         shape: AttentionShape, config: PagedAttentionConfig, device: torch.device
     ) -> Workspace | None:
-        """Room for what `paged_attention` keeps; None where nothing is split."""
+        """Make room for what `paged_attention` keeps; None where nothing is split."""
         if config.num_splits == 1:
             return None
         tiles = QueryTiles.of(shape, config.block_m).count
@@ -156,13 +156,13 @@ class NewKeyValues:
 
 
 def writes_new(shape: AttentionShape, config: PagedAttentionConfig) -> bool:
-    """Whether attention can write the keys: where one tile holds all queries of a sequence."""
+    """Return whether attention can write the keys: one tile holds all queries of a sequence."""
     per_sequence = QueryTiles.of(shape, config.block_m).per_sequence
     return per_sequence == 1 and shape.max_query_len <= MAX_WRITE_ROWS
 
 
 def choose_config(shape: AttentionShape, limits: DeviceLimits) -> PagedAttentionConfig:
-    """A configuration from the shape alone, so that it is the same whatever the contexts are.
+    """Choose a configuration from the shape alone, so that it is the same for all contexts.
 
     Rows: all of a sequence, where they fit a tile. Splits: as many as make about two programs per
     multiprocessor; a large batch or a long prompt has that many without.
@@ -349,7 +349,7 @@ def paged_attention(
 
 
 def _power_of_two(number: int) -> int:
-    """The next power of two, from 1 on."""
+    """Return the next power of two, from 1 on."""
     return 1 << max(number - 1, 0).bit_length()
 
 

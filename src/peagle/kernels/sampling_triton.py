@@ -67,7 +67,7 @@ class RowStats:
         device: torch.device | str,
         capacity: int = CAPACITY,
     ) -> RowStats:
-        """Buffers for R rows; their number decides the chunks. `capacity` is a power of two."""
+        """Allocate buffers for R rows, which decide the chunks. `capacity` is a power of two."""
         chunks = triton.cdiv(vocab_size, chunk_size(num_rows, vocab_size))
 
         def floats(*shape: int) -> Tensor:
@@ -91,7 +91,7 @@ class RowStats:
 
 
 def chunk_size(num_rows: int, vocab_size: int) -> int:
-    """Logits that one program holds: fewer where there are few rows, so that all units work."""
+    """Return how many logits one program holds: fewer for few rows, so that all units work."""
     wanted = 8192 if num_rows >= 64 else 4096 if num_rows >= 16 else 2048
     return min(wanted, triton.next_power_of_2(vocab_size))
 
@@ -261,7 +261,7 @@ def row_stats(
     min_p_B: Tensor | None,
     out: RowStats,
 ) -> None:
-    """What of each row the sampling parameters of its sequence keep; two launches.
+    """Find what the sampling parameters of its sequence keep of each row; two launches.
 
     Args:
         logits_RV: float32, bfloat16 or float16; each row has a finite logit, none is +inf or NaN.

@@ -66,13 +66,13 @@ class SkinnyConfig:
     tma: bool = False
 
     def to_ints(self) -> list[int]:
-        """As an operator can take it."""
+        """Return the configuration as an operator can take it."""
         fields = dataclasses.asdict(self)
         return [int(v) for v in {**fields, "kind": KINDS.index(self.kind)}.values()]
 
     @staticmethod
     def from_ints(numbers: list[int]) -> SkinnyConfig:
-        """Back from `to_ints`."""
+        """Make a configuration from what `to_ints` returned."""
         *sizes, kind, tma = numbers
         name: Any = KINDS[kind]
         return SkinnyConfig(*sizes, kind=name, tma=bool(tma))
@@ -84,7 +84,7 @@ class SkinnyConfig:
 
 
 def max_skinny_rows(n: int, k: int, itemsize: int = 2, *, swiglu: bool = False) -> int:
-    """Up to how many rows the Triton kernel is faster than cuBLAS; 0: never.
+    """Return up to how many rows the Triton kernel is faster than cuBLAS; 0: never.
 
     The larger the weight, the longer it is the weight that costs. At 32 rows cuBLAS is faster for
     4096 x 4096 and as fast for 6144 x 4096, at 64 as fast for 4096 x 12288, at 128 as fast for
@@ -107,7 +107,7 @@ def choose_config(
     tma: bool = False,
     shared_bytes: int = H100_SHARED_BYTES,
 ) -> SkinnyConfig:
-    """A configuration from shapes alone.
+    """Choose a configuration from shapes alone.
 
     Args:
         m, n, k: rows of x, rows of the weight, inputs.
@@ -141,13 +141,13 @@ def choose_config(
 
 
 def _one_row(k: int, *, swiglu: bool) -> SkinnyConfig:
-    """Many small programs that load into registers; the matrix unit would have nothing to do."""
+    """Choose many small programs that load into registers, without the matrix unit."""
     block_k = min(1024, max(32, 1 << (k - 1).bit_length()))
     return SkinnyConfig(1, 4 >> swiglu, block_k, 1, 2, 1, kind="gemv")
 
 
 def _swiglu(m: int, *, tma: bool) -> SkinnyConfig:
-    """Few stages: there are two tiles of the weight in each."""
+    """Choose few stages: there are two tiles of the weight in each."""
     block_m = 16 if m <= 16 else 32 if m <= 32 else 64
     if tma:
         return SkinnyConfig(block_m, 64, 128, 1, 4, 4 if m <= 16 else 3, kind="wx", tma=True)
@@ -184,14 +184,14 @@ def _up_to_64(m: int, n: int, tiles: int, num_sms: int, *, tma: bool) -> SkinnyC
 
 
 def _up_to_128(*, swiglu: bool) -> SkinnyConfig:
-    """All rows of x in one tile, so that the weight is read once."""
+    """Put all rows of x into one tile, so that the weight is read once."""
     if swiglu:
         return SkinnyConfig(128, 64, 64, 1, 4, 3, kind="wx", tma=True)
     return SkinnyConfig(128, 128, 128, 1, 8, 3, kind="wx", tma=True)
 
 
 def _by_size(m: int, n: int, k: int, itemsize: int, num_sms: int, *, swiglu: bool) -> SkinnyConfig:
-    """Where nothing was measured.
+    """Choose by size, where nothing was measured.
 
     Tiles as tall as still give a program to nine of ten multiprocessors, which saves reading x
     again; with many rows x counts, and K is split before tiles get low. Programs are all resident
@@ -269,7 +269,7 @@ def skinny_swiglu(x: Tensor, weight_2IK: Tensor, *, config: SkinnyConfig | None 
 
 
 def skinny_swiglu_reference(x: Tensor, weight_2IK: Tensor) -> Tensor:
-    """`skinny_swiglu` in plain torch."""
+    """Compute `skinny_swiglu` in plain torch."""
     gate, up = F.linear(x, weight_2IK).chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -391,10 +391,10 @@ def _limits(device: torch.device) -> DeviceLimits:
 
 @cache
 def _has_descriptors(device: torch.device) -> bool:
-    """The interpreter knows them too."""
+    """Return whether a device has tensor descriptors; the interpreter has."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _is_aligned(matrix: Tensor) -> bool:
-    """As a descriptor needs it: every row begins at a multiple of 16 bytes."""
+    """Return whether every row begins at a multiple of 16 bytes, as a descriptor needs it."""
     return matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.itemsize % 16 == 0

@@ -233,7 +233,7 @@ def advance(
 def state_arguments(
     drafts_BK: Tensor, state: StepState, limits: StepLimits, out: StepRecord
 ) -> tuple[Tensor | int, ...]:
-    """Arguments of `advance` from drafts_ptr to masks_ptr."""
+    """Return the arguments of `advance` from drafts_ptr to masks_ptr."""
     assert drafts_BK.is_contiguous(), "kernels step over whole rows"
     assert limits.stop_ids_BE.is_contiguous(), "kernels step over whole rows"
     return (
@@ -260,7 +260,7 @@ def state_arguments(
 
 
 def state_sizes(max_drafts: int, limits: StepLimits) -> dict[str, int]:
-    """Block sizes of `advance`."""
+    """Return the block sizes of `advance`."""
     return {
         "COLUMNS": triton.next_power_of_2(max_drafts + 1),
         "STOP_IDS": triton.next_power_of_2(max(limits.stop_ids_BE.shape[1], 1)),

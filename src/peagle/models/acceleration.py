@@ -110,5 +110,5 @@ def _compile(model: Any, num_rows: Collection[int], backend: str) -> CompiledLay
 
 
 def _few(num_rows: Collection[int]) -> set[int]:
-    """Those for which a graph of their own pays: products of more rows are the library's."""
+    """Return those whose own graph pays: the library computes products of more rows."""
     return {rows for rows in num_rows if rows <= MAX_FIXED_ROWS}

@@ -101,7 +101,7 @@ class TargetLayerAttention(LayerAttention):
         return self.current(query, key, value, cache=self._cache(), **options)
 
     def _cache(self) -> Any:
-        """The KV cache hangs on whichever module of the layer attends."""
+        """Return the KV cache, which hangs on whichever module of the layer attends."""
         if self._attends is None:
             with_cache = (m for m in self.layer.modules() if hasattr(m, "peagle_cache"))
             self._attends = next(with_cache, None)
@@ -194,7 +194,7 @@ class CompiledLayers:
             attention.layer.forward = _CompiledLayer(self, index, attention, backend, mode).__call__
 
     def is_fixed(self, tokens: int) -> bool:
-        """Whether a number of tokens has a graph of its own.
+        """Return whether a number of tokens has a graph of its own.
 
         Raises:
             RuntimeError: it comes for the first time while a CUDA graph is captured.

@@ -163,7 +163,7 @@ class DrafterConfig:
             raise CheckpointError(f"rope_parameters is {rope}: {error}.") from None
 
     def rotary_config(self) -> transformers.LlamaConfig:
-        """What transformers makes the angles of RoPE from."""
+        """Return what transformers makes the angles of RoPE from."""
         return transformers.LlamaConfig(
             hidden_size=self.num_attention_heads * self.head_dim,
             num_attention_heads=self.num_attention_heads,
@@ -272,7 +272,7 @@ class DrafterLayer(nn.Module):
     def before_attention(
         self, hidden: Tensor, embedding: Tensor, rope: Rope
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The residual [..., D], and what attends: query, key and value."""
+        """Return the residual [..., D], and what attends: query, key and value."""
         residual = hidden
         if self.hidden_norm is None:
             x = self.input_layernorm(hidden)
@@ -283,7 +283,7 @@ class DrafterLayer(nn.Module):
         return residual, *self.self_attn.project(x, rope)
 
     def after_attention(self, residual: Tensor, attended: Tensor, light: bool = False) -> Tensor:
-        """The layer's output [..., D], from what attention gave, [..., Hq, d].
+        """Return the layer's output [..., D], from what attention gave, [..., Hq, d].
 
         With `light` the MLP's inner states are not kept for the backward pass but computed again.
         """
@@ -354,7 +354,7 @@ class Drafter(nn.Module):
         return self.combine_features(self.mask_hidden).flatten()
 
     def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """One drafter pass.
+        """Run one drafter pass.
 
         Args:
             tokens: int64 [...], the token after each position, or the mask token.
@@ -377,11 +377,11 @@ class Drafter(nn.Module):
         return self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Target ids of draft ids: id + d2t[id]."""
+        """Return the target ids of draft ids: id + d2t[id]."""
         return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]
 
     def target_ids(self) -> Tensor:
-        """Target id of every draft id, [DV]."""
+        """Return the target id of every draft id, [DV]."""
         return self.to_target_ids(
             torch.arange(self.config.draft_vocab_size, device=self.fc.weight.device)
         )

@@ -58,7 +58,7 @@ class FusedLinear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
     def take(self, index: int, x: Tensor) -> Tensor:
-        """Columns of projection `index` for the input `x`; computed with the first one asked for.
+        """Return the columns of projection `index` for the input `x`, computed with the first call.
 
         An input that is another object than before, or a projection asked for twice, computes anew.
         """
@@ -77,10 +77,10 @@ class FusedLinear(nn.Module):
         return all(columns is None for columns in self._columns)
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """The parts save themselves."""
+        """Save nothing: the parts save themselves."""
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """The parts load themselves."""
+        """Load nothing: the parts load themselves."""
 
 
 class FusedPart(nn.Module):
@@ -186,7 +186,7 @@ def relative_difference(after: Tensor, before: Tensor) -> float:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Up to which `relative_difference` outputs of a type count as the same."""
+    """Return the `relative_difference` up to which outputs of a type count as the same."""
     return _TOLERANCES.get(dtype, _TOLERANCE)
 
 
@@ -245,7 +245,7 @@ class _Group:
     projections: tuple[str, ...]
 
     def obstacle(self, uses: Counter[int]) -> str | None:
-        """Why these cannot be fused, as far as can be told without running them."""
+        """Say why these cannot be fused, as far as can be told without running them."""
         linears: list[Any] = [getattr(self.module, name) for name in self.projections]
         if len(linears) == 1:
             return "no other projection beside it"
@@ -313,7 +313,7 @@ def _groups(layers: Sequence[nn.Module]) -> Iterator[_Group]:
 def _record(
     model: transformers.PreTrainedModel, modules: Sequence[nn.Module]
 ) -> dict[int, list[_Recording]]:
-    """The calls of the modules in one pass over a few random tokens, by the id of the module."""
+    """Record the calls of the modules in one pass over a few random tokens, by their ids."""
     found: dict[int, list[_Recording]] = {id(module): [] for module in modules}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

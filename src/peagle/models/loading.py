@@ -92,7 +92,7 @@ def find_folder(name_or_path: str | os.PathLike[str], role: Role = "target") -> 
 
 
 def with_local_head(config: SpeculativeConfig) -> SpeculativeConfig:
-    """The configuration with its head in a folder, fetched from the hub where it is not in one.
+    """Return the configuration with its head in a folder, to which the hub's heads are fetched.
 
     K is that of the head where none is given (`with_depth`).
 

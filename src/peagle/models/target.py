@@ -132,7 +132,7 @@ class TargetModel:
         fix_longrope(self._decoder, max_model_len)
 
     def _probe(self) -> list[AttentionLayer]:
-        """The attention of each layer, as one token through the model shows it."""
+        """Find the attention of each layer by one token through the model."""
         run = dry_run(self.model)
         layers = attention_layers(self.model, run.calls)
         self._check_logits(run)
@@ -203,7 +203,7 @@ class TargetModel:
         return capped(self._lm_head(hidden_NH), self._final_softcap)
 
     def logits_of(self, token_ids: Tensor) -> Callable[[Tensor], Tensor]:
-        """A function that computes the logits of some tokens only, from a copy of their rows.
+        """Make a function that computes the logits of some tokens, from a copy of their rows.
 
         Args:
             token_ids: int64 [n]; the function gives [N, n] in this order.
@@ -220,16 +220,16 @@ class TargetModel:
         return self.model.config.get_text_config()
 
     def lm_head_weight(self) -> Tensor:
-        """The output embedding, [V, H]."""
+        """Return the output embedding, [V, H]."""
         return self._lm_head.weight
 
     def embedding_weight(self) -> Tensor:
-        """The input embedding, [V, H]."""
+        """Return the input embedding, [V, H]."""
         embedding: Any = self.model.get_input_embeddings()
         return embedding.weight
 
     def eos_token_ids(self) -> tuple[int, ...]:
-        """End-of-text ids of the model's generation config, else of its config."""
+        """Return end-of-text ids of the model's generation config, else of its config."""
         return end_of_text_ids(self.model.generation_config, self.text_config)
 
     def generation_defaults(self) -> dict[str, Any]:
@@ -248,7 +248,7 @@ class TargetModel:
 
 
 def load_tokenizer(path: str | Path) -> transformers.PreTrainedTokenizerBase:
-    """The tokenizer of a model folder.
+    """Load the tokenizer of a model folder.
 
     Raises:
         CheckpointError: there is none that loads.
@@ -278,7 +278,7 @@ def check_aux_layer_ids(ids: Sequence[int], num_layers: int) -> None:
 
 
 def default_aux_layer_ids(num_layers: int) -> tuple[int, ...]:
-    """Layers whose entering states make the feature: (2, L // 2, L - 3) of an L-layer target.
+    """Return the layers whose entering states make the feature: (2, L // 2, L - 3) of L layers.
 
     Where these collide or do not ascend (L < 7), distinct ids are spread over the layers; a target
     of fewer than three layers gives one state per layer.

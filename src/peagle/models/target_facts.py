@@ -54,28 +54,28 @@ class TargetFacts(TargetSizes, Protocol):
     def device(self) -> torch.device: ...
 
     def compute_logits(self, hidden_NH: Tensor) -> Tensor:
-        """Logits [N, V] of final hidden states, after the last norm."""
+        """Compute the logits [N, V] of final hidden states, after the last norm."""
         ...
 
     def logits_of(self, token_ids: Tensor) -> Callable[[Tensor], Tensor]:
-        """A function that computes the logits of some tokens only, [N, n]."""
+        """Make a function that computes the logits of some tokens only, [N, n]."""
         ...
 
     def lm_head_weight(self) -> Tensor:
-        """The output embedding, [V, H]."""
+        """Return the output embedding, [V, H]."""
         ...
 
     def embedding_weight(self) -> Tensor:
-        """The input embedding, [V, H]."""
+        """Return the input embedding, [V, H]."""
         ...
 
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a text."""
+        """Return the ids that end a text."""
         ...
 
 
 def end_of_text_ids(generation: Any, text_config: transformers.PretrainedConfig) -> tuple[int, ...]:
-    """End-of-text ids of a generation config, else of the model's own.
+    """Return end-of-text ids of a generation config, else of the model's own.
 
     Args:
         generation: transformers' GenerationConfig, or None.
@@ -153,7 +153,7 @@ class TargetShape:
 
 
 def model_skeleton(folder: Path, config: Any) -> transformers.PreTrainedModel:
-    """The model without values: it knows the names, shapes and ties of its tensors.
+    """Make the model without values: it knows the names, shapes and ties of its tensors.
 
     Raises:
         CheckpointError: transformers cannot build it.
@@ -169,7 +169,7 @@ def model_skeleton(folder: Path, config: Any) -> transformers.PreTrainedModel:
 
 
 def _share(name: str, text: Any) -> float:
-    """Share of a tensor that multiplies one token; below 1 for experts only."""
+    """Return the share of a tensor that multiplies one token; below 1 for experts only."""
     if "experts." not in name or "shared_expert" in name:
         return 1.0
     chosen = _first(text, "num_experts_per_tok", "experts_per_token", "top_k_experts")
@@ -183,7 +183,7 @@ def _first(text: Any, *names: str) -> int | None:
 
 
 def load_config(folder: Path) -> Any:
-    """The configuration of a model folder.
+    """Load the configuration of a model folder.
 
     Raises:
         CheckpointError: there is none, or none that transformers knows.
