@@ -40,7 +40,7 @@ class DraftBatch:
 def slot_mapping(
     block_tables_BM: Tensor, sequences_S: Tensor, positions_S: Tensor, block_size: int, limit: int
 ) -> Tensor:
-    """Return block_tables[b, p // block_size] * block_size + p % block_size, each position's KV slot.
+    """Return the KV slots: block_tables[b, p // block_size] * block_size + p % block_size.
 
     Positions at or above `limit` map to -1, the padding slot.
     """
