@@ -163,12 +163,12 @@ def build(shape: str, device: torch.device, dtype: torch.dtype) -> TargetModel:
 def fuse_measured(target: TargetModel) -> dict[str, float]:
     """Fuse; GiB on the card before, at most meanwhile, and after."""
     if target.device.type != "cuda":
-        print(fuse(target.model), file=sys.stderr)
+        fuse(target.model)
         return {}
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_reserved()
-    print(fuse(target.model), file=sys.stderr)
+    fuse(target.model)
     torch.cuda.empty_cache()
     numbers = (before, torch.cuda.max_memory_reserved(), torch.cuda.memory_reserved())
     return {name: n / 2**30 for name, n in zip(("before", "most", "after"), numbers, strict=True)}

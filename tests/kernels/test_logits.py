@@ -164,17 +164,6 @@ def test_greedy_rows_are_not_filtered() -> None:
     assert torch.equal(filtered[0], logits[0]) and int(filtered[1].argmax()) == 1
 
 
-def test_penalties_count_the_drafts_before_a_row() -> None:
-    batch = [Request([0], [1], [2, 2, 0], repetition=2.0, presence=0.5, frequency=0.25)]
-    result = apply_penalties(
-        torch.ones(4, VOCAB), rows_of(batch), rules_of(batch), counts_of(batch)
-    )
-    assert result[:, 0].tolist() == [0.5, 0.5, 0.5, 0.5 - 0.75]
-    assert result[:, 1].tolist() == [0.5 - 0.75] * 4
-    assert result[:, 2].tolist() == [1.0, 0.5 - 0.75, 0.5 - 1.0, 0.5 - 1.0]
-    assert result[:, 3:].eq(1).all()
-
-
 def test_slots_reach_the_counts_and_none_is_not_penalised() -> None:
     counts = TokenCounts(3, VOCAB)
     counts.start(2, ints([1, 1]))
@@ -196,12 +185,6 @@ def test_bad_words_match_across_context_and_drafts() -> None:
         result = apply_masks(torch.zeros(3, VOCAB), rows_of(batch, extra), rules_of(batch))
         banned = [row.isinf().nonzero().flatten().tolist() for row in result]
         assert banned == [[3, 6], [4, 6], [5, 6]]
-
-
-def test_minimum_length_ends_inside_the_drafts() -> None:
-    batch = [Request([0], [1], [2, 3, 4], min_tokens=3, stop=[5]), Request([0], stop=[5])]
-    result = apply_masks(torch.zeros(5, VOCAB), rows_of(batch), rules_of(batch))
-    assert result.isinf().nonzero().tolist() == [[0, 5], [1, 5]]
 
 
 @pytest.mark.parametrize(

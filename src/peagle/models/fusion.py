@@ -154,31 +154,6 @@ class FusionResult:
     reason: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class FusionReport:
-    """What `fuse` did; `str()` of it is a few lines."""
-
-    outcomes: tuple[FusionResult, ...]
-
-    @property
-    def fused(self) -> tuple[FusionResult, ...]:
-        """The groups that are one product now."""
-        return tuple(outcome for outcome in self.outcomes if outcome.reason is None)
-
-    @property
-    def left(self) -> tuple[FusionResult, ...]:
-        """The groups that stay as they are."""
-        return tuple(outcome for outcome in self.outcomes if outcome.reason is not None)
-
-    def __str__(self) -> str:
-        counts = Counter((o.module, o.projections, o.reason) for o in self.outcomes)
-        return "\n".join(
-            f"{'fused' if reason is None else 'left alone'}: {module} ({', '.join(projections)}) "
-            f"in {count} layer{'s' * (count != 1)}" + (f": {reason}" if reason else "")
-            for (module, projections, reason), count in counts.items()
-        )
-
-
 def relative_difference(after: Tensor, before: Tensor) -> float:
     """|after - before| / |before|; 0 where both are zero."""
     difference = (after.double() - before.double()).norm()
@@ -191,7 +166,7 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 @torch.no_grad()
-def fuse(model: transformers.PreTrainedModel) -> FusionReport:
+def fuse(model: transformers.PreTrainedModel) -> list[FusionResult]:
     """Fuse q/k/v and gate/up of every decoder layer where that leaves the results as they are.
 
     The weights move into the fused ones one group at a time: beyond the model, memory for the
@@ -208,21 +183,20 @@ def fuse(model: transformers.PreTrainedModel) -> FusionReport:
     groups = list(_groups(layers))
     uses = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     recordings = _record(model, [group.module for group in groups])
-    outcomes = []
+    results = []
     for group in groups:
         reason = group.obstacle(uses) or group.fuse(recordings[id(group.module)])
-        outcomes.append(FusionResult(group.layer, group.name, group.projections, reason))
+        results.append(FusionResult(group.layer, group.name, group.projections, reason))
         if reason is None and model.device.type == "cuda":
             # What was freed is too small for the next fused weight: without this, memory doubles.
             torch.cuda.empty_cache()
     found = {(group.layer, group.fused_name) for group in groups}
-    outcomes += [
+    return results + [
         FusionResult(layer, "layer", projections, "it has none of these")
         for layer in range(len(layers))
         for name, projections in PATTERNS.items()
         if (layer, name) not in found
     ]
-    return FusionReport(tuple(outcomes))
 
 
 @dataclass(frozen=True, slots=True)
