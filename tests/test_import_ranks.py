@@ -209,7 +209,7 @@ def test_triton_is_imported_lazily():
 def plant(folder: Path, files: dict[str, str]) -> Path:
     """A package named peagle with one innocent file in every ranked place, plus `files`."""
     package = folder / "peagle"
-    innocent = dict.fromkeys(("config.py", "errors.py", "llm.py"), "")
+    innocent: dict[str, str] = dict.fromkeys(("config.py", "errors.py", "llm.py"), "")
     for name in RANKS:
         if f"{name}.py" not in innocent:
             innocent[f"{name}/__init__.py"] = ""
