@@ -262,7 +262,7 @@ def main() -> None:
     parser.add_argument("--no-sweep", action="store_true", help="the chosen configurations only")
     parser.add_argument("--sweep-only", action="store_true", help="only the sweep")
     parser.add_argument(
-        "--decode", action="store_true", help="layers of a step, in 1 to 3 launches"
+        "--decode", action="store_true", help="layers of a step, in one launch or two"
     )
     parser.add_argument("--out", type=Path, help="JSON file with all times of --decode")
     parser.add_argument("--splits", help="splits to sweep, as 1,2,3 (default: around the chosen)")

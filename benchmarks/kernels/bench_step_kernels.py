@@ -21,11 +21,11 @@ import torch
 import triton
 from torch import Tensor
 
-from peagle.kernels import expand_triton, sampling_triton, verify_triton
+from peagle.kernels import batches_triton, sampling_triton, verify_triton
+from peagle.kernels.batches import TargetBatch
 from peagle.kernels.logits_rules import VerificationRows
 from peagle.kernels.sampling import probs_from_logits
 from peagle.kernels.step_state import StepLimits, StepRecord, StepState
-from peagle.kernels.target_batch import TargetBatch
 from peagle.speculation.verification import SamplingTensors, verify
 
 VOCAB = 151_936
@@ -128,7 +128,7 @@ class Step:
             self.out,
         )
 
-    def stats(self, **tuning: int) -> None:
+    def stats(self) -> None:
         s = self.sampling
         sampling_triton.row_stats(
             self.logits,
@@ -138,7 +138,6 @@ class Step:
             s.top_p_B,
             None,
             self.scratch.rows,
-            **tuning,
         )
 
     def reference(self, greedy: bool) -> None:
@@ -196,18 +195,15 @@ def bench_verify(rate: float) -> list[dict[str, Any]]:
 
 
 def bench_search() -> list[dict[str, Any]]:
-    """Block and warps of the passes over a row, and torch's sort."""
+    """The statistics of rows, and torch's sort."""
     results = []
-    print("\nrow statistics (two launches) by block and warps, top-p 0.95, fp32 logits")
+    print("\nrow statistics (two launches), top-p 0.95, fp32 logits")
     for num_rows in (8, 128, 512):
         for kind in ("flat", "peaked"):
             step = Step(num_rows, torch.float32, kind, "top-p 0.95")
-            for block, warps in ((2048, 8), (4096, 8), (4096, 16), (8192, 16), (8192, 32)):
-                took = microseconds(partial(step.stats, block=block, num_warps=warps))
-                results.append(
-                    {"rows": num_rows, "logits": kind, "block": block, "warps": warps, "us": took}
-                )
-                print(f"{num_rows:5} {kind:>7} {block:5} x {warps:2} warps {took:8.1f} us")
+            took = microseconds(step.stats)
+            results.append({"rows": num_rows, "logits": kind, "us": took})
+            print(f"{num_rows:5} {kind:>7} row_stats {took:8.1f} us")
             if num_rows <= 128:
                 s, of = step.sampling, step.sequences
                 limits = s.temperature_B[of], s.top_k_B[of], s.top_p_B[of]
@@ -226,14 +222,14 @@ def bench_expand() -> list[dict[str, Any]]:
         active = torch.ones(num_seqs, dtype=torch.bool, device=DEVICE)
         drafts = torch.randint(VOCAB, (num_seqs, K), device=DEVICE)
         target = TargetBatch.allocate(num_seqs, num_rows, DEVICE)
-        buffers = expand_triton.DraftBuffers.allocate(num_seqs, num_slots, K, DEVICE)
+        buffers = batches_triton.DraftBuffers.allocate(num_seqs, num_slots, K, DEVICE)
         features = torch.randn(num_rows, WIDTH, device=DEVICE, dtype=torch.bfloat16)
         shared = torch.randn(WIDTH, device=DEVICE, dtype=torch.bfloat16)
         hidden = torch.empty(num_slots, WIDTH, device=DEVICE, dtype=torch.bfloat16)
         accepted = torch.randint(K + 1, (num_seqs,), device=DEVICE)
 
         def build() -> None:
-            expand_triton.build_target_batch(
+            batches_triton.build_target_batch(
                 ints_of[0],  # noqa: B023
                 drafts,  # noqa: B023
                 ints_of[1],  # noqa: B023
@@ -246,7 +242,7 @@ def bench_expand() -> list[dict[str, Any]]:
             )
 
         def expand() -> None:
-            expand_triton.expand_draft_batch(
+            batches_triton.expand_draft_batch(
                 target.tokens_T,  # noqa: B023
                 target.positions_T,  # noqa: B023
                 target.query_start_loc,  # noqa: B023
@@ -263,7 +259,7 @@ def bench_expand() -> list[dict[str, Any]]:
 
         def gather() -> None:
             rows = buffers.batch.feature_rows_S  # noqa: B023
-            expand_triton.gather_features(features, shared, rows, hidden)  # noqa: B023
+            batches_triton.gather_features(features, shared, rows, hidden)  # noqa: B023
 
         ints_of = (
             ints(num_seqs, 3),

@@ -1,10 +1,9 @@
-"""Attention of decode and verify steps: in three launches, two, or one; per layer, in a graph.
+"""Attention of decode and verify steps: in two launches or one; per layer, in a graph.
 
     python benchmarks/kernels/bench_paged_attention.py --decode
 
 Each layer of the graph has its own cache, all of them together twice the L2, as in a step, whose
-weights leave nothing there. "three": kv_write, attend, combine. "last": who arrives last combines.
-"one": attention writes the keys too. "turns": and splits take tiles of keys in turns.
+weights leave nothing there. "two": kv_write, then attention. "one": attention writes the keys too.
 """
 
 from __future__ import annotations
@@ -56,10 +55,7 @@ class Way:
 
     @property
     def name(self) -> str:
-        c = self.config
-        if c.combine == "launch":
-            return "three"
-        return ("last", "one")[self.writes] + (" turns" if c.in_turns else "")
+        return "one" if self.writes else "two"
 
 
 class Step:
@@ -118,7 +114,7 @@ class Step:
 
 
 def ways(batch: int, queries: int) -> list[Way]:
-    """All four at the chosen tile, "one turns" at the others, with some caps on the splits."""
+    """Both at the chosen tile, "one" at the others, with some caps on the splits."""
     shape = AttentionShape(batch, batch * queries, queries, HEADS, KV_HEADS, HEAD_DIM, DTYPE, DTYPE)
     chosen = choose_config(shape, DeviceLimits.of(DEVICE))
     splits = sorted(
@@ -130,10 +126,8 @@ def ways(batch: int, queries: int) -> list[Way]:
             chosen, num_splits=count, block_n=tile[0], num_warps=tile[1], num_stages=tile[2]
         )
         if tile == TILES[0]:
-            runs = replace(config, in_turns=False)
-            three = replace(runs, combine="launch")
-            found += [Way(three, False), Way(runs, False), Way(runs, True)]
-        found += [Way(replace(config, in_turns=True, min_tiles=n), True) for n in MIN_TILES]
+            found.append(Way(config, False))
+        found += [Way(replace(config, min_tiles=n), True) for n in MIN_TILES]
     return found
 
 
@@ -187,7 +181,7 @@ def measure_decode(seconds: Timer, top: int) -> list[dict[str, Any]]:
         timed.sort(key=lambda pair: pair[0])
         print(f"B {batch} q {queries} context {context}, {len(step.keys)} layers: us of each")
         best = {way.name: (us, way) for us, way in reversed(timed)}
-        for name in ("three", "last", "one", "one turns"):
+        for name in ("two", "one"):
             same = [(us, way) for us, way in timed if way.name == name and is_chosen_tile(way)]
             splits = "  ".join(f"s{way.config.num_splits} {us:.2f}" for us, way in same)
             us, way = best[name]
@@ -207,8 +201,8 @@ def measure_decode(seconds: Timer, top: int) -> list[dict[str, Any]]:
 
 def cut(way: Way) -> str:
     c = way.config
-    turns = f" min{c.min_tiles}" if c.in_turns else ""
-    return f"m{c.block_m} n{c.block_n} s{c.num_splits} w{c.num_warps} st{c.num_stages}{turns}"
+    tile = f"m{c.block_m} n{c.block_n} s{c.num_splits}"
+    return f"{tile} w{c.num_warps} st{c.num_stages} min{c.min_tiles}"
 
 
 def is_chosen_tile(way: Way) -> bool:

@@ -26,7 +26,7 @@ from peagle.data.dataset import ResponseDataset
 from peagle.data.features import TargetStates
 from peagle.environment import environment
 from peagle.models.drafter import Drafter, DrafterConfig
-from peagle.models.target_shape import TargetShape
+from peagle.models.target_facts import TargetShape
 from peagle.training.config import TrainConfig
 from peagle.training.element_attention import flex_attention
 from peagle.training.inputs import Source

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def environment(device: torch.device | None = None) -> dict[str, Any]:
-    """Facts that belong beside every number.
+    """Return the facts that belong beside every number.
 
     Args:
         device: the one measured on; None is the CPU.
@@ -47,7 +47,7 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of this package's checkout, "-dirty" if changed; None outside a checkout."""
+    """Return the commit of this checkout, "-dirty" if changed; None outside of one."""
     # A copy without its history gets the commit by this variable.
     if commit := os.environ.get("PEAGLE_COMMIT"):
         return commit

@@ -45,7 +45,7 @@ class Readable(Protocol):
     """A file, or an object in S3, at its beginning."""
 
     def read(self, size: int, /) -> bytes:
-        """The next bytes, fewer at the end."""
+        """Return the next bytes, fewer at the end."""
         ...
 
 
@@ -169,7 +169,7 @@ def read_file_header(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _span(name: str, entry: Any) -> tuple[int, int]:
-    """Where a tensor begins and ends."""
+    """Return where a tensor begins and ends."""
     try:
         (begin, end), shape, dtype = entry["data_offsets"], entry["shape"], entry["dtype"]
         whole = all(type(number) is int and number >= 0 for number in (begin, end, *shape))
@@ -202,7 +202,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _is_deep(value: Any) -> bool:
-    """Whether lists and objects are nested more than MAX_DEPTH deep."""
+    """Return whether lists and objects are nested more than MAX_DEPTH deep."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         inside: list[Any] = []

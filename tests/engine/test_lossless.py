@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from peagle import LLM, SamplingParams
-from peagle.kernels.expand import slot_mapping
+from peagle.kernels.batches import slot_mapping
 from peagle.models.checkpoint import save_drafter
 from peagle.models.target import TargetModel
 from tests.conftest import CONFIGS, make_drafter, make_target_folder

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from peagle.kernels.expand import slot_mapping
+from peagle.kernels.batches import slot_mapping
 from tests.kernels.devices import DEVICES, INTERPRETED
 
 pytest.importorskip("triton", reason="needs triton")

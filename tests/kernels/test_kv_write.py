@@ -6,11 +6,39 @@ import pytest
 import torch
 from torch import Tensor
 
-from peagle.kernels.kv_write import kv_write, kv_write_reference
+from peagle.kernels.kv_write import kv_write
 from tests.kernels.devices import DEVICES
 
 pytest.importorskip("triton", reason="needs triton")
 FP8 = torch.float8_e4m3fn
+
+
+def kv_write_reference(
+    key_THd: Tensor,
+    value_THd: Tensor,
+    keys_NSHd: Tensor,
+    values_NSHd: Tensor,
+    slots_T: Tensor,
+    *,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> None:
+    """`kv_write` in plain torch."""
+    written_T = slots_T >= 0
+    slots_T = slots_T[written_T]
+    place_T = slots_T // keys_NSHd.shape[1], slots_T % keys_NSHd.shape[1]
+    for rows_THd, cache_NSHd, scale in (
+        (key_THd, keys_NSHd, key_scale),
+        (value_THd, values_NSHd, value_scale),
+    ):
+        rows_THd = rows_THd[written_T]
+        if cache_NSHd.dtype.itemsize == 1:
+            limit = torch.finfo(cache_NSHd.dtype).max
+            rows_THd = (rows_THd.float() * (1.0 / scale)).clamp(-limit, limit)
+            # torch does not index 8-bit floats on every device.
+            cache_NSHd.view(torch.uint8)[place_T] = rows_THd.to(cache_NSHd.dtype).view(torch.uint8)
+        else:
+            cache_NSHd[place_T] = rows_THd.to(cache_NSHd.dtype)
 
 
 def bits(x: Tensor) -> Tensor:

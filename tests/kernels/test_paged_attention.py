@@ -1,74 +1,170 @@
 """Paged attention in Triton against the torch backend in float64.
 
-On a CPU the kernels run under Triton's interpreter (TRITON_INTERPRET=1).
+`WRITTEN` runs a test twice: over a cache that holds all keys, and as in a step, where the launch
+writes the new keys itself. On a CPU Triton's interpreter (TRITON_INTERPRET=1) runs the kernels, one
+program after another.
 """
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from peagle.attention import LayerKVCache
+from peagle.kernels.kv_write import kv_write
+from peagle.kernels.launch import arrivals
 from peagle.kernels.paged_attention import (
     AttentionShape,
+    DeviceLimits,
+    NewKeyValues,
     PagedAttentionConfig,
     Workspace,
+    choose_config,
     paged_attention,
 )
 from tests.attention.paged_cases import FP8, SCALING, PagedCase
 from tests.kernels.devices import DEVICES
-from tests.kernels.paged_runs import HALF, attend, config
 
 pytest.importorskip("triton", reason="needs triton")
+
+HALF = {"cpu": torch.float16, "cuda": torch.bfloat16}
+# On a card another kernel may add in another order.
+SAME: dict[str, dict[str, float]] = {"cpu": {"rtol": 0, "atol": 0}, "cuda": {}}
+WRITTEN = pytest.mark.parametrize("written", [False, True], ids=["cached", "written"])
+
+
+def config(
+    block_m: int = 16, block_n: int = 16, num_splits: int = 1, num_warps: int = 4
+) -> PagedAttentionConfig:
+    return PagedAttentionConfig(block_m, block_n, num_splits, num_warps, num_stages=2)
+
+
+def attend(
+    case: PagedCase,
+    chosen: PagedAttentionConfig | None,
+    window: int | None = None,
+    lens: list[int] | None = None,
+    *,
+    cache: LayerKVCache | None = None,
+    slots_T: Tensor | None = None,
+    **special: Any,
+) -> Tensor:
+    """Over a cache that holds all keys; or with `cache`, which lacks those of `slots_T`, or of all
+    new tokens, writes them.
+    """
+    meta = case.metadata()
+    seq_lens_B = meta.seq_lens_B if lens is None else meta.seq_lens_B.new_tensor(lens)
+    new = None
+    if cache is not None:
+        rows = (case.padded(x) for x in case.new_kv())
+        new = NewKeyValues(*rows, meta.slots_T if slots_T is None else slots_T)
+    cache = cache or case.make_cache(with_new=True)
+    return paged_attention(
+        case.padded(case.query_THd),
+        cache.keys,
+        cache.values,
+        meta.query_start_loc,
+        seq_lens_B,
+        meta.block_tables_BM,
+        max_query_len=meta.max_query_len,
+        scaling=SCALING,
+        sliding_window=window,
+        context_starts_B=meta.context_starts_B,
+        key_scale=case.key_scale,
+        value_scale=case.value_scale,
+        config=chosen,
+        new=new,
+        **special,
+    )
+
+
+def assert_same_cache(found: LayerKVCache, expected: LayerKVCache) -> None:
+    """Bit by bit, NaN included."""
+    for x, y in ((found.keys, expected.keys), (found.values, expected.values)):
+        raw = torch.uint8 if y.dtype == FP8 else y.dtype
+        torch.testing.assert_close(x.view(raw), y.view(raw), rtol=0, atol=0, equal_nan=True)
+
+
+def check(
+    case: PagedCase, chosen: Any, written: bool, window: int | None = None, **special: Any
+) -> Tensor:
+    """Output, and the cache where the launch writes it; counters end as they began."""
+    cache = case.make_cache(with_new=False) if written else None
+    out = attend(case, chosen, window, cache=cache, **special)
+    case.check(out, case.reference(window, **special))
+    if cache is not None:
+        assert_same_cache(cache, case.make_cache(with_new=True))
+    assert not arrivals(out.device).any()
+    return out
 
 
 # ---- the same numbers as the reference ------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
-def test_head_sizes(head_dim: int, num_splits: int, device: str) -> None:
-    case = PagedCase([37, 0], [3, 5], head_dim=head_dim, device=device, padding_rows=3)
-    case.check(attend(case, config(num_splits=num_splits, block_n=32)), case.reference())
+@WRITTEN
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 8, 20])
+def test_splits(num_splits: int, written: bool, device: str) -> None:
+    """From none to more than there are tiles of keys; one sequence has one tile, one has none."""
+    case = PagedCase([129, 0, 15, 44], [2, 3, 1, 0], device=device, padding_rows=3)
+    chosen = config(num_splits=num_splits)
+    assert torch.equal(check(case, chosen, written), check(case, chosen, written))
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("num_splits", [1, 2])
-@pytest.mark.parametrize("group", [1, 2, 4, 7, 8])
-def test_grouped_heads(group: int, num_splits: int, device: str) -> None:
-    case = PagedCase([9, 40, 3], [4, 1, 9], num_heads=2 * group, device=device, padding_rows=2)
-    case.check(attend(case, config(num_splits=num_splits)), case.reference())
+@WRITTEN
+@pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "new", "block_m"),
+    [
+        ((2, 2), 64, [16, 3], 16),
+        ((14, 2), 80, [2, 1], 16),
+        ((8, 2), 128, [8, 5], 32),
+        ((3, 1), 96, [5, 4], 16),
+        ((8, 1), 192, [2, 2], 16),
+        ((4, 1), 256, [4, 4], 16),
+        ((4, 4), 8, [32, 17], 32),
+    ],
+)
+def test_heads_and_sizes(
+    heads: tuple[int, int],
+    head_dim: int,
+    new: list[int],
+    block_m: int,
+    num_splits: int,
+    written: bool,
+    device: str,
+) -> None:
+    case = PagedCase([37, 61], new, *heads, head_dim, device=device, padding_sequences=1)
+    check(case, config(block_m, 16, num_splits), written)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("block_size", [1, 5, 8, 16, 32])
-def test_block_sizes(block_size: int, device: str) -> None:
-    case = PagedCase([30, 17], [2, 7], block_size=block_size, device=device)
-    case.check(attend(case, config(num_splits=2)), case.reference())
+@WRITTEN
+@pytest.mark.parametrize(
+    ("block_size", "block_n"), [(1, 16), (5, 16), (5, 64), (8, 32), (16, 16), (32, 16), (32, 64)]
+)
+def test_tiles_and_blocks(block_size: int, block_n: int, written: bool, device: str) -> None:
+    case = PagedCase([30, 62, 13], [4, 4, 4], block_size=block_size, device=device)
+    check(case, config(16, block_n, 3), written)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("num_splits", [1, 2, 3, 4, 5, 8, 20])
-def test_splits(num_splits: int, device: str) -> None:
-    """From none to more than there are tiles of keys."""
-    case = PagedCase([129, 0, 15], [2, 3, 1], device=device, num_kv_heads=1)
-    case.check(attend(case, config(num_splits=num_splits)), case.reference())
-
-
-@pytest.mark.parametrize("device", DEVICES)
+@WRITTEN
 @pytest.mark.parametrize("num_splits", [1, 4])
 @pytest.mark.parametrize(
     ("window", "softcap", "sinks", "starts"),
     [
         (1, None, False, None),
-        (5, None, False, None),
-        (40, None, True, None),
+        (5, None, True, None),
+        (40, None, False, [3, 0, 69]),
         (None, 3.0, False, None),
-        (None, None, True, None),
-        (None, None, False, [33, 0, 20]),
+        (None, None, True, [33, 0, 20]),
         (7, 0.5, True, [50, 9, 0]),
     ],
 )
@@ -78,22 +174,25 @@ def test_windows_softcaps_sinks_and_starts(
     sinks: bool,
     starts: list[int] | None,
     num_splits: int,
+    written: bool,
     device: str,
 ) -> None:
-    case = PagedCase([50, 9, 70], [3, 20, 1], device=device, starts=starts, padding_rows=5)
+    # All queries of a sequence are in one tile where they are written, in several where not.
+    new, block_m = ([3, 8, 1], 32) if written else ([3, 20, 1], 16)
+    case = PagedCase([50, 9, 70], new, device=device, starts=starts, padding_rows=5)
     special = {"softcap": softcap, "sinks": case.sinks() if sinks else None}
-    chosen = config(num_splits=num_splits)
-    case.check(attend(case, chosen, window, **special), case.reference(window, **special))
+    check(case, config(block_m, 16, num_splits), written, window, **special)
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@WRITTEN
 @pytest.mark.parametrize("seed", range(12))
-def test_random_batches(seed: int, device: str) -> None:
+def test_random_batches(seed: int, written: bool, device: str) -> None:
     """Ragged batches, with sequences that run nothing, as `choose_config` and others cut them."""
     draw = random.Random(seed)
     count = draw.randint(1, 6)
-    new = [draw.choice([0, 1, 1, 2, 5, 8, 30]) for _ in range(count)]
-    new[draw.randrange(count)] = draw.choice([1, 4, 33])
+    new = [draw.choice([0, 1, 2, 5, 8] + [30] * (not written)) for _ in range(count)]
+    new[draw.randrange(count)] = draw.choice([1, 4, 8])
     past = [draw.choice([0, 1, 15, 16, 40, 90]) for _ in range(count)]
     num_kv_heads = draw.choice([1, 2])
     case = PagedCase(
@@ -110,20 +209,13 @@ def test_random_batches(seed: int, device: str) -> None:
         padding_rows=draw.choice([0, 7]),
         padding_sequences=draw.choice([0, 3]),
     )
-    window = draw.choice([None, None, 6])
     special = {
         "softcap": draw.choice([None, 8.0]),
         "sinks": draw.choice([None, case.sinks()]),
     }
-    chosen = draw.choice([None, config(32, 32, 3), config(16, 16, 1)])
-    case.check(attend(case, chosen, window, **special), case.reference(window, **special))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("num_splits", [1, 2])
-def test_half_precision(num_splits: int, device: str) -> None:
-    case = PagedCase([70, 12], [8, 8], num_heads=8, dtype=HALF[device], device=device)
-    case.check(attend(case, config(32, 32, num_splits)), case.reference())
+    # float32: as float32 is cut, 8 queries of 4 heads are a tile.
+    chosen = draw.choice([None, config(32, 32, 3), config(32, 16, 1), config(32, 16, 40)])
+    check(case, chosen, written, draw.choice([None, None, 6]), **special)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -141,52 +233,60 @@ def test_scores_beyond_what_exp_can_take(num_splits: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("num_splits", [1, 3])
-def test_queries_that_see_nothing_give_zeros(num_splits: int, device: str) -> None:
+@WRITTEN
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_strides(num_splits: int, written: bool, device: str) -> None:
+    """Queries, keys and values as parts of a fused projection."""
     case = PagedCase([20, 30], [4, 2], device=device)
     expected = case.reference()
-    case.starts = [24, 0]  # the first sequence's context begins after its end
-    for sinks in (None, case.sinks()):
-        out = attend(case, config(num_splits=num_splits), sinks=sinks)
-        assert bool((out[:4] == 0).all())
-        assert bool(out.isfinite().all())
-    case.check(attend(PagedCase([20, 30], [4, 2], device=device), config()), expected)
+    heads = case.num_heads, case.num_kv_heads, case.num_kv_heads
+    fused = torch.cat((case.query_THd, *case.new_kv()), dim=1)
+    query, *new = fused.split(heads, dim=1)
+    outer = query.transpose(0, 1).contiguous().transpose(0, 1)  # heads outermost
+    meta = case.metadata()
+    for given in (query, outer):
+        assert not given.is_contiguous()
+        cache = case.make_cache(with_new=not written)
+        out = paged_attention(
+            given,
+            cache.keys,
+            cache.values,
+            meta.query_start_loc,
+            meta.seq_lens_B,
+            meta.block_tables_BM,
+            max_query_len=4,
+            scaling=SCALING,
+            config=config(num_splits=num_splits),
+            new=NewKeyValues(*new, meta.slots_T) if written else None,
+        )
+        case.check(out, expected)
+        assert_same_cache(cache, case.make_cache(with_new=True))
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("num_splits", [1, 2])
-def test_padding_may_be_sequences_with_rows_but_no_context(
-    num_splits: int, window: int | None, device: str
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.05, 0.02)])
+@pytest.mark.parametrize("num_splits", [1, 5])
+def test_an_8bit_cache_as_in_two_launches(
+    num_splits: int, scales: tuple[float, float], device: str
 ) -> None:
-    """As where every sequence has the same number of rows, those that pad the batch too."""
-    case = PagedCase([20, 0, 30], [4, 4, 4], device=device)
-    special = {"sinks": case.sinks()}
-    out = attend(case, config(num_splits=num_splits), window, lens=[24, 0, 34], **special)
-    expected = case.reference(window, **special)
-    expected[4:8] = 0.0
-    case.check(out, expected)
+    """The interpreter rounds in its own way, so there is no other reference on a CPU."""
+    case = PagedCase([100, 70], [8, 3], dtype=HALF[device], cache_dtype=FP8, device=device)
+    case.key_scale, case.value_scale = scales
+    one, two = (case.make_cache(with_new=False) for _ in range(2))
+    chosen = config(16, 32, num_splits)
+    out = attend(case, chosen, cache=one)
+    kv_write(
+        *case.new_kv(),
+        *(two.keys, two.values, case.metadata().slots_T),
+        key_scale=scales[0],
+        value_scale=scales[1],
+    )
+    case.make_cache = lambda **_: two  # type: ignore[method-assign]
+    torch.testing.assert_close(attend(case, chosen), out, **SAME[device])
+    assert_same_cache(one, two)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("num_splits", [1, 2])
-def test_strides_of_queries_and_a_given_workspace(num_splits: int, device: str) -> None:
-    """Queries as models hand them over: heads outermost, or a part of a fused projection."""
-    case = PagedCase([20, 30], [4, 2], device=device)
-    expected = case.reference()
-    chosen = config(num_splits=num_splits)
-    rows = case.query_THd
-    wide = torch.cat((rows, rows.new_full(rows.shape, torch.nan)), dim=1)
-    for query in (rows.transpose(0, 1).contiguous().transpose(0, 1), wide[:, : rows.shape[1]]):
-        assert not query.is_contiguous()
-        case.query_THd = query
-        shape = AttentionShape(2, 6, 4, 4, 2, 64, case.dtype, case.dtype)
-        workspace = Workspace.make(shape, chosen, query.device)
-        assert (workspace is None) == (num_splits == 1)
-        if workspace is not None:
-            workspace.partial.fill_(torch.nan)
-            workspace.lse.fill_(torch.nan)
-        case.check(attend(case, chosen, workspace=workspace), expected)
+# ---- what is not written, or not seen -------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -199,6 +299,124 @@ def test_a_corrupted_key_changes_only_its_sequence(device: str) -> None:
     assert not torch.equal(before[4:], after[4:])
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_rows_without_a_slot(num_splits: int, device: str) -> None:
+    """Tokens beyond the model's length: nobody's cache changes, and rows before see no difference.
+
+    In two launches the keys without a slot come from wherever the table points to, so they are
+    only compared where nothing sees them.
+    """
+    case = PagedCase([20, 43], [5, 4], device=device, padding_rows=2)
+    chosen = config(32, 16, num_splits)
+    slots_T = case.metadata().slots_T.clone()
+    slots_T[3:5] = -1
+    cache = case.make_cache(with_new=False)
+    out = attend(case, chosen, cache=cache, slots_T=slots_T)
+    # What has no slot is seen all the same.
+    case.check(out, case.reference())
+
+    both = case.make_cache(with_new=False), case.make_cache(with_new=False, poison=False)
+    for other in both:
+        new = (case.padded(x) for x in case.new_kv())
+        kv_write(*new, other.keys, other.values, slots_T)
+    assert_same_cache(cache, both[0])
+    case.make_cache = lambda **_: both[1]  # type: ignore[method-assign]
+    expected = attend(case, chosen)
+    torch.testing.assert_close(out[:3], expected[:3], **SAME[device])
+    torch.testing.assert_close(out[5:], expected[5:], **SAME[device])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@WRITTEN
+@pytest.mark.parametrize(("num_splits", "window"), [(1, None), (3, None), (2, 3)])
+def test_rows_of_a_context_of_nothing(
+    num_splits: int, window: int | None, written: bool, device: str
+) -> None:
+    """Padding as sequences that have rows, no context and no slots; it comes out as zeros."""
+    case = PagedCase([20, 0, 30], [4, 4, 4], device=device)
+    special = {"sinks": case.sinks()}
+    slots_T = case.metadata().slots_T.clone()
+    slots_T[4:8] = -1
+    cache = case.make_cache(with_new=False) if written else None
+    chosen = config(num_splits=num_splits)
+    out = attend(case, chosen, window, [24, 0, 34], cache=cache, slots_T=slots_T, **special)
+    expected = case.reference(window, **special)
+    expected[4:8] = 0.0
+    case.check(out, expected)
+    if cache is not None:
+        full = case.make_cache(with_new=True)
+        for x in (full.keys, full.values):
+            x.flatten(0, 1)[case.slots(1)] = torch.nan
+        assert_same_cache(cache, full)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@WRITTEN
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_queries_that_see_nothing_give_zeros(num_splits: int, written: bool, device: str) -> None:
+    """A context that begins after its end, or in the middle of the new keys, which are written."""
+    case = PagedCase([20, 30], [4, 4], device=device)
+    full = case.make_cache(with_new=True)
+    cache = case.make_cache(with_new=False) if written else None
+    case.starts = [24, 32]
+    for sinks in (None, case.sinks()):
+        out = attend(case, config(num_splits=num_splits), cache=cache, sinks=sinks)
+        assert bool((out[:6] == 0).all())
+        assert bool(out.isfinite().all())
+        assert bool((out[6:] != 0).any())
+        if cache is not None:
+            assert_same_cache(cache, full)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_layer_that_shares_a_cache(device: str) -> None:
+    """It brings the keys that are there already, and other queries."""
+    case = PagedCase([20, 70], [4, 2], device=device)
+    cache = case.make_cache(with_new=False)
+    first = attend(case, config(num_splits=3), cache=cache)
+    assert torch.equal(attend(case, config(num_splits=3), cache=cache), first)
+    case.query_THd = case.query_THd.flip(0)
+    case.check(attend(case, config(num_splits=3), 9, cache=cache), case.reference(9))
+
+
+# ---- counters and partial results -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@WRITTEN
+def test_launches_of_other_shapes_share_counters(written: bool, device: str) -> None:
+    cases = [
+        PagedCase([90, 3], [4, 2], device=device),
+        PagedCase([31], [8], 8, 2, device=device),
+        PagedCase([5, 7, 60], [2, 0, 1], 2, 1, device=device),
+    ]
+    for _ in range(2):
+        for case, splits in zip(cases, (3, 7, 2)):
+            chosen = config(32, 16, splits)
+            batch, queries = len(case.new), max(case.new)
+            shape = AttentionShape(
+                *(batch, sum(case.new), queries, case.num_heads, case.num_kv_heads, case.head_dim),
+                *(case.dtype, case.dtype),
+            )
+            assert Workspace.make(shape, config(32, 16, 1), torch.device(device)) is None
+            workspace = Workspace.make(shape, chosen, torch.device(device))
+            assert workspace is not None
+            workspace.partial.fill_(torch.nan)
+            workspace.lse.fill_(torch.nan)
+            cache = case.make_cache(with_new=False) if written else None
+            out = attend(case, chosen, cache=cache, workspace=workspace)
+            case.check(out, case.reference())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_prompts_may_be_split_too(sinks: bool, device: str) -> None:
+    """Tiles of ragged prompts, with keys that are cached."""
+    case = PagedCase([30, 0, 11], [40, 3, 29], device=device, padding_rows=3)
+    check(case, config(num_splits=3), False, sinks=case.sinks() if sinks else None)
+
+
 # ---- what only a card can do ----------------------------------------------------------------
 
 
@@ -209,16 +427,9 @@ def test_a_corrupted_key_changes_only_its_sequence(device: str) -> None:
 def test_long_contexts(
     heads: tuple[int, int], head_dim: int, dtype: torch.dtype, queries: int
 ) -> None:
-    case = PagedCase(
-        [3000, 0, 517, 8191],
-        [queries] * 4,
-        num_heads=heads[0],
-        num_kv_heads=heads[1],
-        head_dim=head_dim,
-        dtype=dtype,
-        device="cuda",
-    )
-    case.check(attend(case, None), case.reference())
+    past, new = [3000, 0, 517, 8191], [queries] * 4
+    case = PagedCase(past, new, *heads, head_dim, dtype=dtype, device="cuda")
+    check(case, None, False)
 
 
 @pytest.mark.gpu
@@ -228,50 +439,41 @@ def test_long_contexts(
 def test_long_prompts(
     heads: tuple[int, int], head_dim: int, dtype: torch.dtype, window: int | None
 ) -> None:
-    case = PagedCase(
-        [0, 100, 700],
-        [900, 3, 300],
-        num_heads=heads[0],
-        num_kv_heads=heads[1],
-        head_dim=head_dim,
-        dtype=dtype,
-        device="cuda",
-        padding_rows=21,
-        padding_sequences=1,
-    )
-    case.check(attend(case, None, window), case.reference(window))
+    case = PagedCase([0, 100, 700], [900, 3, 300], *heads, head_dim, dtype=dtype, device="cuda")
+    case.padding_rows, case.padding_sequences = 21, 1
+    check(case, None, False, window)
 
 
 @pytest.mark.gpu
+@WRITTEN
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (0.05, 0.02)])
-@pytest.mark.parametrize("new", [[1, 1], [8, 8], [200, 40]])
-def test_8bit_cache(new: list[int], scales: tuple[float, float]) -> None:
-    case = PagedCase(
-        [1000, 70],
-        new,
-        num_heads=8,
-        head_dim=128,
-        dtype=torch.bfloat16,
-        cache_dtype=FP8,
-        device="cuda",
-        key_scale=scales[0],
-        value_scale=scales[1],
-    )
-    case.check(attend(case, None), case.reference())
+@pytest.mark.parametrize("new", [[1, 1], [8, 3], [200, 40]])
+@pytest.mark.parametrize("num_splits", [None, 1, 5])
+def test_8bit_cache(
+    num_splits: int | None, new: list[int], scales: tuple[float, float], written: bool
+) -> None:
+    if written and max(new) > 32:
+        pytest.skip("attention does not write prompts")
+    sizes: dict[str, Any] = {"num_heads": 8, "head_dim": 128, "dtype": torch.bfloat16}
+    case = PagedCase([1000, 70], new, **sizes, cache_dtype=FP8, device="cuda")
+    case.key_scale, case.value_scale = scales
+    check(case, num_splits and config(32, 64, num_splits), written)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("block_n", [32, 64, 128])
-@pytest.mark.parametrize("num_warps", [4, 8])
+@WRITTEN
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
-def test_every_configuration_of_the_benchmark(
-    block_n: int, num_warps: int, num_stages: int
+@pytest.mark.parametrize("num_warps", [2, 4, 8])
+@pytest.mark.parametrize("block_n", [32, 64, 128])
+@pytest.mark.parametrize("num_splits", [1, 8, 33])
+def test_configurations_of_the_benchmark(
+    num_splits: int, block_n: int, num_warps: int, num_stages: int, written: bool
 ) -> None:
-    case = PagedCase(
-        [1500, 99], [8, 8], num_heads=8, head_dim=128, dtype=torch.bfloat16, device="cuda"
-    )
-    chosen = PagedAttentionConfig(32, block_n, 3, num_warps, num_stages)
-    case.check(attend(case, chosen), case.reference())
+    many: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
+    for queries, block_m in ((1, 16), (8, 32)):
+        case = PagedCase([1500, 249, 0, 63], [queries] * 4, 8, 2, 128, **many)
+        chosen = replace(config(block_m, block_n, num_splits, num_warps), num_stages=num_stages)
+        assert torch.equal(check(case, chosen, written), check(case, chosen, written))
 
 
 @pytest.mark.gpu
@@ -300,3 +502,45 @@ def test_offsets_beyond_32_bits() -> None:
 
     small = run(keys[blocks], values[blocks], torch.arange(20, device="cuda"))
     torch.testing.assert_close(run(keys, values, blocks), small)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("more_splits", [0, 3])
+@pytest.mark.parametrize("batch", [1, 4, 16, 64])
+def test_many_replays_give_the_same_bits(batch: int, more_splits: int) -> None:
+    """Layers of a step in a graph; whoever arrives last, and whenever."""
+    past = [(37 * b + 255) % 1500 for b in range(batch)]
+    case = PagedCase(past, [8] * batch, 32, 8, 128, dtype=torch.bfloat16, device="cuda")
+    shape = AttentionShape(batch, 8 * batch, 8, 32, 8, 128, case.dtype, case.dtype)
+    chosen = choose_config(shape, DeviceLimits.of(torch.device("cuda")))
+    chosen = replace(chosen, num_splits=chosen.num_splits + more_splits)
+    workspace = Workspace.make(shape, chosen, torch.device("cuda"))
+    caches = [case.make_cache(with_new=False) for _ in range(4)]
+    meta = case.metadata()
+    new = NewKeyValues(*case.new_kv(), meta.slots_T)
+
+    def layer(cache: LayerKVCache) -> Tensor:
+        return paged_attention(
+            case.query_THd,
+            cache.keys,
+            cache.values,
+            meta.query_start_loc,
+            meta.seq_lens_B,
+            meta.block_tables_BM,
+            max_query_len=8,
+            scaling=SCALING,
+            config=chosen,
+            workspace=workspace,
+            new=new,
+        )
+
+    expected = layer(caches[0]).clone()
+    case.check(expected, case.reference())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = torch.stack([layer(cache) for cache in caches * 5])
+    for _ in range(300):
+        outs.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(outs, expected.expand_as(outs))
+    assert not arrivals(expected.device).any()

@@ -18,11 +18,93 @@ pytest.importorskip("triton", reason="needs triton")
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a card, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from peagle.kernels import random_triton, sampling_triton
+import triton
+import triton.language as tl
+
+from peagle.kernels import sampling_triton
+from peagle.kernels.launch import launch
+from peagle.kernels.random_triton import uniform as uniform_in_kernel
+from peagle.kernels.sampling_triton import RowStats, chunk_size
+from peagle.kernels.search_triton import is_kept, temperature_rate, weights_of
 
 # The interpreter computes as numpy does: integers of one element warn when they wrap around.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 REAL = 151_936
+
+
+@triton.jit
+def _uniform_kernel(
+    seeds_ptr, positions_ptr, out_ptr, count, PURPOSE: tl.constexpr, BLOCK: tl.constexpr
+):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    seeds = tl.load(seeds_ptr + i, mask=i < count, other=0)
+    positions = tl.load(positions_ptr + i, mask=i < count, other=0)
+    tl.store(out_ptr + i, uniform_in_kernel(seeds, positions, PURPOSE), mask=i < count)
+
+
+def uniform_numbers(seeds_N: Tensor, positions_N: Tensor, purpose: int) -> Tensor:
+    out_N = torch.empty(len(seeds_N), dtype=torch.float64, device=seeds_N.device)
+    grid = (triton.cdiv(len(seeds_N), 256),)
+    launch(
+        _uniform_kernel, grid, seeds_N, positions_N, out_N, len(seeds_N), PURPOSE=purpose, BLOCK=256
+    )
+    return out_N
+
+
+@triton.jit
+def _probs_kernel(
+    logits_ptr,
+    sequences_ptr,
+    temperature_ptr,
+    max_ptr,
+    argmax_ptr,
+    threshold_ptr,
+    last_tie_ptr,
+    total_ptr,
+    probs_ptr,
+    vocab_size,
+    row_stride,
+    CHUNK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    sequence = tl.load(sequences_ptr + row)
+    v = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    out_ptr = probs_ptr + row * vocab_size + v
+    if sequence >= 0:
+        temperature = tl.load(temperature_ptr + sequence)
+        x = tl.load(logits_ptr + row * row_stride + v, mask=v < vocab_size, other=-float("inf"))
+        weights = weights_of(x, tl.load(max_ptr + row), temperature_rate(temperature))
+        kept = is_kept(weights, v, tl.load(threshold_ptr + row), tl.load(last_tie_ptr + row))
+        probs = tl.where(kept, weights / tl.load(total_ptr + row), 0.0)
+        best = tl.where(v == tl.load(argmax_ptr + row), 1.0, 0.0)
+        tl.store(out_ptr, tl.where(temperature == 0, best, probs), mask=v < vocab_size)
+    else:
+        tl.store(out_ptr, tl.zeros([CHUNK], dtype=tl.float32), mask=v < vocab_size)
+
+
+def probs_from_stats(
+    logits_RV: Tensor, sequences_R: Tensor, temperature_B: Tensor, stats: RowStats, out_RV: Tensor
+) -> None:
+    """`probs_from_logits` in float32, from `row_stats`; one launch. Rows with sequence -1 are 0."""
+    num_rows, vocab_size = logits_RV.shape
+    chunk = chunk_size(num_rows, vocab_size)
+    launch(
+        _probs_kernel,
+        (num_rows, triton.cdiv(vocab_size, chunk)),
+        logits_RV,
+        sequences_R,
+        temperature_B,
+        stats.max_R,
+        stats.argmax_R,
+        stats.threshold_R,
+        stats.last_tie_R,
+        stats.total_R,
+        out_RV,
+        vocab_size,
+        logits_RV.stride(0),
+        CHUNK=chunk,
+        num_warps=8 if chunk > 4096 else 4,
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -31,7 +113,7 @@ def test_uniform_to_the_last_bit(purpose: Purpose, device: str) -> None:
     edges = torch.tensor([0, 1, 2**31, 2**62, 2**63 - 1, -1])
     seeds = torch.cat((torch.randint(2**62, (1000,)), edges))
     positions = torch.cat((torch.randint(2**20, (1000,)), edges.flip(0).clamp_min(0)))
-    found = random_triton.uniform_numbers(seeds.to(device), positions.to(device), purpose)
+    found = uniform_numbers(seeds.to(device), positions.to(device), purpose)
     assert torch.equal(found.cpu(), uniform(seeds, positions, purpose))
 
 
@@ -43,16 +125,16 @@ def probs(
     min_p: Tensor | None = None,
     device: str = "cpu",
     capacity: int = sampling_triton.CAPACITY,
-) -> tuple[Tensor, sampling_triton.RowStats]:
+) -> tuple[Tensor, RowStats]:
     """What the kernels make of one row a sequence."""
     num_rows, vocab_size = logits.shape
     rows = torch.arange(num_rows, device=device)
-    stats = sampling_triton.RowStats.allocate(num_rows, vocab_size, device, capacity)
+    stats = RowStats.allocate(num_rows, vocab_size, device, capacity)
     x, t, k, p = (v.to(device) for v in (logits, temperature, top_k, top_p))
     min_p = None if min_p is None else min_p.to(device)
     sampling_triton.row_stats(x, rows, t, k, p, min_p, stats)
     out = torch.full(logits.shape, torch.nan, device=device)
-    sampling_triton.probs_from_stats(x, rows, t, stats, out)
+    probs_from_stats(x, rows, t, stats, out)
     return out.cpu(), stats
 
 
@@ -73,7 +155,7 @@ def check(
     min_p: Tensor | None = None,
     device: str = "cpu",
     capacity: int = sampling_triton.CAPACITY,
-) -> sampling_triton.RowStats:
+) -> RowStats:
     found, stats = probs(logits, temperature, top_k, top_p, min_p, device, capacity)
     filtered = apply_probability_filters(logits, temperature, min_p)
     expected = probs_from_logits(filtered, temperature, top_k, top_p)
@@ -188,12 +270,12 @@ def test_passes(top_k: int, device: str) -> None:
 def test_padded_rows_are_skipped(device: str) -> None:
     logits = torch.full((3, 50), torch.nan, device=device)
     logits[1] = torch.arange(50)
-    stats = sampling_triton.RowStats.allocate(3, 50, device)
+    stats = RowStats.allocate(3, 50, device)
     t, k, p = (v.to(device) for v in params((1.0, 2, 0.9)))
     rows = torch.tensor([-1, 0, -1], device=device)
     sampling_triton.row_stats(logits, rows, t, k, p, None, stats)
     out = torch.full((3, 50), torch.nan, device=device)
-    sampling_triton.probs_from_stats(logits, rows, t, stats, out)
+    probs_from_stats(logits, rows, t, stats, out)
     assert out[0].count_nonzero() == 0
     assert out[2].count_nonzero() == 0
     assert float(out[1].sum()) == pytest.approx(1)

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
 
-from peagle.models.checkpoint import save_drafter
-from peagle.models.fingerprint import TargetFingerprint
-from peagle.models.target import TargetModel
-from tests.conftest import make_drafter
 from tests.fake_hub import TINY, WEIGHTS, FakeHub, serve, used
 
 
 @pytest.fixture
-def head(target: TargetModel, tmp_path: Path) -> Path:
-    """A saved P-EAGLE head of the tiny Llama."""
-    folder = tmp_path / "head"
-    save_drafter(folder, make_drafter(target), fingerprint=TargetFingerprint.of(target))
-    return folder
+def head(head_folders: Callable[..., Path]) -> Path:
+    """A saved P-EAGLE head of the tiny Llama, which the test may change."""
+    return head_folders()
 
 
 @pytest.fixture

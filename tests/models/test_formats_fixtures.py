@@ -149,6 +149,44 @@ def test_logits_are_those_of_the_package(small: TargetModel, name: str) -> None:
     torch.testing.assert_close(found, data["logits"], rtol=0, atol=1e-5)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", HEADS)
+def test_the_package_reads_what_is_written(small: TargetModel, name: str, tmp_path: Path) -> None:
+    """Where the package is installed: it does not support every transformers that peagle does."""
+    model_class = pytest.importorskip("speculators").SpeculatorModel
+    convert_head(FIXTURES / name, tmp_path / "v", "vllm")
+    convert_head(tmp_path / "v", tmp_path / "s", "speculators", target=small.name)
+    drafter = load_drafter(tmp_path / "s", small)
+    if drafter.config.hidden_size != small.hidden_size:
+        with pytest.raises(Exception, match=r"size mismatch|mismatched"):
+            model_class.from_pretrained(tmp_path / "s")
+        return
+    model: Any = model_class.from_pretrained(tmp_path / "s").float()
+    assert model.config.eagle_aux_hidden_state_layer_ids == [1, 2, 3]
+    stored = load_file(tmp_path / "s" / "model.safetensors")
+    loaded = model.state_dict()
+    assert set(stored) <= set(loaded)
+    for tensor_name, value in stored.items():
+        assert torch.equal(loaded[tensor_name], value.to(loaded[tensor_name].dtype)), tensor_name
+
+    # One layer stack at depth 0: plain causal attention.
+    torch.manual_seed(0)
+    length = 9
+    tokens = torch.randint(0, 63, (length,))
+    features = torch.randn(length, 48)
+    logits: list[torch.Tensor] = []
+    if "embed_tokens.weight" not in stored:
+        model.embed_tokens.weight.copy_(small.embedding_weight())
+    model.lm_head.register_forward_hook(lambda *call: logits.append(call[2][0]))
+    documents = torch.zeros(1, length, dtype=torch.long)
+    parent = type(model).__mro__[1 if drafter.config.is_parallel else 0]
+    parent.forward(model, features[None], tokens[None], documents, ttt_steps=1)
+
+    attend = masked(torch.ones(length, length, dtype=torch.bool).tril())
+    hidden = drafter(tokens, drafter.combine_features(features), torch.arange(length), attend)
+    torch.testing.assert_close(drafter.compute_logits(hidden), logits[0], atol=1e-5, rtol=0)
+
+
 # ---- they draft -----------------------------------------------------------------------------
 
 

@@ -1,7 +1,6 @@
-"""The target over the paged cache equals transformers' own model, layer taps included.
+"""The target as it is loaded: taps, defaults, and every folder that it refuses.
 
-In float64 the reference is transformers' sdpa attention; its eager one takes the softmax in float32
-even there, so it is compared with that tolerance.
+That it computes what transformers does, test_architectures.py shows.
 """
 
 from __future__ import annotations
@@ -13,116 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM, BertConfig, GPT2Config
+from transformers import BertConfig, GPT2Config
 
 from peagle.errors import CheckpointError, UserError
 from peagle.models.target import TargetModel, default_aux_layer_ids, load_tokenizer
 from peagle.models.target_attention import attention
-from tests.conftest import make_target_folder
 from tests.models.editing import edit_config, edit_tensors
-from tests.models.paging import CHUNKS, LENS, Paged, largest_difference, make_sequences
+from tests.models.paging import Paged, make_sequences
 
 ROPE = {"rope_theta": 10000.0, "factor": 4.0}
-TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
-    "qwen2": ("qwen2", {}),
-    "qwen3": ("qwen3", {}),
-    "qwen2 with a sliding window": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2},
-    ),
-    "llama, heads not grouped": ("llama", {"num_key_value_heads": 4}),
-    "llama, one kv head, tied embeddings": (
-        "llama",
-        {"num_key_value_heads": 1, "tie_word_embeddings": True},
-    ),
-    "linear rope": ("llama", {"rope_parameters": {**ROPE, "rope_type": "linear"}}),
-    "yarn rope": (
-        "qwen3",
-        {"rope_parameters": {**ROPE, "rope_type": "yarn", "original_max_position_embeddings": 64}},
-    ),
-    "llama3 rope": (
-        "llama",
-        {
-            "rope_parameters": {
-                **ROPE,
-                "rope_type": "llama3",
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
-            }
-        },
-    ),
-}
-
-
-@pytest.fixture(scope="module", params=TARGETS)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    kind, overrides = TARGETS[request.param]
-    return make_target_folder(tmp_path_factory.mktemp("target"), kind, **overrides)
-
-
-@torch.no_grad()
-def reference(
-    folder: Path, sequences: list[list[int]], attention: str = "sdpa"
-) -> list[tuple[Tensor, list[Tensor]]]:
-    """Logits and hidden states (index i enters layer i) of each whole sequence."""
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float64, attn_implementation=attention
-    ).eval()
-    outputs = [model(torch.tensor([s]), output_hidden_states=True) for s in sequences]
-    return [(out.logits[0], [h[0] for h in out.hidden_states]) for out in outputs]
-
-
-@pytest.mark.parametrize(("attention", "tolerance"), [("sdpa", 1e-10), ("eager", 1e-5)])
-def test_prefill_and_verify_equal_transformers(
-    folder: Path, attention: str, tolerance: float
-) -> None:
-    target = TargetModel.load(folder, dtype=torch.float64)
-    sequences = make_sequences()
-    expected = [logits for logits, _ in reference(folder, sequences, attention)]
-    assert min(float(logits.std(0).max()) for logits in expected) > 0.1, "logits must vary"
-    paged = Paged(target, sequences)
-
-    logits, _, calls = paged.prefill()
-    assert calls == target.num_layers, "every layer attends through us, once"
-    assert largest_difference(logits, [e[:n] for e, n in zip(expected, LENS)]) < tolerance
-
-    verified, _, calls = paged.run(LENS, CHUNKS)
-    assert calls == target.num_layers
-    after = [e[n:] for e, n in zip(expected, LENS)]
-    assert largest_difference(verified, after) < tolerance
-
-    # Drafts that were rejected are simply run over by the next tokens at their positions.
-    assert largest_difference(paged.verify(), after) < tolerance
-
-
-@pytest.mark.parametrize("part", ["keys", "values"])
-def test_a_corrupted_cache_fails_the_probe(folder: Path, part: str) -> None:
-    target = TargetModel.load(folder, dtype=torch.float64)
-    sequences = make_sequences()
-    expected = [logits[n:] for (logits, _), n in zip(reference(folder, sequences), LENS)]
-    for layer in range(target.num_layers):
-        paged = Paged(target, sequences)
-        paged.prefill()
-        paged.corrupt(layer, part)
-        for found, wanted in zip(paged.verify(), expected, strict=True):
-            assert float((found - wanted).abs().max()) > 1e-6, (layer, part)
-
-
-def test_aux_features_are_the_states_entering_the_layers(folder: Path) -> None:
-    target = TargetModel.load(folder, dtype=torch.float64)
-    sequences = make_sequences()
-    states = [hidden for _, hidden in reference(folder, sequences)]
-    for ids in [(0,), (1, 2), (1, 2, 3), (0, 3), (0, 1, 2, 3)]:
-        target.tap_aux(ids)
-        _, features, _ = Paged(target, sequences).prefill()
-        expected = [torch.cat([h[i] for i in ids], -1)[:n] for h, n in zip(states, LENS)]
-        assert largest_difference(features, expected) < 1e-10, ids
-        # The check sees an off-by-one: no state equals its neighbour.
-        shifted = [torch.cat([h[i + 1] for i in ids], -1)[:n] for h, n in zip(states, LENS)]
-        assert largest_difference(features, shifted) > 1e-2, ids
 
 
 def test_taps_are_replaced_and_removed(target: TargetModel) -> None:

@@ -11,8 +11,8 @@ from peagle import LLM, SpeculativeConfig
 from peagle.bundled import BUNDLED_TARGET
 from peagle.cli.main import run
 from peagle.errors import UserError
+from peagle.models.head_json import default_depth, with_depth
 from peagle.models.loading import resolve_model, with_local_head
-from peagle.models.trained_depth import default_depth, with_depth
 
 PAIR2 = Path(__file__).resolve().parents[1] / "fixtures" / "pair2"
 TARGET, HEAD = str(PAIR2 / "target"), str(PAIR2 / "peagle")  # trained for K = 6

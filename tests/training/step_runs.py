@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from peagle.data.batches import Batch, moved
 from peagle.data.features import TargetStates
 from peagle.models.drafter import Drafter, DrafterConfig
-from peagle.models.target_shape import TargetShape
+from peagle.models.target_facts import TargetShape
 from peagle.training.config import TrainConfig
 from peagle.training.element_attention import dense_attention, flex_attention
 from peagle.training.optimizers import Masters, build_optimizers

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from peagle.models.drafter import Drafter
-from peagle.models.drafter_config import DrafterConfig
+from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.training.config import OptimizerSection
 from peagle.training.optimizers import Muon, build_optimizers, orthogonalize
 

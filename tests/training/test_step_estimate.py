@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from peagle.models.drafter import Drafter
-from peagle.models.target_shape import TargetShape
+from peagle.models.target_facts import TargetShape
 from peagle.training.partition import split_by_anchor
 from peagle.training.step_memory import StepMemory, estimate_flops, estimate_memory
 from peagle.training.training_methods import TrainingMethod

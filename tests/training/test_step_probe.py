@@ -147,7 +147,7 @@ def test_a_run_keeps_its_segments(target_folder: Path, responses: Path, tmp_path
 
 
 def estimate_of(trainer: Trainer, segments: int) -> int:
-    from peagle.models.target_shape import TargetShape
+    from peagle.models.target_facts import TargetShape
     from peagle.training.step_memory import BatchShape
 
     config, head = trainer.config, trainer.drafter.config

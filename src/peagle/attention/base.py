@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from peagle.kernels.expand import DraftBatch
-from peagle.kernels.target_batch import TargetBatch
+from peagle.kernels.batches import DraftBatch, TargetBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,7 +112,7 @@ class Models:
     @property
     def default_k(self) -> int:
         """The K that every head was trained for, at most 7."""
-        from peagle.models.trained_depth import default_depth
+        from peagle.models.head_json import default_depth
 
         return min(default_depth(one.trained_depth) for one in self.methods)
 

@@ -84,7 +84,7 @@ class Setup:
         folder = Path(expand_bundled(speculative.model, "draft")).expanduser()
         if not folder.is_dir():
             return speculative
-        from peagle.models.trained_depth import with_depth
+        from peagle.models.head_json import with_depth
 
         return with_depth(speculative, folder)
 

@@ -69,7 +69,7 @@ class SpeculativeConfig:
         model: folder or hub id of the draft head; none for "ngram".
         revision: branch, tag or commit of a hub id.
         num_speculative_tokens: K, the draft tokens per step. None takes what the head was trained
-            for, at most 7, once the head is found (`models.trained_depth`); else 7.
+            for, at most 7, once the head is found (`models.head_json`); else 7.
         num_speculative_tokens_per_batch_size: (first, last, K) for numbers of sequences that run
             together, ascending, like ((1, 16, 7), (17, 64, 0)): a busy card pays for every token
             that it verifies. K = 0 stops drafting (`engine.drafting.DepthPolicy` says when).

@@ -14,7 +14,7 @@ from peagle.deploy.deployment import MODEL_FOLDER, ContainerSource
 from peagle.deploy.model_files import HeadFacts
 from peagle.deploy.models import ModelSource, source_of
 from peagle.errors import UserError
-from peagle.models.trained_depth import default_depth
+from peagle.models.head_json import default_depth
 
 _DEFAULT_METHOD = "eagle3"
 _K = "num_speculative_tokens"

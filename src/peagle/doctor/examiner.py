@@ -29,9 +29,9 @@ from peagle.errors import CheckpointError, UserError
 from peagle.evaluation.endpoint import EndpointBackend
 from peagle.evaluation.training_record import read_training_record
 from peagle.models.checkpoint import read_head_config
+from peagle.models.head_json import default_depth
 from peagle.models.loading import resolve_model
 from peagle.models.target import TargetModel, load_tokenizer
-from peagle.models.trained_depth import default_depth
 
 _MOST_DRAFTS = 16
 # A target that knows its tokenizer is far from ln(V) on the texts that it knows best.

@@ -20,21 +20,21 @@ from peagle.attention import AttentionMetadata
 from peagle.attention.triton_backend import TritonAttention
 from peagle.engine.features import NO_SLOT
 from peagle.engine.sequence import Sequence
+from peagle.kernels.batches import TargetBatch
+from peagle.kernels.batches_triton import (
+    DraftBuffers,
+    build_target_batch,
+    expand_draft_batch,
+    gather_features,
+)
 from peagle.kernels.draft_choice_triton import (
     ChainBuffers,
     ChoiceScratch,
     choose_drafts,
     plan_chain,
 )
-from peagle.kernels.expand_triton import (
-    DraftBuffers,
-    build_target_batch,
-    expand_draft_batch,
-    gather_features,
-)
-from peagle.kernels.step_frame_triton import NUM_STAMPS, begin_step, report_step, stamp
 from peagle.kernels.step_state import StepLimits, StepRecord, StepState
-from peagle.kernels.target_batch import TargetBatch
+from peagle.kernels.step_state_triton import NUM_STAMPS, begin_step, report_step, stamp
 from peagle.kernels.verify_triton import (
     SequenceSampling,
     SyntheticAcceptance,
@@ -127,7 +127,7 @@ class StepBuffers:
         context_starts_B: first drafter slot that attention may read.
         feature_slots_B: ring of `FeatureRings` that takes the features; NO_SLOT without one.
         out: what the last step decided.
-        report_RX: the same in one tensor for the host, see `kernels.step_frame_triton`.
+        report_RX: the same in one tensor for the host, see `kernels.step_state_triton`.
     """
 
     def __init__(self, sizes: StepSizes, device: torch.device) -> None:

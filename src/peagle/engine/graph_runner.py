@@ -30,8 +30,7 @@ from peagle.engine.sampler import has_penalties
 from peagle.engine.scheduler import Scheduler
 from peagle.engine.sequence import Sequence
 from peagle.engine.stats import StepTimes
-from peagle.kernels.expand import PADDING_SLOT
-from peagle.kernels.target_batch import TargetBatch
+from peagle.kernels.batches import PADDING_SLOT, TargetBatch
 from peagle.models.acceleration import accelerate_drafter, accelerate_target
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel

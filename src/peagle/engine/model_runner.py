@@ -18,9 +18,8 @@ from peagle.engine.grammar import unpack, verification_masks
 from peagle.engine.sampler import SampledStep, Sampler
 from peagle.engine.scheduler import Chunk
 from peagle.engine.sequence import Sequence
-from peagle.kernels.expand import slot_mapping
+from peagle.kernels.batches import TargetBatch, slot_mapping
 from peagle.kernels.logprobs import token_logprobs
-from peagle.kernels.target_batch import TargetBatch
 from peagle.models.target import TargetModel
 
 # Prompt rows whose logits exist at the same time.

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.expand_triton import kv_slots
+from peagle.kernels.batches_triton import kv_slots
 from peagle.kernels.launch import launch
 from peagle.kernels.sampling_triton import chunk_kernel, chunk_size
 
@@ -54,7 +54,7 @@ class ChoiceScratch:
 
     @classmethod
     def allocate(cls, num_rows: int, vocab_size: int, device: torch.device | str) -> ChoiceScratch:
-        """Buffers for N rows of DV logits."""
+        """Allocate buffers for N rows of DV logits."""
         shape = (num_rows, triton.cdiv(vocab_size, chunk_size(num_rows, vocab_size)))
         return cls(
             torch.zeros(shape, dtype=torch.float32, device=device),
@@ -129,7 +129,7 @@ class ChainBuffers:
 
     @classmethod
     def allocate(cls, num_seqs: int, max_drafts: int, device: torch.device | str) -> ChainBuffers:
-        """Buffers for B sequences and K drafts."""
+        """Allocate buffers for B sequences and K drafts."""
         shape = (3, max(max_drafts - 1, 0), num_seqs)
         positions, slots, lens = torch.zeros(shape, dtype=torch.int64, device=device)
         return cls(positions, slots, lens, torch.arange(num_seqs + 1, device=device))
@@ -174,7 +174,7 @@ def plan_chain(
     block_size: int,
     max_model_len: int,
 ) -> None:
-    """Where the drafts behind the first pass stand: pass p at position last + 1 + p.
+    """Plan where the drafts behind the first pass stand: pass p at position last + 1 + p.
 
     Args:
         last_ntp_B, positions_S: of the first pass, see `DraftBatch`.

@@ -121,7 +121,7 @@ def _allowed(allowed: AllowedTokens, rows: VerificationRows) -> Tensor:
 
 
 def _banned(logits_RV: Tensor, rows: VerificationRows, rules: LogitsRules) -> Tensor | None:
-    """What bad words and minimum length ban, bool [R, V]."""
+    """Return what bad words and minimum length ban, bool [R, V]."""
     if rules.bad_words is None and rules.min_tokens is None:
         return None
     num_rows, vocab_size = logits_RV.shape
@@ -144,7 +144,7 @@ def _banned(logits_RV: Tensor, rows: VerificationRows, rules: LogitsRules) -> Te
 
 
 def _prefix_matches(words: BadWords, rows: VerificationRows) -> Tensor:
-    """Whether the context before row j ends with the word's prefix, bool [N, J]."""
+    """Return whether the context before row j ends with the word's prefix, bool [N, J]."""
     width = words.prefix_len
     columns_J = rows.of(words.sequences_N)[0]
     if width == 0:
@@ -221,13 +221,13 @@ def apply_probability_filters(
 
 
 def min_p_mask(probs_NV: Tensor, min_p_N: Tensor) -> Tensor:
-    """Tokens to keep: p >= min_p * max p (Nguyen et al., 2024); min_p 0 keeps all, bool [N, V]."""
+    """Keep tokens with p >= min_p * max p (Nguyen et al., 2024), bool [N, V]; min_p 0 keeps all."""
     floor_N1 = min_p_N.to(probs_NV.dtype).unsqueeze(1) * probs_NV.amax(-1, keepdim=True)
     return probs_NV >= floor_N1
 
 
 def typical_p_mask(probs_NV: Tensor, typical_p_N: Tensor) -> Tensor:
-    """Tokens to keep of locally typical sampling (Meister et al., 2022).
+    """Keep the tokens of locally typical sampling (Meister et al., 2022).
 
     The smallest set in ascending order of |-log p - H|, H the row's entropy, whose mass reaches
     typical_p (above 0; 1 keeps all); tokens that tie with its last one stay too, as in

@@ -80,7 +80,7 @@ class VerificationRows:
         return rows_R - self.first_row_B[self.sequences_R]
 
     def of(self, sequences_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Columns [J], packed rows [N, J] and their existence [N, J] in the given sequences."""
+        """Return columns [J], packed rows [N, J] and whether they exist, of the sequences."""
         exists_NJ = self.columns_J <= self.num_drafts_B[sequences_N].unsqueeze(1)
         return self.columns_J, self.rows_BJ[sequences_N], exists_NJ
 
@@ -220,7 +220,7 @@ class TokenCounts:
 def context_tails(
     contexts: Sequence[Sequence[int]], width: int, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """The last `width` tokens (prompt and output) of each sequence, int64 [B, width].
+    """Return the last `width` tokens (prompt and output) of each sequence, int64 [B, width].
 
     Right-aligned, with NO_TOKEN before the start of a sequence.
     """

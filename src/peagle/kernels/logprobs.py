@@ -90,7 +90,7 @@ def token_logprobs(
 
 
 def _most_likely(values_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Ids and values [N, P] of the greatest values, of equal ones the lower ids, in that order.
+    """Return ids and values [N, P] of the greatest values; of equal ones the lower id comes first.
 
     topk alone leaves open which of equal values it takes.
     """

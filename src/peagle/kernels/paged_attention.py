@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +22,6 @@ MAX_SPLITS = 128
 WAVES = 1  # programs of the grid per multiprocessor, about, where keys are split
 # Up to here all queries of a sequence share one tile, so that its keys are read once.
 _MAX_BLOCK_M = 128
-# Splits that one program of the reduction loads at a time.
-_COMBINE_CHUNK = 16
 # Most queries of a sequence whose keys and values attention writes itself.
 MAX_WRITE_ROWS = 32
 # Shared memory for partial results on their way to who arrives last: that of the keys' tiles.
@@ -64,7 +62,7 @@ class DeviceLimits:
 
     @staticmethod
     def of(device: torch.device) -> DeviceLimits:
-        """Limits of a device; for Triton's interpreter on a CPU, of a small imaginary card."""
+        """Return the limits of a device; for a CPU, those of a small imaginary card."""
         if device.type != "cuda":
             return DeviceLimits(num_sms=8, shared_bytes=100_000)
         found = torch.cuda.get_device_properties(device)
@@ -81,10 +79,7 @@ class PagedAttentionConfig:
         block_n: keys of a tile; a power of two from 16 on.
         num_splits: programs that share the keys of one tile of rows.
         num_warps, num_stages: Triton's.
-        combine: who adds the splits up: the "last" program of a tile, or another "launch".
-        in_turns: splits take tiles of keys in turns, so that the first tile of each is known before
-            the length is; otherwise each takes one run of them.
-        min_tiles: tiles of keys that a split is worth, in turns: a short context has fewer splits.
+        min_tiles: a split gets at least so many tiles of keys: a short context has fewer splits.
     """
 
     block_m: int
@@ -92,8 +87,6 @@ class PagedAttentionConfig:
     num_splits: int
     num_warps: int
     num_stages: int
-    combine: Literal["last", "launch"] = "last"
-    in_turns: bool = True
     min_tiles: int = 2
 
 
@@ -111,7 +104,7 @@ class QueryTiles:
 
     @staticmethod
     def of(shape: AttentionShape, block_m: int) -> QueryTiles:
-        """The way with fewer tiles, in doubt the even one, which is simpler for the device."""
+        """Choose the way with fewer tiles, in doubt the even one, which is simpler."""
         queries = block_m // shape.group
         per_sequence = -(-shape.max_query_len // queries)
         even = shape.num_sequences * per_sequence
@@ -125,7 +118,7 @@ class Workspace:
 
     Attributes:
         partial: float32 [R, d'], each split's own softmax. R is tiles * Hkv * splits * block_m and
-            d' the head size up to a power of two; for another launch [T * Hq * splits, d].
+            d' the head size up to a power of two.
         lse: float32 [R], base-2 logarithms of their weights.
     """
 
@@ -136,16 +129,13 @@ class Workspace:
     def make(
         shape: AttentionShape, config: PagedAttentionConfig, device: torch.device
     ) -> Workspace | None:
-        """Room for what `paged_attention` keeps; None where nothing is split."""
+        """Make room for what `paged_attention` keeps; None where nothing is split."""
         if config.num_splits == 1:
             return None
-        rows, width = shape.num_tokens * shape.num_heads, shape.head_dim
-        if config.combine == "last":
-            tiles = QueryTiles.of(shape, config.block_m).count
-            rows, width = tiles * shape.num_kv_heads * config.block_m, _block_d(shape.head_dim)
-        rows *= config.num_splits
+        tiles = QueryTiles.of(shape, config.block_m).count
+        rows = tiles * shape.num_kv_heads * config.block_m * config.num_splits
         return Workspace(
-            torch.empty(rows, width, dtype=torch.float32, device=device),
+            torch.empty(rows, _block_d(shape.head_dim), dtype=torch.float32, device=device),
             torch.empty(rows, dtype=torch.float32, device=device),
         )
 
@@ -166,13 +156,13 @@ class NewKeyValues:
 
 
 def writes_new(shape: AttentionShape, config: PagedAttentionConfig) -> bool:
-    """Whether attention can write the keys: where one tile holds all queries of a sequence."""
+    """Return whether attention can write the keys: one tile holds all queries of a sequence."""
     per_sequence = QueryTiles.of(shape, config.block_m).per_sequence
     return per_sequence == 1 and shape.max_query_len <= MAX_WRITE_ROWS
 
 
 def choose_config(shape: AttentionShape, limits: DeviceLimits) -> PagedAttentionConfig:
-    """A configuration from the shape alone, so that it is the same whatever the contexts are.
+    """Choose a configuration from the shape alone, so that it is the same for all contexts.
 
     Rows: all of a sequence, where they fit a tile. Splits: as many as make about two programs per
     multiprocessor; a large batch or a long prompt has that many without.
@@ -255,7 +245,6 @@ def paged_attention(
     from peagle.kernels import paged_attention_triton
 
     attend_kernel: Any = paged_attention_triton.attend_kernel
-    combine_kernel: Any = paged_attention_triton.combine_kernel
 
     num_tokens, num_heads, head_dim = query_THd.shape
     block_size, num_kv_heads = keys_NSHd.shape[1:3]
@@ -284,7 +273,6 @@ def paged_attention(
         workspace = Workspace.make(shape, config, device)
     # Where there is no split these two are not looked at.
     partial, lse = (workspace.partial, workspace.lse) if workspace else (out_THd, out_THd)
-    combine = 0 if not is_split else 1 if config.combine == "launch" else 2
     is_8bit = keys_NSHd.dtype.itemsize == 1
     if new is not None:
         assert writes_new(shape, config)
@@ -302,12 +290,12 @@ def paged_attention(
     last_element = sum((n - 1) * s for n, s in zip(keys_NSHd.shape, keys_NSHd.stride()))
     tiles = QueryTiles.of(shape, config.block_m)
     groups = tiles.count * num_kv_heads
-    assert combine != 2 or groups <= MAX_ARRIVALS
+    assert not is_split or groups <= MAX_ARRIVALS
     attend_kernel[(groups * config.num_splits,)](
         out_THd,
         partial,
         lse,
-        arrivals(device) if combine == 2 else query_start_loc,
+        arrivals(device) if is_split else query_start_loc,
         query_THd,
         keys_NSHd,
         values_NSHd,
@@ -345,9 +333,8 @@ def paged_attention(
         BLOCK_N=config.block_n,
         B2=_power_of_two(num_sequences) if tiles.per_sequence is None else 1,
         SEARCH=tiles.per_sequence is None,
-        COMBINE=combine,
+        IS_SPLIT=is_split,
         COMBINE_STAGES=min(4, max(1, _COMBINE_BYTES // (config.block_m * block_d * 4))),
-        IN_TURNS=config.in_turns,
         MIN_TILES=config.min_tiles,
         WRITE_ROWS=_power_of_two(max_query_len) if new else 0,
         LIMIT=torch.finfo(keys_NSHd.dtype).max if is_8bit else 0.0,
@@ -358,28 +345,11 @@ def paged_attention(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    if combine == 1:
-        combine_kernel[(num_tokens * num_heads,)](
-            out_THd,
-            partial,
-            lse,
-            query_start_loc,
-            sinks if sinks is not None else query_THd,
-            num_sequences,
-            config.num_splits,
-            NUM_HEADS=num_heads,
-            HEAD_DIM=head_dim,
-            BLOCK_D=block_d,
-            S2=_power_of_two(config.num_splits),
-            CHUNK=min(_power_of_two(config.num_splits), _COMBINE_CHUNK),
-            HAS_SINKS=sinks is not None,
-            num_warps=4 if block_d > 64 else 2,
-        )
     return out_THd
 
 
 def _power_of_two(number: int) -> int:
-    """The next power of two, from 1 on."""
+    """Return the next power of two, from 1 on."""
     return 1 << max(number - 1, 0).bit_length()
 
 

@@ -5,7 +5,7 @@ One program takes a tile of BLOCK_M rows of one sequence and one key/value head.
 query, so that a few queries fill the rows of the matrix unit and each key is read once for all of
 them. It walks over the visible keys in tiles of BLOCK_N with an online softmax, in base 2.
 
-Splits of the keys are added up by the program that arrives last, or by another launch:
+The program that arrives last adds up the splits of the keys:
 
     out = sum_s w_s partial_s / sum_s w_s  with  w_s = 2^lse_s
 
@@ -50,58 +50,6 @@ def combine_tile(
         acc = acc * shrink[:, None] + partial * weight[:, None]
         highest = risen
     return acc * (1.0 / tl.where(total > 0.0, total, 1.0))[:, None]
-
-
-@triton.jit(do_not_specialize=["num_sequences", "num_splits"])
-def combine_kernel(
-    out_ptr,  # [T, Hq, d], contiguous
-    partial_ptr,  # float32 [T, Hq, num_splits, d]
-    lse_ptr,  # float32 [T, Hq, num_splits], base 2; -inf where a split saw nothing
-    query_start_ptr,
-    sinks_ptr,
-    num_sequences,
-    num_splits,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    S2: tl.constexpr,  # num_splits, up to a power of two
-    CHUNK: tl.constexpr,  # splits summed at a time
-    HAS_SINKS: tl.constexpr,
-):
-    """Of one row."""
-    row = tl.program_id(0)  # of [T, Hq]
-    used_rows = tl.load(query_start_ptr + num_sequences).to(tl.int32)
-    # Padding rows have no splits, and so become zero.
-    used_splits = tl.where(row // NUM_HEADS < used_rows, num_splits, 0)
-    offs_s = tl.arange(0, S2)
-    offs_d = tl.arange(0, BLOCK_D)
-    in_row = offs_d < HEAD_DIM
-    first = row.to(tl.int64) * num_splits
-
-    lse = tl.load(lse_ptr + first + offs_s, mask=offs_s < used_splits, other=float("-inf"))
-    highest = tl.max(lse, 0)
-    if HAS_SINKS:
-        sink = tl.load(sinks_ptr + row % NUM_HEADS).to(tl.float32) * LOG2_E
-        highest = tl.maximum(highest, sink)
-    highest = tl.where(highest == float("-inf"), 0.0, highest)
-    total = tl.sum(tl.exp2(lse - highest), 0)
-    if HAS_SINKS:
-        total += tl.exp2(sink - highest)
-
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    for start in range(0, used_splits, CHUNK):
-        split = start + tl.arange(0, CHUNK)
-        chunk_lse = tl.load(lse_ptr + first + split, mask=split < used_splits, other=float("-inf"))
-        # Splits that saw nothing wrote no partial result: what is there may be NaN.
-        partial = tl.load(
-            partial_ptr + ((first + split) * HEAD_DIM)[:, None] + offs_d[None, :],
-            mask=(chunk_lse > float("-inf"))[:, None] & in_row[None, :],
-            other=0.0,
-        )
-        acc += tl.sum(partial * tl.exp2(chunk_lse - highest)[:, None], 0)
-    acc = acc / tl.where(total > 0.0, total, 1.0)
-    out = acc.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row.to(tl.int64) * HEAD_DIM + offs_d, out, mask=in_row)
 
 
 @triton.jit
@@ -195,11 +143,10 @@ def _write_rows(
     ]
 )
 def attend_kernel(
-    out_ptr,  # [T, Hq, d], contiguous; written where COMBINE is not 1
-    # float32 [T, Hq, num_splits, d]; where COMBINE is 2 [tile, Hkv, num_splits, BLOCK_M, BLOCK_D]
-    partial_ptr,
+    out_ptr,  # [T, Hq, d], contiguous
+    partial_ptr,  # float32 [tile, Hkv, num_splits, BLOCK_M, BLOCK_D]; looked at where IS_SPLIT
     lse_ptr,  # as partial without the last dimension, base 2
-    arrivals_ptr,  # int32 [tile, Hkv], zeros; looked at where COMBINE is 2
+    arrivals_ptr,  # int32 [tile, Hkv], zeros; looked at where IS_SPLIT
     query_ptr,
     keys_ptr,
     values_ptr,
@@ -242,10 +189,9 @@ def attend_kernel(
     BLOCK_N: tl.constexpr,
     B2: tl.constexpr,  # num_sequences, up to a power of two
     SEARCH: tl.constexpr,  # tiles are dealt by _sequence_of_tile, not evenly
-    COMBINE: tl.constexpr,  # 0: nothing is split; 1: combine_kernel does; 2: who arrives last does
+    IS_SPLIT: tl.constexpr,  # several programs share the keys of a tile of rows
     COMBINE_STAGES: tl.constexpr,
-    IN_TURNS: tl.constexpr,  # splits take tiles of keys in turns, not one run each
-    MIN_TILES: tl.constexpr,  # in turns: as many splits have keys as get so many tiles each
+    MIN_TILES: tl.constexpr,  # as many splits have keys as get so many tiles each
     WRITE_ROWS: tl.constexpr,  # most queries of a sequence, up to a power of two; 0: all is cached
     LIMIT: tl.constexpr,  # the largest number of an 8-bit cache; 0: a cache of the keys' dtype
     HAS_WINDOW: tl.constexpr,
@@ -292,35 +238,28 @@ def attend_kernel(
     high = tl.maximum(num_cached + tl.minimum(first_query + BLOCK_Q, num_queries), 0)
     first_keys = low // BLOCK_N
     num_keys = tl.maximum((high + BLOCK_N - 1) // BLOCK_N - first_keys, 0)
-    if IN_TURNS:
-        first_keys += split
-        num_active = tl.minimum((num_keys + MIN_TILES - 1) // MIN_TILES, num_splits)
-        step = tl.maximum(num_active, 1)
-        num_own = tl.where(split < num_active, (num_keys - split + step - 1) // step, 0)
-    else:
-        share = (num_keys + num_splits - 1) // num_splits
-        first_keys += split * share
-        step = 1
-        num_active = (num_keys + share - 1) // tl.maximum(share, 1)
-        num_own = tl.minimum(tl.maximum(num_keys - split * share, 0), share)
+    # Splits take tiles in turns, so that the first tile of each is known before the length is.
+    first_keys += split
+    num_active = tl.minimum((num_keys + MIN_TILES - 1) // MIN_TILES, num_splits)
+    step = tl.maximum(num_active, 1)
+    num_own = tl.where(split < num_active, (num_keys - split + step - 1) // step, 0)
 
     # Keys and values are addressed by slot below; the head is the same for all.
     keys_ptr += kv_head * stride_head
     values_ptr += kv_head * stride_head
     table_ptr = tables_ptr + sequence.to(tl.int64) * stride_table
     key = first_keys * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Not masked by the length: in turns and without a window it does not wait for it.
+    # Not masked by the length: without a window it does not wait for it.
     block = tl.load(table_ptr + key // BLOCK_SIZE, mask=key // BLOCK_SIZE < table_width, other=0)
     block = block.to(OFFSET)
 
-    if COMBINE != 1:  # noqa: SIM102 (one is known when the kernel is compiled)
-        if is_last_split:
-            # Rows beyond the last sequence pad the batch: zero, so that nothing later sees a NaN.
-            of_head = (offs_m < GROUP)[:, None] & in_row[None, :]
-            for padding in range(used_rows + first_padding, num_rows, num_tiles):
-                target = (head.to(tl.int64) + padding * (NUM_KV_HEADS * GROUP)) * HEAD_DIM
-                nothing = tl.zeros([BLOCK_M, BLOCK_D], out_ptr.dtype.element_ty)
-                tl.store(out_ptr + target[:, None] + offs_d[None, :], nothing, mask=of_head)
+    if is_last_split:
+        # Rows beyond the last sequence pad the batch: zero, so that nothing later sees a NaN.
+        of_head = (offs_m < GROUP)[:, None] & in_row[None, :]
+        for padding in range(used_rows + first_padding, num_rows, num_tiles):
+            target = (head.to(tl.int64) + padding * (NUM_KV_HEADS * GROUP)) * HEAD_DIM
+            nothing = tl.zeros([BLOCK_M, BLOCK_D], out_ptr.dtype.element_ty)
+            tl.store(out_ptr + target[:, None] + offs_d[None, :], nothing, mask=of_head)
     if first_query >= num_queries:
         return
 
@@ -356,12 +295,9 @@ def attend_kernel(
                 ROWS=WRITE_ROWS,
                 LIMIT=LIMIT,
             )
-    if COMBINE:  # noqa: SIM102
+    if IS_SPLIT:  # noqa: SIM102 (one is known when the kernel is compiled)
         if num_own == 0:
-            if COMBINE == 1:
-                nothing = tl.full([BLOCK_M], float("-inf"), tl.float32)
-                tl.store(lse_ptr + row * num_splits + split, nothing, mask=is_row)
-            elif is_last_split & (num_active == 0):
+            if is_last_split & (num_active == 0):
                 nothing = tl.zeros([BLOCK_M, BLOCK_D], out_ptr.dtype.element_ty)
                 tl.store(out_tile, nothing, mask=mask)
             return
@@ -433,40 +369,35 @@ def attend_kernel(
         acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
         highest = risen
 
-    is_part = COMBINE == 1
-    if COMBINE == 2:
+    is_part = False
+    if IS_SPLIT:
         is_part = num_active > 1
     if is_part:
         safe = tl.where(total > 0.0, total, 1.0)
         lse = tl.where(total > 0.0, highest + tl.log2(safe), float("-inf"))
         acc = acc * (value_scale / safe)[:, None]
-        if COMBINE == 1:
-            place = row * num_splits + split
-            tl.store(lse_ptr + place, lse, mask=is_row)
-            tl.store(partial_ptr + (place * HEAD_DIM)[:, None] + offs_d[None, :], acc, mask=mask)
-        else:
-            # All of a tile lies together: no other program touches its cache lines.
-            lse_tile = lse_ptr + counter.to(tl.int64) * num_splits * BLOCK_M + offs_m
-            partial_tile = partial_ptr + counter.to(tl.int64) * num_splits * (BLOCK_M * BLOCK_D)
-            partial_tile += offs_m[:, None] * BLOCK_D + offs_d[None, :]
-            tl.store(lse_tile + split * BLOCK_M, lse)
-            tl.store(partial_tile + split * (BLOCK_M * BLOCK_D), acc)
-            tl.debug_barrier()  # all threads have stored before one of them says so
-            arrived = tl.atomic_add(arrivals_ptr + counter, 1, sem="acq_rel", scope="gpu")
-            if arrived == num_active - 1:
-                tl.store(arrivals_ptr + counter, 0)  # for the next launch
-                acc = combine_tile(
-                    partial_tile,
-                    lse_tile,
-                    sinks_ptr,
-                    head,
-                    num_active,
-                    BLOCK_M=BLOCK_M,
-                    BLOCK_D=BLOCK_D,
-                    HAS_SINKS=HAS_SINKS,
-                    STAGES=COMBINE_STAGES,
-                )
-                tl.store(out_tile, acc.to(out_ptr.dtype.element_ty), mask=mask)
+        # All of a tile lies together: no other program touches its cache lines.
+        lse_tile = lse_ptr + counter.to(tl.int64) * num_splits * BLOCK_M + offs_m
+        partial_tile = partial_ptr + counter.to(tl.int64) * num_splits * (BLOCK_M * BLOCK_D)
+        partial_tile += offs_m[:, None] * BLOCK_D + offs_d[None, :]
+        tl.store(lse_tile + split * BLOCK_M, lse)
+        tl.store(partial_tile + split * (BLOCK_M * BLOCK_D), acc)
+        tl.debug_barrier()  # all threads have stored before one of them says so
+        arrived = tl.atomic_add(arrivals_ptr + counter, 1, sem="acq_rel", scope="gpu")
+        if arrived == num_active - 1:
+            tl.store(arrivals_ptr + counter, 0)  # for the next launch
+            acc = combine_tile(
+                partial_tile,
+                lse_tile,
+                sinks_ptr,
+                head,
+                num_active,
+                BLOCK_M=BLOCK_M,
+                BLOCK_D=BLOCK_D,
+                HAS_SINKS=HAS_SINKS,
+                STAGES=COMBINE_STAGES,
+            )
+            tl.store(out_tile, acc.to(out_ptr.dtype.element_ty), mask=mask)
     else:
         if HAS_SINKS:
             sink = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E

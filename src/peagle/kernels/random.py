@@ -60,6 +60,6 @@ def uniform(seeds: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """A seed of its own for the request or output `index`, from one of many; 53 random bits."""
+    """Return a seed of 53 random bits for the request or output `index`, made from one of many."""
     draw = uniform(torch.tensor(seed), torch.tensor(index), Purpose.SAMPLE)
     return int(draw.item() * 2**53)

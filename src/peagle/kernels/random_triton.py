@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from peagle.kernels.launch import launch
 from peagle.kernels.random import COUNTERS_PER_POSITION
 
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - 2**64)
@@ -31,23 +28,3 @@ def uniform(seeds, positions, PURPOSE: tl.constexpr):
     x = (x ^ (x >> 27)) * second
     x = x ^ (x >> 31)
     return (x >> 11).to(tl.float64) * (1.0 / 9007199254740992.0)
-
-
-@triton.jit
-def _uniform_kernel(
-    seeds_ptr, positions_ptr, out_ptr, count, PURPOSE: tl.constexpr, BLOCK: tl.constexpr
-):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    seeds = tl.load(seeds_ptr + i, mask=i < count, other=0)
-    positions = tl.load(positions_ptr + i, mask=i < count, other=0)
-    tl.store(out_ptr + i, uniform(seeds, positions, PURPOSE), mask=i < count)
-
-
-def uniform_numbers(seeds_N: Tensor, positions_N: Tensor, purpose: int) -> Tensor:
-    """`kernels.random.uniform` of int64 vectors, by the kernel's own arithmetic; float64."""
-    out_N = torch.empty(len(seeds_N), dtype=torch.float64, device=seeds_N.device)
-    grid = (triton.cdiv(len(seeds_N), 256),)
-    launch(
-        _uniform_kernel, grid, seeds_N, positions_N, out_N, len(seeds_N), PURPOSE=purpose, BLOCK=256
-    )
-    return out_N

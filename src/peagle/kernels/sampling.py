@@ -12,7 +12,7 @@ from torch import Tensor
 def probs_from_logits(
     logits_NV: Tensor, temperature_N: Tensor, top_k_N: Tensor, top_p_N: Tensor
 ) -> Tensor:
-    """Probabilities that the request's sampling parameters ask for.
+    """Compute the probabilities that the request's sampling parameters ask for.
 
     softmax(logits / temperature), cut to the top_k most likely tokens, then to the smallest set of
     most likely tokens whose sum reaches top_p, and renormalised. Temperature 0 gives a one-hot row

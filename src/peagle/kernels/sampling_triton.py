@@ -24,7 +24,6 @@ from peagle.kernels.search_triton import (
     KEY_ONE,
     TINY,
     index_of_tie,
-    is_kept,
     keys_of,
     measure,
     search,
@@ -68,7 +67,7 @@ class RowStats:
         device: torch.device | str,
         capacity: int = CAPACITY,
     ) -> RowStats:
-        """Buffers for R rows; their number decides the chunks. `capacity` is a power of two."""
+        """Allocate buffers for R rows, which decide the chunks. `capacity` is a power of two."""
         chunks = triton.cdiv(vocab_size, chunk_size(num_rows, vocab_size))
 
         def floats(*shape: int) -> Tensor:
@@ -92,7 +91,7 @@ class RowStats:
 
 
 def chunk_size(num_rows: int, vocab_size: int) -> int:
-    """Logits that one program holds: fewer where there are few rows, so that all units work."""
+    """Return how many logits one program holds: fewer for few rows, so that all units work."""
     wanted = 8192 if num_rows >= 64 else 4096 if num_rows >= 16 else 2048
     return min(wanted, triton.next_power_of_2(vocab_size))
 
@@ -261,11 +260,8 @@ def row_stats(
     top_p_B: Tensor,
     min_p_B: Tensor | None,
     out: RowStats,
-    *,
-    block: int = 4096,
-    num_warps: int = 16,
 ) -> None:
-    """What of each row the sampling parameters of its sequence keep; two launches.
+    """Find what the sampling parameters of its sequence keep of each row; two launches.
 
     Args:
         logits_RV: float32, bfloat16 or float16; each row has a finite logit, none is +inf or NaN.
@@ -273,7 +269,6 @@ def row_stats(
         temperature_B, top_k_B, top_p_B: as in `probs_from_logits`.
         min_p_B: applied before top-k and top-p, at the temperature; None: nobody has one.
         out: buffers of `RowStats.allocate`.
-        block, num_warps: of the passes of a search, for tuning.
     """
     chunk_stats(logits_RV, sequences_R, temperature_B, out, sums=True)
     num_rows, vocab_size = logits_RV.shape
@@ -302,8 +297,8 @@ def row_stats(
         HAS_MIN_P=min_p_B is not None,
         CAPACITY=out.candidates_RN.shape[1],
         CHUNKS=triton.next_power_of_2(out.chunk_max_RC.shape[1]),
-        BLOCK=min(block, triton.next_power_of_2(vocab_size)),
-        num_warps=num_warps,
+        BLOCK=min(4096, triton.next_power_of_2(vocab_size)),
+        num_warps=16,
     )
 
 
@@ -332,62 +327,6 @@ def chunk_stats(
         logits_RV.stride(0),
         num_chunks,
         SUMS=sums,
-        CHUNK=chunk,
-        num_warps=8 if chunk > 4096 else 4,
-    )
-
-
-@triton.jit
-def _probs_kernel(
-    logits_ptr,
-    sequences_ptr,
-    temperature_ptr,
-    max_ptr,
-    argmax_ptr,
-    threshold_ptr,
-    last_tie_ptr,
-    total_ptr,
-    probs_ptr,
-    vocab_size,
-    row_stride,
-    CHUNK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    sequence = tl.load(sequences_ptr + row)
-    v = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    out_ptr = probs_ptr + row * vocab_size + v
-    if sequence >= 0:
-        temperature = tl.load(temperature_ptr + sequence)
-        x = tl.load(logits_ptr + row * row_stride + v, mask=v < vocab_size, other=-float("inf"))
-        weights = weights_of(x, tl.load(max_ptr + row), temperature_rate(temperature))
-        kept = is_kept(weights, v, tl.load(threshold_ptr + row), tl.load(last_tie_ptr + row))
-        probs = tl.where(kept, weights / tl.load(total_ptr + row), 0.0)
-        best = tl.where(v == tl.load(argmax_ptr + row), 1.0, 0.0)
-        tl.store(out_ptr, tl.where(temperature == 0, best, probs), mask=v < vocab_size)
-    else:
-        tl.store(out_ptr, tl.zeros([CHUNK], dtype=tl.float32), mask=v < vocab_size)
-
-
-def probs_from_stats(
-    logits_RV: Tensor, sequences_R: Tensor, temperature_B: Tensor, stats: RowStats, out_RV: Tensor
-) -> None:
-    """`probs_from_logits` in float32, from `row_stats`; one launch. Rows with sequence -1 are 0."""
-    num_rows, vocab_size = logits_RV.shape
-    chunk = chunk_size(num_rows, vocab_size)
-    launch(
-        _probs_kernel,
-        (num_rows, triton.cdiv(vocab_size, chunk)),
-        logits_RV,
-        sequences_R,
-        temperature_B,
-        stats.max_R,
-        stats.argmax_R,
-        stats.threshold_R,
-        stats.last_tie_R,
-        stats.total_R,
-        out_RV,
-        vocab_size,
-        logits_RV.stride(0),
         CHUNK=chunk,
         num_warps=8 if chunk > 4096 else 4,
     )

@@ -43,7 +43,7 @@ _FASTER = (
 
 @dataclass(frozen=True, slots=True)
 class SkinnyConfig:
-    """How the work is cut. Block sizes are powers of two; block_n may be three times one with tma.
+    """How the work is cut. Block sizes are powers of two.
 
     Attributes:
         block_m: rows of x in a tile; from 16 on, from 8 on for "wx", 1 for "gemv".
@@ -66,21 +66,16 @@ class SkinnyConfig:
     tma: bool = False
 
     def to_ints(self) -> list[int]:
-        """As an operator can take it."""
+        """Return the configuration as an operator can take it."""
         fields = dataclasses.asdict(self)
         return [int(v) for v in {**fields, "kind": KINDS.index(self.kind)}.values()]
 
     @staticmethod
     def from_ints(numbers: list[int]) -> SkinnyConfig:
-        """Back from `to_ints`."""
+        """Make a configuration from what `to_ints` returned."""
         *sizes, kind, tma = numbers
         name: Any = KINDS[kind]
         return SkinnyConfig(*sizes, kind=name, tma=bool(tma))
-
-    @property
-    def num_tiles(self) -> int:
-        """Tiles of the weight that a program takes, of a power of two rows each."""
-        return 3 if self.block_n % 3 == 0 else 1
 
     def stage_bytes(self, itemsize: int, *, swiglu: bool = False) -> int:
         """Shared memory of one stage: a tile of x, and one of the weight or two."""
@@ -89,12 +84,12 @@ class SkinnyConfig:
 
 
 def max_skinny_rows(n: int, k: int, itemsize: int = 2, *, swiglu: bool = False) -> int:
-    """Up to how many rows the Triton kernel is faster than cuBLAS; 0: never.
+    """Return up to how many rows the Triton kernel is faster than cuBLAS; 0: never.
 
     The larger the weight, the longer it is the weight that costs. At 32 rows cuBLAS is faster for
     4096 x 4096 and as fast for 6144 x 4096, at 64 as fast for 4096 x 12288, at 128 as fast for
-    24576 x 4096. With `swiglu` it is a
-    product and another kernel for silu(gate) * up that ours is compared with.
+    24576 x 4096. With `swiglu` ours is compared with a product and another kernel for
+    silu(gate) * up.
     """
     if itemsize != 2 or k * itemsize % 16:
         return 0
@@ -112,7 +107,7 @@ def choose_config(
     tma: bool = False,
     shared_bytes: int = H100_SHARED_BYTES,
 ) -> SkinnyConfig:
-    """A configuration from shapes alone.
+    """Choose a configuration from shapes alone.
 
     Args:
         m, n, k: rows of x, rows of the weight, inputs.
@@ -146,13 +141,13 @@ def choose_config(
 
 
 def _one_row(k: int, *, swiglu: bool) -> SkinnyConfig:
-    """Many small programs that load into registers; the matrix unit would have nothing to do."""
+    """Choose many small programs that load into registers, without the matrix unit."""
     block_k = min(1024, max(32, 1 << (k - 1).bit_length()))
     return SkinnyConfig(1, 4 >> swiglu, block_k, 1, 2, 1, kind="gemv")
 
 
 def _swiglu(m: int, *, tma: bool) -> SkinnyConfig:
-    """Few stages: there are two tiles of the weight in each."""
+    """Choose few stages: there are two tiles of the weight in each."""
     block_m = 16 if m <= 16 else 32 if m <= 32 else 64
     if tma:
         return SkinnyConfig(block_m, 64, 128, 1, 4, 4 if m <= 16 else 3, kind="wx", tma=True)
@@ -189,14 +184,14 @@ def _up_to_64(m: int, n: int, tiles: int, num_sms: int, *, tma: bool) -> SkinnyC
 
 
 def _up_to_128(*, swiglu: bool) -> SkinnyConfig:
-    """All rows of x in one tile, so that the weight is read once."""
+    """Put all rows of x into one tile, so that the weight is read once."""
     if swiglu:
         return SkinnyConfig(128, 64, 64, 1, 4, 3, kind="wx", tma=True)
     return SkinnyConfig(128, 128, 128, 1, 8, 3, kind="wx", tma=True)
 
 
 def _by_size(m: int, n: int, k: int, itemsize: int, num_sms: int, *, swiglu: bool) -> SkinnyConfig:
-    """Where nothing was measured.
+    """Choose by size, where nothing was measured.
 
     Tiles as tall as still give a program to nine of ten multiprocessors, which saves reading x
     again; with many rows x counts, and K is split before tiles get low. Programs are all resident
@@ -227,10 +222,9 @@ def skinny_linear(
     weight_NK: Tensor,
     bias_N: Tensor | None = None,
     *,
-    residual: Tensor | None = None,
     config: SkinnyConfig | None = None,
 ) -> Tensor:
-    """y = x W^T + bias (+ residual) in Triton, for few rows; summed in float32.
+    """y = x W^T + bias in Triton, for few rows; summed in float32.
 
     Works for any number of rows, but reads the weight once for each `block_m`. A compiler sees the
     operator `peagle::skinny_linear`; a CUDA graph can hold it. Calls that split K must not run at
@@ -240,7 +234,6 @@ def skinny_linear(
         x: [..., K], copied if its last dimension is not contiguous.
         weight_NK: [N, K], its rows contiguous, of the type of x.
         bias_N: [N].
-        residual: [..., N] added to the rounded product.
         config: default `choose_config`.
 
     Returns:
@@ -250,7 +243,6 @@ def skinny_linear(
         x.reshape(-1, x.shape[-1]),
         weight_NK,
         bias_N,
-        None if residual is None else residual.reshape(-1, residual.shape[-1]),
         None if config is None else config.to_ints(),
     )
     return out_MN.view(*x.shape[:-1], weight_NK.shape[0])
@@ -276,16 +268,8 @@ def skinny_swiglu(x: Tensor, weight_2IK: Tensor, *, config: SkinnyConfig | None 
     return out_MI.view(*x.shape[:-1], weight_2IK.shape[0] // 2)
 
 
-def skinny_linear_reference(
-    x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, residual: Tensor | None = None
-) -> Tensor:
-    """`skinny_linear` in plain torch."""
-    out = F.linear(x, weight_NK, bias_N)
-    return out if residual is None else out + residual
-
-
 def skinny_swiglu_reference(x: Tensor, weight_2IK: Tensor) -> Tensor:
-    """`skinny_swiglu` in plain torch."""
+    """Compute `skinny_swiglu` in plain torch."""
     gate, up = F.linear(x, weight_2IK).chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -293,27 +277,17 @@ def skinny_swiglu_reference(x: Tensor, weight_2IK: Tensor) -> Tensor:
 @torch.library.custom_op(
     "peagle::skinny_linear",
     mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, int[]? config) -> Tensor",
+    schema="(Tensor x, Tensor weight, Tensor? bias, int[]? config) -> Tensor",
 )
 def _skinny_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    config: list[int] | None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, config: list[int] | None
 ) -> Tensor:
     given = None if config is None else SkinnyConfig.from_ints(config)
-    return _multiply(x, weight, bias, residual, given, swiglu=False)
+    return _multiply(x, weight, bias, given, swiglu=False)
 
 
 @_skinny_linear.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    config: list[int] | None,
-) -> Tensor:
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, config: list[int] | None) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
@@ -324,7 +298,7 @@ def _(
 )
 def _skinny_swiglu(x: Tensor, weight: Tensor, config: list[int] | None) -> Tensor:
     given = None if config is None else SkinnyConfig.from_ints(config)
-    return _multiply(x, weight, None, None, given, swiglu=True)
+    return _multiply(x, weight, None, given, swiglu=True)
 
 
 @_skinny_swiglu.register_fake
@@ -336,7 +310,6 @@ def _multiply(
     x_MK: Tensor,
     weight: Tensor,
     bias_N: Tensor | None,
-    residual_MN: Tensor | None,
     config: SkinnyConfig | None,
     *,
     swiglu: bool,
@@ -370,8 +343,6 @@ def _multiply(
         )
     if bias_N is not None:
         assert bias_N.shape == (n,) and bias_N.is_contiguous()
-    if residual_MN is not None:
-        assert residual_MN.shape == out_MN.shape and residual_MN.stride(1) == 1
 
     block_m, block_n, split_k = config.block_m, config.block_n, config.split_k
     tiles_n, tiles_m = -(-n // block_n), -(-num_rows // block_m)
@@ -384,37 +355,27 @@ def _multiply(
         counters = arrivals(x_MK.device)
     # Of many rows x costs too. Rows that are not aligned, as of a slice, have no descriptor.
     x_tma = config.tma and block_m > MAX_BLOCK_M and _is_aligned(x_MK)
-    tile_n = block_n // config.num_tiles
-    block, matrix = [tile_n, config.block_k], weight
-    paired = swiglu and config.num_tiles > 1
-    if paired:
-        block, matrix = [2, *block], weight.unflatten(0, (2, n))
     kernels.skinny_kernel[(tiles_n * split_k, tiles_m)](
         out_MN,
         partial,
         counters,
         TensorDescriptor.from_tensor(x_MK, [block_m, config.block_k]) if x_tma else x_MK,
-        TensorDescriptor.from_tensor(matrix, block) if config.tma else weight,
+        TensorDescriptor.from_tensor(weight, [block_n, config.block_k]) if config.tma else weight,
         bias_N if bias_N is not None else out_MN,
-        residual_MN if residual_MN is not None else out_MN,
         num_rows,
         n,
         k,
         x_MK.stride(0),
         weight.stride(0),
-        n if residual_MN is None else residual_MN.stride(0),
         BLOCK_M=block_m,
-        BLOCK_N=tile_n,
+        BLOCK_N=block_n,
         BLOCK_K=config.block_k,
         SPLIT_K=split_k,
         STAGES=config.num_stages,
         KIND=KINDS.index(config.kind),
         SWIGLU=swiglu,
-        PAIRED=paired,
-        TILES=config.num_tiles,
         EVEN_K=k % config.block_k == 0,
         HAS_BIAS=bias_N is not None,
-        HAS_RESIDUAL=residual_MN is not None,
         TMA=config.tma,
         X_TMA=x_tma,
         num_warps=config.num_warps,
@@ -430,10 +391,10 @@ def _limits(device: torch.device) -> DeviceLimits:
 
 @cache
 def _has_descriptors(device: torch.device) -> bool:
-    """The interpreter knows them too."""
+    """Return whether a device has tensor descriptors; the interpreter has."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _is_aligned(matrix: Tensor) -> bool:
-    """As a descriptor needs it: every row begins at a multiple of 16 bytes."""
+    """Return whether every row begins at a multiple of 16 bytes, as a descriptor needs it."""
     return matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.itemsize % 16 == 0

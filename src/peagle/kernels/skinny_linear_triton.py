@@ -27,12 +27,9 @@ def _load_weight(
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     TMA: tl.constexpr,
-    PAIRED: tl.constexpr,
 ):
-    """[BLOCK_N, BLOCK_K] of the weight, zero beyond K; with PAIRED so many of gate, then of up."""
-    if PAIRED:
-        w = weight.load([0, first_row, first_k]).reshape(2 * BLOCK_N, BLOCK_K)
-    elif TMA:
+    """[BLOCK_N, BLOCK_K] of the weight, zero beyond K."""
+    if TMA:
         w = weight.load([first_row, first_k])
     else:
         offs_k = first_k + tl.arange(0, BLOCK_K)[None, :]
@@ -81,42 +78,27 @@ def _sum_shares(share_ptrs, SPLIT_K: tl.constexpr, STRIDE: tl.constexpr):
 @triton.jit
 def _store(
     out_ptr,
-    acc,  # [BLOCK_M, BLOCK_N], with PAIRED [BLOCK_M, 2 * BLOCK_N]
-    acc_up,  # for SWIGLU without PAIRED
+    acc,  # [BLOCK_M, BLOCK_N]
+    acc_up,  # as acc, for SWIGLU
     bias_ptr,
-    residual_ptr,
     offs_m,
-    first_n,
+    offs_n,
     num_rows,
     num_columns,
-    stride_residual,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     SWIGLU: tl.constexpr,
-    PAIRED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
 ):
-    """What follows the product."""
-    if PAIRED:
-        acc, acc_up = acc.reshape(BLOCK_M, 2, BLOCK_N).permute(0, 2, 1).split()
+    """Apply SwiGLU or the bias, and store."""
     if SWIGLU:
         # Rounded as the two products are that it stands for.
         gate = acc.to(out_ptr.dtype.element_ty).to(tl.float32)
         up = acc_up.to(out_ptr.dtype.element_ty).to(tl.float32)
         acc = (gate * tl.sigmoid(gate)).to(out_ptr.dtype.element_ty).to(tl.float32) * up
-    offs_n = first_n + tl.arange(0, BLOCK_N)
     mask = (offs_m < num_rows)[:, None] & (offs_n < num_columns)[None, :]
     if HAS_BIAS:
         bias = tl.load(bias_ptr + offs_n, mask=offs_n < num_columns, other=0.0)
         acc += bias.to(tl.float32)[None, :]
     rows = offs_m.to(tl.int64)[:, None]
-    if HAS_RESIDUAL:
-        residual = tl.load(
-            residual_ptr + rows * stride_residual + offs_n[None, :], mask=mask, other=0.0
-        )
-        # Rounded first, as the product is that it stands for.
-        acc = acc.to(out_ptr.dtype.element_ty).to(tl.float32) + residual.to(tl.float32)
     out = acc.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + rows * num_columns + offs_n[None, :], out, mask=mask)
 
@@ -129,40 +111,32 @@ def skinny_kernel(
     x,  # [M, K]: a pointer, or a descriptor with X_TMA
     weight,  # [N, K] or, for SWIGLU, [2N, K]: a pointer, or a descriptor with TMA
     bias_ptr,
-    residual_ptr,  # [M, N]
     num_rows,
     num_columns,  # N of the output
     num_k,
     stride_x,
     stride_weight,
-    stride_residual,
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,  # of one tile
+    BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr,
     STAGES: tl.constexpr,
     KIND: tl.constexpr,
     SWIGLU: tl.constexpr,
-    PAIRED: tl.constexpr,  # of SWIGLU with a descriptor [2, N, K]: gate and up in one tile
-    TILES: tl.constexpr,  # 1, or 3 one after another, so that all programs run at once
     EVEN_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
     TMA: tl.constexpr,
     X_TMA: tl.constexpr,
 ):
-    """TILES tiles of the output, or one share of their sums over K."""
+    """A tile of the output, or one share of its sum over K."""
     program = tl.program_id(0)
     tile_n = program // SPLIT_K
     split = program % SPLIT_K
     tile_m = tl.program_id(1)
     offs_m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    first_n = tile_n * BLOCK_N * TILES
+    first_n = tile_n * BLOCK_N
     offs_n = first_n + tl.arange(0, BLOCK_N)
-    tl.static_assert(TILES == 1 or (TILES == 3 and TMA and PAIRED == SWIGLU))
-    ROWS: tl.constexpr = 2 * BLOCK_N if PAIRED else BLOCK_N  # of the weight, in a tile
-    HAS_UP: tl.constexpr = SWIGLU and not PAIRED
-    PARTS: tl.constexpr = 2 if HAS_UP else TILES
+    PARTS: tl.constexpr = 2 if SWIGLU else 1  # gate and up
 
     share = tl.cdiv(tl.cdiv(num_k, BLOCK_K), SPLIT_K)
     first_k = split * share * BLOCK_K
@@ -180,14 +154,13 @@ def skinny_kernel(
     is_row = offs_m[:, None] < num_rows
     x_ptrs = is_row if X_TMA else x + offs_m.to(tl.int64)[:, None] * stride_x
     if KIND == 0:
-        acc = tl.zeros([BLOCK_M, ROWS], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     elif KIND == 1:
-        acc = tl.zeros([ROWS, BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     else:
         tl.static_assert(BLOCK_M == 1, "without the matrix unit a program takes one row")
-        acc = tl.zeros([ROWS, BLOCK_K], tl.float32)
-    second = acc  # for up, or of the second tile
-    third = acc
+        acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    up = acc
     for k in tl.range(first_k, last_k, BLOCK_K, num_stages=STAGES):
         if X_TMA:
             x_tile = x.load([tile_m * BLOCK_M, k])
@@ -195,37 +168,24 @@ def skinny_kernel(
             offs_k = k + tl.arange(0, BLOCK_K)[None, :]
             mask = is_row if EVEN_K else is_row & (offs_k < num_k)
             x_tile = tl.load(x_ptrs + offs_k, mask=mask, other=0.0, eviction_policy="evict_last")
-        w = _load_weight(
-            weight, gate_ptrs, first_n, k, num_k, BLOCK_N, BLOCK_K, EVEN_K, TMA, PAIRED
-        )
+        w = _load_weight(weight, gate_ptrs, first_n, k, num_k, BLOCK_N, BLOCK_K, EVEN_K, TMA)
         acc = _accumulate(acc, x_tile, w, KIND)
-        if PARTS > 1:
-            row_2 = first_n + (num_columns if HAS_UP else BLOCK_N)
-            w = _load_weight(
-                weight, up_ptrs, row_2, k, num_k, BLOCK_N, BLOCK_K, EVEN_K, TMA, PAIRED
-            )
-            second = _accumulate(second, x_tile, w, KIND)
-        if PARTS > 2:
-            row_3 = first_n + 2 * BLOCK_N
-            w = _load_weight(
-                weight, up_ptrs, row_3, k, num_k, BLOCK_N, BLOCK_K, EVEN_K, TMA, PAIRED
-            )
-            third = _accumulate(third, x_tile, w, KIND)
+        if SWIGLU:
+            first_up = first_n + num_columns
+            w = _load_weight(weight, up_ptrs, first_up, k, num_k, BLOCK_N, BLOCK_K, EVEN_K, TMA)
+            up = _accumulate(up, x_tile, w, KIND)
 
     acc = _rows_first(acc, KIND)
-    second = _rows_first(second, KIND)
-    third = _rows_first(third, KIND)
+    up = _rows_first(up, KIND)
     if SPLIT_K > 1:
-        SIZE: tl.constexpr = BLOCK_M * ROWS
+        SIZE: tl.constexpr = BLOCK_M * BLOCK_N
         tile = tile_m * (tl.num_programs(0) // SPLIT_K) + tile_n
-        offs = tl.arange(0, BLOCK_M)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+        offs = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         partial_ptrs = partial_ptr + tile.to(tl.int64) * (SPLIT_K * PARTS * SIZE) + offs
         own_ptrs = partial_ptrs + split * (PARTS * SIZE)
         tl.store(own_ptrs, acc)
-        if PARTS > 1:
-            tl.store(own_ptrs + SIZE, second)
-        if PARTS > 2:
-            tl.store(own_ptrs + 2 * SIZE, third)
+        if SWIGLU:
+            tl.store(own_ptrs + SIZE, up)
         # All threads have stored before one of them says so.
         tl.debug_barrier()
         arrived = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel", scope="gpu")
@@ -233,28 +193,8 @@ def skinny_kernel(
             return
         # The last to come sums, its own share included, in the same order whoever it is.
         acc = _sum_shares(partial_ptrs, SPLIT_K, PARTS * SIZE)
-        if PARTS > 1:
-            second = _sum_shares(partial_ptrs + SIZE, SPLIT_K, PARTS * SIZE)
-        if PARTS > 2:
-            third = _sum_shares(partial_ptrs + 2 * SIZE, SPLIT_K, PARTS * SIZE)
+        if SWIGLU:
+            up = _sum_shares(partial_ptrs + SIZE, SPLIT_K, PARTS * SIZE)
         tl.store(arrivals_ptr + tile, 0)
 
-    for part in tl.static_range(TILES):
-        _store(
-            out_ptr,
-            acc if part == 0 else second if part == 1 else third,
-            second,
-            bias_ptr,
-            residual_ptr,
-            offs_m,
-            first_n + part * BLOCK_N,
-            num_rows,
-            num_columns,
-            stride_residual,
-            BLOCK_M,
-            BLOCK_N,
-            SWIGLU,
-            PAIRED,
-            HAS_BIAS,
-            HAS_RESIDUAL,
-        )
+    _store(out_ptr, acc, up, bias_ptr, offs_m, offs_n, num_rows, num_columns, SWIGLU, HAS_BIAS)

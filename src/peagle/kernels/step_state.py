@@ -42,7 +42,7 @@ class StepState:
 
     @classmethod
     def allocate(cls, num_seqs: int, device: torch.device | str) -> StepState:
-        """Zeros for B sequences."""
+        """Allocate zeros for B sequences."""
         return cls(
             *(torch.zeros(num_seqs, dtype=torch.int64, device=device) for _ in range(5)),
         )
@@ -97,7 +97,7 @@ class StepRecord:
 
     @classmethod
     def allocate(cls, num_seqs: int, max_drafts: int, device: torch.device | str) -> StepRecord:
-        """Buffers for B sequences and K drafts."""
+        """Allocate buffers for B sequences and K drafts."""
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)

@@ -88,7 +88,7 @@ class VerifyScratch:
     def allocate(
         cls, num_seqs: int, num_rows: int, vocab_size: int, device: torch.device | str
     ) -> VerifyScratch:
-        """Buffers for B sequences in R rows."""
+        """Allocate buffers for B sequences in R rows."""
         chunks = triton.cdiv(vocab_size, chunk_size(num_seqs, vocab_size))
         weights = torch.zeros(num_seqs, chunks, 2, dtype=torch.float64, device=device)
         return cls(RowStats.allocate(num_rows, vocab_size, device), weights)
@@ -184,7 +184,7 @@ def _greedy_kernel(
 def _synthetic_arguments(
     synthetic: SyntheticAcceptance | None, drafts_BK: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Rates and seeds; where they are not read any tensor does."""
+    """Return rates and seeds; any tensor where the kernel reads none."""
     if synthetic is None:
         return drafts_BK, drafts_BK
     assert len(synthetic.rates_K) >= drafts_BK.shape[1], "a rate for every draft"

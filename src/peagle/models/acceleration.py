@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from peagle.models.compilation import CompiledLayers, compile_layers
-from peagle.models.compile_modes import keep_compiled_code
+from peagle.models.compilation import CompiledLayers, compile_layers, keep_compiled_code
 from peagle.models.drafter import Drafter
 from peagle.models.fusion import fuse
 from peagle.models.skinny import use_skinny
@@ -107,9 +106,9 @@ def _use_skinny(model: Any, backend: str, max_rows: int | None) -> None:
 
 
 def _compile(model: Any, num_rows: Collection[int], backend: str) -> CompiledLayers:
-    return compile_layers(model, buckets=_few(num_rows), others="dynamic", backend=backend)
+    return compile_layers(model, buckets=_few(num_rows), backend=backend)
 
 
 def _few(num_rows: Collection[int]) -> set[int]:
-    """Those for which a graph of their own pays: products of more rows are the library's."""
+    """Return those whose own graph pays: the library computes products of more rows."""
     return {rows for rows in num_rows if rows <= MAX_FIXED_ROWS}

@@ -1,42 +1,37 @@
 """Decoder layers under torch.compile, one graph each, with attention as an opaque operator.
 
-The operator `peagle::paged_attention` knows its layer by a handle, a number in a CPU tensor. The
-KV cache and the prepared pass are looked up by it when the operator runs, so the compiler sees
-neither: an operator that names what it writes to made Inductor copy the whole cache. The handle is
-an input of the graph, not a constant in it, so that equal layers share one compiled graph.
+The operator `peagle::paged_attention` finds its layer by a handle, a number in a CPU tensor. It
+looks up the KV cache and the prepared pass when it runs, so the compiler sees neither: an operator
+that names what it writes to made Inductor copy the whole cache. The handle is an input of the
+graph, not a constant in it, so that equal layers share one compiled graph.
 
-    compiled = compile_layers(target.model, mode="auto", buckets=(1, 2, 4, 8, 16))
+    compiled = compile_layers(target.model, buckets=(1, 2, 4, 8, 16))
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
-from functools import partial
-from typing import Any, Literal, cast
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 
-from peagle.models.compile_modes import (
-    Mode,
-    ModeStore,
-    choose_mode,
-    keep_compiled_code,
-    time_call,
-)
 from peagle.models.drafter import Drafter
 from peagle.models.target_attention import decoder_layers
 
+CACHE_VARIABLE = "PEAGLE_CACHE"
+# The variables by which Inductor and Triton choose their folders, and our folders for them.
+_KEPT = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 # Compiled graphs hang on the code of a layer's class: every token count of every kind of layer of
 # every model in the process counts. The default of 8 is for mistakes; here each one is wanted.
 _RECOMPILE_LIMIT = 1024
-
-Others = Literal["eager", "dynamic"]
 
 _numbers = itertools.count()
 _attentions: weakref.WeakValueDictionary[int, LayerAttention] = weakref.WeakValueDictionary()
@@ -106,7 +101,7 @@ class TargetLayerAttention(LayerAttention):
         return self.current(query, key, value, cache=self._cache(), **options)
 
     def _cache(self) -> Any:
-        """The KV cache hangs on whichever module of the layer attends."""
+        """Return the KV cache, which hangs on whichever module of the layer attends."""
         if self._attends is None:
             with_cache = (m for m in self.layer.modules() if hasattr(m, "peagle_cache"))
             self._attends = next(with_cache, None)
@@ -181,131 +176,90 @@ class CompiledLayers:
     """The compiled layers of one model; they stay inside it.
 
     Attributes:
-        modes: the mode of each number of tokens that has come.
+        buckets: numbers of tokens that have a graph of their own; None: each has. May grow.
         left: why a layer runs uncompiled, by its index.
     """
 
     def __init__(
         self,
         attentions: list[LayerAttention],
-        mode: Mode | Literal["auto"] | Callable[[int], Mode],
         buckets: Collection[int] | None,
-        others: Others,
         backend: str,
-        store: ModeStore | None,
+        mode: str | None,
     ) -> None:
-        self.modes: dict[int, Mode] = {}
         self.left: dict[int, str] = {}
         self.buckets = None if buckets is None else set(buckets)
-        self.others = others
-        self.backend = backend
-        self._mode = mode
-        self._store = store
-        self._layers = [_CompiledLayer(self, i, a) for i, a in enumerate(attentions)]
+        self._seen: set[int] = set()
+        for index, attention in enumerate(attentions):
+            attention.layer.forward = _CompiledLayer(self, index, attention, backend, mode).__call__
 
-    def undo(self) -> None:
-        """Take the compiled code out of the model again."""
-        for layer in self._layers:
-            del layer.attention.layer.forward
+    def is_fixed(self, tokens: int) -> bool:
+        """Return whether a number of tokens has a graph of its own.
 
-    def mode_for(self, tokens: int, measure: Callable[[Mode], float], layer: nn.Module) -> Mode:
-        """The mode for a number of tokens; the first layer that asks is measured for all."""
-        if tokens not in self.modes:
+        Raises:
+            RuntimeError: it comes for the first time while a CUDA graph is captured.
+        """
+        if self.buckets is not None and tokens not in self.buckets:
+            return False
+        if tokens not in self._seen:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
                     f"layers first see {tokens} tokens while a CUDA graph is captured; run a pass "
                     "of as many before"
                 )
-            self.modes[tokens] = self._choose(tokens, measure, layer)
-        return self.modes[tokens]
-
-    def _choose(self, tokens: int, measure: Callable[[Mode], float], layer: nn.Module) -> Mode:
-        if callable(self._mode):
-            return self._mode(tokens)
-        if self._mode != "auto":
-            return cast(Mode, self._mode)
-        weight = next(layer.parameters())
-        shapes = [(name, list(p.shape)) for name, p in layer.named_parameters()]
-        return choose_mode(
-            tokens,
-            shapes=[type(layer).__name__, *shapes],
-            dtype=weight.dtype,
-            device=weight.device,
-            measure=measure,
-            store=self._store,
-        )
+            self._seen.add(tokens)
+        return True
 
 
 class _CompiledLayer:
     """Stands in for the `forward` of one layer."""
 
-    def __init__(self, owner: CompiledLayers, index: int, attention: LayerAttention) -> None:
+    def __init__(
+        self,
+        owner: CompiledLayers,
+        index: int,
+        attention: LayerAttention,
+        backend: str,
+        mode: str | None,
+    ) -> None:
         self.owner = owner
         self.index = index
         self.attention = attention
         self._forward: Any = attention.layer.forward
         if isinstance(getattr(self._forward, "__self__", None), _CompiledLayer):
-            raise RuntimeError("the layers are compiled already; undo that first")
-        self._compiled: dict[Mode, Any] = {}
-        self._dynamic: Any = None
-        attention.layer.forward = self.__call__
+            raise RuntimeError("the layers are compiled already")
+        self._dynamic, self._fixed = (
+            torch.compile(
+                self._forward, fullgraph=True, dynamic=dynamic, backend=backend, mode=mode
+            )
+            for dynamic in (True, False)
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        owner = self.owner
         swapped_args, swapped_kwargs, attend, tokens = self.attention.swap(args, kwargs)
-        is_bucket = owner.buckets is None or tokens in owner.buckets
-        is_plain = not is_bucket and owner.others == "eager"
-        if attend is None or is_plain or self.index in owner.left:
+        if attend is None or self.index in self.owner.left:
             return self._forward(*args, **kwargs)
-
-        def measure(mode: Mode) -> float:
-            self.attention.current = _no_attention
-            call = partial(self._in_mode(mode), *swapped_args, **swapped_kwargs)
-            return time_call(call, next(self.attention.layer.parameters()).device)
-
         from torch._dynamo.exc import TorchRuntimeError, Unsupported
 
         try:
-            call = self._of_any_size()
-            if is_bucket:
-                call = self._in_mode(owner.mode_for(tokens, measure, self.attention.layer))
+            call = self._fixed if self.owner.is_fixed(tokens) else self._dynamic
             self.attention.current = attend
             return call(*swapped_args, **swapped_kwargs)
         except (Unsupported, TorchRuntimeError) as error:  # raised before anything has run
             reason = str(error).strip().splitlines()[0]
-            owner.left[self.index] = reason
+            self.owner.left[self.index] = reason
             warnings.warn(f"Layer {self.index} runs uncompiled: {reason}", stacklevel=2)
         finally:
             self.attention.current = None
         return self._forward(*args, **kwargs)
 
-    def _in_mode(self, mode: Mode) -> Any:
-        if mode not in self._compiled:
-            self._compiled[mode] = torch.compile(
-                self._forward,
-                fullgraph=True,
-                dynamic=False,
-                backend=self.owner.backend,
-                mode=None if mode == "default" else mode,
-            )
-        return self._compiled[mode]
-
-    def _of_any_size(self) -> Any:
-        if self._dynamic is None:
-            self._dynamic = torch.compile(
-                self._forward, fullgraph=True, dynamic=True, backend=self.owner.backend
-            )
-        return self._dynamic
-
 
 def compile_layers(
     model: transformers.PreTrainedModel | Drafter,
     *,
-    mode: Mode | Literal["auto"] | Callable[[int], Mode] = "default",
     buckets: Collection[int] | None = None,
-    others: Others = "eager",
     backend: str = "inductor",
-    store: ModeStore | None = None,
+    mode: str | None = None,
 ) -> CompiledLayers:
     """Compile the decoder layers of a model in place, each whole, for fixed numbers of tokens.
 
@@ -316,12 +270,10 @@ def compile_layers(
 
     Args:
         model: `TargetModel.model`, or a drafter that is not being trained.
-        mode: of `torch.compile`; a function of the number of tokens; or "auto", which times both
-            modes for each number of tokens and keeps the result on disk.
-        buckets: numbers of tokens to compile for; None compiles for each.
-        others: how other numbers run: as before, or in one more graph for any number ("dynamic").
+        buckets: numbers of tokens to compile for, while one more graph runs all others; None
+            compiles for each.
         backend: of `torch.compile`; other than "inductor" only in tests.
-        store: where "auto" keeps its results; None is the usual place.
+        mode: of `torch.compile`.
     """
     if backend == "inductor":
         keep_compiled_code()
@@ -333,10 +285,31 @@ def compile_layers(
         attentions: list[LayerAttention] = [DrafterLayerAttention(x) for x in model.layers]
     else:
         attentions = [TargetLayerAttention(layer) for layer in decoder_layers(model)]
-    return CompiledLayers(attentions, mode, buckets, others, backend, store)
+    return CompiledLayers(attentions, buckets, backend, mode)
 
 
-def _no_attention(*args: Any, **kwargs: Any) -> Tensor:
-    """What is timed in place of attention, which is the same in every mode: nothing."""
-    query = next(x for x in args if isinstance(x, Tensor))
-    return torch.zeros_like(query, memory_format=torch.contiguous_format)
+def cache_folder() -> Path:
+    """Return where compiled code is kept: $PEAGLE_CACHE, else ~/.cache/peagle."""
+    named = os.environ.get(CACHE_VARIABLE)
+    return Path(named) if named else Path.home() / ".cache" / "peagle"
+
+
+def keep_compiled_code() -> None:
+    """Let Inductor and Triton keep code and autotuning results below `cache_folder()`.
+
+    Call it before either compiles anything, so that both look in one place. A variable that the
+    user has set stays as it is. Where the folder cannot be written, the libraries use their own.
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    folder = cache_folder()
+    try:
+        for name in _KEPT.values():
+            (folder / name).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        warnings.warn(f"Compiled code is not kept in {str(folder)!r}: {error}.", stacklevel=3)
+        return
+    for variable, name in _KEPT.items():
+        # Importing Inductor sets its variable to the default: that is nobody's wish.
+        if os.environ.get(variable) in (None, default_cache_dir()):
+            os.environ[variable] = str(folder / name)

@@ -53,7 +53,7 @@ def may_attend(
     key_depth: Tensor,
     key_document: Tensor,
 ) -> Tensor:
-    """The attention rule, elementwise: may the query element see the key element?
+    """Apply the attention rule elementwise: may the query element see the key element?
 
     Same document, and the key is a depth-0 element at or before the query's anchor, or an element
     of the query's own chain at or above its depth. Serving attends in the same way.
@@ -64,14 +64,14 @@ def may_attend(
 
 
 def attention_mask(queries: Elements, keys: Elements) -> Tensor:
-    """`may_attend` of every pair, bool [B, 1, Eq, Ek]."""
+    """Apply `may_attend` to every pair, bool [B, 1, Eq, Ek]."""
     q = (x.unsqueeze(-1) for x in (queries.anchors, queries.depths, queries.documents))
     k = (x.unsqueeze(-2) for x in (keys.anchors, keys.depths, keys.documents))
     return may_attend(*q, *k).unsqueeze(1)
 
 
 def supervised_depth(lengths_B: Tensor, prompt_lens_B: Tensor, num_positions: int) -> Tensor:
-    """Deepest supervised element of each anchor, int64 [B, N]; -1 where none counts.
+    """Return the deepest supervised element of each anchor, int64 [B, N]; -1 where none counts.
 
     Element (a, d) counts iff x[a+1] to x[a+d+2] all lie in the response.
 
@@ -85,13 +85,13 @@ def supervised_depth(lengths_B: Tensor, prompt_lens_B: Tensor, num_positions: in
 
 
 def deepest_of(anchors: Tensor, lengths: Tensor, prompt_lens: Tensor) -> Tensor:
-    """`supervised_depth` of any anchors, counted in their document, by its length and prompt."""
+    """Compute `supervised_depth` of any anchors from the length and prompt of their document."""
     deepest = lengths - 3 - anchors
     return torch.where((anchors + 1 >= prompt_lens) & (deepest >= 0), deepest, -1)
 
 
 def depth_counts(num_anchors: int | Tensor, num_depths: int, ratio: float, floor: float) -> list:
-    """Anchors kept at depths 1 to K - 1: round(n * max(ratio^d, floor)).
+    """Count the anchors kept at depths 1 to K - 1: round(n * max(ratio^d, floor)).
 
     Args:
         num_anchors: n, a number or a tensor of them.

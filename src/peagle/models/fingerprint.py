@@ -40,7 +40,7 @@ class TargetFingerprint:
 
     @classmethod
     def of(cls, target: TargetFacts) -> TargetFingerprint:
-        """The fingerprint of a target."""
+        """Return the fingerprint of a target."""
         rows = torch.linspace(0, target.vocab_size - 1, _NUM_ROWS).round().long()
         # bfloat16 is the common ground of the types that a target is loaded in.
         values = target.lm_head_weight()[rows.to(target.device)].detach().float().bfloat16()
@@ -55,7 +55,7 @@ class TargetFingerprint:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """Return the fingerprint as a JSON object."""
         return asdict(self)
 
     @classmethod
@@ -86,7 +86,7 @@ class TargetFingerprint:
             )
 
     def difference(self, target: TargetFacts, owner: str) -> str:
-        """How `target` first differs from what the owner of this expects; "" if it does not."""
+        """Say how `target` first differs from what the owner of this expects; "" if it does not."""
         found = TargetFingerprint.of(target)
         for name in (
             "vocab_size",
@@ -107,6 +107,6 @@ class TargetFingerprint:
 
 
 def tokenizer_digest(folder: Path) -> str | None:
-    """SHA-256 of a folder's tokenizer.json; None without one."""
+    """Return the SHA-256 of a folder's tokenizer.json; None without one."""
     file = folder / "tokenizer.json"
     return sha256_of(file) if file.is_file() else None

@@ -58,7 +58,7 @@ class FusedLinear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
     def take(self, index: int, x: Tensor) -> Tensor:
-        """Columns of projection `index` for the input `x`; computed with the first one asked for.
+        """Return the columns of projection `index` for the input `x`, computed with the first call.
 
         An input that is another object than before, or a projection asked for twice, computes anew.
         """
@@ -77,10 +77,10 @@ class FusedLinear(nn.Module):
         return all(columns is None for columns in self._columns)
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """The parts save themselves."""
+        """Save nothing: the parts save themselves."""
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """The parts load themselves."""
+        """Load nothing: the parts load themselves."""
 
 
 class FusedPart(nn.Module):
@@ -154,31 +154,6 @@ class FusionResult:
     reason: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class FusionReport:
-    """What `fuse` did; `str()` of it is a few lines."""
-
-    outcomes: tuple[FusionResult, ...]
-
-    @property
-    def fused(self) -> tuple[FusionResult, ...]:
-        """The groups that are one product now."""
-        return tuple(outcome for outcome in self.outcomes if outcome.reason is None)
-
-    @property
-    def left(self) -> tuple[FusionResult, ...]:
-        """The groups that stay as they are."""
-        return tuple(outcome for outcome in self.outcomes if outcome.reason is not None)
-
-    def __str__(self) -> str:
-        counts = Counter((o.module, o.projections, o.reason) for o in self.outcomes)
-        return "\n".join(
-            f"{'fused' if reason is None else 'left alone'}: {module} ({', '.join(projections)}) "
-            f"in {count} layer{'s' * (count != 1)}" + (f": {reason}" if reason else "")
-            for (module, projections, reason), count in counts.items()
-        )
-
-
 def relative_difference(after: Tensor, before: Tensor) -> float:
     """|after - before| / |before|; 0 where both are zero."""
     difference = (after.double() - before.double()).norm()
@@ -186,12 +161,12 @@ def relative_difference(after: Tensor, before: Tensor) -> float:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Up to which `relative_difference` outputs of a type count as the same."""
+    """Return the `relative_difference` up to which outputs of a type count as the same."""
     return _TOLERANCES.get(dtype, _TOLERANCE)
 
 
 @torch.no_grad()
-def fuse(model: transformers.PreTrainedModel) -> FusionReport:
+def fuse(model: transformers.PreTrainedModel) -> list[FusionResult]:
     """Fuse q/k/v and gate/up of every decoder layer where that leaves the results as they are.
 
     The weights move into the fused ones one group at a time: beyond the model, memory for the
@@ -208,21 +183,20 @@ def fuse(model: transformers.PreTrainedModel) -> FusionReport:
     groups = list(_groups(layers))
     uses = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     recordings = _record(model, [group.module for group in groups])
-    outcomes = []
+    results = []
     for group in groups:
         reason = group.obstacle(uses) or group.fuse(recordings[id(group.module)])
-        outcomes.append(FusionResult(group.layer, group.name, group.projections, reason))
+        results.append(FusionResult(group.layer, group.name, group.projections, reason))
         if reason is None and model.device.type == "cuda":
             # What was freed is too small for the next fused weight: without this, memory doubles.
             torch.cuda.empty_cache()
     found = {(group.layer, group.fused_name) for group in groups}
-    outcomes += [
+    return results + [
         FusionResult(layer, "layer", projections, "it has none of these")
         for layer in range(len(layers))
         for name, projections in PATTERNS.items()
         if (layer, name) not in found
     ]
-    return FusionReport(tuple(outcomes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +219,7 @@ class _Group:
     projections: tuple[str, ...]
 
     def obstacle(self, uses: Counter[int]) -> str | None:
-        """Why these cannot be fused, as far as can be told without running them."""
+        """Say why these cannot be fused, as far as can be told without running them."""
         linears: list[Any] = [getattr(self.module, name) for name in self.projections]
         if len(linears) == 1:
             return "no other projection beside it"
@@ -313,7 +287,7 @@ def _groups(layers: Sequence[nn.Module]) -> Iterator[_Group]:
 def _record(
     model: transformers.PreTrainedModel, modules: Sequence[nn.Module]
 ) -> dict[int, list[_Recording]]:
-    """The calls of the modules in one pass over a few random tokens, by the id of the module."""
+    """Record the calls of the modules in one pass over a few random tokens, by their ids."""
     found: dict[int, list[_Recording]] = {id(module): [] for module in modules}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

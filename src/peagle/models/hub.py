@@ -130,7 +130,7 @@ class Repository:
         return Path(folder)
 
     def _wanted(self, siblings: Sequence[RepoSibling]) -> list[RepoSibling]:
-        """The files to fetch, of all files of the repository."""
+        """Return the files to fetch, of all files of the repository."""
         patterns = {"allow_patterns": FETCHED, "ignore_patterns": NOT_FETCHED}
         files = list(filter_repo_objects(siblings, **patterns, key=lambda file: file.rfilename))
         if any(file.rfilename.endswith(".safetensors") for file in files):
@@ -194,7 +194,7 @@ class Repository:
         )
 
     def _describe_refusal(self, error: Exception) -> str:
-        """The message where the hub does not give the model, or the disk does not take it."""
+        """Say why the hub does not give the model, or the disk does not take it."""
         token = "the token in use" if get_token() else "those without a token"
         number, cache = getattr(error, "errno", None), repr(str(self.cache))
         if isinstance(error, GatedRepoError):

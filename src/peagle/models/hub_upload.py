@@ -71,7 +71,7 @@ class UploadFile:
         return cls(name, content, size, sha256, git_blob_id(content))
 
     def equals(self, remote: RepoSibling | None) -> bool:
-        """Whether the hub's file is this one."""
+        """Return whether the hub's file is this one."""
         if remote is None:
             return False
         if remote.lfs is not None:
@@ -228,7 +228,7 @@ class _Upload:
         return commit.oid, commit.commit_url
 
     def _verified(self, oid: str, url: str) -> bool:
-        """Whether the hub lists the files as they were meant; False if it cannot be asked.
+        """Return whether the hub lists the files as they were meant; False if it cannot be asked.
 
         Raises:
             UserError: it lists other files: one changed here meanwhile, or the hub ignored it.

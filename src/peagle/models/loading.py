@@ -12,8 +12,7 @@ from peagle.bundled import Role, expand_bundled
 from peagle.config import SpeculativeConfig, require_folder
 from peagle.errors import CheckpointError, UserError
 from peagle.model_folder import check_json, read_file_header, read_json, read_weight_map
-from peagle.models.trained_depth import with_depth
-from peagle.models.whole_model import refuse_whole_model
+from peagle.models.head_json import refuse_whole_model, with_depth
 
 _CALLED: dict[Role, str] = {
     "target": "The target model",
@@ -93,7 +92,7 @@ def find_folder(name_or_path: str | os.PathLike[str], role: Role = "target") -> 
 
 
 def with_local_head(config: SpeculativeConfig) -> SpeculativeConfig:
-    """The configuration with its head in a folder, fetched from the hub where it is not in one.
+    """Return the configuration with its head in a folder, to which the hub's heads are fetched.
 
     K is that of the head where none is given (`with_depth`).
 

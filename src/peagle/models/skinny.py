@@ -88,7 +88,7 @@ def use_skinny(model: nn.Module, *, max_rows: int | None = None) -> int:
 
 
 def _is_few(x: Tensor, limit: int) -> bool:
-    """Whether x, [..., K], has up to `limit` rows; where a compiler does not know how many: no."""
+    """Return whether x, [..., K], has up to `limit` rows; no where a compiler does not know."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     leading: Any = x.shape[:-1]
@@ -96,7 +96,7 @@ def _is_few(x: Tensor, limit: int) -> bool:
 
 
 def _max_rows(linear: Any, given: int | None, *, swiglu: bool = False) -> int:
-    """Up to how many rows Triton is to compute; 0: none."""
+    """Return up to how many rows Triton computes; 0: none."""
     weight: Tensor = linear.weight
     if given is not None:
         return given
@@ -112,7 +112,7 @@ def _max_rows(linear: Any, given: int | None, *, swiglu: bool = False) -> int:
 
 
 def _gate_up(mlp: Any) -> Any:
-    """The layer whose outputs are gate, then up."""
+    """Return the layer whose outputs are gate, then up."""
     return mlp.gate_up_proj if isinstance(mlp, DrafterMLP) else getattr(mlp, _FUSED_MLP)
 
 
@@ -148,12 +148,12 @@ def _replace_swiglu(mlp: Any, given: int | None) -> bool:
 
 @cache
 def _with_swiglu(kind: type[nn.Module]) -> type[nn.Module]:
-    """One class for all modules of a class, so that they share compiled graphs."""
+    """Make one class for all modules of a class, so that they share compiled graphs."""
     return type(f"Skinny{kind.__name__}", (SkinnySwiGLU, kind), {"__module__": kind.__module__})
 
 
 def _is_swiglu(mlp: Any) -> bool:
-    """Whether a module is down_proj(silu(gate) * up), and nothing else happens in it.
+    """Return whether a module is down_proj(silu(gate) * up), and nothing else happens in it.
 
     It runs with outputs of gate and up that are small and large, where other activations, limits
     and factors show.

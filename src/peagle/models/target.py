@@ -5,7 +5,6 @@ Shapes: T packed tokens, H target width, A aux states, V vocabulary.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,6 @@ from transformers.utils import logging as transformers_logging
 from peagle.attention import LayerKVCache, Prepared
 from peagle.config import require_folder
 from peagle.errors import CheckpointError, UserError
-from peagle.model_folder import read_json
 from peagle.models.architectures import capped, check_architecture, final_softcap, fix_longrope
 from peagle.models.target_attention import (
     AttentionLayer,
@@ -30,7 +28,7 @@ from peagle.models.target_attention import (
     dry_run,
     register_attention,
 )
-from peagle.models.target_facts import end_of_text_ids
+from peagle.models.target_facts import end_of_text_ids, load_config, refuse_pickles
 
 if TYPE_CHECKING:
     from peagle.models.compilation import CompiledLayers
@@ -134,7 +132,7 @@ class TargetModel:
         fix_longrope(self._decoder, max_model_len)
 
     def _probe(self) -> list[AttentionLayer]:
-        """The attention of each layer, as one token through the model shows it."""
+        """Find the attention of each layer by one token through the model."""
         run = dry_run(self.model)
         layers = attention_layers(self.model, run.calls)
         self._check_logits(run)
@@ -205,7 +203,7 @@ class TargetModel:
         return capped(self._lm_head(hidden_NH), self._final_softcap)
 
     def logits_of(self, token_ids: Tensor) -> Callable[[Tensor], Tensor]:
-        """A function that computes the logits of some tokens only, from a copy of their rows.
+        """Make a function that computes the logits of some tokens, from a copy of their rows.
 
         Args:
             token_ids: int64 [n]; the function gives [N, n] in this order.
@@ -222,16 +220,16 @@ class TargetModel:
         return self.model.config.get_text_config()
 
     def lm_head_weight(self) -> Tensor:
-        """The output embedding, [V, H]."""
+        """Return the output embedding, [V, H]."""
         return self._lm_head.weight
 
     def embedding_weight(self) -> Tensor:
-        """The input embedding, [V, H]."""
+        """Return the input embedding, [V, H]."""
         embedding: Any = self.model.get_input_embeddings()
         return embedding.weight
 
     def eos_token_ids(self) -> tuple[int, ...]:
-        """End-of-text ids of the model's generation config, else of its config."""
+        """Return end-of-text ids of the model's generation config, else of its config."""
         return end_of_text_ids(self.model.generation_config, self.text_config)
 
     def generation_defaults(self) -> dict[str, Any]:
@@ -250,7 +248,7 @@ class TargetModel:
 
 
 def load_tokenizer(path: str | Path) -> transformers.PreTrainedTokenizerBase:
-    """The tokenizer of a model folder.
+    """Load the tokenizer of a model folder.
 
     Raises:
         CheckpointError: there is none that loads.
@@ -280,7 +278,7 @@ def check_aux_layer_ids(ids: Sequence[int], num_layers: int) -> None:
 
 
 def default_aux_layer_ids(num_layers: int) -> tuple[int, ...]:
-    """Layers whose entering states make the feature: (2, L // 2, L - 3) of an L-layer target.
+    """Return the layers whose entering states make the feature: (2, L // 2, L - 3) of L layers.
 
     Where these collide or do not ascend (L < 7), distinct ids are spread over the layers; a target
     of fewer than three layers gives one state per layer.
@@ -291,29 +289,6 @@ def default_aux_layer_ids(num_layers: int) -> tuple[int, ...]:
     if num_layers > 3:
         return (1, num_layers // 2, num_layers - 1)
     return tuple(range(num_layers))
-
-
-def load_config(folder: Path) -> Any:
-    """The configuration of a model folder.
-
-    Raises:
-        CheckpointError: there is none, or none that transformers knows.
-    """
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(
-            f"The target model {str(folder)!r} has no config.json; expected a folder in Hugging "
-            "Face format (config.json, *.safetensors, tokenizer files)."
-        )
-    read_json(folder / "config.json")  # refuses what transformers would read without an end
-    try:
-        return transformers.AutoConfig.from_pretrained(
-            folder, trust_remote_code=False, local_files_only=True
-        )
-    except Exception as error:  # of a broken file, transformers raises any
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(
-            f"{str(folder / 'config.json')!r} is not a model: {first_line}"
-        ) from None
 
 
 def _load_weights(folder: Path, config: Any, dtype: torch.dtype | None) -> Any:
@@ -364,21 +339,3 @@ def _unpacking(config: Any) -> dict[str, Any]:
 
 def _experts(model: transformers.PreTrainedModel) -> set[str | None]:
     return set(model.get_experts_implementation().values())
-
-
-def refuse_pickles(folder: Path) -> None:
-    """Refuse a folder without safetensors files.
-
-    Raises:
-        CheckpointError: naming the pickle that is there instead, if one is.
-    """
-    if any(name.endswith(".safetensors") for name in os.listdir(folder)):
-        return
-    pickles = sorted(n for n in os.listdir(folder) if n.endswith((".bin", ".pt", ".pth", ".ckpt")))
-    if pickles:
-        raise CheckpointError(
-            f"{str(folder / pickles[0])!r} is a pickle, which can run code when it is read; "
-            "expected *.safetensors. Convert it with `model.save_pretrained(folder)` of "
-            "transformers."
-        )
-    raise CheckpointError(f"The target model {str(folder)!r} has no *.safetensors weights.")

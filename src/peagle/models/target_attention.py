@@ -77,7 +77,7 @@ def attention(
     calls: list[AttentionCall] | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers calls: [1, heads, T, d] in, [1, T, heads, d] out.
+    """Attend as transformers calls it: [1, heads, T, d] in, [1, T, heads, d] out.
 
     `attend` and `calls` are ours: the pass, and where a dry run notes its calls.
     """
@@ -140,7 +140,7 @@ def dry_run(model: transformers.PreTrainedModel) -> DryRun:
 
 
 def decoder_layers(model: transformers.PreTrainedModel) -> list[nn.Module]:
-    """The model's decoder layers.
+    """Return the model's decoder layers.
 
     Raises:
         CheckpointError: it has no list of them where transformers' decoders keep it.
@@ -156,7 +156,7 @@ def decoder_layers(model: transformers.PreTrainedModel) -> list[nn.Module]:
 def attention_layers(
     model: transformers.PreTrainedModel, calls: Sequence[AttentionCall]
 ) -> list[AttentionLayer]:
-    """Which module attends in each decoder layer, and which KV cache it needs.
+    """Find which module attends in each decoder layer, and which KV cache it needs.
 
     Raises:
         CheckpointError: a layer does not attend exactly once, looks ahead, or keeps keys and

@@ -20,9 +20,7 @@ from peagle.config import require_folder
 from peagle.errors import CheckpointError
 from peagle.model_folder import read_weight_map
 from peagle.models.architectures import capped, check_architecture, final_softcap
-from peagle.models.target import load_config, refuse_pickles
-from peagle.models.target_facts import end_of_text_ids
-from peagle.models.target_shape import model_skeleton
+from peagle.models.target_facts import end_of_text_ids, load_config, model_skeleton, refuse_pickles
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -90,11 +88,11 @@ class TargetEnds:
         return cls(str(path), config, _generation(folder, skeleton), (weight, bias), embedding)
 
     def compute_logits(self, hidden_NH: Tensor) -> Tensor:
-        """The model's logits [N, V] of final hidden states, which may be of another type."""
+        """Compute the logits [N, V] of final hidden states, which may be of another type."""
         return self._logits(hidden_NH, self._weight_VH, self._bias_V)
 
     def logits_of(self, token_ids: Tensor) -> Callable[[Tensor], Tensor]:
-        """A function that computes the logits of some tokens only, from a copy of their rows.
+        """Make a function that computes the logits of some tokens, from a copy of their rows.
 
         Args:
             token_ids: int64 [n]; the function gives [N, n] in this order.
@@ -107,16 +105,16 @@ class TargetEnds:
         return capped(F.linear(hidden.to(self.dtype), weight, bias), self._softcap)
 
     def lm_head_weight(self) -> Tensor:
-        """The output embedding, [V, H]."""
+        """Return the output embedding, [V, H]."""
         return self._weight_VH
 
     def embedding_weight(self) -> Tensor:
-        """The input embedding, [V, H]; read anew at each call, since it is needed but once."""
+        """Return the input embedding, [V, H], read anew at each call: it is needed but once."""
         stored = self._embedding
         return stored.read() if isinstance(stored, _Stored) else stored
 
     def eos_token_ids(self) -> tuple[int, ...]:
-        """End-of-text ids of the model's generation config, else of its config."""
+        """Return end-of-text ids of the model's generation config, else of its config."""
         return self._eos_token_ids
 
 
@@ -126,7 +124,7 @@ class TargetEnds:
 def _read_ends(
     skeleton: transformers.PreTrainedModel, files: _Checkpoint
 ) -> tuple[Tensor, Tensor | None, Tensor | _Stored]:
-    """Weight and bias of lm_head, and the embedding: lm_head's weight where tied, or its place.
+    """Read lm_head's weight and bias, and the embedding: the same weight where tied, or its place.
 
     As transformers does it: tied weights that are both stored and differ are not tied, and of tied
     weights either may be stored alone.
@@ -200,7 +198,7 @@ class _Checkpoint:
             )
 
     def get(self, name: str, shape: Sequence[int]) -> _Stored:
-        """The tensor that a model calls `name`.
+        """Return the tensor that a model calls `name`.
 
         Raises:
             CheckpointError: it is missing, misshapen or not stored plainly.
@@ -213,7 +211,7 @@ class _Checkpoint:
         return stored
 
     def find(self, name: str, shape: Sequence[int]) -> _Stored | None:
-        """The same, None where it is missing; files may name it with another prefix.
+        """Do the same, but return None where it is missing; files may use another prefix.
 
         Raises:
             CheckpointError: it is misshapen or not stored plainly.

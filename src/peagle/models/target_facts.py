@@ -1,16 +1,24 @@
-"""What training and checkpoints ask of a target, whether its layers are loaded or not.
+"""What is known of a target without its layers: its configuration, its sizes and both of its ends.
 
 Shapes: N rows, H target width, V vocabulary.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import transformers
 from torch import Tensor
+
+from peagle.config import require_folder
+from peagle.errors import CheckpointError
+from peagle.model_folder import read_json
+from peagle.models.architectures import check_architecture
 
 
 class TargetSizes(Protocol):
@@ -46,28 +54,28 @@ class TargetFacts(TargetSizes, Protocol):
     def device(self) -> torch.device: ...
 
     def compute_logits(self, hidden_NH: Tensor) -> Tensor:
-        """Logits [N, V] of final hidden states, after the last norm."""
+        """Compute the logits [N, V] of final hidden states, after the last norm."""
         ...
 
     def logits_of(self, token_ids: Tensor) -> Callable[[Tensor], Tensor]:
-        """A function that computes the logits of some tokens only, [N, n]."""
+        """Make a function that computes the logits of some tokens only, [N, n]."""
         ...
 
     def lm_head_weight(self) -> Tensor:
-        """The output embedding, [V, H]."""
+        """Return the output embedding, [V, H]."""
         ...
 
     def embedding_weight(self) -> Tensor:
-        """The input embedding, [V, H]."""
+        """Return the input embedding, [V, H]."""
         ...
 
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a text."""
+        """Return the ids that end a text."""
         ...
 
 
 def end_of_text_ids(generation: Any, text_config: transformers.PretrainedConfig) -> tuple[int, ...]:
-    """End-of-text ids of a generation config, else of the model's own.
+    """Return end-of-text ids of a generation config, else of the model's own.
 
     Args:
         generation: transformers' GenerationConfig, or None.
@@ -79,3 +87,137 @@ def end_of_text_ids(generation: Any, text_config: transformers.PretrainedConfig)
     if value is None:
         return ()
     return tuple(value) if isinstance(value, Sequence) else (value,)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetShape:
+    """What a target is made of.
+
+    Attributes:
+        name: its folder.
+        text_config: the configuration of its decoder.
+        num_parameters: all of them, tied ones once.
+        num_active: those that multiply one token on its way through the layers: no embedding, no
+            lm_head, and of experts as many as a token goes to.
+        num_lm_head: those of lm_head.
+    """
+
+    name: str
+    text_config: transformers.PretrainedConfig
+    num_parameters: int
+    num_active: int
+    num_lm_head: int
+
+    @classmethod
+    def read(cls, path: str | Path) -> TargetShape:
+        """Read a folder that has at least a config.json.
+
+        Raises:
+            UserError: the folder is not there.
+            CheckpointError: it is not a causal LM that peagle supports.
+        """
+        folder = require_folder(path, "The target model")
+        config = load_config(folder)
+        check_architecture(config)
+        skeleton: Any = model_skeleton(folder, config)
+        lm_head = skeleton.get_output_embeddings()
+        text = config.get_text_config()
+        ends = {
+            id(parameter): parameter.numel()
+            for module in (skeleton.get_input_embeddings(), lm_head)
+            for parameter in module.parameters()
+        }
+        inner = [(n, p.numel()) for n, p in skeleton.named_parameters() if id(p) not in ends]
+        return cls(
+            name=str(path),
+            text_config=text,
+            num_parameters=sum(ends.values()) + sum(count for _, count in inner),
+            num_active=sum(round(count * _share(name, text)) for name, count in inner),
+            num_lm_head=sum(parameter.numel() for parameter in lm_head.parameters()),
+        )
+
+    @property
+    def hidden_size(self) -> int:
+        """H."""
+        return self.text_config.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self.text_config.vocab_size
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return self.text_config.num_hidden_layers
+
+
+def model_skeleton(folder: Path, config: Any) -> transformers.PreTrainedModel:
+    """Make the model without values: it knows the names, shapes and ties of its tensors.
+
+    Raises:
+        CheckpointError: transformers cannot build it.
+    """
+    try:
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(config)
+    except (ValueError, TypeError, KeyError, RuntimeError, ImportError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise CheckpointError(
+            f"The target model {str(folder)!r} cannot be built: {first_line}"
+        ) from None
+
+
+def _share(name: str, text: Any) -> float:
+    """Return the share of a tensor that multiplies one token; below 1 for experts only."""
+    if "experts." not in name or "shared_expert" in name:
+        return 1.0
+    chosen = _first(text, "num_experts_per_tok", "experts_per_token", "top_k_experts")
+    count = _first(text, "num_local_experts", "num_experts", "n_routed_experts")
+    return chosen / count if chosen and count else 1.0
+
+
+def _first(text: Any, *names: str) -> int | None:
+    values = (getattr(text, name, None) for name in names)
+    return next((value for value in values if value), None)
+
+
+def load_config(folder: Path) -> Any:
+    """Load the configuration of a model folder.
+
+    Raises:
+        CheckpointError: there is none, or none that transformers knows.
+    """
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"The target model {str(folder)!r} has no config.json; expected a folder in Hugging "
+            "Face format (config.json, *.safetensors, tokenizer files)."
+        )
+    read_json(folder / "config.json")  # refuses what transformers would read without an end
+    try:
+        return transformers.AutoConfig.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        )
+    except Exception as error:  # of a broken file, transformers raises any
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(
+            f"{str(folder / 'config.json')!r} is not a model: {first_line}"
+        ) from None
+
+
+def refuse_pickles(folder: Path) -> None:
+    """Refuse a folder without safetensors files.
+
+    Raises:
+        CheckpointError: naming the pickle that is there instead, if one is.
+    """
+    if any(name.endswith(".safetensors") for name in os.listdir(folder)):
+        return
+    pickles = sorted(n for n in os.listdir(folder) if n.endswith((".bin", ".pt", ".pth", ".ckpt")))
+    if pickles:
+        raise CheckpointError(
+            f"{str(folder / pickles[0])!r} is a pickle, which can run code when it is read; "
+            "expected *.safetensors. Convert it with `model.save_pretrained(folder)` of "
+            "transformers."
+        )
+    raise CheckpointError(f"The target model {str(folder)!r} has no *.safetensors weights.")

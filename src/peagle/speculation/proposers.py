@@ -15,10 +15,9 @@ from torch import Tensor
 
 from peagle.attention import AttentionBackend, AttentionMetadata, LayerKVCache, Prepared
 from peagle.config import DraftSampling
-from peagle.kernels.expand import DraftBatch, expand_draft_batch, slot_mapping
+from peagle.kernels.batches import DraftBatch, TargetBatch, expand_draft_batch, slot_mapping
 from peagle.kernels.random import Purpose, uniform
 from peagle.kernels.sampling import sample_from_weights
-from peagle.kernels.target_batch import TargetBatch
 from peagle.models.drafter import Attend, Drafter
 from peagle.speculation.verification import SamplingTensors
 

@@ -30,9 +30,9 @@ from peagle.models.checkpoint.weights import (
 )
 from peagle.models.drafter import DrafterConfig
 from peagle.models.fingerprint import TargetFingerprint
+from peagle.models.head_json import default_depth
 from peagle.models.hub import DEFAULT_REVISION
 from peagle.models.loading import resolve_model
-from peagle.models.trained_depth import default_depth
 
 CARD_NAME = "README.md"
 RECORD_NAME = "train.json"

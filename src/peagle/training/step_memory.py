@@ -26,10 +26,9 @@ from peagle.data.features import HIDDEN_DTYPES, INDEX_NAME, Index, StoredDtype
 from peagle.engine.memory_plan import device_name, free_and_total, size_text
 from peagle.engine.placement import resolve_dtype
 from peagle.errors import UserError
-from peagle.models.drafter import Drafter
-from peagle.models.drafter_config import DrafterConfig
+from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.models.elements import depth_counts
-from peagle.models.target_shape import TargetShape
+from peagle.models.target_facts import TargetShape
 from peagle.training.chunked_loss import default_chunk_rows
 from peagle.training.config import DataSection, MethodSection, RunSection, TrainConfig
 from peagle.training.distributed import ALONE, Processes

@@ -22,7 +22,7 @@ from peagle.environment import environment
 from peagle.errors import UserError
 from peagle.models.checkpoint import LENGTH_KEY, save_drafter, write_json
 from peagle.models.fingerprint import TargetFingerprint
-from peagle.models.target_shape import TargetShape
+from peagle.models.target_facts import TargetShape
 from peagle.training.config import TrainConfig
 from peagle.training.distributed import ALONE, Processes
 from peagle.training.element_attention import dense_attention, flex_attention

@@ -22,7 +22,7 @@ from peagle.engine.placement import resolve_device
 from peagle.errors import UserError
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target import load_tokenizer
-from peagle.models.target_shape import TargetShape
+from peagle.models.target_facts import TargetShape
 from peagle.training.build import planned_shape
 from peagle.training.config import TrainConfig
 from peagle.training.step_memory import (

@@ -14,7 +14,7 @@ from peagle.errors import CheckpointError, UserError
 from peagle.model_folder import read_json
 
 if TYPE_CHECKING:
-    from peagle.models.drafter_config import DrafterConfig
+    from peagle.models.drafter import DrafterConfig
 
 V2_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 # A hybrid target's layers are put into groups of the KV cache, and a drafter's must all be in one.

@@ -16,7 +16,7 @@ from peagle.errors import CheckpointError, UserError
 from peagle.model_folder import read_file_header
 
 if TYPE_CHECKING:
-    from peagle.models.drafter_config import DrafterConfig
+    from peagle.models.drafter import DrafterConfig
 
 # Only heads that leave their aux layers to the runtime need it; the kind does not depend on it.
 _ANY_DEPTH = 32

@@ -44,7 +44,7 @@ class Conversion:
         return "P-EAGLE" if self.config.is_parallel else "EAGLE-3"
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """Return the conversion as a JSON object."""
         config = self.config
         return {
             "source": self.source,

@@ -51,7 +51,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def object_at(data: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The object under `key`, empty where there is none.
+    """Return the object under `key`, empty where there is none.
 
     Raises:
         CheckpointError: something else is there.

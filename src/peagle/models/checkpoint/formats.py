@@ -15,9 +15,8 @@ from typing import Any, Literal, get_args
 from peagle.errors import CheckpointError
 from peagle.models.checkpoint.files import object_at
 from peagle.models.drafter import DrafterConfig
+from peagle.models.head_json import DEPTH_KEY, refuse_whole_model, trained_depth
 from peagle.models.target import default_aux_layer_ids
-from peagle.models.trained_depth import DEPTH_KEY, trained_depth
-from peagle.models.whole_model import refuse_whole_model
 
 HeadFormat = Literal["vllm", "speculators"]
 FORMATS: tuple[HeadFormat, ...] = get_args(HeadFormat)
@@ -61,14 +60,14 @@ _LAYERS = "transformer_layer_config"
 
 
 def format_of(data: Mapping[str, Any]) -> HeadFormat:
-    """The style that a config.json is in."""
+    """Return the style that a config.json is in."""
     return "speculators" if any(key in data for key in _SPECULATORS_KEYS) else "vllm"
 
 
 def config_to_json(
     config: DrafterConfig, extra: Mapping[str, Any] | None = None, *, format: HeadFormat = "vllm"
 ) -> dict[str, Any]:
-    """The config.json of a head.
+    """Return the config.json of a head.
 
     Args:
         config: shape of the head.
@@ -118,7 +117,7 @@ def config_from_json(
 
 
 def facts_from_json(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The "peagle" object, and under "verifier" the target's name where the style has one.
+    """Return the "peagle" object, and under "verifier" the target's name where the style has one.
 
     Raises:
         CheckpointError: a value is of the wrong type.
@@ -132,7 +131,7 @@ def facts_from_json(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def trained_length(facts: Mapping[str, Any]) -> int | None:
-    """Tokens of the longest sequence that the head was trained on, by its "peagle" object.
+    """Return the tokens of the longest sequence that the head was trained on.
 
     None if it does not say.
 
@@ -148,7 +147,7 @@ def trained_length(facts: Mapping[str, Any]) -> int | None:
 
 
 def verifier_of(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The target as the speculators style names it: as given, else by the fingerprint."""
+    """Return the target as the speculators style names it: as given, else by the fingerprint."""
     if verifier := object_at(facts, "verifier"):
         return verifier
     target = facts.get("target")
@@ -193,7 +192,7 @@ def _write_vllm(config: DrafterConfig) -> dict[str, Any]:
 
 
 def _read_vllm(data: Mapping[str, Any], num_target_layers: int | None) -> dict[str, Any]:
-    """Arguments of `DrafterConfig`; defaults of absent keys are vLLM's."""
+    """Read the arguments of `DrafterConfig`; absent keys have vLLM's defaults."""
     named = data.get("architectures") or []
     model_type = next((_ARCHITECTURES[n] for n in _ARCHITECTURES if n in named), None)
     if model_type is None:
@@ -259,7 +258,7 @@ def _write_speculators(config: DrafterConfig, verifier: Mapping[str, Any]) -> di
 
 
 def _read_speculators(data: Mapping[str, Any], num_target_layers: int | None) -> dict[str, Any]:
-    """Arguments of `DrafterConfig`."""
+    """Read the arguments of `DrafterConfig`."""
     kind = data.get("speculators_model_type")
     if kind not in _KINDS:
         raise CheckpointError(
@@ -285,7 +284,7 @@ def _read_speculators(data: Mapping[str, Any], num_target_layers: int | None) ->
 
 
 def _read_verifier(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The target that the file names: "name_or_path" and "architectures"."""
+    """Read the target that the file names: "name_or_path" and "architectures"."""
     verifier = object_at(object_at(data, "speculators_config"), "verifier")
     name, architectures = verifier.get("name_or_path"), verifier.get("architectures") or []
     if name is not None and not isinstance(name, str):
@@ -329,7 +328,7 @@ def _write_layers(config: DrafterConfig) -> dict[str, Any]:
 
 
 def _read_layers(data: Mapping[str, Any], model_type: str, path: str = "") -> dict[str, Any]:
-    """Arguments of `DrafterConfig` that the layers' keys give; `path` is where they stand."""
+    """Read what the layers' keys say, as arguments of `DrafterConfig`; they stand at `path`."""
     _refuse_unsupported(data, path)
 
     def need(key: str) -> Any:
@@ -369,7 +368,7 @@ def _read_head(data: Mapping[str, Any], layers: Mapping[str, Any]) -> dict[str, 
 
 
 def _read_aux_layers(given: Any, key: str, num_target_layers: int | None) -> tuple[int, ...]:
-    """The layers whose entering states are the feature.
+    """Read the layers whose entering states are the feature.
 
     A file without them means vLLM's default, (2, L // 2, L - 3) of a target of L layers.
     """
@@ -385,7 +384,7 @@ def _read_aux_layers(given: Any, key: str, num_target_layers: int | None) -> tup
 
 
 def _value_at(data: Mapping[str, Any], key: str, default: Any) -> Any:
-    """The value of `key`; `default` where it is absent or null."""
+    """Return the value of `key`; `default` where it is absent or null."""
     value = data.get(key)
     return default if value is None else value
 
@@ -407,7 +406,7 @@ def _refuse_unsupported(data: Mapping[str, Any], path: str) -> None:
 
 
 def _rope_parameters(data: Mapping[str, Any]) -> dict[str, Any]:
-    """RoPE as transformers 5 writes it, or as `rope_scaling` (type under "type") of older files."""
+    """Read RoPE as transformers 5 writes it, or as `rope_scaling` of older files."""
     rope = object_at(data, "rope_parameters")
     if not rope:
         rope = object_at(data, "rope_scaling")

@@ -90,7 +90,7 @@ def write_head(
 
 
 def read_head_json(folder: str | Path) -> dict[str, Any]:
-    """The config.json of the head in `folder`.
+    """Read the config.json of the head in `folder`.
 
     Raises:
         UserError: no such folder.
@@ -105,7 +105,7 @@ def read_head_json(folder: str | Path) -> dict[str, Any]:
 def read_head_config(
     folder: str | Path, *, num_target_layers: int | None = None
 ) -> tuple[DrafterConfig, dict[str, Any]]:
-    """The shape of the head in `folder`, and what else is known of it (the "peagle" object).
+    """Read the shape of the head in `folder`, and what else is known of it ("peagle").
 
     Args:
         folder: the head, in either style.
@@ -163,7 +163,7 @@ def load_drafter(
 
 
 def kept_tokens(d2t: Tensor, config: DrafterConfig) -> Tensor:
-    """The map t2d that follows from d2t: bool [V], true for tokens of the draft vocabulary."""
+    """Return the t2d that follows from d2t: bool [V], true for tokens of the draft vocabulary."""
     kept = torch.zeros(config.vocab_size, dtype=torch.bool)
     kept[torch.arange(config.draft_vocab_size) + d2t] = True
     return kept

@@ -25,7 +25,7 @@ _MAP_TYPES = {"d2t": (torch.int64, torch.int32), "t2d": (torch.bool, torch.uint8
 
 
 def split_tensors(drafter: Drafter) -> Iterator[tuple[str, Tensor]]:
-    """The head's tensors under their checkpoint names; fused projections are split."""
+    """Yield the head's tensors under their checkpoint names; fused projections are split."""
     for name, value in drafter.state_dict().items():
         parts = _parts(name, value, drafter.config)
         rows = value.split([size for _, size in parts]) if len(parts) > 1 else [value]
@@ -34,14 +34,14 @@ def split_tensors(drafter: Drafter) -> Iterator[tuple[str, Tensor]]:
 
 
 def tensor_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a head."""
+    """Return the name and shape of every tensor of a head."""
     with torch.device("meta"):
         drafter = Drafter(config)
     return {name: tuple(value.shape) for name, value in split_tensors(drafter)}
 
 
 def _parts(name: str, value: Tensor, config: DrafterConfig) -> list[tuple[str, int]]:
-    """Checkpoint names and row counts of a parameter: several of a fused one, else its own."""
+    """Return checkpoint names and row counts of a parameter; a fused one has several."""
     kv_rows = config.num_kv_heads * config.head_dim
     fused = {
         "qkv_proj": (
@@ -164,7 +164,7 @@ def _check_vocabulary_maps(tensors: dict[str, Tensor], config: DrafterConfig, so
 
 
 def read_tensors(folder: Path) -> tuple[dict[str, Tensor], str]:
-    """The tensors of a head under their canonical names, and the file to name in messages.
+    """Read the tensors of a head under canonical names, and the file to name in messages.
 
     As in transformers: model.safetensors, else the shards of the index, else every safetensors
     file. `midlayer.` is an alias of `layers.0.`.

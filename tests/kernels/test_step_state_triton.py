@@ -20,8 +20,8 @@ pytest.importorskip("triton", reason="needs triton")
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a card, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from peagle.kernels import step_frame_triton
-from peagle.kernels.step_frame_triton import (
+from peagle.kernels import step_state_triton
+from peagle.kernels.step_state_triton import (
     NUM_STAMPS,
     begin_step,
     report_step,
@@ -126,7 +126,7 @@ def test_no_program_writes_the_row_of_another(
             if count:
                 launch(kernel, (count,), *rest, **options)
 
-        monkeypatch.setattr(step_frame_triton, "launch", few)
+        monkeypatch.setattr(step_state_triton, "launch", few)
         report_RX, behind = poisoned(num_seqs + 1, 2 * k + 4, device=device)
         report_step(state.num_drafts_B, out, state, drafts_BK, times, report_RX)
         assert report_RX[:count].ne(POISON).all()

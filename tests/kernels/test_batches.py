@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peagle.kernels.expand import DraftBatch, expand_draft_batch, slot_mapping
+from peagle.kernels.batches import DraftBatch, expand_draft_batch, slot_mapping
 
 MASK_TOKEN = 999
 
@@ -170,45 +170,6 @@ def test_worked_example() -> None:
     assert batch.slots_S.tolist() == [1, 2, 3, 8]
     assert batch.seq_lens_B.tolist() == [9]
     assert batch.last_ntp_B.tolist() == [1]
-
-
-def test_a_prompt_is_the_case_where_all_is_accepted() -> None:
-    prompts = [OneSequence(0, rows, rows - 1, 3) for rows in (5, 1, 12)]
-    batch = check(Case(prompts, 4, 100))
-    starts = batch.query_start_loc.tolist()
-    assert [starts[i + 1] - starts[i] for i in range(3)] == [8, 4, 15]
-    assert batch.feature_rows_S[:8].tolist() == [0, 1, 2, 3, 4, 18, 18, 18]
-
-
-def test_each_sequence_has_its_own_number_of_mask_slots() -> None:
-    masks = [0, 3, 0, 1]
-    batch = check(Case([OneSequence(2, 4, 1, n) for n in masks], 4, 100))
-    assert batch.query_start_loc.tolist() == [0, 2, 7, 9, 12]
-    is_mask_S = batch.tokens_S == MASK_TOKEN
-    assert [int(part.sum()) for part in is_mask_S.split([2, 5, 2, 3])] == masks
-    assert batch.last_ntp_B.tolist() == [1, 3, 8, 10]
-
-
-def test_rejected_rows_lend_no_feature_and_no_token() -> None:
-    case = Case([OneSequence(3, 6, 2, 4), OneSequence(0, 6, 0, 4)], 4, 100)
-    batch = check(case)
-    rejected = {3, 4, 5} | set(range(7, 12))
-    assert rejected.isdisjoint(batch.feature_rows_S.tolist())
-    kept = [*case.tokens[0][1:3], case.next_tokens[0], case.next_tokens[1]]
-    assert [t for t in batch.tokens_S.tolist() if t != MASK_TOKEN] == kept
-
-
-def test_no_slot_is_written_twice() -> None:
-    case = Case([OneSequence(first, 8, first % 8, 7) for first in range(5)], 3, 1000)
-    slots = check(case).slots_S.tolist()
-    assert len(set(slots)) == len(slots)
-
-
-def test_positions_at_the_end_of_the_context_write_nothing() -> None:
-    case = Case([OneSequence(6, 3, 2, 3), OneSequence(0, 2, 1, 3)], 4, max_model_len=10)
-    batch = check(case)
-    assert [slot == -1 for slot in batch.slots_S.tolist()] == [False] * 4 + [True] * 2 + [False] * 5
-    assert batch.positions_S[batch.slots_S == -1].tolist() == [10, 11]
 
 
 def test_slot_mapping_past_the_block_table_is_padding() -> None:

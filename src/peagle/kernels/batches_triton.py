@@ -1,6 +1,6 @@
 """The batches of a captured decode step, each in one launch.
 
-References: `kernels.target_batch`, `kernels.expand`. One program a sequence; each adds up the
+The reference is `kernels.batches`. One program a sequence; each adds up the
 lengths of those before it, which for at most 1,024 sequences is one load. All sizes that vary are
 read on the device.
 
@@ -16,9 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.expand import DraftBatch
+from peagle.kernels.batches import DraftBatch, TargetBatch
 from peagle.kernels.launch import launch
-from peagle.kernels.target_batch import TargetBatch
 
 MAX_SEQUENCES = 1024
 
@@ -42,7 +41,7 @@ class DraftBuffers:
     def allocate(
         cls, num_seqs: int, num_slots: int, max_drafts: int, device: torch.device | str
     ) -> DraftBuffers:
-        """Buffers for B sequences, S slots and K drafts."""
+        """Allocate buffers for B sequences, S slots and K drafts."""
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
@@ -141,7 +140,7 @@ def build_target_batch(
     block_size: int,
     max_model_len: int,
 ) -> None:
-    """`target_batch.build_target_batch` into buffers; T is their length. Inputs are contiguous."""
+    """Write `batches.build_target_batch` into buffers; T is their length. Inputs are contiguous."""
     num_seqs, max_drafts = drafts_BK.shape
     num_rows = out.tokens_T.shape[0]
     _check_contiguous(drafts_BK, block_tables_BM)
@@ -271,7 +270,7 @@ def expand_draft_batch(
     mask_token_id: int,
     max_model_len: int,
 ) -> None:
-    """`expand.expand_draft_batch` into buffers of S slots.
+    """Write `batches.expand_draft_batch` into buffers of S slots.
 
     S must hold a + 1 + mask slots of every active sequence: 2K each for a decode step. Rows of
     h_shared have feature row T, the length of `target_tokens_T`, padding included.

@@ -11,20 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from peagle.kernels import expand
-from peagle.kernels import target_batch as reference
+from peagle.kernels import batches as reference
 from tests.kernels.devices import DEVICES, INTERPRETED
 
 pytest.importorskip("triton", reason="needs triton")
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a card, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from peagle.kernels import expand_triton
+from peagle.kernels import batches_triton
 
 CPU = "cpu"
 MASK_TOKEN = 999
 TARGET_FIELDS = reference.TargetBatch.__dataclass_fields__
-DRAFT_FIELDS = expand.DraftBatch.__dataclass_fields__
+DRAFT_FIELDS = reference.DraftBatch.__dataclass_fields__
 
 
 def block_tables(num_seqs: int, width: int) -> Tensor:
@@ -66,7 +65,7 @@ def test_target_batch(
         out = reference.TargetBatch.allocate(num_seqs, num_rows, device)
         for name in TARGET_FIELDS:
             getattr(out, name).fill_(-77)
-        expand_triton.build_target_batch(
+        batches_triton.build_target_batch(
             **on(state, device), out=out, block_size=block_size, max_model_len=max_model_len
         )
         for name in TARGET_FIELDS:
@@ -117,7 +116,7 @@ def padded_expand(inputs: dict[str, Tensor], num_slots: int, k: int, **options: 
         )
     }
     if active.any():
-        batch = expand.expand_draft_batch(
+        batch = reference.expand_draft_batch(
             inputs["target_tokens_T"],
             inputs["target_positions_T"],
             torch.cat((loc[:-1][active], loc[-1:])),
@@ -192,11 +191,11 @@ def test_draft_batch(
         num_slots = max(int((lens * inputs["active_B"]).sum()) + spare, 1)
         options: dict[str, Any] = {"block_size": block_size, "max_model_len": max_model_len}
         expected = padded_expand(inputs, num_slots, k, **options)
-        out = expand_triton.DraftBuffers.allocate(num_seqs, num_slots, k, device)
+        out = batches_triton.DraftBuffers.allocate(num_seqs, num_slots, k, device)
         for name in DRAFT_FIELDS:
             getattr(out.batch, name).fill_(-77)
         out.draft_rows_BK.fill_(-77)
-        expand_triton.expand_draft_batch(
+        batches_triton.expand_draft_batch(
             **on(inputs, device), out=out, mask_token_id=MASK_TOKEN, **options
         )
         for name, values in expected.items():
@@ -216,7 +215,7 @@ def test_gather_features(
     h_shared = torch.randn(width, dtype=dtype, device=device)
     rows = torch.randint(1, num_rows + 1, (num_slots,), device=device)
     out = torch.full((num_slots, width), torch.nan, dtype=dtype, device=device)
-    expand_triton.gather_features(features, h_shared, rows, out)
+    batches_triton.gather_features(features, h_shared, rows, out)
     assert torch.equal(out, torch.cat((features, h_shared.unsqueeze(0)))[rows])
 
 
@@ -224,4 +223,4 @@ def test_too_many_sequences() -> None:
     state = target_state(1025, 1, 4, seed=0)
     out = reference.TargetBatch.allocate(1025, 2050, CPU)
     with pytest.raises(ValueError, match="1025 sequences"):
-        expand_triton.build_target_batch(**state, out=out, block_size=4, max_model_len=100)
+        batches_triton.build_target_batch(**state, out=out, block_size=4, max_model_len=100)
