@@ -24,7 +24,7 @@ from peagle.deploy.request import (
     new_deployment,
     require_role,
 )
-from peagle.deploy.speculation import SpeculationOptions
+from peagle.deploy.speculation import SpeculationFlags
 from peagle.deploy.template import deployment_of, endpoint_template
 from peagle.errors import UserError
 from peagle.serving.sagemaker import arguments_from
@@ -119,7 +119,7 @@ def test_every_entry_of_the_catalog(name: str, source: str) -> None:
             "contradict each other",
         ),
         (
-            {"speculation": SpeculationOptions(config='{"parallel_drafting_spec": {}}')},
+            {"speculation": SpeculationFlags(config='{"parallel_drafting_spec": {}}')},
             "candidate trees",
         ),
     ],
@@ -193,7 +193,7 @@ def test_models_here(
     head = str(head_folders(parallel=False))
     options: dict[str, Any] = {
         "instance_type": "ml.g6.xlarge",
-        "speculation": SpeculationOptions(draft=head),
+        "speculation": SpeculationFlags(draft=head),
     }
     found = made(str(target_folder), name="chat", **options)
     assert found.transfers == (
@@ -236,7 +236,7 @@ def test_a_head_in_s3_lies_below_its_target(
         role=ROLE,
         kms_key="alias/mine",
         instance_type="ml.g6.xlarge",
-        speculation=SpeculationOptions(draft=draft),
+        speculation=SpeculationFlags(draft=draft),
     )
     found = new_deployment(request, STAMP, Lookups(load_catalog()))
     assert [transfer.uri for transfer in found.transfers] == transfers
@@ -246,7 +246,7 @@ def test_a_head_in_s3_lies_below_its_target(
 
 
 def test_uploads_have_a_place(head_folders: Callable[..., Path]) -> None:
-    head = SpeculationOptions(draft=str(head_folders()))
+    head = SpeculationFlags(draft=str(head_folders()))
     request = DeploymentRequest("a/b", upload_to="s3://mine/models", name="chat", speculation=head)
     options: dict[str, Any] = {"instance_type": "ml.g6.xlarge"}
     with pytest.warns(UserWarning, match="did not check"):
@@ -288,7 +288,7 @@ def test_names_are_made_of_models(name: str, tmp_path: Path) -> None:
     """A folder may have any name."""
     folder = make_target_folder(tmp_path / name.replace("/", "_"))
     options: dict[str, Any] = {"instance_type": "ml.g6.xlarge"}
-    options["speculation"] = SpeculationOptions(speculation=False)
+    options["speculation"] = SpeculationFlags(speculation=False)
     assert check_endpoint_name(made(str(folder), **options).endpoint_name)
 
 
@@ -324,11 +324,11 @@ BASE = dataclasses.replace(made("gpt-oss-20b", instance_count=3), tags={"team": 
             {"image": "a/b:cu128", "ami": "al2-ami-sagemaker-inference-gpu-3-1"},
         ),
         (
-            {"speculation": SpeculationOptions(speculation=False)},
+            {"speculation": SpeculationFlags(speculation=False)},
             {"draft": None, "speculative_config": None},
         ),
         (
-            {"speculation": SpeculationOptions(num_speculative_tokens=5)},
+            {"speculation": SpeculationFlags(num_speculative_tokens=5)},
             {
                 "speculative_config": {
                     **(BASE.speculative_config or {}),
@@ -336,7 +336,7 @@ BASE = dataclasses.replace(made("gpt-oss-20b", instance_count=3), tags={"team": 
                 }
             },
         ),
-        ({"speculation": SpeculationOptions(draft="a/b")}, {"draft": ModelSource("hub", "a/b")}),
+        ({"speculation": SpeculationFlags(draft="a/b")}, {"draft": ModelSource("hub", "a/b")}),
         ({"max_instances": 4, "scale_target": 8.0}, {"autoscaling": Autoscaling(1, 4, 8.0)}),
     ],
 )
@@ -351,7 +351,7 @@ def test_drafts_again() -> None:
     """Turned off and on: the head is the catalog's again."""
     off = dataclasses.replace(BASE, draft=None, speculative_config=None)
     assert changed(off, instance_count=4).speculative_config is None
-    on = changed(off, speculation=SpeculationOptions(speculation=True))
+    on = changed(off, speculation=SpeculationFlags(speculation=True))
     assert (on.draft, on.speculative_config) == (BASE.draft, BASE.speculative_config)
 
 
@@ -383,7 +383,7 @@ def test_uploads_that_are_no_longer_read_are_forgotten() -> None:
     with pytest.warns(UserWarning, match="did not check"):
         there = deployment_of(endpoint_template(base), "s2")
         request = DeploymentRequest(
-            "", "us-east-1", speculation=SpeculationOptions(speculation=False)
+            "", "us-east-1", speculation=SpeculationFlags(speculation=False)
         )
         found = changed_deployment(there, request, Lookups(load_catalog()))
     assert found.uploads == old[:1]
@@ -410,7 +410,7 @@ def test_a_model_of_the_hub_that_is_too_large(
         "me/model",
         "us-east-1",
         role=ROLE,
-        speculation=SpeculationOptions(speculation=False),
+        speculation=SpeculationFlags(speculation=False),
         instance_type=instance_type,
         vllm_flags=flags,
     )

@@ -14,7 +14,7 @@ from peagle.deploy.catalog import load_catalog
 from peagle.deploy.deployment import Autoscaling, Deployment, KeptSecret, Secret
 from peagle.deploy.models import ModelSource
 from peagle.deploy.request import DeploymentRequest, Lookups, new_deployment
-from peagle.deploy.speculation import SpeculationOptions
+from peagle.deploy.speculation import SpeculationFlags
 from peagle.deploy.template import (
     deployment_of,
     endpoint_template,
@@ -42,7 +42,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "region": "",
         "image": "a/b:cu128",
         "ami": "al2-ami-sagemaker-inference-gpu-3-1",
-        "speculation": SpeculationOptions(speculation=False),
+        "speculation": SpeculationFlags(speculation=False),
     },
     "native": {
         "source": "native",
@@ -64,7 +64,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "instance_type": "ml.p5en.48xlarge",
         "startup_timeout_s": 3600,
         "vllm_flags": {"max-model-len": "4096"},
-        "speculation": SpeculationOptions(draft="s3://mine/head/"),
+        "speculation": SpeculationFlags(draft="s3://mine/head/"),
     },
 }
 

@@ -243,6 +243,34 @@ def test_drafts_do_not_depend_on_the_schedule(
         assert (stats.num_cached_tokens > 0) == ("enable_prefix_caching" not in options)
 
 
+@KINDS
+def test_a_request_that_ends_leaves_its_neighbours_drafts_alone(
+    target_folder: Path, heads: dict[bool, Path], parallel: bool
+) -> None:
+    """Blocks of another sequence are never written: the neighbour's drafts stay the same."""
+    prompts = [[17] * 5, [5, 9, 200] * 5]
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    answers = [
+        prompt + output.token_ids
+        for prompt, output in zip(prompts, make_llm(target_folder).generate(prompts, params))
+    ]
+    k = 7
+    config = {"model": str(heads[parallel]), "num_speculative_tokens": k}
+
+    def drafts_of_the_first(prompts: list[list[int]], shorter: int) -> dict[int, list[int]]:
+        llm = make_llm(target_folder, config, block_size=4)
+        drafts = watch_drafts(llm)
+        know_the_answer(llm, answers, num_right=k)
+        limits = [params, replace(params, max_tokens=shorter)]
+        llm.generate(prompts, limits[: len(prompts)])
+        return {len(text): found for text, found in drafts.items() if text[0] == prompts[0][0]}
+
+    for shorter in (10, 17):
+        alone = drafts_of_the_first(prompts[:1], shorter)
+        assert len(alone) > 6
+        assert drafts_of_the_first(prompts, shorter) == alone
+
+
 # ---- counters -------------------------------------------------------------------------------
 
 

@@ -364,7 +364,8 @@ def test_verdicts(scripts: Scripts, text: str, gap: float, verdict: str) -> None
 # ---- attacks --------------------------------------------------------------------------------
 
 # The others are run by hand: `bench_serving.py abuse`.
-ATTACKS = ["tokenize", "ambiguous", "silent", "template"]
+ATTACKS = ["numbers", "strings", "tokenize", "prompts", "ambiguous", "repeats", "malformed"]
+ATTACKS += ["silent", "template"]
 
 
 def test_nobody_can_hang_the_server(scripts: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:

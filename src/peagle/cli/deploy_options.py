@@ -130,7 +130,7 @@ def read_request(
     """Return the request that the options make; `vllm` is the command line behind --."""
     from peagle.deploy.container import flags_from
     from peagle.deploy.request import DeploymentRequest
-    from peagle.deploy.speculation import SpeculationOptions
+    from peagle.deploy.speculation import SpeculationFlags
 
     others = ("min_instances", "scale_target", "scale_from")
     named = next((key for key in others if key in given), None)
@@ -142,7 +142,7 @@ def read_request(
     keys = {field.name for field in fields(DeploymentRequest)} & given.keys()
     values = {key: given.value(key) for key in keys}
     values |= {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
-    speculation = SpeculationOptions(
+    speculation = SpeculationFlags(
         given.value("speculation"),
         given.value("draft"),
         given.value("num_speculative_tokens"),

@@ -35,7 +35,7 @@ from peagle.deploy.deployment import (
 from peagle.deploy.instances import PARALLEL_SIZES, find_instance_type, require_fits
 from peagle.deploy.model_files import HeadFacts
 from peagle.deploy.models import ModelSource, s3_prefix, source_of
-from peagle.deploy.speculation import Defaults, SpeculationOptions, decide
+from peagle.deploy.speculation import Defaults, SpeculationFlags, decide
 from peagle.errors import UserError
 
 ROLE_VARIABLE = "SAGEMAKER_ROLE"
@@ -75,7 +75,7 @@ class DeploymentRequest:
     kms_key: str | None = None
     alarm_topic: str | None = None
     upload_to: str | None = None
-    speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
+    speculation: SpeculationFlags = field(default_factory=SpeculationFlags)
     instance_type: str | None = None
     instance_count: int | None = None
     startup_timeout_s: int | None = None
@@ -180,7 +180,7 @@ def changed_deployment(
     if request.model:
         target = _target(request.model, entry, lookups)
     draft, config = base.draft, base.speculative_config
-    if request.speculation != SpeculationOptions() or target != base.target:
+    if request.speculation != SpeculationFlags() or target != base.target:
         defaults = Defaults(draft, config or {})
         if target != base.target or config is None:
             defaults = _defaults(entry)
@@ -334,7 +334,7 @@ def _defaults(entry: CatalogEntry | None) -> Defaults:
 
 
 def _speculation(
-    options: SpeculationOptions,
+    options: SpeculationFlags,
     source: ContainerSource,
     defaults: Defaults,
     target: ModelSource,

@@ -25,7 +25,7 @@ _NOT_OF_VLLM = ("check_target", "draft_sampling")
 
 
 @dataclass(frozen=True, slots=True)
-class SpeculationOptions:
+class SpeculationFlags:
     """--speculation, --draft, -k and --speculative-config (JSON text); None if not given."""
 
     speculation: bool | None = None
@@ -50,7 +50,7 @@ class Defaults:
 
 
 def decide(
-    options: SpeculationOptions,
+    options: SpeculationFlags,
     source: ContainerSource,
     defaults: Defaults,
     read_head: Callable[[ModelSource], HeadFacts | None],
@@ -136,7 +136,7 @@ def read_config(text: str, source: str) -> dict[str, Any]:
     return {key: value for key, value in data.items() if value is not None}
 
 
-def _named_draft(options: SpeculationOptions, config: dict[str, Any]) -> ModelSource | None:
+def _named_draft(options: SpeculationFlags, config: dict[str, Any]) -> ModelSource | None:
     """Take the head that the user named out of the configuration."""
     model, revision = config.pop("model", None), config.pop("revision", None)
     if model is None:
