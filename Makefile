@@ -3,10 +3,10 @@
 #   PYTHON=/path/to/python   the interpreter to build .venv from (default: the first that fits)
 #   NO_VENV=1                no .venv at all: run $(PYTHON) (default python3) with what it has
 #   PEAGLE_VLLM_PYTHON=FILE  the python of an environment that has vLLM, in place of .venv-vllm
-#   WORKERS=2                test processes; PYTEST_ARGS, DEMO_ARGS: passed on
+#   WORKERS=3                test processes; PYTEST_ARGS, DEMO_ARGS: passed on
 
 VENV := .venv
-WORKERS ?= 2
+WORKERS ?= 3
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
 SETUP := PYTHON="$(PYTHON)" tools/setup_venv.sh

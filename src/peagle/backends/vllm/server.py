@@ -249,8 +249,8 @@ class VllmServer:
             if config is not None:
                 how = "in parallel" if self.launch.is_parallel else f"by {config.method}"
                 drafting = f", K = {config.num_drafts} drafted {how}"
-            self._progress(f"{self.model} is served at {self.url}{drafting}")
             self._is_serving = True
+            self._progress(f"{self.model} is served at {self.url}{drafting}")
             status = self.process.wait()
             return status if status >= 0 else 128 - status
         finally:
