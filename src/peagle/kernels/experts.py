@@ -1,0 +1,423 @@
+"""Experts of a mixture in Triton: the plan, the grouped products, and the operators for compilers.
+
+    y[t] = sum over i of weight[t, i] * down(act(gate_up(x[t]))) of expert index[t, i]
+
+Assignments of tokens to experts are ordered by expert on the device, and cut into tiles that read
+the weight of their expert once. Nothing waits for the host, and every size follows from shapes, so
+that a CUDA graph can hold it all. `grouped_product` with one expert and no plan is the product of
+a quantised linear layer.
+
+Shapes: T tokens, C experts chosen for each, S = T * C assignments, E experts, H width, I width
+between the two products, N outputs and K inputs of a product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+from functools import cache
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from peagle.kernels.launch import launch
+from peagle.kernels.packed_weights import (
+    FORMATS,
+    PackedWeight,
+)
+
+Activation = Literal["none", "silu", "clamped", "gelu_tanh"]
+ACTIVATIONS: tuple[str, ...] = get_args(Activation)
+_MAX_PLANNED = 4096  # assignments that one program orders
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """The activation between the two products.
+
+    Attributes:
+        activation: "silu" and "gelu_tanh" are act(gate) * up; "clamped" is gpt-oss's
+            (up + 1) * gate * sigmoid(alpha * gate), with gate up to `limit` and up within it.
+        alpha, limit: of "clamped".
+        interleaved: outputs are gate and up in turns; else all gates come first.
+    """
+
+    activation: Activation
+    alpha: float = 0.0
+    limit: float = 0.0
+    interleaved: bool = False
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        """Compute the activation of [S, 2I] in plain torch, [S, I]."""
+        if self.interleaved:
+            gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+        else:
+            gate, up = gate_up.chunk(2, dim=-1)
+        if self.activation == "silu":
+            return F.silu(gate) * up
+        if self.activation == "gelu_tanh":
+            return F.gelu(gate, approximate="tanh") * up
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return (up + 1) * gate * torch.sigmoid(gate * self.alpha)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """The weights of one layer's experts.
+
+    Attributes:
+        gate_up: [E, 2I, H]; down: [E, H, I].
+        gate: what happens between them.
+        gate_up_bias: [E, 2I]; down_bias: [E, H]; None: there is none.
+    """
+
+    gate_up: PackedWeight
+    down: PackedWeight
+    gate: Gate
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return self.gate_up.data.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedConfig:
+    """How a grouped product is cut. Block sizes are powers of two.
+
+    Attributes:
+        block_m: assignments of a tile, from 16 on.
+        block_n: outputs of a tile; with a gate, so many of gate and of up.
+        block_k: inputs of a tile at each step, up to the inputs that share a scale.
+        num_warps, num_stages: Triton's.
+        wx: multiply W x^T in the matrix unit, not x W^T; from 64 for `block_n` on.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    wx: bool = False
+
+
+def choose_config(num_assignments: int, num_experts: int, weight: PackedWeight) -> GroupedConfig:
+    """Choose a configuration from shapes alone."""
+    rows = num_assignments / min(num_experts, max(num_assignments, 1))
+    block_k = 128 if weight.scale is None else _scale_step(weight, 128)
+    if rows <= 16:
+        return GroupedConfig(16, 32, block_k, 4, 4)
+    if rows <= 32:
+        return GroupedConfig(32, 64, block_k, 4, 3)
+    return GroupedConfig(64, 64, min(block_k, 64), 4, 3)
+
+
+def _scale_step(weight: PackedWeight, block_k: int) -> int:
+    """Return the largest step up to `block_k` in which the inputs share their scales."""
+    inputs = weight.block[1]
+    if weight.format == "mxfp4" or inputs >= weight.num_inputs:
+        return block_k
+    while inputs % block_k:
+        block_k //= 2
+    return block_k
+
+
+def run_experts(
+    x_TH: Tensor, index_TC: Tensor, weight_TC: Tensor, experts: ExpertWeights
+) -> Tensor:
+    """Compute the weighted sum of the chosen experts' outputs in Triton, [T, H].
+
+    Args:
+        x_TH: the tokens' states.
+        index_TC: the experts of each token, integers.
+        weight_TC: their weights.
+        experts: the weights of the layer.
+    """
+    num_tokens, chosen = index_TC.shape
+    index_S = index_TC.reshape(-1)
+    up_config = choose_config(index_S.numel(), experts.num_experts, experts.gate_up)
+    down_config = choose_config(index_S.numel(), experts.num_experts, experts.down)
+    plan = plan_tiles(index_S, experts.num_experts, up_config.block_m)
+    inner_SI = grouped_product(
+        x_TH, experts.gate_up, experts.gate_up_bias, experts.gate,
+        index_S=index_S, plan=plan, chosen=chosen, config=up_config,
+    )  # fmt: skip
+    y_SH = grouped_product(
+        inner_SI, experts.down, experts.down_bias,
+        index_S=index_S, plan=plan, config=down_config,
+    )  # fmt: skip
+    y_TCH = y_SH.view(num_tokens, chosen, -1).float() * weight_TC.float().unsqueeze(-1)
+    return y_TCH.sum(1).to(x_TH.dtype)
+
+
+def run_experts_reference(
+    x_TH: Tensor, index_TC: Tensor, weight_TC: Tensor, experts: ExpertWeights
+) -> Tensor:
+    """Compute `run_experts` in plain torch, one expert after the other."""
+    out = torch.zeros_like(x_TH)
+    gate_up, down = (w.unpack(x_TH.dtype) for w in (experts.gate_up, experts.down))
+    for expert in index_TC.unique().tolist():
+        token, place = (index_TC == expert).nonzero(as_tuple=True)
+        inner = F.linear(x_TH[token], gate_up[expert], _of(experts.gate_up_bias, expert))
+        y = F.linear(experts.gate(inner), down[expert], _of(experts.down_bias, expert))
+        out.index_add_(0, token, y * weight_TC[token, place, None].to(y.dtype))
+    return out
+
+
+def _of(bias: Tensor | None, expert: int) -> Tensor | None:
+    return None if bias is None else bias[expert]
+
+
+def max_tiles(num_assignments: int, num_experts: int, block_m: int) -> int:
+    """Return how many tiles a plan can have at most."""
+    return min(num_assignments, num_experts + num_assignments // block_m)
+
+
+def plan_tiles(index_S: Tensor, num_experts: int, block_m: int) -> Tensor:
+    """Order assignments by expert and cut each expert's into tiles, on the device.
+
+    Args:
+        index_S: the expert of each assignment, integers below `num_experts`.
+        num_experts: E.
+        block_m: most assignments of a tile.
+
+    Returns:
+        int32 [S + 3 * max_tiles]: the assignments in order; then of every tile its expert, -1 for
+        none, and its first and last place in the order.
+    """
+    return torch.ops.peagle.plan_tiles(index_S, num_experts, block_m)
+
+
+@torch.library.custom_op(
+    "peagle::plan_tiles", mutates_args=(), schema="(Tensor index, int experts, int rows) -> Tensor"
+)
+def _plan_tiles(index: Tensor, experts: int, rows: int) -> Tensor:
+    count = index.numel()
+    most = max_tiles(count, experts, rows)
+    plan = torch.empty(count + 3 * most, dtype=torch.int32, device=index.device)
+    if count == 0:
+        return plan
+    if count > _MAX_PLANNED:
+        _plan_many(plan, index, experts, rows, most)
+        return plan
+    from peagle.kernels import experts_triton
+
+    power = _power_of_two
+    launch(
+        experts_triton.plan_kernel,
+        (1,),
+        plan,
+        plan[count:],
+        torch.empty(experts, dtype=torch.int32, device=index.device),
+        index,
+        count,
+        experts,
+        most,
+        BLOCK_M=rows,
+        ASSIGNMENTS=power(count),
+        EXPERTS=power(experts),
+        TILES=power(most),
+        num_warps=4 if count <= 512 else 16,
+    )
+    return plan
+
+
+@_plan_tiles.register_fake
+def _(index: Tensor, experts: int, rows: int) -> Tensor:
+    count = index.numel()
+    most: Any = torch.sym_min(count, experts + count // rows)
+    return index.new_empty(count + 3 * most, dtype=torch.int32)
+
+
+def _plan_many(plan: Tensor, index_S: Tensor, experts: int, rows: int, most: int) -> None:
+    """`plan_kernel` in torch, for any number of assignments."""
+    count = index_S.numel()
+    _, plan[:count] = torch.sort(index_S, stable=True)
+    ones = torch.ones_like(index_S, dtype=torch.int64)
+    counts = torch.zeros(experts, dtype=torch.int64, device=index_S.device)
+    counts.scatter_add_(0, index_S.long(), ones)
+    ends, last_tiles = counts.cumsum(0), (-(-counts // rows)).cumsum(0)
+    tile = torch.arange(most, device=index_S.device)
+    expert = torch.searchsorted(last_tiles, tile, right=True)
+    is_tile, expert = expert < experts, expert.clamp(max=experts - 1)
+    in_expert = tile - (last_tiles - -(-counts // rows))[expert]
+    first = (ends - counts)[expert] + in_expert * rows
+    tiles = plan[count:].view(3, most)
+    tiles[0] = torch.where(is_tile, expert, -1)
+    tiles[1] = first
+    tiles[2] = torch.minimum(first + rows, ends[expert])
+
+
+def grouped_product(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    gate: Gate | None = None,
+    *,
+    index_S: Tensor | None = None,
+    plan: Tensor | None = None,
+    chosen: int = 1,
+    config: GroupedConfig | None = None,
+) -> Tensor:
+    """out[s] = W x[s // chosen] + bias of the expert of s in Triton, then the gate; [S, N].
+
+    Sums are in float32, and rounded once before the gate.
+
+    Args:
+        x: [S / chosen, K], rows contiguous.
+        weight: [E, N, K], or [N, K] without `index_S`; with a gate N counts gate and up.
+        bias: [E, N] or [N].
+        gate: leaves N / 2 outputs; None leaves all.
+        index_S: the experts of the assignments; None: there is but one weight.
+        plan: `plan_tiles` of them for `config.block_m`; a single token needs none.
+        chosen: assignments that share a row of x.
+        config: default `choose_config`.
+    """
+    num_experts = 1 if index_S is None else weight.data.shape[0]
+    num_rows = x.shape[0] * chosen
+    config = config or choose_config(num_rows, num_experts, weight)
+    gated = gate or Gate("none")
+    return torch.ops.peagle.grouped_product(
+        x,
+        weight.data,
+        weight.scale,
+        weight.zero,
+        bias,
+        index_S,
+        plan,
+        [
+            FORMATS.index(weight.format),
+            *weight.block,
+            ACTIVATIONS.index(gated.activation),
+            int(gated.interleaved),
+            chosen,
+        ],
+        [gated.alpha, gated.limit],
+        [int(value) for value in astuple(config)],
+    )
+
+
+def grouped_product_reference(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, gate: Gate | None, index_S: Tensor
+) -> Tensor:
+    """Compute `grouped_product` in plain torch, from the unpacked weights."""
+    matrices = weight.unpack(x.dtype)[index_S]
+    rows = x.repeat_interleave(len(index_S) // len(x), 0)
+    out = torch.einsum("snk,sk->sn", matrices, rows)
+    out = out if bias is None else out + bias[index_S]
+    return out if gate is None else gate(out)
+
+
+@torch.library.custom_op(
+    "peagle::grouped_product",
+    mutates_args=(),
+    schema="(Tensor x, Tensor data, Tensor? scale, Tensor? zero, Tensor? bias, Tensor? index, "
+    "Tensor? plan, int[] layout, float[] gate, int[] config) -> Tensor",
+)
+def _grouped_product(
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor | None,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    index: Tensor | None,
+    plan: Tensor | None,
+    layout: list[int],
+    gate: list[float],
+    config: list[int],
+) -> Tensor:
+    from peagle.kernels import experts_triton
+
+    kind, rows, inputs, activation, interleaved, chosen = layout
+    *sizes, wx = config
+    cut = GroupedConfig(*sizes, wx=bool(wx))
+    format: Any = FORMATS[kind]
+    weight = PackedWeight(data, format, scale, zero, (rows, inputs))
+    count, k = x.shape[0] * chosen, weight.num_inputs
+    assert x.shape[1] == k and x.stride(1) == data.stride(-1) == 1
+    n = data.shape[-2] // (2 if activation else 1)
+    out = torch.empty(count, n, dtype=x.dtype, device=x.device)
+    if count == 0:
+        return out
+    if index is None:
+        mode, tiles = 0, -(-count // cut.block_m)
+    elif x.shape[0] == 1 or count == 1:
+        mode, tiles = 1, count
+    else:
+        assert plan is not None
+        mode, tiles = 2, (plan.numel() - count) // 3
+    stored = data if data.element_size() > 1 or data.dtype == torch.int8 else data.view(torch.uint8)
+    scales = out if scale is None else scale
+    has_steps = format != "plain" and (format == "mxfp4" or inputs < k)
+    assert not has_steps or format == "mxfp4" or inputs % cut.block_k == 0
+    launch(
+        experts_triton.grouped_kernel,
+        (-(-n // cut.block_n), tiles),
+        out,
+        x,
+        plan if mode == 2 else out,
+        plan[count:] if mode == 2 and plan is not None else out,
+        index if mode == 1 else out,
+        stored,
+        scales,
+        scales if zero is None else zero,
+        out if bias is None else bias,
+        count,
+        n,
+        k,
+        tiles,
+        chosen,
+        x.stride(0),
+        0 if index is None else stored.stride(0),
+        stored.stride(-2),
+        0 if index is None or scale is None else scale.stride(0),
+        0 if scale is None else scale.stride(-2),
+        *gate,
+        BLOCK_M=cut.block_m,
+        BLOCK_N=cut.block_n,
+        BLOCK_K=cut.block_k,
+        STAGES=cut.num_stages,
+        FORMAT=kind,
+        SCALE_ROWS=0 if rows >= data.shape[-2] else rows,
+        SCALE_K=inputs if has_steps else 0,
+        GATE=activation,
+        INTERLEAVED=bool(interleaved),
+        HAS_BIAS=bias is not None,
+        HAS_ZERO=zero is not None,
+        EVEN_K=k % cut.block_k == 0,
+        MODE=mode,
+        ASM=_has_assembly(x.device) and x.dtype == torch.bfloat16,
+        WX=cut.wx,
+        num_warps=cut.num_warps,
+        num_stages=cut.num_stages,
+    )
+    return out
+
+
+@_grouped_product.register_fake
+def _(
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor | None,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    index: Tensor | None,
+    plan: Tensor | None,
+    layout: list[int],
+    gate: list[float],
+    config: list[int],
+) -> Tensor:
+    return x.new_empty(x.shape[0] * layout[5], data.shape[-2] // (2 if layout[3] else 1))
+
+
+@cache
+def _has_assembly(device: torch.device) -> bool:
+    """Return whether a device has products of two bfloat16 at once: 9.0 and later; no CPU."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << max(number - 1, 0).bit_length()

@@ -1,0 +1,218 @@
+"""Grouped products of experts in Triton against plain torch; on a CPU under the interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from peagle.kernels.experts import (
+    ExpertWeights,
+    Gate,
+    GroupedConfig,
+    grouped_product,
+    grouped_product_reference,
+    max_tiles,
+    plan_tiles,
+    run_experts,
+    run_experts_reference,
+)
+from peagle.kernels.packed_weights import (
+    PackedWeight,
+    pack_fp8,
+    pack_int4,
+    pack_int8,
+    pack_mxfp4,
+)
+from tests.kernels.devices import DEVICES
+
+pytest.importorskip("triton", reason="needs triton")
+FORMATS = ["plain", "fp8", "fp8 channel", "fp8 tensor", "int8", "int4", "int4 zeros", "mxfp4"]
+GATES = [
+    None,
+    Gate("silu"),
+    Gate("silu", interleaved=True),
+    Gate("clamped", 1.702, 0.4, interleaved=True),
+    Gate("gelu_tanh"),
+]
+
+
+def make_weight(format: str, *shape: int, device: str, dtype: torch.dtype) -> PackedWeight:
+    weight = torch.randn(*shape) / shape[-1] ** 0.5
+    if format == "plain":
+        return PackedWeight(weight.to(device, dtype))
+    packed = {
+        "fp8": lambda: pack_fp8(weight, (32, 32)),
+        "fp8 channel": lambda: pack_fp8(weight, (1, shape[-1])),
+        "fp8 tensor": lambda: pack_fp8(weight, (shape[-2], shape[-1])),
+        "int8": lambda: pack_int8(weight, (1, shape[-1])),
+        "int4": lambda: pack_int4(weight, 32),
+        "int4 zeros": lambda: pack_int4(weight, 32),
+        "mxfp4": lambda: pack_mxfp4(weight),
+    }[format]()
+    zero = None
+    if format == "int4 zeros":
+        assert packed.scale is not None
+        zero = torch.randint(0, 16, packed.scale.shape, dtype=torch.uint8).to(device)
+    scale = None if packed.scale is None else packed.scale.to(device)
+    return PackedWeight(packed.data.to(device), packed.format, scale, zero, packed.block)
+
+
+def check(found: Tensor, expected: Tensor) -> None:
+    assert found.isfinite().all()
+    bound = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[found.dtype]
+    error = (found.double() - expected.double()).norm() / expected.double().norm()
+    assert error < bound
+
+
+# ---- packing --------------------------------------------------------------------------------
+
+
+def test_unpacks_what_the_format_says() -> None:
+    # 0xA3: even input 3 (1.5 in e2m1), odd input 10 (-1.0); the scale is 2^(128 - 127).
+    data = torch.full((1, 16), 0xA3, dtype=torch.uint8)
+    scale = torch.full((1, 1), 128, dtype=torch.uint8)
+    weight = PackedWeight(data, "mxfp4", scale, block=(1, 32)).unpack(torch.float32)
+    assert weight[0, :4].tolist() == [3.0, -2.0, 3.0, -2.0]
+    half = torch.full((1, 1), 0.5)
+    weight = PackedWeight(data, "int4", half, block=(1, 32)).unpack(torch.float32)
+    assert weight[0, :4].tolist() == [-2.5, 1.0, -2.5, 1.0]
+    zero = torch.full((1, 1), 3, dtype=torch.uint8)
+    weight = PackedWeight(data, "int4", half, zero, (1, 32)).unpack(torch.float32)
+    assert weight[0, :2].tolist() == [0.0, 3.5]
+
+
+@pytest.mark.parametrize(
+    ("format", "bound"),
+    [("fp8", 0.04), ("fp8 channel", 0.04), ("int8", 0.015), ("int4", 0.2), ("mxfp4", 0.2)],
+)
+def test_packing_keeps_the_weight(format: str, bound: float) -> None:
+    torch.manual_seed(3)
+    packed = make_weight(format, 3, 70, 64, device="cpu", dtype=torch.float32)
+    torch.manual_seed(3)
+    weight = torch.randn(3, 70, 64) / 8
+    assert (packed.unpack(torch.float32) - weight).norm() / weight.norm() < bound
+    assert packed.num_inputs == 64
+
+
+# ---- the plan -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("count", "experts", "rows"),
+    [(1, 3, 16), (7, 5, 4), (64, 128, 16), (300, 32, 16), (4096, 6, 64), (5000, 9, 32)],
+)
+@pytest.mark.parametrize("skewed", [False, True])
+def test_every_assignment_is_in_one_tile_of_its_expert(
+    count: int, experts: int, rows: int, skewed: bool, device: str
+) -> None:
+    torch.manual_seed(count)
+    index = torch.randint(experts, (count,))
+    if skewed:
+        index = torch.full((count,), experts - 1)
+    most = max_tiles(count, experts, rows)
+    plan = plan_tiles(index.to(device), experts, rows).cpu()
+    order, tiles = plan[:count], plan[count:].view(3, most)
+    assert sorted(order.tolist()) == list(range(count))
+    found: list[int] = []
+    for expert, first, last in tiles.T.tolist():
+        if expert >= 0:
+            assert 0 < last - first <= rows
+            assert (index[order[first:last].long()] == expert).all()
+            found += range(first, last)
+    assert sorted(found) == list(range(count))
+    needed = sum(-(-int(n) // rows) for n in index.bincount())
+    assert int((tiles[0] >= 0).sum()) == needed
+
+
+# ---- products -------------------------------------------------------------------------------
+
+CONFIGS = [GroupedConfig(16, 16, 32, 4, 2), GroupedConfig(16, 64, 32, 4, 3, wx=True)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("gate", GATES, ids=str)
+def test_grouped_product_equals_the_reference(
+    gate: Gate | None, format: str, config: GroupedConfig, device: str
+) -> None:
+    torch.manual_seed(1)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    weight = make_weight(format, 5, 72, 96, device=device, dtype=dtype)
+    bias = torch.randn(5, 72).to(device, dtype)
+    x = torch.randn(7, 96).to(device, dtype)
+    index = torch.randint(4, (14,), device=device)  # no token goes to the last
+    plan = plan_tiles(index, 5, config.block_m)
+    found = grouped_product(
+        x, weight, bias, gate, index_S=index, plan=plan, chosen=2, config=config
+    )
+    exact = weight.unpack(torch.float64), bias.double()
+    expected = grouped_product_reference(x.double(), PackedWeight(exact[0]), exact[1], gate, index)
+    check(found, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("rows", "k"), [(1, 96), (3, 160), (17, 32), (129, 96)])
+def test_one_weight_is_a_linear_layer(rows: int, k: int, format: str, device: str) -> None:
+    torch.manual_seed(2)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    weight = make_weight(format, 40, k, device=device, dtype=dtype)
+    bias = torch.randn(40).to(device, dtype)
+    wide = torch.full((rows, k + 8), torch.nan, device=device, dtype=dtype)
+    wide[:, :k] = torch.randn(rows, k)
+    x = wide[:, :k]
+    config = GroupedConfig(16, 16, 32, 4, 2)
+    found = grouped_product(x, weight, bias, config=config)
+    check(found, F.linear(x.double(), weight.unpack(torch.float64), bias.double()))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("format", ["plain", "fp8", "mxfp4"])
+@pytest.mark.parametrize(("tokens", "chosen"), [(1, 1), (1, 4), (3, 2), (17, 4), (129, 2)])
+@pytest.mark.parametrize("routing", ["random", "one expert"])
+def test_experts_equal_the_reference(
+    tokens: int, chosen: int, routing: str, format: str, device: str
+) -> None:
+    torch.manual_seed(tokens)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    experts = ExpertWeights(
+        make_weight("plain", 6, 96, 64, device=device, dtype=dtype),
+        make_weight("plain", 6, 64, 48, device=device, dtype=dtype),
+        Gate("silu"),
+    )
+    if format != "plain":
+        experts = ExpertWeights(
+            make_weight(format, 6, 128, 64, device=device, dtype=dtype),
+            make_weight(format, 6, 64, 64, device=device, dtype=dtype),
+            Gate("clamped", 1.702, 7.0, interleaved=True),
+            torch.randn(6, 128).to(device, dtype),
+            torch.randn(6, 64).to(device, dtype),
+        )
+    x = torch.randn(tokens, 64).to(device, dtype)
+    index = torch.stack([torch.randperm(6)[:chosen] for _ in range(tokens)]).to(device)
+    if routing == "one expert":
+        index = torch.full((tokens, chosen), 5, device=device)
+    weights = torch.rand(tokens, chosen).to(device, dtype)
+    found = run_experts(x, index, weights, experts)
+    exact = ExpertWeights(
+        PackedWeight(experts.gate_up.unpack(torch.float64)),
+        PackedWeight(experts.down.unpack(torch.float64)),
+        experts.gate,
+        None if experts.gate_up_bias is None else experts.gate_up_bias.double(),
+        None if experts.down_bias is None else experts.down_bias.double(),
+    )
+    check(found, run_experts_reference(x.double(), index, weights.double(), exact))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_half_precision_takes_no_assembly(device: str) -> None:
+    torch.manual_seed(4)
+    for format in FORMATS:
+        weight = make_weight(format, 40, 96, device=device, dtype=torch.float16)
+        x = torch.randn(5, 96).to(device, torch.float16)
+        found = grouped_product(x, weight, config=GroupedConfig(16, 16, 32, 4, 2))
+        check(found, F.linear(x.double(), weight.unpack(torch.float64)))
