@@ -35,7 +35,7 @@ from peagle.kernels.experts import (
     grouped_product_reference,
     plan_tiles,
 )
-from peagle.kernels.packed_weights import PackedWeight
+from peagle.kernels.packed_weights import PackedWeight, mx_words
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
@@ -61,7 +61,7 @@ class Shape:
 
 SHAPES = [
     Shape("qwen3-coder", 128, 8, 2048, 768, Gate("silu")),
-    Shape("gpt-oss-20b", 32, 4, 2880, 2880, Gate("clamped", 1.702, 7.0, True), has_bias=True),
+    Shape("gpt-oss-20b", 32, 4, 2880, 2880, Gate("clamped", 1.702, 7.0), has_bias=True),
     Shape("qwen3-8b", 1, 1, 4096, 12_288, Gate("silu")),
 ]
 
@@ -95,7 +95,7 @@ class Product:
         if self.format == "mxfp4":
             data = torch.randint(256, (*size[:2], size[2] // 2), dtype=torch.uint8, device=DEVICE)
             scale = torch.randint(118, 122, (*size[:2], size[2] // 32), device=DEVICE)
-            return PackedWeight(data, "mxfp4", scale.to(torch.uint8), block=(1, 32))
+            return PackedWeight(data, "mxfp4", mx_words(scale.to(torch.uint8)), block=(1, 32))
         if self.format == "int4":
             data = torch.randint(256, (*size[:2], size[2] // 2), dtype=torch.uint8, device=DEVICE)
             scale = torch.rand(*size[:2], -(-size[2] // 128), device=DEVICE) / 128
@@ -113,31 +113,49 @@ def candidates(product: Product, tokens: int, quick: bool) -> list[GroupedConfig
     c, shape = GroupedConfig, product.shape
     rows = tokens * shape.chosen / min(shape.num_experts, tokens * shape.chosen)
     m = 16 if rows <= 24 else 32 if rows <= 48 else 64
-    found = [
-        c(m, 16, 128, 4, 4),
-        c(m, 32, 128, 4, 4),
-        c(m, 32, 128, 2, 4),
-        c(m, 64, 128, 4, 3),
-        c(m, 64, 64, 4, 4),
-        c(m, 64, 128, 4, 4, wx=True),
-        c(m, 128, 64, 4, 3, wx=True),
-    ]
-    if not quick:
-        found += [
-            c(m, 16, 128, 2, 6),
-            c(m, 32, 128, 4, 6),
-            c(m, 32, 64, 4, 6),
-            c(m, 128, 128, 8, 3),
-            c(m, 64, 64, 4, 5, wx=True),
-            c(m, 64, 128, 8, 3, wx=True),
+    if product.format == "mxfp4":
+        found = [
+            c(m, 32, 32, 4, 4, 4),
+            c(m, 32, 32, 4, 4, 3),
+            c(m, 64, 32, 4, 4, 3),
+            c(m, 64, 32, 2, 4, 4),
+            c(m, 64, 32, 3, 4, 4),
+            c(m, 128, 32, 2, 4, 4),
+            c(m, 32, 32, 4, 2, 4),
         ]
-        if product.format in ("plain", "mxfp4"):
-            found += [c(m, 16, 256, 4, 4), c(m, 32, 256, 4, 3)]
+        more = [
+            c(m, 16, 32, 4, 2, 4),
+            c(m, 64, 32, 1, 4, 6),
+            c(m, 64, 32, 5, 4, 3),
+            c(m, 128, 32, 1, 4, 6),
+            c(m, 128, 32, 4, 8, 3),
+            c(m, 64, 32, 4, 2, 3),
+            c(m, 32, 32, 9, 4, 2),
+        ]
+    else:
+        found = [
+            c(m, 32, 128, 1, 4, 4),
+            c(m, 32, 128, 1, 2, 4),
+            c(m, 64, 128, 1, 4, 3),
+            c(m, 64, 64, 1, 4, 4),
+            c(m, 32, 128, 2, 4, 3),
+            c(m, 32, 128, 1, 4, 3),
+        ]
+        more = [
+            c(m, 32, 128, 2, 2, 3),
+            c(m, 32, 128, 1, 2, 6),
+            c(m, 64, 128, 1, 4, 4),
+            c(m, 64, 128, 2, 4, 2),
+            c(m, 64, 128, 1, 8, 3),
+            c(m, 32, 64, 1, 2, 6),
+        ]
+    found += [] if quick else more
     itemsize = {"plain": 2.0, "mxfp4": 0.5, "int4": 0.5}.get(product.format, 1.0)
     parts = 1 if product.is_down else 2
 
     def fits(config: GroupedConfig) -> bool:
-        stage = config.block_k * (parts * config.block_n * itemsize + config.block_m * 2)
+        inputs = config.step * config.steps
+        stage = inputs * (parts * config.block_n * itemsize + config.block_m * 2)
         return stage * config.num_stages < SHARED_BYTES
 
     return [config for config in found if fits(config)]
@@ -241,8 +259,8 @@ def compile_all(jobs: list[tuple[Product, int, GroupedConfig]]) -> None:
 
 
 def label(config: GroupedConfig) -> str:
-    m, n, k, warps, stages, wx = astuple(config)
-    return f"m{m} n{n} k{k} w{warps} st{stages}{' wx' if wx else ''}"
+    m, n, step, steps, warps, stages = astuple(config)
+    return f"m{m} n{n} k{step}x{steps} w{warps} st{stages}"
 
 
 def measure(product: Product, tokens: int, args: argparse.Namespace) -> dict[str, Any]:

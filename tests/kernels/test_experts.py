@@ -20,6 +20,7 @@ from peagle.kernels.experts import (
 )
 from peagle.kernels.packed_weights import (
     PackedWeight,
+    mx_words,
     pack_fp8,
     pack_int4,
     pack_int8,
@@ -32,8 +33,7 @@ FORMATS = ["plain", "fp8", "fp8 channel", "fp8 tensor", "int8", "int4", "int4 ze
 GATES = [
     None,
     Gate("silu"),
-    Gate("silu", interleaved=True),
-    Gate("clamped", 1.702, 0.4, interleaved=True),
+    Gate("clamped", 1.702, 0.4),
     Gate("gelu_tanh"),
 ]
 
@@ -72,7 +72,7 @@ def check(found: Tensor, expected: Tensor) -> None:
 def test_unpacks_what_the_format_says() -> None:
     # 0xA3: even input 3 (1.5 in e2m1), odd input 10 (-1.0); the scale is 2^(128 - 127).
     data = torch.full((1, 16), 0xA3, dtype=torch.uint8)
-    scale = torch.full((1, 1), 128, dtype=torch.uint8)
+    scale = mx_words(torch.full((1, 1), 128, dtype=torch.uint8))
     weight = PackedWeight(data, "mxfp4", scale, block=(1, 32)).unpack(torch.float32)
     assert weight[0, :4].tolist() == [3.0, -2.0, 3.0, -2.0]
     half = torch.full((1, 1), 0.5)
@@ -129,7 +129,7 @@ def test_every_assignment_is_in_one_tile_of_its_expert(
 
 # ---- products -------------------------------------------------------------------------------
 
-CONFIGS = [GroupedConfig(16, 16, 32, 4, 2), GroupedConfig(16, 64, 32, 4, 3, wx=True)]
+CONFIGS = [GroupedConfig(16, 16, 32, 1, 4, 2), GroupedConfig(32, 32, 32, 2, 4, 3)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -165,7 +165,7 @@ def test_one_weight_is_a_linear_layer(rows: int, k: int, format: str, device: st
     wide = torch.full((rows, k + 8), torch.nan, device=device, dtype=dtype)
     wide[:, :k] = torch.randn(rows, k)
     x = wide[:, :k]
-    config = GroupedConfig(16, 16, 32, 4, 2)
+    config = GroupedConfig(16, 16, 32, 1, 4, 2)
     found = grouped_product(x, weight, bias, config=config)
     check(found, F.linear(x.double(), weight.unpack(torch.float64), bias.double()))
 
@@ -188,7 +188,7 @@ def test_experts_equal_the_reference(
         experts = ExpertWeights(
             make_weight(format, 6, 128, 64, device=device, dtype=dtype),
             make_weight(format, 6, 64, 64, device=device, dtype=dtype),
-            Gate("clamped", 1.702, 7.0, interleaved=True),
+            Gate("clamped", 1.702, 7.0),
             torch.randn(6, 128).to(device, dtype),
             torch.randn(6, 64).to(device, dtype),
         )
@@ -214,5 +214,5 @@ def test_half_precision_takes_no_assembly(device: str) -> None:
     for format in FORMATS:
         weight = make_weight(format, 40, 96, device=device, dtype=torch.float16)
         x = torch.randn(5, 96).to(device, torch.float16)
-        found = grouped_product(x, weight, config=GroupedConfig(16, 16, 32, 4, 2))
+        found = grouped_product(x, weight, config=GroupedConfig(16, 16, 32, 1, 4, 2))
         check(found, F.linear(x.double(), weight.unpack(torch.float64)))

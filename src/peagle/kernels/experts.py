@@ -40,20 +40,15 @@ class Gate:
         activation: "silu" and "gelu_tanh" are act(gate) * up; "clamped" is gpt-oss's
             (up + 1) * gate * sigmoid(alpha * gate), with gate up to `limit` and up within it.
         alpha, limit: of "clamped".
-        interleaved: outputs are gate and up in turns; else all gates come first.
     """
 
     activation: Activation
     alpha: float = 0.0
     limit: float = 0.0
-    interleaved: bool = False
 
     def __call__(self, gate_up: Tensor) -> Tensor:
-        """Compute the activation of [S, 2I] in plain torch, [S, I]."""
-        if self.interleaved:
-            gate, up = gate_up[..., ::2], gate_up[..., 1::2]
-        else:
-            gate, up = gate_up.chunk(2, dim=-1)
+        """Compute the activation of [S, 2I], all gates first, in plain torch, [S, I]."""
+        gate, up = gate_up.chunk(2, dim=-1)
         if self.activation == "silu":
             return F.silu(gate) * up
         if self.activation == "gelu_tanh":
@@ -86,43 +81,44 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True)
 class GroupedConfig:
-    """How a grouped product is cut. Block sizes are powers of two.
+    """How a grouped product is cut. `steps` is any number, the others are powers of two.
 
     Attributes:
         block_m: assignments of a tile, from 16 on.
         block_n: outputs of a tile; with a gate, so many of gate and of up.
-        block_k: inputs of a tile at each step, up to the inputs that share a scale.
+        step: inputs of one product, which share their scales.
+        steps: products of a turn of the loop.
         num_warps, num_stages: Triton's.
-        wx: multiply W x^T in the matrix unit, not x W^T; from 64 for `block_n` on.
     """
 
     block_m: int
     block_n: int
-    block_k: int
+    step: int
+    steps: int
     num_warps: int
     num_stages: int
-    wx: bool = False
 
 
 def choose_config(num_assignments: int, num_experts: int, weight: PackedWeight) -> GroupedConfig:
     """Choose a configuration from shapes alone."""
     rows = num_assignments / min(num_experts, max(num_assignments, 1))
-    block_k = 128 if weight.scale is None else _scale_step(weight, 128)
+    step = _shared_inputs(weight, 128)
+    steps = 128 // step if weight.num_inputs % 128 == 0 else max(64 // step, 1)
     if rows <= 16:
-        return GroupedConfig(16, 32, block_k, 4, 4)
+        return GroupedConfig(16, 32, step, steps, 4, 4)
     if rows <= 32:
-        return GroupedConfig(32, 64, block_k, 4, 3)
-    return GroupedConfig(64, 64, min(block_k, 64), 4, 3)
+        return GroupedConfig(32, 64, step, steps, 4, 3)
+    return GroupedConfig(64, 64, min(step, 64), steps, 4, 3)
 
 
-def _scale_step(weight: PackedWeight, block_k: int) -> int:
-    """Return the largest step up to `block_k` in which the inputs share their scales."""
+def _shared_inputs(weight: PackedWeight, most: int) -> int:
+    """Return the largest power of two, up to `most`, of inputs that share their scales."""
     inputs = weight.block[1]
-    if weight.format == "mxfp4" or inputs >= weight.num_inputs:
-        return block_k
-    while inputs % block_k:
-        block_k //= 2
-    return block_k
+    if weight.scale is None or inputs >= weight.num_inputs:
+        return most
+    while inputs % most:
+        most //= 2
+    return most
 
 
 def run_experts(
@@ -292,11 +288,10 @@ def grouped_product(
             FORMATS.index(weight.format),
             *weight.block,
             ACTIVATIONS.index(gated.activation),
-            int(gated.interleaved),
             chosen,
         ],
         [gated.alpha, gated.limit],
-        [int(value) for value in astuple(config)],
+        list(astuple(config)),
     )
 
 
@@ -331,9 +326,8 @@ def _grouped_product(
 ) -> Tensor:
     from peagle.kernels import experts_triton
 
-    kind, rows, inputs, activation, interleaved, chosen = layout
-    *sizes, wx = config
-    cut = GroupedConfig(*sizes, wx=bool(wx))
+    kind, rows, inputs, activation, chosen = layout
+    cut = GroupedConfig(*config)
     format: Any = FORMATS[kind]
     weight = PackedWeight(data, format, scale, zero, (rows, inputs))
     count, k = x.shape[0] * chosen, weight.num_inputs
@@ -351,8 +345,9 @@ def _grouped_product(
         mode, tiles = 2, (plan.numel() - count) // 3
     stored = data if data.element_size() > 1 or data.dtype == torch.int8 else data.view(torch.uint8)
     scales = out if scale is None else scale
-    has_steps = format != "plain" and (format == "mxfp4" or inputs < k)
-    assert not has_steps or format == "mxfp4" or inputs % cut.block_k == 0
+    is_shared = scale is None or (inputs >= k and format != "mxfp4")
+    assert is_shared or inputs % cut.step == 0
+    assert zero is None or (scale is not None and zero.stride() == scale.stride())
     launch(
         experts_triton.grouped_kernel,
         (-(-n // cut.block_n), tiles),
@@ -375,22 +370,23 @@ def _grouped_product(
         stored.stride(-2),
         0 if index is None or scale is None else scale.stride(0),
         0 if scale is None else scale.stride(-2),
+        0 if scale is None else scale.stride(-1),
         *gate,
         BLOCK_M=cut.block_m,
         BLOCK_N=cut.block_n,
-        BLOCK_K=cut.block_k,
+        STEP=cut.step,
+        STEPS=cut.steps,
         STAGES=cut.num_stages,
         FORMAT=kind,
         SCALE_ROWS=0 if rows >= data.shape[-2] else rows,
-        SCALE_K=inputs if has_steps else 0,
+        SCALE_K=0 if is_shared else inputs,
         GATE=activation,
-        INTERLEAVED=bool(interleaved),
         HAS_BIAS=bias is not None,
         HAS_ZERO=zero is not None,
-        EVEN_K=k % cut.block_k == 0,
+        EVEN_N=n % cut.block_n == 0,
+        EVEN_K=k % (cut.step * cut.steps) == 0,
         MODE=mode,
         ASM=_has_assembly(x.device) and x.dtype == torch.bfloat16,
-        WX=cut.wx,
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
     )
@@ -410,7 +406,7 @@ def _(
     gate: list[float],
     config: list[int],
 ) -> Tensor:
-    return x.new_empty(x.shape[0] * layout[5], data.shape[-2] // (2 if layout[3] else 1))
+    return x.new_empty(x.shape[0] * layout[4], data.shape[-2] // (2 if layout[3] else 1))
 
 
 @cache

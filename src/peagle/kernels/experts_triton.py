@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from peagle.kernels.packed_weights_triton import INT4, MXFP4, PLAIN, mx_factor, unpack
+from peagle.kernels.packed_weights_triton import INT4, MXFP4, PLAIN, unpack
 
 NO_GATE = tl.constexpr(0)
 SILU = tl.constexpr(1)
@@ -76,64 +76,85 @@ def _gated(gate, up, alpha, limit, GATE: tl.constexpr):
 
 
 @triton.jit
+def _load_x(
+    x_ptrs,  # [BLOCK_M, 1], at the first input of the rows
+    pair_ptrs,  # the same, of pairs of inputs
+    is_row,
+    k,
+    num_k,
+    STEP: tl.constexpr,
+    FORMAT: tl.constexpr,
+):
+    """Inputs k to k + STEP of x; of a 4-bit format the even and the odd ones apart."""
+    DTYPE: tl.constexpr = x_ptrs.dtype.element_ty
+    if FORMAT < INT4:
+        offs = k + tl.arange(0, STEP)[None, :]
+        even = tl.load(x_ptrs + offs, mask=is_row & (offs < num_k), other=0.0)
+        odd = even
+    else:
+        offs = k // 2 + tl.arange(0, STEP // 2)[None, :]
+        mask = is_row & (offs < num_k // 2)
+        if DTYPE.primitive_bitwidth == 16:
+            pair = tl.load(pair_ptrs + offs, mask=mask, other=0)
+            even = pair.to(tl.int16).to(DTYPE, bitcast=True)
+            odd = (pair >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+        else:
+            even = tl.load(x_ptrs + 2 * offs, mask=mask, other=0.0)
+            odd = tl.load(x_ptrs + 2 * offs + 1, mask=mask, other=0.0)
+    return even, odd
+
+
+@triton.jit
 def _add_product(
     acc,
     x_even,
     x_odd,
     data_ptrs,  # [BLOCK_N, 1], at the first number of the rows
-    scale_ptrs,  # [BLOCK_N, 1], at the first scale of the rows
-    zero_ptrs,
+    scale,  # float32 [BLOCK_N], of these inputs; not looked at where there is one for all
+    zero_ptrs,  # [BLOCK_N], at the zeros of these inputs
     k,
     num_k,
-    DTYPE: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SCALE_K: tl.constexpr,
+    STEP: tl.constexpr,
+    IS_SCALED: tl.constexpr,
     FORMAT: tl.constexpr,
     HAS_ZERO: tl.constexpr,
     EVEN_K: tl.constexpr,
     ASM: tl.constexpr,
-    WX: tl.constexpr,
 ):
-    """acc plus the product with one tile of the weight, its scales applied."""
-    HALVES: tl.constexpr = FORMAT >= INT4  # INT4 or MXFP4
-    BYTES: tl.constexpr = BLOCK_K // 2 if HALVES else BLOCK_K
-    first = k // 2 if HALVES else k
-    offs = first + tl.arange(0, BYTES)[None, :]
+    """acc plus the product with STEP inputs of the weight."""
+    PACKED: tl.constexpr = 2 if FORMAT >= INT4 else 1  # numbers in one element
+    offs = k // PACKED + tl.arange(0, STEP // PACKED)[None, :]
     if EVEN_K:
         packed = tl.load(data_ptrs + offs, eviction_policy="evict_first")
     else:
-        last = num_k // 2 if HALVES else num_k
-        packed = tl.load(data_ptrs + offs, mask=offs < last, other=0, eviction_policy="evict_first")
-    group = 8
-    if FORMAT == MXFP4:
-        offs_s = k // 32 + tl.arange(0, BLOCK_K // 32)[None, :]
-        if EVEN_K:
-            group = tl.load(scale_ptrs + offs_s).to(tl.int32)
-        else:
-            group = tl.load(scale_ptrs + offs_s, mask=offs_s < num_k // 32, other=0).to(tl.int32)
-    elif FORMAT == INT4:
-        if HAS_ZERO:
-            group = tl.load(zero_ptrs + (k // SCALE_K if SCALE_K > 0 else 0)).to(tl.int32)
-        else:
-            group = tl.full([packed.shape[0], 1], 8, tl.int32)
-    even, odd = unpack(packed, group, DTYPE, FORMAT, ASM)
-    IS_SCALED: tl.constexpr = SCALE_K > 0 and FORMAT != MXFP4
+        mask = offs < num_k // PACKED
+        packed = tl.load(data_ptrs + offs, mask=mask, other=0, eviction_policy="evict_first")
+    if HAS_ZERO:
+        zero = tl.load(zero_ptrs).to(tl.int32)[:, None]
+    else:
+        zero = tl.full([packed.shape[0], 1], 8, tl.int32)
+    even, odd = unpack(packed, zero, x_even.dtype, FORMAT, ASM)
     if IS_SCALED:
         part = tl.zeros_like(acc)
     else:
         part = acc
-    if WX:
-        part = tl.dot(even, tl.trans(x_even), part, input_precision="ieee")
-        if HALVES:
-            part = tl.dot(odd, tl.trans(x_odd), part, input_precision="ieee")
-    else:
-        part = tl.dot(x_even, tl.trans(even), part, input_precision="ieee")
-        if HALVES:
-            part = tl.dot(x_odd, tl.trans(odd), part, input_precision="ieee")
+    part = tl.dot(x_even, tl.trans(even), part, input_precision="ieee")
+    if FORMAT >= INT4:
+        part = tl.dot(x_odd, tl.trans(odd), part, input_precision="ieee")
     if IS_SCALED:
-        scale = tl.load(scale_ptrs + k // SCALE_K)
-        part = acc + part * (scale if WX else tl.trans(scale))
+        part = acc + part * scale[None, :]
     return part
+
+
+@triton.jit
+def _scale_of(loaded, k, FORMAT: tl.constexpr):
+    """The float32 scales of inputs from k on, out of what is stored for them."""
+    if FORMAT == MXFP4:
+        exponent = (loaded >> (k // 32 % 4 * 8)) & 0xFF
+        scale = (exponent << 23).to(tl.float32, bitcast=True)
+    else:
+        scale = loaded
+    return scale
 
 
 @triton.jit
@@ -142,24 +163,17 @@ def _finished(
     scale_ptrs,
     bias_ptrs,  # [BLOCK_N]
     is_column,
-    dtype: tl.constexpr,
+    DTYPE: tl.constexpr,
     SCALE_K: tl.constexpr,
     FORMAT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    ASM: tl.constexpr,
-    WX: tl.constexpr,
 ):
-    """The sums as [BLOCK_M, BLOCK_N] with what is left of the scales, rounded, with the bias."""
-    if FORMAT == MXFP4:
-        acc *= mx_factor(FORMAT, ASM)
-    elif FORMAT != PLAIN and SCALE_K == 0:
-        scale = tl.load(scale_ptrs)
-        acc *= scale if WX else tl.trans(scale)
-    if WX:
-        acc = tl.trans(acc)
+    """The sums with the scale of all inputs, and with the bias, rounded."""
+    if FORMAT != PLAIN and SCALE_K == 0:
+        acc *= tl.load(scale_ptrs)[None, :]
     if HAS_BIAS:
         acc += tl.load(bias_ptrs, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    return acc.to(dtype).to(tl.float32)
+    return acc.to(DTYPE).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["num_rows", "max_tiles"])
@@ -183,29 +197,30 @@ def grouped_kernel(
     stride_row,
     stride_scale_expert,
     stride_scale_row,
+    stride_scale_k,
     alpha,
     limit,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    STEP: tl.constexpr,
+    STEPS: tl.constexpr,
     STAGES: tl.constexpr,
     FORMAT: tl.constexpr,
     SCALE_ROWS: tl.constexpr,  # rows that share a scale; 0: all
     SCALE_K: tl.constexpr,  # inputs that share a scale; 0: all
     GATE: tl.constexpr,
-    INTERLEAVED: tl.constexpr,  # gate and up in turns, not one after the other
     HAS_BIAS: tl.constexpr,
     HAS_ZERO: tl.constexpr,
+    EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     MODE: tl.constexpr,  # 0: one expert and rows in order, 1: one token, 2: planned tiles
     ASM: tl.constexpr,
-    WX: tl.constexpr,
 ):
     """out[s] = act(W[expert of s] x[s // chosen] + bias), for a tile of s and of outputs."""
     tile = tl.program_id(1)
     rows = tl.arange(0, BLOCK_M)
     if MODE == 0:
-        expert = tl.program_id(1) * 0
+        expert = tile * 0
         assignment = tile * BLOCK_M + rows
         is_row = assignment < num_rows
     elif MODE == 1:
@@ -222,70 +237,60 @@ def grouped_kernel(
 
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = column < num_columns
-    column = tl.minimum(column, num_columns - 1)  # the last again: that is not stored
-    GAP: tl.constexpr = 2 if INTERLEAVED else 1
-    gate_row = column * GAP
-    up_row = gate_row + (1 if INTERLEAVED else num_columns)
+    if not EVEN_N:
+        column = tl.minimum(column, num_columns - 1)  # the last again: that is not stored
+    up_row = column + num_columns
     expert = expert.to(tl.int64)
     data_ptr += expert * stride_expert
     scale_ptr += expert * stride_scale_expert
     zero_ptr += expert * stride_scale_expert
     bias_ptr += expert * (num_columns * (1 if GATE == NO_GATE else 2))
-    gate_ptrs = data_ptr + gate_row.to(tl.int64)[:, None] * stride_row
+    gate_ptrs = data_ptr + column.to(tl.int64)[:, None] * stride_row
     up_ptrs = data_ptr + up_row.to(tl.int64)[:, None] * stride_row
-    gate_scale = (gate_row // SCALE_ROWS if SCALE_ROWS > 0 else gate_row * 0)[:, None]
-    up_scale = (up_row // SCALE_ROWS if SCALE_ROWS > 0 else up_row * 0)[:, None]
-    gate_scale *= stride_scale_row
-    up_scale *= stride_scale_row
+    gate_scale = (column // SCALE_ROWS if SCALE_ROWS > 0 else column * 0) * stride_scale_row
+    up_scale = (up_row // SCALE_ROWS if SCALE_ROWS > 0 else column * 0) * stride_scale_row
 
-    HALVES: tl.constexpr = FORMAT >= INT4  # INT4 or MXFP4
     x_ptrs = x_ptr + (assignment // chosen).to(tl.int64)[:, None] * stride_x
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    PAIRS: tl.constexpr = HALVES and DTYPE.primitive_bitwidth == 16
-    if PAIRS:
-        x_pairs = x_ptrs.to(tl.pointer_type(tl.int32))
-    else:
-        x_pairs = x_ptrs
-    if WX:
-        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    else:
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    pair_ptrs = x_ptrs.to(tl.pointer_type(tl.int32))
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = acc
-    for k in tl.range(0, num_k, BLOCK_K, num_stages=STAGES):
-        if HALVES:
-            offs_h = k // 2 + tl.arange(0, BLOCK_K // 2)[None, :]
-            mask = is_row[:, None] & (offs_h < num_k // 2)
-            if PAIRS:
-                pair = tl.load(x_pairs + offs_h, mask=mask, other=0)
-                x_even = pair.to(tl.int16).to(DTYPE, bitcast=True)
-                x_odd = (pair >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+    IS_SCALED: tl.constexpr = SCALE_K > 0
+    STORED_K: tl.constexpr = 128 if FORMAT == MXFP4 else SCALE_K  # inputs of a stored scale
+    for first in tl.range(0, num_k, STEP * STEPS, num_stages=STAGES):
+        for i in tl.static_range(STEPS):
+            k = first + i * STEP
+            if IS_SCALED:
+                # Inputs that are not there are zero in x: any scale will do for them.
+                place = tl.minimum(k, num_k - 1) // STORED_K * stride_scale_k
+                if i * STEP % STORED_K == 0 or STEP * STEPS % STORED_K != 0:
+                    gate_stored = tl.load(scale_ptr + gate_scale + place)
+                    if GATE != NO_GATE:
+                        up_stored = tl.load(scale_ptr + up_scale + place)
             else:
-                x_even = tl.load(x_ptrs + 2 * offs_h, mask=mask, other=0.0)
-                x_odd = tl.load(x_ptrs + 2 * offs_h + 1, mask=mask, other=0.0)
-        else:
-            offs_k = k + tl.arange(0, BLOCK_K)[None, :]
-            mask = is_row[:, None] & (offs_k < num_k)
-            x_even = tl.load(x_ptrs + offs_k, mask=mask, other=0.0)
-            x_odd = x_even
-        acc = _add_product(
-            acc, x_even, x_odd, gate_ptrs, scale_ptr + gate_scale, zero_ptr + gate_scale, k, num_k,
-            DTYPE, BLOCK_K, SCALE_K, FORMAT, HAS_ZERO, EVEN_K, ASM, WX,
-        )  # fmt: skip
-        if GATE != NO_GATE:
-            up = _add_product(
-                up, x_even, x_odd, up_ptrs, scale_ptr + up_scale, zero_ptr + up_scale, k, num_k,
-                DTYPE, BLOCK_K, SCALE_K, FORMAT, HAS_ZERO, EVEN_K, ASM, WX,
+                place = 0
+                gate_stored = column
+                up_stored = column
+            x_even, x_odd = _load_x(x_ptrs, pair_ptrs, is_row[:, None], k, num_k, STEP, FORMAT)
+            acc = _add_product(
+                acc, x_even, x_odd, gate_ptrs, _scale_of(gate_stored, k, FORMAT),
+                zero_ptr + gate_scale + place, k, num_k, STEP, IS_SCALED, FORMAT, HAS_ZERO, EVEN_K,
+                ASM,
             )  # fmt: skip
+            if GATE != NO_GATE:
+                up = _add_product(
+                    up, x_even, x_odd, up_ptrs, _scale_of(up_stored, k, FORMAT),
+                    zero_ptr + up_scale + place, k, num_k, STEP, IS_SCALED, FORMAT, HAS_ZERO,
+                    EVEN_K, ASM,
+                )  # fmt: skip
 
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     out = _finished(
-        acc, scale_ptr + gate_scale, bias_ptr + gate_row, is_column, DTYPE, SCALE_K, FORMAT,
-        HAS_BIAS, ASM, WX,
-    )  # fmt: skip
+        acc, scale_ptr + gate_scale, bias_ptr + column, is_column, DTYPE, SCALE_K, FORMAT, HAS_BIAS
+    )
     if GATE != NO_GATE:
         up = _finished(
-            up, scale_ptr + up_scale, bias_ptr + up_row, is_column, DTYPE, SCALE_K, FORMAT,
-            HAS_BIAS, ASM, WX,
-        )  # fmt: skip
+            up, scale_ptr + up_scale, bias_ptr + up_row, is_column, DTYPE, SCALE_K, FORMAT, HAS_BIAS
+        )
         out = _gated(out, up, alpha, limit, GATE)
     out_ptrs = out_ptr + assignment.to(tl.int64)[:, None] * num_columns + column[None, :]
     tl.store(out_ptrs, out.to(DTYPE), mask=is_row[:, None] & is_column[None, :])

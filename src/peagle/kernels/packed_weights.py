@@ -22,8 +22,7 @@ Format = Literal["plain", "fp8", "int8", "int4", "mxfp4"]
 FORMATS: tuple[str, ...] = get_args(Format)
 HALF_BYTE_FORMATS = ("int4", "mxfp4")
 MX_INPUTS = 32  # inputs of one scale of "mxfp4"
-# Larger scales are no weights of a model, and would overflow while a kernel unpacks them.
-MAX_MX_SCALE = 191
+MX_WORD = 4 * MX_INPUTS  # inputs of the four scales in an int32
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -34,8 +33,9 @@ class PackedWeight:
     Attributes:
         data: [E, N, K], or [E, N, K / 2] uint8 in a 4-bit format; rows contiguous.
         format: how `data` is read.
-        scale: float32 [E, N / rows, K / inputs], rounded up; uint8 for "mxfp4"; None for "plain".
-        zero: uint8, shaped as the scale, for "int4"; None stands for 8 everywhere.
+        scale: float32 [E, N / rows, K / inputs], rounded up; of "mxfp4" int32 [E, N, K / 128] of
+            `mx_words`; None for "plain".
+        zero: uint8, with the shape and the strides of the scale, for "int4"; None: 8 everywhere.
         block: rows and inputs that share a scale.
     """
 
@@ -63,7 +63,7 @@ class PackedWeight:
         values = _unpacked(self.data, self.format)
         scale = self.scale
         if self.format == "mxfp4":
-            scale = torch.exp2(scale.float() - 127)
+            scale = torch.exp2(scale.contiguous().view(torch.uint8).float() - 127)
         if self.format == "int4":
             values = values - (8 if self.zero is None else self._spread(self.zero.float()))
         return (values * self._spread(scale)).to(dtype)
@@ -86,6 +86,20 @@ def _unpacked(data: Tensor, format: Format) -> Tensor:
     return torch.where(q < 8, values[q & 7], -values[q & 7])
 
 
+def mx_words(scale: Tensor) -> Tensor:
+    """Put scales of "mxfp4", four of a row at a time, into words that kernels load at once.
+
+    Args:
+        scale: uint8 [..., N, K / 32], as published.
+
+    Returns:
+        int32 [..., N, K / 128], rounded up, the first scale in the low byte; all words of the same
+        inputs lie together.
+    """
+    padded = torch.nn.functional.pad(scale, (0, -scale.shape[-1] % 4)).contiguous()
+    return padded.view(torch.int32).mT.contiguous().mT
+
+
 def pack_mxfp4(weight: Tensor) -> PackedWeight:
     """Quantise [..., N, K] to "mxfp4": the largest magnitude of 32 inputs decides their scale."""
     groups = weight.float().unflatten(-1, (-1, MX_INPUTS))
@@ -96,7 +110,8 @@ def pack_mxfp4(weight: Tensor) -> PackedWeight:
     q = (scaled.abs()[..., None] - values).abs().argmin(-1).to(torch.uint8)
     q |= (scaled < 0).to(torch.uint8) << 3
     data = q[..., ::2] | q[..., 1::2] << 4
-    return PackedWeight(data, "mxfp4", (exponent + 127).to(torch.uint8), block=(1, MX_INPUTS))
+    scale = mx_words((exponent + 127).to(torch.uint8))
+    return PackedWeight(data, "mxfp4", scale, block=(1, MX_INPUTS))
 
 
 def pack_fp8(weight: Tensor, block: tuple[int, int]) -> PackedWeight:
