@@ -261,25 +261,25 @@ def grouped_kernel(
             k = first + i * STEP
             if IS_SCALED:
                 # Inputs that are not there are zero in x: any scale will do for them.
-                place = tl.minimum(k, num_k - 1) // STORED_K * stride_scale_k
+                scale_at = tl.minimum(k, num_k - 1) // STORED_K * stride_scale_k
                 if i * STEP % STORED_K == 0 or STEP * STEPS % STORED_K != 0:
-                    gate_stored = tl.load(scale_ptr + gate_scale + place)
+                    gate_stored = tl.load(scale_ptr + gate_scale + scale_at)
                     if GATE != NO_GATE:
-                        up_stored = tl.load(scale_ptr + up_scale + place)
+                        up_stored = tl.load(scale_ptr + up_scale + scale_at)
             else:
-                place = 0
+                scale_at = 0
                 gate_stored = column
                 up_stored = column
             x_even, x_odd = _load_x(x_ptrs, pair_ptrs, is_row[:, None], k, num_k, STEP, FORMAT)
             acc = _add_product(
                 acc, x_even, x_odd, gate_ptrs, _scale_of(gate_stored, k, FORMAT),
-                zero_ptr + gate_scale + place, k, num_k, STEP, IS_SCALED, FORMAT, HAS_ZERO, EVEN_K,
-                ASM,
+                zero_ptr + gate_scale + scale_at, k, num_k, STEP, IS_SCALED, FORMAT, HAS_ZERO,
+                EVEN_K, ASM,
             )  # fmt: skip
             if GATE != NO_GATE:
                 up = _add_product(
                     up, x_even, x_odd, up_ptrs, _scale_of(up_stored, k, FORMAT),
-                    zero_ptr + up_scale + place, k, num_k, STEP, IS_SCALED, FORMAT, HAS_ZERO,
+                    zero_ptr + up_scale + scale_at, k, num_k, STEP, IS_SCALED, FORMAT, HAS_ZERO,
                     EVEN_K, ASM,
                 )  # fmt: skip
 
