@@ -35,7 +35,7 @@ from peagle.kernels.experts import (
     grouped_product_reference,
     plan_tiles,
 )
-from peagle.kernels.packed_weights import PackedWeight, mx_words
+from peagle.kernels.packed_weights import PackedWeight
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
@@ -94,11 +94,13 @@ class Product:
             return PackedWeight(weight)
         if self.format == "mxfp4":
             data = torch.randint(256, (*size[:2], size[2] // 2), dtype=torch.uint8, device=DEVICE)
-            scale = torch.randint(118, 122, (*size[:2], size[2] // 32), device=DEVICE)
-            return PackedWeight(data, "mxfp4", mx_words(scale.to(torch.uint8)), block=(1, 32))
+            shape = (size[0], -(-size[2] // 128), size[1], 4)
+            scale = torch.randint(118 + 63, 122 + 63, shape, device=DEVICE).to(torch.uint8)
+            scale = scale.view(torch.int32).squeeze(-1).mT
+            return PackedWeight(data, "mxfp4", scale, block=(1, 32))
         if self.format == "int4":
             data = torch.randint(256, (*size[:2], size[2] // 2), dtype=torch.uint8, device=DEVICE)
-            scale = torch.rand(*size[:2], -(-size[2] // 128), device=DEVICE) / 128
+            scale = torch.rand(size[0], -(-size[2] // 128), size[1], device=DEVICE).mT / 128
             return PackedWeight(data, "int4", scale, block=(1, 128))
         scale = torch.rand(size[0], -(-size[1] // 128), -(-size[2] // 128), device=DEVICE) / 32
         values = torch.empty(size, dtype=DTYPE, device=DEVICE).normal_()

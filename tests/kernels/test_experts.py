@@ -20,7 +20,8 @@ from peagle.kernels.experts import (
 )
 from peagle.kernels.packed_weights import (
     PackedWeight,
-    mx_words,
+    make_int4,
+    make_mxfp4,
     pack_fp8,
     pack_int4,
     pack_int8,
@@ -54,7 +55,7 @@ def make_weight(format: str, *shape: int, device: str, dtype: torch.dtype) -> Pa
     zero = None
     if format == "int4 zeros":
         assert packed.scale is not None
-        zero = torch.randint(0, 16, packed.scale.shape, dtype=torch.uint8).to(device)
+        zero = torch.randint(0, 16, packed.scale.mT.shape, dtype=torch.uint8).to(device).mT
     scale = None if packed.scale is None else packed.scale.to(device)
     return PackedWeight(packed.data.to(device), packed.format, scale, zero, packed.block)
 
@@ -70,17 +71,18 @@ def check(found: Tensor, expected: Tensor) -> None:
 
 
 def test_unpacks_what_the_format_says() -> None:
-    # 0xA3: even input 3 (1.5 in e2m1), odd input 10 (-1.0); the scale is 2^(128 - 127).
-    data = torch.full((1, 16), 0xA3, dtype=torch.uint8)
-    scale = mx_words(torch.full((1, 1), 128, dtype=torch.uint8))
-    weight = PackedWeight(data, "mxfp4", scale, block=(1, 32)).unpack(torch.float32)
-    assert weight[0, :4].tolist() == [3.0, -2.0, 3.0, -2.0]
-    half = torch.full((1, 1), 0.5)
-    weight = PackedWeight(data, "int4", half, block=(1, 32)).unpack(torch.float32)
-    assert weight[0, :4].tolist() == [-2.5, 1.0, -2.5, 1.0]
-    zero = torch.full((1, 1), 3, dtype=torch.uint8)
-    weight = PackedWeight(data, "int4", half, zero, (1, 32)).unpack(torch.float32)
-    assert weight[0, :2].tolist() == [0.0, 3.5]
+    q = torch.arange(64, dtype=torch.uint8).remainder(16).view(1, 64)
+    scale = torch.tensor([[128, 126]], dtype=torch.uint8)  # 2 and 1/2
+    found = make_mxfp4(q, scale).unpack(torch.float32)[0]
+    e2m1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    numbers = torch.tensor([*e2m1, *(-x for x in e2m1)])
+    assert torch.equal(found, torch.cat([numbers * 2, numbers * 2, numbers / 2, numbers / 2]))
+    halves, zero = torch.tensor([[0.5, 2.0]]), torch.tensor([[3, 15]], dtype=torch.uint8)
+    q_16 = torch.arange(16.0).repeat(2)
+    found = make_int4(q, halves, None, 32).unpack(torch.float32)[0]
+    assert torch.equal(found, torch.cat([(q_16 - 8) / 2, (q_16 - 8) * 2]))
+    found = make_int4(q, halves, zero, 32).unpack(torch.float32)[0]
+    assert torch.equal(found, torch.cat([(q_16 - 3) / 2, (q_16 - 15) * 2]))
 
 
 @pytest.mark.parametrize(

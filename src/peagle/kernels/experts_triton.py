@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from peagle.kernels.packed_weights_triton import INT4, MXFP4, PLAIN, unpack
+from peagle.kernels.packed_weights_triton import INT4, MXFP4, PLAIN, load_tiles
 
 NO_GATE = tl.constexpr(0)
 SILU = tl.constexpr(1)
@@ -76,85 +76,57 @@ def _gated(gate, up, alpha, limit, GATE: tl.constexpr):
 
 
 @triton.jit
-def _load_x(
-    x_ptrs,  # [BLOCK_M, 1], at the first input of the rows
-    pair_ptrs,  # the same, of pairs of inputs
-    is_row,
-    k,
-    num_k,
-    STEP: tl.constexpr,
-    FORMAT: tl.constexpr,
-):
-    """Inputs k to k + STEP of x; of a 4-bit format the even and the odd ones apart."""
-    DTYPE: tl.constexpr = x_ptrs.dtype.element_ty
+def _load_x(x_ptrs, is_row, k, num_k, STEP: tl.constexpr, FORMAT: tl.constexpr):
+    """Inputs k to k + STEP of x, as `load_tiles` has them of the weight."""
     if FORMAT < INT4:
         offs = k + tl.arange(0, STEP)[None, :]
-        even = tl.load(x_ptrs + offs, mask=is_row & (offs < num_k), other=0.0)
-        odd = even
+        first = tl.load(x_ptrs + offs, mask=is_row & (offs < num_k), other=0.0)
+        last = first
     else:
-        offs = k // 2 + tl.arange(0, STEP // 2)[None, :]
-        mask = is_row & (offs < num_k // 2)
-        if DTYPE.primitive_bitwidth == 16:
-            pair = tl.load(pair_ptrs + offs, mask=mask, other=0)
-            even = pair.to(tl.int16).to(DTYPE, bitcast=True)
-            odd = (pair >> 16).to(tl.int16).to(DTYPE, bitcast=True)
-        else:
-            even = tl.load(x_ptrs + 2 * offs, mask=mask, other=0.0)
-            odd = tl.load(x_ptrs + 2 * offs + 1, mask=mask, other=0.0)
-    return even, odd
+        i = tl.arange(0, STEP // 2)[None, :]
+        offs = k + i // 16 * 32 + i % 16
+        mask = is_row & (offs < num_k)
+        first = tl.load(x_ptrs + offs, mask=mask, other=0.0)
+        last = tl.load(x_ptrs + offs + 16, mask=mask, other=0.0)
+    return first, last
 
 
 @triton.jit
 def _add_product(
     acc,
-    x_even,
-    x_odd,
-    data_ptrs,  # [BLOCK_N, 1], at the first number of the rows
-    scale,  # float32 [BLOCK_N], of these inputs; not looked at where there is one for all
-    zero_ptrs,  # [BLOCK_N], at the zeros of these inputs
+    x_first,
+    x_last,
+    row_ptrs,  # [BLOCK_N, 1], at the first number of the weight's rows
+    scale,  # [BLOCK_N]: as stored, of inputs k and later
+    zero,
     k,
     num_k,
     STEP: tl.constexpr,
     IS_SCALED: tl.constexpr,
     FORMAT: tl.constexpr,
-    HAS_ZERO: tl.constexpr,
     EVEN_K: tl.constexpr,
     ASM: tl.constexpr,
+    WX: tl.constexpr,
 ):
     """acc plus the product with STEP inputs of the weight."""
-    PACKED: tl.constexpr = 2 if FORMAT >= INT4 else 1  # numbers in one element
-    offs = k // PACKED + tl.arange(0, STEP // PACKED)[None, :]
-    if EVEN_K:
-        packed = tl.load(data_ptrs + offs, eviction_policy="evict_first")
-    else:
-        mask = offs < num_k // PACKED
-        packed = tl.load(data_ptrs + offs, mask=mask, other=0, eviction_policy="evict_first")
-    if HAS_ZERO:
-        zero = tl.load(zero_ptrs).to(tl.int32)[:, None]
-    else:
-        zero = tl.full([packed.shape[0], 1], 8, tl.int32)
-    even, odd = unpack(packed, zero, x_even.dtype, FORMAT, ASM)
+    first, last = load_tiles(row_ptrs, zero, k, num_k, STEP, x_first.dtype, FORMAT, EVEN_K, ASM)
     if IS_SCALED:
         part = tl.zeros_like(acc)
     else:
         part = acc
-    part = tl.dot(x_even, tl.trans(even), part, input_precision="ieee")
-    if FORMAT >= INT4:
-        part = tl.dot(x_odd, tl.trans(odd), part, input_precision="ieee")
-    if IS_SCALED:
-        part = acc + part * scale[None, :]
-    return part
-
-
-@triton.jit
-def _scale_of(loaded, k, FORMAT: tl.constexpr):
-    """The float32 scales of inputs from k on, out of what is stored for them."""
-    if FORMAT == MXFP4:
-        exponent = (loaded >> (k // 32 % 4 * 8)) & 0xFF
-        scale = (exponent << 23).to(tl.float32, bitcast=True)
+    if WX:
+        part = tl.dot(first, tl.trans(x_first), part, input_precision="ieee")
+        if FORMAT >= INT4:
+            part = tl.dot(last, tl.trans(x_last), part, input_precision="ieee")
     else:
-        scale = loaded
-    return scale
+        part = tl.dot(x_first, tl.trans(first), part, input_precision="ieee")
+        if FORMAT >= INT4:
+            part = tl.dot(x_last, tl.trans(last), part, input_precision="ieee")
+    if IS_SCALED:
+        if FORMAT == MXFP4:
+            scale = ((scale >> (k // 32 % 4 * 8) & 0xFF) << 23).to(tl.float32, bitcast=True)
+        part = acc + part * (scale[:, None] if WX else scale[None, :])
+    return part
 
 
 @triton.jit
@@ -167,8 +139,11 @@ def _finished(
     SCALE_K: tl.constexpr,
     FORMAT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    WX: tl.constexpr,
 ):
     """The sums with the scale of all inputs, and with the bias, rounded."""
+    if WX:
+        acc = tl.trans(acc)
     if FORMAT != PLAIN and SCALE_K == 0:
         acc *= tl.load(scale_ptrs)[None, :]
     if HAS_BIAS:
@@ -215,6 +190,7 @@ def grouped_kernel(
     EVEN_K: tl.constexpr,
     MODE: tl.constexpr,  # 0: one expert and rows in order, 1: one token, 2: planned tiles
     ASM: tl.constexpr,
+    WX: tl.constexpr,  # multiply W x^T in the matrix unit, not x W^T
 ):
     """out[s] = act(W[expert of s] x[s // chosen] + bias), for a tile of s and of outputs."""
     tile = tl.program_id(1)
@@ -251,46 +227,52 @@ def grouped_kernel(
     up_scale = (up_row // SCALE_ROWS if SCALE_ROWS > 0 else column * 0) * stride_scale_row
 
     x_ptrs = x_ptr + (assignment // chosen).to(tl.int64)[:, None] * stride_x
-    pair_ptrs = x_ptrs.to(tl.pointer_type(tl.int32))
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc = tl.zeros([BLOCK_N, BLOCK_M] if WX else [BLOCK_M, BLOCK_N], tl.float32)
     up = acc
     IS_SCALED: tl.constexpr = SCALE_K > 0
     STORED_K: tl.constexpr = 128 if FORMAT == MXFP4 else SCALE_K  # inputs of a stored scale
     for first in tl.range(0, num_k, STEP * STEPS, num_stages=STAGES):
         for i in tl.static_range(STEPS):
             k = first + i * STEP
-            if IS_SCALED:
-                # Inputs that are not there are zero in x: any scale will do for them.
-                scale_at = tl.minimum(k, num_k - 1) // STORED_K * stride_scale_k
-                if i * STEP % STORED_K == 0 or STEP * STEPS % STORED_K != 0:
-                    gate_stored = tl.load(scale_ptr + gate_scale + scale_at)
-                    if GATE != NO_GATE:
-                        up_stored = tl.load(scale_ptr + up_scale + scale_at)
-            else:
-                scale_at = 0
+            if i == 0:
                 gate_stored = column
                 up_stored = column
-            x_even, x_odd = _load_x(x_ptrs, pair_ptrs, is_row[:, None], k, num_k, STEP, FORMAT)
+                gate_zero = tl.full([BLOCK_N], 8, tl.int32)
+                up_zero = gate_zero
+            if IS_SCALED and (i * STEP % STORED_K == 0 or STEP * STEPS % STORED_K != 0):
+                # Inputs that are not there are zero in x: any scale will do for them.
+                scale_at = tl.minimum(k, num_k - 1) // STORED_K * stride_scale_k
+                gate_stored = tl.load(scale_ptr + gate_scale + scale_at)
+                if GATE != NO_GATE:
+                    up_stored = tl.load(scale_ptr + up_scale + scale_at)
+                if HAS_ZERO:
+                    gate_zero = tl.load(zero_ptr + gate_scale + scale_at).to(tl.int32)
+                    if GATE != NO_GATE:
+                        up_zero = tl.load(zero_ptr + up_scale + scale_at).to(tl.int32)
+            elif HAS_ZERO and not IS_SCALED:
+                gate_zero = tl.load(zero_ptr + gate_scale).to(tl.int32)
+                up_zero = tl.load(zero_ptr + up_scale).to(tl.int32)
+            x_first, x_last = _load_x(x_ptrs, is_row[:, None], k, num_k, STEP, FORMAT)
             acc = _add_product(
-                acc, x_even, x_odd, gate_ptrs, _scale_of(gate_stored, k, FORMAT),
-                zero_ptr + gate_scale + scale_at, k, num_k, STEP, IS_SCALED, FORMAT, HAS_ZERO,
-                EVEN_K, ASM,
+                acc, x_first, x_last, gate_ptrs, gate_stored, gate_zero,
+                k, num_k, STEP, IS_SCALED, FORMAT, EVEN_K, ASM, WX,
             )  # fmt: skip
             if GATE != NO_GATE:
                 up = _add_product(
-                    up, x_even, x_odd, up_ptrs, _scale_of(up_stored, k, FORMAT),
-                    zero_ptr + up_scale + scale_at, k, num_k, STEP, IS_SCALED, FORMAT, HAS_ZERO,
-                    EVEN_K, ASM,
+                    up, x_first, x_last, up_ptrs, up_stored, up_zero,
+                    k, num_k, STEP, IS_SCALED, FORMAT, EVEN_K, ASM, WX,
                 )  # fmt: skip
 
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     out = _finished(
-        acc, scale_ptr + gate_scale, bias_ptr + column, is_column, DTYPE, SCALE_K, FORMAT, HAS_BIAS
-    )
+        acc, scale_ptr + gate_scale, bias_ptr + column, is_column, DTYPE, SCALE_K, FORMAT,
+        HAS_BIAS, WX,
+    )  # fmt: skip
     if GATE != NO_GATE:
         up = _finished(
-            up, scale_ptr + up_scale, bias_ptr + up_row, is_column, DTYPE, SCALE_K, FORMAT, HAS_BIAS
-        )
+            up, scale_ptr + up_scale, bias_ptr + up_row, is_column, DTYPE, SCALE_K, FORMAT,
+            HAS_BIAS, WX,
+        )  # fmt: skip
         out = _gated(out, up, alpha, limit, GATE)
     out_ptrs = out_ptr + assignment.to(tl.int64)[:, None] * num_columns + column[None, :]
     tl.store(out_ptrs, out.to(DTYPE), mask=is_row[:, None] & is_column[None, :])

@@ -4,26 +4,41 @@
 
 "plain" weights have no scale. "fp8" is float8_e4m3fn and "int8" is int8, neither with a zero.
 "int4" holds q from 0 to 15. "mxfp4" holds e2m1 numbers, and scales 2^(s - 127) of 32 inputs (the
-Microscaling Formats specification of the Open Compute Project, version 1.0). The two 4-bit formats
-pack two numbers into a byte, the one of the even input in the low half.
+Microscaling Formats specification of the Open Compute Project, version 1.0).
+
+The two 4-bit formats put eight numbers into a word so that a kernel takes two at a time into the
+halves of a register. Of 32 inputs, word w has inputs 4w to 4w + 3 and 16 + 4w to 16 + 4w + 3. They
+make four pairs; the first number of a pair is in the low half of the word, the second, in the same
+bits, in the high half. "int4" has pair i in bits 4i to 4i + 3. "mxfp4" has sign and magnitude of
+the pairs 0, 1 and 2 at the bits where bfloat16 has them, 15 and 8 to 6, shifted to the right by
+0, 3 and 6; pair 3 has the bits 14, 13, 11 and 10.
 
 Shapes: E experts (left out of dense layers), N outputs, K inputs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Format = Literal["plain", "fp8", "int8", "int4", "mxfp4"]
 FORMATS: tuple[str, ...] = get_args(Format)
-HALF_BYTE_FORMATS = ("int4", "mxfp4")
+FOUR_BIT_FORMATS = ("int4", "mxfp4")
 MX_INPUTS = 32  # inputs of one scale of "mxfp4"
-MX_WORD = 4 * MX_INPUTS  # inputs of the four scales in an int32
+# A kernel unpacks "mxfp4" to 2^-63 of its values, so that no scale up to here overflows bfloat16.
+MX_SHIFT = 63
+MAX_MX_SCALE = 255 - 1 - MX_SHIFT
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# Of each pair, the bits of the half word that hold a number's bits 3 to 0.
+_BITS: dict[str, Sequence[Sequence[int]]] = {
+    "int4": [range(4 * pair + 3, 4 * pair - 1, -1) for pair in range(4)],
+    "mxfp4": [(15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 13, 11, 10)],
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +46,10 @@ class PackedWeight:
     """The weight of a linear layer, or of all experts of a layer.
 
     Attributes:
-        data: [E, N, K], or [E, N, K / 2] uint8 in a 4-bit format; rows contiguous.
+        data: [E, N, K], or uint8 [E, N, K / 2] in a 4-bit format; rows contiguous.
         format: how `data` is read.
-        scale: float32 [E, N / rows, K / inputs], rounded up; of "mxfp4" int32 [E, N, K / 128] of
-            `mx_words`; None for "plain".
+        scale: float32 [E, N / rows, K / inputs], rounded up; None for "plain". Of "mxfp4" int32
+            [E, N, K / 128], rounded up: s + 63 of four times 32 inputs, the first in the low byte.
         zero: uint8, with the shape and the strides of the scale, for "int4"; None: 8 everywhere.
         block: rows and inputs that share a scale.
     """
@@ -48,7 +63,7 @@ class PackedWeight:
     @property
     def num_inputs(self) -> int:
         """K."""
-        return self.data.shape[-1] * (2 if self.format in HALF_BYTE_FORMATS else 1)
+        return self.data.shape[-1] * (2 if self.format in FOUR_BIT_FORMATS else 1)
 
     @property
     def num_bytes(self) -> int:
@@ -60,12 +75,18 @@ class PackedWeight:
         """Compute the weight [E, N, K], in float32 and then rounded to `dtype`."""
         if self.scale is None:
             return self.data.to(dtype)
-        values = _unpacked(self.data, self.format)
         scale = self.scale
         if self.format == "mxfp4":
-            scale = torch.exp2(scale.contiguous().view(torch.uint8).float() - 127)
-        if self.format == "int4":
-            values = values - (8 if self.zero is None else self._spread(self.zero.float()))
+            exponents = scale.contiguous().view(torch.uint8).float() - (127 + MX_SHIFT)
+            scale = torch.exp2(exponents)
+            q = _from_words(self.data, "mxfp4").long()
+            values = torch.tensor(_E2M1, device=q.device)[q & 7]
+            values = torch.where(q < 8, values, -values)
+        elif self.format == "int4":
+            zero = 8 if self.zero is None else self._spread(self.zero.float())
+            values = _from_words(self.data, "int4").float() - zero
+        else:
+            values = self.data.float()
         return (values * self._spread(scale)).to(dtype)
 
     def _spread(self, per_block: Tensor) -> Tensor:
@@ -75,43 +96,66 @@ class PackedWeight:
         return spread[..., : self.data.shape[-2], : self.num_inputs]
 
 
-def _unpacked(data: Tensor, format: Format) -> Tensor:
-    """The stored numbers q in float32, [E, N, K]."""
-    if format not in HALF_BYTE_FORMATS:
-        return data.float()
-    q = torch.stack((data & 0xF, data >> 4), -1).flatten(-2).long()
-    if format == "int4":
-        return q.float()
-    values = torch.tensor(_E2M1, device=data.device)
-    return torch.where(q < 8, values[q & 7], -values[q & 7])
+def _to_words(q: Tensor, format: Format) -> Tensor:
+    """Put 4-bit numbers, uint8 [..., K], into words, as uint8 [..., K / 2]."""
+    groups = q.unflatten(-1, (-1, 2, 4, 2, 2))  # groups of 32, halves, words, pairs, places
+    words = torch.zeros(*groups.shape[:-4], 4, dtype=torch.int64, device=q.device)
+    for pair, bits in enumerate(_BITS[format]):
+        for place in (0, 1):
+            number = groups[..., pair // 2, :, pair % 2, place]
+            for i, bit in enumerate(bits):
+                words |= (number >> (3 - i) & 1).long() << (bit + 16 * place)
+    return words.to(torch.int32).flatten(-2).view(torch.uint8)
 
 
-def mx_words(scale: Tensor) -> Tensor:
-    """Put scales of "mxfp4", four of a row at a time, into words that kernels load at once.
+def _from_words(data: Tensor, format: Format) -> Tensor:
+    """Undo `_to_words`."""
+    words = data.contiguous().view(torch.int32).unflatten(-1, (-1, 4))
+    q = torch.zeros(*words.shape[:-1], 2, 4, 2, 2, dtype=torch.uint8, device=data.device)
+    for pair, bits in enumerate(_BITS[format]):
+        for place in (0, 1):
+            for i, bit in enumerate(bits):
+                found = (words >> (bit + 16 * place) & 1).to(torch.uint8) << (3 - i)
+                q[..., pair // 2, :, pair % 2, place] |= found
+    return q.flatten(-4).flatten(-2)
+
+
+def make_mxfp4(q: Tensor, scale: Tensor) -> PackedWeight:
+    """Arrange e2m1 numbers and their scales as kernels read them.
 
     Args:
-        scale: uint8 [..., N, K / 32], as published.
-
-    Returns:
-        int32 [..., N, K / 128], rounded up, the first scale in the low byte; all words of the same
-        inputs lie together.
+        q: uint8 [..., N, K], numbers of 4 bits; K is a multiple of 32.
+        scale: uint8 [..., N, K / 32], up to `MAX_MX_SCALE`.
     """
-    padded = torch.nn.functional.pad(scale, (0, -scale.shape[-1] % 4)).contiguous()
-    return padded.view(torch.int32).mT.contiguous().mT
+    assert int(scale.max()) <= MAX_MX_SCALE
+    padded = F.pad(scale + MX_SHIFT, (0, -scale.shape[-1] % 4)).contiguous()
+    words = padded.view(torch.int32).mT.contiguous().mT  # those of the same inputs lie together
+    return PackedWeight(_to_words(q, "mxfp4"), "mxfp4", words, block=(1, MX_INPUTS))
+
+
+def make_int4(q: Tensor, scale: Tensor, zero: Tensor | None, group: int) -> PackedWeight:
+    """Arrange integers from 0 to 15 and their scales as kernels read them.
+
+    Args:
+        q: uint8 [..., N, K]; K is a multiple of 32.
+        scale: [..., N, K / group]; zero: uint8, likewise; None: 8 everywhere.
+        group: inputs that share a scale.
+    """
+    scale = scale.float().mT.contiguous().mT
+    zero = None if zero is None else zero.mT.contiguous().mT
+    return PackedWeight(_to_words(q, "int4"), "int4", scale, zero, (1, group))
 
 
 def pack_mxfp4(weight: Tensor) -> PackedWeight:
     """Quantise [..., N, K] to "mxfp4": the largest magnitude of 32 inputs decides their scale."""
     groups = weight.float().unflatten(-1, (-1, MX_INPUTS))
     largest = groups.abs().amax(-1)
-    exponent = torch.floor(torch.log2(largest.clamp_min(2.0**-126))) - 2
+    exponent = torch.floor(torch.log2(largest.clamp_min(2.0**-120))) - 2
     values = torch.tensor(_E2M1, device=weight.device)
     scaled = (groups * torch.exp2(-exponent)[..., None]).flatten(-2)
     q = (scaled.abs()[..., None] - values).abs().argmin(-1).to(torch.uint8)
     q |= (scaled < 0).to(torch.uint8) << 3
-    data = q[..., ::2] | q[..., 1::2] << 4
-    scale = mx_words((exponent + 127).to(torch.uint8))
-    return PackedWeight(data, "mxfp4", scale, block=(1, MX_INPUTS))
+    return make_mxfp4(q, (exponent + 127).to(torch.uint8))
 
 
 def pack_fp8(weight: Tensor, block: tuple[int, int]) -> PackedWeight:
@@ -129,15 +173,13 @@ def pack_int8(weight: Tensor, block: tuple[int, int]) -> PackedWeight:
 def pack_int4(weight: Tensor, group: int) -> PackedWeight:
     """Quantise [..., N, K] to "int4" around 8, rounded to nearest, with a scale for each group."""
     q, scale = _scaled(weight, (1, group), 7)
-    q = (q.round() + 8).to(torch.uint8)
-    return PackedWeight(q[..., ::2] | q[..., 1::2] << 4, "int4", scale, block=(1, group))
+    return make_int4((q.round() + 8).to(torch.uint8), scale, None, group)
 
 
 def _scaled(weight: Tensor, block: tuple[int, int], largest: float) -> tuple[Tensor, Tensor]:
     """The weight over its blocks' scales, up to `largest`, and the scales."""
     (n, k), (rows, inputs) = weight.shape[-2:], block
-    padding = (0, -k % inputs, 0, -n % rows)
-    padded = torch.nn.functional.pad(weight.float(), padding)
+    padded = F.pad(weight.float(), (0, -k % inputs, 0, -n % rows))
     blocks = padded.unflatten(-1, (-1, inputs)).unflatten(-3, (-1, rows))
     scale = (blocks.abs().amax((-1, -3)) / largest).clamp_min(torch.finfo(torch.float32).tiny)
     spread = scale.repeat_interleave(rows, -2).repeat_interleave(inputs, -1)

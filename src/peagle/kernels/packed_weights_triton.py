@@ -1,11 +1,11 @@
 """Tiles of packed weights in Triton: they are loaded as stored, and unpacked in registers.
 
-The reference is `PackedWeight.unpack`; the caller applies the scales. A 4-bit format gives two
-tiles, of the even and of the odd inputs, so that no number changes its place.
+The reference is `PackedWeight.unpack`, which also says how words of 4-bit numbers are laid out. The
+caller applies the scales, but for "mxfp4", whose tiles come as 2^-63 of their values.
 
-In bfloat16 on a card, four bytes are unpacked at once, two numbers a register. Numbers of e4m3 and
-e2m1 have the exponent and the mantissa of a small bfloat16: they are shifted into place, and one
-product moves the exponent to its bias. Integers become the mantissa of 128 + q.
+In bfloat16 on a card, a word is unpacked at once, two numbers a register. Numbers of e4m3 and e2m1
+have the exponent and the mantissa of a small bfloat16: one product moves the exponent to its bias
+and applies the scale. Integers become the mantissa of 128 + q.
 """
 
 from __future__ import annotations
@@ -48,125 +48,143 @@ _INT8_ASM = tl.constexpr(
     sub.bf16x2 $1, b, d;
     }"""
 )
-# Even inputs in $0 and $1, odd ones in $2 and $3. $5 is 128 + zero, twice.
-_INT4_ASM = tl.constexpr(
+# The pairs 0 and 1 of a word, then 2 and 3. $3 is 128 + zero, twice.
+_INT4_FIRST_ASM = tl.constexpr(
     """{
-    .reg .b32 a, b, c, d;
-    prmt.b32 a, 0, $4, 0x0504;
-    prmt.b32 b, 0, $4, 0x0706;
-    shr.b32 c, a, 4;
-    shr.b32 d, b, 4;
+    .reg .b32 a, b;
+    shr.b32 b, $2, 4;
+    lop3.b32 a, $2, 0x000f000f, 0x43004300, 0xea;
+    lop3.b32 b, b, 0x000f000f, 0x43004300, 0xea;
+    sub.bf16x2 $0, a, $3;
+    sub.bf16x2 $1, b, $3;
+    }"""
+)
+_INT4_LAST_ASM = tl.constexpr(
+    """{
+    .reg .b32 a, b;
+    shr.b32 a, $2, 8;
+    shr.b32 b, $2, 12;
     lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea;
     lop3.b32 b, b, 0x000f000f, 0x43004300, 0xea;
-    lop3.b32 c, c, 0x000f000f, 0x43004300, 0xea;
-    lop3.b32 d, d, 0x000f000f, 0x43004300, 0xea;
-    sub.bf16x2 $0, a, $5;
-    sub.bf16x2 $1, b, $5;
-    sub.bf16x2 $2, c, $5;
-    sub.bf16x2 $3, d, $5;
+    sub.bf16x2 $0, a, $3;
+    sub.bf16x2 $1, b, $3;
     }"""
 )
-# As above. A product with two bits shifts a number to the places of its sign and of the rest.
-_MXFP4_ASM = tl.constexpr(
+# Likewise.
+_MXFP4_FIRST_ASM = tl.constexpr(
     """{
-    .reg .b32 a, b, c, d, f;
-    prmt.b32 a, 0, $4, 0x0504;
-    prmt.b32 b, 0, $4, 0x0706;
-    and.b32 c, a, 0x00f000f0;
-    and.b32 d, b, 0x00f000f0;
-    and.b32 a, a, 0x000f000f;
-    and.b32 b, b, 0x000f000f;
-    mul.lo.u32 a, a, 0x1040;
-    mul.lo.u32 b, b, 0x1040;
-    mul.lo.u32 c, c, 0x104;
-    mul.lo.u32 d, d, 0x104;
-    and.b32 a, a, 0x81c081c0;
-    and.b32 b, b, 0x81c081c0;
-    and.b32 c, c, 0x81c081c0;
-    and.b32 d, d, 0x81c081c0;
+    .reg .b32 a, b, f;
     mov.b32 f, 0x7e807e80;
+    shl.b32 b, $2, 3;
+    and.b32 a, $2, 0x81c081c0;
+    and.b32 b, b, 0x81c081c0;
     mul.bf16x2 $0, a, f;
     mul.bf16x2 $1, b, f;
-    mul.bf16x2 $2, c, f;
-    mul.bf16x2 $3, d, f;
+    }"""
+)
+_MXFP4_LAST_ASM = tl.constexpr(
+    """{
+    .reg .b32 a, b, c, f;
+    mov.b32 f, 0x7e807e80;
+    shl.b32 a, $2, 6;
+    shl.b32 b, $2, 1;
+    and.b32 a, a, 0x81c081c0;
+    shr.b32 c, $2, 5;
+    and.b32 b, b, 0x80008000;
+    lop3.b32 b, c, 0x01000100, b, 0xea;
+    shr.b32 c, $2, 4;
+    lop3.b32 b, c, 0x00c000c0, b, 0xea;
+    mul.bf16x2 $0, a, f;
+    mul.bf16x2 $1, b, f;
     }"""
 )
 
 
 @triton.jit
-def unpack(
-    packed,  # [ROWS, BYTES] as stored; 8-bit floats and 4-bit numbers as uint8
-    zero,  # int32 [ROWS, 1], of "int4"; else not looked at
+def load_tiles(
+    row_ptrs,  # [ROWS, 1], at the first number of the rows, of uint8 in a 4-bit format
+    shared,  # int32 [ROWS]: zeros of "int4", or words of `PackedWeight.scale` of "mxfp4"
+    k,
+    num_k,
+    STEP: tl.constexpr,
     DTYPE: tl.constexpr,
     FORMAT: tl.constexpr,
+    EVEN_K: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """The tile in DTYPE, or the tiles of even and of odd inputs; one tile is given twice."""
-    if FORMAT == PLAIN:
-        even = packed.to(DTYPE)
-        odd = even
-    elif ASM:
-        even, odd = _unpack_bfloat16(packed, zero, FORMAT)
-    else:
-        even, odd = _unpack_float32(packed, zero, FORMAT)
-        even = even.to(DTYPE)
-        odd = odd.to(DTYPE)
-    return even, odd
-
-
-@triton.jit
-def _unpack_bfloat16(packed, zero, FORMAT: tl.constexpr):
+    """Inputs k to k + STEP. In a 4-bit format the first and the last 16 of each 32 are two tiles,
+    [ROWS, STEP / 2]; else one tile [ROWS, STEP] is given twice.
+    """
     if FORMAT < INT4:
-        even = tl.inline_asm_elementwise(
-            _FP8_ASM if FORMAT == FP8 else _INT8_ASM,
-            "=r,=r,r",
-            [packed],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=4,
-        )
-        odd = even
-    elif FORMAT == INT4:
-        half = zero + 0x4300
-        # Of the four registers that an int32 takes here the last three are not named.
-        even, odd = tl.inline_asm_elementwise(
-            _INT4_ASM,
-            "=r,=r,=r,=r,r,r,r,r,r",
-            [packed, tl.broadcast_to(half | (half << 16), packed.shape)],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=4,
-        )
+        packed = _load(row_ptrs, k, num_k, STEP, EVEN_K)
+        if FORMAT == PLAIN:
+            first = packed.to(DTYPE)
+        elif ASM:
+            first = tl.inline_asm_elementwise(
+                _FP8_ASM if FORMAT == FP8 else _INT8_ASM,
+                "=r,=r,r",
+                [packed],
+                dtype=tl.bfloat16,
+                is_pure=True,
+                pack=4,
+            )
+        elif FORMAT == FP8:
+            q = packed.to(tl.int32)
+            bits = ((q & 0x80) << 24) | ((q & 0x7F) << 20)
+            first = (bits.to(tl.float32, bitcast=True) * 2.0**120).to(DTYPE)
+        else:
+            first = packed.to(DTYPE)
+        last = first
+    elif ASM:
+        packed = _load(row_ptrs, k // 2, num_k // 2, STEP // 2, EVEN_K)
+        if FORMAT == INT4:
+            twice = tl.broadcast_to(((shared + 0x4300) * 0x00010001)[:, None], packed.shape)
+            # Of the four registers that an int32 takes here the last three are not named.
+            first = tl.inline_asm_elementwise(
+                _INT4_FIRST_ASM, "=r,=r,r,r,r,r,r", [packed, twice], tl.bfloat16, True, 4
+            )
+            last = tl.inline_asm_elementwise(
+                _INT4_LAST_ASM, "=r,=r,r,r,r,r,r", [packed, twice], tl.bfloat16, True, 4
+            )
+        else:
+            first = tl.inline_asm_elementwise(
+                _MXFP4_FIRST_ASM, "=r,=r,r", [packed], tl.bfloat16, True, 4
+            )
+            last = tl.inline_asm_elementwise(
+                _MXFP4_LAST_ASM, "=r,=r,r", [packed], tl.bfloat16, True, 4
+            )
     else:
-        even, odd = tl.inline_asm_elementwise(
-            _MXFP4_ASM,
-            "=r,=r,=r,=r,r",
-            [packed],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=4,
-        )
-    return even, odd
+        first = _select(row_ptrs, shared, k, num_k, 0, STEP, FORMAT).to(DTYPE)
+        last = _select(row_ptrs, shared, k, num_k, 2, STEP, FORMAT).to(DTYPE)
+    return first, last
 
 
 @triton.jit
-def _unpack_float32(packed, zero, FORMAT: tl.constexpr):
-    if FORMAT == INT8:
-        even = packed.to(tl.float32)
-        odd = even
-    elif FORMAT == FP8:
-        q = packed.to(tl.int32)
-        bits = ((q & 0x80) << 24) | ((q & 0x7F) << 20)
-        even = bits.to(tl.float32, bitcast=True) * 2.0**120
-        odd = even
-    elif FORMAT == INT4:
-        q = packed.to(tl.int32)
-        even = ((q & 0xF) - zero).to(tl.float32)
-        odd = ((q >> 4) - zero).to(tl.float32)
+def _load(row_ptrs, first, end, SIZE: tl.constexpr, IS_EVEN: tl.constexpr):
+    offs = first + tl.arange(0, SIZE)[None, :]
+    if IS_EVEN:
+        tile = tl.load(row_ptrs + offs, eviction_policy="evict_first")
     else:
-        q = packed.to(tl.int32)
-        low = ((q & 0x8) << 28) | ((q & 0x7) << 22)
-        high = ((q & 0x80) << 24) | ((q & 0x70) << 18)
-        even = low.to(tl.float32, bitcast=True) * 2.0**126
-        odd = high.to(tl.float32, bitcast=True) * 2.0**126
-    return even, odd
+        tile = tl.load(row_ptrs + offs, mask=offs < end, other=0, eviction_policy="evict_first")
+    return tile
+
+
+@triton.jit
+def _select(
+    row_ptrs, shared, k, num_k, FIRST: tl.constexpr, STEP: tl.constexpr, FORMAT: tl.constexpr
+):
+    """One tile of a 4-bit format, in float32: every number out of its word."""
+    i = tl.arange(0, STEP // 2)[None, :]
+    offs = k // 8 + i // 4
+    word_ptrs = row_ptrs.to(tl.pointer_type(tl.int32))
+    words = tl.load(word_ptrs + offs, mask=offs < num_k // 8, other=0) >> (i % 2 * 16)
+    pair = FIRST + i % 4 // 2
+    if FORMAT == INT4:
+        values = ((words >> (4 * pair) & 0xF) - shared[:, None]).to(tl.float32)
+    else:
+        moved = words << (3 * pair)
+        sign = tl.where(pair == 3, words >> 14, moved >> 15) & 1
+        rest = (words >> 13 & 1) << 2 | words >> 10 & 3
+        bits = sign << 31 | tl.where(pair == 3, rest, moved >> 6 & 7) << 22
+        values = bits.to(tl.float32, bitcast=True) * 2.0**126
+    return values
