@@ -62,7 +62,7 @@ class AsyncLLM:
     an async context manager, or call `aclose`. While it is open, use its `llm` for nothing else.
 
     Args:
-        target: as in `LLM`.
+        target: see `LLM`.
         **options: as in `LLM`.
 
     Raises:

@@ -294,7 +294,7 @@ class LLM:
             conversations: one list of messages, or several; a message is a `ChatMessage` or a
                 mapping with role and content.
             params: for all of them, or one each.
-            use_tqdm, lora_request: as in `generate`.
+            use_tqdm, lora_request: see `generate`.
             messages, sampling_params: `conversations` and `params` under vLLM's names.
             chat_template_content_format: "auto", "string" or "openai"; the text parts of a message
                 reach the template as one text with each of them.

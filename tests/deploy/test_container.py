@@ -180,7 +180,7 @@ def test_options_of_vllm(pairs: list[str], line: list[str], variables: dict[str,
         (["model=a/b"], [], "argument of the command"),
         ([], ["--speculative-config", "{}"], "--draft"),
         (["port=80"], [], "8080"),
-        (["api-key=s"], [], "checks who may call"),
+        (["api-key=s"], [], "checks its callers"),
         (["hf-token=s"], [], "--pass-hf-token"),
     ],
 )

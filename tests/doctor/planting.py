@@ -142,6 +142,13 @@ def _contradict(tensors: Tensors) -> None:
     tensors["t2d"] = tensors["t2d"].roll(1)
 
 
+def _leave_vocabulary(tensors: Tensors) -> None:
+    """The last draft token leads to the first id behind the vocabulary."""
+    ids = _ids(tensors)
+    ids[-1] = len(tensors["t2d"])
+    _set_ids(tensors, ids, kept=False)
+
+
 def _overflow(tensors: Tensors) -> None:
     """The same function in float32; in float16 the normed state overflows."""
     scale = 3.0e5
@@ -196,6 +203,7 @@ MAP_FAULTS = [
     Fault("d2t + 1", "draft_vocabulary", _tensors(lambda t: t["d2t"].add_(1))),
     Fault("d2t shuffled", "draft_vocabulary", _tensors(_shuffle_map)),
     Fault("t2d contradicts", "draft_vocabulary", _tensors(_contradict)),
+    Fault("d2t leaves", "draft_vocabulary", _tensors(_leave_vocabulary)),
     Fault("map rebuilt", "vocabulary_rebuilt", _tensors(_rebuild_map)),
 ]
 OVERFLOW = Fault("float16 overflow", "dtype", _tensors(_overflow))

@@ -43,6 +43,7 @@ SINGLE = {
     "residual": "norm_before_residual to false",
     "infinite weight": "bfloat16",
     "t2d contradicts": "d2t and t2d",
+    "d2t leaves": "d2t and t2d",
 }
 PAIRS = [
     ("aux layers - 1", "d2t shuffled"),

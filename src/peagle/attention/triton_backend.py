@@ -47,7 +47,7 @@ class TritonAttention:
         self._one_launch = one_launch
 
     def prepare(self, metadata: AttentionMetadata) -> TritonPreparedAttention:
-        """Return the pass that `metadata` describes; nothing of it is read on the host."""
+        """Return the pass that `metadata` describes; the host reads no tensor."""
         check_device(metadata.slots_T.device)
         return TritonPreparedAttention(metadata, self._choose, one_launch=self._one_launch)
 

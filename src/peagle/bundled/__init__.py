@@ -31,7 +31,7 @@ def expand_bundled(name: str, role: Role) -> str:
     that a command does the same in every directory; `./bundled` names that folder.
 
     Args:
-        name: as the user gave it.
+        name: the name that the user gave.
         role: what the model is for: `bundled` is the target, the P-EAGLE head or the EAGLE-3 head.
 
     Raises:

@@ -52,7 +52,7 @@ class Layer:
     """The settings of one place.
 
     Attributes:
-        settings: by dotted key: "target", "revision", "engine.dtype", "speculative.model", ...
+        settings: values by dotted key: "target", "engine.dtype", "speculative.model", ...
         replaces: beginnings of keys that lower layers lose: a name takes its revision along, a
             whole speculative configuration leaves nothing of another one.
     """

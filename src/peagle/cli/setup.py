@@ -113,7 +113,7 @@ class Setup:
         check_paths(self.target, head, chat_template=chat_template)
 
     def note_plain_decoding(self) -> None:
-        """Tell a user who named no head that nothing is drafted."""
+        """Tell the user that nothing is drafted without a head."""
         if self.speculative is None and not self.is_off:
             note("no --draft: decoding plainly (--method ngram needs no head)")
 

@@ -14,7 +14,7 @@ class Tally:
 
     Attributes:
         num_tokens: output tokens.
-        seconds: of the engine, prompt passes included; what is done between steps is left out.
+        seconds: time of the engine with prompt passes; work between steps is left out.
         stats: drafts of the finished outputs.
     """
 

@@ -111,7 +111,7 @@ class SamplingParams:
 
     Attributes:
         max_tokens: most tokens to generate, at least 1.
-        min_tokens: no stop id before so many tokens.
+        min_tokens: number of tokens before a stop id may come.
         temperature: 0 is greedy decoding; otherwise logits are divided by it.
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         top_p: keep the smallest set of most likely tokens whose probabilities sum to top_p.

@@ -163,7 +163,7 @@ class SpeculativeConfig:
         return self.num_speculative_tokens or DEFAULT_DEPTH
 
     def tokens_for(self, batch_size: int) -> int:
-        """Return K where so many sequences run together."""
+        """Return K for a number of sequences that run together."""
         k = most = self.num_drafts
         for first, _, scheduled in self.num_speculative_tokens_per_batch_size or ():
             if first <= batch_size:

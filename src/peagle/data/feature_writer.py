@@ -65,7 +65,7 @@ class FeatureProgress:
     Attributes:
         shards, num_shards: whole ones, and all.
         tokens, num_tokens: computed by this run, and those that it has to compute.
-        seconds: of this run.
+        seconds: time of this run.
     """
 
     shards: int
@@ -134,9 +134,9 @@ class FeatureWriter:
     """Writes a store, or the missing shards of one.
 
     Args:
-        folder: of the store; a new one, or one that was begun with the same facts.
+        folder: folder of the store, new or begun with the same facts.
         dataset: the sequences.
-        facts: of the store.
+        facts: facts of the store.
 
     Raises:
         UserError: the folder holds something else, a store of other facts, or a damaged one.

@@ -89,7 +89,7 @@ class StoreFacts:
 
     Attributes:
         dataset_sha256: of tokens, borders and prompt lengths.
-        num_sequences, num_tokens, longest: of the data, after it was cut to its longest length.
+        num_sequences, num_tokens, longest: sizes of the data after it was cut to its limit.
         target: fingerprint.
         target_dtype: in which the target ran.
         aux_layer_ids: layers of the feature.
@@ -210,7 +210,7 @@ class ShardPlan:
     Attributes:
         number: from 0.
         sequences: int64, indices of the data, longest first.
-        facts: of the store.
+        facts: facts of the store.
         num_positions, num_graded: T and U.
     """
 
@@ -306,8 +306,8 @@ class Index:
     """The index of a store.
 
     Attributes:
-        facts: of the store.
-        num_shards: of the whole store.
+        facts: facts of the store.
+        num_shards: shards of the whole store.
         shards: those that are whole, in order.
     """
 
@@ -370,8 +370,8 @@ class FeatureStore:
     """The target's states of a dataset, from the folder that `peagle data features` wrote.
 
     Attributes:
-        facts: of the store.
-        features_dtype, hidden_dtype: of the tensors that `states` gives: bfloat16, also where
+        facts: facts of the store.
+        features_dtype, hidden_dtype: types of the tensors that `states` gives: bfloat16, also where
             float8 is stored, or float32.
     """
 

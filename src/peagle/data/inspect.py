@@ -41,14 +41,14 @@ class Inspection:
 
     Attributes:
         samples: sequences, as training reads them.
-        tokens, supervised: of all sequences, and of their responses.
-        length, prompt_length, response_length: of the sequences and their parts.
+        tokens, supervised: tokens of all sequences, and of their responses.
+        length, prompt_length, response_length: lengths of the sequences and their parts.
         duplicates: sequences that are equal to an earlier one.
         too_short: sequences that training leaves out: no prompt, or less than two response tokens.
         dropped: records that are no sequence, by reason.
         distinct: different tokens among the supervised.
         largest_id: largest token id.
-        coverage: by k, the share of the supervised tokens that the most frequent k tokens make up:
+        coverage: share of the supervised tokens that the most frequent k tokens make up, by k:
             the share that a draft vocabulary of that size can draft.
         shown: some of the sequences.
         metadata: provenance of the file.

@@ -28,7 +28,7 @@ class Limits:
     """Limits that samples must keep.
 
     Attributes:
-        vocab_size: of the target; ids end before it.
+        vocab_size: vocabulary of the target; ids end before it.
         max_length: most tokens of a sample.
         truncate: cut longer samples there; otherwise they are dropped.
         validation_share: share of the conversations that goes to the validation file; above 0, each
@@ -171,7 +171,7 @@ def prepare(
 
     Args:
         sources: .jsonl, .parquet or .safetensors, or folders (`peagle.data.readers`).
-        fingerprint: of the tokenizer (`tokenizer_sha256`); files that name another are refused.
+        fingerprint: the tokenizer's hash (`tokenizer_sha256`); files with another are refused.
         needs_thinking: refuse conversations, because their template has a thinking mode and none
             was chosen.
 

@@ -233,7 +233,7 @@ class AskedConversation:
     """The user's side of one conversation.
 
     Attributes:
-        id: as the file gives it, else the number of the record.
+        id: the id in the file; without one, the number of the record.
         turns: what the user says, turn by turn; at least one.
         system: messages before the first turn, as the file has them.
     """

@@ -57,7 +57,7 @@ class SampleMaker:
     - {"prompt", "response"}: a conversation of one turn, or plain text where `chat` is False.
 
     Args:
-        tokenizer: of the target; None makes samples of token ids only.
+        tokenizer: tokenizer of the target; None makes samples of token ids only.
         stop_ids: tokens that end a turn.
         chat: render {"prompt", "response"} with the chat template; None does so if the tokenizer
             has one.

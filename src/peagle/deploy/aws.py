@@ -41,7 +41,7 @@ class Clock:
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Wait for so many seconds."""
+        """Wait for a number of seconds."""
         time.sleep(seconds)
 
 
@@ -323,7 +323,7 @@ def _explain_quota(call: str, text: str) -> str:
     if match is None:
         return (
             f"{call} goes beyond a quota of the account: {text} Ask for more in Service Quotas "
-            "(service SageMaker), or delete what is not needed."
+            "(service SageMaker), or delete resources that you do not need."
         )
     return (
         f"{call} goes beyond the quota {match['quota']!r} of the account: it is {match['limit']}, "

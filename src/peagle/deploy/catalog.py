@@ -62,15 +62,15 @@ class CatalogEntry(BaseModel):
     """A model with its head: the table [models.NAME] of a file.
 
     Attributes:
-        name: of the table.
+        name: name of the table.
         origin: the entry's file, or "the package".
         replaces: the origin of the entry of the same name that this one replaces; "" for none.
         target, draft: hub ids, s3:// prefixes or folders; no draft if none is published by itself.
         num_speculative_tokens: K; None if JumpStart sets it.
         max_speculative_tokens: the deepest K that the head was trained or published for.
-        precision: of the target's weights.
-        parameters_b: of the target, in 10^9.
-        weights_gib, draft_weights_gib: of the checkpoints, in GiB.
+        precision: type of the target's weights.
+        parameters_b: parameters of the target, in 10^9.
+        weights_gib, draft_weights_gib: sizes of the checkpoints, in GiB.
         kv_layers, draft_kv_layers: shapes of the KV caches.
         instance_types: of SageMaker, the preferred one first.
         vllm_flags: options of vLLM that it needs, without dashes; values as text.
@@ -78,7 +78,7 @@ class CatalogEntry(BaseModel):
         sources: containers that can serve it, the preferred one first.
         jumpstart_model_id: its name in SageMaker's public hub.
         gated: whether the hub gives out the weights only after its licence was accepted.
-        license: as the hub names it.
+        license: the license's name on the hub.
         estimates: keys above whose values are estimates, not published.
     """
 

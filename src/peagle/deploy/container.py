@@ -48,7 +48,7 @@ _REFUSED = {
     "speculative-config": "Use --speculative-config, --draft and --num-speculative-tokens.",
     "host": "SageMaker calls port 8080 of the container.",
     "port": "SageMaker calls port 8080 of the container.",
-    "api-key": "SageMaker itself checks who may call.",
+    "api-key": "SageMaker itself checks its callers.",
     "hf-token": "Use --pass-hf-token.",
 }
 

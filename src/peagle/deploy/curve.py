@@ -22,7 +22,7 @@ from peagle.results import (
 # The share of an instance's capacity that autoscaling aims at: a new instance takes about as long
 # to start as a rush takes to come, and target tracking holds an average, which some exceed.
 HEADROOM = 0.7
-# More requests at once must bring this share of the speed that as many more instances would.
+# More requests at once must bring this share of the speed of that many more instances.
 LEAST_GAIN = 0.25
 _PLAIN = "plain"  # bench's method without drafts
 
@@ -158,9 +158,9 @@ def read_curves(
 
     Args:
         path: throughput.json or tune.json.
-        k: of the endpoint, 0 without drafts; None if unknown: the file must then have one K alone.
+        k: the endpoint's K, 0 without drafts; None if unknown: the file must then have a single K.
         method: name of a method in throughput.json; None if only one method drafts with this K.
-        percentile: of latencies: 50, 90 or 99.
+        percentile: percentile of latencies: 50, 90 or 99.
 
     Raises:
         UserError: the file is not readable, is neither, or has no such measurement.

@@ -31,8 +31,8 @@ class Completion:
     """A completion, as far as it came.
 
     Attributes:
-        texts: of each choice, without reasoning.
-        finish_reasons: of each choice that ended.
+        texts: text of each choice, without reasoning.
+        finish_reasons: finish reason of each choice that ended.
         usage: tokens, and "speculation" if the container reports its drafts.
         variant: the variant that answered.
         body: the whole response if it was not streamed.
@@ -120,7 +120,7 @@ def stream(
     stream broke off, the container reported an error, or [DONE] never came.
 
     Args:
-        client, endpoint, body, variant: as of `invoke`; this asks for a stream with the usage at
+        client, endpoint, body, variant: see `invoke`; this asks for a stream with the usage at
             its end.
         completion: gets what comes.
 

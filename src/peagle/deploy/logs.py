@@ -32,8 +32,8 @@ class LogLine:
 
     Attributes:
         time_ms: milliseconds since 1970.
-        stream: of the instance, "AllTraffic/i-0123456789abcdef0".
-        text: of the line.
+        stream: log stream of the instance, "AllTraffic/i-0123456789abcdef0".
+        text: text of the line.
         id: of CloudWatch's event.
     """
 

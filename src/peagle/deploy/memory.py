@@ -59,9 +59,9 @@ class ModelFacts:
     """The facts about a model that decide its memory.
 
     Attributes:
-        weights_bytes: as an engine loads them; float32 becomes a type of two bytes.
+        weights_bytes: bytes of the loaded weights; float32 becomes a type of two bytes.
         unpacked_bytes: with every weight in two bytes; our own engine unpacks MXFP4 at load.
-        precision: of the weights, "bf16", "fp8", "mxfp4"; "" if unknown.
+        precision: type of the weights, "bf16", "fp8", "mxfp4"; "" if unknown.
         kv_layers: layers with a KV cache.
         max_model_len: the longest context; None if unknown.
     """
@@ -81,7 +81,7 @@ class MemoryNeeded:
         target_bytes, draft_bytes: weights.
         kv_parts: for each kind of layer the bytes of its KV cache, and its number of KV heads.
         max_model_len, num_sequences: length and number of the sequences in the KV cache.
-        precision: of the target, as it runs.
+        precision: type in which the target runs.
         max_gpus: GPUs that one copy of the model may be split over; None for any number.
         unpacked: whether the engine unpacks the target's weights at load.
     """

@@ -80,7 +80,7 @@ class Acceptance:
 
 
 def metric_names(num_positions: int) -> list[str]:
-    """The counters of acceptance with drafts of up to so many tokens."""
+    """The counters of acceptance with drafts of up to `num_positions` tokens."""
     per_pos = [names.num_accepted_at(position) for position in range(num_positions)]
     return [names.NUM_DRAFTS, names.NUM_ACCEPTED_TOKENS, *per_pos]
 
@@ -144,7 +144,7 @@ class ExpectedAcceptance:
 
     Attributes:
         acceptance_length: the length to compare with.
-        unconditional: by position; empty if unknown.
+        unconditional: acceptance by position; empty if unknown.
         source: where it comes from, for people.
     """
 

@@ -55,7 +55,7 @@ class DeploymentRequest:
         name: the endpoint's; "" makes one from the model's name.
         source: the container: "managed" or "native".
         image, ami, role, kms_key, alarm_topic, instance_type, instance_count, startup_timeout_s,
-            vllm_flags: as in `Deployment`.
+            vllm_flags: see `Deployment`.
         upload_to: s3:// prefix for uploads.
         speculation: options of speculation.
         tags, env: "NAME=VALUE" each; a variable without "=" takes its value in this process.

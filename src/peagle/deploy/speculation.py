@@ -59,7 +59,7 @@ def decide(
 
     Args:
         options: the user's.
-        source: of the container.
+        source: source of the container.
         defaults: for options that were not given.
         read_head: returns facts from a head's files; None if they are not readable.
 

@@ -363,7 +363,7 @@ def update(
         UserError: it failed, and the endpoint serves as before.
         KeyboardInterrupt: the user interrupted it, and the endpoint serves as before.
     """
-    if not wait:  # nobody deletes the old files then: the stack keeps their names for `delete`
+    if not wait:  # no command deletes the old files then: the stack keeps their names for `delete`
         d = replace(d, uploads=tuple(dict.fromkeys([*base.uploads, *d.uploads])))
     *first, last = update_requests(d, base, present)
     made = [transfer.uri for transfer in d.transfers]

@@ -82,13 +82,13 @@ class EndpointState:
     """An endpoint as AWS describes it.
 
     Attributes:
-        endpoint_name, region: of the endpoint.
+        endpoint_name, region: name and region of the endpoint.
         status: EndpointStatus, "InService"; "" before there is an endpoint.
         stack_status: StackStatus of its stack; "" without one.
         failures: events of the stack that say why its last change failed.
         endpoint, config, model: answers of the describe calls, {} for what is gone; the model is
             that of the first variant.
-        tags: of the endpoint.
+        tags: tags of the endpoint.
         autoscaling: the registered scaling; None without it.
         scaling_policies: names of its scaling policies.
     """

@@ -303,7 +303,7 @@ class _TrainingSide:
         self.report.blame("training", "head", f"{shown}; {length}", remedy)
 
     def _blame_unlearned(self, gain: Gain) -> None:
-        """Blame the target, or the training, where nothing of a head works."""
+        """Blame the target or the training if no part of a head works."""
         report = self.report
         marks = [one.status for one in report.checks if one.name == "fingerprint"]
         if marks == ["agrees"] and report.training is not None and report.training.is_little:

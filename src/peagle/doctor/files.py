@@ -47,7 +47,7 @@ class HeadFiles:
         head: the mended head; None where it cannot be made to run.
         mask_ids: the mask token ids of config.json, without repeats.
         window: a sliding window that config.json sets.
-        kept_ids: the tokens that t2d keeps, where they are as many as the draft vocabulary.
+        kept_ids: the tokens that t2d keeps, if their number is the draft vocabulary's.
         has_broken_maps: d2t and t2d contradict each other.
         loads: nothing had to be mended that keeps a runtime from loading the head.
         lost_weights: some weights have to be exported again; no repair makes up for them.
@@ -389,7 +389,7 @@ def _mend_window(files: HeadFiles) -> None:
 
 
 def _mend_aux(files: HeadFiles) -> None:
-    """Aux layers: one list, ascending, within the target, as many as fc reads."""
+    """Aux layers: one ascending list, within the target, of the length that fc reads."""
     data, num_layers = files.data, files.target.num_layers
     eagle = data.get("eagle_config") or {}
     top, nested = data.get(AUX_KEY), eagle.get(AUX_KEY)

@@ -144,8 +144,8 @@ class Probe:
         questions: the prompts that were answered at length, a row each.
         progress: gets a line about each step of an examination.
         tokens_PN: prompt and answer.
-        lengths, prompt_lens: of each row.
-        entering: by layer, the hidden states that enter it, [P, N, H].
+        lengths, prompt_lens: tokens and prompt tokens of each row.
+        entering: the hidden states that enter each layer, [P, N, H], by layer.
         confidence_PN: probability of the token at each position, under the target.
         num_drafts: K.
         anchors_PC: anchors that are tried, the same number in each row.

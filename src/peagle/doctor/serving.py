@@ -63,9 +63,9 @@ class Served:
     """The answer to a question; None where the serving side does not report a figure.
 
     Attributes:
-        num_prompt_tokens: by the serving side's count; 0 if it does not report it.
+        num_prompt_tokens: prompt tokens that the server counted; 0 if it reports no count.
         stats: drafts of this answer.
-        drafts: by the number of output tokens before them, the tokens of each draft.
+        drafts: the tokens of each draft; the key is the number of output tokens before the draft.
     """
 
     text: str
@@ -82,7 +82,7 @@ class Serving(Protocol):
     notes: Sequence[str]
 
     def answer(self, questions: Sequence[Question], max_tokens: int) -> list[Served]:
-        """Answer greedily, so many tokens each.
+        """Answer each prompt greedily with a given number of tokens.
 
         Raises:
             UserError: the serving side cannot be reached, or refuses.

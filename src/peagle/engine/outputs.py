@@ -36,13 +36,13 @@ class RequestOutput:
         finish_reason: "stop" or "length"; "error" where `error` says why.
         stats: drafts made and accepted.
         elapsed_s: seconds from the request to the last token.
-        index: of this output among those of its prompt, 0 to n - 1.
+        index: number of this output among those of its prompt, 0 to n - 1.
         time_to_first_token_s: seconds from the request to the first token.
         queue_time_s: seconds of them before its prompt was begun.
         num_cached_tokens: prompt tokens whose KV was there already.
         num_preemptions: number of times that it lost its blocks and was computed again.
-        logprobs: of the output tokens; None unless asked for.
-        prompt_logprobs: of the prompt tokens, the first of which has None; None unless asked for.
+        logprobs: log-probabilities of the output tokens; None unless requested.
+        prompt_logprobs: those of the prompt tokens, None for the first; None unless requested.
         stop_reason: the stop string, or the id out of `stop_token_ids`, that ended the output; None
             where the model's own end of text, or a length, did.
         error: what went wrong, where `finish_reason` is "error".
@@ -139,13 +139,13 @@ class StreamChunk:
     """One step's addition to one output.
 
     Attributes:
-        index: of the prompt in the list given.
+        index: number of the prompt in the list given.
         text: new text; may be empty while a character is incomplete.
         num_accepted: how many of the new tokens came from the draft (the first ones).
         num_drafted: draft tokens that the step verified, 0 in a prompt pass.
         output: the finished output with its last chunk, None before.
-        output_index: of the output among those of its prompt, 0 to n - 1.
-        logprobs: of the new tokens, if asked for.
+        output_index: number of the output among those of its prompt, 0 to n - 1.
+        logprobs: log-probabilities of the new tokens, if requested.
         rejected_token_ids: draft tokens that the step refused.
     """
 

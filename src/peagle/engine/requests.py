@@ -132,7 +132,7 @@ class Requests:
 
         Args:
             index: number of the request, which every chunk carries.
-            prompt: as in `encode_prompt`.
+            prompt: see `encode_prompt`.
             priority: requests with a lower number go first.
             cache_salt: only requests with the same salt share cached KV.
 

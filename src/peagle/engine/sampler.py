@@ -38,7 +38,7 @@ class SampledStep:
         num_accepted: the same counts on the host.
         new_token_ids: the emitted tokens: accepted drafts, then the target's own.
         sampling: with num_outputs counting the emitted tokens.
-        logprobs: of the emitted tokens; None for sequences that did not ask.
+        logprobs: log-probabilities of the emitted tokens; None for sequences without the option.
         is_broken: whether a row that a token was taken from holds NaN, +inf, or -inf alone: the
             tokens of such a sequence mean nothing.
     """

@@ -115,7 +115,7 @@ class EngineStats:
         num_cached_tokens: those of them whose KV was there already.
         num_output_tokens: tokens given out.
         speculation: drafts made and accepted.
-        step_times: of steps that ran as CUDA graphs, by the rows of the graph.
+        step_times: times of the steps that ran as CUDA graphs, by the rows of the graph.
     """
 
     num_waiting: int

@@ -32,7 +32,7 @@ _SETTLE_S, _SETTLE_LOOKS = 0.1, 20
 
 
 class EndpointBackend:
-    """A server with OpenAI's interface that answers requests, so many in flight at a time.
+    """A server with OpenAI's interface that answers a limited number of requests at a time.
 
     Text goes to /v1/completions, messages to /v1/chat/completions, both streamed. A request's clock
     starts as it is written to an open connection, and a chunk came when its bytes did.
@@ -51,7 +51,7 @@ class EndpointBackend:
     `facts` are what the server lists of the model, `notes` what does not work here, each once.
 
     Raises:
-        UserError: the URL or the key is not usable, nobody answers there, or there is no such
+        UserError: the URL or the key is not usable, no server answers there, or there is no such
             model.
     """
 
@@ -177,7 +177,7 @@ class EndpointBackend:
             return reply
 
         done = await at_most(concurrency, range(len(requests)), ask)
-        # Reading JSON takes time in which nothing is received: it waits unless somebody watches.
+        # Reading JSON takes time in which nothing is received: it waits unless progress is shown.
         run = Run([watched.get(i) or self._read(reply) for i, reply in enumerate(done)], 0.0)
         if done:
             run.seconds = max(one.ended_s for one in done) - min(one.sent_s for one in done)

@@ -162,7 +162,7 @@ def _event(data: bytes) -> Mapping[str, Any]:
 
 
 def _share_out(parts: list[_OutputPart], count: int) -> None:
-    """Give so many tokens to parts by their characters; the first has at least one."""
+    """Divide tokens among parts by their characters; the first has at least one."""
     total = sum(len(part.text) for part in parts)
     so_far = given = 0
     for part in parts:

@@ -71,7 +71,7 @@ def build(
 
 
 def release(target: TargetModel) -> None:
-    """Give back the memory of the engines on a target that nobody holds any more."""
+    """Give back the memory of a target's engines that no caller holds any more."""
     target.drop_kv_caches()
     gc.collect()  # an engine and its parts refer to each other
     if target.device.type == "cuda":

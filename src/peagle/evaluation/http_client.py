@@ -253,7 +253,7 @@ class HttpClient:
 async def at_most(
     count: int, items: Iterable[Item], work: Callable[[Item], Awaitable[Result]]
 ) -> list[Result]:
-    """Work on items by so many clients, each of which takes the next as soon as it can.
+    """Work on items with several clients, each of which takes the next as soon as it can.
 
     The first error that `work` raises ends all of it.
 

@@ -32,7 +32,7 @@ class Intervals:
     """Intervals of the figures of some requests, those of positions in a list.
 
     An interval is None where too few requests bear on it, or where all drafts were accepted or
-    none: the resamples show no spread then, and say nothing of other requests.
+    none: the resamples then show no spread and tell nothing about other requests.
     """
 
     acceptance_length: Interval | None
@@ -144,7 +144,7 @@ def compare_entries(entries: Sequence[Entry], *, seed: int = 0) -> list[Comparis
 
     `difference` is the acceptance length of "method" less that of "over", and `ci` its 95%
     interval, paired over requests. Prompt lookup does not draft at every step, so that it is
-    compared by tokens per step. Entries that tell nothing of single requests are left out.
+    compared by tokens per step. Entries without figures of single requests are left out.
     """
     known = [entry for entry in entries if entry.by_conversation]
     first = next((entry.method for entry in known if entry.method != NGRAM), None)

@@ -22,7 +22,7 @@ class Journal:
     A last line that an interruption cut is dropped.
 
     Args:
-        path: of the file, whose folder is made if it is not there; None keeps everything in
+        path: path of the file, whose folder is made if it does not exist; None keeps everything in
             memory alone.
         settings: values that all measurements of one journal share.
         extensible: names of settings that are objects; a later run may add keys to them.

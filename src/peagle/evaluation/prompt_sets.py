@@ -88,7 +88,7 @@ def load(
         limit: number of prompts to take; None takes all.
         seed: take them from all over the set, in a random order that depends on it; None takes
             the first ones.
-        prompt_column: of a data set of the hub, where it is not one of the usual names.
+        prompt_column: column with the prompts of a hub data set, if its name is not a usual one.
 
     Raises:
         UserError: there is no such set (the message names the nearest), it is empty or not

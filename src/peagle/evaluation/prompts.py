@@ -28,9 +28,9 @@ class Prompt:
     """One prompt.
 
     Attributes:
-        id: as the file gives it, else the number of its line.
+        id: the id in the file; without one, the number of the line.
         turns: what the user says, turn by turn; at least one, none empty.
-        category: of the task, as the file gives it; "" without one.
+        category: the task's category in the file; "" without one.
     """
 
     id: str

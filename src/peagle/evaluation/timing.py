@@ -73,7 +73,7 @@ def token_gaps(chunks: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
 
 
 def spread_of(values: Sequence[float], times: Sequence[int] | None = None) -> Percentiles:
-    """Return mean and percentiles of values, each counted so many times; None without any."""
+    """Return mean and percentiles of weighted values; None without any."""
     if not values:
         return Percentiles()
     every = np.asarray(values) if times is None else np.repeat(values, times)

@@ -24,7 +24,7 @@ MAX_SEQUENCES = 1024
 
 @dataclass(frozen=True, slots=True)
 class DraftBuffers:
-    """Where `expand_draft_batch` writes: a `DraftBatch` of S slots, and who drafts.
+    """Where `expand_draft_batch` writes: a `DraftBatch` of S slots, and which sequences draft.
 
     Padding slots hold the mask token at position 0, slot -1 and the row of h_shared.
 

@@ -179,7 +179,7 @@ def plan_chain(
     Args:
         last_ntp_B, positions_S: of the first pass, see `DraftBatch`.
         block_tables_BM: KV blocks of each sequence.
-        running_B: who drafts.
+        running_B: whether each sequence drafts.
         out: buffers.
         block_size: slots of a block.
         max_model_len: positions from here on write no KV.

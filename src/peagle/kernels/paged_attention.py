@@ -24,18 +24,18 @@ WAVES = 1  # programs of the grid per multiprocessor, about, where keys are spli
 _MAX_BLOCK_M = 128
 # Most queries of a sequence whose keys and values attention writes itself.
 MAX_WRITE_ROWS = 32
-# Shared memory for partial results on their way to who arrives last: that of the keys' tiles.
+# Shared memory for the partial results that the last program adds up: that of the keys' tiles.
 _COMBINE_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What the launch of one layer depends on: nothing of it is the length of a context.
+    """What the launch of one layer depends on; the length of a context is not part of it.
 
     Attributes:
-        num_sequences, num_tokens, max_query_len: of the batch, padding included.
-        num_heads, num_kv_heads, head_dim: of the layer.
-        query_dtype, cache_dtype: of the layer.
+        num_sequences, num_tokens, max_query_len: sizes of the batch, padding included.
+        num_heads, num_kv_heads, head_dim: sizes of the layer.
+        query_dtype, cache_dtype: types of the layer.
     """
 
     num_sequences: int

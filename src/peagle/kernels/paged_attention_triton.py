@@ -273,7 +273,7 @@ def attend_kernel(
     if WRITE_ROWS:
         key_ptr += kv_head * stride_key_head
         value_ptr += kv_head * stride_value_head
-        # Nobody reads these slots in this launch, so that it does not matter who writes, and when.
+        # No program reads these slots in this launch: any program may write them at any time.
         if is_last_split:
             _write_rows(
                 key_ptr,

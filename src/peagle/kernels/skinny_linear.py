@@ -48,7 +48,7 @@ class SkinnyConfig:
     Attributes:
         block_m: rows of x in a tile; from 16 on, from 8 on for "wx", 1 for "gemv".
         block_n: rows of the weight in a tile; `skinny_swiglu` takes so many of gate and of up.
-        block_k: of a tile, at each step.
+        block_k: inputs of a tile at each step.
         split_k: programs that share the sum over K of one tile.
         num_warps: Triton's.
         num_stages: tiles that are loaded ahead, plus one; for "gemv" 1 loads into registers.

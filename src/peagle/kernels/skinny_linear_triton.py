@@ -4,7 +4,7 @@ One program computes BLOCK_M rows of x times BLOCK_N rows of the weight over one
 the weight that costs: it is read once, tile after tile along its rows, while the next tiles are on
 their way. x is small, stays in the L2 and is read by all programs.
 
-KIND says who multiplies:
+KIND is the way to multiply:
 0: x W^T in the matrix unit, BLOCK_M being its rows.
 1: W x^T in the matrix unit, BLOCK_N being its rows: Hopper's wgmma takes 64 of them at a time.
 2: multiply and add without the matrix unit, for a single row.
@@ -191,7 +191,7 @@ def skinny_kernel(
         arrived = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel", scope="gpu")
         if arrived != SPLIT_K - 1:
             return
-        # The last to come sums, its own share included, in the same order whoever it is.
+        # The last program sums all shares, its own included, in an order that is always the same.
         acc = _sum_shares(partial_ptrs, SPLIT_K, PARTS * SIZE)
         if SWIGLU:
             up = _sum_shares(partial_ptrs + SIZE, SPLIT_K, PARTS * SIZE)

@@ -1,4 +1,4 @@
-"""A captured decode step on the device: who runs, how the state moves on, what the host is told.
+"""A captured decode step on the device: running sequences, their next state, the host's report.
 
 The reference of `advance` is `kernels.step_state`. All that these kernels read and write stays on
 the device.
@@ -50,7 +50,7 @@ def _begin_kernel(
 def begin_step(
     active_B: Tensor, state: StepState, running_B: Tensor, num_drafted_B: Tensor, times: Tensor
 ) -> None:
-    """Say who runs (active and not finished), and how many drafts each verifies; stamp the time."""
+    """Mark the running sequences (active, not finished) and count their drafts; stamp the time."""
     launch(
         _begin_kernel,
         (1,),

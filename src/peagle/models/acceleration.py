@@ -29,7 +29,7 @@ class CompiledCall:
 
     Args:
         call: the function, which traces whole; its first argument has the rows.
-        num_rows: for which it is compiled by itself. May grow.
+        num_rows: numbers of rows that have a graph of their own. May grow.
         backend: of `torch.compile`.
     """
 

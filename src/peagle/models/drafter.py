@@ -61,7 +61,7 @@ class DrafterConfig:
         qk_norm: RMSNorm of every query and key head before RoPE (Qwen3-style layers).
         norm_output: an autoregressive head reads its own previous output after the final norm.
         mask_token_id: token of the mask slots; None for an autoregressive (EAGLE-3) head.
-        rope_parameters: as transformers has them ({"rope_type", "rope_theta", ...}).
+        rope_parameters: RoPE parameters of transformers ({"rope_type", "rope_theta", ...}).
         trained_depth: K that training covered, None if unknown.
     """
 

@@ -1,4 +1,4 @@
-"""What a P-EAGLE head trains on: (anchor, depth) elements, how they are sampled, who sees whom.
+"""(anchor, depth) elements, which P-EAGLE heads train on: their sampling and their attention.
 
 Element (a, d) stands at position a + d. At depth 0 its token is x[a+1] and its feature g[a]; deeper
 it is the mask token with the shared hidden state. It predicts x[a+d+2] (arXiv 2602.01469; the
@@ -127,8 +127,8 @@ def sample_elements(
     Args:
         deepest_BN: from `supervised_depth`.
         num_depths: K.
-        ratio, floor: as in `depth_counts`.
-        generator: of the device of `deepest_BN`.
+        ratio, floor: see `depth_counts`.
+        generator: a generator on the device of `deepest_BN`.
         multiple: pad E to a multiple of this.
         max_anchors: most supervised anchors of a row, which E follows; None is N.
         documents_BN: document of each position, -1 where padded; None is one document a row.

@@ -84,7 +84,7 @@ class Commit:
     """The result of an upload.
 
     Attributes:
-        url, oid: of the commit; of the newest one there, if nothing had to change.
+        url, oid: URL and id of the commit; of the newest commit if nothing had to change.
         created: the repository was made.
         added, replaced, removed: names of files.
         verified: the hub, asked afterwards, lists every file as it was meant.
@@ -116,7 +116,7 @@ def upload(
     Args:
         files: all that the commit may change.
         repo: "owner/name"; revision: a branch.
-        message: of the commit.
+        message: message of the commit.
         private: make the repository private, or refuse one that is public.
         force: replace files that differ, remove other weights.
 

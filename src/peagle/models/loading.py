@@ -73,7 +73,7 @@ def find_folder(name_or_path: str | os.PathLike[str], role: Role = "target") -> 
     Neither torch nor the hub's library is imported, so that a wrong path is refused at once.
 
     Args:
-        name_or_path: as in `resolve_model`.
+        name_or_path: see `resolve_model`.
         role: what the model is for.
 
     Raises:

@@ -68,7 +68,7 @@ def use_skinny(model: nn.Module, *, max_rows: int | None = None) -> int:
 
     Args:
         model: a transformers model after `models.fusion.fuse`, or a drafter; not to be trained.
-        max_rows: up to so many rows in all layers, of any type, size and device, for tests.
+        max_rows: limit of rows for all layers, of any type, size and device, for tests.
 
     Returns:
         how many modules have changed; a second call changes none.

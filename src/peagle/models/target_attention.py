@@ -24,7 +24,7 @@ _BENIGN_KEYWORDS = frozenset({"position_ids", "use_cache", "output_router_logits
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One call of the attention function: who called, with which keys and values."""
+    """One call of the attention function: the calling module, with its keys and values."""
 
     module: nn.Module
     key: Tensor
@@ -52,7 +52,7 @@ class DryRun:
     """One token through the whole model.
 
     Attributes:
-        calls: of the attention function, in order.
+        calls: calls of the attention function, in order.
         hidden_TH: after the last norm.
         logits_TV: as the model itself makes them of these.
     """

@@ -1,4 +1,4 @@
-"""The ends of a frozen target without its layers: what training from stored features needs.
+"""Embedding and lm_head of a frozen target, for training from stored features.
 
 Shapes: N rows, H target width, V vocabulary.
 """
@@ -32,7 +32,7 @@ class TargetEnds:
     Attributes:
         name: where it was loaded from.
         hidden_size, vocab_size, num_layers: its sizes.
-        dtype, device: of lm_head and of what is read.
+        dtype, device: type and device of lm_head and of every tensor that is read.
         text_config: the configuration of its decoder.
     """
 
@@ -64,7 +64,7 @@ class TargetEnds:
         dtype: torch.dtype | None = None,
         device: str | torch.device = "cpu",
     ) -> TargetEnds:
-        """Read lm_head from a folder in Hugging Face format; of all else, headers only.
+        """Read lm_head from a folder in Hugging Face format, and only headers of the other tensors.
 
         A checkpoint with quantised layers will do as long as its ends are stored plainly.
 
@@ -109,7 +109,7 @@ class TargetEnds:
         return self._weight_VH
 
     def embedding_weight(self) -> Tensor:
-        """Return the input embedding, [V, H], read anew at each call: it is needed but once."""
+        """Return the input embedding, [V, H], read at each call, since one caller needs it once."""
         stored = self._embedding
         return stored.read() if isinstance(stored, _Stored) else stored
 

@@ -79,7 +79,7 @@ def end_of_text_ids(generation: Any, text_config: transformers.PretrainedConfig)
 
     Args:
         generation: transformers' GenerationConfig, or None.
-        text_config: of the decoder.
+        text_config: configuration of the decoder.
     """
     value = getattr(generation, "eos_token_id", None)
     if value is None:

@@ -61,7 +61,7 @@ class EngineSpec:
             target's weights and split the KV budget.
         threads: CPU threads of torch; None chooses by model and machine.
         device_index: index of the GPU, where the device is "auto" or "cuda" and there are several.
-        compile_timeout_s, grammar_budget_s, hang_timeout_s, log_format: as in `ServerConfig`.
+        compile_timeout_s, grammar_budget_s, hang_timeout_s, log_format: see `ServerConfig`.
     """
 
     target: str

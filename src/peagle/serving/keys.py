@@ -42,7 +42,7 @@ class ApiKeys:
     """The keys that open the server. Only their SHA-256 digests are kept; false if there are none.
 
     Args:
-        keys: as clients send them; repetitions count once.
+        keys: keys that clients send; repetitions count once.
         digests: SHA-256 of further keys.
     """
 
@@ -261,7 +261,7 @@ class Quotas:
     """The accounts of all keys, each with the same limits; one event loop uses them.
 
     Args:
-        requests_per_minute, tokens_per_minute, concurrency: of each key; None sets no limit.
+        requests_per_minute, tokens_per_minute, concurrency: limits of each key; None: no limit.
         clock: seconds that never run backwards.
     """
 

@@ -346,7 +346,7 @@ class OutputItems:
     One item is open at a time. Events have no `sequence_number` yet.
 
     Attributes:
-        items: of the types "reasoning", "message" and "function_call", in order.
+        items: items of the types "reasoning", "message" and "function_call", in order.
     """
 
     def __init__(self) -> None:

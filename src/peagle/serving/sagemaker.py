@@ -37,7 +37,7 @@ class VllmFlag:
     """One variable, as the managed container hands it to vLLM.
 
     Attributes:
-        name: of vLLM's option, "--max-model-len".
+        name: name of vLLM's option, "--max-model-len".
         tokens: what follows the name; none for a switch, None where the option is left out.
     """
 
@@ -211,7 +211,7 @@ _INSTEAD = {
     "--tokenizer": "Put the tokenizer's files into the model's folder.",
     "--download-dir": "Set HF_HOME to the folder.",
     "--hf-token": "Set HF_TOKEN.",
-    "--api-key": "SageMaker itself checks who may call; elsewhere set PEAGLE_API_KEY.",
+    "--api-key": "SageMaker itself checks its callers; elsewhere set PEAGLE_API_KEY.",
 }
 RULES = (*_OPTIONS, *_SWITCHES, *_LISTS, *_DROPPED, *_ONLY, *_INSTEAD)
 # Left out by "false", as the managed container does it, and then on: maybe not what was meant.

@@ -62,7 +62,7 @@ class SecurityMiddleware:
         keys: open all routes but /live, /health and /ping; without keys all routes are open.
         allowed_hosts: names or addresses without port that the Host header may give, "*" for any;
             see `default_allowed_hosts`.
-        allowed_origins: of web pages elsewhere that may use the server, such as
+        allowed_origins: origins of foreign web pages that may use the server, such as
             "https://chat.example.com"; "*" for any.
         body_timeout_s: seconds from the first read of a body to its end.
         has_every_route: the application may have any route. Otherwise a body of any type may go to

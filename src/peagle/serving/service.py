@@ -219,7 +219,7 @@ class Caller:
     """The sender of a request, as far as the answer depends on it.
 
     Attributes:
-        cache_salt: of the key and the request: only equal salts share cached KV.
+        cache_salt: salt of the key and the request: only equal salts share cached KV.
         lease: the request's part of what its key may use.
         deadline: when the answer must have ended; None sets no limit.
     """

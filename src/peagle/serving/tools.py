@@ -194,9 +194,9 @@ class CallDelta:
     """A new call, or more of its arguments.
 
     Attributes:
-        index: of the call in the answer, from 0.
+        index: number of the call in the answer, from 0.
         arguments: new text of the arguments, as the model wrote it.
-        id, name: of the call and of its function, on the call's first delta only.
+        id, name: id of the call and name of its function, on the call's first delta only.
     """
 
     index: int

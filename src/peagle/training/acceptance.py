@@ -39,7 +39,7 @@ class AnchorAcceptance:
 
     Args:
         num_depths: K_train.
-        device: of what is added.
+        device: device of the tensors that are added.
 
     Attributes:
         counters: float64 [3, K], elements, matches, and elements whose chain matches down to them;

@@ -37,7 +37,7 @@ class _Section(BaseModel):
 
 
 class HeadSection(_Section):
-    """Shape of the head; what is left out is taken from the target.
+    """Shape of the head; values that are left out are the target's.
 
     Attributes:
         num_layers: decoder layers (the paper's heads have 4, EAGLE-3 heads 1).
@@ -204,11 +204,11 @@ class RunSection(_Section):
     """Where it runs and what it writes.
 
     Attributes:
-        seed: of initial weights, order of the data and element sampling.
+        seed: seed of the initial weights, the order of the data and element sampling.
         device: "auto" takes the GPU if there is one.
-        target_dtype: of the frozen target; "auto" is float32 on a CPU, bfloat16 on a GPU.
-        precision: of the head's matrix products; weights are kept in float32.
-        save_dtype: of the head written at the end.
+        target_dtype: type of the frozen target; "auto": float32 on a CPU, bfloat16 on a GPU.
+        precision: type of the head's matrix products; weights are kept in float32.
+        save_dtype: type of the head that the run writes at its end.
         log_every, validate_every, save_every: steps between.
         validation_batches: batches of a validation.
         validation_temperature: simulate acceptance at this temperature too; 0 does not. Best the
@@ -219,7 +219,7 @@ class RunSection(_Section):
         patience: stop after this many validations in a row without a better head; None never does.
         attention: "flex" (FlexAttention), "dense" (a mask), "auto" is flex for P-EAGLE on
             a GPU.
-        segments: of the two-pass partition (`training.partition`), P-EAGLE only: depth 0 runs
+        segments: parts of the two-pass partition (`training.partition`), P-EAGLE only: depth 0 runs
             once, the deeper elements in this many segments, one after another in memory; the
             gradients are the same. "auto" takes the fewest that fit into memory
             (`training.step_memory`), and a resumed run keeps its number where it still fits.

@@ -1,4 +1,4 @@
-"""The processes of a run: alone, or as many as torchrun started.
+"""The processes of a run: one alone, or those that torchrun started.
 
 `joined` reads what torchrun put into the environment, gives each process its GPU and makes one
 process group: NCCL between GPUs, gloo between the processes themselves.

@@ -147,8 +147,8 @@ class _Ranges:
 
     Attributes:
         low, high: least and greatest anchor.
-        context_low: least anchor of depth 0, beyond all anchors where there is none.
-        chain_low, chain_high: of the deeper ones, an empty range where there are none.
+        context_low: least anchor of depth 0; larger than every anchor in a block without depth 0.
+        chain_low, chain_high: range of the deeper elements; empty in a block without them.
         first, last: least and greatest document.
         only_context: nothing deeper than 0.
         whole: no document is padding, and the block is not cut short by the end.

@@ -155,7 +155,7 @@ class ShardedMasters(Masters):
 
 
 def _block_of(name: str) -> str:
-    """Weights that travel together: a layer, one of the large tables, or what is left."""
+    """Weights that travel together: a layer, one of the large tables, or the remaining weights."""
     first, second, *_ = f"{name}.".split(".")
     if first == "layers":
         return f"{first}.{second}"

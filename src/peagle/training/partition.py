@@ -81,7 +81,7 @@ class PartitionLayout:
         context: the elements of depth 0, [B, N].
         parts: the deeper ones in segments, [B, E] each.
         graded: which of the context and of each part count.
-        blocks: of the context's attention and of each part's, where FlexAttention needs them.
+        blocks: mask blocks of the context and of each part, where FlexAttention needs them.
         is_causal: rows of the context have one document each, and padding at most at their end.
     """
 

@@ -116,9 +116,9 @@ class PublishedHead:
     Attributes:
         folder: where it is; files: names of the files of it that are published, sorted.
         config: its shape; format: style of its checkpoint.
-        fingerprint: of its target; target: the name that config.json gives the target, if any.
+        fingerprint: its target's fingerprint; target: the target's name in config.json, if any.
         parameters: floating-point values in its tensors; dtype: type of them.
-        training: the record of its training, None if there is none.
+        training: the record of its training, None if it has no record.
         trained_length: tokens of the longest sequence in it, None if that is not told.
         notes: what its owner should know before publishing it.
     """
@@ -249,7 +249,7 @@ def _refuse_unexpected(folder: Path, names: list[str]) -> None:
 def _fingerprint(facts: Mapping[str, Any], config: DrafterConfig, head: str) -> TargetFingerprint:
     if not isinstance(facts.get("target"), Mapping):
         raise CheckpointError(
-            f"The draft head {head!r} has no fingerprint of its target, so that nobody could tell "
+            f"The draft head {head!r} has no fingerprint of its target, so no check could tell "
             "which model it fits. Load it with its target and save it again: save_drafter(..., "
             "fingerprint=TargetFingerprint.of(target)); `peagle train` does so."
         )

@@ -36,7 +36,7 @@ class TrainingReport:
         acceptance: per depth, P(all drafts down to it match), over all anchors.
         acceptance_lengths: simulated at K = 1, 2, ... up to the depth of the method; over all
             anchors in training, as serving would walk them in validation.
-        learning_rate, tokens_per_s, seconds_left: of the run; tokens_per_step: mean of the data.
+        learning_rate, tokens_per_s, seconds_left: state of the run; tokens_per_step: a mean.
         gradient_norm: training only; mean over the steps, before clipping.
 
     Validation only:
@@ -45,7 +45,7 @@ class TrainingReport:
         unconditional_acceptance_per_pos: P(positions 1 to i all accepted).
         conditional_acceptance_per_pos: P(position i accepted | those before it); None where no
             draft got that far.
-        temperature: of the sampled figures; None without.
+        temperature: temperature of the sampled figures; None without them.
         sampled_acceptance_lengths, sampled_unconditional_acceptance_per_pos,
             sampled_conditional_acceptance_per_pos: the same at the temperature.
     """

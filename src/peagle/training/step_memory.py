@@ -214,7 +214,7 @@ def estimate_memory(shape: StepShape, segments: int, recompute: bool) -> StepMem
 
     Args:
         shape: what decides it.
-        segments, recompute: of the two-pass partition; EAGLE-3 has neither.
+        segments, recompute: settings of the two-pass partition; EAGLE-3 has neither.
     """
     trained, narrow = 4 * shape.num_trained, shape.dtype.itemsize < 4
     embeddings = 0 if shape.num_frozen else shape.parameters["embed_tokens.weight"]
@@ -299,7 +299,7 @@ def _passes(shape: StepShape, segments: int, recompute: bool) -> dict[str, int]:
 def _layer_bytes(
     shape: StepShape, elements: int, keys: int, scores: int, *, is_light: bool = False
 ) -> int:
-    """What a layer keeps of elements that attend to so many keys; `is_light`: less of its MLP."""
+    """Bytes that a layer keeps of elements with `keys` keys each; `is_light`: less of its MLP."""
     head, size = shape.head, shape.dtype.itemsize
     flex, compiled = shape.kernels
     query, key = (n * head.head_dim for n in (head.num_attention_heads, head.num_kv_heads))

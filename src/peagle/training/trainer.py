@@ -294,7 +294,7 @@ class Trainer:
         return stops > 0
 
     def _due(self, every: int) -> bool:
-        """Whether a task of every so many steps, and of the last step, is to be done now."""
+        """Whether a periodic task, which also follows the last step, is due now."""
         return self.step % every == 0 or self.step == self.config.optimizer.steps
 
     def _select(self) -> None:

@@ -147,7 +147,7 @@ class TrainingMethod:
             embedding, hidden: [..., D]; a dimension of 1 stands for equal rows, which attention
                 distinguishes, so that layer 0 projects one row for all mask slots.
             positions: int64 [...], which decides the shape of the result.
-            attend: as in `Drafter.forward`; with `recompute` it is called again going backward.
+            attend: see `Drafter.forward`; with `recompute` the backward pass calls it again.
             light: keep no inner states of the MLPs; they are computed again going backward.
         """
         rope = drafter._rope_at(positions, hidden.dtype)

@@ -54,7 +54,7 @@ class TrainingPlan:
     Attributes:
         memory: the way to run a step, or the one that takes least where none fits.
         by_segments: estimates at some numbers of segments, layers recomputed as chosen.
-        flops: of a step of one process, by what they are for.
+        flops: operations of a step of one process, by purpose.
         disk: bytes of the checkpoint, of the head and of the stored features, and those that are
             free where the output folder lies.
         tokens_per_s, basis: speed of the whole run, padding left out, and what that rests on; None
@@ -215,9 +215,9 @@ def make_plan(
     """Plan a run; for one process on a GPU that is here, run a few steps of it.
 
     Args:
-        gpu_memory_gib: of a GPU that need not be here; None plans for this machine.
+        gpu_memory_gib: memory of a GPU that this machine may lack; None plans for this machine.
         num_gpus: processes that share the run.
-        tokens_per_s: as measured, padding left out, of the whole run.
+        tokens_per_s: measured speed of the whole run, padding left out.
 
     Raises:
         UserError: target, data or configuration are not usable. That the run does not fit is no

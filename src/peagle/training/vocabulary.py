@@ -48,7 +48,7 @@ class VocabularyReport:
         size, vocab_size: tokens of the head and of the target.
         num_unseen: tokens of the head that the training responses never use.
         training, validation: coverage of the responses.
-        sizes: by share of the training responses, the most frequent tokens that make it up.
+        sizes: number of most frequent tokens that make up each share of the training responses.
     """
 
     size: int

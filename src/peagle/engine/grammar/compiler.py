@@ -187,7 +187,7 @@ class GrammarState(Spender):
     Args:
         compiled: the grammar.
         stop_token_ids: the only ids that end the output; none of them is ever text.
-        budget: of a step, shared by the states of an engine; None sets no limit.
+        budget: budget of a step, shared by the states of an engine; None sets no limit.
 
     Attributes:
         prepared: what `prepare` found for the next verification; None until then.

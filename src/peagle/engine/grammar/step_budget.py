@@ -47,7 +47,7 @@ class StepBudget:
     """Carries out the grammar work of an engine's steps.
 
     Args:
-        seconds: of the processor for one grammar in one step; None sets no limit, and the caller's
+        seconds: processor time of one grammar in one step; None sets no limit, and the caller's
             thread does the work, however long it takes.
     """
 

@@ -109,12 +109,12 @@ def run(
     a refused one, and a bonus token.
 
     Args:
-        target: as our engine runs it.
-        folder: of the same target; transformers loads it once more.
-        methods: to certify; plain decoding and prompt lookup are added.
+        target: the target that our engine runs.
+        folder: folder of the same target; transformers loads it once more.
+        methods: methods to certify; plain decoding and prompt lookup are added.
         k: the largest K.
         options: extent of the tests.
-        provenance: of the certificate.
+        provenance: provenance of the certificate.
         watch: gets a line before each test.
 
     Raises:

@@ -30,7 +30,7 @@ SliceRow = tuple[str, Entry, Slice]
 
 
 def _spaced(values: Sequence[Number], most: int) -> list[Number]:
-    """Return at most so many of some values, ascending, the first and the last among them."""
+    """Return at most `most` of the values, ascending, with the first and the last."""
     own = sorted(set(values))
     if len(own) <= most:
         return own

@@ -9,7 +9,7 @@ from pathlib import PurePath
 
 from peagle.results import HardText, OutputSample, Slice
 
-# Longer ones would make a page that nobody can open.
+# Longer ones would make a page too large for browsers.
 LONGEST_TEXT = 6000
 
 _NAMES = {

@@ -44,7 +44,7 @@ class StepCost:
 
     @property
     def rest_s(self) -> float:
-        """Seconds of all else: scheduling, text, gaps."""
+        """Seconds of the rest of a step: scheduling, text, gaps."""
         return max(0.0, self.seconds - self.target_s - self.draft_s)
 
 
@@ -60,12 +60,12 @@ class EngineMachine:
 
     Args:
         target, head: the models; the head by its folder.
-        acceptance: of the head, for all of `ks`.
+        acceptance: acceptance of the head for each of `ks`.
         ks: draft tokens per step; 0 comes by itself.
         prompts: token ids, at least `context` of each; one for every sequence of the largest batch.
         context: tokens of a sequence when the steps begin.
         steps: number of timed steps.
-        temperature: of the requests.
+        temperature: temperature of the requests.
         **engine_options: fields of EngineConfig.
 
     Raises:

@@ -22,8 +22,8 @@ class Conversion:
         source_format, format: styles.
         config: shape of the head.
         target: the name of its target, None if unknown.
-        dtype: of the weights.
-        num_tensors, num_bytes: of the weights.
+        dtype: type of the weights.
+        num_tensors, num_bytes: count and size of the weights.
         notes: what a user of the new checkpoint should know.
     """
 

@@ -48,7 +48,7 @@ def save_drafter(
     Args:
         folder: made if it is not there.
         drafter: the head.
-        fingerprint: of its target, checked at load.
+        fingerprint: fingerprint of its target, checked at load.
         extra: further facts for the "peagle" object of config.json.
         dtype: type of the stored weights; None keeps the module's.
         format: style of the checkpoint.
