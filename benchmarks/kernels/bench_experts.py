@@ -95,7 +95,7 @@ class Product:
         if self.format == "mxfp4":
             data = torch.randint(256, (*size[:2], size[2] // 2), dtype=torch.uint8, device=DEVICE)
             shape = (size[0], -(-size[2] // 128), size[1], 4)
-            scale = torch.randint(118 + 63, 122 + 63, shape, device=DEVICE).to(torch.uint8)
+            scale = torch.randint(118, 122, shape, device=DEVICE).to(torch.uint8)
             scale = scale.view(torch.int32).squeeze(-1).mT
             return PackedWeight(data, "mxfp4", scale, block=(1, 32))
         if self.format == "int4":
@@ -111,53 +111,31 @@ class Product:
 
 
 def candidates(product: Product, tokens: int, quick: bool) -> list[GroupedConfig]:
-    """Cuts to try; tiles of as many rows as an expert has on average."""
-    c, shape = GroupedConfig, product.shape
+    """Cuts to try; tiles of about as many rows as an expert has on average, or of twice as many."""
+    shape = product.shape
     rows = tokens * shape.chosen / min(shape.num_experts, tokens * shape.chosen)
-    m = 16 if rows <= 24 else 32 if rows <= 48 else 64
-    if product.format == "mxfp4":
-        found = [
-            c(m, 32, 32, 4, 4, 4),
-            c(m, 32, 32, 4, 4, 3),
-            c(m, 64, 32, 4, 4, 3),
-            c(m, 64, 32, 2, 4, 4),
-            c(m, 64, 32, 3, 4, 4),
-            c(m, 128, 32, 2, 4, 4),
-            c(m, 32, 32, 4, 2, 4),
-        ]
-        more = [
-            c(m, 16, 32, 4, 2, 4),
-            c(m, 64, 32, 1, 4, 6),
-            c(m, 64, 32, 5, 4, 3),
-            c(m, 128, 32, 1, 4, 6),
-            c(m, 128, 32, 4, 8, 3),
-            c(m, 64, 32, 4, 2, 3),
-            c(m, 32, 32, 9, 4, 2),
-        ]
-    else:
-        found = [
-            c(m, 32, 128, 1, 4, 4),
-            c(m, 32, 128, 1, 2, 4),
-            c(m, 64, 128, 1, 4, 3),
-            c(m, 64, 64, 1, 4, 4),
-            c(m, 32, 128, 2, 4, 3),
-            c(m, 32, 128, 1, 4, 3),
-        ]
-        more = [
-            c(m, 32, 128, 2, 2, 3),
-            c(m, 32, 128, 1, 2, 6),
-            c(m, 64, 128, 1, 4, 4),
-            c(m, 64, 128, 2, 4, 2),
-            c(m, 64, 128, 1, 8, 3),
-            c(m, 32, 64, 1, 2, 6),
-        ]
-    found += [] if quick else more
+    average = next(m for m in (8, 16, 32, 64, 128) if rows <= m or m == 128)
+    heights = [average] if quick or tokens == 1 or average > 32 else [average, 2 * average]
+    inner = [(32, 4), (32, 8)] if product.format == "mxfp4" else [(128, 1), (128, 2)]
+    found = []
+    for m in heights:
+        for step, steps in inner:
+            for stages in (2, 3, 4):
+                found.append(GroupedConfig(m, 32, step, steps, 2, stages, wx=True))
+                if not quick and stages == 3:
+                    found.append(GroupedConfig(m, 16, step, steps, 1, stages, wx=True))
+                if m >= 16 and stages == 3:
+                    found.append(GroupedConfig(m, 32, step, steps, 4, stages, wx=True))
+                if m >= 16 and stages == 3 and not quick:
+                    found.append(GroupedConfig(m, 32, step, steps, 4, stages))
+                    found.append(GroupedConfig(m, 32, step, steps, 2, stages))
+                if m >= 32 and stages < 4:
+                    found.append(GroupedConfig(m, 64, step, steps, 4, stages))
     itemsize = {"plain": 2.0, "mxfp4": 0.5, "int4": 0.5}.get(product.format, 1.0)
-    parts = 1 if product.is_down else 2
 
     def fits(config: GroupedConfig) -> bool:
         inputs = config.step * config.steps
-        stage = inputs * (parts * config.block_n * itemsize + config.block_m * 2)
+        stage = inputs * (2 * config.block_n * itemsize + config.block_m * 2)
         return stage * config.num_stages < SHARED_BYTES
 
     return [config for config in found if fits(config)]
@@ -261,8 +239,8 @@ def compile_all(jobs: list[tuple[Product, int, GroupedConfig]]) -> None:
 
 
 def label(config: GroupedConfig) -> str:
-    m, n, step, steps, warps, stages = astuple(config)
-    return f"m{m} n{n} k{step}x{steps} w{warps} st{stages}"
+    m, n, step, steps, warps, stages, wx = astuple(config)
+    return f"m{m} n{n} k{step}x{steps} w{warps} st{stages}{' wx' if wx else ''}"
 
 
 def measure(product: Product, tokens: int, args: argparse.Namespace) -> dict[str, Any]:

@@ -55,7 +55,8 @@ def make_weight(format: str, *shape: int, device: str, dtype: torch.dtype) -> Pa
     zero = None
     if format == "int4 zeros":
         assert packed.scale is not None
-        zero = torch.randint(0, 16, packed.scale.mT.shape, dtype=torch.uint8).to(device).mT
+        zero = torch.randint(0, 16, packed.scale.shape, dtype=torch.uint8)
+        zero = zero.to(device).mT.contiguous().mT
     scale = None if packed.scale is None else packed.scale.to(device)
     return PackedWeight(packed.data.to(device), packed.format, scale, zero, packed.block)
 
@@ -131,7 +132,11 @@ def test_every_assignment_is_in_one_tile_of_its_expert(
 
 # ---- products -------------------------------------------------------------------------------
 
-CONFIGS = [GroupedConfig(16, 16, 32, 1, 4, 2), GroupedConfig(32, 32, 32, 2, 4, 3)]
+CONFIGS = [
+    GroupedConfig(16, 16, 32, 1, 4, 2),
+    GroupedConfig(32, 32, 32, 2, 4, 3),
+    GroupedConfig(8, 32, 32, 2, 2, 3, wx=True),
+]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -85,10 +85,11 @@ class GroupedConfig:
 
     Attributes:
         block_m: assignments of a tile, from 16 on.
-        block_n: outputs of a tile; with a gate, so many of gate and of up.
+        block_n: half of the weight's rows in a tile: of gate and of up, or one half after another.
         step: inputs of one product, which share their scales.
         steps: products of a turn of the loop.
         num_warps, num_stages: Triton's.
+        wx: multiply W x^T in the matrix unit, not x W^T: `block_m` may be 8 then.
     """
 
     block_m: int
@@ -97,18 +98,18 @@ class GroupedConfig:
     steps: int
     num_warps: int
     num_stages: int
+    wx: bool = False
 
 
 def choose_config(num_assignments: int, num_experts: int, weight: PackedWeight) -> GroupedConfig:
     """Choose a configuration from shapes alone."""
     rows = num_assignments / min(num_experts, max(num_assignments, 1))
     step = _shared_inputs(weight, 128)
-    steps = 128 // step if weight.num_inputs % 128 == 0 else max(64 // step, 1)
-    if rows <= 16:
-        return GroupedConfig(16, 32, step, steps, 4, 4)
-    if rows <= 32:
-        return GroupedConfig(32, 64, step, steps, 4, 3)
-    return GroupedConfig(64, 64, min(step, 64), steps, 4, 3)
+    steps = max(128 // step, 1)
+    block_m = next((m for m in (8, 16, 32) if rows <= m), 64)
+    if block_m <= 32:
+        return GroupedConfig(block_m, 32, step, steps, 2, 3, wx=True)
+    return GroupedConfig(64, 64, step, steps, 4, 3)
 
 
 def _shared_inputs(weight: PackedWeight, most: int) -> int:
@@ -291,7 +292,7 @@ def grouped_product(
             chosen,
         ],
         [gated.alpha, gated.limit],
-        list(astuple(config)),
+        [int(value) for value in astuple(config)],
     )
 
 
@@ -327,7 +328,8 @@ def _grouped_product(
     from peagle.kernels import experts_triton
 
     kind, rows, inputs, activation, chosen = layout
-    cut = GroupedConfig(*config)
+    *sizes, wx = config
+    cut = GroupedConfig(*sizes, wx=bool(wx))
     format: Any = FORMATS[kind]
     weight = PackedWeight(data, format, scale, zero, (rows, inputs))
     count, k = x.shape[0] * chosen, weight.num_inputs
@@ -350,7 +352,7 @@ def _grouped_product(
     assert zero is None or (scale is not None and zero.stride() == scale.stride())
     launch(
         experts_triton.grouped_kernel,
-        (-(-n // cut.block_n), tiles),
+        (-(-n // (cut.block_n * (1 if activation else 2))), tiles),
         out,
         x,
         plan if mode == 2 else out,
@@ -383,10 +385,11 @@ def _grouped_product(
         GATE=activation,
         HAS_BIAS=bias is not None,
         HAS_ZERO=zero is not None,
-        EVEN_N=n % cut.block_n == 0,
+        EVEN_N=n % (cut.block_n * (1 if activation else 2)) == 0,
         EVEN_K=k % (cut.step * cut.steps) == 0,
         MODE=mode,
         ASM=_has_assembly(x.device) and x.dtype == torch.bfloat16,
+        WX=cut.wx,
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
     )

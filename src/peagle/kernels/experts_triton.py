@@ -134,20 +134,21 @@ def _finished(
     acc,
     scale_ptrs,
     bias_ptrs,  # [BLOCK_N]
-    is_column,
+    is_output,
     DTYPE: tl.constexpr,
-    SCALE_K: tl.constexpr,
-    FORMAT: tl.constexpr,
+    IS_OPEN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     WX: tl.constexpr,
 ):
-    """The sums with the scale of all inputs, and with the bias, rounded."""
+    """The sums as [BLOCK_M, BLOCK_N], with the scale of all inputs if it IS_OPEN, and with the
+    bias, rounded.
+    """
     if WX:
         acc = tl.trans(acc)
-    if FORMAT != PLAIN and SCALE_K == 0:
+    if IS_OPEN:
         acc *= tl.load(scale_ptrs)[None, :]
     if HAS_BIAS:
-        acc += tl.load(bias_ptrs, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(bias_ptrs, mask=is_output, other=0.0).to(tl.float32)[None, :]
     return acc.to(DTYPE).to(tl.float32)
 
 
@@ -158,7 +159,7 @@ def grouped_kernel(
     order_ptr,
     tiles_ptr,
     index_ptr,  # [S], where there is one token
-    data_ptr,  # [E, N or 2N, K as stored]
+    data_ptr,  # [E, N or 2N, K as stored]; 2N with a gate
     scale_ptr,  # [E, rows of scales, columns of scales]
     zero_ptr,
     bias_ptr,  # [E, N or 2N]
@@ -211,68 +212,79 @@ def grouped_kernel(
         is_row = place < tl.load(tiles_ptr + 2 * max_tiles + tile)
         assignment = tl.load(order_ptr + place, mask=is_row, other=0)
 
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_column = column < num_columns
-    if not EVEN_N:
-        column = tl.minimum(column, num_columns - 1)  # the last again: that is not stored
-    up_row = column + num_columns
+    # Two tiles of outputs, a and b: gate and up, or one after the other.
+    n = tl.arange(0, BLOCK_N)
+    if GATE == NO_GATE:
+        row_a = tl.program_id(0) * (2 * BLOCK_N) + n
+        row_b = row_a + BLOCK_N
+        num_stored = num_columns
+    else:
+        row_a = tl.program_id(0) * BLOCK_N + n
+        row_b = row_a + num_columns
+        num_stored = 2 * num_columns
+    is_a = row_a < num_columns
+    is_b = row_b < num_stored
+    if not EVEN_N:  # the last again, where there are no more: that is not stored
+        row_a = tl.minimum(row_a, num_stored - 1)
+        row_b = tl.minimum(row_b, num_stored - 1)
     expert = expert.to(tl.int64)
     data_ptr += expert * stride_expert
     scale_ptr += expert * stride_scale_expert
     zero_ptr += expert * stride_scale_expert
-    bias_ptr += expert * (num_columns * (1 if GATE == NO_GATE else 2))
-    gate_ptrs = data_ptr + column.to(tl.int64)[:, None] * stride_row
-    up_ptrs = data_ptr + up_row.to(tl.int64)[:, None] * stride_row
-    gate_scale = (column // SCALE_ROWS if SCALE_ROWS > 0 else column * 0) * stride_scale_row
-    up_scale = (up_row // SCALE_ROWS if SCALE_ROWS > 0 else column * 0) * stride_scale_row
+    bias_ptr += expert * num_stored
+    data_a = data_ptr + row_a.to(tl.int64)[:, None] * stride_row
+    data_b = data_ptr + row_b.to(tl.int64)[:, None] * stride_row
+    offset_a = (row_a // SCALE_ROWS if SCALE_ROWS > 0 else row_a * 0) * stride_scale_row
+    offset_b = (row_b // SCALE_ROWS if SCALE_ROWS > 0 else row_b * 0) * stride_scale_row
 
     x_ptrs = x_ptr + (assignment // chosen).to(tl.int64)[:, None] * stride_x
-    acc = tl.zeros([BLOCK_N, BLOCK_M] if WX else [BLOCK_M, BLOCK_N], tl.float32)
-    up = acc
+    acc_a = tl.zeros([BLOCK_N, BLOCK_M] if WX else [BLOCK_M, BLOCK_N], tl.float32)
+    acc_b = acc_a
     IS_SCALED: tl.constexpr = SCALE_K > 0
-    STORED_K: tl.constexpr = 128 if FORMAT == MXFP4 else SCALE_K  # inputs of a stored scale
+    # Inputs of a stored scale; they are loaded once for all.
+    STORED_K: tl.constexpr = 128 if FORMAT == MXFP4 else SCALE_K if IS_SCALED else STEP * STEPS
     for first in tl.range(0, num_k, STEP * STEPS, num_stages=STAGES):
         for i in tl.static_range(STEPS):
             k = first + i * STEP
             if i == 0:
-                gate_stored = column
-                up_stored = column
-                gate_zero = tl.full([BLOCK_N], 8, tl.int32)
-                up_zero = gate_zero
-            if IS_SCALED and (i * STEP % STORED_K == 0 or STEP * STEPS % STORED_K != 0):
-                # Inputs that are not there are zero in x: any scale will do for them.
-                scale_at = tl.minimum(k, num_k - 1) // STORED_K * stride_scale_k
-                gate_stored = tl.load(scale_ptr + gate_scale + scale_at)
-                if GATE != NO_GATE:
-                    up_stored = tl.load(scale_ptr + up_scale + scale_at)
+                scale_a = row_a
+                scale_b = row_b
+                zero_a = tl.full([BLOCK_N], 8, tl.int32)
+                zero_b = zero_a
+            if i * STEP % STORED_K == 0 or STEP * STEPS % STORED_K != 0:
+                scale_at = 0
+                if IS_SCALED:
+                    # Inputs that are not there are zero in x: any scale will do for them.
+                    scale_at = tl.minimum(k, num_k - 1) // STORED_K * stride_scale_k
+                    scale_a = tl.load(scale_ptr + offset_a + scale_at)
+                    scale_b = tl.load(scale_ptr + offset_b + scale_at)
                 if HAS_ZERO:
-                    gate_zero = tl.load(zero_ptr + gate_scale + scale_at).to(tl.int32)
-                    if GATE != NO_GATE:
-                        up_zero = tl.load(zero_ptr + up_scale + scale_at).to(tl.int32)
-            elif HAS_ZERO and not IS_SCALED:
-                gate_zero = tl.load(zero_ptr + gate_scale).to(tl.int32)
-                up_zero = tl.load(zero_ptr + up_scale).to(tl.int32)
+                    zero_a = tl.load(zero_ptr + offset_a + scale_at).to(tl.int32)
+                    zero_b = tl.load(zero_ptr + offset_b + scale_at).to(tl.int32)
             x_first, x_last = _load_x(x_ptrs, is_row[:, None], k, num_k, STEP, FORMAT)
-            acc = _add_product(
-                acc, x_first, x_last, gate_ptrs, gate_stored, gate_zero,
+            acc_a = _add_product(
+                acc_a, x_first, x_last, data_a, scale_a, zero_a,
                 k, num_k, STEP, IS_SCALED, FORMAT, EVEN_K, ASM, WX,
             )  # fmt: skip
-            if GATE != NO_GATE:
-                up = _add_product(
-                    up, x_first, x_last, up_ptrs, up_stored, up_zero,
-                    k, num_k, STEP, IS_SCALED, FORMAT, EVEN_K, ASM, WX,
-                )  # fmt: skip
+            acc_b = _add_product(
+                acc_b, x_first, x_last, data_b, scale_b, zero_b,
+                k, num_k, STEP, IS_SCALED, FORMAT, EVEN_K, ASM, WX,
+            )  # fmt: skip
 
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    out = _finished(
-        acc, scale_ptr + gate_scale, bias_ptr + column, is_column, DTYPE, SCALE_K, FORMAT,
-        HAS_BIAS, WX,
-    )  # fmt: skip
-    if GATE != NO_GATE:
-        up = _finished(
-            up, scale_ptr + up_scale, bias_ptr + up_row, is_column, DTYPE, SCALE_K, FORMAT,
-            HAS_BIAS, WX,
-        )  # fmt: skip
-        out = _gated(out, up, alpha, limit, GATE)
-    out_ptrs = out_ptr + assignment.to(tl.int64)[:, None] * num_columns + column[None, :]
-    tl.store(out_ptrs, out.to(DTYPE), mask=is_row[:, None] & is_column[None, :])
+    IS_OPEN: tl.constexpr = FORMAT != PLAIN and not IS_SCALED
+    out_a = _finished(
+        acc_a, scale_ptr + offset_a, bias_ptr + row_a, is_a, DTYPE, IS_OPEN, HAS_BIAS, WX
+    )
+    out_b = _finished(
+        acc_b, scale_ptr + offset_b, bias_ptr + row_b, is_b, DTYPE, IS_OPEN, HAS_BIAS, WX
+    )
+    out_ptrs = out_ptr + assignment.to(tl.int64)[:, None] * num_columns
+    mask = is_row[:, None] & is_a[None, :]
+    if GATE == NO_GATE:
+        tl.store(out_ptrs + row_a[None, :], out_a.to(DTYPE), mask=mask)
+        mask = is_row[:, None] & is_b[None, :]
+        tl.store(out_ptrs + row_b[None, :], out_b.to(DTYPE), mask=mask)
+    else:
+        out = _gated(out_a, out_b, alpha, limit, GATE)
+        tl.store(out_ptrs + row_a[None, :], out.to(DTYPE), mask=mask)

@@ -30,9 +30,7 @@ Format = Literal["plain", "fp8", "int8", "int4", "mxfp4"]
 FORMATS: tuple[str, ...] = get_args(Format)
 FOUR_BIT_FORMATS = ("int4", "mxfp4")
 MX_INPUTS = 32  # inputs of one scale of "mxfp4"
-# A kernel unpacks "mxfp4" to 2^-63 of its values, so that no scale up to here overflows bfloat16.
-MX_SHIFT = 63
-MAX_MX_SCALE = 255 - 1 - MX_SHIFT
+MAX_MX_SCALE = 254  # 255 is no number
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # Of each pair, the bits of the half word that hold a number's bits 3 to 0.
 _BITS: dict[str, Sequence[Sequence[int]]] = {
@@ -49,7 +47,7 @@ class PackedWeight:
         data: [E, N, K], or uint8 [E, N, K / 2] in a 4-bit format; rows contiguous.
         format: how `data` is read.
         scale: float32 [E, N / rows, K / inputs], rounded up; None for "plain". Of "mxfp4" int32
-            [E, N, K / 128], rounded up: s + 63 of four times 32 inputs, the first in the low byte.
+            [E, N, K / 128], rounded up: s of four times 32 inputs, the first in the low byte.
         zero: uint8, with the shape and the strides of the scale, for "int4"; None: 8 everywhere.
         block: rows and inputs that share a scale.
     """
@@ -77,7 +75,7 @@ class PackedWeight:
             return self.data.to(dtype)
         scale = self.scale
         if self.format == "mxfp4":
-            exponents = scale.contiguous().view(torch.uint8).float() - (127 + MX_SHIFT)
+            exponents = scale.contiguous().view(torch.uint8).float() - 127
             scale = torch.exp2(exponents)
             q = _from_words(self.data, "mxfp4").long()
             values = torch.tensor(_E2M1, device=q.device)[q & 7]
@@ -128,7 +126,7 @@ def make_mxfp4(q: Tensor, scale: Tensor) -> PackedWeight:
         scale: uint8 [..., N, K / 32], up to `MAX_MX_SCALE`.
     """
     assert int(scale.max()) <= MAX_MX_SCALE
-    padded = F.pad(scale + MX_SHIFT, (0, -scale.shape[-1] % 4)).contiguous()
+    padded = F.pad(scale, (0, -scale.shape[-1] % 4)).contiguous()
     words = padded.view(torch.int32).mT.contiguous().mT  # those of the same inputs lie together
     return PackedWeight(_to_words(q, "mxfp4"), "mxfp4", words, block=(1, MX_INPUTS))
 

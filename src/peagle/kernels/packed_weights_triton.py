@@ -1,11 +1,11 @@
 """Tiles of packed weights in Triton: they are loaded as stored, and unpacked in registers.
 
-The reference is `PackedWeight.unpack`, which also says how words of 4-bit numbers are laid out. The
-caller applies the scales, but for "mxfp4", whose tiles come as 2^-63 of their values.
+The reference is `PackedWeight.unpack`; `packed_weights` says how words of 4-bit numbers are laid
+out. The caller applies the scales.
 
 In bfloat16 on a card, a word is unpacked at once, two numbers a register. Numbers of e4m3 and e2m1
-have the exponent and the mantissa of a small bfloat16: one product moves the exponent to its bias
-and applies the scale. Integers become the mantissa of 128 + q.
+have the exponent and the mantissa of a small bfloat16, and one product moves the exponent to its
+bias. Integers become the mantissa of 128 + q.
 """
 
 from __future__ import annotations
