@@ -177,9 +177,10 @@ class Problem:
             self.plans[config.block_m] = [
                 plan_tiles(index, experts, config.block_m) for index in self.indices
             ]
+        plan = None if self.tokens == 1 else self.plans[config.block_m][routing]
         return grouped_product(
-            self.x, self.weight, self.bias, self.gate, index_S=index,
-            plan=self.plans[config.block_m][routing], chosen=self.chosen, config=config,
+            self.x, self.weight, self.bias, self.gate,
+            index_S=index, plan=plan, chosen=self.chosen, config=config,
         )  # fmt: skip
 
     @cached_property

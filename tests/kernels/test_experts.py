@@ -14,6 +14,7 @@ from peagle.kernels.experts import (
     grouped_product,
     grouped_product_reference,
     max_tiles,
+    packed_linear,
     plan_tiles,
     run_experts,
     run_experts_reference,
@@ -223,3 +224,24 @@ def test_half_precision_takes_no_assembly(device: str) -> None:
         x = torch.randn(5, 96).to(device, torch.float16)
         found = grouped_product(x, weight, config=GroupedConfig(16, 16, 32, 1, 4, 2))
         check(found, F.linear(x.double(), weight.unpack(torch.float64)))
+
+
+def test_a_compiler_sees_operators() -> None:
+    """Layers with experts are compiled whole; shapes may be filled in later."""
+    torch.manual_seed(5)
+    made = {"device": "cpu", "dtype": torch.float32}
+    experts = ExpertWeights(
+        make_weight("mxfp4", 6, 128, 64, **made),
+        make_weight("mxfp4", 6, 64, 64, **made),
+        Gate("silu"),
+    )
+    linear = make_weight("fp8", 40, 64, **made)
+
+    def run(x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return packed_linear(run_experts(x, index, weights, experts) + x, linear)
+
+    compiled = torch.compile(run, backend="eager", fullgraph=True, dynamic=True)
+    for tokens in (1, 5):
+        x, weights = torch.randn(tokens, 64), torch.rand(tokens, 2)
+        index = torch.randint(6, (tokens, 2))
+        assert torch.equal(compiled(x, index, weights), run(x, index, weights))

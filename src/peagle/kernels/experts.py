@@ -13,7 +13,7 @@ between the two products, N outputs and K inputs of a product.
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, get_args
 
@@ -127,27 +127,130 @@ def run_experts(
 ) -> Tensor:
     """Compute the weighted sum of the chosen experts' outputs in Triton, [T, H].
 
+    A compiler sees the operator `peagle::experts`, and fuses the sum with what follows.
+
     Args:
         x_TH: the tokens' states.
         index_TC: the experts of each token, integers.
         weight_TC: their weights.
         experts: the weights of the layer.
     """
-    num_tokens, chosen = index_TC.shape
-    index_S = index_TC.reshape(-1)
-    up_config = choose_config(index_S.numel(), experts.num_experts, experts.gate_up)
-    down_config = choose_config(index_S.numel(), experts.num_experts, experts.down)
-    plan = plan_tiles(index_S, experts.num_experts, up_config.block_m)
+    up, down, gate = experts.gate_up, experts.down, experts.gate
+    y_SH = torch.ops.peagle.experts(
+        x_TH,
+        index_TC,
+        [up.data, down.data],
+        [up.scale, down.scale],
+        [up.zero, down.zero],
+        [experts.gate_up_bias, experts.down_bias],
+        [*_layout(up), *_layout(down), ACTIVATIONS.index(gate.activation)],
+        [gate.alpha, gate.limit],
+    )
+    y_TCH = y_SH.view(*index_TC.shape, -1).float() * weight_TC.float().unsqueeze(-1)
+    return y_TCH.sum(1).to(x_TH.dtype)
+
+
+def packed_linear(x: Tensor, weight: PackedWeight, bias_N: Tensor | None = None) -> Tensor:
+    """y = x W^T + bias in Triton, for a packed weight; a compiler sees `peagle::packed_linear`.
+
+    Args:
+        x: [..., K].
+        weight: [N, K].
+        bias_N: [N].
+
+    Returns:
+        [..., N], contiguous.
+    """
+    out_MN = torch.ops.peagle.packed_linear(
+        x.reshape(-1, x.shape[-1]), weight.data, weight.scale, weight.zero, bias_N, _layout(weight)
+    )
+    return out_MN.view(*x.shape[:-1], -1)
+
+
+def _layout(weight: PackedWeight) -> list[int]:
+    return [FORMATS.index(weight.format), *weight.block]
+
+
+def _weight(
+    data: Tensor, scale: Tensor | None, zero: Tensor | None, layout: list[int]
+) -> PackedWeight:
+    kind, rows, inputs = layout
+    format: Any = FORMATS[kind]
+    return PackedWeight(data, format, scale, zero, (rows, inputs))
+
+
+@torch.library.custom_op(
+    "peagle::experts",
+    mutates_args=(),
+    schema="(Tensor x, Tensor index, Tensor[] data, Tensor?[] scale, Tensor?[] zero, "
+    "Tensor?[] bias, int[] layout, float[] gate) -> Tensor",
+)
+def _experts(
+    x: Tensor,
+    index: Tensor,
+    data: list[Tensor],
+    scale: list[Tensor | None],
+    zero: list[Tensor | None],
+    bias: list[Tensor | None],
+    layout: list[int],
+    gate: list[float],
+) -> Tensor:
+    *layouts, activation = layout
+    up = _weight(data[0], scale[0], zero[0], layouts[:3])
+    down = _weight(data[1], scale[1], zero[1], layouts[3:])
+    kind: Any = ACTIVATIONS[activation]
+    (num_tokens, chosen), num_experts = index.shape, up.data.shape[0]
+    index_S = index.reshape(-1)
+    up_config, down_config = (choose_config(index_S.numel(), num_experts, w) for w in (up, down))
+    plan = None if num_tokens == 1 else plan_tiles(index_S, num_experts, up_config.block_m)
     inner_SI = grouped_product(
-        x_TH, experts.gate_up, experts.gate_up_bias, experts.gate,
+        x, up, bias[0], Gate(kind, *gate),
         index_S=index_S, plan=plan, chosen=chosen, config=up_config,
     )  # fmt: skip
-    y_SH = grouped_product(
-        inner_SI, experts.down, experts.down_bias,
-        index_S=index_S, plan=plan, config=down_config,
-    )  # fmt: skip
-    y_TCH = y_SH.view(num_tokens, chosen, -1).float() * weight_TC.float().unsqueeze(-1)
-    return y_TCH.sum(1).to(x_TH.dtype)
+    return grouped_product(inner_SI, down, bias[1], index_S=index_S, plan=plan, config=down_config)
+
+
+@_experts.register_fake
+def _(
+    x: Tensor,
+    index: Tensor,
+    data: list[Tensor],
+    scale: list[Tensor | None],
+    zero: list[Tensor | None],
+    bias: list[Tensor | None],
+    layout: list[int],
+    gate: list[float],
+) -> Tensor:
+    return x.new_empty(index.numel(), data[1].shape[1])
+
+
+@torch.library.custom_op(
+    "peagle::packed_linear",
+    mutates_args=(),
+    schema="(Tensor x, Tensor data, Tensor? scale, Tensor? zero, Tensor? bias, int[] layout) "
+    "-> Tensor",
+)
+def _packed_linear(
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor | None,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    layout: list[int],
+) -> Tensor:
+    return grouped_product(x, _weight(data, scale, zero, layout), bias)
+
+
+@_packed_linear.register_fake
+def _(
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor | None,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    layout: list[int],
+) -> Tensor:
+    return x.new_empty(x.shape[0], data.shape[0])
 
 
 def run_experts_reference(
@@ -185,20 +288,13 @@ def plan_tiles(index_S: Tensor, num_experts: int, block_m: int) -> Tensor:
         int32 [S + 3 * max_tiles]: the assignments in order; then of every tile its expert, -1 for
         none, and its first and last place in the order.
     """
-    return torch.ops.peagle.plan_tiles(index_S, num_experts, block_m)
-
-
-@torch.library.custom_op(
-    "peagle::plan_tiles", mutates_args=(), schema="(Tensor index, int experts, int rows) -> Tensor"
-)
-def _plan_tiles(index: Tensor, experts: int, rows: int) -> Tensor:
-    count = index.numel()
-    most = max_tiles(count, experts, rows)
-    plan = torch.empty(count + 3 * most, dtype=torch.int32, device=index.device)
+    count = index_S.numel()
+    most = max_tiles(count, num_experts, block_m)
+    plan = torch.empty(count + 3 * most, dtype=torch.int32, device=index_S.device)
     if count == 0:
         return plan
     if count > _MAX_PLANNED:
-        _plan_many(plan, index, experts, rows, most)
+        _plan_many(plan, index_S, num_experts, block_m, most)
         return plan
     from peagle.kernels import experts_triton
 
@@ -208,25 +304,18 @@ def _plan_tiles(index: Tensor, experts: int, rows: int) -> Tensor:
         (1,),
         plan,
         plan[count:],
-        torch.empty(experts, dtype=torch.int32, device=index.device),
-        index,
+        torch.empty(num_experts, dtype=torch.int32, device=index_S.device),
+        index_S,
         count,
-        experts,
+        num_experts,
         most,
-        BLOCK_M=rows,
+        BLOCK_M=block_m,
         ASSIGNMENTS=power(count),
-        EXPERTS=power(experts),
+        EXPERTS=power(num_experts),
         TILES=power(most),
         num_warps=4 if count <= 512 else 16,
     )
     return plan
-
-
-@_plan_tiles.register_fake
-def _(index: Tensor, experts: int, rows: int) -> Tensor:
-    count = index.numel()
-    most: Any = torch.sym_min(count, experts + count // rows)
-    return index.new_empty(count + 3 * most, dtype=torch.int32)
 
 
 def _plan_many(plan: Tensor, index_S: Tensor, experts: int, rows: int, most: int) -> None:
@@ -269,95 +358,43 @@ def grouped_product(
         bias: [E, N] or [N].
         gate: leaves N / 2 outputs; None leaves all.
         index_S: the experts of the assignments; None: there is but one weight.
-        plan: `plan_tiles` of them for `config.block_m`; a single token needs none.
+        plan: `plan_tiles` of them for `config.block_m`; None gives each a tile of its own, which
+            is best for a single token.
         chosen: assignments that share a row of x.
         config: default `choose_config`.
     """
-    num_experts = 1 if index_S is None else weight.data.shape[0]
-    num_rows = x.shape[0] * chosen
-    config = config or choose_config(num_rows, num_experts, weight)
-    gated = gate or Gate("none")
-    return torch.ops.peagle.grouped_product(
-        x,
-        weight.data,
-        weight.scale,
-        weight.zero,
-        bias,
-        index_S,
-        plan,
-        [
-            FORMATS.index(weight.format),
-            *weight.block,
-            ACTIVATIONS.index(gated.activation),
-            chosen,
-        ],
-        [gated.alpha, gated.limit],
-        [int(value) for value in astuple(config)],
-    )
-
-
-def grouped_product_reference(
-    x: Tensor, weight: PackedWeight, bias: Tensor | None, gate: Gate | None, index_S: Tensor
-) -> Tensor:
-    """Compute `grouped_product` in plain torch, from the unpacked weights."""
-    matrices = weight.unpack(x.dtype)[index_S]
-    rows = x.repeat_interleave(len(index_S) // len(x), 0)
-    out = torch.einsum("snk,sk->sn", matrices, rows)
-    out = out if bias is None else out + bias[index_S]
-    return out if gate is None else gate(out)
-
-
-@torch.library.custom_op(
-    "peagle::grouped_product",
-    mutates_args=(),
-    schema="(Tensor x, Tensor data, Tensor? scale, Tensor? zero, Tensor? bias, Tensor? index, "
-    "Tensor? plan, int[] layout, float[] gate, int[] config) -> Tensor",
-)
-def _grouped_product(
-    x: Tensor,
-    data: Tensor,
-    scale: Tensor | None,
-    zero: Tensor | None,
-    bias: Tensor | None,
-    index: Tensor | None,
-    plan: Tensor | None,
-    layout: list[int],
-    gate: list[float],
-    config: list[int],
-) -> Tensor:
     from peagle.kernels import experts_triton
 
-    kind, rows, inputs, activation, chosen = layout
-    *sizes, wx = config
-    cut = GroupedConfig(*sizes, wx=bool(wx))
-    format: Any = FORMATS[kind]
-    weight = PackedWeight(data, format, scale, zero, (rows, inputs))
+    gate, data, scale = gate or Gate("none"), weight.data, weight.scale
+    activation, (rows, inputs) = ACTIVATIONS.index(gate.activation), weight.block
     count, k = x.shape[0] * chosen, weight.num_inputs
+    num_experts = 1 if index_S is None else data.shape[0]
+    cut = config or choose_config(count, num_experts, weight)
     assert x.shape[1] == k and x.stride(1) == data.stride(-1) == 1
     n = data.shape[-2] // (2 if activation else 1)
     out = torch.empty(count, n, dtype=x.dtype, device=x.device)
     if count == 0:
         return out
-    if index is None:
+    if index_S is None:
         mode, tiles = 0, -(-count // cut.block_m)
-    elif x.shape[0] == 1 or count == 1:
+    elif plan is None:
         mode, tiles = 1, count
     else:
-        assert plan is not None
         mode, tiles = 2, (plan.numel() - count) // 3
     stored = data if data.element_size() > 1 or data.dtype == torch.int8 else data.view(torch.uint8)
     scales = out if scale is None else scale
-    is_shared = scale is None or (inputs >= k and format != "mxfp4")
+    is_shared = scale is None or (inputs >= k and weight.format != "mxfp4")
     assert is_shared or inputs % cut.step == 0
+    zero = weight.zero
     assert zero is None or (scale is not None and zero.stride() == scale.stride())
     launch(
         experts_triton.grouped_kernel,
         (-(-n // (cut.block_n * (1 if activation else 2))), tiles),
         out,
         x,
-        plan if mode == 2 else out,
-        plan[count:] if mode == 2 and plan is not None else out,
-        index if mode == 1 else out,
+        out if plan is None else plan,
+        out if plan is None else plan[count:],
+        out if index_S is None else index_S,
         stored,
         scales,
         scales if zero is None else zero,
@@ -368,18 +405,19 @@ def _grouped_product(
         tiles,
         chosen,
         x.stride(0),
-        0 if index is None else stored.stride(0),
+        0 if index_S is None else stored.stride(0),
         stored.stride(-2),
-        0 if index is None or scale is None else scale.stride(0),
+        0 if index_S is None or scale is None else scale.stride(0),
         0 if scale is None else scale.stride(-2),
         0 if scale is None else scale.stride(-1),
-        *gate,
+        gate.alpha,
+        gate.limit,
         BLOCK_M=cut.block_m,
         BLOCK_N=cut.block_n,
         STEP=cut.step,
         STEPS=cut.steps,
         STAGES=cut.num_stages,
-        FORMAT=kind,
+        FORMAT=FORMATS.index(weight.format),
         SCALE_ROWS=0 if rows >= data.shape[-2] else rows,
         SCALE_K=0 if is_shared else inputs,
         GATE=activation,
@@ -396,20 +434,15 @@ def _grouped_product(
     return out
 
 
-@_grouped_product.register_fake
-def _(
-    x: Tensor,
-    data: Tensor,
-    scale: Tensor | None,
-    zero: Tensor | None,
-    bias: Tensor | None,
-    index: Tensor | None,
-    plan: Tensor | None,
-    layout: list[int],
-    gate: list[float],
-    config: list[int],
+def grouped_product_reference(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, gate: Gate | None, index_S: Tensor
 ) -> Tensor:
-    return x.new_empty(x.shape[0] * layout[4], data.shape[-2] // (2 if layout[3] else 1))
+    """Compute `grouped_product` in plain torch, from the unpacked weights."""
+    matrices = weight.unpack(x.dtype)[index_S]
+    rows = x.repeat_interleave(len(index_S) // len(x), 0)
+    out = torch.einsum("snk,sk->sn", matrices, rows)
+    out = out if bias is None else out + bias[index_S]
+    return out if gate is None else gate(out)
 
 
 @cache

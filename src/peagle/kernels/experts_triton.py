@@ -158,7 +158,7 @@ def grouped_kernel(
     x_ptr,  # [rows, K]
     order_ptr,
     tiles_ptr,
-    index_ptr,  # [S], where there is one token
+    index_ptr,  # [S]
     data_ptr,  # [E, N or 2N, K as stored]; 2N with a gate
     scale_ptr,  # [E, rows of scales, columns of scales]
     zero_ptr,
@@ -189,7 +189,7 @@ def grouped_kernel(
     HAS_ZERO: tl.constexpr,
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
-    MODE: tl.constexpr,  # 0: one expert and rows in order, 1: one token, 2: planned tiles
+    MODE: tl.constexpr,  # 0: one weight, rows in order, 1: one assignment a tile, 2: planned tiles
     ASM: tl.constexpr,
     WX: tl.constexpr,  # multiply W x^T in the matrix unit, not x W^T
 ):

@@ -1,0 +1,155 @@
+"""Layers of a target over packed weights: linear layers, and experts.
+
+Experts of plain weights go the same way: `use_experts` takes their parameters as they are, or
+arranges them once where a model stores them transposed or in turns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from peagle.kernels.experts import (
+    Activation,
+    ExpertWeights,
+    Gate,
+    packed_linear,
+    run_experts,
+)
+from peagle.kernels.packed_weights import PackedWeight
+from peagle.models.fusion import relative_difference
+
+EXPERTS_IMPLEMENTATION = "peagle"
+_NUM_PROBES = 64
+_GATE_TOLERANCE = 1e-5
+
+
+class PackedLinear(nn.Module):
+    """y = x W^T + bias with a packed weight.
+
+    Attributes:
+        packed: the weight, [N, K].
+        bias: [N] or None.
+        input_order: the input that each column of the weight multiplies; None: in order.
+    """
+
+    def __init__(
+        self, packed: PackedWeight, bias: Tensor | None = None, input_order: Tensor | None = None
+    ) -> None:
+        super().__init__()
+        self.out_features, self.in_features = packed.data.shape[0], packed.num_inputs
+        _hold(self, "packed", packed)
+        self.bias = bias
+        self.input_order = input_order
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.input_order is not None:
+            x = x[..., self.input_order]
+        return packed_linear(x, self.packed, self.bias)
+
+
+def _hold(module: nn.Module, name: str, weight: PackedWeight) -> None:
+    """Make a weight an attribute of a module, and its tensors buffers, which memory plans count."""
+    setattr(module, name, weight)
+    for part in ("data", "scale", "zero"):
+        module.register_buffer(f"{name}_{part}", getattr(weight, part), persistent=False)
+
+
+def hold_experts(module: Any, experts: ExpertWeights) -> None:
+    """Let an experts module of transformers compute with these weights, in place of its own."""
+    for name in ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"):
+        if name in module._parameters:
+            del module._parameters[name]
+    _hold(module, "packed_gate_up", experts.gate_up)
+    _hold(module, "packed_down", experts.down)
+    module.register_buffer("packed_gate_up_bias", experts.gate_up_bias, persistent=False)
+    module.register_buffer("packed_down_bias", experts.down_bias, persistent=False)
+    module.expert_weights = experts
+
+
+def experts_of(model: nn.Module) -> list[Any]:
+    """Return the experts modules of a transformers model that its experts interface can replace."""
+    return [
+        module
+        for module in model.modules()
+        if hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")
+    ]
+
+
+def use_experts(model: transformers.PreTrainedModel) -> int:
+    """Let our kernels compute the experts of a model, in place.
+
+    Experts whose activation is none of `kernels.experts` stay with transformers.
+
+    Args:
+        model: with its weights where they will run.
+
+    Returns:
+        how many modules have experts of ours.
+    """
+    modules = experts_of(model)
+    gates = [find_gate(module) for module in modules]
+    if not modules or None in gates:
+        return 0
+    for module, gate in zip(modules, gates, strict=True):
+        assert gate is not None
+        if not hasattr(module, "expert_weights"):
+            hold_experts(module, _plain_weights(module, gate))
+    ALL_EXPERTS_FUNCTIONS.register(EXPERTS_IMPLEMENTATION, _run)
+    model.set_experts_implementation(EXPERTS_IMPLEMENTATION)
+    return len(modules)
+
+
+def _run(module: Any, hidden_states: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    return run_experts(hidden_states, index, weights, module.expert_weights)
+
+
+def find_gate(module: Any) -> Gate | None:
+    """Return the activation of an experts module, found by running it; None: it is another one."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.tensor([0.1, 1.0, 3.0, 10.0, 30.0]).repeat_interleave(_NUM_PROBES)[:, None]
+    pairs = torch.randn(len(sizes), 2, generator=generator) * sizes  # gate and up of one output
+    try:
+        found = module._apply_gate(pairs)
+    except (RuntimeError, TypeError, AttributeError):
+        return None
+    kinds: tuple[Activation, ...] = ("silu", "gelu_tanh")
+    candidates = [Gate(kind) for kind in kinds]
+    alpha, limit = getattr(module, "alpha", None), getattr(module, "limit", None)
+    if alpha is not None and limit is not None:
+        candidates.append(Gate("clamped", float(alpha), float(limit)))
+    return next(
+        (g for g in candidates if relative_difference(found, g(pairs)) < _GATE_TOLERANCE), None
+    )
+
+
+def _plain_weights(module: Any, gate: Gate) -> ExpertWeights:
+    """The parameters of an experts module as [E, N, K], gates first."""
+
+    def matrix(name: str) -> Tensor:
+        weight = getattr(module, name).detach()
+        return weight.mT.contiguous() if module.is_transposed else weight
+
+    def bias(name: str) -> Tensor | None:
+        return getattr(module, name).detach() if module.has_bias else None
+
+    gate_up, gate_up_bias = matrix("gate_up_proj"), bias("gate_up_proj_bias")
+    if not module.is_concatenated:
+        gate_up = gates_first(gate_up)
+        gate_up_bias = None if gate_up_bias is None else gates_first(gate_up_bias)
+    return ExpertWeights(
+        PackedWeight(gate_up),
+        PackedWeight(matrix("down_proj")),
+        gate,
+        gate_up_bias,
+        bias("down_proj_bias"),
+    )
+
+
+def gates_first(rows: Tensor) -> Tensor:
+    """Put the rows of gates, [E, 2I, ...], that take turns with those of up before them."""
+    return torch.cat([rows[:, ::2], rows[:, 1::2]], 1)
