@@ -295,6 +295,20 @@ def test_mxfp4_is_unpacked_for_our_own_engine(tmp_path: Path):
     assert "unpacked to bf16" in native.describe() and native.precision == "bf16"
 
 
+def test_words_of_four_bits_are_unpacked_for_our_own_engine(tmp_path: Path):
+    tensors = {
+        "q_proj.qweight": torch.zeros(8, 64, dtype=torch.int32),  # 64 x 64 numbers
+        "q_proj.qzeros": torch.zeros(2, 8, dtype=torch.int32),
+        "embed.weight": torch.zeros(10, 4, dtype=torch.bfloat16),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = {"quantization_config": {"quant_method": "gptq"}, "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    facts = facts_of_folder(tmp_path)
+    assert facts.weights_bytes == 4 * 8 * 64 + 4 * 16 + 80
+    assert facts.unpacked_bytes == 2 * 64 * 64 + 80
+
+
 @given(
     length=st.integers(1, 200_000),
     sequences=st.integers(1, 64),

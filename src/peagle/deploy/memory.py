@@ -60,7 +60,7 @@ class ModelFacts:
 
     Attributes:
         weights_bytes: bytes of the loaded weights; float32 becomes a type of two bytes.
-        unpacked_bytes: with every weight in two bytes; our own engine unpacks MXFP4 at load.
+        unpacked_bytes: with every weight in two bytes; our own engine unpacks packed ones at load.
         precision: type of the weights, "bf16", "fp8", "mxfp4"; "" if unknown.
         kv_layers: layers with a KV cache.
         max_model_len: the longest context; None if unknown.
@@ -222,6 +222,10 @@ def model_facts(config: Mapping[str, Any], tensors: Iterable[tuple[str, str, int
     is_mxfp4 = "mxfp4" in json.dumps(config.get("quantization_config"))
     weights = unpacked = 0
     for name, dtype, size in tensors:
+        if dtype == "I32":  # words of four bits each; those of zeros are gone when unpacked
+            weights += size
+            unpacked += 4 * size if name.endswith(("qweight", "weight_packed")) else 0
+            continue
         value_bytes = _VALUE_BYTES.get(dtype, 1)
         values = size // value_bytes
         weights += values * min(value_bytes, 2)

@@ -115,7 +115,7 @@ def choose_config(num_assignments: int, num_experts: int, weight: PackedWeight) 
 def _shared_inputs(weight: PackedWeight, most: int) -> int:
     """Return the largest power of two, up to `most`, of inputs that share their scales."""
     inputs = weight.block[1]
-    if weight.scale is None or inputs >= weight.num_inputs:
+    if weight.format != "mxfp4" and (weight.scale is None or inputs >= weight.num_inputs):
         return most
     while inputs % most:
         most //= 2

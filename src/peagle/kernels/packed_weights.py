@@ -18,7 +18,7 @@ Shapes: E experts (left out of dense layers), N outputs, K inputs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -69,6 +69,66 @@ class PackedWeight:
         tensors = (self.data, self.scale, self.zero)
         return sum(t.numel() * t.itemsize for t in tensors if t is not None)
 
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return self.data.shape[0]
+
+    def expert(self, index: int) -> PackedWeight:
+        """Return the weight of one expert, [N, K]."""
+        return self._each(lambda tensor: tensor[index])
+
+    def with_rows(self, order: Callable[[Tensor], Tensor]) -> PackedWeight:
+        """Return the weight with its rows in another order.
+
+        Args:
+            order: puts the rows, [E, N, ...], into the order.
+        """
+        return self._rowwise()._each(order)
+
+    @staticmethod
+    def stack(weights: Sequence[PackedWeight]) -> PackedWeight:
+        """Put weights [N, K] of one format and block together, [E, N, K]."""
+        first = weights[0]
+        assert all((w.format, w.block) == (first.format, first.block) for w in weights)
+        return first._joined(weights, lambda tensors: torch.stack(tensors))
+
+    @staticmethod
+    def concatenate(weights: Sequence[PackedWeight]) -> PackedWeight:
+        """Put the rows of weights [N, K] of one format behind each other."""
+        inputs = {w.block[1] if w.scale is not None else 0 for w in weights}
+        assert len({w.format for w in weights}) == len(inputs) == 1
+        rows = {w.block[0] for w in weights}
+        if len(rows) > 1 or any(w.data.shape[0] % w.block[0] for w in weights):
+            weights = [w._rowwise() for w in weights]
+        return weights[0]._joined(weights, lambda tensors: torch.cat(tensors))
+
+    def _rowwise(self) -> PackedWeight:
+        """The same weight with scales of single rows."""
+        rows, inputs = self.block
+        if self.scale is None or rows == 1:
+            return self
+        spread = self.scale.repeat_interleave(rows, -2)[..., : self.data.shape[-2], :]
+        return PackedWeight(self.data, self.format, spread, self.zero, (1, inputs))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> PackedWeight:
+        def changed(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else _kept_strides(change(tensor), tensor)
+
+        return PackedWeight(
+            change(self.data), self.format, changed(self.scale), changed(self.zero), self.block
+        )
+
+    def _joined(
+        self, weights: Sequence[PackedWeight], join: Callable[[list[Tensor]], Tensor]
+    ) -> PackedWeight:
+        def joined(name: str) -> Tensor | None:
+            tensors = [getattr(w, name) for w in weights]
+            return None if tensors[0] is None else _kept_strides(join(tensors), tensors[0])
+
+        data = join([w.data for w in weights])
+        return PackedWeight(data, self.format, joined("scale"), joined("zero"), self.block)
+
     def unpack(self, dtype: torch.dtype) -> Tensor:
         """Compute the weight [E, N, K], in float32 and then rounded to `dtype`."""
         if self.scale is None:
@@ -92,6 +152,13 @@ class PackedWeight:
         rows, inputs = self.block
         spread = per_block.repeat_interleave(rows, -2).repeat_interleave(inputs, -1)
         return spread[..., : self.data.shape[-2], : self.num_inputs]
+
+
+def _kept_strides(tensor: Tensor, like: Tensor) -> Tensor:
+    """The tensor with its last two dimensions in memory as `like` has them."""
+    if like.stride(-2) == 1 and like.stride(-1) != 1:
+        return tensor.mT.contiguous().mT
+    return tensor.contiguous()
 
 
 def _to_words(q: Tensor, format: Format) -> Tensor:

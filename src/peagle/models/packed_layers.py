@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from peagle.kernels.experts import (
     Activation,
@@ -36,6 +35,8 @@ class PackedLinear(nn.Module):
         bias: [N] or None.
         input_order: the input that each column of the weight multiplies; None: in order.
     """
+
+    packed: PackedWeight
 
     def __init__(
         self, packed: PackedWeight, bias: Tensor | None = None, input_order: Tensor | None = None
@@ -91,6 +92,8 @@ def use_experts(model: transformers.PreTrainedModel) -> int:
     Returns:
         how many modules have experts of ours.
     """
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
     modules = experts_of(model)
     gates = [find_gate(module) for module in modules]
     if not modules or None in gates:

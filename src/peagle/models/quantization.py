@@ -102,15 +102,16 @@ def read_linear(
         raise CheckpointError(f"The target lacks tensor {name + '.weight'!r}.")
     scale = read("weight_scale_inv")
     scale = read("weight_scale") if scale is None else scale
-    if scale is None:
-        raise CheckpointError(
-            f"The target has {name + '.weight'!r} as {weight.dtype} without a scale; expected "
-            "weight_scale or weight_scale_inv beside it. Copy or convert the checkpoint again."
-        )
+    assert scale is not None, "`is_packed` looks for it"
     if tuple(weight.shape) != shape or weight.dtype not in (torch.float8_e4m3fn, torch.int8):
         raise CheckpointError(
             f"The target has {name + '.weight'!r} as {weight.dtype} of shape "
             f"{list(weight.shape)}; expected float8_e4m3fn or int8 of shape {list(shape)}."
+        )
+    if (zeros := read("weight_zero_point")) is not None and bool(zeros.any()):
+        raise CheckpointError(
+            f"The weight of {name!r} has 8 bits and zero points, which peagle does not read. "
+            "Quantise it symmetrically, or use `peagle serve --engine vllm`."
         )
     given = quantization.get("weight_block_size") or _block_structure(quantization)
     scale, block = _blocks_of(scale, name, shape, given)

@@ -5,7 +5,8 @@ Shapes: T packed tokens, H target width, A aux states, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from peagle.attention import LayerKVCache, Prepared
 from peagle.config import require_folder
 from peagle.errors import CheckpointError, UserError
 from peagle.models.architectures import capped, check_architecture, final_softcap, fix_longrope
+from peagle.models.quantization import quantization_of
 from peagle.models.target_attention import (
     AttentionLayer,
     DryRun,
@@ -105,8 +107,13 @@ class TargetModel:
         config = load_config(folder)
         check_architecture(config)
         refuse_pickles(folder)
-        model = _load_weights(folder, config, dtype)
-        return cls(model.to(torch.device(device)), name=str(path))
+        place = torch.device(device)
+        quantization = quantization_of(config)
+        if quantization is None:
+            model = _load_weights(folder, config, dtype).to(place)
+        else:
+            model = _load_unpacked(folder, config, quantization, dtype, place)
+        return cls(model, name=str(path))
 
     def tap_aux(self, layer_ids: Sequence[int]) -> None:
         """Choose the layers whose entering hidden states `forward` returns, in ascending order.
@@ -293,7 +300,6 @@ def default_aux_layer_ids(num_layers: int) -> tuple[int, ...]:
 
 def _load_weights(folder: Path, config: Any, dtype: torch.dtype | None) -> Any:
     transformers_logging.disable_progress_bar()
-    unpacking = _unpacking(config)
     try:
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
@@ -304,7 +310,6 @@ def _load_weights(folder: Path, config: Any, dtype: torch.dtype | None) -> Any:
             local_files_only=True,
             attn_implementation=register_attention(),
             output_loading_info=True,
-            **unpacking,
         )
     except (OSError, SafetensorError, RuntimeError, ValueError, ImportError) as error:
         first_line = str(error).strip().splitlines()[0]
@@ -318,23 +323,25 @@ def _load_weights(folder: Path, config: Any, dtype: torch.dtype | None) -> Any:
             f"The target model {str(folder)!r} lacks tensor {missing[0]!r} ({len(missing)} "
             "missing in all). Its weights are incomplete: copy or convert them again."
         )
-    if unpacking:
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(model.dtype)  # some versions unpack to bfloat16
     return model
 
 
-def _unpacking(config: Any) -> dict[str, Any]:
-    """Options that unpack MXFP4 weights, as gpt-oss is published, to the model's type.
+def _load_unpacked(
+    folder: Path,
+    config: Any,
+    quantization: Mapping[str, Any],
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> Any:
+    from peagle.models.packed_loading import load_packed
 
-    transformers would else look for kernels to run them as they are, and fetch code from the hub.
-    """
-    quantization = getattr(config, "quantization_config", None) or {}
-    if quantization.get("quant_method") != "mxfp4":
-        return {}
-    from transformers.utils.quantization_config import Mxfp4Config
-
-    return {"quantization_config": Mxfp4Config(dequantize=True)}
+    stored = getattr(config.get_text_config(), "dtype", None)
+    dtype = dtype or (stored if isinstance(stored, torch.dtype) else torch.bfloat16)
+    method, name = quantization["quant_method"], str(dtype).removeprefix("torch.")
+    warnings.warn(
+        f"The target is quantised ({method}); its weights are unpacked to {name}.", stacklevel=4
+    )
+    return load_packed(folder, config, quantization, dtype, device, unpack=True)
 
 
 def _experts(model: transformers.PreTrainedModel) -> set[str | None]:

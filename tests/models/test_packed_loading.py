@@ -1,0 +1,377 @@
+"""Quantised checkpoints, written by compressed-tensors or packed number by number, as targets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from peagle import LLM, SamplingParams
+from peagle.errors import CheckpointError
+from peagle.models.packed_loading import load_packed
+from peagle.models.quantization import quantization_of
+from peagle.models.target import TargetModel
+from peagle.models.target_facts import load_config
+from tests.kernels.devices import DEVICES
+from tests.models.test_architectures import ARCHITECTURES, pack_experts
+from tests.models.tiny import EXPERTS, make_model
+
+Tensors = dict[str, Tensor]
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+TOKENS = torch.randint(320, (1, 12), generator=torch.Generator().manual_seed(7))
+
+
+# ---- writers: of one weight, its tensors and what it stands for ---------------------------------
+
+
+def fp8_blocks(weight: Tensor) -> tuple[Tensors, Tensor]:
+    """As Qwen publishes it: a scale for each block, by which the numbers are multiplied."""
+    n, k = weight.shape
+    stored, scales = (
+        torch.zeros(n, k).to(torch.float8_e4m3fn),
+        torch.zeros(-(-n // 32), -(-k // 32)),
+    )
+    plain = torch.zeros(n, k)
+    for i in range(0, n, 32):
+        for j in range(0, k, 32):
+            block = weight[i : i + 32, j : j + 32]
+            scale = block.abs().max() / 448
+            q = (block / scale).to(torch.float8_e4m3fn)
+            stored[i : i + 32, j : j + 32], scales[i // 32, j // 32] = q, scale
+            plain[i : i + 32, j : j + 32] = q.float() * scale
+    return {"weight": stored, "weight_scale_inv": scales}, plain
+
+
+def by_compressed_tensors(format: str, **arguments: Any) -> Callable[[Tensor], Any]:
+    """A writer of the package that defines the format; its own reader says what is stored."""
+    args = QuantizationArgs(**arguments)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+
+    def write(weight: Tensor) -> tuple[Tensors, Tensor]:
+        n, k = weight.shape
+        rows = {"channel": (n, 1), "tensor": (1, 1), "group": (n, k // (args.group_size or k))}
+        shape = rows.get(str(args.strategy))
+        if shape is None:
+            assert args.block_structure is not None
+            shape = (n // args.block_structure[0], k // args.block_structure[1])
+        blocks = weight.view(shape[0], n // shape[0], shape[1], k // shape[1])
+        low, high = blocks.amin((1, 3)), blocks.amax((1, 3))
+        largest = {4: 7.0, 8: 448.0 if args.type == "float" else 127.0}[args.num_bits]
+        state = {"weight": weight, "weight_scale": torch.maximum(-low, high) / largest}
+        if not args.symmetric:
+            scale = (high - low) / 15
+            state["weight_scale"] = scale
+            state["weight_zero_point"] = (-8 - low / scale).round().clamp(-8, 7).to(torch.int8)
+        compressor: Any = BaseCompressor.get_value_from_registry(format)
+        stored = compressor.compress(state, scheme)
+        plain = compressor.decompress(dict(stored), scheme)["weight"]
+        return dict(stored), plain
+
+    return write
+
+
+def integers(weight: Tensor, group: int) -> tuple[Any, Any, Any]:
+    """Numbers, scales and zeros of [N, K] in groups of inputs."""
+    blocks = weight.unflatten(1, (-1, group))
+    low, high = blocks.amin(-1).clamp(max=0), blocks.amax(-1).clamp(min=0)
+    scale = ((high - low) / 15).half().float()
+    zero = (-low / scale).round().clamp(1, 15)
+    q = (blocks / scale[..., None] + zero[..., None]).round().clamp(0, 15).flatten(1)
+    return q.int(), scale, zero.int()
+
+
+def words(numbers: Any, order: range | tuple[int, ...] = range(8)) -> Tensor:
+    """Eight numbers of the last dimension in an int32: place i has number order[i]."""
+    rows, columns = numbers.shape
+    packed = numpy.zeros((rows, columns // 8), dtype=numpy.uint32)
+    for i, number in enumerate(order):
+        packed |= numbers[:, number::8].astype(numpy.uint32) << numpy.uint32(4 * i)
+    return torch.from_numpy(packed.view(numpy.int32))
+
+
+def gptq(version: int, *, by_activation: bool = False) -> Callable[[Tensor], Any]:
+    def write(weight: Tensor) -> tuple[Tensors, Tensor]:
+        k, group = weight.shape[1], 32
+        order = torch.arange(k)
+        if by_activation:
+            order = torch.randperm(k, generator=torch.Generator().manual_seed(3))
+        q, scale, zero = integers(weight[:, order], group)
+        spread = lambda t: t.repeat_interleave(group, 1)  # noqa: E731
+        plain = torch.empty_like(weight)
+        plain[:, order] = (q - spread(zero)).float() * spread(scale)
+        g_idx, by_input = torch.empty(k, dtype=torch.int32), torch.empty_like(q)
+        g_idx[order] = torch.arange(k, dtype=torch.int32) // group
+        by_input[:, order] = q
+        stored = {
+            "qweight": words(by_input.numpy()).T.contiguous(),
+            "qzeros": words((zero - int(version == 1)).T.numpy()),
+            "scales": scale.T.contiguous().half(),
+            "g_idx": g_idx,
+        }
+        return stored, plain
+
+    return write
+
+
+def awq(weight: Tensor) -> tuple[Tensors, Tensor]:
+    q, scale, zero = integers(weight, 32)
+    plain = (q - zero.repeat_interleave(32, 1)).float() * scale.repeat_interleave(32, 1)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    return {
+        "qweight": words(q.T.numpy(), order),
+        "qzeros": words(zero.T.numpy(), order),
+        "scales": scale.T.contiguous().half(),
+    }, plain
+
+
+FP8 = {"num_bits": 8, "type": "float"}
+INT = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+Writer = Callable[[Tensor], tuple[Tensors, Tensor]]
+CT = {"quant_method": "compressed-tensors"}
+FORMATS: dict[str, tuple[Writer, dict[str, Any]]] = {
+    "fp8 blocks": (fp8_blocks, {"quant_method": "fp8", "weight_block_size": [32, 32]}),
+    "fp8 channels": (by_compressed_tensors("float-quantized", **FP8, strategy="channel"), CT),
+    "fp8 tensors": (by_compressed_tensors("float-quantized", **FP8, strategy="tensor"), CT),
+    "fp8 blocks of compressed-tensors": (
+        by_compressed_tensors("float-quantized", **FP8, strategy="block", block_structure=[16, 32]),
+        {**CT, "config_groups": {"group_0": {"weights": {"block_structure": [16, 32]}}}},
+    ),
+    "int8 channels": (
+        by_compressed_tensors("int-quantized", num_bits=8, type="int", strategy="channel"),
+        CT,
+    ),
+    "int8 in words": (
+        by_compressed_tensors(
+            "pack-quantized", num_bits=8, type="int", strategy="group", group_size=32
+        ),
+        CT,
+    ),
+    "int4": (by_compressed_tensors("pack-quantized", **INT), CT),
+    "int4 with zeros": (by_compressed_tensors("pack-quantized", **INT, symmetric=False), CT),
+    "gptq 1": (gptq(1), {"quant_method": "gptq", "bits": 4, "group_size": 32}),
+    "gptq 2": (gptq(2), {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}),
+    "gptq by activation": (gptq(1, by_activation=True), {"quant_method": "gptq"}),
+    "awq": (awq, {"quant_method": "awq", "version": "gemm"}),
+}
+
+
+# ---- checkpoints ----------------------------------------------------------------------------
+
+
+def write_checkpoint(folder: Path, format: str, model: Any) -> Any:
+    """Save the model quantised; what it stands for, as a plain model of transformers."""
+    writer, quantization = FORMATS[format]
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name, module in model.named_modules():
+        is_inner = isinstance(module, nn.Linear) and "layers." in name and name[-4:] != "gate"
+        if is_inner:
+            stored, plain = writer(tensors.pop(f"{name}.weight").float())
+            tensors |= {f"{name}.{last}": value.contiguous() for last, value in stored.items()}
+            module.weight.data = plain
+    for name in [name for name in tensors if ".experts." in name]:
+        parent, _, last = name.rpartition(".")
+        stored, plain = writer(tensors.pop(name).float())
+        tensors |= {f"{parent}.{key}": value.contiguous() for key, value in stored.items()}
+        experts, expert, part = parent.rsplit(".", 2)
+        fused = model.get_submodule(experts)
+        inner = plain.shape[0]
+        if part == "down_proj":
+            fused.down_proj.data[int(expert)] = plain
+        else:
+            first = inner if part == "up_proj" else 0
+            fused.gate_up_proj.data[int(expert), first : first + inner] = plain
+        assert last == "weight"
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    edit(folder, quantization_config=quantization)
+    return model
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def dense() -> Any:
+    return make_model("qwen3", **SIZES).eval().requires_grad_(False)
+
+
+def mixture() -> Any:
+    options = {**EXPERTS, "head_dim": 16, "moe_intermediate_size": 32, "num_experts": 4}
+    return make_model("qwen3_moe", hidden_size=64, **options).eval().requires_grad_(False)
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(TOKENS.to(model.device)).logits.cpu()
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.filterwarnings("ignore:The target is quantised")
+@pytest.mark.parametrize("format", FORMATS)
+def test_unpacks_what_is_published(tmp_path: Path, format: str) -> None:
+    plain = write_checkpoint(tmp_path, format, dense())
+    target = TargetModel.load(tmp_path, dtype=torch.float32)
+    weights = dict(target.model.named_parameters())
+    for name, parameter in plain.named_parameters():
+        assert distance(weights[name], parameter) < 1e-6, name
+    changed = logits(make_model("qwen3", **SIZES).eval())
+    assert distance(logits(plain), changed) > 1e-3, "the numbers of the format show"
+
+
+@pytest.mark.filterwarnings("ignore:The target is quantised")
+@pytest.mark.parametrize("format", ["fp8 blocks", "fp8 tensors", "int4 with zeros", "awq"])
+def test_experts_that_are_stored_apart(tmp_path: Path, format: str) -> None:
+    plain = write_checkpoint(tmp_path, format, mixture())
+    target = TargetModel.load(tmp_path, dtype=torch.float32)
+    weights = dict(target.model.named_parameters())
+    assert sum("experts" in name for name in weights) == 8
+    for name, parameter in plain.named_parameters():
+        assert distance(weights[name], parameter) < 1e-6, name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("make", [dense, mixture])
+@pytest.mark.parametrize("format", FORMATS)
+def test_layers_that_stay_packed(
+    tmp_path: Path, format: str, make: Callable[[], Any], device: str
+) -> None:
+    if make is mixture and format == "gptq by activation":
+        return  # refused below
+    expected = logits(write_checkpoint(tmp_path, format, make()))
+    model = load(tmp_path, device=device, unpack=False)
+    bound = 1e-4 if device == "cpu" else 5e-2
+    assert distance(logits(model), expected) < bound
+    stored = sum(p.numel() for name, p in model.named_parameters() if "layers." in name)
+    assert stored < 3000, "norms and the router alone are plain"
+
+
+def load(folder: Path, *, device: str = "cpu", unpack: bool = True) -> Any:
+    config = load_config(folder)
+    found = quantization_of(config)
+    assert found is not None
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    return load_packed(folder, config, found, dtype, torch.device(device), unpack=unpack)
+
+
+def test_tells_that_it_unpacks(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "fp8 blocks", dense())
+    with pytest.warns(UserWarning, match=r"quantised \(fp8\); its weights are unpacked to float32"):
+        TargetModel.load(tmp_path, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_packed_experts_of_gpt_oss(tmp_path: Path, device: str) -> None:
+    options = {**ARCHITECTURES["gpt_oss"].options, "intermediate_size": 64}
+    make_model("gpt_oss", **options).save_pretrained(tmp_path)
+    pack_experts(tmp_path)
+    expected = logits(load(tmp_path, device=device))
+    found = load(tmp_path, device=device, unpack=False)
+    assert distance(logits(found), expected) < (1e-4 if device == "cpu" else 5e-2)
+    assert not any(name.endswith("gate_up_proj") for name, _ in found.named_parameters())
+
+
+@pytest.mark.filterwarnings("ignore:The target is quantised")
+def test_is_generated_as_from_what_it_stands_for(tmp_path: Path) -> None:
+    plain = write_checkpoint(tmp_path, "awq", dense())
+    prompt = TOKENS[0].tolist()
+    output = LLM(tmp_path, dtype="float32").generate(
+        [prompt], SamplingParams(max_tokens=16, ignore_eos=True)
+    )
+    length = {"max_new_tokens": 16, "min_new_tokens": 16}
+    expected = plain.generate(TOKENS, do_sample=False, **length)[0, len(prompt) :]
+    assert output[0].outputs[0].token_ids == expected.tolist()
+
+
+# ---- refusals -------------------------------------------------------------------------------
+
+
+def change(folder: Path, alter: Callable[[Tensors], Any]) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    alter(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+Q = "model.layers.0.self_attn.q_proj"
+REFUSALS: list[tuple[str, Callable[[Tensors], Any], str]] = [
+    ("fp8 blocks", lambda t: t.pop(f"{Q}.weight_scale_inv"), "without a scale"),
+    (
+        "fp8 blocks",
+        lambda t: t.update({f"{Q}.weight_scale_inv": torch.ones(3, 2)}),
+        r"has shape \[3, 2\], which does not divide a weight of 64 x 64 into blocks of 32 x 32",
+    ),
+    ("fp8 blocks", lambda t: t.pop("model.norm.weight"), "lacks tensor 'model.norm.weight'"),
+    ("fp8 blocks", lambda t: t.update({f"{Q}.weight": torch.ones(64, 64)}), "expected float8_e4m3"),
+    ("gptq 1", lambda t: t.pop(f"{Q}.qzeros"), "lacks tensor .*qzeros"),
+    (
+        "gptq 1",
+        lambda t: t.update({f"{Q}.qweight": torch.ones(4, 64, dtype=torch.int32)}),
+        r"expected int32 of shape \[8, 64\]",
+    ),
+    (
+        "gptq by activation",
+        lambda t: t.update({f"{Q}.g_idx": torch.zeros(64, dtype=torch.int32)}),
+        "different numbers of inputs into the groups; expected 32",
+    ),
+    (
+        "int4",
+        lambda t: t.update({f"{Q}.weight_g_idx": torch.zeros(64)}),
+        "orders its inputs by activation",
+    ),
+    (
+        "int8 channels",
+        lambda t: t.update({f"{Q}.weight_zero_point": torch.ones(64, 1)}),
+        "8 bits and zero points",
+    ),
+    (
+        "int4",
+        lambda t: t.update({f"{Q}.weight_scale": torch.ones(64, 5)}),
+        "64 inputs in 5 groups",
+    ),
+]
+
+
+@pytest.mark.parametrize(("format", "alter", "message"), REFUSALS)
+def test_refusals(
+    tmp_path: Path, format: str, alter: Callable[[Tensors], Any], message: str
+) -> None:
+    write_checkpoint(tmp_path, format, dense())
+    change(tmp_path, alter)
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path)
+
+
+def test_refuses_methods_that_it_does_not_know(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "fp8 blocks", dense())
+    edit(tmp_path, quantization_config={"quant_method": "hqq"})
+    with pytest.raises(CheckpointError, match=r"quantised by 'hqq'; .*awq.* --engine vllm"):
+        TargetModel.load(tmp_path)
+
+
+def test_refuses_experts_ordered_by_activation(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "gptq by activation", mixture())
+    with pytest.raises(CheckpointError, match="which peagle does not read of experts"):
+        load(tmp_path)
+
+
+def test_plain_weights_are_left_to_transformers(tmp_path: Path) -> None:
+    model = dense()
+    model.save_pretrained(tmp_path)
+    assert quantization_of(load_config(tmp_path)) is None
+    weights = dict(TargetModel.load(tmp_path).model.named_parameters())
+    for name, parameter in AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters():
+        assert torch.equal(weights[name], parameter)
