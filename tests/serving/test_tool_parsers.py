@@ -43,6 +43,14 @@ def hermes(name: str, arguments: str) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
+def coder(name: str, **values: str) -> str:
+    """A call as Qwen3-Coder's chat template shows it."""
+    parameters = "".join(
+        f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items()
+    )
+    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+
+
 def llama(name: str, arguments: str) -> str:
     return f'{{"name": "{name}", "parameters": {arguments}}}'
 
@@ -183,6 +191,33 @@ DOUBLE_ARGUMENTS = '{"parameters": {"a": 1}, "name": "get", "parameters": {}}'
         ),
         ("llama3_json", DOUBLE_NAME, DOUBLE_NAME, []),
         ("llama3_json", DOUBLE_ARGUMENTS, DOUBLE_ARGUMENTS, []),
+        ("qwen3_coder", coder("get", city="Zürich"), None, [("get", '{"city": "Zürich"}')]),
+        ("qwen3_coder", coder("get"), None, [("get", "{}")]),
+        (
+            "qwen3_coder",
+            f"I look.\n{coder('get', a='x', b='')}\n{coder('b-2', c='1')} Done.",
+            "I look.\n Done.",
+            [("get", '{"a": "x", "b": ""}'), ("b-2", '{"c": "1"}')],
+        ),
+        (
+            "qwen3_coder",
+            coder("get", code='\nif a < b:\n\tprint("é\\n")\n'),
+            None,
+            [("get", json.dumps({"code": '\nif a < b:\n\tprint("é\\n")\n'}, ensure_ascii=False))],
+        ),
+        ("qwen3_coder", "<function=get>\n</function>", None, [("get", "{}")]),
+        (
+            "qwen3_coder",
+            "<tool_call><function=get><parameter=a>x</parameter></function></tool_call>",
+            None,
+            [("get", '{"a": "x"}')],
+        ),
+        # Of another function, cut off, or broken.
+        ("qwen3_coder", coder("other"), coder("other"), []),
+        ("qwen3_coder", "<tool_call> <function", "<tool_call> <function", []),
+        ("qwen3_coder", coder("get", a="x y")[:42], None, [("get", '{"a": "x')]),
+        ("qwen3_coder", coder("get", a="x")[:39], None, [("get", "")]),
+        ("qwen3_coder", "<function=get>\nno", "no", [("get", "{}")]),
         ("none", hermes("get", "{}"), hermes("get", "{}"), []),
     ],
 )
@@ -217,6 +252,72 @@ def test_arguments_come_as_they_are_written(kind, head):
     assert re.fullmatch(r"call_[A-Za-z0-9]{24}", first.id or "")
     for char in WEATHER[1:]:
         assert parser.add(char) == [CallDelta(0, char)]
+
+
+TYPED = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "days": {"type": "integer"},
+                    "exact": {"type": "boolean"},
+                    "where": {"type": "object"},
+                    "limit": {"type": ["integer", "null"]},
+                    "kind": {"enum": [1, 2]},
+                    "note": {"type": ["string", "null"]},
+                    "text": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
+                    "count": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+                },
+            },
+        },
+    }
+]
+
+
+def test_schemas_decide_what_a_written_value_is():
+    values = {"days": "3", "exact": "True", "where": '{"a": [1]}', "limit": "null", "kind": "2"}
+    values |= {"note": "null", "text": "12", "count": "many", "unknown": "7"}
+    for chunks in ([coder("get", **values)], coder("get", **values)):
+        content, [(name, arguments)] = parse(parser_for("qwen3_coder", TYPED), *chunks)
+        assert (content, name) == (None, "get")
+        assert arguments is not None
+        expected = {"days": 3, "exact": True, "where": {"a": [1]}, "limit": None, "kind": 2}
+        expected |= {"note": "null", "text": "12", "count": "many", "unknown": "7"}
+        assert json.loads(arguments) == expected
+
+
+def test_strings_of_xml_come_as_they_are_written():
+    parser = parser_for("qwen3_coder", TOOLS)
+    (first,) = parser.add("<tool_call>\n<function=get>")
+    assert isinstance(first, CallDelta)
+    assert (first.index, first.name, first.arguments) == (0, "get", "")
+    assert parser.add("\n<parameter=city>") == [CallDelta(0, '{"city": "')]
+    assert parser.add("\nZü") == [CallDelta(0, "Zü")]
+    assert parser.add('"\n</par') == [CallDelta(0, '\\"')]
+    assert parser.add("ty\n") == [CallDelta(0, "\\n</party")]
+    assert parser.add("</parameter></function>") == [CallDelta(0, '"}')]
+    assert parser.add("\n</tool_call>\n", final=True) == []
+
+
+VALUES = st.dictionaries(
+    st.text(st.characters(exclude_characters=">", exclude_categories=["Cs"]), max_size=5),
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=12),
+    max_size=4,
+)
+
+
+@settings(deadline=None, max_examples=80)
+@given(values=VALUES, cuts=st.lists(st.integers(0, 400), max_size=6))
+def test_qwen3_coder_reads_what_was_written(values, cuts):
+    text = coder("get", **values)
+    places = sorted(min(cut, len(text)) for cut in cuts)
+    chunks = [text[a:b] for a, b in zip([0, *places], [*places, len(text)])]
+    content, [(_, arguments)] = parse(parser_for("qwen3_coder", TOOLS), *chunks)
+    assert content is None and arguments is not None
+    assert json.loads(arguments) == values
 
 
 def test_only_the_start_of_a_marker_is_held_back():
@@ -282,7 +383,7 @@ def test_a_forced_call_comes_as_it_is_written():
     ("template", "kind"),
     [
         ('{{ \'<tool_call>\\n{"name": <function-name>, "arguments": <args>}\' }}', "hermes"),
-        ("{{ '<tool_call>\\n<function=example>' }}", "none"),
+        ("{{ '<tool_call>\\n<function=example>' }}", "qwen3_coder"),
         ("{{ '<tool_call>' + name + '<arg_key>' }}", "none"),
         ("{{ '[TOOL_CALLS] [' }}", "mistral"),
         ("{{ '<|python_tag|>' }}", "llama3_json"),
@@ -323,6 +424,7 @@ NOISE = st.one_of(
             *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "[ARGS]"),
             *("[CALL_ID]", '{"name": "get"', '"arguments": {', '"name": "b-2"', "get_weather{"),
             *("[{", "}]", "; ", '{"name": "other", "arguments": {}}'),
+            *("<function=get>", "</function>", "<parameter=a>", "\n</parameter>", "<parameter="),
         ]
     ),
 )
@@ -336,6 +438,7 @@ FORMS = [
         ', {{"name": "{0}", "arguments": {1}}}',
     ),
     '[{{"name": "{0}", "arguments": {1}, "id": "x"}}, {{"name": "{0}", "arguments": {1}}}]',
+    "<tool_call>\n<function={0}>\n<parameter=a>\n{1}\n</parameter>\n</function>\n</tool_call>",
 ]
 CALLS = st.builds(str.format, st.sampled_from(FORMS), st.sampled_from([*NAMES, "other"]), ARGUMENTS)
 
@@ -391,7 +494,8 @@ def account_of(deltas: list[Any]) -> str:
     return pattern
 
 
-@pytest.mark.parametrize("kind", [k for k in ALL_PARSERS if k != "named"])
+# Of XML, arguments are JSON that the parser writes.
+@pytest.mark.parametrize("kind", [k for k in ALL_PARSERS if k not in ("named", "qwen3_coder")])
 @settings(deadline=None, max_examples=80)
 @given(text=outputs())
 def test_nothing_is_lost(kind, text):

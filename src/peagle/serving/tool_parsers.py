@@ -2,7 +2,8 @@
 
 Text that is not surely a call is content, byte for byte. A call is sure once its function's name is
 known and its arguments have begun; from there on the parser passes the arguments on as the model
-writes them, so they may be cut off or no valid JSON, as in OpenAI's API. Marks and braces around
+writes them, so they may be cut off or no valid JSON, as in OpenAI's API. (Arguments that a model
+writes as XML are given out as JSON.) Marks and braces around
 calls, and blanks between them, are neither content nor arguments.
 
 Parsers are generators that read the text as if all of it were there, and yield to wait for more.
@@ -10,6 +11,7 @@ Parsers are generators that read the text as if all of it were there, and yield 
 
 from __future__ import annotations
 
+import json
 import re
 import string
 from abc import ABC, abstractmethod
@@ -52,6 +54,11 @@ class ToolCallParser:
         self._calls = 0
         self._deltas: list[Delta] = []
         self._steps = self._parse()
+
+    @classmethod
+    def for_tools(cls, tools: Sequence[Mapping[str, Any]]) -> ToolCallParser:
+        """Return a parser of calls of these tools, in OpenAI's form."""
+        return cls([tool["function"]["name"] for tool in tools])
 
     def add(self, text: str, *, final: bool = False) -> list[Delta]:
         """Return the deltas of new text; `final` settles the text that was held back."""
@@ -313,6 +320,136 @@ class HermesParser(_MarkedParser):
         return True
 
 
+class Qwen3CoderParser(_MarkedParser):
+    """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`.
+
+    Arguments are given out as JSON. A value is a string, and comes as it is written, unless the
+    parameter's schema allows no string: then it is read as JSON, and stays a string if it is none.
+    One line break after `>` and one before `</parameter>` do not belong to the value.
+    """
+
+    marker = "<tool_call>"
+
+    def __init__(
+        self, names: Collection[str] = (), schemas: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> None:
+        super().__init__(names)
+        self._heads = {f"<function={name}>": name for name in names}
+        self._schemas = schemas or {}
+
+    @classmethod
+    def for_tools(cls, tools: Sequence[Mapping[str, Any]]) -> ToolCallParser:
+        functions = [tool["function"] for tool in tools]
+        schemas = {f["name"]: (f.get("parameters") or {}).get("properties", {}) for f in functions}
+        return cls(list(schemas), schemas)
+
+    def _call(self, marked: bool) -> Steps[bool]:
+        yield from self._blanks()
+        head = yield from self._one_of(self._heads)
+        if not head:
+            return False
+        name = self._heads[head]
+        self._begin(name)
+        separator = "{"
+        while True:
+            yield from self._blanks()
+            tag = yield from self._one_of(["<parameter=", "</function>"])
+            if tag != "<parameter=":
+                break
+            key = yield from self._up_to(">")
+            if key is None:
+                return True
+            self._say(f"{separator}{_json(key)}: ")
+            separator = ", "
+            if _is_text(self._schemas.get(name, {}).get(key)):
+                is_whole = yield from self._text_value()
+            else:
+                is_whole = yield from self._other_value()
+            if not is_whole:
+                return True
+        self._say("{}" if separator == "{" else "}")
+        if tag:
+            self._drop()
+            yield from self._blanks()
+            if (yield from self._one_of(["</tool_call>"])):
+                self._drop()
+        self._at = self._start
+        return True
+
+    def _say(self, arguments: str) -> None:
+        """Give out arguments that stand for the text that was read."""
+        if arguments:
+            self._deltas.append(CallDelta(self._calls - 1, arguments))
+        self._drop()
+
+    def _up_to(self, end: str) -> Steps[str | None]:
+        """Move past `end`, and return the text before it; if it does not come, drop the text."""
+        while (at := self._text.find(end, self._at)) < 0:
+            if self._ended:
+                self._at = len(self._text)
+                self._drop()
+                return None
+            yield
+        found = self._text[self._at : at]
+        self._at = at + len(end)
+        return found
+
+    def _text_value(self) -> Steps[bool]:
+        """Give out a value as a JSON string while it is written; return whether it ends."""
+        self._say('"')
+        yield from self._one_of("\n")
+        self._drop()
+        while True:
+            end = self._text.find(_END, self._at)
+            if end >= 0:
+                self._at = end
+                value = self._text[self._start : end].removesuffix("\n")
+                self._say(f'{_json(value)[1:-1]}"')
+                self._at += len(_END)
+                self._drop()
+                return True
+            held = 0 if self._ended else open_tail(self._text[self._at :], (_END, f"\n{_END}"))
+            self._at = len(self._text) - held
+            self._say(_json(self._text[self._start : self._at])[1:-1])
+            if self._ended:
+                return False
+            yield
+
+    def _other_value(self) -> Steps[bool]:
+        """Give out a value once it is whole, as JSON; return whether it ends."""
+        text = yield from self._up_to(_END)
+        if text is None:
+            return False
+        text = text.strip()
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = {"True": True, "False": False, "None": None}.get(text, text)
+        self._say(_json(value))
+        return True
+
+
+_END = "</parameter>"
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _is_text(schema: Any) -> bool:
+    """Return whether a parameter may be a string."""
+    if not isinstance(schema, Mapping):
+        return True
+    kinds = schema.get("type")
+    if kinds is None:
+        values = schema.get("enum") or ([schema["const"]] if "const" in schema else None)
+        if values is not None:
+            return any(isinstance(value, str) for value in values)
+        options = [o for key in ("anyOf", "oneOf") for o in schema.get(key) or ()]
+        return not options or any(map(_is_text, options))
+    return "string" in ([kinds] if isinstance(kinds, str) else kinds)
+
+
 class Llama3JsonParser(_MarkedParser):
     """`{"name": ..., "parameters": {...}}`, several with `;` between, or after `<|python_tag|>`."""
 
@@ -389,6 +526,7 @@ PARSERS: dict[str, type[ToolCallParser]] = {
     "hermes": HermesParser,
     "llama3_json": Llama3JsonParser,
     "mistral": MistralParser,
+    "qwen3_coder": Qwen3CoderParser,
     "none": ToolCallParser,
 }
 
@@ -396,9 +534,9 @@ PARSERS: dict[str, type[ToolCallParser]] = {
 def detect_parser(chat_template: str) -> str:
     """Return the key of `PARSERS` for the calls that a chat template asks for, or "none"."""
     if "<tool_call>" in chat_template:
-        # Qwen3-Coder and GLM write the arguments as XML.
-        is_xml = "<function=" in chat_template or "<arg_key>" in chat_template
-        return "none" if is_xml else "hermes"
+        if "<function=" in chat_template:
+            return "qwen3_coder"
+        return "none" if "<arg_key>" in chat_template else "hermes"  # GLM's arguments are XML
     if "[TOOL_CALLS]" in chat_template:
         return "mistral"
     is_llama = re.search(r'\{\\?"name\\?": function name, \\?"parameters\\?"', chat_template)
@@ -421,4 +559,4 @@ def parser_for(
         return ToolCallParser()
     if isinstance(tool_choice, Mapping):
         return ForcedCall(tool_choice["function"]["name"])
-    return ForcedCalls(names) if tool_choice == "required" else PARSERS[kind](names)
+    return ForcedCalls(names) if tool_choice == "required" else PARSERS[kind].for_tools(tools or ())
