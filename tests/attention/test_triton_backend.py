@@ -203,7 +203,8 @@ SHAPE = AttentionShape(1, 1, 1, 8, 2, 64, torch.bfloat16, torch.bfloat16)
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"head_dim": 512}, ("512", "256")),
+        ({"head_dim": 520}, ("520", "at most 512")),
+        ({"head_dim": 512, "query_dtype": torch.float32}, ("512", "at most 256", "bfloat16")),
         ({"num_heads": 7}, ("7 query heads", "multiple")),
         ({"num_heads": 512}, ("512", "128")),
         ({"query_dtype": torch.float64, "cache_dtype": torch.float64}, ("float64", "bfloat16")),

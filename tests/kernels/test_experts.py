@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -245,3 +250,19 @@ def test_a_compiler_sees_operators() -> None:
         x, weights = torch.randn(tokens, 64), torch.rand(tokens, 2)
         index = torch.randint(6, (tokens, 2))
         assert torch.equal(compiled(x, index, weights), run(x, index, weights))
+
+
+def test_kernels_compile_for_a_card() -> None:
+    """The interpreter takes what compilers refuse; no card is needed to see that."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.compile_for_card"],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    found = json.loads(run.stdout)
+    assert len(found) == 3 * 5
+    for name, needs in found.items():
+        assert needs["mma"] and needs["shared"] <= 227 * 1024, name

@@ -128,6 +128,7 @@ def test_splits(num_splits: int, written: bool, device: str) -> None:
         ((3, 1), 96, [5, 4], 16),
         ((8, 1), 192, [2, 2], 16),
         ((4, 1), 256, [4, 4], 16),
+        ((16, 2), 512, [8, 1], 64),
         ((4, 4), 8, [32, 17], 32),
     ],
 )
@@ -423,7 +424,9 @@ def test_prompts_may_be_split_too(sinks: bool, device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("queries", [1, 8])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("heads, head_dim", [((32, 8), 128), ((14, 2), 64), ((16, 8), 256)])
+@pytest.mark.parametrize(
+    "heads, head_dim", [((32, 8), 128), ((14, 2), 64), ((16, 8), 256), ((32, 4), 512)]
+)
 def test_long_contexts(
     heads: tuple[int, int], head_dim: int, dtype: torch.dtype, queries: int
 ) -> None:
@@ -435,7 +438,7 @@ def test_long_contexts(
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("heads, head_dim", [((32, 8), 128), ((8, 4), 256)])
+@pytest.mark.parametrize("heads, head_dim", [((32, 8), 128), ((8, 4), 256), ((32, 4), 512)])
 def test_long_prompts(
     heads: tuple[int, int], head_dim: int, dtype: torch.dtype, window: int | None
 ) -> None:

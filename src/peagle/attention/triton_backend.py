@@ -18,6 +18,7 @@ from peagle.attention.base import AttentionMetadata, LayerKVCache, ScoreOptions
 from peagle.errors import UserError
 from peagle.kernels.kv_write import kv_write
 from peagle.kernels.paged_attention import (
+    MAX_FLOAT32_HEAD_DIM,
     MAX_HEAD_DIM,
     AttentionShape,
     DeviceLimits,
@@ -174,6 +175,12 @@ def check_layer(shape: AttentionShape) -> None:
         raise UserError(
             f"The model's attention has head size {shape.head_dim}; the Triton attention backend "
             f"expects at most {MAX_HEAD_DIM}: {_REMEDY}."
+        )
+    if shape.query_dtype == torch.float32 and shape.head_dim > MAX_FLOAT32_HEAD_DIM:
+        raise UserError(
+            f"The model's attention has head size {shape.head_dim} and runs in float32, for which "
+            f"the Triton attention backend expects at most {MAX_FLOAT32_HEAD_DIM}: choose bfloat16 "
+            'or float16, or device "cpu" with the torch backend.'
         )
     if shape.num_heads % shape.num_kv_heads or shape.group > 128:
         raise UserError(

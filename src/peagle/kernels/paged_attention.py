@@ -17,7 +17,8 @@ from torch import Tensor
 
 from peagle.kernels.launch import MAX_ARRIVALS, arrivals
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
+MAX_FLOAT32_HEAD_DIM = 256  # beyond, no tile of it fits the shared memory of small cards
 MAX_SPLITS = 128
 WAVES = 1  # programs of the grid per multiprocessor, about, where keys are split
 # Up to here all queries of a sequence share one tile, so that its keys are read once.
@@ -192,7 +193,8 @@ def choose_config(shape: AttentionShape, limits: DeviceLimits) -> PagedAttention
         # Many short programs: small ones, of which more fit a multiprocessor.
         return PagedAttentionConfig(block_m, 32, 1, num_warps=2, num_stages=3)
     # Enough threads to keep the sums, and in float32 the operands, in registers.
-    num_warps = 8 if block_m * block_d > 64 * 128 or (is_float32 and block_d > 128) else 4
+    is_wide = block_m * block_d > 64 * 128 or block_d > 256 or (is_float32 and block_d > 128)
+    num_warps = 8 if is_wide else 4
     return PagedAttentionConfig(block_m, block_n, num_splits, num_warps, num_stages)
 
 
