@@ -10,10 +10,21 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from peagle.kernels.experts import ExpertWeights, Gate
+from peagle.kernels.packed_weights import Format, PackedWeight
 from peagle.models.checkpoint import save_drafter
 from peagle.models.drafter import Drafter, DrafterConfig
+from peagle.models.packed_layers import (
+    PackedLinear,
+    experts_of,
+    find_gate,
+    hold_experts,
+    use_experts,
+)
+from peagle.models.packed_loading import model_without_weights
 from peagle.models.target import TargetModel, default_aux_layer_ids
 
 
@@ -24,13 +35,18 @@ class Shape:
     Attributes:
         model_type: of transformers; config: its settings.
         draft_vocab_size: of the heads.
-        peagle_layers: of a P-EAGLE head; an EAGLE-3 head has one.
+        peagle_layers: layers of a P-EAGLE head; an EAGLE-3 head has one.
+        head_intermediate_size: MLP width of the heads; None: that of the target.
+        format: format of the experts' weights as published, and with "fp8" (blocks of 128 x 128)
+            of all linear layers inside.
     """
 
     model_type: str
     config: dict[str, Any]
     draft_vocab_size: int
     peagle_layers: int = 4
+    head_intermediate_size: int | None = None
+    format: Format = "plain"
 
 
 SHAPES = {
@@ -48,6 +64,66 @@ SHAPES = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         },
         draft_vocab_size=32_000,
+    ),
+    "qwen3-coder-30b-a3b": Shape(
+        "qwen3_moe",
+        {
+            "vocab_size": 151_936,
+            "hidden_size": 2048,
+            "intermediate_size": 5472,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "max_position_embeddings": 262_144,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e7},
+        },
+        draft_vocab_size=32_000,
+        head_intermediate_size=6144,
+        format="fp8",
+    ),
+    "gpt-oss-20b": Shape(
+        "gpt_oss",
+        {
+            "vocab_size": 201_088,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "sliding_window": 128,
+            "layer_types": ["sliding_attention", "full_attention"] * 12,
+            "max_position_embeddings": 131_072,
+        },
+        draft_vocab_size=32_000,
+        head_intermediate_size=8640,
+        format="mxfp4",
+    ),
+    "tiny-experts": Shape(
+        "qwen3_moe",
+        {
+            "vocab_size": 512,
+            "hidden_size": 128,
+            "intermediate_size": 96,
+            "moe_intermediate_size": 128,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "max_position_embeddings": 1024,
+        },
+        draft_vocab_size=256,
+        peagle_layers=2,
+        format="fp8",
     ),
     "tiny": Shape(
         "qwen3",
@@ -79,9 +155,11 @@ def make_target(
     config = AutoConfig.for_model(
         shape.model_type, **shape.config, tie_word_embeddings=False, eos_token_id=0
     )
+    torch.manual_seed(0)
+    if shape.format != "plain":
+        return TargetModel(_packed_model(shape, config, dtype, device), name=str(folder))
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
-    torch.manual_seed(0)
     try:
         with device:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -90,13 +168,74 @@ def make_target(
     return TargetModel(model, name=str(folder))
 
 
+def _packed_model(shape: Shape, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """A model whose experts, and in FP8 linear layers, hold random packed weights."""
+    model = model_without_weights(shape.model_type, config, dtype)
+    for module in experts_of(model):
+        gate = find_gate(module)
+        assert gate is not None
+        hold_experts(module, _random_experts(module, gate, shape.format, dtype, device))
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear and "layers." in name and shape.format == "fp8":
+            weight = random_weight("fp8", (module.out_features, module.in_features), device)
+            parent, _, last = name.rpartition(".")
+            setattr(model.get_submodule(parent), last, PackedLinear(weight))
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                values = torch.empty(parameter.shape, dtype=dtype, device=device)
+                values = values.fill_(1.0) if values.ndim == 1 else values.normal_(std=0.02)
+                module._parameters[name] = nn.Parameter(values, requires_grad=False)
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
+    use_experts(model)
+    return model.eval()
+
+
+def _random_experts(
+    module: Any, gate: Gate, format: Format, dtype: torch.dtype, device: torch.device
+) -> ExpertWeights:
+    count = module.num_experts
+    gate_up, down = module.gate_up_proj.shape[1:], module.down_proj.shape[1:]
+    if module.is_transposed:
+        gate_up, down = gate_up[::-1], down[::-1]
+    bias = [None, None]
+    if module.has_bias:
+        bias = [torch.zeros(count, n, dtype=dtype, device=device) for n in (gate_up[0], down[0])]
+    weights = [random_weight(format, (count, *size), device) for size in (gate_up, down)]
+    return ExpertWeights(weights[0], weights[1], gate, bias[0], bias[1])
+
+
+def random_weight(format: Format, size: tuple[int, ...], device: torch.device) -> PackedWeight:
+    """Random numbers of a format, [..., N, K]; their standard deviation is about 0.02."""
+    *_, n, k = size
+    lead = size[:-2]
+    if format == "mxfp4":  # all bits are numbers
+        data = torch.randint(256, (*lead, n, k // 2), dtype=torch.uint8, device=device)
+        scales = torch.randint(119, 122, (*lead, -(-k // 128), n, 4), device=device)
+        words = scales.to(torch.uint8).view(torch.int32).squeeze(-1).mT
+        return PackedWeight(data, "mxfp4", words, block=(1, 32))
+    if format == "int4":
+        data = torch.randint(256, (*lead, n, k // 2), dtype=torch.uint8, device=device)
+        scale = torch.rand(*lead, -(-k // 128), n, device=device).mT * 0.008
+        return PackedWeight(data, "int4", scale, block=(1, 128))
+    data = torch.empty(size, dtype=torch.bfloat16, device=device).normal_()
+    if format == "plain":
+        return PackedWeight(data.mul_(0.02))
+    if format == "int8":
+        scale = torch.rand(*lead, n, 1, device=device) * 0.001
+        return PackedWeight(data.mul_(40).to(torch.int8), "int8", scale, block=(1, k))
+    scale = torch.rand(*lead, -(-n // 128), -(-k // 128), device=device) * 0.04
+    return PackedWeight(data.to(torch.float8_e4m3fn), "fp8", scale, block=(128, 128))
+
+
 def make_head(target: TargetModel, shape: Shape, method: str, folder: Path) -> None:
     """Write a head with random weights, once."""
     config = target.model.config
     parallel = method == "peagle"
     drafter_config = DrafterConfig(
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=shape.head_intermediate_size or config.intermediate_size,
         num_layers=shape.peagle_layers if parallel else 1,
         num_attention_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,

@@ -134,6 +134,16 @@ def acceptance_error(num_tokens: int) -> float:
     return 4 * math.sqrt(variance / (num_tokens / LENGTH))
 
 
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs the interpreter")
+def test_experts_of_a_published_format(run: Any) -> None:
+    options = ["--method", "peagle", "--k", "3", "--al", "2", "--conc", "1", "--out", "3"]
+    status, stdout, stderr = run("--shape", "tiny-experts", *options, "--repeats", "1")
+    assert status == 0, stderr
+    result = result_of(stdout)
+    assert result["shape"] == "tiny-experts" and result["tps"]["1"] > 0
+    assert 1 < result["al"] <= 4
+
+
 @pytest.mark.parametrize("k", [1, 3, 7, MAX_SPECULATIVE_TOKENS])
 def test_rates_add_up_to_the_acceptance_length(throughput: ModuleType, k: int) -> None:
     for length in (1.0, 1.5, (k + 2) / 2, k + 1):

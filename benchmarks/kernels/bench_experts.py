@@ -35,7 +35,10 @@ from peagle.kernels.experts import (
     grouped_product_reference,
     plan_tiles,
 )
-from peagle.kernels.packed_weights import PackedWeight
+from peagle.kernels.packed_weights import Format, PackedWeight
+
+sys.path.append(str(Path(__file__).parents[1]))
+from shapes import random_weight
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
@@ -71,7 +74,7 @@ class Product:
     """gate_up or down of a shape in a format."""
 
     shape: Shape
-    format: str
+    format: Format
     is_down: bool
 
     @property
@@ -87,27 +90,8 @@ class Product:
         return f"{self.shape.name} {'down' if self.is_down else 'up'} {self.format}"
 
     def make(self, num_experts: int | None = None) -> PackedWeight:
-        """Random bits of the format: every one of them is a number."""
         size = (num_experts or self.shape.num_experts, self.n, self.k)
-        if self.format == "plain":
-            weight = torch.empty(size, dtype=DTYPE, device=DEVICE).normal_(std=self.k**-0.5)
-            return PackedWeight(weight)
-        if self.format == "mxfp4":
-            data = torch.randint(256, (*size[:2], size[2] // 2), dtype=torch.uint8, device=DEVICE)
-            shape = (size[0], -(-size[2] // 128), size[1], 4)
-            scale = torch.randint(118, 122, shape, device=DEVICE).to(torch.uint8)
-            scale = scale.view(torch.int32).squeeze(-1).mT
-            return PackedWeight(data, "mxfp4", scale, block=(1, 32))
-        if self.format == "int4":
-            data = torch.randint(256, (*size[:2], size[2] // 2), dtype=torch.uint8, device=DEVICE)
-            scale = torch.rand(size[0], -(-size[2] // 128), size[1], device=DEVICE).mT / 128
-            return PackedWeight(data, "int4", scale, block=(1, 128))
-        scale = torch.rand(size[0], -(-size[1] // 128), -(-size[2] // 128), device=DEVICE) / 32
-        values = torch.empty(size, dtype=DTYPE, device=DEVICE).normal_()
-        if self.format == "fp8":
-            return PackedWeight(values.to(torch.float8_e4m3fn), "fp8", scale, block=(128, 128))
-        scale = torch.rand(size[0], size[1], 1, device=DEVICE) / 32
-        return PackedWeight((values * 40).to(torch.int8), "int8", scale, block=(1, size[2]))
+        return random_weight(self.format, size, DEVICE)
 
 
 def candidates(product: Product, tokens: int, quick: bool) -> list[GroupedConfig]:

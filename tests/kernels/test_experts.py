@@ -39,7 +39,6 @@ pytest.importorskip("triton", reason="needs triton")
 FORMATS = ["plain", "fp8", "fp8 channel", "fp8 tensor", "int8", "int4", "int4 zeros", "mxfp4"]
 GATES = [
     None,
-    Gate("silu"),
     Gate("clamped", 1.702, 0.4),
     Gate("gelu_tanh"),
 ]
@@ -147,8 +146,9 @@ CONFIGS = [
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("gate", GATES, ids=str)
+@pytest.mark.parametrize(
+    ("format", "gate"), [*((f, Gate("silu")) for f in FORMATS), *(("mxfp4", g) for g in GATES)]
+)
 def test_grouped_product_equals_the_reference(
     gate: Gate | None, format: str, config: GroupedConfig, device: str
 ) -> None:
@@ -169,7 +169,7 @@ def test_grouped_product_equals_the_reference(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize(("rows", "k"), [(1, 96), (3, 160), (17, 32), (129, 96)])
+@pytest.mark.parametrize(("rows", "k"), [(1, 96), (17, 32), (129, 160)])
 def test_one_weight_is_a_linear_layer(rows: int, k: int, format: str, device: str) -> None:
     torch.manual_seed(2)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
@@ -184,7 +184,7 @@ def test_one_weight_is_a_linear_layer(rows: int, k: int, format: str, device: st
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("format", ["plain", "fp8", "mxfp4"])
+@pytest.mark.parametrize("format", ["plain", "mxfp4"])
 @pytest.mark.parametrize(("tokens", "chosen"), [(1, 1), (1, 4), (3, 2), (17, 4), (129, 2)])
 @pytest.mark.parametrize("routing", ["random", "one expert"])
 def test_experts_equal_the_reference(

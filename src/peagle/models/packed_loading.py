@@ -60,7 +60,7 @@ def load_packed(
         CheckpointError: a tensor is missing, misshapen or of a type that cannot be read; or the
             experts of the model are of a kind that cannot stay packed.
     """
-    model = _without_weights(folder, config, dtype)
+    model = model_without_weights(str(folder), config, dtype)
     loader = _Loader(model, _Stored(folder, device), quantization, dtype, unpack)
     loader.load()
     model.tie_weights()
@@ -77,8 +77,17 @@ def load_packed(
     return model.eval()
 
 
-def _without_weights(folder: Path, config: Any, dtype: torch.dtype) -> Any:
-    """The model with its buffers, and parameters without values."""
+def model_without_weights(name: str, config: Any, dtype: torch.dtype) -> Any:
+    """Build a causal LM of transformers with its buffers, and parameters without values.
+
+    Args:
+        name: name of the model, for errors.
+        config: its configuration; a quantization_config in it is left out.
+        dtype: type of the parameters.
+
+    Raises:
+        CheckpointError: transformers cannot build it.
+    """
     plain = copy.deepcopy(config)
     for part in {id(plain): plain, id(plain.get_text_config()): plain.get_text_config()}.values():
         if getattr(part, "quantization_config", None) is not None:
@@ -88,9 +97,7 @@ def _without_weights(folder: Path, config: Any, dtype: torch.dtype) -> Any:
             return transformers.AutoModelForCausalLM.from_config(plain, dtype=dtype)
     except (ValueError, TypeError, KeyError, RuntimeError, ImportError) as error:
         first_line = str(error).strip().splitlines()[0]
-        raise CheckpointError(
-            f"The target model {str(folder)!r} cannot be built: {first_line}"
-        ) from None
+        raise CheckpointError(f"The target model {name!r} cannot be built: {first_line}") from None
 
 
 @contextmanager
