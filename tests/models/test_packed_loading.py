@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from peagle import LLM, SamplingParams
 from peagle.errors import CheckpointError
+from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.packed_loading import load_packed
 from peagle.models.quantization import quantization_of
 from peagle.models.target import TargetModel
@@ -265,6 +266,15 @@ def load(folder: Path, *, device: str = "cpu", unpack: bool = True) -> Any:
     assert found is not None
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     return load_packed(folder, config, found, dtype, torch.device(device), unpack=unpack)
+
+
+@pytest.mark.filterwarnings("ignore:The target is quantised")
+def test_a_head_of_the_plain_target_fits(tmp_path: Path) -> None:
+    dense().save_pretrained(tmp_path / "plain")
+    write_checkpoint(tmp_path / "fp8", "fp8 blocks", dense())
+    fingerprint = TargetFingerprint.of(TargetModel.load(tmp_path / "plain", dtype=torch.bfloat16))
+    quantised = TargetModel.load(tmp_path / "fp8", dtype=torch.bfloat16)
+    assert fingerprint.difference(quantised, "the head") == ""
 
 
 def test_tells_that_it_unpacks(tmp_path: Path) -> None:
