@@ -167,7 +167,7 @@ class AsyncLLM:
         try:
             self._loop.run()
             self.llm.requests.cancel_all()
-        except BaseException as error:  # all waiting clients must hear of it
+        except BaseException as error:  # all waiting clients must get it
             self._failure = error
         with self._lock:
             self._has_ended = True

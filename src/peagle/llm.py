@@ -306,7 +306,7 @@ class LLM:
             one answer a conversation, in order: the first one where `params.n` is above 1.
 
         Raises:
-            UserError: a conversation, the template or an option of it is not usable; nothing is
+            UserError: a conversation, the template or a template option is not usable; nothing is
                 generated then.
         """
         chats: Any = _given_once("conversations", conversations, "messages", messages)

@@ -97,7 +97,7 @@ def check_json(folder: Path) -> None:
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """Return the file of every tensor, as an index of shards names them: files beside it.
+    """Return the file of every tensor in an index of shards; the files lie beside the index.
 
     Raises:
         CheckpointError: it is no such index.

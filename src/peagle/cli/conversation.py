@@ -47,7 +47,7 @@ class Turn:
         facts: figures of the finished request, for JSON; None where the answer was stopped.
         num_prompt_tokens: tokens of the conversation before it.
         num_cached_tokens: prompt tokens whose keys and values were cached.
-        tally: tokens, drafts and seconds of it.
+        tally: tokens, drafts and seconds of the conversation.
         ended: "stop", "length", "context" (it is full) or "interrupt".
     """
 

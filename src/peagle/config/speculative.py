@@ -202,7 +202,7 @@ class SpeculativeConfig:
 
 
 def speculative_keys(source: str | Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of SpeculativeConfig in vLLM's form of it, see `SpeculativeConfig.parse`.
+    """Return the fields of SpeculativeConfig from vLLM's form, see `SpeculativeConfig.parse`.
 
     Raises:
         UserError: not a JSON object, an unknown key, or a value of vLLM that has no equal here.

@@ -46,7 +46,7 @@ class Batch:
         max_anchors: bound of the supervised anchors of a row.
         first_row, num_rows: which rows of the whole batch these are, where several processes share
             it.
-        layout: what of it is computed (`partition.PartitionLayout`), if that is decided already.
+        layout: elements to compute (`partition.PartitionLayout`), if they are chosen already.
     """
 
     tokens_BN: Tensor
@@ -228,7 +228,7 @@ class BatchStream:
         )
 
     def at(self, step: int) -> Batch:
-        """The batch of a global step (from 0), or this process's share of it."""
+        """The batch of a global step (from 0), or this process's share."""
         epoch, index = divmod(step, self.steps_per_epoch)
         if self._epoch != epoch:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)

@@ -460,7 +460,7 @@ class FeatureStore:
                     "infinite values, which were not written so. `peagle data features` with "
                     "--verify finds the shard."
                 )
-        # Memory is written once: most of it is filled with what is read.
+        # Memory is written once: reading fills most of it.
         features[is_empty] = 0
         hidden[is_ungraded] = 0
         return TargetStates(features.view(rows, length, -1), hidden.view(rows, length, -1))

@@ -350,7 +350,7 @@ class LocalAnswerer:
     stands; `chat_template` and `thinking` are those of `peagle.chat.render_chat`.
 
     Raises:
-        UserError: more than one output a question, or an unusable template or option of it.
+        UserError: more than one output a question, or an unusable template or template option.
     """
 
     def __init__(

@@ -218,7 +218,7 @@ class Probe:
         return torch.cat([self.entering[layer] for layer in layers], dim=-1).roll(shift, dims=1)
 
     def part(self, step: int) -> Probe:
-        """Return every `step`th prompt of it, from the first."""
+        """Return every `step`th prompt, from the first."""
         rows = slice(None, None, step)
         width = max(self.lengths[rows])
         return replace(

@@ -403,7 +403,7 @@ def _common(one: SpeculationStats, other: SpeculationStats) -> float:
 
 
 def _foreseen(ours: HeadDrafts) -> list[SpeculationStats]:
-    """Return the counters of each prompt's answer, by a head's drafts at every anchor of it."""
+    """Return the counters of each prompt's answer from a head's drafts at all its anchors."""
     found = []
     for accepted_C in ours.accepted_PC.tolist():
         stats, anchor = SpeculationStats(), 0

@@ -96,7 +96,7 @@ class IncrementalDetokenizer:
         return "".join(self._pieces)
 
     def add(self, token_ids: list[int], *, final: bool = False) -> str:
-        """Add tokens and return the new text, which may be empty; `final` releases all of it."""
+        """Add tokens and return the new text, which may be empty; `final` releases all text."""
         self._take(token_ids)
         if final:
             self._num_ready = len(self._window)

@@ -1,4 +1,4 @@
-"""After a target pass: what the drafter reads of it, and the drafts of the next step.
+"""After a target pass: the drafter reads its states, and makes the drafts of the next step.
 
 A sequence that does not draft leaves a hole in the drafter's KV. Its last features are kept. When
 it drafts again, one pass over them closes the hole; if the hole is larger than what is kept, the

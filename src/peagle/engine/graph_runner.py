@@ -2,7 +2,7 @@
 
 Graphs decode with one step in flight while the host reads the step before. The host knows each
 sequence as it was before the step in flight, and reserves KV blocks for that step and the next. A
-sequence that gets blocks freed meanwhile writes them later on the same stream.
+sequence that gets freed blocks writes them later on the same stream.
 
 Prompts, and steps that decode graphs cannot run, have graphs of their own where they are short: the
 GPU computes a few hundred tokens in less time than the host needs to launch the kernels one by one.
@@ -235,7 +235,7 @@ class GraphRunner:
     Args:
         make_step: makes the step of (rows, K), greedy or not.
         depth: K for a number of sequences that run together.
-        capture: makes the graphs; no sequence is active meanwhile, so that no KV is written.
+        capture: makes the graphs; no sequence is active, so that no KV is written.
         features: takes the features of steps without drafts, where drafting may pause.
 
     Attributes:
@@ -456,7 +456,7 @@ class PassGraphs:
 
     Args:
         backend: an attention backend that reads nothing on the host.
-        capture: makes the graphs; no KV is written meanwhile.
+        capture: makes the graphs; capturing writes no KV.
         table_width: blocks of the longest sequence.
         hidden: a tensor with the type and width D of the hidden states that the model reads; None
             for a model that reads none.

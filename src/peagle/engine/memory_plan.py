@@ -39,7 +39,7 @@ class MemoryPlan:
 
     Attributes:
         device: name of the GPU, or "cpu".
-        total_bytes, free_bytes: memory of the GPU, and what is free of it with the weights loaded
+        total_bytes, free_bytes: memory of the GPU, and its free part with the weights loaded
             and before any KV; None on a CPU.
         usable_bytes: share of the GPU that this engine and all others may use; None on a CPU.
         drafter_bytes: weights of the drafter without tensors of the target.
@@ -89,7 +89,7 @@ class MemoryPlan:
 
     @property
     def min_blocks(self) -> int:
-        """Number of blocks of the smallest request: one token and the slots ahead of it."""
+        """Number of blocks of the smallest request: one token and its lookahead slots."""
         return self.blocks_for(1)
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -207,7 +207,7 @@ def run_largest_passes(
 ) -> None:
     """Run the largest prefill and the largest decode steps once, and drop what they compute.
 
-    The peak of memory meanwhile is what a GPU must keep free for passes. The sequences ask for all
+    The peak of memory of these passes is what a GPU must keep free. The sequences ask for all
     that takes memory: sampling, penalties, log-probabilities of the prompt, K drafts each. Where
     drafting may pause, `num_resuming` of them have features to read. All of them share KV block 0,
     the only one that the caches need.

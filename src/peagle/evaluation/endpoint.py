@@ -254,7 +254,7 @@ class EndpointBackend:
     # ---- errors -----------------------------------------------------------------------------
 
     def _check(self, reply: Reply) -> None:
-        """Refuse to go on where all requests would fare likewise."""
+        """Stop the run if every further request would fail in the same way."""
         if reply.status in (401, 403):
             raise self._api.refusal(reply.status, reply.body)
         if reply.status == 404:

@@ -255,7 +255,7 @@ async def at_most(
 ) -> list[Result]:
     """Work on items with several clients, each of which takes the next as soon as it can.
 
-    The first error that `work` raises ends all of it.
+    The first error that `work` raises ends all clients.
 
     Returns:
         the results in the order of the items.

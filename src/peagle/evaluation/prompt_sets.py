@@ -96,7 +96,7 @@ def load(
             that need no network).
     """
     check_limit(limit)
-    # To take some from all over a set, all of it must be seen.
+    # Prompts from all over a set can be chosen only after the whole set was read.
     prompts = list(islice(_prompts(name, prompt_column), limit if seed is None else None))
     if not prompts:
         raise UserError(f"The prompt set {name!r} is empty; expected at least one prompt.")

@@ -156,7 +156,7 @@ def cut_kernel(
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Put a row's chunks together and find what min-p, top-k and top-p keep of it."""
+    """Put a row's chunks together and find the tokens that min-p, top-k and top-p keep."""
     row = tl.program_id(0).to(tl.int64)
     sequence = tl.load(sequences_ptr + row)
     if sequence >= 0:

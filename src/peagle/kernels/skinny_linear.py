@@ -1,7 +1,7 @@
 """Linear layers of few rows: the configuration, the launch, and the operators for compilers.
 
-With few rows a product costs what reading its weight costs. The kernel therefore has as many bytes
-of it on their way as it can, in all multiprocessors, and is done when the last has come.
+With few rows a product costs what reading its weight costs. The kernel therefore keeps as many
+bytes of the weight in flight as it can, in all multiprocessors.
 
 The rules of `choose_config` are of an H100 in bfloat16 at the shapes of Qwen3-8B and its drafter,
 which `benchmarks/kernels/bench_skinny_linear.py` times. Other shapes get the configuration of the

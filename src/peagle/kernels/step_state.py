@@ -70,7 +70,7 @@ class StepLimits:
 
     @property
     def draft_end(self) -> int:
-        """Length at which nothing is drafted any more; d short of it there are at most d drafts.
+        """Length at which drafting ends; d tokens before it there are at most d drafts.
 
         The last of k drafts comes from the drafter slot at position length + k - 3.
         """

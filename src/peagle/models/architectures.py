@@ -90,7 +90,7 @@ def check_architecture(config: Any) -> None:
 
 def final_softcap(config: Any) -> float | None:
     """c where the architecture bends its logits x to c * tanh(x / c), else None."""
-    if config.model_type == "gemma3":  # has the setting and takes no notice of it
+    if config.model_type == "gemma3":  # it has the setting and ignores it
         return None
     return getattr(config.get_text_config(), "final_logit_softcapping", None)
 
@@ -103,7 +103,7 @@ def capped(logits: Tensor, cap: float | None) -> Tensor:
 def fix_longrope(decoder: nn.Module, max_model_len: int) -> None:
     """Choose LongRoPE's short or long factors once, as the longest context asks.
 
-    transformers chooses them anew in every pass, by the largest position in it: the keys of a
+    transformers chooses them in every pass, by the largest position in the pass: the keys of a
     sequence would change their meaning half-way, and with its batch-mates. Without effect on other
     kinds of RoPE.
     """

@@ -120,7 +120,7 @@ def sample_elements(
     """Sample the elements of a batch by conditional drop (COD).
 
     Depth 0 holds every position. One random order of a row's supervised anchors decides all
-    depths: depth d keeps the first n * max(ratio^d, floor) of it, so that the anchors of a depth
+    depths: depth d keeps its first n * max(ratio^d, floor) anchors, so that the anchors of a depth
     are a random subset of those of the depth above, and every chain is whole. What a row with
     fewer anchors cannot fill is left unsupervised.
 

@@ -4,7 +4,7 @@
 
 The transformers module keeps its own forward code, which calls `self.q_proj(x)`, `self.k_proj(x)`
 and `self.v_proj(x)`: these become thin stand-ins. The first that is called computes the whole
-product, the others hand out their columns of it. Which structure is safe is not looked up: every
+product, the others return their columns. No table says which structure is safe: every
 module is run before and after on the same input, and put back where the results differ.
 """
 
@@ -50,7 +50,7 @@ class FusedLinear(nn.Module):
             bias = None if linears[0].bias is None else torch.cat([x.bias for x in linears])
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        # The input of the last product, and the columns of it that nobody has asked for yet.
+        # The input of the last product, and its columns that no projection has taken yet.
         self._input: Tensor | None = None
         self._columns: list[Tensor | None] = []
 
@@ -60,7 +60,7 @@ class FusedLinear(nn.Module):
     def take(self, index: int, x: Tensor) -> Tensor:
         """Return the columns of projection `index` for the input `x`, computed with the first call.
 
-        An input that is another object than before, or a projection asked for twice, computes anew.
+        Another input object, or the same projection again, starts a new product.
         """
         if self._input is not x or self._columns[index] is None:
             self._input = x
@@ -170,7 +170,7 @@ def fuse(model: transformers.PreTrainedModel) -> list[FusionResult]:
     """Fuse q/k/v and gate/up of every decoder layer where that leaves the results as they are.
 
     The weights move into the fused ones one group at a time: beyond the model, memory for the
-    largest group is needed, and only meanwhile.
+    largest group is needed, and only during the call.
 
     Args:
         model: a transformers model under the attention function of `models.target_attention`

@@ -52,7 +52,7 @@ class UploadFile:
 
     Attributes:
         name: there; content: bytes, or the file that has them; size: bytes.
-        sha256, blob_id: what the hub lists of it: the SHA-256 of large files, git's id of others.
+        sha256, blob_id: the hub's hashes: SHA-256 of large files, git's id of others.
     """
 
     name: str

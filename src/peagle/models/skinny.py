@@ -36,7 +36,7 @@ class SkinnyLinear(nn.Linear):
 
 
 class SkinnyFusedLinear(FusedLinear):
-    """`FusedLinear`, likewise."""
+    """`FusedLinear` for up to `skinny_rows` rows in Triton."""
 
     skinny_rows: int
 

@@ -116,7 +116,7 @@ class Connections:
         max_connections: connections at once.
         head_timeout_s: seconds from the start of a connection to the end of the head of its first
             request, and from the first byte of any later request to the end of its head.
-        stall_timeout_s: seconds in which a client that has data to read must read some of it.
+        stall_timeout_s: seconds in which a client with data to read must read some data.
 
     Attributes:
         protocol: makes a connection; uvicorn's setting `http`.

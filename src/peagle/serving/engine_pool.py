@@ -296,7 +296,7 @@ class EnginePool:
             cache_salt: only requests with the same salt share cached KV.
 
         Raises:
-            ApiError: the request is refused, the engine died meanwhile, or the deadline is over.
+            ApiError: the request is refused, its engine died, or its deadline is over.
         """
         index, stream = next(self._numbers), _Stream(params.n)
         engine.streams[index] = stream

@@ -1,6 +1,6 @@
 """The front end's tokenizer: prompts of requests as token ids.
 
-A long text takes a while, and the event loop goes on meanwhile: two threads, each with a tokenizer
+A long text takes a while, and the event loop must go on: two threads, each with a tokenizer
 of its own, take short and long texts, so that a short one never waits behind long ones. A text of
 more characters than the context can hold is refused before any of this.
 """

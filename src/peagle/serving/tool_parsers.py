@@ -6,7 +6,7 @@ writes them, so they may be cut off or no valid JSON, as in OpenAI's API. (Argum
 writes as XML are given out as JSON.) Marks and braces around
 calls, and blanks between them, are neither content nor arguments.
 
-Parsers are generators that read the text as if all of it were there, and yield to wait for more.
+Parsers are generators that read the text as if it were complete, and yield to wait for more.
 """
 
 from __future__ import annotations

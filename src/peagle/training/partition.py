@@ -157,7 +157,7 @@ def partitioned_graded(
 
 
 class _ContextPass:
-    """The depth-0 pass, and what the segments borrow of it.
+    """The depth-0 pass, and the tensors that the segments borrow from it.
 
     Attributes:
         hidden_BND: the head's output at depth 0.
@@ -186,7 +186,7 @@ class _ContextPass:
             attention = method.make_attention(context, context, layout.blocks[0])
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            # Copies: a view of the projection would keep all of it in memory.
+            # Copies: a view would keep the whole projection in memory.
             value = value.contiguous()
             key = key.contiguous() if method.recompute else key
             # A layer that is computed again comes here again; the graph hangs on the first.

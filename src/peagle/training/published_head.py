@@ -114,7 +114,7 @@ class PublishedHead:
     """A head that may be published.
 
     Attributes:
-        folder: where it is; files: names of the files of it that are published, sorted.
+        folder: the head's folder; files: sorted names of the files to publish.
         config: its shape; format: style of its checkpoint.
         fingerprint: its target's fingerprint; target: the target's name in config.json, if any.
         parameters: floating-point values in its tensors; dtype: type of them.
@@ -142,7 +142,7 @@ class PublishedHead:
 
 
 def read_head(folder: str | Path) -> PublishedHead:
-    """Check a head for publication, every tensor of it, and read what the card says of it.
+    """Check every tensor of a head for publication, and read the facts for its card.
 
     The record of its training is looked for in the folder and, as `peagle train` leaves it, beside
     it.
@@ -270,7 +270,7 @@ def _fingerprint(facts: Mapping[str, Any], config: DrafterConfig, head: str) -> 
 def _training(
     folder: Path, config: DrafterConfig, parameters: int
 ) -> tuple[TrainRecord | None, tuple[str, ...]]:
-    """The record in the folder or beside it, if it is one of this head; else a note why not."""
+    """The record in the folder or its parent if it belongs to this head; else a note."""
     path = folder / RECORD_NAME
     if not path.is_file() and folder.resolve().name == _TRAINED_NAME:
         path = folder.resolve().parent / RECORD_NAME

@@ -435,15 +435,15 @@ def choose_memory(
     stored: tuple[int, bool] | None = None,
     processes: Processes = ALONE,
 ) -> StepMemory:
-    """The first way to run a step that fits: few segments before many, recomputed layers last.
+    """Choose the first way to run a step that fits: few segments first, recomputed layers last.
 
-    What the configuration fixes stays fixed. If all of it is fixed and the user named no budget,
-    nothing is measured. Of several processes all take the way of the one that needs most segments.
+    Fixed values of the configuration stay. If all are fixed and the user named no budget,
+    nothing is measured. All processes take the largest number of segments that any of them needs.
 
     Args:
-        measure: bytes at the peak of a step with so many segments, with or without recomputation;
+        measure: returns the peak bytes of a step with a number of segments, recomputed or not;
             None if they do not fit. Without it the estimate decides.
-        stored: the way of the run that this one resumes; no cheaper one is tried.
+        stored: segments and recomputation of the run that this one resumes; fewer are not tried.
 
     Raises:
         UserError: no way fits; it says what would.

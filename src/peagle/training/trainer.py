@@ -67,7 +67,7 @@ class Trainer:
 
     The loss has one denominator for the whole batch; all randomness is a function of (seed, step),
     so a resumed run takes the very steps that an uninterrupted one would have taken. All processes
-    make a trainer and call the same methods of it; the first one calls `report`. `begin` receives
+    make a trainer and call the same methods; the first one calls `report`. `begin` receives
     the name of what the trainer begins to do, `stepped` the number of each step that is done.
 
     Raises:
@@ -193,7 +193,7 @@ class Trainer:
         return self._finish()
 
     def validate(self) -> TrainingReport | None:
-        """Loss and simulated acceptance on the validation data, every element of it.
+        """Loss and simulated acceptance on every element of the validation data.
 
         Raises:
             UserError: the loss is not finite.
@@ -413,7 +413,7 @@ class Trainer:
         }
 
     def _provenance(self) -> dict[str, Any]:
-        """The origin of the run, read before it starts: commit and files may change meanwhile."""
+        """The origin of the run, read before it starts: commit and files may change during it."""
         config, data = self.config, self.config.data
         sets = {"train": data_facts(data.train, self.dataset), "validation": None}
         if data.validation is not None and self.validation is not None:

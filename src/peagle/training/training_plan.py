@@ -212,7 +212,7 @@ def make_plan(
     num_gpus: int = 1,
     tokens_per_s: float | None = None,
 ) -> TrainingPlan:
-    """Plan a run; for one process on a GPU that is here, run a few steps of it.
+    """Plan a run; on a GPU of this machine, with one process, run a few of its steps.
 
     Args:
         gpu_memory_gib: memory of a GPU that this machine may lack; None plans for this machine.

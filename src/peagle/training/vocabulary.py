@@ -1,7 +1,7 @@
 """The draft vocabulary: the tokens that a head can draft, and how much of the text they cover.
 
-A small vocabulary makes the head's last layer small. A target token outside of it is a sure
-rejection, so coverage bounds acceptance from above.
+A small vocabulary makes the head's last layer small. A target token outside it is a sure rejection,
+so coverage bounds acceptance from above.
 """
 
 from __future__ import annotations

@@ -322,7 +322,7 @@ def _pattern(pattern: Any, path: str) -> str:
 
 
 def _values(schema: Mapping[str, Any], keyword: str, path: str) -> Any:
-    """The values of `const` or `enum`, of the type beside it if there is one."""
+    """The values of `const` or `enum`; only those of `type` if the schema has one."""
     values = schema["enum"] if keyword == "enum" else [schema["const"]]
     if not isinstance(values, list) or not values:
         raise UserError(f"enum at {path} is {values!r}; expected a list of at least one value.")

@@ -1,6 +1,6 @@
 """Patience for grammars: what takes long goes on beside the engine, and ends if it takes too long.
 
-A few grammars make the matcher take seconds for one mask, and a call of it cannot be interrupted.
+Some grammars make the matcher take seconds for one mask; no call of the matcher can be interrupted.
 So a thread of its own makes these calls. The engine waits some milliseconds of a step for each
 grammar; a sequence whose grammar takes longer sits out steps until its call has ended, and beyond
 the budget of a step it ends with an error. The interpreter is free during the calls. Times are
@@ -102,7 +102,7 @@ class StepBudget:
         return sum(not job.is_over.is_set() for job in list(self._beside))
 
     def mark_excess(self) -> None:
-        """Mark the grammars that have gone beyond the budget meanwhile."""
+        """Mark the grammars that went beyond the budget since the last call."""
         self._beside = [job for job in self._beside if not job.is_over.is_set()]
         for job in self._beside:
             job.mark_excess()

@@ -105,7 +105,7 @@ def read_head_json(folder: str | Path) -> dict[str, Any]:
 def read_head_config(
     folder: str | Path, *, num_target_layers: int | None = None
 ) -> tuple[DrafterConfig, dict[str, Any]]:
-    """Read the shape of the head in `folder`, and what else is known of it ("peagle").
+    """Read the shape of the head in `folder`, and its other facts ("peagle").
 
     Args:
         folder: the head, in either style.
