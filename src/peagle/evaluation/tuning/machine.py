@@ -134,9 +134,7 @@ class EngineMachine:
             for _ in range(WARM_UP_STEPS):
                 engine.step()
             cost = time_steps(llm, self._steps)
-            assert len(llm.engine.scheduler.running) == point.batch, (
-                "a sequence ended too early"
-            )
+            assert len(llm.engine.scheduler.running) == point.batch, "a sequence ended too early"
             return cost
         finally:
             engine.cancel_all()
