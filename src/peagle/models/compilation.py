@@ -310,6 +310,6 @@ def keep_compiled_code() -> None:
         warnings.warn(f"Compiled code is not kept in {str(folder)!r}: {error}.", stacklevel=3)
         return
     for variable, name in _KEPT.items():
-        # Importing Inductor sets its variable to the default: that is nobody's wish.
+        # Importing Inductor sets its variable to the default: no user chose that.
         if os.environ.get(variable) in (None, default_cache_dir()):
             os.environ[variable] = str(folder / name)

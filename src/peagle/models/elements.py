@@ -30,7 +30,7 @@ class Elements:
 
     Attributes:
         anchors, depths: which element.
-        documents: elements see only their own document; -1 is padding, seen by nobody.
+        documents: elements see only their own document; -1 is padding, which no element sees.
         supervised: the element counts in the loss.
     """
 

@@ -85,7 +85,7 @@ def find_folder(name_or_path: str | os.PathLike[str], role: Role = "target") -> 
     path = Path(text).expanduser()
     if text and (isinstance(name_or_path, Path) or _looks_like_path(text) or path.exists()):
         return require_folder(path, _CALLED[role])
-    # A bare name is not asked for: hubs have few, and a mistyped folder is nobody's business.
+    # No hub is asked for a bare name: hubs have few, and it may be a mistyped private folder.
     if "/" not in text.partition("@")[0]:
         raise _not_there(text, _CALLED[role])
     return None

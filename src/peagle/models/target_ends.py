@@ -124,7 +124,7 @@ class TargetEnds:
 def _read_ends(
     skeleton: transformers.PreTrainedModel, files: _Checkpoint
 ) -> tuple[Tensor, Tensor | None, Tensor | _Stored]:
-    """Read lm_head's weight and bias, and the embedding: the same weight where tied, or its place.
+    """Read lm_head's weight and bias; return the embedding too, or the file that stores it.
 
     As transformers does it: tied weights that are both stored and differ are not tied, and of tied
     weights either may be stored alone.
@@ -225,7 +225,7 @@ class _Checkpoint:
         with _opened(stored.file) as reader:
             if key not in reader.keys():  # noqa: SIM118 (not a mapping)
                 return None
-            tensor = reader.get_tensor(key)  # mapped: nobody looks at its values yet
+            tensor = reader.get_tensor(key)  # mapped: its values are not read yet
         if tensor.dtype not in _PLAIN or list(tensor.shape) != list(shape):
             raise CheckpointError(
                 f"{str(stored.file)!r} has {key!r} as {tensor.dtype} of shape "

@@ -1,4 +1,4 @@
-"""What is known of a target without its layers: its configuration, its sizes and both of its ends.
+"""Facts of a target without its layers: its configuration, its sizes, embedding and lm_head.
 
 Shapes: N rows, H target width, V vocabulary.
 """

@@ -73,7 +73,7 @@ def write_head(
     tensors: Mapping[str, Tensor],
     format: HeadFormat,
 ) -> None:
-    """Write a head of which everything is known, in place of one that may be there.
+    """Write a head with all its facts, in place of an earlier head in the folder.
 
     Raises:
         UserError: it could not be written, for want of space or of permission.
