@@ -27,9 +27,9 @@ SPEC = EngineSpec(
     {"peagle": SpeculativeConfig(model=str(BUNDLED_PEAGLE), num_speculative_tokens=3)},
     EngineConfig(max_num_seqs=4, kv_cache_gib=0.1),
     threads=1,
-    hang_timeout_s=2,
+    hang_timeout_s=4,
 )
-SLOW_S = 3.0
+SLOW_S = 6.0
 
 
 def hangs_in_a_step(*args: Any) -> None:
