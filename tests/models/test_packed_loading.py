@@ -253,18 +253,25 @@ def test_layers_that_stay_packed(
     tmp_path: Path, format: str, make: Callable[[], Any], device: str
 ) -> None:
     expected = logits(write_checkpoint(tmp_path, format, make()))
-    model = load(tmp_path, device=device, unpack=False)
-    bound = 1e-4 if device == "cpu" else 5e-2
+    # In bfloat16 a router may choose another expert.
+    dtype = torch.bfloat16 if device == "cuda" and make is dense else torch.float32
+    model = load(tmp_path, device=device, unpack=False, dtype=dtype)
+    bound = 1e-4 if dtype == torch.float32 else 5e-2
     assert distance(logits(model), expected) < bound
     stored = sum(p.numel() for name, p in model.named_parameters() if "layers." in name)
     assert stored < 3000, "norms and the router alone are plain"
 
 
-def load(folder: Path, *, device: str = "cpu", unpack: bool = True) -> Any:
+def load(
+    folder: Path,
+    *,
+    device: str = "cpu",
+    unpack: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> Any:
     config = load_config(folder)
     found = quantization_of(config)
     assert found is not None
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
     return load_packed(folder, config, found, dtype, torch.device(device), unpack=unpack)
 
 
@@ -279,7 +286,7 @@ def test_a_head_of_the_plain_target_fits(tmp_path: Path) -> None:
 
 def test_tells_that_it_unpacks(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "fp8 blocks", dense())
-    with pytest.warns(UserWarning, match=r"quantised \(fp8\); its weights are unpacked to float32"):
+    with pytest.warns(UserWarning, match=r"quantised \(fp8\); on this device .* to float32"):
         TargetModel.load(tmp_path, dtype=torch.float32)
 
 
@@ -290,7 +297,7 @@ def test_packed_experts_of_gpt_oss(tmp_path: Path, device: str) -> None:
     pack_experts(tmp_path)
     expected = logits(load(tmp_path, device=device))
     found = load(tmp_path, device=device, unpack=False)
-    assert distance(logits(found), expected) < (1e-4 if device == "cpu" else 5e-2)
+    assert distance(logits(found), expected) < 1e-4
     assert not any(name.endswith("gate_up_proj") for name, _ in found.named_parameters())
 
 

@@ -22,10 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from peagle.kernels.launch import launch
-from peagle.kernels.packed_weights import (
-    FORMATS,
-    PackedWeight,
-)
+from peagle.kernels.packed_weights import FORMATS, FOUR_BIT_FORMATS, PackedWeight
 
 Activation = Literal["none", "silu", "clamped", "gelu_tanh"]
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
@@ -84,12 +81,12 @@ class GroupedConfig:
     """How a grouped product is cut. `steps` is any number, the others are powers of two.
 
     Attributes:
-        block_m: assignments of a tile, from 16 on.
+        block_m: assignments of a tile, from 16 on, or from 8 on with `wx`.
         block_n: half of the weight's rows in a tile: of gate and of up, or one half after another.
         step: inputs of one product, which share their scales.
         steps: products of a turn of the loop.
         num_warps, num_stages: Triton's.
-        wx: multiply W x^T in the matrix unit, not x W^T: `block_m` may be 8 then.
+        wx: multiply W x^T in the matrix unit, not x W^T.
     """
 
     block_m: int
@@ -102,14 +99,18 @@ class GroupedConfig:
 
 
 def choose_config(num_assignments: int, num_experts: int, weight: PackedWeight) -> GroupedConfig:
-    """Choose a configuration from shapes alone."""
+    """Choose a configuration from shapes alone, as `bench_experts.py` found them on an H100."""
     rows = num_assignments / min(num_experts, max(num_assignments, 1))
     step = _shared_inputs(weight, 128)
-    steps = max(128 // step, 1)
-    block_m = next((m for m in (8, 16, 32) if rows <= m), 64)
-    if block_m <= 32:
-        return GroupedConfig(block_m, 32, step, steps, 2, 3, wx=True)
-    return GroupedConfig(64, 64, step, steps, 4, 3)
+    if rows > 32:
+        return GroupedConfig(64, 64, step, max(128 // step, 1), 4, 3)
+    if weight.format in FOUR_BIT_FORMATS:
+        if rows <= 4:
+            return GroupedConfig(8, 32, step, max(256 // step, 1), 2, 4, wx=True)
+        return GroupedConfig(32 if rows > 8 else 16, 32, step, max(128 // step, 1), 2, 3, wx=True)
+    if rows <= 1:
+        return GroupedConfig(8, 32, step, max(256 // step, 1), 2, 3, wx=True)
+    return GroupedConfig(16 if rows <= 16 else 32, 32, step, max(256 // step, 1), 4, 3)
 
 
 def _shared_inputs(weight: PackedWeight, most: int) -> int:

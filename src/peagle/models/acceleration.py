@@ -18,6 +18,7 @@ import torch
 from peagle.models.compilation import CompiledLayers, compile_layers, keep_compiled_code
 from peagle.models.drafter import Drafter
 from peagle.models.fusion import fuse
+from peagle.models.packed_layers import use_experts
 from peagle.models.skinny import use_skinny
 from peagle.models.target import TargetModel
 
@@ -63,6 +64,7 @@ def accelerate_target(
     if target.compiled is None:
         if backend == "inductor":
             keep_compiled_code()
+            use_experts(target.model)
         fuse(target.model)
         _use_skinny(target.model, backend, max_skinny_rows)
         target.compiled = _compile(target.model, num_rows, backend)

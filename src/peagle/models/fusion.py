@@ -10,6 +10,7 @@ module is run before and after on the same input, and put back where the results
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ import transformers
 from torch import Tensor, nn
 
 from peagle.attention.torch_backend import DenseCausalAttention
+from peagle.models.comparison import relative_difference, tolerance
+from peagle.models.packed_layers import PackedLinear
 from peagle.models.target_attention import decoder_layers
 
 # What the one product is called in the module, and the projections that it may replace.
@@ -29,33 +32,29 @@ PATTERNS = {
     "fused_gate_up_proj": ("gate_proj", "up_proj"),
 }
 _NUM_PROBE_TOKENS = 5
-# Largest |after - before| / |before| of a module's output: other kernels round otherwise.
-_TOLERANCES = {torch.bfloat16: 3e-2, torch.float16: 5e-3}
-_TOLERANCE = 1e-5  # float64 too: some norms compute in float32 whatever comes in
 
 
-class FusedLinear(nn.Module):
-    """Several linear projections of one input, with one weight [sum of outputs, inputs].
+class FusedProjections(nn.Module, ABC):
+    """Several linear projections of one input as one product.
 
-    Its parameters appear in `parameters()`; in `state_dict()` they keep the names and shapes of the
-    projections that they came from, see `FusedPart`.
+    Its tensors appear in `parameters()` or `buffers()`; in `state_dict()` those of `FusedLinear`
+    keep the names and shapes of the projections that they came from, see `FusedPart`.
+
+    Attributes:
+        sizes: outputs of each projection.
     """
 
-    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+    def __init__(self, linears: Sequence[nn.Linear] | Sequence[PackedLinear]) -> None:
         super().__init__()
         self.sizes = [linear.out_features for linear in linears]
         self.in_features = linears[0].in_features
-        with torch.no_grad():
-            weight = torch.cat([linear.weight for linear in linears])
-            bias = None if linears[0].bias is None else torch.cat([x.bias for x in linears])
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         # The input of the last product, and its columns that no projection has taken yet.
         self._input: Tensor | None = None
         self._columns: list[Tensor | None] = []
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+    @abstractmethod
+    def tensors(self, rows: slice) -> dict[str, Tensor]:
+        """Views of the weight and the bias of some outputs, where they are stored plainly."""
 
     def take(self, index: int, x: Tensor) -> Tensor:
         """Return the columns of projection `index` for the input `x`, computed with the first call.
@@ -83,10 +82,43 @@ class FusedLinear(nn.Module):
         """Load nothing: the parts load themselves."""
 
 
+class FusedLinear(FusedProjections):
+    """Projections with one weight [sum of outputs, inputs]."""
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        super().__init__(linears)
+        with torch.no_grad():
+            weight = torch.cat([linear.weight for linear in linears])
+            bias = None if linears[0].bias is None else torch.cat([x.bias for x in linears])
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def tensors(self, rows: slice) -> dict[str, Tensor]:
+        bias = {} if self.bias is None else {"bias": self.bias[rows]}
+        return {"weight": self.weight[rows], **bias}
+
+
+class FusedPackedLinear(FusedProjections):
+    """Projections with one packed weight."""
+
+    def __init__(self, linears: Sequence[PackedLinear]) -> None:
+        super().__init__(linears)
+        self.linear = PackedLinear.concatenate(linears)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+    def tensors(self, rows: slice) -> dict[str, Tensor]:
+        return {}
+
+
 class FusedPart(nn.Module):
     """Stands where one of the fused projections stood: called, saved and loaded as that was."""
 
-    def __init__(self, fused: FusedLinear, index: int) -> None:
+    def __init__(self, fused: FusedProjections, index: int) -> None:
         super().__init__()
         self._fused = (fused,)  # in a tuple: it is a child of the module above, once
         self._index = index
@@ -99,18 +131,16 @@ class FusedPart(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """[outputs, inputs], a view."""
-        return self._fused[0].weight[self._rows]
+        """[outputs, inputs], a view; packed projections have none."""
+        return self._tensors()["weight"]
 
     @property
     def bias(self) -> Tensor | None:
         """[outputs], a view."""
-        bias = self._fused[0].bias
-        return None if bias is None else bias[self._rows]
+        return self._tensors().get("bias")
 
     def _tensors(self) -> dict[str, Tensor]:
-        bias = self.bias
-        return {"weight": self.weight, **({} if bias is None else {"bias": bias})}
+        return self._fused[0].tensors(self._rows)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         for name, tensor in self._tensors().items():
@@ -152,17 +182,6 @@ class FusionResult:
     module: str
     projections: tuple[str, ...]
     reason: str | None = None
-
-
-def relative_difference(after: Tensor, before: Tensor) -> float:
-    """|after - before| / |before|; 0 where both are zero."""
-    difference = (after.double() - before.double()).norm()
-    return float(difference / before.double().norm()) if difference != 0 else 0.0
-
-
-def tolerance(dtype: torch.dtype) -> float:
-    """Return the `relative_difference` up to which outputs of a type count as the same."""
-    return _TOLERANCES.get(dtype, _TOLERANCE)
 
 
 @torch.no_grad()
@@ -224,14 +243,16 @@ class _Group:
         if len(linears) == 1:
             return "no other projection beside it"
         for name, linear in zip(self.projections, linears, strict=True):
-            if type(linear) is not nn.Linear:
+            if type(linear) not in (nn.Linear, PackedLinear):
                 return f"{name} is a {type(linear).__name__}, not a Linear"
             if linear._forward_hooks or linear._forward_pre_hooks:
                 return f"{name} has hooks"
             if any(uses[id(parameter)] > 1 for parameter in linear.parameters()):
                 return f"{name} shares its weight"
-        if len({(x.in_features, x.weight.dtype, x.weight.device) for x in linears}) > 1:
-            return "they differ in input size, type or device"
+        if len({_kind(linear) for linear in linears}) > 1:
+            return "they differ in input size, type, format or device"
+        if any(isinstance(x, PackedLinear) and x.input_order is not None for x in linears):
+            return "each orders its inputs by activation"
         if len({linear.bias is None for linear in linears}) > 1:
             return "some have a bias and some have none"
         return None
@@ -245,7 +266,8 @@ class _Group:
         if not recordings:
             return "the module did not run in the probe"
         originals = {name: getattr(self.module, name) for name in self.projections}
-        fused = FusedLinear(list(originals.values()))
+        is_packed = isinstance(originals[self.projections[0]], PackedLinear)
+        fused = (FusedPackedLinear if is_packed else FusedLinear)(list(originals.values()))
         self.module.add_module(self.fused_name, fused)
         for index, name in enumerate(self.projections):
             setattr(self.module, name, FusedPart(fused, index))
@@ -256,7 +278,7 @@ class _Group:
                 setattr(self.module, name, original)
         return reason
 
-    def _difference(self, fused: FusedLinear, recordings: Sequence[_Recording]) -> str | None:
+    def _difference(self, fused: FusedProjections, recordings: Sequence[_Recording]) -> str | None:
         runs: list[None] = []
         hook = fused.register_forward_hook(lambda *_: runs.append(None))
         try:
@@ -272,6 +294,15 @@ class _Group:
             if not difference <= tolerance(output.dtype):
                 return f"the results differ by {difference:.1e}"
         return None
+
+
+def _kind(linear: nn.Linear | PackedLinear) -> tuple[Any, ...]:
+    """What projections that become one product have in common."""
+    if isinstance(linear, nn.Linear):
+        return (linear.in_features, linear.weight.dtype, linear.weight.device)
+    packed = linear.packed
+    inputs = packed.block[1] if packed.scale is not None else 0
+    return (linear.in_features, packed.format, packed.data.device, inputs, packed.zero is None)
 
 
 def _groups(layers: Sequence[nn.Module]) -> Iterator[_Group]:

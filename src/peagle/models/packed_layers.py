@@ -6,6 +6,7 @@ arranges them once where a model stores them transposed or in turns.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from peagle.kernels.experts import (
     run_experts,
 )
 from peagle.kernels.packed_weights import PackedWeight
-from peagle.models.fusion import relative_difference
+from peagle.models.comparison import relative_difference
 
 EXPERTS_IMPLEMENTATION = "peagle"
 _NUM_PROBES = 64
@@ -37,6 +38,8 @@ class PackedLinear(nn.Module):
     """
 
     packed: PackedWeight
+    bias: Tensor | None
+    input_order: Tensor | None
 
     def __init__(
         self, packed: PackedWeight, bias: Tensor | None = None, input_order: Tensor | None = None
@@ -44,8 +47,15 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = packed.data.shape[0], packed.num_inputs
         _hold(self, "packed", packed)
-        self.bias = bias
-        self.input_order = input_order
+        self.register_buffer("bias", bias, persistent=False)
+        self.register_buffer("input_order", input_order, persistent=False)
+
+    @staticmethod
+    def concatenate(linears: Sequence[PackedLinear]) -> PackedLinear:
+        """One layer of the outputs of several that read inputs of one order in one format."""
+        packed = PackedWeight.concatenate([linear.packed for linear in linears])
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        return PackedLinear(packed, torch.cat(biases) if biases else None)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.input_order is not None:

@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from peagle.kernels.skinny_linear import max_skinny_rows, skinny_linear, skinny_swiglu
+from peagle.models.comparison import relative_difference, tolerance
 from peagle.models.drafter import DrafterMLP
-from peagle.models.fusion import FusedLinear, relative_difference, tolerance
+from peagle.models.fusion import FusedLinear
 
 _NUM_PROBE_ROWS = 5
 _FUSED_MLP = "fused_gate_up_proj"

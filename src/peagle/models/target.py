@@ -94,9 +94,11 @@ class TargetModel:
     ) -> TargetModel:
         """Load a folder in Hugging Face format (safetensors only, no remote code).
 
+        Quantised weights stay packed on a GPU, and are unpacked on a CPU, with a warning.
+
         Args:
             path: the folder.
-            dtype: type of the weights; None keeps the stored one.
+            dtype: type of the plain weights and of what is computed; None keeps the stored one.
             device: where they go.
 
         Raises:
@@ -112,7 +114,7 @@ class TargetModel:
         if quantization is None:
             model = _load_weights(folder, config, dtype).to(place)
         else:
-            model = _load_unpacked(folder, config, quantization, dtype, place)
+            model = _load_quantized(folder, config, quantization, dtype, place)
         return cls(model, name=str(path))
 
     def tap_aux(self, layer_ids: Sequence[int]) -> None:
@@ -326,22 +328,27 @@ def _load_weights(folder: Path, config: Any, dtype: torch.dtype | None) -> Any:
     return model
 
 
-def _load_unpacked(
+def _load_quantized(
     folder: Path,
     config: Any,
     quantization: Mapping[str, Any],
     dtype: torch.dtype | None,
     device: torch.device,
 ) -> Any:
+    """Weights stay packed on a card; no kernel reads them so on a CPU."""
     from peagle.models.packed_loading import load_packed
 
     stored = getattr(config.get_text_config(), "dtype", None)
     dtype = dtype or (stored if isinstance(stored, torch.dtype) else torch.bfloat16)
-    method, name = quantization["quant_method"], str(dtype).removeprefix("torch.")
-    warnings.warn(
-        f"The target is quantised ({method}); its weights are unpacked to {name}.", stacklevel=4
-    )
-    return load_packed(folder, config, quantization, dtype, device, unpack=True)
+    unpack = device.type != "cuda"
+    if unpack:
+        method, name = quantization["quant_method"], str(dtype).removeprefix("torch.")
+        warnings.warn(
+            f"The target is quantised ({method}); on this device its weights are unpacked to "
+            f"{name}.",
+            stacklevel=4,
+        )
+    return load_packed(folder, config, quantization, dtype, device, unpack=unpack)
 
 
 def _experts(model: transformers.PreTrainedModel) -> set[str | None]:
