@@ -11,8 +11,9 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from peagle.kernels import experts_triton
+from peagle.kernels import experts_triton, mxfp4_gluon
 from peagle.kernels.packed_weights import FORMATS
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -29,6 +30,7 @@ def grouped(format: str, gate: int, mode: int, *, wx: bool) -> dict[str, Any]:
         "STEP": step,
         "STEPS": 128 // step,
         "STAGES": 3,
+        "SPLIT_K": 2 if wx else 1,
         "FORMAT": FORMATS.index(format),
         "SCALE_ROWS": 128 if format == "fp8" else 1,
         "SCALE_K": SCALE_K.get(format, 0),
@@ -41,24 +43,46 @@ def grouped(format: str, gate: int, mode: int, *, wx: bool) -> dict[str, Any]:
         "ASM": True,
         "WX": wx,
     }
+    options = {"num_warps": 2 if wx else 4, "num_stages": 3}
+    return compile_grouped(experts_triton.grouped_kernel, ASTSource, format, constants, options)
+
+
+def in_registers(gate: int, mode: int, block_m: int) -> dict[str, Any]:
+    """`mxfp4_kernel`."""
+    constants = {
+        "BLOCK_M": block_m,
+        "BLOCK_N": 64,
+        "SPLIT_K": 2 if mode == 1 else 1,
+        "GATE": gate,
+        "HAS_BIAS": True,
+        "EVEN_N": False,
+        "MODE": mode,
+    }
+    options = {"num_warps": 4, "maxnreg": 168}
+    kernel = mxfp4_gluon.mxfp4_kernel
+    return compile_grouped(kernel, GluonASTSource, "mxfp4", constants, options)
+
+
+def compile_grouped(
+    kernel: Any, source: Any, format: str, constants: dict[str, Any], options: dict[str, int]
+) -> dict[str, Any]:
     pointers = dict.fromkeys(("out_ptr", "x_ptr", "bias_ptr"), "*bf16")
-    pointers |= dict.fromkeys(("order_ptr", "tiles_ptr"), "*i32")
+    pointers |= dict.fromkeys(("order_ptr", "tiles_ptr", "arrivals_ptr"), "*i32")
+    pointers["partial_ptr"] = "*fp32"
     pointers |= {"index_ptr": "*i64", "data_ptr": DATA[format], "alpha": "fp32", "limit": "fp32"}
     pointers["scale_ptr"] = "*i32" if format == "mxfp4" else "*fp32"
     pointers["zero_ptr"] = "*u8" if format == "int4" else pointers["scale_ptr"]
-    kernel: Any = experts_triton.grouped_kernel
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in names}
     loose = ("num_rows", "max_tiles", "chosen", "alpha", "limit")
     aligned = [n for n in names if n not in constants and n not in loose]
-    source = ASTSource(
+    ast = source(
         kernel,
         signature,
         {(names.index(name),): value for name, value in constants.items()},
         {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    options = {"num_warps": 2 if wx else 4, "num_stages": 3}
-    compiled: Any = triton.compile(source, target=TARGET, options=options)
+    compiled: Any = triton.compile(ast, target=TARGET, options=options)
     return {"shared": compiled.metadata.shared, "mma": "mma" in compiled.asm["ptx"]}
 
 
@@ -68,4 +92,6 @@ if __name__ == "__main__":
         for format in FORMATS
         for gate, mode, wx in ((1, 2, True), (0, 1, True), (0, 0, False))
     }
+    for gate, mode, block_m in ((2, 2, 8), (0, 1, 16), (3, 0, 32)):
+        found[f"registers {gate} {mode}"] = in_registers(gate, mode, block_m)
     print(json.dumps(found))

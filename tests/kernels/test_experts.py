@@ -19,11 +19,11 @@ from peagle.kernels.experts import (
     grouped_product,
     grouped_product_reference,
     max_tiles,
-    packed_linear,
     plan_tiles,
     run_experts,
     run_experts_reference,
 )
+from peagle.kernels.packed_linear import packed_linear
 from peagle.kernels.packed_weights import (
     PackedWeight,
     make_int4,
@@ -140,7 +140,9 @@ def test_every_assignment_is_in_one_tile_of_its_expert(
 CONFIGS = [
     GroupedConfig(16, 16, 32, 1, 4, 2),
     GroupedConfig(32, 32, 32, 2, 4, 3),
-    GroupedConfig(8, 32, 32, 2, 2, 3, wx=True),
+    GroupedConfig(8, 32, 32, 2, 2, 3, kind="wx"),
+    GroupedConfig(16, 16, 32, 1, 4, 2, split_k=4),
+    GroupedConfig(8, 16, 32, 1, 1, 3, split_k=2, kind="wx"),
 ]
 
 
@@ -167,6 +169,39 @@ def test_grouped_product_equals_the_reference(
     check(found, expected)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "config",
+    [
+        GroupedConfig(8, 64, 32, 1, 4, 1, kind="registers"),
+        GroupedConfig(16, 32, 32, 1, 2, 1, kind="registers"),
+        GroupedConfig(32, 16, 32, 1, 1, 1, kind="registers"),
+        GroupedConfig(8, 32, 32, 1, 1, 1, kind="registers", split_k=3),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("gate", [*GATES, Gate("silu")], ids=str)
+@pytest.mark.parametrize("tokens", [1, 7, 129])
+@pytest.mark.parametrize("k", [96, 256, 2880])
+def test_products_in_registers_equal_the_reference(
+    config: GroupedConfig, gate: Gate | None, tokens: int, k: int
+) -> None:
+    torch.manual_seed(1)
+    weight = make_weight("mxfp4", 5, 88, k, device="cuda", dtype=torch.bfloat16)
+    bias = torch.randn(5, 88).to("cuda", torch.bfloat16)
+    x = torch.randn(tokens, k).to("cuda", torch.bfloat16)
+    index = torch.randint(4, (2 * tokens,), device="cuda")
+    exact = PackedWeight(weight.unpack(torch.float64)), bias.double()
+    for plan in (None, plan_tiles(index, 5, config.block_m)):
+        found = grouped_product(
+            x, weight, bias, gate, index_S=index, plan=plan, chosen=2, config=config
+        )
+        check(found, grouped_product_reference(x.double(), *exact, gate, index))
+    found = grouped_product(x, weight.expert(0), bias[0], gate, config=config)
+    alone = torch.zeros(tokens, dtype=torch.int64, device="cuda")
+    check(found, grouped_product_reference(x.double(), *exact, gate, alone))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(("rows", "k"), [(1, 96), (17, 32), (129, 160)])
@@ -178,7 +213,7 @@ def test_one_weight_is_a_linear_layer(rows: int, k: int, format: str, device: st
     wide = torch.full((rows, k + 8), torch.nan, device=device, dtype=dtype)
     wide[:, :k] = torch.randn(rows, k)
     x = wide[:, :k]
-    config = GroupedConfig(16, 16, 32, 1, 4, 2)
+    config = GroupedConfig(16, 16, 32, 1, 4, 2, split_k=2)
     found = grouped_product(x, weight, bias, config=config)
     check(found, F.linear(x.double(), weight.unpack(torch.float64), bias.double()))
 
@@ -263,6 +298,6 @@ def test_kernels_compile_for_a_card() -> None:
     )
     assert run.returncode == 0, run.stderr[-2000:]
     found = json.loads(run.stdout)
-    assert len(found) == 3 * 5
+    assert len(found) == 3 * 5 + 3
     for name, needs in found.items():
         assert needs["mma"] and needs["shared"] <= 227 * 1024, name

@@ -5,7 +5,7 @@
 Assignments of tokens to experts are ordered by expert on the device, and cut into tiles that read
 the weight of their expert once. Nothing waits for the host, and every size follows from shapes, so
 that a CUDA graph can hold it all. `grouped_product` with one expert and no plan is the product of
-a quantised linear layer.
+a packed linear layer.
 
 Shapes: T tokens, C experts chosen for each, S = T * C assignments, E experts, H width, I width
 between the two products, N outputs and K inputs of a product.
@@ -13,19 +13,23 @@ between the two products, N outputs and K inputs of a product.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from importlib.util import find_spec
 from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peagle.kernels.launch import launch
-from peagle.kernels.packed_weights import FORMATS, FOUR_BIT_FORMATS, PackedWeight
+from peagle.kernels.launch import MAX_ARRIVALS, arrivals, launch
+from peagle.kernels.packed_weights import FORMATS, PackedWeight
 
+Kind = Literal["xw", "wx", "registers"]
 Activation = Literal["none", "silu", "clamped", "gelu_tanh"]
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
+_NUM_SMS = 132  # of an H100
+_LEAST_INPUTS = 512  # of a share of a sum
 _MAX_PLANNED = 4096  # assignments that one program orders
 
 
@@ -81,12 +85,14 @@ class GroupedConfig:
     """How a grouped product is cut. `steps` is any number, the others are powers of two.
 
     Attributes:
-        block_m: assignments of a tile, from 16 on, or from 8 on with `wx`.
+        block_m: assignments of a tile, from 16 on for "xw", else from 8 on.
         block_n: half of the weight's rows in a tile: of gate and of up, or one half after another.
         step: inputs of one product, which share their scales.
         steps: products of a turn of the loop.
         num_warps, num_stages: Triton's.
-        wx: multiply W x^T in the matrix unit, not x W^T.
+        split_k: programs that share the sum over K of one tile.
+        kind: "xw" multiplies x W^T in the matrix unit, "wx" W x^T; "registers" does this with
+            "mxfp4" in bfloat16 through `mxfp4_gluon`, to which steps and stages mean nothing.
     """
 
     block_m: int
@@ -95,25 +101,50 @@ class GroupedConfig:
     steps: int
     num_warps: int
     num_stages: int
-    wx: bool = False
+    split_k: int = 1
+    kind: Kind = "xw"
 
 
-def choose_config(num_assignments: int, num_experts: int, weight: PackedWeight) -> GroupedConfig:
-    """Choose a configuration from shapes alone, as `bench_experts.py` found them on an H100."""
-    rows = num_assignments / min(num_experts, max(num_assignments, 1))
-    step = _shared_inputs(weight, 128)
-    if rows > 32:
-        return GroupedConfig(64, 64, step, max(128 // step, 1), 4, 3)
-    if weight.format in FOUR_BIT_FORMATS:
-        if rows <= 4:
-            return GroupedConfig(8, 32, step, max(256 // step, 1), 2, 4, wx=True)
-        return GroupedConfig(32 if rows > 8 else 16, 32, step, max(128 // step, 1), 2, 3, wx=True)
-    if rows <= 1:
-        return GroupedConfig(8, 32, step, max(256 // step, 1), 2, 3, wx=True)
-    return GroupedConfig(16 if rows <= 16 else 32, 32, step, max(256 // step, 1), 4, 3)
+def choose_config(
+    num_assignments: int, num_experts: int, weight: PackedWeight, *, registers: bool = False
+) -> GroupedConfig:
+    """Choose a configuration from shapes alone, as `bench_experts.py` found them on an H100.
+
+    Args:
+        num_assignments, num_experts: S and E.
+        weight: of one product.
+        registers: the kind "registers" is possible.
+    """
+    touched = min(num_experts, max(num_assignments, 1))
+    rows = num_assignments / touched
+    n, k = weight.data.shape[-2], weight.num_inputs
+    step = shared_inputs(weight, 128)
+    one = max(128 // step, 1)
+    if registers:
+        block_m = next((m for m in (8, 16) if rows <= m), 32)
+        config = GroupedConfig(block_m, 64, step, 1, 4, 1, kind="registers")
+    elif rows <= 32:
+        block_m = next(m for m in (8, 16, 32) if rows <= m)
+        config = GroupedConfig(block_m, 32, step, one, 2, 3, kind="wx")
+    elif num_experts > 1 or rows <= 64:
+        config = GroupedConfig(32, 64, step, one, 4, 3)
+    else:
+        config = GroupedConfig(128, 64, step, one, 8, 3)
+    programs = -(-n // (2 * config.block_n)) * touched * -(-int(rows) // config.block_m)
+    split_k, enough = 1, _NUM_SMS if config.block_m > 32 else 3 * _NUM_SMS
+    while programs * split_k < enough and k >= _LEAST_INPUTS * 2 * split_k:
+        split_k *= 2
+    if split_k == 1 and rows <= 8 and config.kind == "wx":
+        return replace(config, steps=2 * one)
+    return replace(config, split_k=split_k)
 
 
-def _shared_inputs(weight: PackedWeight, most: int) -> int:
+def can_use_registers(x: Tensor, weight: PackedWeight) -> bool:
+    """Return whether the kind "registers" can multiply these."""
+    return weight.format == "mxfp4" and x.dtype == torch.bfloat16 and _has_gluon(x.device)
+
+
+def shared_inputs(weight: PackedWeight, most: int) -> int:
     """Return the largest power of two, up to `most`, of inputs that share their scales."""
     inputs = weight.block[1]
     if weight.format != "mxfp4" and (weight.scale is None or inputs >= weight.num_inputs):
@@ -144,37 +175,22 @@ def run_experts(
         [up.scale, down.scale],
         [up.zero, down.zero],
         [experts.gate_up_bias, experts.down_bias],
-        [*_layout(up), *_layout(down), ACTIVATIONS.index(gate.activation)],
+        [*layout_of(up), *layout_of(down), ACTIVATIONS.index(gate.activation)],
         [gate.alpha, gate.limit],
     )
     y_TCH = y_SH.view(*index_TC.shape, -1).float() * weight_TC.float().unsqueeze(-1)
     return y_TCH.sum(1).to(x_TH.dtype)
 
 
-def packed_linear(x: Tensor, weight: PackedWeight, bias_N: Tensor | None = None) -> Tensor:
-    """y = x W^T + bias in Triton, for a packed weight; a compiler sees `peagle::packed_linear`.
-
-    Args:
-        x: [..., K].
-        weight: [N, K].
-        bias_N: [N].
-
-    Returns:
-        [..., N], contiguous.
-    """
-    out_MN = torch.ops.peagle.packed_linear(
-        x.reshape(-1, x.shape[-1]), weight.data, weight.scale, weight.zero, bias_N, _layout(weight)
-    )
-    return out_MN.view(*x.shape[:-1], -1)
-
-
-def _layout(weight: PackedWeight) -> list[int]:
+def layout_of(weight: PackedWeight) -> list[int]:
+    """Return what an operator needs beside the tensors of a weight."""
     return [FORMATS.index(weight.format), *weight.block]
 
 
-def _weight(
+def make_weight(
     data: Tensor, scale: Tensor | None, zero: Tensor | None, layout: list[int]
 ) -> PackedWeight:
+    """Make the weight whose `layout_of` is given."""
     kind, rows, inputs = layout
     format: Any = FORMATS[kind]
     return PackedWeight(data, format, scale, zero, (rows, inputs))
@@ -197,12 +213,15 @@ def _experts(
     gate: list[float],
 ) -> Tensor:
     *layouts, activation = layout
-    up = _weight(data[0], scale[0], zero[0], layouts[:3])
-    down = _weight(data[1], scale[1], zero[1], layouts[3:])
+    up = make_weight(data[0], scale[0], zero[0], layouts[:3])
+    down = make_weight(data[1], scale[1], zero[1], layouts[3:])
     kind: Any = ACTIVATIONS[activation]
     (num_tokens, chosen), num_experts = index.shape, up.data.shape[0]
     index_S = index.reshape(-1)
-    up_config, down_config = (choose_config(index_S.numel(), num_experts, w) for w in (up, down))
+    up_config, down_config = (
+        choose_config(index_S.numel(), num_experts, w, registers=can_use_registers(x, w))
+        for w in (up, down)
+    )
     plan = None if num_tokens == 1 else plan_tiles(index_S, num_experts, up_config.block_m)
     inner_SI = grouped_product(
         x, up, bias[0], Gate(kind, *gate),
@@ -223,35 +242,6 @@ def _(
     gate: list[float],
 ) -> Tensor:
     return x.new_empty(index.numel(), data[1].shape[1])
-
-
-@torch.library.custom_op(
-    "peagle::packed_linear",
-    mutates_args=(),
-    schema="(Tensor x, Tensor data, Tensor? scale, Tensor? zero, Tensor? bias, int[] layout) "
-    "-> Tensor",
-)
-def _packed_linear(
-    x: Tensor,
-    data: Tensor,
-    scale: Tensor | None,
-    zero: Tensor | None,
-    bias: Tensor | None,
-    layout: list[int],
-) -> Tensor:
-    return grouped_product(x, _weight(data, scale, zero, layout), bias)
-
-
-@_packed_linear.register_fake
-def _(
-    x: Tensor,
-    data: Tensor,
-    scale: Tensor | None,
-    zero: Tensor | None,
-    bias: Tensor | None,
-    layout: list[int],
-) -> Tensor:
-    return x.new_empty(x.shape[0], data.shape[0])
 
 
 def run_experts_reference(
@@ -370,7 +360,8 @@ def grouped_product(
     activation, (rows, inputs) = ACTIVATIONS.index(gate.activation), weight.block
     count, k = x.shape[0] * chosen, weight.num_inputs
     num_experts = 1 if index_S is None else data.shape[0]
-    cut = config or choose_config(count, num_experts, weight)
+    registers = can_use_registers(x, weight)
+    cut = config or choose_config(count, num_experts, weight, registers=registers)
     assert x.shape[1] == k and x.stride(1) == data.stride(-1) == 1
     n = data.shape[-2] // (2 if activation else 1)
     out = torch.empty(count, n, dtype=x.dtype, device=x.device)
@@ -386,11 +377,16 @@ def grouped_product(
     scales = out if scale is None else scale
     is_shared = scale is None or (inputs >= k and weight.format != "mxfp4")
     assert is_shared or inputs % cut.step == 0
+    columns = -(-n // (cut.block_n * (1 if activation else 2)))
+    partial = counters = out  # not looked at where K is not split
+    if cut.split_k > 1:
+        assert columns * tiles <= MAX_ARRIVALS, "too many tiles to split over K"
+        size = columns * tiles * cut.split_k * 2 * cut.block_m * cut.block_n
+        partial = torch.empty(size, dtype=torch.float32, device=x.device)
+        counters = arrivals(x.device)
     zero = weight.zero
     assert zero is None or (scale is not None and zero.stride() == scale.stride())
-    launch(
-        experts_triton.grouped_kernel,
-        (-(-n // (cut.block_n * (1 if activation else 2))), tiles),
+    tensors = (
         out,
         x,
         out if plan is None else plan,
@@ -400,6 +396,10 @@ def grouped_product(
         scales,
         scales if zero is None else zero,
         out if bias is None else bias,
+        partial,
+        counters,
+    )
+    sizes = (
         count,
         n,
         k,
@@ -411,28 +411,53 @@ def grouped_product(
         0 if index_S is None or scale is None else scale.stride(0),
         0 if scale is None else scale.stride(-2),
         0 if scale is None else scale.stride(-1),
+    )
+    options = {
+        "BLOCK_M": cut.block_m,
+        "BLOCK_N": cut.block_n,
+        "SPLIT_K": cut.split_k,
+        "GATE": activation,
+        "HAS_BIAS": bias is not None,
+        "EVEN_N": n % (cut.block_n * (1 if activation else 2)) == 0,
+        "MODE": mode,
+        "num_warps": cut.num_warps,
+    }
+    grid = (columns * cut.split_k, tiles)
+    if cut.kind == "registers":
+        from peagle.kernels import mxfp4_gluon
+
+        kernel, options["maxnreg"] = mxfp4_gluon.mxfp4_kernel, _max_registers(cut)
+        launch(kernel, grid, *tensors, *sizes, gate.alpha, gate.limit, **options)
+        return out
+    launch(
+        experts_triton.grouped_kernel,
+        grid,
+        *tensors,
+        *sizes,
         gate.alpha,
         gate.limit,
-        BLOCK_M=cut.block_m,
-        BLOCK_N=cut.block_n,
+        **options,
         STEP=cut.step,
         STEPS=cut.steps,
         STAGES=cut.num_stages,
         FORMAT=FORMATS.index(weight.format),
         SCALE_ROWS=0 if rows >= data.shape[-2] else rows,
         SCALE_K=0 if is_shared else inputs,
-        GATE=activation,
-        HAS_BIAS=bias is not None,
         HAS_ZERO=zero is not None,
-        EVEN_N=n % (cut.block_n * (1 if activation else 2)) == 0,
         EVEN_K=k % (cut.step * cut.steps) == 0,
-        MODE=mode,
-        ASM=_has_assembly(x.device) and x.dtype == torch.bfloat16,
-        WX=cut.wx,
-        num_warps=cut.num_warps,
+        ASM=has_assembly(x.device) and x.dtype == torch.bfloat16,
+        WX=cut.kind == "wx",
         num_stages=cut.num_stages,
     )
     return out
+
+
+def _max_registers(cut: GroupedConfig) -> int:
+    """Of a thread: as few as do without spilling."""
+    rows = cut.block_n // cut.num_warps  # of the weight, in each of a warp's two tiles
+    if rows * cut.block_m <= 16 * 16:
+        return 128
+    return 168 if rows * cut.block_m <= 16 * 32 else 255
 
 
 def grouped_product_reference(
@@ -447,9 +472,15 @@ def grouped_product_reference(
 
 
 @cache
-def _has_assembly(device: torch.device) -> bool:
+def has_assembly(device: torch.device) -> bool:
     """Return whether a device has products of two bfloat16 at once: 9.0 and later; no CPU."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
+def _has_gluon(device: torch.device) -> bool:
+    """Return whether Gluon is there, and a card whose products it may use."""
+    return has_assembly(device) and find_spec("triton.experimental.gluon") is not None
 
 
 def _power_of_two(number: int) -> int:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from peagle.kernels.packed_weights_triton import INT4, MXFP4, PLAIN, load_tiles
+from peagle.kernels.packed_weights_triton import INT4, MXFP4, PLAIN, load_tiles, scale_of
+from peagle.kernels.split_sums_triton import add_shares
 
 NO_GATE = tl.constexpr(0)
 SILU = tl.constexpr(1)
@@ -124,7 +125,7 @@ def _add_product(
             part = tl.dot(x_last, tl.trans(last), part, input_precision="ieee")
     if IS_SCALED:
         if FORMAT == MXFP4:
-            scale = ((scale >> (k // 32 % 4 * 8) & 0xFF) << 23).to(tl.float32, bitcast=True)
+            scale = scale_of(scale, k)
         part = acc + part * (scale[:, None] if WX else scale[None, :])
     return part
 
@@ -163,6 +164,8 @@ def grouped_kernel(
     scale_ptr,  # [E, rows of scales, columns of scales]
     zero_ptr,
     bias_ptr,  # [E, N or 2N]
+    partial_ptr,  # float32 [tiles, SPLIT_K, 2, BLOCK_M * BLOCK_N], where SPLIT_K > 1
+    arrivals_ptr,  # int32 [tiles], zero before and after, where SPLIT_K > 1
     num_rows,
     num_columns,  # N
     num_k,
@@ -181,6 +184,7 @@ def grouped_kernel(
     STEP: tl.constexpr,
     STEPS: tl.constexpr,
     STAGES: tl.constexpr,
+    SPLIT_K: tl.constexpr,
     FORMAT: tl.constexpr,
     SCALE_ROWS: tl.constexpr,  # rows that share a scale; 0: all
     SCALE_K: tl.constexpr,  # inputs that share a scale; 0: all
@@ -193,8 +197,12 @@ def grouped_kernel(
     ASM: tl.constexpr,
     WX: tl.constexpr,  # multiply W x^T in the matrix unit, not x W^T
 ):
-    """out[s] = act(W[expert of s] x[s // chosen] + bias), for a tile of s and of outputs."""
+    """out[s] = act(W[expert of s] x[s // chosen] + bias), for a tile of s and of outputs, or one
+    share of its sum over K.
+    """
     tile = tl.program_id(1)
+    tile_n = tl.program_id(0) // SPLIT_K
+    split = tl.program_id(0) % SPLIT_K
     rows = tl.arange(0, BLOCK_M)
     if MODE == 0:
         expert = tile * 0
@@ -215,11 +223,11 @@ def grouped_kernel(
     # Two tiles of outputs, a and b: gate and up, or one after the other.
     n = tl.arange(0, BLOCK_N)
     if GATE == NO_GATE:
-        row_a = tl.program_id(0) * (2 * BLOCK_N) + n
+        row_a = tile_n * (2 * BLOCK_N) + n
         row_b = row_a + BLOCK_N
         num_stored = num_columns
     else:
-        row_a = tl.program_id(0) * BLOCK_N + n
+        row_a = tile_n * BLOCK_N + n
         row_b = row_a + num_columns
         num_stored = 2 * num_columns
     is_a = row_a < num_columns
@@ -243,7 +251,9 @@ def grouped_kernel(
     IS_SCALED: tl.constexpr = SCALE_K > 0
     # Inputs of a stored scale; they are loaded once for all.
     STORED_K: tl.constexpr = 128 if FORMAT == MXFP4 else SCALE_K if IS_SCALED else STEP * STEPS
-    for first in tl.range(0, num_k, STEP * STEPS, num_stages=STAGES):
+    share = tl.cdiv(tl.cdiv(num_k, STEP * STEPS), SPLIT_K) * (STEP * STEPS)
+    last = tl.minimum((split + 1) * share, num_k)
+    for first in tl.range(split * share, last, STEP * STEPS, num_stages=STAGES):
         for i in tl.static_range(STEPS):
             k = first + i * STEP
             if i == 0:
@@ -270,6 +280,14 @@ def grouped_kernel(
                 acc_b, x_first, x_last, data_b, scale_b, zero_b,
                 k, num_k, STEP, IS_SCALED, FORMAT, EVEN_K, ASM, WX,
             )  # fmt: skip
+
+    if SPLIT_K > 1:
+        tiles_n = tl.num_programs(0) // SPLIT_K
+        acc_a, acc_b, is_last = add_shares(
+            acc_a, acc_b, partial_ptr, arrivals_ptr, tile * tiles_n + tile_n, split, SPLIT_K
+        )
+        if not is_last:
+            return
 
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     IS_OPEN: tl.constexpr = FORMAT != PLAIN and not IS_SCALED

@@ -30,7 +30,7 @@ Format = Literal["plain", "fp8", "int8", "int4", "mxfp4"]
 FORMATS: tuple[str, ...] = get_args(Format)
 FOUR_BIT_FORMATS = ("int4", "mxfp4")
 MX_INPUTS = 32  # inputs of one scale of "mxfp4"
-MAX_MX_SCALE = 254  # 255 is no number
+MAX_MX_SCALE = 128  # times 2, more than any layer needs: kernels rely on it; 255 is no number
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # Of each pair, the bits of the half word that hold a number's bits 3 to 0.
 _BITS: dict[str, Sequence[Sequence[int]]] = {
@@ -193,7 +193,8 @@ def make_mxfp4(q: Tensor, scale: Tensor) -> PackedWeight:
         scale: uint8 [..., N, K / 32], up to `MAX_MX_SCALE`.
     """
     assert int(scale.max()) <= MAX_MX_SCALE
-    padded = F.pad(scale, (0, -scale.shape[-1] % 4)).contiguous()
+    # 2^-127 becomes 2^-126, which is as small, and groups that are not there get 1.
+    padded = F.pad(scale.clamp(min=1), (0, -scale.shape[-1] % 4), value=127).contiguous()
     words = padded.view(torch.int32).mT.contiguous().mT  # those of the same inputs lie together
     return PackedWeight(_to_words(q, "mxfp4"), "mxfp4", words, block=(1, MX_INPUTS))
 

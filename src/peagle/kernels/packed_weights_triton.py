@@ -188,3 +188,60 @@ def _select(
         bits = sign << 31 | tl.where(pair == 3, rest, moved >> 6 & 7) << 22
         values = bits.to(tl.float32, bitcast=True) * 2.0**126
     return values
+
+
+@triton.jit
+def scale_of(words, k):
+    """The scale of inputs k and later out of words of four "mxfp4" scales."""
+    return ((words >> (k // 32 % 4 * 8) & 0xFF) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def unpack_kernel(
+    out_ptr,  # [N, K], contiguous
+    data_ptr,  # [N, K as stored]
+    scale_ptr,  # [rows of scales, columns of scales]
+    zero_ptr,
+    num_rows,  # N
+    num_k,
+    stride_row,
+    stride_scale_row,
+    stride_scale_k,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    FORMAT: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_K: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """out = scale * (q - zero), of ROWS rows and STEP inputs that share a scale."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = (row < num_rows)[:, None]
+    row = tl.minimum(row, num_rows - 1)
+    k = tl.program_id(1) * STEP
+    zero = tl.full([ROWS], 8, tl.int32)
+    scale = tl.full([ROWS], 1.0, tl.float32)
+    if FORMAT != PLAIN:
+        INPUTS: tl.constexpr = 128 if FORMAT == MXFP4 else SCALE_K
+        offs = row // SCALE_ROWS * stride_scale_row + k // INPUTS * stride_scale_k
+        if FORMAT == MXFP4:
+            scale = scale_of(tl.load(scale_ptr + offs), k)
+        else:
+            scale = tl.load(scale_ptr + offs)
+        if HAS_ZERO:
+            zero = tl.load(zero_ptr + offs).to(tl.int32)
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    row_ptrs = data_ptr + row.to(tl.int64)[:, None] * stride_row
+    first, last = load_tiles(row_ptrs, zero, k, num_k, STEP, DTYPE, FORMAT, EVEN_K, ASM)
+    out_ptrs = out_ptr + row.to(tl.int64)[:, None] * num_k
+    if FORMAT < INT4:
+        offs_k = k + tl.arange(0, STEP)[None, :]
+    else:
+        i = tl.arange(0, STEP // 2)[None, :]
+        offs_k = k + i // 16 * 32 + i % 16
+        values = (last.to(tl.float32) * scale[:, None]).to(DTYPE)
+        tl.store(out_ptrs + offs_k + 16, values, mask=is_row & (offs_k < num_k))
+    values = (first.to(tl.float32) * scale[:, None]).to(DTYPE)
+    tl.store(out_ptrs + offs_k, values, mask=is_row & (offs_k < num_k))

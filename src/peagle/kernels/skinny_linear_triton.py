@@ -15,6 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from peagle.kernels.split_sums_triton import add_shares
+
 
 @triton.jit
 def _load_weight(
@@ -64,15 +66,6 @@ def _rows_first(acc, KIND: tl.constexpr):
     else:
         rows = tl.sum(acc, 1)[None, :]
     return rows
-
-
-@triton.jit
-def _sum_shares(share_ptrs, SPLIT_K: tl.constexpr, STRIDE: tl.constexpr):
-    """All shares of a tile, which other programs wrote through the L2: not from the L1."""
-    acc = tl.zeros(share_ptrs.shape, tl.float32)
-    for share in range(SPLIT_K):
-        acc += tl.load(share_ptrs + share * STRIDE, cache_modifier=".cg")
-    return acc
 
 
 @triton.jit
@@ -178,23 +171,11 @@ def skinny_kernel(
     acc = _rows_first(acc, KIND)
     up = _rows_first(up, KIND)
     if SPLIT_K > 1:
-        SIZE: tl.constexpr = BLOCK_M * BLOCK_N
         tile = tile_m * (tl.num_programs(0) // SPLIT_K) + tile_n
-        offs = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        partial_ptrs = partial_ptr + tile.to(tl.int64) * (SPLIT_K * PARTS * SIZE) + offs
-        own_ptrs = partial_ptrs + split * (PARTS * SIZE)
-        tl.store(own_ptrs, acc)
-        if SWIGLU:
-            tl.store(own_ptrs + SIZE, up)
-        # All threads have stored before one of them says so.
-        tl.debug_barrier()
-        arrived = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel", scope="gpu")
-        if arrived != SPLIT_K - 1:
+        acc, up, is_last = add_shares(
+            acc, up, partial_ptr, arrivals_ptr, tile, split, SPLIT_K, PARTS
+        )
+        if not is_last:
             return
-        # The last program sums all shares, its own included, in an order that is always the same.
-        acc = _sum_shares(partial_ptrs, SPLIT_K, PARTS * SIZE)
-        if SWIGLU:
-            up = _sum_shares(partial_ptrs + SIZE, SPLIT_K, PARTS * SIZE)
-        tl.store(arrivals_ptr + tile, 0)
 
     _store(out_ptr, acc, up, bias_ptr, offs_m, offs_n, num_rows, num_columns, SWIGLU, HAS_BIAS)

@@ -17,9 +17,9 @@ from peagle.kernels.experts import (
     Activation,
     ExpertWeights,
     Gate,
-    packed_linear,
     run_experts,
 )
+from peagle.kernels.packed_linear import packed_linear
 from peagle.kernels.packed_weights import PackedWeight
 from peagle.models.comparison import relative_difference
 

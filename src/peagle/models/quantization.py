@@ -138,7 +138,11 @@ def read_mxfp4(blocks: Tensor, scales: Tensor, name: str) -> PackedWeight:
             "[experts, outputs, inputs / 32, 16] and [experts, outputs, inputs / 32]."
         )
     if int(scales.max()) > MAX_MX_SCALE:
-        raise CheckpointError(f"The target has scales in {name}_scales that are no numbers (255).")
+        raise CheckpointError(
+            f"The target has {int(scales.max())} in {name}_scales, which stands for 2 to the power "
+            f"of {int(scales.max()) - 127}; expected at most {MAX_MX_SCALE}. Copy or convert the "
+            "checkpoint again."
+        )
     q = torch.stack((blocks & 0xF, blocks >> 4), -1).flatten(-3)
     return make_mxfp4(q, scales)
 

@@ -1,0 +1,322 @@
+"""Grouped products of "mxfp4" weights in Gluon, the part of Triton where programs choose layouts.
+
+The words go from memory straight into the registers in which the matrix unit wants them
+unpacked: 16 bytes of a row are 32 inputs, which share a scale. The scale is multiplied in while the
+thread unpacks, so that sums need no scaling. `grouped_kernel` of `experts_triton` computes the same
+through Triton's own layouts, with about twice the instructions.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+STEP = gl.constexpr(128)  # inputs of a load of 16 bytes by each of the four threads of a row
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # the name before Triton 3.7
+
+NO_GATE = gl.constexpr(0)
+SILU = gl.constexpr(1)
+CLAMPED = gl.constexpr(2)
+
+# The pairs 0 and 1 of a word ($2), then 2 and 3, times 2^126 and the scale, which is twice in $3.
+_FIRST_ASM = gl.constexpr(
+    """{
+    .reg .b32 a, b;
+    shl.b32 b, $2, 3;
+    and.b32 a, $2, 0x81c081c0;
+    and.b32 b, b, 0x81c081c0;
+    mul.bf16x2 $0, a, $3;
+    mul.bf16x2 $1, b, $3;
+    }"""
+)
+_LAST_ASM = gl.constexpr(
+    """{
+    .reg .b32 a, b, c;
+    shl.b32 a, $2, 6;
+    shl.b32 b, $2, 1;
+    and.b32 a, a, 0x81c081c0;
+    shr.b32 c, $2, 5;
+    and.b32 b, b, 0x80008000;
+    lop3.b32 b, c, 0x01000100, b, 0xea;
+    shr.b32 c, $2, 4;
+    lop3.b32 b, c, 0x00c000c0, b, 0xea;
+    mul.bf16x2 $0, a, $3;
+    mul.bf16x2 $1, b, $3;
+    }"""
+)
+
+
+@gluon.jit
+def _load_words(row_ptrs, k, num_k, IS_WHOLE: gl.constexpr, WORDS: gl.constexpr):
+    """The words of inputs k to k + STEP, [rows, STEP / 2] bytes; beyond K there may be any."""
+    i = gl.arange(0, STEP // 2, layout=gl.SliceLayout(0, WORDS))[None, :]
+    if IS_WHOLE:
+        words = gl.load(row_ptrs + (k // 2 + i), eviction_policy="evict_first")
+    else:
+        words = gl.load(row_ptrs + (k // 2 + i), mask=i // 16 < num_k // 32 - k // 32)
+    return words
+
+
+@gluon.jit
+def _load_x(x_ptrs, k, num_k, IS_WHOLE: gl.constexpr, X: gl.constexpr):
+    """Inputs k to k + STEP of x, [STEP, BLOCK_M]."""
+    offs = k + gl.arange(0, STEP, layout=gl.SliceLayout(1, X))[:, None]
+    if IS_WHOLE:
+        tile = gl.load(x_ptrs + offs)
+    else:
+        tile = gl.load(x_ptrs + offs, mask=offs < num_k, other=0.0)
+    return tile
+
+
+# Of 32 inputs that lie together a thread takes the first and the last 16 one after the other, and
+# the matrix unit takes 4 of them at a time: 2 as if they were among the first 8 of a product of 16
+# inputs, and 2 as if among the last. The order of inputs is free as long as both operands have the
+# same one. Apart from one exchange of x between threads none of this moves a number.
+
+
+@gluon.jit
+def _operand_a(first, last, A: gl.constexpr):
+    """Unpacked weights, [rows, STEP / 2] twice, as the matrix unit takes them, [rows, STEP]."""
+    rows: gl.constexpr = first.shape[0]
+    tile = gl.join(first, last).reshape([rows, 4, 4, 2, 2, 2]).permute([0, 5, 2, 3, 1, 4])
+    return gl.convert_layout(tile.reshape([rows, STEP]), A, assert_trivial=True)
+
+
+@gluon.jit
+def _operand_b(tile, B: gl.constexpr, TOGETHER: gl.constexpr):
+    """A tile of x in shared memory, [STEP, columns], in the same order."""
+    columns: gl.constexpr = tile.shape[1]
+    x = tile.load(TOGETHER).reshape([4, 2, 4, 2, 2, columns]).permute([1, 2, 3, 0, 4, 5])
+    return gl.convert_layout(x.reshape([STEP, columns]), B, assert_trivial=True)
+
+
+# Inputs and rows of a tile of x by the bits of a place: 8 inputs are 16 bytes. Eight threads that
+# read or write shared memory at once have the bits _BANKS, which are the banks.
+_INPUTS = [[1, 0], [2, 0], [4, 0]]
+_BANKS = [[32, 0], [64, 0], [0, 1]]
+_REST = [[8, 0], [16, 0]]
+
+
+@gluon.constexpr_function
+def _rows(first, end):
+    """Bits of the rows from 2^first up to a number of rows."""
+    return [[0, 1 << bit] for bit in range(first, end.bit_length() - 1)]
+
+
+@gluon.constexpr_function
+def _x_layout(rows, num_warps):
+    """Threads that load x: a warp takes all inputs of two rows."""
+    warps = min(num_warps, rows // 2)
+    return gl.DistributedLinearLayout(
+        reg_bases=_INPUTS + _rows(warps.bit_length(), rows),
+        lane_bases=_BANKS + _REST,
+        warp_bases=_rows(1, 2 * warps) + [[0, 0]] * ((num_warps // warps).bit_length() - 1),
+        block_bases=[],
+        shape=[128, rows],
+    )
+
+
+@gluon.constexpr_function
+def _shared_layout(rows):
+    return gl.SharedLinearLayout(_INPUTS + _BANKS + _REST + _rows(1, rows))
+
+
+@gluon.jit
+def _add_product(acc, words, scale, x, WORDS: gl.constexpr, A: gl.constexpr):
+    """acc plus the product of the words' numbers with x. `scale` has four scales of a row."""
+    group = gl.arange(0, STEP // 2, layout=gl.SliceLayout(0, WORDS))[None, :] // 16
+    exponent = (scale[:, None] >> (group * 8)) & 0xFF
+    factor = (exponent - 1) * 0x00800080  # the exponent's bits of 2^(exponent - 127 + 126)
+    # Of the four registers of a factor, all alike, the last three are not named.
+    first = gl.inline_asm_elementwise(
+        _FIRST_ASM, "=r,=r,r,r,r,r,r", [words, factor], gl.bfloat16, True, 4
+    )
+    last = gl.inline_asm_elementwise(
+        _LAST_ASM, "=r,=r,r,r,r,r,r", [words, factor], gl.bfloat16, True, 4
+    )
+    return mma_v2(_operand_a(first, last, A), x, acc)
+
+
+@gluon.jit
+def _sum_shares(share_ptrs, SPLIT_K: gl.constexpr, STRIDE: gl.constexpr):
+    """All shares of a tile, which other programs wrote through the L2: not from the L1."""
+    acc = gl.load(share_ptrs, cache_modifier=".cg")
+    for share in gl.static_range(1, SPLIT_K):
+        acc += gl.load(share_ptrs + share * STRIDE, cache_modifier=".cg")
+    return acc
+
+
+@gluon.jit
+def _gated(gate, up, alpha, limit, GATE: gl.constexpr):
+    """Activation of gate and up, in float32."""
+    if GATE == SILU:
+        out = gate / (1.0 + gl.exp(-gate)) * up
+    elif GATE == CLAMPED:
+        gate = gl.minimum(gate, limit)
+        up = gl.minimum(gl.maximum(up, -limit), limit)
+        out = (up + 1.0) * gate / (1.0 + gl.exp(-gate * alpha))
+    else:
+        cubic = gate * (1.0 + 0.044715 * gate * gate)
+        out = gate / (1.0 + gl.exp(-1.5957691216057308 * cubic)) * up  # 2 * sqrt(2 / pi)
+    return out
+
+
+@gluon.jit(do_not_specialize=["num_rows", "max_tiles"])
+def mxfp4_kernel(
+    out_ptr,  # [S, N], contiguous
+    x_ptr,  # [rows, K]
+    order_ptr,
+    tiles_ptr,
+    index_ptr,  # [S]
+    data_ptr,  # uint8 [E, N or 2N, K / 2]; 2N with a gate
+    scale_ptr,  # int32 [E, N or 2N, K / 128]
+    zero_ptr,  # not looked at
+    bias_ptr,  # [E, N or 2N]
+    partial_ptr,  # float32 [tiles, SPLIT_K, 2, BLOCK_N * BLOCK_M], where SPLIT_K > 1
+    arrivals_ptr,  # int32 [tiles], zero before and after, where SPLIT_K > 1
+    num_rows,
+    num_columns,  # N
+    num_k,
+    max_tiles,
+    chosen,
+    stride_x,
+    stride_expert,
+    stride_row,
+    stride_scale_expert,
+    stride_scale_row,
+    stride_scale_k,
+    alpha,
+    limit,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    SPLIT_K: gl.constexpr,
+    GATE: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    EVEN_N: gl.constexpr,
+    MODE: gl.constexpr,
+):
+    """As `experts_triton.grouped_kernel`."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [gl.num_warps(), 1], instr_shape=[16, 8])
+    A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, ACC, 2)
+    WORDS: gl.constexpr = gl.DotOperandLayout(0, ACC, 16)
+    TOGETHER: gl.constexpr = gl.DotOperandLayout(1, ACC, 32)
+    X: gl.constexpr = _x_layout(BLOCK_M, gl.num_warps())
+    x_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, STEP, BLOCK_M], _shared_layout(BLOCK_M))
+    tile = gl.program_id(1)
+    tile_n = gl.program_id(0) // SPLIT_K
+    split = gl.program_id(0) % SPLIT_K
+    m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, X))
+    if MODE == 0:
+        expert = tile * 0
+        assignment = tile * BLOCK_M + m
+        is_row = assignment < num_rows
+    elif MODE == 1:
+        expert = gl.load(index_ptr + tile).to(gl.int32)
+        assignment = tile + m
+        is_row = m == 0
+    else:
+        expert = gl.load(tiles_ptr + tile)
+        if expert < 0:
+            return
+        place = gl.load(tiles_ptr + max_tiles + tile) + m
+        is_row = place < gl.load(tiles_ptr + 2 * max_tiles + tile)
+        assignment = gl.load(order_ptr + place, mask=is_row, other=0)
+
+    # Two tiles of outputs, a and b: gate and up, or one after the other.
+    n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, WORDS))
+    if GATE == NO_GATE:
+        first_n = tile_n * (2 * BLOCK_N)
+        behind = BLOCK_N
+        num_stored = num_columns
+    else:
+        first_n = tile_n * BLOCK_N
+        behind = num_columns
+        num_stored = 2 * num_columns
+    row_a = first_n + n
+    row_b = row_a + behind
+    if not EVEN_N:  # the last again, where there are no more: that is not stored
+        row_a = gl.minimum(row_a, num_stored - 1)
+        row_b = gl.minimum(row_b, num_stored - 1)
+    expert = expert.to(gl.int64)
+    data_ptr += expert * stride_expert
+    data_a = data_ptr + row_a.to(gl.int64)[:, None] * stride_row
+    data_b = data_ptr + row_b.to(gl.int64)[:, None] * stride_row
+    scale_a = scale_ptr + expert * stride_scale_expert + row_a * stride_scale_row
+    scale_b = scale_ptr + expert * stride_scale_expert + row_b * stride_scale_row
+    # Rows that are not there read the first one: what they give is not stored.
+    x_row = gl.where(is_row, assignment // chosen, 0)
+    x_ptrs = x_ptr + x_row.to(gl.int64)[None, :] * stride_x
+
+    acc_a = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
+    acc_b = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
+    share = (num_k + STEP * SPLIT_K - 1) // (STEP * SPLIT_K) * STEP
+    begin = split * share
+    end = gl.minimum(begin + share, num_k)
+    twice = begin + (end - begin) // (2 * STEP) * (2 * STEP)
+    # All words of two steps are on their way before the first are unpacked.
+    for k in range(begin, twice, 2 * STEP):
+        at = k // STEP * stride_scale_k
+        words_a = _load_words(data_a, k, num_k, True, WORDS)
+        words_b = _load_words(data_b, k, num_k, True, WORDS)
+        words_c = _load_words(data_a, k + STEP, num_k, True, WORDS)
+        words_d = _load_words(data_b, k + STEP, num_k, True, WORDS)
+        now_a = gl.load(scale_a + at)
+        now_b = gl.load(scale_b + at)
+        now_c = gl.load(scale_a + at + stride_scale_k)
+        now_d = gl.load(scale_b + at + stride_scale_k)
+        x_tiles.index(0).store(_load_x(x_ptrs, k, num_k, True, X))
+        x_tiles.index(1).store(_load_x(x_ptrs, k + STEP, num_k, True, X))
+        x_now = _operand_b(x_tiles.index(0), B, TOGETHER)
+        acc_a = _add_product(acc_a, words_a, now_a, x_now, WORDS, A)
+        acc_b = _add_product(acc_b, words_b, now_b, x_now, WORDS, A)
+        x_now = _operand_b(x_tiles.index(1), B, TOGETHER)
+        acc_a = _add_product(acc_a, words_c, now_c, x_now, WORDS, A)
+        acc_b = _add_product(acc_b, words_d, now_d, x_now, WORDS, A)
+    for k in range(twice, end, STEP):
+        at = k // STEP * stride_scale_k
+        words_a = _load_words(data_a, k, num_k, False, WORDS)
+        words_b = _load_words(data_b, k, num_k, False, WORDS)
+        x_tiles.index(0).store(_load_x(x_ptrs, k, num_k, False, X))
+        x_now = _operand_b(x_tiles.index(0), B, TOGETHER)
+        acc_a = _add_product(acc_a, words_a, gl.load(scale_a + at), x_now, WORDS, A)
+        acc_b = _add_product(acc_b, words_b, gl.load(scale_b + at), x_now, WORDS, A)
+
+    n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, ACC))
+    m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, ACC))
+    if SPLIT_K > 1:
+        SIZE: gl.constexpr = BLOCK_N * BLOCK_M
+        tile += tile_n * gl.num_programs(1)
+        partial_ptrs = partial_ptr + tile.to(gl.int64) * (SPLIT_K * 2 * SIZE)
+        partial_ptrs += n[:, None] * BLOCK_M + m[None, :]
+        own_ptrs = partial_ptrs + split * (2 * SIZE)
+        gl.store(own_ptrs, acc_a)
+        gl.store(own_ptrs + SIZE, acc_b)
+        _barrier()
+        arrived = gl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel", scope="gpu")
+        if arrived != SPLIT_K - 1:
+            return
+        acc_a = _sum_shares(partial_ptrs, SPLIT_K, 2 * SIZE)
+        acc_b = _sum_shares(partial_ptrs + SIZE, SPLIT_K, 2 * SIZE)
+        gl.store(arrivals_ptr + tile, 0)
+
+    DTYPE: gl.constexpr = out_ptr.dtype.element_ty
+    column = first_n + n
+    is_a = column < num_columns
+    is_b = column + behind < num_stored
+    if HAS_BIAS:
+        bias_ptrs = bias_ptr + expert * num_stored + column
+        acc_a += gl.load(bias_ptrs, mask=is_a, other=0.0).to(gl.float32)[:, None]
+        acc_b += gl.load(bias_ptrs + behind, mask=is_b, other=0.0).to(gl.float32)[:, None]
+    out_a = acc_a.to(DTYPE)
+    out_b = acc_b.to(DTYPE)
+    assignment = gl.convert_layout(assignment, gl.SliceLayout(0, ACC))
+    is_row = gl.convert_layout(is_row, gl.SliceLayout(0, ACC))
+    out_ptrs = out_ptr + assignment.to(gl.int64)[None, :] * num_columns + column[:, None]
+    if GATE == NO_GATE:
+        gl.store(out_ptrs, out_a, mask=is_row[None, :] & is_a[:, None])
+        gl.store(out_ptrs + behind, out_b, mask=is_row[None, :] & is_b[:, None])
+    else:
+        out = _gated(out_a.to(gl.float32), out_b.to(gl.float32), alpha, limit, GATE)
+        gl.store(out_ptrs, out.to(DTYPE), mask=is_row[None, :] & is_a[:, None])

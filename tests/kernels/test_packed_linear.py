@@ -1,0 +1,38 @@
+"""Linear layers over packed weights in Triton against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from peagle.kernels.packed_linear import MAX_ROWS, packed_linear, unpack
+from tests.kernels.devices import DEVICES
+from tests.kernels.test_experts import FORMATS, check, make_weight
+
+pytest.importorskip("triton", reason="needs triton")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("k", [32, 96, 160, 384])
+def test_unpacks_as_the_reference(k: int, format: str, device: str) -> None:
+    torch.manual_seed(4)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    weight = make_weight(format, 72, k, device=device, dtype=dtype)
+    assert torch.equal(unpack(weight, dtype), weight.unpack(dtype))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("format", ["fp8", "int4 zeros", "mxfp4"])
+@pytest.mark.parametrize("rows", [0, 1, 3, MAX_ROWS, MAX_ROWS + 1])
+def test_few_and_many_rows(rows: int, format: str, device: str) -> None:
+    torch.manual_seed(rows)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    weight = make_weight(format, 72, 96, device=device, dtype=dtype)
+    bias = torch.randn(72).to(device, dtype)
+    x = torch.randn(1, rows, 96).to(device, dtype)
+    found = packed_linear(x, weight, bias)
+    assert found.shape == (1, rows, 72)
+    if rows:
+        check(found, F.linear(x.double(), weight.unpack(torch.float64), bias.double()))
