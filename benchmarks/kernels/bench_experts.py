@@ -37,7 +37,7 @@ from peagle.kernels.experts import (
     grouped_product_reference,
     plan_tiles,
 )
-from peagle.kernels.packed_weights import FOUR_BIT_FORMATS, Format
+from peagle.kernels.packed_weights import Format
 
 sys.path.append(str(Path(__file__).parents[1]))
 from shapes import random_weight
@@ -132,8 +132,8 @@ def candidates(layer: Layer, tokens: int, quick: bool) -> list[GroupedConfig]:
             found += [replace(c, split_k=s) for c in found[-4:] for s in (2, 4, 8)]
     if layer.format == "mxfp4":
         found = found[:1]
-        for block_m in {min(m, 64), min(2 * m, 64), min(m, 32)}:
-            for block_n, warps in ((64, 4), (32, 2), (128, 4)):
+        for block_m in {min(m, 64), min(2 * m, 64)}:
+            for block_n, warps in ((64, 4), (128, 4) if m >= 32 else (32, 2)):
                 for split in (1, 2, 3, 4):
                     if split < 3 or programs * split < 3000:
                         config = GroupedConfig(
