@@ -127,7 +127,7 @@ def _add_product(acc, words, scale, x, WORDS: gl.constexpr, A: gl.constexpr):
     """acc plus the product of the words' numbers with x. `scale` has four scales of a row."""
     group = gl.arange(0, STEP // 2, layout=gl.SliceLayout(0, WORDS))[None, :] // 16
     exponent = (scale[:, None] >> (group * 8)) & 0xFF
-    factor = (exponent - 1) * 0x00800080  # the exponent's bits of 2^(exponent - 127 + 126)
+    factor = (exponent + 126) * 0x00800080  # the bits of 2^(exponent - 127 + 126), twice
     # Of the four registers of a factor, all alike, the last three are not named.
     first = gl.inline_asm_elementwise(
         _FIRST_ASM, "=r,=r,r,r,r,r,r", [words, factor], gl.bfloat16, True, 4
