@@ -287,6 +287,24 @@ def test_a_compiler_sees_operators() -> None:
         assert torch.equal(compiled(x, index, weights), run(x, index, weights))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_products_with_tiles_of_unlike_heights(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    torch.manual_seed(5)
+    made = {"device": device, "dtype": torch.float32 if device == "cpu" else torch.bfloat16}
+    experts = ExpertWeights(
+        make_weight("fp8", 2, 64, 64, **made), make_weight("fp8", 2, 64, 32, **made), Gate("silu")
+    )
+    configs = [GroupedConfig(32, 16, 32, 1, 4, 2), GroupedConfig(8, 16, 32, 1, 1, 2, kind="wx")]
+    given = iter(configs)
+    monkeypatch.setattr("peagle.kernels.experts.choose_config", lambda *_, **__: next(given))
+    x = torch.randn(23, 64).to(**made)
+    index, weights = torch.randint(2, (23, 2), device=device), torch.rand(23, 2, device=device)
+    found = run_experts(x, index, weights, experts)
+    check(found, run_experts_reference(x, index, weights, experts))
+
+
 def test_kernels_compile_for_a_card() -> None:
     """The interpreter takes what compilers refuse; no card is needed to see that."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -28,7 +28,6 @@ from peagle.kernels.packed_weights import FORMATS, PackedWeight
 Kind = Literal["xw", "wx", "registers"]
 Activation = Literal["none", "silu", "clamped", "gelu_tanh"]
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
-_NUM_SMS = 132  # of an H100
 _LEAST_INPUTS = 512  # of a share of a sum
 _MAX_PLANNED = 4096  # assignments that one program orders
 
@@ -117,25 +116,30 @@ def choose_config(
     """
     touched = min(num_experts, max(num_assignments, 1))
     rows = num_assignments / touched
-    n, k = weight.data.shape[-2], weight.num_inputs
     step = shared_inputs(weight, 128)
-    one = max(128 // step, 1)
+    one, two = max(128 // step, 1), max(256 // step, 1)
+    enough = 190  # programs that keep the memory busy
     if registers:
-        block_m = next((m for m in (8, 16) if rows <= m), 32)
-        config = GroupedConfig(block_m, 64, step, 1, 4, 1, kind="registers")
+        enough = 600
+        if rows <= 8:
+            config = GroupedConfig(8, 32, step, 1, 2, 1, kind="registers")
+        else:
+            config = GroupedConfig(16 if rows <= 16 else 32, 64, step, 1, 4, 1, kind="registers")
     elif rows <= 32:
         block_m = next(m for m in (8, 16, 32) if rows <= m)
         config = GroupedConfig(block_m, 32, step, one, 2, 3, kind="wx")
-    elif num_experts > 1 or rows <= 64:
-        config = GroupedConfig(32, 64, step, one, 4, 3)
     else:
-        config = GroupedConfig(128, 64, step, one, 8, 3)
-    programs = -(-n // (2 * config.block_n)) * touched * -(-int(rows) // config.block_m)
-    split_k, enough = 1, _NUM_SMS if config.block_m > 32 else 3 * _NUM_SMS
-    while programs * split_k < enough and k >= _LEAST_INPUTS * 2 * split_k:
+        enough = 100
+        tall = GroupedConfig(128, 64, step, one, 8, 3)
+        config = tall if rows > 64 else GroupedConfig(32, 64, step, one, 4, 3)
+    tiles = touched * -(-int(rows) // config.block_m)
+    programs = tiles * -(-weight.data.shape[-2] // (2 * config.block_n))
+    if programs >= enough:
+        is_low = config.kind == "wx" and rows <= 16
+        return GroupedConfig(16, 32, step, two, 4, 3) if is_low else config
+    split_k = 1
+    while programs * split_k < enough and weight.num_inputs >= _LEAST_INPUTS * 2 * split_k:
         split_k *= 2
-    if split_k == 1 and rows <= 8 and config.kind == "wx":
-        return replace(config, steps=2 * one)
     return replace(config, split_k=split_k)
 
 
@@ -222,12 +226,18 @@ def _experts(
         choose_config(index_S.numel(), num_experts, w, registers=can_use_registers(x, w))
         for w in (up, down)
     )
-    plan = None if num_tokens == 1 else plan_tiles(index_S, num_experts, up_config.block_m)
+    plans: dict[int, Tensor] = {}
+    if num_tokens > 1:
+        for block_m in {up_config.block_m, down_config.block_m}:
+            plans[block_m] = plan_tiles(index_S, num_experts, block_m)
     inner_SI = grouped_product(
         x, up, bias[0], Gate(kind, *gate),
-        index_S=index_S, plan=plan, chosen=chosen, config=up_config,
+        index_S=index_S, plan=plans.get(up_config.block_m), chosen=chosen, config=up_config,
     )  # fmt: skip
-    return grouped_product(inner_SI, down, bias[1], index_S=index_S, plan=plan, config=down_config)
+    return grouped_product(
+        inner_SI, down, bias[1],
+        index_S=index_S, plan=plans.get(down_config.block_m), config=down_config,
+    )  # fmt: skip
 
 
 @_experts.register_fake
