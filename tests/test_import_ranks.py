@@ -150,15 +150,15 @@ def circle(package: Path) -> list[str]:
 
 
 def is_triton_file(path: str) -> bool:
-    is_kernel = path.startswith("kernels/") and path.endswith("_triton.py")
+    is_kernel = path.startswith("kernels/") and path.endswith(("_triton.py", "_gluon.py"))
     return is_kernel or path == "engine/decode_step.py"
 
 
 def triton_at_load(package: Path) -> list[str]:
-    """Imports of triton, or of a `*_triton` module, that run when a module is loaded.
+    """Imports of triton, or of a `*_triton` or `*_gluon` module, that run when a module is loaded.
 
     Such imports belong into functions, since triton exists on few machines. Only the files
-    `kernels/*_triton.py` and `engine/decode_step.py`, themselves imported lazily, may have them at
+    `kernels/*_triton.py`, `kernels/*_gluon.py` and `engine/decode_step.py`, themselves imported lazily, may have them at
     the top.
     """
     return [
@@ -172,7 +172,7 @@ def triton_at_load(package: Path) -> list[str]:
             or (
                 item.name.startswith(f"{package.name}.")
                 and any(
-                    part.endswith("_triton") or part == "decode_step"
+                    part.endswith(("_triton", "_gluon")) or part == "decode_step"
                     for part in item.name.split(".")
                 )
             )
@@ -303,10 +303,12 @@ def test_unknown_top_level_module_needs_a_rank(tmp_path, path):
         ("attention/x_triton.py", "import triton", False),
         ("kernels/x.py", "from peagle.kernels.y_triton import launch", False),
         ("kernels/x.py", "from . import y_triton", False),
+        ("kernels/x.py", "from . import y_gluon", False),
         ("kernels/x.py", "def f():\n    import triton", True),
         ("kernels/x.py", "def f():\n    from .y_triton import launch", True),
         ("kernels/x.py", "if TYPE_CHECKING:\n    import triton", True),
         ("kernels/y_triton.py", "import triton\nimport triton.language as tl", True),
+        ("kernels/y_gluon.py", "from triton.experimental import gluon", True),
         ("kernels/x.py", "import tritonclient", True),
     ],
 )

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peagle.kernels.launch import MAX_ARRIVALS, arrivals, launch
+from peagle.kernels.launch import MAX_ARRIVALS, arrivals, launch, power_of_two
 from peagle.kernels.packed_weights import FORMATS, PackedWeight
 
 Kind = Literal["xw", "wx", "registers"]
@@ -72,11 +72,6 @@ class ExpertWeights:
     gate: Gate
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
-
-    @property
-    def num_experts(self) -> int:
-        """E."""
-        return self.gate_up.data.shape[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +215,7 @@ def _experts(
     up = make_weight(data[0], scale[0], zero[0], layouts[:3])
     down = make_weight(data[1], scale[1], zero[1], layouts[3:])
     kind: Any = ACTIVATIONS[activation]
-    (num_tokens, chosen), num_experts = index.shape, up.data.shape[0]
+    (num_tokens, chosen), num_experts = index.shape, up.num_experts
     index_S = index.reshape(-1)
     up_config, down_config = (
         choose_config(index_S.numel(), num_experts, w, registers=can_use_registers(x, w))
@@ -299,7 +294,6 @@ def plan_tiles(index_S: Tensor, num_experts: int, block_m: int) -> Tensor:
         return plan
     from peagle.kernels import experts_triton
 
-    power = _power_of_two
     launch(
         experts_triton.plan_kernel,
         (1,),
@@ -311,9 +305,9 @@ def plan_tiles(index_S: Tensor, num_experts: int, block_m: int) -> Tensor:
         num_experts,
         most,
         BLOCK_M=block_m,
-        ASSIGNMENTS=power(count),
-        EXPERTS=power(num_experts),
-        TILES=power(most),
+        ASSIGNMENTS=power_of_two(count),
+        EXPERTS=power_of_two(num_experts),
+        TILES=power_of_two(most),
         num_warps=4 if count <= 512 else 16,
     )
     return plan
@@ -369,7 +363,7 @@ def grouped_product(
     gate, data, scale = gate or Gate("none"), weight.data, weight.scale
     activation, (rows, inputs) = ACTIVATIONS.index(gate.activation), weight.block
     count, k = x.shape[0] * chosen, weight.num_inputs
-    num_experts = 1 if index_S is None else data.shape[0]
+    num_experts = 1 if index_S is None else weight.num_experts
     registers = can_use_registers(x, weight)
     cut = config or choose_config(count, num_experts, weight, registers=registers)
     assert x.shape[1] == k and x.stride(1) == data.stride(-1) == 1
@@ -491,7 +485,3 @@ def has_assembly(device: torch.device) -> bool:
 def _has_gluon(device: torch.device) -> bool:
     """Return whether Gluon is there, and a card whose products it may use."""
     return has_assembly(device) and find_spec("triton.experimental.gluon") is not None
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << max(number - 1, 0).bit_length()

@@ -33,3 +33,8 @@ def arrivals(device: torch.device) -> Tensor:
             "launch it once before"
         )
     return torch.zeros(MAX_ARRIVALS, dtype=torch.int32, device=device)
+
+
+def power_of_two(number: int) -> int:
+    """Return the smallest power of two that is at least `number`, and 1."""
+    return 1 << max(number - 1, 0).bit_length()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peagle.kernels.launch import MAX_ARRIVALS, arrivals
+from peagle.kernels.launch import MAX_ARRIVALS, arrivals, power_of_two
 
 MAX_HEAD_DIM = 512
 MAX_FLOAT32_HEAD_DIM = 256  # beyond, no tile of it fits the shared memory of small cards
@@ -173,7 +173,7 @@ def choose_config(shape: AttentionShape, limits: DeviceLimits) -> PagedAttention
     # float32 is multiplied without the matrix unit, out of registers.
     largest = 32 if is_float32 else _MAX_BLOCK_M if block_d <= 128 else 64
     rows = min(shape.max_query_len * shape.group, largest)
-    block_m = max(16, _power_of_two(rows), _power_of_two(shape.group))
+    block_m = max(16, power_of_two(rows), power_of_two(shape.group))
     block_n = 32 if is_float32 or block_d > 128 else 64
 
     num_stages = 3
@@ -333,12 +333,12 @@ def paged_attention(
         BLOCK_D=block_d,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        B2=_power_of_two(num_sequences) if tiles.per_sequence is None else 1,
+        B2=power_of_two(num_sequences) if tiles.per_sequence is None else 1,
         SEARCH=tiles.per_sequence is None,
         IS_SPLIT=is_split,
         COMBINE_STAGES=min(4, max(1, _COMBINE_BYTES // (config.block_m * block_d * 4))),
         MIN_TILES=config.min_tiles,
-        WRITE_ROWS=_power_of_two(max_query_len) if new else 0,
+        WRITE_ROWS=power_of_two(max_query_len) if new else 0,
         LIMIT=torch.finfo(keys_NSHd.dtype).max if is_8bit else 0.0,
         HAS_WINDOW=sliding_window is not None,
         HAS_STARTS=context_starts_B is not None,
@@ -350,10 +350,5 @@ def paged_attention(
     return out_THd
 
 
-def _power_of_two(number: int) -> int:
-    """Return the next power of two, from 1 on."""
-    return 1 << max(number - 1, 0).bit_length()
-
-
 def _block_d(head_dim: int) -> int:
-    return max(16, _power_of_two(head_dim))
+    return max(16, power_of_two(head_dim))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from peagle.kernels.launch import MAX_ARRIVALS, arrivals
+from peagle.kernels.launch import MAX_ARRIVALS, arrivals, power_of_two
 from peagle.kernels.paged_attention import DeviceLimits
 
 Kind = Literal["xw", "wx", "gemv"]
@@ -142,7 +142,7 @@ def choose_config(
 
 def _one_row(k: int, *, swiglu: bool) -> SkinnyConfig:
     """Choose many small programs that load into registers, without the matrix unit."""
-    block_k = min(1024, max(32, 1 << (k - 1).bit_length()))
+    block_k = min(1024, max(32, power_of_two(k)))
     return SkinnyConfig(1, 4 >> swiglu, block_k, 1, 2, 1, kind="gemv")
 
 
@@ -197,7 +197,7 @@ def _by_size(m: int, n: int, k: int, itemsize: int, num_sms: int, *, swiglu: boo
     again; with many rows x counts, and K is split before tiles get low. Programs are all resident
     where there are at most three a multiprocessor, and so end together. They share its memory.
     """
-    block_m = min(max(16, 1 << max(m - 1, 0).bit_length()), MAX_BLOCK_M)
+    block_m = min(max(16, power_of_two(m)), MAX_BLOCK_M)
     wanted = 0.9 * num_sms / -(-m // block_m)
     lowest = 32 if block_m == 16 else 64
     block_n = 128

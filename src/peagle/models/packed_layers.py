@@ -7,6 +7,7 @@ arranges them once where a model stores them transposed or in turns.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -71,15 +72,32 @@ def _hold(module: nn.Module, name: str, weight: PackedWeight) -> None:
 
 
 def hold_experts(module: Any, experts: ExpertWeights) -> None:
-    """Let an experts module of transformers compute with these weights, in place of its own."""
+    """Let an experts module of transformers compute with these weights, in place of its own.
+
+    Args:
+        module: one of `experts_of`.
+        experts: [E, N, K], with the rows of gates and of up in the order of the module.
+    """
     for name in ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"):
         if name in module._parameters:
             del module._parameters[name]
+    if not module.is_concatenated:
+        bias = experts.gate_up_bias
+        experts = replace(
+            experts,
+            gate_up=experts.gate_up.with_rows(_gates_first),
+            gate_up_bias=None if bias is None else _gates_first(bias),
+        )
     _hold(module, "packed_gate_up", experts.gate_up)
     _hold(module, "packed_down", experts.down)
     module.register_buffer("packed_gate_up_bias", experts.gate_up_bias, persistent=False)
     module.register_buffer("packed_down_bias", experts.down_bias, persistent=False)
     module.expert_weights = experts
+
+
+def _gates_first(rows: Tensor) -> Tensor:
+    """Put the rows of gates, [E, 2I, ...], that take turns with those of up before them."""
+    return torch.cat([rows[:, ::2], rows[:, 1::2]], 1)
 
 
 def experts_of(model: nn.Module) -> list[Any]:
@@ -141,28 +159,19 @@ def find_gate(module: Any) -> Gate | None:
 
 
 def _plain_weights(module: Any, gate: Gate) -> ExpertWeights:
-    """The parameters of an experts module as [E, N, K], gates first."""
+    """The parameters of an experts module as [E, N, K]."""
 
-    def matrix(name: str) -> Tensor:
+    def matrix(name: str) -> PackedWeight:
         weight = getattr(module, name).detach()
-        return weight.mT.contiguous() if module.is_transposed else weight
+        return PackedWeight(weight.mT.contiguous() if module.is_transposed else weight)
 
     def bias(name: str) -> Tensor | None:
         return getattr(module, name).detach() if module.has_bias else None
 
-    gate_up, gate_up_bias = matrix("gate_up_proj"), bias("gate_up_proj_bias")
-    if not module.is_concatenated:
-        gate_up = gates_first(gate_up)
-        gate_up_bias = None if gate_up_bias is None else gates_first(gate_up_bias)
     return ExpertWeights(
-        PackedWeight(gate_up),
-        PackedWeight(matrix("down_proj")),
+        matrix("gate_up_proj"),
+        matrix("down_proj"),
         gate,
-        gate_up_bias,
+        bias("gate_up_proj_bias"),
         bias("down_proj_bias"),
     )
-
-
-def gates_first(rows: Tensor) -> Tensor:
-    """Put the rows of gates, [E, 2I, ...], that take turns with those of up before them."""
-    return torch.cat([rows[:, ::2], rows[:, 1::2]], 1)

@@ -15,24 +15,22 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from peagle.errors import CheckpointError
 from peagle.kernels.experts import ExpertWeights
 from peagle.kernels.packed_weights import PackedWeight
-from peagle.model_folder import read_weight_map
 from peagle.models.packed_layers import (
     PackedLinear,
     experts_of,
     find_gate,
-    gates_first,
     hold_experts,
     use_experts,
 )
-from peagle.models.quantization import is_packed, read_linear, read_mxfp4
+from peagle.models.quantization import PackedLinearWeight, is_packed, read_linear, read_mxfp4
+from peagle.models.stored_tensors import StoredTensors
+from peagle.models.target_facts import build_model, generation_config
 
-_INDEX = "model.safetensors.index.json"
 # How checkpoints name the projections of one expert.
 _GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
 
@@ -61,7 +59,7 @@ def load_packed(
             experts of the model are of a kind that cannot stay packed.
     """
     model = model_without_weights(str(folder), config, dtype)
-    loader = _Loader(model, _Stored(folder, device), quantization, dtype, unpack)
+    loader = _Loader(model, StoredTensors(folder, device), quantization, dtype, unpack)
     loader.load()
     model.tie_weights()
     if not unpack:
@@ -69,11 +67,7 @@ def load_packed(
     for name, buffer in model.named_buffers():
         if name not in loader.loaded:
             _parent(model, name)._buffers[name.rpartition(".")[2]] = buffer.to(device)
-    try:
-        found = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
-        model.generation_config = found
-    except OSError:  # it has none
-        pass
+    model.generation_config = generation_config(folder, model)
     return model.eval()
 
 
@@ -92,12 +86,12 @@ def model_without_weights(name: str, config: Any, dtype: torch.dtype) -> Any:
     for part in {id(plain): plain, id(plain.get_text_config()): plain.get_text_config()}.values():
         if getattr(part, "quantization_config", None) is not None:
             del part.quantization_config
-    try:
+
+    def make() -> Any:
         with _parameters_on_meta():
             return transformers.AutoModelForCausalLM.from_config(plain, dtype=dtype)
-    except (ValueError, TypeError, KeyError, RuntimeError, ImportError) as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise CheckpointError(f"The target model {name!r} cannot be built: {first_line}") from None
+
+    return build_model(name, make)
 
 
 @contextmanager
@@ -121,51 +115,14 @@ def _parent(model: nn.Module, name: str) -> nn.Module:
     return model.get_submodule(name.rpartition(".")[0])
 
 
-def _prefixes(model: Any, stored: set[str]) -> tuple[str, str]:
+def _prefixes(model: Any, stored: StoredTensors) -> tuple[str, str]:
     """What the names of the decoder begin with in the model, and in the checkpoint."""
     embedding = model.get_input_embeddings()
     name = next(name for name, module in model.named_modules() if module is embedding)
     prefix, _, last = name.rpartition(".")
     end = f"{last}.weight"
-    found = [key for key in stored if key == end or key.endswith(f".{end}")]
-    theirs = found[0].removesuffix(end) if len(found) == 1 else f"{prefix}."
-    return f"{prefix}.", theirs
-
-
-class _Stored:
-    """The tensors of a folder's safetensors files, by name."""
-
-    def __init__(self, folder: Path, device: torch.device) -> None:
-        self.folder, self._device = folder, device
-        self._readers: dict[Path, Any] = {}
-        index = folder / _INDEX
-        if index.is_file():
-            files = read_weight_map(index)
-        else:
-            names = sorted(path.name for path in folder.glob("*.safetensors"))
-            files = {key: name for name in names for key in list(self._open(folder / name).keys())}
-        self._files = {key: folder / name for key, name in files.items()}
-        self.names = set(self._files)
-
-    def read(self, name: str) -> Tensor | None:
-        """Return a tensor on the device; None if there is none."""
-        if name not in self._files:
-            return None
-        file = self._files[name]
-        try:
-            return self._open(file).get_tensor(name)
-        except SafetensorError as error:
-            raise CheckpointError(f"{str(file)!r} gives no tensor {name!r}: {error}.") from None
-
-    def _open(self, file: Path) -> Any:
-        if file not in self._readers:
-            try:
-                reader = safe_open(file, framework="pt", device=str(self._device))
-            except (SafetensorError, OSError) as error:
-                text = f"{str(file)!r} is not readable as safetensors: {error}."
-                raise CheckpointError(text) from None
-            self._readers[file] = reader
-        return self._readers[file]
+    found = stored.find(f"{name}.weight")
+    return f"{prefix}.", f"{prefix}." if found is None else found.removesuffix(end)
 
 
 class _Loader:
@@ -178,14 +135,14 @@ class _Loader:
     def __init__(
         self,
         model: Any,
-        stored: _Stored,
+        stored: StoredTensors,
         quantization: Mapping[str, Any],
         dtype: torch.dtype,
         unpack: bool,
     ) -> None:
         self._model, self._stored, self._quantization = model, stored, quantization
         self._dtype, self._unpack = dtype, unpack
-        self._prefix = _prefixes(model, stored.names)
+        self._prefix = _prefixes(model, stored)
         self._suffixes: dict[str, set[str]] = {}
         for name in stored.names:
             parent, _, last = name.rpartition(".")
@@ -193,8 +150,9 @@ class _Loader:
         self.loaded: set[str] = set()
 
     def load(self) -> None:
+        names = {id(module): name for name, module in self._model.named_modules()}
         for module in experts_of(self._model):
-            self._load_experts(module)
+            self._load_experts(names[id(module)], module)
         for name, module in list(self._model.named_modules()):
             if type(module) is nn.Linear and self._is_packed(name):
                 self._load_linear(name, module)
@@ -253,14 +211,15 @@ class _Loader:
             module._parameters[last] = nn.Parameter(value, requires_grad=False)
         self.loaded.add(name)
 
+    def _read_linear(self, name: str, shape: tuple[int, int]) -> PackedLinearWeight:
+        key = self._key(name)
+        return read_linear(
+            lambda suffix: self._stored.read(f"{key}.{suffix}"), key, shape, self._quantization
+        )
+
     def _load_linear(self, name: str, module: nn.Linear) -> None:
         shape = (module.out_features, module.in_features)
-        found = read_linear(
-            lambda suffix: self._read(f"{name}.{suffix}"),
-            self._key(name),
-            shape,
-            self._quantization,
-        )
+        found = self._read_linear(name, shape)
         bias = module.bias
         if bias is not None:
             bias = self._checked(f"{name}.bias", self._read(f"{name}.bias"), bias)
@@ -276,9 +235,8 @@ class _Loader:
 
     # ---- experts ------------------------------------------------------------------------------
 
-    def _load_experts(self, module: Any) -> None:
+    def _load_experts(self, name: str, module: Any) -> None:
         """Read the experts of a layer if they are packed, or apart from each other."""
-        name = next(name for name, found in self._model.named_modules() if found is module)
         if f"{self._key(name)}.gate_up_proj_blocks" in self._stored.names:
             weights = [self._mxfp4(f"{name}.{part}") for part in ("gate_up_proj", "down_proj")]
         elif self._suffixes.get(f"{self._key(name)}.0.{_GATE_UP_DOWN[0]}"):
@@ -321,12 +279,7 @@ class _Loader:
             like = torch.empty(shape, dtype=self._dtype, device="meta")
             plain = self._checked(f"{name}.weight", self._read(f"{name}.weight"), like)
             return PackedWeight(plain)
-        found = read_linear(
-            lambda suffix: self._read(f"{name}.{suffix}"),
-            self._key(name),
-            shape,
-            self._quantization,
-        )
+        found = self._read_linear(name, shape)
         if found.input_order is not None:
             raise CheckpointError(
                 f"The weight of {self._key(name)!r} orders its inputs by activation (g_idx), which "
@@ -354,7 +307,4 @@ class _Loader:
             for i, part in enumerate(("gate_up_proj_bias", "down_proj_bias")):
                 like = getattr(module, part)
                 biases[i] = self._checked(f"{name}.{part}", self._read(f"{name}.{part}"), like)
-        if not module.is_concatenated:
-            gate_up = gate_up.with_rows(gates_first)
-            biases[0] = None if biases[0] is None else gates_first(biases[0])
         hold_experts(module, ExpertWeights(gate_up, down, gate, biases[0], biases[1]))

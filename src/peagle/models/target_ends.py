@@ -13,16 +13,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from peagle.config import require_folder
 from peagle.errors import CheckpointError
-from peagle.model_folder import read_weight_map
 from peagle.models.architectures import capped, check_architecture, final_softcap
-from peagle.models.target_facts import end_of_text_ids, load_config, model_skeleton, refuse_pickles
+from peagle.models.stored_tensors import StoredTensors
+from peagle.models.target_facts import (
+    end_of_text_ids,
+    generation_config,
+    load_config,
+    model_skeleton,
+    refuse_pickles,
+)
 
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -85,7 +89,8 @@ class TargetEnds:
         skeleton = model_skeleton(folder, config)
         files = _Checkpoint(folder, config, dtype or getattr(config, "dtype", None), device)
         weight, bias, embedding = _read_ends(skeleton, files)
-        return cls(str(path), config, _generation(folder, skeleton), (weight, bias), embedding)
+        generation = generation_config(folder, skeleton)
+        return cls(str(path), config, generation, (weight, bias), embedding)
 
     def compute_logits(self, hidden_NH: Tensor) -> Tensor:
         """Compute the logits [N, V] of final hidden states, which may be of another type."""
@@ -151,51 +156,37 @@ def _read_ends(
     return weight, bias, weight if torch.equal(weight, stored.read()) else stored
 
 
-def _generation(folder: Path, skeleton: transformers.PreTrainedModel) -> Any:
-    try:
-        return transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
-    except OSError:  # it has none
-        return skeleton.generation_config
-
-
 # ---- the checkpoint -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A tensor in a file, and how it is wanted."""
+    """A tensor in a checkpoint, and its type when it is read."""
 
-    file: Path
+    tensors: StoredTensors
     name: str
     dtype: torch.dtype | None
-    device: torch.device
 
     def read(self) -> Tensor:
-        with _opened(self.file, self.device) as reader:
-            return reader.get_tensor(self.name).to(self.dtype)
+        tensor = self.tensors.read(self.name)
+        assert tensor is not None
+        return tensor.to(self.dtype)
 
 
 class _Checkpoint:
-    """Which tensor lies in which safetensors file of a folder.
+    """The plain tensors of a folder under the names of the model.
 
     Raises:
-        CheckpointError: there is none, or an index that is not readable.
+        CheckpointError: there are none, or an index that is not readable.
     """
 
     def __init__(
         self, folder: Path, config: Any, dtype: torch.dtype | None, device: str | torch.device
     ) -> None:
-        self.folder, self.dtype, self.device = folder, dtype, torch.device(device)
+        self.folder, self.dtype = folder, dtype
+        self._tensors = StoredTensors(folder, torch.device(device))
+        self._mapped = StoredTensors(folder, torch.device("cpu"))  # values are not read yet
         self._quantized = getattr(config, "quantization_config", None) is not None
-        if (folder / _WEIGHTS).is_file():
-            with _opened(folder / _WEIGHTS) as reader:
-                self._files = dict.fromkeys(reader.keys(), _WEIGHTS)
-        elif (folder / _INDEX).is_file():
-            self._files = read_weight_map(folder / _INDEX)
-        else:
-            raise CheckpointError(
-                f"The target model {str(folder)!r} has neither {_WEIGHTS} nor {_INDEX}."
-            )
 
     def get(self, name: str, shape: Sequence[int]) -> _Stored:
         """Return the tensor that a model calls `name`.
@@ -211,37 +202,25 @@ class _Checkpoint:
         return stored
 
     def find(self, name: str, shape: Sequence[int]) -> _Stored | None:
-        """Do the same, but return None where it is missing; files may use another prefix.
+        """Do the same, but return None where it is missing.
 
         Raises:
             CheckpointError: it is misshapen or not stored plainly.
         """
-        end = ".".join(name.split(".")[-2:])
-        found = [key for key in self._files if key == end or key.endswith(f".{end}")]
-        key = name if name in found else found[0] if len(found) == 1 else None
+        key = self._tensors.find(name)
         if key is None:
             return None
-        stored = _Stored(self.folder / str(self._files[key]), key, self.dtype, self.device)
-        with _opened(stored.file) as reader:
-            if key not in reader.keys():  # noqa: SIM118 (not a mapping)
-                return None
-            tensor = reader.get_tensor(key)  # mapped: its values are not read yet
+        tensor = self._mapped.read(key)
+        assert tensor is not None
         if tensor.dtype not in _PLAIN or list(tensor.shape) != list(shape):
             raise CheckpointError(
-                f"{str(stored.file)!r} has {key!r} as {tensor.dtype} of shape "
+                f"{str(self._tensors.file(key))!r} has {key!r} as {tensor.dtype} of shape "
                 f"{list(tensor.shape)}; expected plain floating-point numbers of shape "
                 f"{list(shape)}.{self._hint()}"
             )
-        return stored
+        return _Stored(self._tensors, key, self.dtype)
 
     def _hint(self) -> str:
         if self._quantized:
             return " It is quantised: use the checkpoint that it was made from."
         return " Its weights are incomplete: copy or convert them again."
-
-
-def _opened(file: Path, device: torch.device | None = None) -> Any:
-    try:
-        return safe_open(file, framework="pt", device=str(device or "cpu"))
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{str(file)!r} is not readable as safetensors: {error}.") from None

@@ -158,14 +158,33 @@ def model_skeleton(folder: Path, config: Any) -> transformers.PreTrainedModel:
     Raises:
         CheckpointError: transformers cannot build it.
     """
-    try:
+
+    def make() -> Any:
         with torch.device("meta"):
             return transformers.AutoModelForCausalLM.from_config(config)
+
+    return build_model(str(folder), make)
+
+
+def build_model(name: str, make: Callable[[], Any]) -> Any:
+    """Call what builds the model `name` of transformers.
+
+    Raises:
+        CheckpointError: transformers cannot build it.
+    """
+    try:
+        return make()
     except (ValueError, TypeError, KeyError, RuntimeError, ImportError) as error:
         first_line = str(error).strip().splitlines()[0]
-        raise CheckpointError(
-            f"The target model {str(folder)!r} cannot be built: {first_line}"
-        ) from None
+        raise CheckpointError(f"The target model {name!r} cannot be built: {first_line}") from None
+
+
+def generation_config(folder: Path, model: Any) -> Any:
+    """Load the generation config of a folder; without one that of the model."""
+    try:
+        return transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except OSError:
+        return model.generation_config
 
 
 def _share(name: str, text: Any) -> float:
