@@ -158,8 +158,8 @@ def triton_at_load(package: Path) -> list[str]:
     """Imports of triton, or of a `*_triton` or `*_gluon` module, that run when a module is loaded.
 
     Such imports belong into functions, since triton exists on few machines. Only the files
-    `kernels/*_triton.py`, `kernels/*_gluon.py` and `engine/decode_step.py`, themselves imported lazily, may have them at
-    the top.
+    `kernels/*_triton.py`, `kernels/*_gluon.py` and `engine/decode_step.py`, themselves imported
+    lazily, may have them at the top.
     """
     return [
         f"{path}:{item.line} imports {item.name} when it is loaded: move that into a function"
