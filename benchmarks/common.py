@@ -12,10 +12,10 @@ import torch
 
 from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.cli.setup import quiet_libraries
-from peagle.config import SpeculativeConfig
+from peagle.config import EngineConfig, SpeculativeConfig
+from peagle.engine.placement import load_target
 from peagle.environment import environment
 from peagle.errors import UserError
-from peagle.evaluation.engine_backend import load_target
 from peagle.evaluation.prompts import PROMPT_SETS
 from peagle.models.target import TargetModel
 
@@ -89,7 +89,7 @@ def start(args: argparse.Namespace) -> TargetModel:
     quiet_libraries()
     if args.threads:
         torch.set_num_threads(args.threads)
-    return load_target(args.target, dtype=args.dtype, device=args.device)
+    return load_target(args.target, EngineConfig(dtype=args.dtype, device=args.device))
 
 
 def finish(args: argparse.Namespace, target: TargetModel, **results: Any) -> None:

@@ -21,10 +21,11 @@ from common import run_guarded
 
 from peagle.bundled import BUNDLED_TARGET
 from peagle.cli.setup import quiet_libraries, set_threads
-from peagle.config import SamplingParams, SpeculativeConfig
+from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
+from peagle.engine.placement import load_target
 from peagle.environment import environment
 from peagle.evaluation.decoding import Request
-from peagle.evaluation.engine_backend import EngineBackend, build, load_target
+from peagle.evaluation.engine_backend import EngineBackend, build
 from peagle.evaluation.prompts import load_prompt_set
 from peagle.evaluation.tuning.machine import clock_of
 
@@ -47,7 +48,7 @@ def main() -> None:
     set_threads(args.threads)
     concurrencies = [int(one) for one in args.conc.split(",")]
     result = json.loads(args.tune.read_text(encoding="utf-8"))
-    target = load_target(args.target, dtype=args.dtype, device=args.device)
+    target = load_target(args.target, EngineConfig(dtype=args.dtype, device=args.device))
     llms = build(target, ways(result), max_num_seqs=max(concurrencies))
     backends = {name: EngineBackend(llm) for name, llm in llms.items()}
     clock = clock_of(target.device)

@@ -23,7 +23,7 @@ from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.config.checks import did_you_mean, require, require_neutral
 from peagle.engine import EngineStats, LLMEngine
 from peagle.engine.outputs import RequestOutput, StreamChunk
-from peagle.engine.placement import choose_threads, resolve_device, resolve_dtype
+from peagle.engine.placement import choose_threads, load_target
 from peagle.engine.requests import Prompt, Requests
 from peagle.errors import CheckpointError, UserError
 from peagle.kernels.logprobs import TokenLogprobs
@@ -43,7 +43,6 @@ _NEUTRAL_OPTIONS: dict[str, tuple[object, str]] = {
     "trust_remote_code": (False, "code of a model folder is never run."),
     "tokenizer_mode": ("auto", "the tokenizer is that of the model's folder."),
     "skip_tokenizer_init": (False, "the tokenizer is always loaded."),
-    "quantization": (None, "weights are used as they are stored."),
     "load_format": ("auto", "weights are read from safetensors files."),
     "config_format": ("auto", "the model's folder is in Hugging Face format."),
     "kv_cache_dtype": ("auto", "the KV cache has the type of the weights."),
@@ -131,19 +130,17 @@ class LLM:
         if speculative_config is not None:
             speculative = with_local_head(SpeculativeConfig.parse(speculative_config))
         if model is None:
-            device = resolve_device(config.device)
-            folder = resolve_model(target or BUNDLED, revision)
-            dtype = resolve_dtype(config.dtype, device)
-            model = TargetModel.load(folder, dtype=dtype, device=device)
+            model = load_target(resolve_model(target or BUNDLED, revision), config)
         elif target is not None or revision is not None:
             raise UserError(
                 f"A loaded model was given, and target {target!r}, revision {revision!r}; leave "
                 "one or the other out."
             )
-        elif (config.dtype, config.device) != ("auto", "auto"):
+        elif (config.dtype, config.device, config.quantization) != ("auto", "auto", None):
             raise UserError(
-                f"A loaded model was given, and dtype {config.dtype!r}, device {config.device!r}; "
-                f"it is {model.dtype} on {model.device}. Leave them out, or load it so."
+                f"A loaded model was given, and dtype {config.dtype!r}, device {config.device!r}, "
+                f"quantization {config.quantization!r}; it is {model.dtype} on {model.device}, "
+                f"quantization {model.quantization!r}. Leave them out, or load it so."
             )
         choose_threads(model.model)
         self.target = model

@@ -13,13 +13,14 @@ import torch
 
 from peagle import SamplingParams
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
+from peagle.config import EngineConfig
 from peagle.engine import sampler
+from peagle.engine.placement import load_target
 from peagle.errors import UserError
 from peagle.evaluation.certify.matrix import Case, difference
 from peagle.evaluation.certify.reference import Reference, TargetReference, probabilities
 from peagle.evaluation.certify.run import Options, certificate_text, run
 from peagle.evaluation.decoding_methods import DecodingMethod
-from peagle.evaluation.engine_backend import load_target
 from peagle.results import CertificateResults, CertifiedCase, Difference
 from peagle.speculation import verification
 from peagle.speculation.verification import Verified
@@ -59,7 +60,7 @@ def certify(
     prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
 
     def make(which: slice = slice(None), **options: Any) -> CertificateResults:
-        target = load_target(target_folder, dtype="float64", device="cpu")
+        target = load_target(target_folder, EngineConfig(dtype="float64", device="cpu"))
         chosen = Options(**{**SMALL, "prompt_set": str(prompts), **options})
         return run(target, target_folder, methods[which], K, chosen, {"target": "t"})
 
@@ -150,7 +151,7 @@ def test_a_bias_of_sampling_is_found(is_biased: bool, monkeypatch: pytest.Monkey
     options = Options(
         prompts=1, matrix_prompts=0, max_new_tokens=24, samples=200, sampled_prompts=1
     )
-    target = load_target(BUNDLED_TARGET, dtype="float32", device="cpu")
+    target = load_target(BUNDLED_TARGET, EngineConfig(dtype="float32", device="cpu"))
     head = DecodingMethod("peagle", str(BUNDLED_PEAGLE))
     certificate = run(target, BUNDLED_TARGET, [head], 2, options, {"target": "t"})
     assert [case.status for case in certificate.identity] == ["passed"] * 3

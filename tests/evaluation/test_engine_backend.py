@@ -13,10 +13,12 @@ import torch
 
 from peagle import LLM, SamplingParams, SpeculativeConfig
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
+from peagle.config import EngineConfig
 from peagle.engine import SpeculationStats
+from peagle.engine.placement import load_target
 from peagle.errors import UserError
 from peagle.evaluation.decoding import Answer, Request
-from peagle.evaluation.engine_backend import EngineBackend, build, load_target, measure
+from peagle.evaluation.engine_backend import EngineBackend, build, measure
 from peagle.evaluation.prompts import load_prompt_set
 from peagle.llm import StreamChunk
 from peagle.models.target import TargetModel
@@ -140,7 +142,7 @@ PARAMS = SamplingParams(max_tokens=20)
 
 @pytest.fixture
 def llms(target_folder: Path, head_folders: Callable[..., Path]) -> dict[str, LLM]:
-    target = load_target(target_folder, dtype="float64", device="cpu")
+    target = load_target(target_folder, EngineConfig(dtype="float64", device="cpu"))
     heads = {"peagle": head_folders(parallel=True), "eagle3": head_folders(parallel=False)}
     configurations: dict[str, SpeculativeConfig | None] = {
         name: SpeculativeConfig(model=str(folder), num_speculative_tokens=3)
@@ -223,7 +225,7 @@ def test_engines_on_one_card_share_what_is_free(
 
     monkeypatch.setattr("peagle.evaluation.engine_backend.free_and_total", card)
     monkeypatch.setattr(LLM, "__init__", watched)
-    target = load_target(target_folder, dtype="float64", device="cpu")
+    target = load_target(target_folder, EngineConfig(dtype="float64", device="cpu"))
     build(target, dict.fromkeys("abc"), gpu_memory_utilization=0.8)
     shares = [given for given, _ in plan]
     assert max(shares) - min(shares) <= len(shares)
@@ -232,6 +234,6 @@ def test_engines_on_one_card_share_what_is_free(
 
 
 def test_load_target(target_folder: Path) -> None:
-    target = load_target(target_folder, dtype="bfloat16", device="auto")
+    target = load_target(target_folder, EngineConfig(dtype="bfloat16", device="auto"))
     assert isinstance(target, TargetModel)
     assert target.dtype == torch.bfloat16

@@ -10,8 +10,10 @@ import torch
 
 from peagle import LLM, SamplingParams, SpeculativeConfig
 from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET
+from peagle.config import EngineConfig
+from peagle.engine.placement import load_target
 from peagle.evaluation.certify.reference import Reference, TargetReference, first_difference
-from peagle.evaluation.engine_backend import build, load_target
+from peagle.evaluation.engine_backend import build
 from peagle.evaluation.prompts import load_prompt_set
 
 LOGITS = torch.tensor([[0.0, 1.0, 0.5], [2.0, 2.0 - 5e-5, 0.0], [1.0, 0.0, 3.0]])
@@ -58,7 +60,7 @@ def test_bundled_pair_equals_transformers_in_float64() -> None:
     # All prompts: benchmarks/identity.py.
     prompts = load_prompt_set("humaneval", 3) + load_prompt_set("mt_bench", 1)
     params = SamplingParams(max_tokens=48)
-    target = load_target(BUNDLED_TARGET, dtype="float64", device="cpu")
+    target = load_target(BUNDLED_TARGET, EngineConfig(dtype="float64", device="cpu"))
     heads = (BUNDLED_EAGLE3, BUNDLED_PEAGLE)
     configs = {folder.name: SpeculativeConfig(model=str(folder)) for folder in heads}
     llms = build(target, {"plain": None, **configs})

@@ -195,6 +195,11 @@ def features(
         help="Type in which the target runs.",
         show_default="bfloat16 on a GPU, else float32",
     ),
+    quantization: Literal["fp8", "int8", "int4"] | None = typer.Option(
+        None,
+        help="Type that the weights of the target's layers get when they are loaded.",
+        show_default="as stored",
+    ),
     max_length: int | None = typer.Option(
         None,
         min=8,
@@ -231,14 +236,14 @@ def features(
     if not file.is_file():
         raise UserError(f"The data file {str(file)!r} is not there.")
     quiet_libraries()
+    from peagle.config.engine import EngineConfig
     from peagle.data.dataset import ResponseDataset
     from peagle.data.feature_writer import FeatureWriter
     from peagle.data.features import StoreFacts
     from peagle.engine.memory_plan import size_text
-    from peagle.engine.placement import resolve_device, resolve_dtype
+    from peagle.engine.placement import load_target, resolve_device, resolve_dtype
     from peagle.models.loading import resolve_model
     from peagle.models.target import (
-        TargetModel,
         check_aux_layer_ids,
         default_aux_layer_ids,
         load_tokenizer,
@@ -247,7 +252,7 @@ def features(
     from peagle.training.config import DataSection
 
     where = resolve_device(device)
-    run_dtype = resolve_dtype(target_dtype, where)
+    engine = EngineConfig(target_dtype, quantization, device)
     folder = resolve_model(target)
     # Sizes and identity of the target, without its layers: refusals come before the long part.
     ends = TargetEnds.load(folder)
@@ -255,7 +260,8 @@ def features(
     check_aux_layer_ids(chosen, ends.num_layers)
     longest: int = max_length or DataSection.model_fields["max_length"].default
     dataset = ResponseDataset.load(file, load_tokenizer(folder), ends.vocab_size, longest)
-    name = str(run_dtype).removeprefix("torch.")
+    name = str(resolve_dtype(target_dtype, where)).removeprefix("torch.")
+    name += f", {quantization} weights" if quantization else ""
     facts = StoreFacts.of(dataset, ends, chosen, dtype, name, round(shard_gib * _GIB))
     writer = FeatureWriter(output, dataset, facts)
     need = writer.check_disk(None if max_disk_gib is None else round(max_disk_gib * _GIB))
@@ -273,7 +279,7 @@ def features(
     computed, seconds = 0, 0.0
     if missing:
         del ends
-        model = TargetModel.load(folder, dtype=run_dtype, device=where)
+        model = load_target(folder, engine)
         with ProgressLine("token") as line:
             try:
                 done = writer.write(model, batch_tokens, partial(_show_features, line))
@@ -648,6 +654,7 @@ def _local(
     llm = setup.load()
     from peagle.data.readers import tokenizer_sha256
     from peagle.data.regenerate import LocalAnswerer
+    from peagle.models.target_facts import precision_of
 
     if chat is None:
         chat = chat_template is not None or bool(getattr(llm.tokenizer, "chat_template", None))
@@ -660,7 +667,7 @@ def _local(
         "model": Path(llm.target.name).name,
         "tokenizer_sha256": tokenizer_sha256(llm.target.name, llm.tokenizer),
         "device": llm.target.device,
-        "dtype": str(llm.target.dtype).removeprefix("torch."),
+        "dtype": precision_of(llm.target),
     }
     return answerer, facts
 

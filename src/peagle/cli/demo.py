@@ -74,7 +74,7 @@ _MODELS = group(
     *pick(groups.MODEL, "revision", _REVISION),
     *pick(groups.SPECULATION, _K),
     *pick(groups.SAMPLING, "sampling.max_tokens"),
-    *pick(groups.ENGINE, "engine.dtype", "engine.device", "threads"),
+    *pick(groups.ENGINE, "engine.dtype", "engine.quantization", "engine.device", "threads"),
 )
 def demo(
     given: Given,
@@ -105,10 +105,11 @@ def demo(
     with view.loading():
         set_threads(given.value("threads"))
         quiet_libraries()
+        from peagle.engine.placement import load_target
         from peagle.evaluation.decoding import Run
-        from peagle.evaluation.engine_backend import build, load_target, measure, warm_up
+        from peagle.evaluation.engine_backend import build, measure, warm_up
 
-        model = load_target(folder, dtype=engine.dtype, device=engine.device)
+        model = load_target(folder, engine)
         _check_kinds(configurations, model.num_layers)
         llms = build(model, {PLAIN: None, **configurations}, max_num_seqs=1)
         warm_up(llms, [prompts[0].text])
@@ -173,6 +174,7 @@ def _report(
     """Return all results as one JSON object, compared with plain decoding."""
     from peagle.environment import environment
     from peagle.evaluation.acceptance import acceptance_figures
+    from peagle.models.target_facts import precision_of
 
     plain = results[PLAIN]
     differences = {
@@ -191,7 +193,7 @@ def _report(
         "max_new_tokens": params.max_tokens,
         "temperature": params.temperature,
         "num_speculative_tokens": k,
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": precision_of(target),
         "concurrency": 1,
         "environment": environment(target.device),
         "methods": [
@@ -288,7 +290,7 @@ def identity_text(report: Mapping[str, Any]) -> Text:
         )
     which = sorted({id for method in report["methods"] for id in method["different_outputs"]})
     reason = ""
-    if report["dtype"] != "float64":
+    if not report["dtype"].startswith("float64"):
         reason = " In this dtype two tokens can be tied up to rounding; see --dtype float64."
     return Text(
         f"Outputs differ ({names}) on {count} of {total} prompts: {', '.join(which)}.{reason}",

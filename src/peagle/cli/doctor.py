@@ -48,7 +48,7 @@ _MARKS = {"agrees": "ok", "differs": "!!", "not checked": "--"}
 @takes(
     *groups.MODEL,
     *pick(groups.SPECULATION, "speculative.num_speculative_tokens"),
-    *pick(groups.ENGINE, "engine.dtype", "engine.device", "threads"),
+    *pick(groups.ENGINE, "engine.dtype", "engine.quantization", "engine.device", "threads"),
     *vllm.OPTIONS,
 )
 def doctor(

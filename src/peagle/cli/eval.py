@@ -72,7 +72,8 @@ _NAMED_URL = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<url>.+)")
     *pick(groups.SPECULATION, "speculative.draft_sampling"),
     *pick(groups.SAMPLING, "sampling.max_tokens", "sampling.top_k", "sampling.top_p"),
     *pick(groups.SAMPLING, "sampling.seed"),
-    *pick(groups.ENGINE, "engine.dtype", "engine.device", "engine.max_model_len"),
+    *pick(groups.ENGINE, "engine.dtype", "engine.quantization"),
+    *pick(groups.ENGINE, "engine.device", "engine.max_model_len"),
     *pick(groups.ENGINE, "engine.kv_cache_gib", "engine.gpu_memory_utilization", "threads"),
     *vllm.OPTIONS,
 )

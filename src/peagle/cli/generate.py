@@ -153,10 +153,11 @@ def _result(
 def _summary(tally: Tally, llm: LLM, params: SamplingParams) -> str:
     """Return a line with the tokens, the speed and the acceptance."""
     from peagle.cli.tally import drafts_of
+    from peagle.models.target_facts import precision_of
 
     speed = (
         f"{tally.num_tokens} tokens in {tally.seconds:.2f} s ({tally.tokens_per_s:.1f} tokens/s)"
     )
-    dtype = str(llm.target.dtype).removeprefix("torch.")
+    dtype = precision_of(llm.target)
     drafting = tally.drafting(drafts_of(llm))
     return f"{speed}; {drafting}, temperature {params.temperature:g}, {dtype}"

@@ -118,8 +118,10 @@ class Models:
 
     @property
     def dtype(self) -> str:
-        """The data type of the target."""
-        return str(self.target.dtype).removeprefix("torch.")
+        """The type of the target, and of its weights where they are quantised."""
+        from peagle.models.target_facts import precision_of
+
+        return precision_of(self.target)
 
     @property
     def target_sha256(self) -> str:
@@ -158,7 +160,7 @@ def load_models(given: Given, methods: Sequence[DecodingMethod], *, whole: bool 
     A method with a source and no name is named after the kind of its head. Without `whole` only the
     ends of the target are loaded, for another engine.
     """
-    from peagle.evaluation.engine_backend import load_target
+    from peagle.engine.placement import load_target
     from peagle.models.checkpoint import load_drafter
     from peagle.models.loading import resolve_model
     from peagle.models.target import load_tokenizer
@@ -173,7 +175,7 @@ def load_models(given: Given, methods: Sequence[DecodingMethod], *, whole: bool 
     methods = [replace(one, source=expand_bundled(one.source, "draft")) for one in methods]
     heads = [resolve_model(one.source, role="draft") if one.source else None for one in methods]
     if whole:
-        target = load_target(folder, dtype=engine.dtype, device=engine.device)
+        target = load_target(folder, engine)
     else:
         target = TargetEnds.load(folder)
     found = [_with_head(one, head, target) for one, head in zip(methods, heads, strict=True)]
@@ -188,14 +190,14 @@ def load_models(given: Given, methods: Sequence[DecodingMethod], *, whole: bool 
                 load_drafter(one.folder, target)
         except UserError as error:
             raise UserError(f"The head of {one.name} is of no use here: {error}") from None
-    # The target is loaded as dtype and device say already.
+    # The target is loaded as these say already.
     engine_options = {name: asdict(engine)[name] for name in settings.section("engine")}
     return Models(
         target,
         folder,
         display_name(own or str(BUNDLED_TARGET)),
         found,
-        engine_options | {"dtype": "auto", "device": "auto"},
+        engine_options | {"dtype": "auto", "device": "auto", "quantization": None},
         bool(getattr(load_tokenizer(folder), "chat_template", None)),
     )
 

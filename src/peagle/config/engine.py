@@ -17,10 +17,12 @@ from peagle.config.checks import (
 from peagle.config.sampling import MAX_SEED
 
 DType = Literal["auto", "float32", "float64", "bfloat16", "float16"]
+Quantization = Literal["fp8", "int8", "int4"]
 
 
 _CHECKS = {
     "dtype": choice_of(*get_args(DType)),
+    "quantization": choice_of(None, *get_args(Quantization)),
     "device": FieldCheck(lambda name: isinstance(name, str), '"auto", "cpu" or "cuda"'),
     **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "block_size"), whole(1)),
     **dict.fromkeys(("max_model_len", "num_kv_blocks"), whole(1, optional=True)),
@@ -41,6 +43,8 @@ class EngineConfig:
     Attributes:
         dtype: type of weights, activations and KV cache; "auto" is float32 on a CPU and
             bfloat16 on a GPU.
+        quantization: type that the weights of the target's layers get when they are loaded; None
+            takes them as they are stored.
         device: "auto" takes the GPU where there is one.
         max_model_len: longest sequence (prompt and output) in tokens; None takes the model's.
         max_num_seqs: most sequences decoded together.
@@ -59,6 +63,7 @@ class EngineConfig:
     """
 
     dtype: DType = "auto"
+    quantization: Quantization | None = None
     device: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 16

@@ -24,14 +24,15 @@ from peagle.doctor.repair import (
     starved_depth,
 )
 from peagle.doctor.serving import EndpointServing, EngineServing, Serving, examine_serving
-from peagle.engine.placement import resolve_device, resolve_dtype
+from peagle.engine.placement import load_target
 from peagle.errors import CheckpointError, UserError
 from peagle.evaluation.endpoint import EndpointBackend
 from peagle.evaluation.training_record import read_training_record
 from peagle.models.checkpoint import read_head_config
 from peagle.models.head_json import default_depth
 from peagle.models.loading import resolve_model
-from peagle.models.target import TargetModel, load_tokenizer
+from peagle.models.target import load_tokenizer
+from peagle.models.target_facts import precision_of
 
 _MOST_DRAFTS = 16
 # A target that knows its tokenizer is far from ln(V) on the texts that it knows best.
@@ -92,7 +93,6 @@ def run_doctor(
         extra = None if thinking is None else template
         backend = EndpointBackend(endpoint, endpoint_model, extra_body=extra)
     progress("loading the target")
-    device = resolve_device(engine.device)
     target_folder = resolve_model(target, revision)
     try:
         folder = resolve_model(draft, draft_revision, role="draft")
@@ -104,8 +104,7 @@ def run_doctor(
     tokenizer = load_tokenizer(target_folder)
     style = usual_style(tokenizer, plain=plain, chat_template=chat_template, thinking=thinking)
     texts = choose_texts(prompts, tokenizer)
-    dtype = resolve_dtype(engine.dtype, device)
-    model = TargetModel.load(target_folder, dtype=dtype, device=device)
+    model = load_target(target_folder, engine)
     try:
         config = read_head_config(folder, num_target_layers=model.num_layers)[0]
     except CheckpointError:  # the examination of the files says why
@@ -123,7 +122,7 @@ def run_doctor(
         "target": target,
         "draft": draft,
         "serving": serving.name,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": precision_of(model),
         "prompt_style": str(style),
         "num_speculative_tokens": k,
         **report.figures,

@@ -1,4 +1,4 @@
-"""Where a model runs: its device, its type, and the CPU threads that torch computes with.
+"""Where a model runs: its device, its types, and the CPU threads that torch computes with.
 
 In a decode step every product of the model ends with all threads waiting for the slowest. A small
 model's products are shorter than that wait, and where another program has one of the cores, every
@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 from peagle.config.checks import require
+from peagle.config.engine import EngineConfig
 from peagle.errors import UserError
+from peagle.models.target import TargetModel
 
 # At 10 GB/s a thread reads this much in 7 ms, many times what the waits of a step take.
 BYTES_PER_THREAD = 64 * 2**20
@@ -46,6 +48,22 @@ def resolve_device(name: str) -> torch.device:
             'expected "auto", "cpu" or "cuda".'
         ) from None
     return device
+
+
+def load_target(folder: str | Path, config: EngineConfig) -> TargetModel:
+    """Load a target with the types and on the device of a configuration.
+
+    Raises:
+        UserError: the folder, a type or the device is not usable.
+        CheckpointError: it is not a causal LM that peagle supports, or its weights are broken.
+    """
+    device = resolve_device(config.device)
+    return TargetModel.load(
+        folder,
+        dtype=resolve_dtype(config.dtype, device),
+        device=device,
+        quantization=config.quantization,
+    )
 
 
 def set_threads(threads: int) -> None:

@@ -15,7 +15,6 @@ from peagle.chat import opens_thinking, render_chat
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine import SpeculationStats
 from peagle.engine.memory_plan import free_and_total
-from peagle.engine.placement import resolve_device, resolve_dtype
 from peagle.errors import UserError
 from peagle.evaluation.decoding import (
     Answer,
@@ -31,17 +30,6 @@ WARM_UP_TOKENS = 16
 
 
 # ---- engines --------------------------------------------------------------------------------
-
-
-def load_target(folder: str | Path, *, dtype: str, device: str) -> TargetModel:
-    """Load a target in Hugging Face format; dtype and device are as in EngineConfig.
-
-    Raises:
-        UserError: the folder, the type or the device is not usable.
-    """
-    config = EngineConfig(dtype=dtype, device=device)  # type: ignore[arg-type]
-    where = resolve_device(config.device)
-    return TargetModel.load(folder, dtype=resolve_dtype(config.dtype, where), device=where)
 
 
 def build(

@@ -22,6 +22,7 @@ from peagle.config import require_folder
 from peagle.errors import CheckpointError, UserError
 from peagle.models.architectures import capped, check_architecture, final_softcap, fix_longrope
 from peagle.models.quantization import quantization_of
+from peagle.models.quantize import quantize
 from peagle.models.target_attention import (
     AttentionLayer,
     DryRun,
@@ -33,6 +34,7 @@ from peagle.models.target_attention import (
 from peagle.models.target_facts import end_of_text_ids, load_config, refuse_pickles
 
 if TYPE_CHECKING:
+    from peagle.config.engine import Quantization
     from peagle.models.compilation import CompiledLayers
 _LENGTHS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
@@ -46,9 +48,11 @@ class TargetModel:
         hidden_size, vocab_size, num_layers, max_model_len: its sizes.
         aux_layer_ids: layers whose *entering* hidden states make the feature (may be empty).
         name: where it was loaded from.
+        quantization: type of the quantised weights of its layers; None: they are plain.
         compiled: its compiled layers, see `models.acceleration`; None: they run as they are.
     """
 
+    quantization: str | None = None
     compiled: CompiledLayers | None = None
 
     def __init__(
@@ -91,6 +95,7 @@ class TargetModel:
         *,
         dtype: torch.dtype | None = None,
         device: str | torch.device = "cpu",
+        quantization: Quantization | None = None,
     ) -> TargetModel:
         """Load a folder in Hugging Face format (safetensors only, no remote code).
 
@@ -100,9 +105,10 @@ class TargetModel:
             path: the folder.
             dtype: type of the plain weights and of what is computed; None keeps the stored one.
             device: where they go.
+            quantization: type that the plain weights of its layers get, see `models.quantize`.
 
         Raises:
-            UserError: the folder is not there.
+            UserError: the folder is not there, or its weights cannot be quantised so.
             CheckpointError: it is not a causal LM that peagle supports, or its weights are broken.
         """
         folder = require_folder(path, "The target model")
@@ -110,12 +116,22 @@ class TargetModel:
         check_architecture(config)
         refuse_pickles(folder)
         place = torch.device(device)
-        quantization = quantization_of(config)
-        if quantization is None:
-            model = _load_weights(folder, config, dtype).to(place)
+        stored = quantization_of(config)
+        if stored is not None and quantization is not None:
+            raise UserError(
+                f"quantization is {quantization!r}, but the target {str(path)!r} is quantised "
+                f"already ({stored['quant_method']}); leave the option out."
+            )
+        unpack = place.type != "cuda"  # no kernel reads packed weights on a CPU
+        if stored is not None:
+            model = _load_quantized(folder, config, stored, dtype, place, unpack=unpack)
         else:
-            model = _load_quantized(folder, config, quantization, dtype, place)
-        return cls(model, name=str(path))
+            model = _load_weights(folder, config, dtype)
+            if quantization is not None:
+                quantize(model, quantization, place, unpack=unpack)
+        target = cls(model.to(place), name=str(path))
+        target.quantization = stored["quant_method"] if stored else quantization
+        return target
 
     def tap_aux(self, layer_ids: Sequence[int]) -> None:
         """Choose the layers whose entering hidden states `forward` returns, in ascending order.
@@ -334,13 +350,13 @@ def _load_quantized(
     quantization: Mapping[str, Any],
     dtype: torch.dtype | None,
     device: torch.device,
+    *,
+    unpack: bool,
 ) -> Any:
-    """Weights stay packed on a card; no kernel reads them so on a CPU."""
     from peagle.models.packed_loading import load_packed
 
     stored = getattr(config.get_text_config(), "dtype", None)
     dtype = dtype or (stored if isinstance(stored, torch.dtype) else torch.bfloat16)
-    unpack = device.type != "cuda"
     if unpack:
         method, name = quantization["quant_method"], str(dtype).removeprefix("torch.")
         warnings.warn(

@@ -152,6 +152,13 @@ class TargetShape:
         return self.text_config.num_hidden_layers
 
 
+def precision_of(target: TargetFacts) -> str:
+    """Return the type in which a target computes, and that of its weights if it is quantised."""
+    name = str(target.dtype).removeprefix("torch.")
+    quantization: str | None = getattr(target, "quantization", None)
+    return f"{name}, {quantization} weights" if quantization else name
+
+
 def model_skeleton(folder: Path, config: Any) -> transformers.PreTrainedModel:
     """Make the model without values: it knows the names, shapes and ties of its tensors.
 

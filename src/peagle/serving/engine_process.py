@@ -20,7 +20,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from queue import Empty
 from typing import Any, Literal, get_args
 
@@ -30,11 +29,10 @@ from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.engine import EngineStats, LLMEngine, SpeculationStats
 from peagle.engine.loop import Add, EngineLoop, Order
 from peagle.engine.outputs import StreamChunk
-from peagle.engine.placement import resolve_device, resolve_dtype, set_threads
+from peagle.engine.placement import load_target, resolve_device, set_threads
 from peagle.engine.requests import Requests
 from peagle.errors import UserError
 from peagle.llm import LLM
-from peagle.models.target import TargetModel
 from peagle.serving.logs import configure_logging
 from peagle.serving.memory_release import trim
 
@@ -315,9 +313,8 @@ def _load(spec: EngineSpec, heartbeat: Heartbeat) -> dict[str, LLM]:
     device = resolve_device(spec.engine.device)
     if device.type == "cuda":  # nothing is compiled for a CPU, and the compilers load slowly
         announce_compilation(heartbeat)
-    dtype = resolve_dtype(spec.engine.dtype, device)
-    target = TargetModel.load(Path(spec.target), dtype=dtype, device=device)
-    sizes = replace(spec.engine, dtype="auto", device="auto")
+    target = load_target(spec.target, spec.engine)
+    sizes = replace(spec.engine, dtype="auto", device="auto", quantization=None)
     llms: dict[str, LLM] = {}
     for number, (name, speculative) in enumerate(spec.proposers.items()):
         heartbeat.beat()
