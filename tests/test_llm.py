@@ -246,7 +246,7 @@ def test_a_loaded_model_keeps_its_type_and_place(
     target_folder: Path, option: dict[str, str]
 ) -> None:
     model = TargetModel.load(target_folder, dtype=torch.float64)
-    with pytest.raises(UserError, match=r"float64 on cpu\. Leave them out"):
+    with pytest.raises(UserError, match=r"float64 on cpu, quantization None\. Leave them out"):
         LLM(model=model, **option)
 
 
