@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +19,30 @@ from peagle.models.packed_layers import PackedLinear, experts_of
 from peagle.models.quantize import pack, quantize
 from peagle.models.target import TargetModel
 from tests.kernels.devices import INTERPRETED
-from tests.models.test_architectures import ARCHITECTURES
+from tests.models.test_architectures import ARCHITECTURES, WITH_EXPERTS
 from tests.models.test_packed_loading import SIZES, distance, logits, write_checkpoint
 from tests.models.tiny import make_model
 
 METHODS: list[Quantization] = ["fp8", "int8", "int4"]
 # Largest |W' - W| / |W| of weights that are normally distributed.
 ERRORS = {"fp8": 0.03, "int8": 0.012, "int4": 0.13}
-NAMES = ["qwen2", "gpt_oss", "qwen3_moe", "gemma4, experts, keys as values"]
+DENSE = [
+    "llama",
+    "qwen3",
+    "mistral",
+    "phi",
+    "phi3",
+    "gemma2",
+    "gemma3, text",
+    "gemma4, shared keys",
+]
+NAMES = ["qwen2", *WITH_EXPERTS]
 
 
 def make(name: str) -> Any:
     found = ARCHITECTURES[name]
     options = {**found.options, "hidden_size": 64, "intermediate_size": 96}
-    if name == "qwen3_moe":
-        options["moe_intermediate_size"] = 32
-    if name.startswith("gemma4"):
+    if name in WITH_EXPERTS:
         options["moe_intermediate_size"] = 32
     return make_model(found.model_type, **options).eval().requires_grad_(False)
 
@@ -52,8 +61,9 @@ def expected_weight(weight: torch.Tensor, method: Quantization) -> torch.Tensor:
     return rounded * scale
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "method"), [*product(NAMES, METHODS), *product(DENSE, ["fp8", "int8"])]
+)
 def test_layers_are_rounded_and_all_else_is_not(name: str, method: Quantization) -> None:
     model, plain = make(name), dict(make(name).named_parameters())
     quantize(model, method, torch.device("cpu"), unpack=True)
@@ -70,8 +80,9 @@ def test_layers_are_rounded_and_all_else_is_not(name: str, method: Quantization)
         assert distance(expected, rows) < ERRORS[method]
     assert not [key for key in changed if "layers." not in key], "embedding, norm and lm_head stay"
     assert not [key for key in changed if "norm" in key or "router" in key or "mlp.gate." in key]
-    inner = [key for key in plain if "layers." in key and "_proj" in key and "bias" not in key]
-    assert sorted(changed) == sorted(inner)
+    inner = [key for key, weight in plain.items() if "layers." in key and weight.ndim > 1]
+    plain_ones = ("norm", "router", "mlp.gate.", "bias", "sinks", "embed_tokens")
+    assert sorted(changed) == sorted(k for k in inner if not any(one in k for one in plain_ones))
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not 1")
@@ -95,7 +106,8 @@ def test_packed_layers_compute_what_the_rounded_ones_do(name: str, method: Quant
 def test_a_target_says_how_it_is_quantised(target_folder: Path) -> None:
     assert TargetModel.load(target_folder).quantization is None
     plain = LLM(target_folder, dtype="float32")
-    rounded = LLM(target_folder, dtype="float32", quantization="int8")
+    with pytest.warns(UserWarning, match="rounded to int8; on this device they take the memory"):
+        rounded = LLM(target_folder, dtype="float32", quantization="int8")
     assert rounded.target.quantization == "int8"
     weights = [dict(llm.target.model.named_parameters()) for llm in (plain, rounded)]
     name = next(key for key in weights[0] if key.endswith("q_proj.weight"))

@@ -104,6 +104,7 @@ def refuse_vllm_options(given: Given, flags: list[str]) -> None:
 # Options that have no equal in vLLM, and why; a value of theirs that vLLM serves with anyway.
 _WITHOUT_EQUAL = {
     "engine.device": ("vLLM runs on what it was built for", "auto"),
+    "engine.quantization": ("vLLM has a --quantization of its own: give it behind --", None),
     "server.compile_timeout_s": ("vLLM sets no limit to the compilation of schemas", None),
     "server.grammar_budget_s": ("vLLM sets no limit to what a grammar costs", 0),
     "server.user_grammars": ("vLLM takes grammars from every request", True),

@@ -128,6 +128,12 @@ class TargetModel:
         else:
             model = _load_weights(folder, config, dtype)
             if quantization is not None:
+                if unpack:
+                    warnings.warn(
+                        f"The target's weights are rounded to {quantization}; on this device they "
+                        "take the memory of their own type.",
+                        stacklevel=3,
+                    )
                 quantize(model, quantization, place, unpack=unpack)
         target = cls(model.to(place), name=str(path))
         target.quantization = stored["quant_method"] if stored else quantization
