@@ -143,6 +143,13 @@ SHAPES = {
 }
 
 
+def make_config(shape: Shape) -> Any:
+    """The configuration of transformers."""
+    return AutoConfig.for_model(
+        shape.model_type, **shape.config, tie_word_embeddings=False, eos_token_id=0
+    )
+
+
 def make_target(
     shape: Shape, folder: Path, dtype: torch.dtype, device: torch.device
 ) -> TargetModel:
@@ -152,9 +159,7 @@ def make_target(
     """
     if not (folder / "tokenizer.json").is_file():
         make_tokenizer(shape.config["vocab_size"]).save_pretrained(folder)
-    config = AutoConfig.for_model(
-        shape.model_type, **shape.config, tie_word_embeddings=False, eos_token_id=0
-    )
+    config = make_config(shape)
     torch.manual_seed(0)
     if shape.format != "plain":
         return TargetModel(_packed_model(shape, config, dtype, device), name=str(folder))

@@ -4,6 +4,8 @@
     python benchmarks/throughput.py --shape qwen3-8b --method peagle --k 7 --al 3.94 \\
         --conc 1,4,16,64 --prompt 128 --out 256
 
+    python benchmarks/throughput.py --shape gpt-oss-20b --checkpoint /tmp/gpt-oss-20b --method none
+
 Random weights at the sizes of a real model, and SYNTHETIC acceptance: after i drafts the next one
 passes with a constant probability, chosen so that a step gives AL tokens on average. All work is
 done as ever, full logits and verification included. Prints one line, RESULT and a JSON object:
@@ -29,6 +31,7 @@ from statistics import median  # noqa: E402
 from typing import Any, get_args  # noqa: E402
 
 import torch  # noqa: E402
+from checkpoints import write_checkpoint  # noqa: E402
 from common import run_guarded  # noqa: E402
 from shapes import SHAPES, make_head, make_target  # noqa: E402
 
@@ -38,6 +41,7 @@ from peagle.config import MAX_SPECULATIVE_TOKENS, DType  # noqa: E402
 from peagle.engine.placement import resolve_device, resolve_dtype  # noqa: E402
 from peagle.environment import environment  # noqa: E402
 from peagle.errors import UserError  # noqa: E402
+from peagle.models.target import TargetModel  # noqa: E402
 
 
 def main() -> None:
@@ -77,6 +81,12 @@ def _arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     options.add_argument("--shape", default="qwen3-8b", choices=SHAPES)
+    options.add_argument(
+        "--checkpoint",
+        type=Path,
+        help="folder of a checkpoint of the shape, written if it is empty; heads go beside it "
+        "(default: weights are made in memory)",
+    )
     options.add_argument("--method", default="none", choices=("none", "eagle3", "peagle"))
     options.add_argument("--k", type=int, default=7, help="draft tokens per step (7)")
     options.add_argument(
@@ -148,11 +158,17 @@ def acceptance_rates(acceptance_length: float, k: int) -> list[float]:
 def build(args: argparse.Namespace, rates: list[float] | None) -> LLM:
     """The engine that users get, on random weights."""
     device = resolve_device(args.device)
-    shape, base = SHAPES[args.shape], _folder(args.shape)
-    target = make_target(shape, base, resolve_dtype(args.dtype, device), device)
+    shape, dtype = SHAPES[args.shape], resolve_dtype(args.dtype, device)
+    base = args.checkpoint or _folder(args.shape)
+    if args.checkpoint is None:
+        target = make_target(shape, base, dtype, device)
+    else:
+        if not (base / "config.json").is_file():
+            write_checkpoint(shape, base, dtype, device)
+        target = TargetModel.load(base, dtype=dtype, device=device)
     speculative = None
     if rates is not None:
-        head = base / args.method
+        head = base.parent / f"{base.name}-{args.method}" if args.checkpoint else base / args.method
         make_head(target, shape, args.method, head)
         speculative = {
             "model": str(head),
