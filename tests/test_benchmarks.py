@@ -18,6 +18,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors import safe_open
 
 from peagle import LLM
 from peagle.config import MAX_SPECULATIVE_TOKENS
@@ -341,3 +343,59 @@ def test_all_work_is_done_by_generate_of_the_users_llm(
     assert done["LLMEngine.step", True] == stats.num_steps
     assert num_tokens == stats.num_output_tokens > 20 * 2 * 4
     assert result_of(stdout)["al"] == round(stats.speculation.acceptance_length, 3)
+
+
+# ---- checkpoints ----------------------------------------------------------------------------
+
+
+def names_in(folder: Path) -> set[str]:
+    names: set[str] = set()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as reader:
+            names |= set(reader.keys())
+    return names
+
+
+@pytest.mark.usefixtures("throughput")
+@pytest.mark.filterwarnings("ignore:The target is quantised")
+@pytest.mark.parametrize("format", ["plain", "fp8", "mxfp4"])
+def test_checkpoints_have_the_published_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    import checkpoints  # type: ignore[import-not-found]
+    import shapes  # type: ignore[import-not-found]
+
+    shape = replace(shapes.SHAPES["tiny-experts"], format=format)
+    if format == "mxfp4":
+        sizes = {"num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+        sizes |= {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
+        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+        shape = replace(shape, model_type="gpt_oss", config=sizes)
+    monkeypatch.setattr(checkpoints, "SHARD_BYTES", 100_000)
+    cpu = torch.device("cpu")
+    checkpoints.write_checkpoint(shape, tmp_path / "ours", torch.float32, cpu)
+    assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 1
+    target = TargetModel.load(tmp_path / "ours", dtype=torch.float32)
+    assert target.quantization == (None if format == "plain" else format)
+    target.model.save_pretrained(tmp_path / "plain")
+    expected, found = names_in(tmp_path / "plain"), names_in(tmp_path / "ours")
+    if format == "mxfp4":
+        packed = {name for name in expected if name.endswith(("gate_up_proj", "down_proj"))}
+        assert len(packed) == 4
+        expected -= packed
+        expected |= {f"{name}_{last}" for name in packed for last in ("blocks", "scales")}
+    scales = {name for name in found if name.endswith("_scale_inv")}
+    assert found - scales == expected
+    assert bool(scales) == (format == "fp8")
+
+
+def test_a_checkpoint_is_written_once(run: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    options = ["--checkpoint", str(folder), "--conc", "1", "--out", "4", "--repeats", "1"]
+    written: list[int] = []
+    for _ in range(2):
+        status, stdout, _ = run(*options, "--method", "peagle", "--k", "3", "--al", "2")
+        assert status == 0 and result_of(stdout)["method"] == "peagle"
+        written.append((folder / "config.json").stat().st_mtime_ns)
+    assert written[0] == written[1]
+    assert (tmp_path / "model-peagle" / "config.json").is_file()
