@@ -52,8 +52,11 @@ def expected_weight(weight: torch.Tensor, method: Quantization) -> torch.Tensor:
     if method == "int4":
         group = 128 if weight.shape[-1] % 128 == 0 else 32
         groups = weight.unflatten(-1, (-1, group))
-        scale = groups.abs().amax(-1, keepdim=True) / 7
-        return ((groups / scale).round() * scale).flatten(-2)
+        shrinks = torch.linspace(1, 0.6, 21)
+        scales = groups.abs().amax(-1, keepdim=True) / 7 * shrinks.view(21, *[1] * groups.ndim)
+        tried = (groups / scales).round().clamp(-8, 7) * scales
+        best = (tried - groups).square().sum(-1, keepdim=True).argmin(0, keepdim=True)
+        return tried.take_along_dim(best, 0)[0].flatten(-2)
     largest = 127 if method == "int8" else 448
     scale = weight.abs().amax(-1, keepdim=True) / largest
     scaled = weight / scale

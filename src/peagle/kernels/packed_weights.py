@@ -29,6 +29,7 @@ from torch import Tensor
 Format = Literal["plain", "fp8", "int8", "int4", "mxfp4"]
 FORMATS: tuple[str, ...] = get_args(Format)
 FOUR_BIT_FORMATS = ("int4", "mxfp4")
+_SHRINKS = tuple(1 - 0.02 * i for i in range(21))
 MX_INPUTS = 32  # inputs of one scale of "mxfp4"
 MAX_MX_SCALE = 128  # times 2, more than any layer needs: kernels rely on it; 255 is no number
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -237,9 +238,23 @@ def pack_int8(weight: Tensor, block: tuple[int, int]) -> PackedWeight:
 
 
 def pack_int4(weight: Tensor, group: int) -> PackedWeight:
-    """Quantise [..., N, K] to "int4" around 8, rounded to nearest, with a scale for each group."""
-    q, scale = _scaled(weight, (1, group), 7)
-    return make_int4((q.round() + 8).to(torch.uint8), scale, None, group)
+    """Quantise [..., N, K] to "int4" around 8, rounded to nearest, with a scale for each group.
+
+    Of the scales of `_SHRINKS` times the one that keeps the largest magnitude, a group takes that
+    with the smallest sum of squared errors: with so few numbers a large one may be cut.
+    """
+    groups = weight.float().unflatten(-1, (-1, group))
+    largest = groups.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    q, scale = torch.zeros_like(groups), largest / 7
+    least = torch.full_like(largest, torch.inf)
+    for shrink in _SHRINKS:
+        tried = largest * (shrink / 7)
+        rounded = (groups / tried).round_().clamp_(-8, 7)
+        error = (rounded * tried - groups).square_().sum(-1, keepdim=True)
+        is_better = error < least
+        q, scale = torch.where(is_better, rounded, q), torch.where(is_better, tried, scale)
+        least = torch.where(is_better, error, least)
+    return make_int4((q + 8).to(torch.uint8).flatten(-2), scale.squeeze(-1), None, group)
 
 
 def _scaled(weight: Tensor, block: tuple[int, int], largest: float) -> tuple[Tensor, Tensor]:
