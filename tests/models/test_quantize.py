@@ -12,15 +12,17 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from peagle import LLM, SamplingParams
-from peagle.config.engine import Quantization
+from peagle.config.speculative import Quantization
 from peagle.errors import UserError
 from peagle.kernels.packed_weights import PackedWeight
 from peagle.models.packed_layers import PackedLinear, experts_of
-from peagle.models.quantize import pack, quantize
+from peagle.models.quantize import pack, quantize, quantize_head
+from peagle.models.skinny import use_skinny
 from peagle.models.target import TargetModel
 from tests.kernels.devices import INTERPRETED
 from tests.models.test_architectures import ARCHITECTURES, WITH_EXPERTS
 from tests.models.test_packed_loading import SIZES, distance, logits, write_checkpoint
+from tests.models.test_skinny import draft_of, make_head
 from tests.models.tiny import make_model
 
 METHODS: list[Quantization] = ["fp8", "int8", "int4"]
@@ -122,6 +124,34 @@ def test_a_target_says_how_it_is_quantised(target_folder: Path) -> None:
         torch.tensor([[5, 6, 7]]), do_sample=False, max_new_tokens=8, min_new_tokens=8
     )
     assert output[0].outputs[0].token_ids == expected[0, 3:].tolist()
+
+
+@torch.no_grad()
+@pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not 1")
+@pytest.mark.parametrize("method", METHODS)
+def test_a_head_computes_what_the_rounded_one_does(method: Quantization) -> None:
+    heads = [make_head(intermediate_size=64) for _ in range(3)]
+    quantize_head(heads[0], method, unpack=False)
+    quantize_head(heads[1], method, unpack=True)
+    packed, rounded, plain = (draft_of(head, 5) for head in heads)
+    assert distance(packed, rounded) < 1e-5
+    assert distance(rounded, plain) > 1e-4
+    assert {type(m) for m in heads[0].layers[0].self_attn.children()} == {PackedLinear}
+    for name, parameter in heads[1].named_parameters():
+        is_layer = "layers." in name and parameter.ndim > 1
+        assert torch.equal(parameter, heads[2].get_parameter(name)) != is_layer, name
+    assert use_skinny(heads[0], max_rows=4) == 2, "fc and lm_head"
+
+
+def test_the_engine_quantises_the_head() -> None:
+    outputs = []
+    for quantization in (None, "int4"):
+        speculative = {"model": "bundled", "quantization": quantization}
+        llm = LLM(speculative_config=speculative)
+        (output,) = llm.generate(["def add(a, b):"], SamplingParams(max_tokens=24))
+        outputs.append((output.outputs[0].token_ids, llm.stats.speculation.acceptance_length))
+    assert outputs[0][0] == outputs[1][0], "the head changes no output"
+    assert outputs[1][1] > 1
 
 
 # ---- refusals -------------------------------------------------------------------------------

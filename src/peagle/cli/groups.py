@@ -42,6 +42,9 @@ SPECULATION = group(
         eagle3 with a head]
     --draft-sampling TEXT
         Drafts at a temperature above 0: argmax or probabilistic.
+    --draft-quantization TEXT = speculative.quantization
+        Type that the weights of the head's layers get when they are loaded: fp8, int8 or
+        int4. [default: as stored]
     --draft-max-len INT = speculative.max_model_len
         Length in tokens up to which a head drafts; longer texts go on without drafts.
         [default: the length that the head was trained for]

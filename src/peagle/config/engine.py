@@ -15,9 +15,9 @@ from peagle.config.checks import (
     whole,
 )
 from peagle.config.sampling import MAX_SEED
+from peagle.config.speculative import Quantization
 
 DType = Literal["auto", "float32", "float64", "bfloat16", "float16"]
-Quantization = Literal["fp8", "int8", "int4"]
 
 
 _CHECKS = {

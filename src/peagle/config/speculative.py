@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from peagle.config.checks import (
     BOOLEAN,
     FieldCheck,
     check_fields,
+    choice_of,
     is_int,
     is_number,
     require,
@@ -22,6 +23,7 @@ from peagle.errors import UserError
 
 Method = Literal["eagle3", "ngram"]
 DraftSampling = Literal["argmax", "probabilistic"]
+Quantization = Literal["fp8", "int8", "int4"]
 
 MAX_SPECULATIVE_TOKENS = 64
 DEFAULT_DEPTH = 7  # K where neither the user nor the head sets it
@@ -51,6 +53,7 @@ _CHECKS = {
         lambda name: name is None or (isinstance(name, str) and bool(name)),
         "a branch, a tag or a commit",
     ),
+    "quantization": choice_of(None, *get_args(Quantization)),
     "check_target": BOOLEAN,
     "max_model_len": whole(1, optional=True),
     "draft_window": FieldCheck(
@@ -79,6 +82,8 @@ class SpeculativeConfig:
         parallel_drafting: draft all K in one pass; None takes what the head was trained for.
         draft_sampling: "argmax" drafts, or "probabilistic" ones drawn at the request's temperature.
         prompt_lookup_max, prompt_lookup_min: longest and shortest n-gram that "ngram" matches.
+        quantization: type that the weights of the head's layers get when they are loaded; None
+            takes them as they are stored.
         check_target: refuse a head whose fingerprint names another target.
         max_model_len: positions up to which a head drafts; longer sequences go on without drafts.
             None takes the length that the head was trained for.
@@ -104,6 +109,7 @@ class SpeculativeConfig:
     draft_sampling: DraftSampling = "argmax"
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 1
+    quantization: Quantization | None = None
     check_target: bool = True
     max_model_len: int | None = None
     draft_window: int | None = None
@@ -132,7 +138,7 @@ class SpeculativeConfig:
             self._check_rates(self.synthetic_acceptance_rates)
 
     def _check_lookup(self) -> None:
-        for name in ("model", "revision", "max_model_len", "draft_window"):
+        for name in ("model", "revision", "quantization", "max_model_len", "draft_window"):
             value = getattr(self, name)
             require(value is None, name, value, f'no {name} with method "ngram"')
         longest, shortest = self.prompt_lookup_max, self.prompt_lookup_min

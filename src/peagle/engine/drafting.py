@@ -27,6 +27,7 @@ from peagle.engine.sequence import Sequence
 from peagle.errors import UserError
 from peagle.models.checkpoint import load_drafter, read_head_config, trained_length
 from peagle.models.drafter import Drafter
+from peagle.models.quantize import quantize_head
 from peagle.models.target import TargetModel
 from peagle.speculation import (
     AutoregressiveProposer,
@@ -64,6 +65,8 @@ def load_head(target: TargetModel, speculative: SpeculativeConfig | None) -> Dra
             stacklevel=4,
         )
     drafter = load_drafter(speculative.model, target, check_target=speculative.check_target)
+    if speculative.quantization is not None:
+        quantize_head(drafter, speculative.quantization, unpack=target.device.type != "cuda")
     window = speculative.draft_window
     drafter.window = trained_length(facts) if window is None else window or None
     return drafter

@@ -1,4 +1,4 @@
-"""Quantise the layers of a target while it loads: weights alone, without calibration.
+"""Quantise the layers of a target or a head while it loads: weights alone, without calibration.
 
 fp8 and int8 have a scale for each row of a weight, int4 one for each group of 128 inputs, or of 32
 where 128 do not divide them. Embedding, norms, routers and lm_head keep their type.
@@ -13,10 +13,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from peagle.config.engine import Quantization
+from peagle.config.speculative import Quantization
 from peagle.errors import UserError
 from peagle.kernels.experts import ExpertWeights
 from peagle.kernels.packed_weights import PackedWeight, pack_fp8, pack_int4, pack_int8
+from peagle.models.drafter import Drafter
 from peagle.models.packed_layers import (
     PackedLinear,
     experts_of,
@@ -54,20 +55,45 @@ def quantize(
         _quantize_experts(module, names[id(module)], quantization, device, unpack=unpack)
     routers = {id(linear) for module in experts for linear in _routers(model, module, names)}
     for layer in decoder_layers(model):
-        for module in list(layer.modules()):
-            if type(module) is not nn.Linear or id(module) in routers:
-                continue
-            name = names[id(module)]
-            packed = pack(module.weight.to(device), quantization, name)
-            if unpack:
-                module.weight.data = packed.unpack(module.weight.dtype)
-            else:
-                bias = None if module.bias is None else module.bias.to(device)
-                parent, _, last = name.rpartition(".")
-                setattr(model.get_submodule(parent), last, PackedLinear(packed, bias))
+        _quantize_linears(layer, routers, names, quantization, device, unpack=unpack)
     nn.Module.to(model, device)
     if not unpack:
         use_experts(model)
+
+
+@torch.no_grad()
+def quantize_head(drafter: Drafter, quantization: Quantization, *, unpack: bool) -> None:
+    """Quantise the layers of a draft head in place; `fc`, embedding and lm_head keep their type.
+
+    Raises:
+        UserError: a layer cannot have this type.
+    """
+    names = {id(module): f"the head's {name}" for name, module in drafter.named_modules()}
+    device = drafter.fc.weight.device
+    for layer in drafter.layers:
+        _quantize_linears(layer, set(), names, quantization, device, unpack=unpack)
+
+
+def _quantize_linears(
+    layer: nn.Module,
+    spared: set[int],
+    names: Mapping[int, str],
+    quantization: Quantization,
+    device: torch.device,
+    *,
+    unpack: bool,
+) -> None:
+    """Quantise the linear layers within a module, but for those whose ids are `spared`."""
+    for module in list(layer.modules()):
+        for last, linear in list(module.named_children()):
+            if type(linear) is not nn.Linear or id(linear) in spared:
+                continue
+            packed = pack(linear.weight.to(device), quantization, names[id(linear)])
+            if unpack:
+                linear.weight.data = packed.unpack(linear.weight.dtype)
+            else:
+                bias = None if linear.bias is None else linear.bias.to(device)
+                setattr(module, last, PackedLinear(packed, bias))
 
 
 def pack(weight_NK: Tensor, quantization: Quantization, name: str) -> PackedWeight:

@@ -119,7 +119,7 @@ def _gate_up(mlp: Any) -> Any:
 
 def _may_be_swiglu(module: nn.Module) -> bool:
     if isinstance(module, DrafterMLP):
-        return True
+        return isinstance(module.gate_up_proj, nn.Linear)  # not packed
     children = dict(module.named_children())
     fused, down = children.get(_FUSED_MLP), children.get("down_proj")
     return (

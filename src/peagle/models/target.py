@@ -34,7 +34,7 @@ from peagle.models.target_attention import (
 from peagle.models.target_facts import end_of_text_ids, load_config, refuse_pickles
 
 if TYPE_CHECKING:
-    from peagle.config.engine import Quantization
+    from peagle.config.speculative import Quantization
     from peagle.models.compilation import CompiledLayers
 _LENGTHS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
