@@ -105,7 +105,11 @@ LOOKUP = {"method": "ngram", "model": None}
             {"draft_sample_method": "greedy", "draft_sampling": "probabilistic"},
             "draft_sample_method 'greedy' and draft_sampling 'probabilistic' contradict",
         ),
-        ({"quantization": "fp8"}, "Unknown key 'quantization'"),
+        ({"quantization": "fp4"}, "quantization is 'fp4'; expected one of None, fp8, int8, int4"),
+        (
+            {"method": "ngram", "model": None, "quantization": "fp8"},
+            "expected no quantization with",
+        ),
         ({"modle": "head"}, "Unknown key 'modle' in the speculative configuration; known keys: "),
         ({7: 1}, "Unknown key '7'"),
         ({"method": "mtp"}, 'method is \'mtp\'; expected "eagle3" or "ngram"'),

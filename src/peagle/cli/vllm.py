@@ -105,7 +105,6 @@ def refuse_vllm_options(given: Given, flags: list[str]) -> None:
 _WITHOUT_EQUAL = {
     "engine.device": ("vLLM runs on what it was built for", "auto"),
     "engine.quantization": ("vLLM has a --quantization of its own: give it behind --", None),
-    "speculative.quantization": ("vLLM takes the head as it is stored", None),
     "server.compile_timeout_s": ("vLLM sets no limit to the compilation of schemas", None),
     "server.grammar_budget_s": ("vLLM sets no limit to what a grammar costs", 0),
     "server.user_grammars": ("vLLM takes grammars from every request", True),

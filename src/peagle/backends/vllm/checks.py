@@ -104,6 +104,11 @@ def _check_speculation(launch: VllmLaunch, installation: VllmInstallation) -> It
             f"draft_window is {config.draft_window}; heads look back over all tokens in vLLM. "
             "Leave it out."
         )
+    if config.quantization is not None:
+        raise UserError(
+            f"quantization of the head is {config.quantization!r}; vLLM gets the head as it is "
+            "stored. Leave --draft-quantization out."
+        )
     if not launch.is_parallel:
         if launch.pipeline_parallel_size > 1 and config.method == "eagle3":
             yield (
