@@ -16,6 +16,8 @@ from peagle.kernels.experts import (
     ExpertWeights,
     Gate,
     GroupedConfig,
+    choose_config,
+    fitting_stages,
     grouped_product,
     grouped_product_reference,
     max_tiles,
@@ -303,6 +305,25 @@ def test_products_with_tiles_of_unlike_heights(
     index, weights = torch.randint(2, (23, 2), device=device), torch.rand(23, 2, device=device)
     found = run_experts(x, index, weights, experts)
     check(found, run_experts_reference(x, index, weights, experts))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("format", ["plain", "fp8", "int4", "mxfp4"])
+@pytest.mark.parametrize("assignments", [1, 8, 100, 300, 3000, 30_000])
+@pytest.mark.parametrize("experts", [1, 32])
+def test_configurations_fit_into_a_card(
+    experts: int, assignments: int, format: str, dtype: torch.dtype
+) -> None:
+    weight = make_weight(format, 128, 512, device="cpu", dtype=dtype)
+    config = choose_config(assignments, experts, weight)
+    x = torch.empty(1, dtype=dtype)
+    for shared_bytes in (99 * 1024, 227 * 1024) if dtype == torch.bfloat16 else (227 * 1024,):
+        stages = fitting_stages(config, x, weight, shared_bytes)
+        inputs = config.step * config.steps
+        weight_bytes = weight.data[0].numel() * weight.data.itemsize / 512 * inputs
+        stage = config.block_m * inputs * dtype.itemsize + 2 * config.block_n * weight_bytes
+        assert stages * stage <= shared_bytes
+        assert stages == config.num_stages or (stages + 1) * stage > shared_bytes
 
 
 def test_kernels_compile_for_a_card() -> None:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from peagle.kernels.launch import MAX_ARRIVALS, arrivals, launch, power_of_two
 from peagle.kernels.packed_weights import FORMATS, PackedWeight
+from peagle.kernels.paged_attention import DeviceLimits
 
 Kind = Literal["xw", "wx", "registers"]
 Activation = Literal["none", "silu", "clamped", "gelu_tanh"]
@@ -433,6 +434,7 @@ def grouped_product(
         kernel, options["maxnreg"] = mxfp4_gluon.mxfp4_kernel, _max_registers(cut)
         launch(kernel, grid, *tensors, *sizes, gate.alpha, gate.limit, **options)
         return out
+    stages = fitting_stages(cut, x, weight, DeviceLimits.of(x.device).shared_bytes)
     launch(
         experts_triton.grouped_kernel,
         grid,
@@ -443,7 +445,7 @@ def grouped_product(
         **options,
         STEP=cut.step,
         STEPS=cut.steps,
-        STAGES=cut.num_stages,
+        STAGES=stages,
         FORMAT=FORMATS.index(weight.format),
         SCALE_ROWS=0 if rows >= data.shape[-2] else rows,
         SCALE_K=0 if is_shared else inputs,
@@ -451,9 +453,17 @@ def grouped_product(
         EVEN_K=k % (cut.step * cut.steps) == 0,
         ASM=has_assembly(x.device) and x.dtype == torch.bfloat16,
         WX=cut.kind == "wx",
-        num_stages=cut.num_stages,
+        num_stages=stages,
     )
     return out
+
+
+def fitting_stages(cut: GroupedConfig, x: Tensor, weight: PackedWeight, shared_bytes: int) -> int:
+    """Return how many stages of a configuration go into shared memory, at least 1."""
+    inputs = cut.step * cut.steps
+    row_bytes = inputs * weight.data.element_size() * weight.data.shape[-1] // weight.num_inputs
+    stage = cut.block_m * inputs * x.element_size() + 2 * cut.block_n * row_bytes
+    return max(1, min(cut.num_stages, shared_bytes // stage))
 
 
 def _max_registers(cut: GroupedConfig) -> int:

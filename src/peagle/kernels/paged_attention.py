@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -62,6 +63,7 @@ class DeviceLimits:
     shared_bytes: int
 
     @staticmethod
+    @cache
     def of(device: torch.device) -> DeviceLimits:
         """Return the limits of a device; for a CPU, those of a small imaginary card."""
         if device.type != "cuda":

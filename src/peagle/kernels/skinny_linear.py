@@ -330,7 +330,7 @@ def _multiply(
     if num_rows == 0:
         return out_MN
     if config is None:
-        limits = _limits(x_MK.device)
+        limits = DeviceLimits.of(x_MK.device)
         config = choose_config(
             num_rows,
             parts * n,
@@ -382,11 +382,6 @@ def _multiply(
         num_stages=config.num_stages,
     )
     return out_MN
-
-
-@cache
-def _limits(device: torch.device) -> DeviceLimits:
-    return DeviceLimits.of(device)
 
 
 @cache
