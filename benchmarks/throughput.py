@@ -38,9 +38,11 @@ from shapes import SHAPES, make_head, make_target  # noqa: E402
 from peagle import LLM, SamplingParams  # noqa: E402
 from peagle.cli.setup import quiet_libraries  # noqa: E402
 from peagle.config import MAX_SPECULATIVE_TOKENS, DType  # noqa: E402
+from peagle.config.speculative import Quantization  # noqa: E402
 from peagle.engine.placement import resolve_device, resolve_dtype  # noqa: E402
 from peagle.environment import environment  # noqa: E402
 from peagle.errors import UserError  # noqa: E402
+from peagle.models.quantize import quantize  # noqa: E402
 from peagle.models.target import TargetModel  # noqa: E402
 
 
@@ -60,6 +62,7 @@ def main() -> None:
         "synthetic": True,
         "shape": args.shape,
         "method": args.method,
+        "quantization": llm.target.quantization,
         "k": args.k if rates else 0,
         "k_per_batch_size": args.k_per_batch_size,
         "al_set": args.al if rates else 1.0,
@@ -100,6 +103,7 @@ def _arguments() -> argparse.Namespace:
     options.add_argument("--max-model-len", type=int, default=2048)
     options.add_argument("--device", default="auto")
     options.add_argument("--dtype", default="auto", choices=get_args(DType))
+    options.add_argument("--quantization", choices=get_args(Quantization), help="as the engine's")
     options.add_argument("--temperature", type=float, default=0.0)
     options.add_argument(
         "--profile", type=Path, help="write a table of the kernels of 8 steps here"
@@ -120,6 +124,11 @@ def _check(args: argparse.Namespace) -> None:
     for name in ("prompt", "out", "repeats"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name} is {getattr(args, name)}; expected at least 1.")
+    if args.quantization and SHAPES[args.shape].format != "plain":
+        raise UserError(
+            f"--quantization is {args.quantization!r}, but {args.shape} is published in "
+            f"{SHAPES[args.shape].format}: leave it out."
+        )
     drafts = 0
     if args.method != "none":
         drafts, most = args.k, MAX_SPECULATIVE_TOKENS
@@ -166,6 +175,9 @@ def build(args: argparse.Namespace, rates: list[float] | None) -> LLM:
         if not (base / "config.json").is_file():
             write_checkpoint(shape, base, dtype, device)
         target = TargetModel.load(base, dtype=dtype, device=device)
+    if args.quantization:
+        quantize(target.model, args.quantization, device, unpack=device.type != "cuda")
+        target.quantization = args.quantization
     speculative = None
     if rates is not None:
         head = base.parent / f"{base.name}-{args.method}" if args.checkpoint else base / args.method

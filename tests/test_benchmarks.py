@@ -389,6 +389,12 @@ def test_checkpoints_have_the_published_names(
     assert bool(scales) == (format == "fp8")
 
 
+def test_a_shape_can_be_quantised(run: Any) -> None:
+    options = ["--conc", "1", "--out", "4", "--repeats", "1", "--quantization", "int8"]
+    status, stdout, _ = run(*options)
+    assert status == 0 and result_of(stdout)["quantization"] == "int8"
+
+
 def test_a_checkpoint_is_written_once(run: Any, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     options = ["--checkpoint", str(folder), "--conc", "1", "--out", "4", "--repeats", "1"]
