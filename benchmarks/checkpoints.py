@@ -47,10 +47,13 @@ def write_checkpoint(shape: Shape, folder: Path, dtype: torch.dtype, device: tor
     make_tokenizer(shape.config["vocab_size"]).save_pretrained(folder)
     shards: list[list[str]] = []
     held: dict[str, Tensor] = {}
+    held_bytes = 0
     for name, tensor in _tensors(shape, model, dtype, device):
         held[name] = tensor.cpu()
-        if sum(t.numel() * t.itemsize for t in held.values()) >= SHARD_BYTES:
+        held_bytes += tensor.numel() * tensor.itemsize
+        if held_bytes >= SHARD_BYTES:
             _save(folder, held, shards)
+            held_bytes = 0
     if held:
         _save(folder, held, shards)
     files = {name: _file(i) for i, names in enumerate(shards) for name in names}

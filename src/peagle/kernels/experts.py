@@ -378,7 +378,7 @@ def grouped_product(
         mode, tiles = 1, count
     else:
         mode, tiles = 2, (plan.numel() - count) // 3
-    stored = data if data.element_size() > 1 or data.dtype == torch.int8 else data.view(torch.uint8)
+    stored = weight.stored
     scales = out if scale is None else scale
     is_shared = scale is None or (inputs >= k and weight.format != "mxfp4")
     assert is_shared or inputs % cut.step == 0

@@ -87,7 +87,7 @@ def unpack(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     data, scale, zero = weight.data, weight.scale, weight.zero
     (n, k), (rows, inputs) = (data.shape[0], weight.num_inputs), weight.block
     out = torch.empty(n, k, dtype=dtype, device=data.device)
-    stored = data if data.element_size() > 1 or data.dtype == torch.int8 else data.view(torch.uint8)
+    stored = weight.stored
     step = shared_inputs(weight, 128)
     launch(
         packed_weights_triton.unpack_kernel,

@@ -65,6 +65,12 @@ class PackedWeight:
         return self.data.shape[-1] * (2 if self.format in FOUR_BIT_FORMATS else 1)
 
     @property
+    def stored(self) -> Tensor:
+        """`data` in the type in which kernels read it: FP8 as its bytes."""
+        is_fp8 = self.data.dtype == torch.float8_e4m3fn
+        return self.data.view(torch.uint8) if is_fp8 else self.data
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
         tensors = (self.data, self.scale, self.zero)
