@@ -17,6 +17,7 @@ from peagle.kernels.experts import (
     Gate,
     GroupedConfig,
     choose_config,
+    experts_of_many,
     fitting_stages,
     grouped_product,
     grouped_product_reference,
@@ -24,6 +25,7 @@ from peagle.kernels.experts import (
     plan_tiles,
     run_experts,
     run_experts_reference,
+    uses_library,
 )
 from peagle.kernels.packed_linear import packed_linear
 from peagle.kernels.packed_weights import (
@@ -256,6 +258,30 @@ def test_experts_equal_the_reference(
         None if experts.down_bias is None else experts.down_bias.double(),
     )
     check(found, run_experts_reference(x.double(), index, weights.double(), exact))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("format", ["plain", "fp8", "int4 zeros", "mxfp4"])
+@pytest.mark.parametrize("gate", [*GATES[1:], Gate("silu")], ids=str)
+def test_the_library_multiplies_many_rows(format: str, gate: Gate, device: str) -> None:
+    torch.manual_seed(6)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    has_bias = gate.activation == "clamped"
+    experts = ExpertWeights(
+        make_weight(format, 5, 192, 64, device=device, dtype=dtype),
+        make_weight(format, 5, 64, 96, device=device, dtype=dtype),
+        gate,
+        torch.randn(5, 192).to(device, dtype) if has_bias else None,
+        torch.randn(5, 64).to(device, dtype) if has_bias else None,
+    )
+    x = torch.randn(45, 64).to(device, dtype)
+    index = torch.stack([torch.randperm(4)[:2] for _ in range(45)]).to(device)  # none is 4
+    weights = torch.rand(45, 2).to(device, dtype)
+    assert uses_library(x, 5 * 256, 5) == (device == "cuda")
+    assert not uses_library(x, 5 * 256 - 1, 5)
+    y = experts_of_many(x, index.view(-1), experts, 2).view(45, 2, 64)
+    found = (y * weights[:, :, None]).sum(1)
+    check(found, run_experts_reference(x, index, weights, experts))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from peagle.kernels.packed_linear import MAX_ROWS, packed_linear, unpack
+from peagle.kernels.packed_linear import MAX_ROWS, packed_linear
+from peagle.kernels.unpacking import unpack
 from tests.kernels.devices import DEVICES
 from tests.kernels.test_experts import FORMATS, check, make_weight
 
@@ -19,8 +20,9 @@ pytest.importorskip("triton", reason="needs triton")
 def test_unpacks_as_the_reference(k: int, format: str, device: str) -> None:
     torch.manual_seed(4)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    weight = make_weight(format, 72, k, device=device, dtype=dtype)
+    weight = make_weight(format, 3, 72, k, device=device, dtype=dtype)
     assert torch.equal(unpack(weight, dtype), weight.unpack(dtype))
+    assert torch.equal(unpack(weight.expert(1), dtype), weight.expert(1).unpack(dtype))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -25,11 +25,14 @@ from torch import Tensor
 from peagle.kernels.launch import MAX_ARRIVALS, arrivals, launch, power_of_two
 from peagle.kernels.packed_weights import FORMATS, PackedWeight
 from peagle.kernels.paged_attention import DeviceLimits
+from peagle.kernels.unpacking import has_assembly, shared_inputs, unpack
 
 Kind = Literal["xw", "wx", "registers"]
 Activation = Literal["none", "silu", "clamped", "gelu_tanh"]
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 _LEAST_INPUTS = 512  # of a share of a sum
+_MANY = 256  # assignments of an expert on average, from which on the library multiplies
+_FINISHED = 1024  # outputs that one program finishes
 _MAX_PLANNED = 4096  # assignments that one program orders
 
 
@@ -139,19 +142,15 @@ def choose_config(
     return replace(config, split_k=split_k)
 
 
+def uses_library(x: Tensor, num_assignments: int, num_experts: int) -> bool:
+    """Return whether a layer's experts are multiplied by the library: many rows in bfloat16."""
+    is_fit = x.dtype == torch.bfloat16 and has_assembly(x.device)
+    return is_fit and num_assignments >= _MANY * num_experts
+
+
 def can_use_registers(x: Tensor, weight: PackedWeight) -> bool:
     """Return whether the kind "registers" can multiply these."""
     return weight.format == "mxfp4" and x.dtype == torch.bfloat16 and _has_gluon(x.device)
-
-
-def shared_inputs(weight: PackedWeight, most: int) -> int:
-    """Return the largest power of two, up to `most`, of inputs that share their scales."""
-    inputs = weight.block[1]
-    if weight.format != "mxfp4" and (weight.scale is None or inputs >= weight.num_inputs):
-        return most
-    while inputs % most:
-        most //= 2
-    return most
 
 
 def run_experts(
@@ -218,6 +217,9 @@ def _experts(
     kind: Any = ACTIVATIONS[activation]
     (num_tokens, chosen), num_experts = index.shape, up.num_experts
     index_S = index.reshape(-1)
+    if uses_library(x, index_S.numel(), num_experts):
+        experts = ExpertWeights(up, down, Gate(kind, *gate), *bias)
+        return experts_of_many(x, index_S, experts, chosen)
     up_config, down_config = (
         choose_config(index_S.numel(), num_experts, w, registers=can_use_registers(x, w))
         for w in (up, down)
@@ -331,6 +333,60 @@ def _plan_many(plan: Tensor, index_S: Tensor, experts: int, rows: int, most: int
     tiles[0] = torch.where(is_tile, expert, -1)
     tiles[1] = first
     tiles[2] = torch.minimum(first + rows, ends[expert])
+
+
+def experts_of_many(x_TH: Tensor, index_S: Tensor, experts: ExpertWeights, chosen: int) -> Tensor:
+    """Compute the outputs of all assignments, [S, H], by the library's grouped products.
+
+    Weights are unpacked before. With many rows this costs less than tiles that unpack the same
+    weight again.
+    """
+    expert_S, order_S = torch.sort(index_S, stable=True)
+    counts = torch.zeros(experts.gate_up.num_experts, dtype=torch.int64, device=x_TH.device)
+    counts.scatter_add_(0, index_S.long(), torch.ones_like(index_S, dtype=torch.int64))
+    ends = counts.cumsum(0).to(torch.int32)
+
+    def product(x_SK: Tensor, weight: PackedWeight) -> Tensor:
+        return F.grouped_mm(x_SK, unpack(weight, x_SK.dtype).mT, offs=ends)
+
+    y_SN = product(x_TH[order_S // chosen], experts.gate_up)
+    inner_SI = _finish(y_SN, experts.gate_up_bias, experts.gate, expert_S)
+    y_SH = product(inner_SI, experts.down)
+    return _finish(y_SH, experts.down_bias, None, expert_S, order_S)
+
+
+def _finish(
+    y_SN: Tensor,
+    bias: Tensor | None,
+    gate: Gate | None,
+    expert_S: Tensor,
+    place_S: Tensor | None = None,
+) -> Tensor:
+    """out[place of s] = gate(y[s] + bias of the expert of s); without places they stay."""
+    from peagle.kernels import experts_triton
+
+    gate = gate or Gate("none")
+    activation = ACTIVATIONS.index(gate.activation)
+    count, n = y_SN.shape[0], y_SN.shape[1] // (2 if activation else 1)
+    out = y_SN.new_empty(count, n)
+    launch(
+        experts_triton.finish_kernel,
+        (count, -(-n // _FINISHED)),
+        out,
+        y_SN,
+        out if bias is None else bias,
+        expert_S,
+        expert_S if place_S is None else place_S,
+        n,
+        gate.alpha,
+        gate.limit,
+        BLOCK=_FINISHED,
+        GATE=activation,
+        HAS_BIAS=bias is not None,
+        HAS_PLACE=place_S is not None,
+        num_warps=4,
+    )
+    return out
 
 
 def grouped_product(
@@ -483,12 +539,6 @@ def grouped_product_reference(
     out = torch.einsum("snk,sk->sn", matrices, rows)
     out = out if bias is None else out + bias[index_S]
     return out if gate is None else gate(out)
-
-
-@cache
-def has_assembly(device: torch.device) -> bool:
-    """Return whether a device has products of two bfloat16 at once: 9.0 and later; no CPU."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @cache

@@ -306,3 +306,40 @@ def grouped_kernel(
     else:
         out = _gated(out_a, out_b, alpha, limit, GATE)
         tl.store(out_ptrs + row_a[None, :], out.to(DTYPE), mask=mask)
+
+
+@triton.jit
+def finish_kernel(
+    out_ptr,  # [S, N]
+    y_ptr,  # [S, N or 2N], contiguous; 2N with a gate
+    bias_ptr,  # [E, N or 2N]
+    expert_ptr,  # [S]
+    place_ptr,  # [S]
+    num_columns,  # N
+    alpha,
+    limit,
+    BLOCK: tl.constexpr,
+    GATE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_PLACE: tl.constexpr,
+):
+    """out[place[s]] = act(y[s] + bias[expert[s]]), of BLOCK outputs of one s."""
+    s = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_output = n < num_columns
+    num_stored = num_columns * (1 if GATE == NO_GATE else 2)
+    DTYPE: tl.constexpr = y_ptr.dtype.element_ty
+    y_ptrs = y_ptr + s * num_stored + n
+    out = tl.load(y_ptrs, mask=is_output, other=0.0).to(tl.float32)
+    bias_ptrs = bias_ptr + tl.load(expert_ptr + s).to(tl.int64) * num_stored + n
+    if HAS_BIAS:
+        bias = tl.load(bias_ptrs, mask=is_output, other=0.0).to(tl.float32)
+        out = (out + bias).to(DTYPE).to(tl.float32)
+    if GATE != NO_GATE:
+        up = tl.load(y_ptrs + num_columns, mask=is_output, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            bias = tl.load(bias_ptrs + num_columns, mask=is_output, other=0.0).to(tl.float32)
+            up = (up + bias).to(DTYPE).to(tl.float32)
+        out = _gated(out, up, alpha, limit, GATE)
+    place = tl.load(place_ptr + s).to(tl.int64) if HAS_PLACE else s
+    tl.store(out_ptr + place * num_columns + n, out.to(DTYPE), mask=is_output)

@@ -10,63 +10,72 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 STEP = gl.constexpr(128)  # inputs of a load of 16 bytes by each of the four threads of a row
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # the name before Triton 3.7
+X_TILES = gl.constexpr(4)  # steps of x in shared memory
+# Their names before Triton 3.7 and 3.9.
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 NO_GATE = gl.constexpr(0)
 SILU = gl.constexpr(1)
 CLAMPED = gl.constexpr(2)
 
-# The pairs 0 and 1 of a word ($2), then 2 and 3, times 2^126 and the scale, which is twice in $3.
-_FIRST_ASM = gl.constexpr(
-    """{
-    .reg .b32 a, b;
-    shl.b32 b, $2, 3;
-    and.b32 a, $2, 0x81c081c0;
-    and.b32 b, b, 0x81c081c0;
-    mul.bf16x2 $0, a, $3;
-    mul.bf16x2 $1, b, $3;
-    }"""
-)
-_LAST_ASM = gl.constexpr(
+# The eight numbers of a word ($8), in the order of their inputs, times 2^126 and the scale, which
+# is twice in $9.
+_UNPACK_ASM = gl.constexpr(
     """{
     .reg .b32 a, b, c;
-    shl.b32 a, $2, 6;
-    shl.b32 b, $2, 1;
+    shl.b32 b, $8, 3;
+    and.b32 a, $8, 0x81c081c0;
+    and.b32 b, b, 0x81c081c0;
+    mul.bf16x2 a, a, $9;
+    mul.bf16x2 b, b, $9;
+    mov.b32 {$0, $1}, a;
+    mov.b32 {$2, $3}, b;
+    shl.b32 a, $8, 6;
+    shl.b32 b, $8, 1;
     and.b32 a, a, 0x81c081c0;
-    shr.b32 c, $2, 5;
+    shr.b32 c, $8, 5;
     and.b32 b, b, 0x80008000;
     lop3.b32 b, c, 0x01000100, b, 0xea;
-    shr.b32 c, $2, 4;
+    shr.b32 c, $8, 4;
     lop3.b32 b, c, 0x00c000c0, b, 0xea;
-    mul.bf16x2 $0, a, $3;
-    mul.bf16x2 $1, b, $3;
+    mul.bf16x2 a, a, $9;
+    mul.bf16x2 b, b, $9;
+    mov.b32 {$4, $5}, a;
+    mov.b32 {$6, $7}, b;
     }"""
 )
 
 
 @gluon.jit
-def _load_words(row_ptrs, k, num_k, IS_WHOLE: gl.constexpr, WORDS: gl.constexpr):
-    """The words of inputs k to k + STEP, [rows, STEP / 2] bytes; beyond K there may be any."""
-    i = gl.arange(0, STEP // 2, layout=gl.SliceLayout(0, WORDS))[None, :]
-    if IS_WHOLE:
-        words = gl.load(row_ptrs + (k // 2 + i), eviction_policy="evict_first")
-    else:
-        words = gl.load(row_ptrs + (k // 2 + i), mask=i // 16 < num_k // 32 - k // 32)
-    return words
+def _load_words(row_ptrs, k, end, WORDS: gl.constexpr):
+    """The words of inputs k to k + STEP, [rows, STEP / 8]; from `end` on there may be any."""
+    i = gl.arange(0, STEP // 8, layout=gl.SliceLayout(0, WORDS))[None, :]
+    is_there = i // 4 < (end - k) // 32
+    return gl.load(row_ptrs + (k // 8 + i), mask=is_there, eviction_policy="evict_first")
 
 
 @gluon.jit
-def _load_x(x_ptrs, k, num_k, IS_WHOLE: gl.constexpr, X: gl.constexpr):
-    """Inputs k to k + STEP of x, [STEP, BLOCK_M]."""
-    offs = k + gl.arange(0, STEP, layout=gl.SliceLayout(1, X))[:, None]
-    if IS_WHOLE:
-        tile = gl.load(x_ptrs + offs)
-    else:
-        tile = gl.load(x_ptrs + offs, mask=offs < num_k, other=0.0)
-    return tile
+def _load_scales(row_ptrs, k, end, stride_k):
+    """Four scales of each row: those of inputs k to k + STEP."""
+    return gl.load(row_ptrs + gl.minimum(k, end - 1) // STEP * stride_k)
+
+
+@gluon.jit
+def _copy_x(x_tiles, step, x_ptrs, is_row, begin, end, X: gl.constexpr):
+    """Start to copy the inputs of a step of x into its tile, zeros where there are none.
+
+    All programs read x in step. If rows that are not there read some row, as good as all of them
+    would ask the same part of the L2.
+    """
+    offs = begin + step * STEP + gl.arange(0, STEP, layout=gl.SliceLayout(1, X))[:, None]
+    tile = x_tiles.index(step % X_TILES)
+    is_there = is_row[None, :] & (offs // 32 < end // 32)
+    _copy(tile, x_ptrs + offs, mask=is_there)
+    async_copy.commit_group()
 
 
 # Of 32 inputs that lie together a thread takes the first and the last 16 one after the other, and
@@ -76,10 +85,12 @@ def _load_x(x_ptrs, k, num_k, IS_WHOLE: gl.constexpr, X: gl.constexpr):
 
 
 @gluon.jit
-def _operand_a(first, last, A: gl.constexpr):
-    """Unpacked weights, [rows, STEP / 2] twice, as the matrix unit takes them, [rows, STEP]."""
-    rows: gl.constexpr = first.shape[0]
-    tile = gl.join(first, last).reshape([rows, 4, 4, 2, 2, 2]).permute([0, 5, 2, 3, 1, 4])
+def _operand_a(numbers, A: gl.constexpr):
+    """The eight numbers of words, each [rows, STEP / 8], as the matrix unit takes them."""
+    rows: gl.constexpr = numbers[0].shape[0]
+    first = gl.join(gl.join(numbers[0], numbers[1]), gl.join(numbers[2], numbers[3]))
+    last = gl.join(gl.join(numbers[4], numbers[5]), gl.join(numbers[6], numbers[7]))
+    tile = gl.join(first, last).reshape([rows, 4, 4, 2, 2, 2]).permute([0, 5, 2, 4, 1, 3])
     return gl.convert_layout(tile.reshape([rows, STEP]), A, assert_trivial=True)
 
 
@@ -125,17 +136,31 @@ def _shared_layout(rows):
 @gluon.jit
 def _add_product(acc, words, scale, x, WORDS: gl.constexpr, A: gl.constexpr):
     """acc plus the product of the words' numbers with x. `scale` has four scales of a row."""
-    group = gl.arange(0, STEP // 2, layout=gl.SliceLayout(0, WORDS))[None, :] // 16
+    group = gl.arange(0, STEP // 8, layout=gl.SliceLayout(0, WORDS))[None, :] // 4
     exponent = (scale[:, None] >> (group * 8)) & 0xFF
     factor = (exponent + 126) * 0x00800080  # the bits of 2^(exponent - 127 + 126), twice
-    # Of the four registers of a factor, all alike, the last three are not named.
-    first = gl.inline_asm_elementwise(
-        _FIRST_ASM, "=r,=r,r,r,r,r,r", [words, factor], gl.bfloat16, True, 4
+    numbers = gl.inline_asm_elementwise(
+        _UNPACK_ASM, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [words, factor], (gl.bfloat16,) * 8, True, 1
     )
-    last = gl.inline_asm_elementwise(
-        _LAST_ASM, "=r,=r,r,r,r,r,r", [words, factor], gl.bfloat16, True, 4
-    )
-    return mma_v2(_operand_a(first, last, A), x, acc)
+    return mma_v2(_operand_a(numbers, A), x, acc)
+
+
+@gluon.jit
+def _next_x(
+    x_tiles,
+    step,
+    x_ptrs,
+    is_row,
+    begin,
+    end,
+    X: gl.constexpr,
+    B: gl.constexpr,
+    TOGETHER: gl.constexpr,
+):
+    """x of a step; a later step's is sent for."""
+    async_copy.wait_group(X_TILES - 2)
+    _copy_x(x_tiles, step + X_TILES - 1, x_ptrs, is_row, begin, end, X)
+    return _operand_b(x_tiles.index(step % X_TILES), B, TOGETHER)
 
 
 @gluon.jit
@@ -200,10 +225,12 @@ def mxfp4_kernel(
     ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [gl.num_warps(), 1], instr_shape=[16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, ACC, 2)
-    WORDS: gl.constexpr = gl.DotOperandLayout(0, ACC, 16)
+    WORDS: gl.constexpr = gl.DotOperandLayout(0, ACC, 4)
     TOGETHER: gl.constexpr = gl.DotOperandLayout(1, ACC, 32)
     X: gl.constexpr = _x_layout(BLOCK_M, gl.num_warps())
-    x_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, STEP, BLOCK_M], _shared_layout(BLOCK_M))
+    x_tiles = gl.allocate_shared_memory(
+        gl.bfloat16, [X_TILES, STEP, BLOCK_M], _shared_layout(BLOCK_M)
+    )
     tile = gl.program_id(1)
     tile_n = gl.program_id(0) // SPLIT_K
     split = gl.program_id(0) % SPLIT_K
@@ -241,47 +268,52 @@ def mxfp4_kernel(
         row_b = gl.minimum(row_b, num_stored - 1)
     expert = expert.to(gl.int64)
     data_ptr += expert * stride_expert
-    data_a = data_ptr + row_a.to(gl.int64)[:, None] * stride_row
-    data_b = data_ptr + row_b.to(gl.int64)[:, None] * stride_row
+    WORD_PTR: gl.constexpr = gl.pointer_type(gl.int32)
+    data_a = (data_ptr + row_a.to(gl.int64)[:, None] * stride_row).to(WORD_PTR)
+    data_b = (data_ptr + row_b.to(gl.int64)[:, None] * stride_row).to(WORD_PTR)
     scale_a = scale_ptr + expert * stride_scale_expert + row_a * stride_scale_row
     scale_b = scale_ptr + expert * stride_scale_expert + row_b * stride_scale_row
-    # Rows that are not there read the first one: what they give is not stored.
-    x_row = gl.where(is_row, assignment // chosen, 0)
-    x_ptrs = x_ptr + x_row.to(gl.int64)[None, :] * stride_x
+    x_ptrs = x_ptr + (assignment // chosen).to(gl.int64)[None, :] * stride_x
 
     acc_a = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
     acc_b = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
     share = (num_k + STEP * SPLIT_K - 1) // (STEP * SPLIT_K) * STEP
     begin = split * share
     end = gl.minimum(begin + share, num_k)
-    twice = begin + (end - begin) // (2 * STEP) * (2 * STEP)
-    # All words of two steps are on their way before the first are unpacked.
-    for k in range(begin, twice, 2 * STEP):
-        at = k // STEP * stride_scale_k
-        words_a = _load_words(data_a, k, num_k, True, WORDS)
-        words_b = _load_words(data_b, k, num_k, True, WORDS)
-        words_c = _load_words(data_a, k + STEP, num_k, True, WORDS)
-        words_d = _load_words(data_b, k + STEP, num_k, True, WORDS)
-        now_a = gl.load(scale_a + at)
-        now_b = gl.load(scale_b + at)
-        now_c = gl.load(scale_a + at + stride_scale_k)
-        now_d = gl.load(scale_b + at + stride_scale_k)
-        x_tiles.index(0).store(_load_x(x_ptrs, k, num_k, True, X))
-        x_tiles.index(1).store(_load_x(x_ptrs, k + STEP, num_k, True, X))
-        x_now = _operand_b(x_tiles.index(0), B, TOGETHER)
+    # Words are two steps ahead of the products, in registers, and x is three, in shared memory.
+    for ahead in gl.static_range(X_TILES - 1):
+        _copy_x(x_tiles, ahead, x_ptrs, is_row, begin, end, X)
+    words_a = _load_words(data_a, begin, end, WORDS)
+    words_b = _load_words(data_b, begin, end, WORDS)
+    words_c = _load_words(data_a, begin + STEP, end, WORDS)
+    words_d = _load_words(data_b, begin + STEP, end, WORDS)
+    now_a = _load_scales(scale_a, begin, end, stride_scale_k)
+    now_b = _load_scales(scale_b, begin, end, stride_scale_k)
+    now_c = _load_scales(scale_a, begin + STEP, end, stride_scale_k)
+    now_d = _load_scales(scale_b, begin + STEP, end, stride_scale_k)
+    steps = (end - begin + STEP - 1) // STEP
+    for step in range(0, steps // 2 * 2, 2):
+        later = begin + (step + 2) * STEP
+        x_now = _next_x(x_tiles, step, x_ptrs, is_row, begin, end, X, B, TOGETHER)
+        acc_a = _add_product(acc_a, words_a, now_a, x_now, WORDS, A)
+        words_a = _load_words(data_a, later, end, WORDS)
+        now_a = _load_scales(scale_a, later, end, stride_scale_k)
+        acc_b = _add_product(acc_b, words_b, now_b, x_now, WORDS, A)
+        words_b = _load_words(data_b, later, end, WORDS)
+        now_b = _load_scales(scale_b, later, end, stride_scale_k)
+        later += STEP
+        x_now = _next_x(x_tiles, step + 1, x_ptrs, is_row, begin, end, X, B, TOGETHER)
+        acc_a = _add_product(acc_a, words_c, now_c, x_now, WORDS, A)
+        words_c = _load_words(data_a, later, end, WORDS)
+        now_c = _load_scales(scale_a, later, end, stride_scale_k)
+        acc_b = _add_product(acc_b, words_d, now_d, x_now, WORDS, A)
+        words_d = _load_words(data_b, later, end, WORDS)
+        now_d = _load_scales(scale_b, later, end, stride_scale_k)
+    if steps % 2 == 1:
+        x_now = _next_x(x_tiles, steps - 1, x_ptrs, is_row, begin, end, X, B, TOGETHER)
         acc_a = _add_product(acc_a, words_a, now_a, x_now, WORDS, A)
         acc_b = _add_product(acc_b, words_b, now_b, x_now, WORDS, A)
-        x_now = _operand_b(x_tiles.index(1), B, TOGETHER)
-        acc_a = _add_product(acc_a, words_c, now_c, x_now, WORDS, A)
-        acc_b = _add_product(acc_b, words_d, now_d, x_now, WORDS, A)
-    for k in range(twice, end, STEP):
-        at = k // STEP * stride_scale_k
-        words_a = _load_words(data_a, k, num_k, False, WORDS)
-        words_b = _load_words(data_b, k, num_k, False, WORDS)
-        x_tiles.index(0).store(_load_x(x_ptrs, k, num_k, False, X))
-        x_now = _operand_b(x_tiles.index(0), B, TOGETHER)
-        acc_a = _add_product(acc_a, words_a, gl.load(scale_a + at), x_now, WORDS, A)
-        acc_b = _add_product(acc_b, words_b, gl.load(scale_b + at), x_now, WORDS, A)
+    async_copy.wait_group(0)
 
     n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, ACC))
     m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, ACC))

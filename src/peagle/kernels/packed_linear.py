@@ -12,18 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peagle.kernels.experts import (
-    grouped_product,
-    has_assembly,
-    layout_of,
-    make_weight,
-    shared_inputs,
-)
-from peagle.kernels.launch import launch
-from peagle.kernels.packed_weights import FORMATS, PackedWeight
+from peagle.kernels.experts import grouped_product, layout_of, make_weight
+from peagle.kernels.packed_weights import PackedWeight
+from peagle.kernels.unpacking import unpack
 
 MAX_ROWS = 128  # that are multiplied with packed weights
-_TILE_ROWS = 32
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, bias_N: Tensor | None = None) -> Tensor:
@@ -78,37 +71,3 @@ def _(
     layout: list[int],
 ) -> Tensor:
     return x.new_empty(x.shape[0], data.shape[0])
-
-
-def unpack(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """Compute `PackedWeight.unpack` of a weight [N, K] in Triton, in one pass."""
-    from peagle.kernels import packed_weights_triton
-
-    data, scale, zero = weight.data, weight.scale, weight.zero
-    (n, k), (rows, inputs) = (data.shape[0], weight.num_inputs), weight.block
-    out = torch.empty(n, k, dtype=dtype, device=data.device)
-    stored = weight.stored
-    step = shared_inputs(weight, 128)
-    launch(
-        packed_weights_triton.unpack_kernel,
-        (-(-n // _TILE_ROWS), -(-k // step)),
-        out,
-        stored,
-        out if scale is None else scale,
-        out if zero is None else zero,
-        n,
-        k,
-        stored.stride(0),
-        0 if scale is None else scale.stride(0),
-        0 if scale is None else scale.stride(1),
-        ROWS=_TILE_ROWS,
-        STEP=step,
-        FORMAT=FORMATS.index(weight.format),
-        SCALE_ROWS=min(rows, n),
-        SCALE_K=min(inputs, k),
-        HAS_ZERO=zero is not None,
-        EVEN_K=k % step == 0,
-        ASM=has_assembly(data.device) and dtype == torch.bfloat16,
-        num_warps=4,
-    )
-    return out

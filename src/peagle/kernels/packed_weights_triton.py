@@ -198,17 +198,20 @@ def scale_of(words, k):
 
 @triton.jit
 def unpack_kernel(
-    out_ptr,  # [N, K], contiguous
-    data_ptr,  # [N, K as stored]
-    scale_ptr,  # [rows of scales, columns of scales]
+    out_ptr,  # [E, N, K], contiguous
+    data_ptr,  # [E, N, K as stored]
+    scale_ptr,  # [E, rows of scales, columns of scales]
     zero_ptr,
     num_rows,  # N
     num_k,
+    stride_expert,
     stride_row,
+    stride_scale_expert,
     stride_scale_row,
     stride_scale_k,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
+    STEPS: tl.constexpr,
     FORMAT: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     SCALE_K: tl.constexpr,
@@ -216,32 +219,34 @@ def unpack_kernel(
     EVEN_K: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """out = scale * (q - zero), of ROWS rows and STEP inputs that share a scale."""
+    """out = scale * (q - zero), of ROWS rows and STEPS times STEP inputs. Inputs of a step share a
+    scale, or a word of four.
+    """
+    expert = tl.program_id(2).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = (row < num_rows)[:, None]
     row = tl.minimum(row, num_rows - 1)
-    k = tl.program_id(1) * STEP
+    row_ptrs = data_ptr + expert * stride_expert + row.to(tl.int64)[:, None] * stride_row
+    out_ptrs = out_ptr + (expert * num_rows + row)[:, None] * num_k
+    INPUTS: tl.constexpr = 128 if FORMAT == MXFP4 else SCALE_K
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    first_offs = expert * stride_scale_expert + row // SCALE_ROWS * stride_scale_row
     zero = tl.full([ROWS], 8, tl.int32)
-    scale = tl.full([ROWS], 1.0, tl.float32)
-    if FORMAT != PLAIN:
-        INPUTS: tl.constexpr = 128 if FORMAT == MXFP4 else SCALE_K
-        offs = row // SCALE_ROWS * stride_scale_row + k // INPUTS * stride_scale_k
-        if FORMAT == MXFP4:
-            scale = scale_of(tl.load(scale_ptr + offs), k)
-        else:
-            scale = tl.load(scale_ptr + offs)
+    for i in tl.static_range(STEPS):
+        k = (tl.program_id(1) * STEPS + i) * STEP
+        offs = first_offs + tl.minimum(k, num_k - 1) // INPUTS * stride_scale_k
+        scale = tl.load(scale_ptr + offs)[:, None]
         if HAS_ZERO:
             zero = tl.load(zero_ptr + offs).to(tl.int32)
-    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    row_ptrs = data_ptr + row.to(tl.int64)[:, None] * stride_row
-    first, last = load_tiles(row_ptrs, zero, k, num_k, STEP, DTYPE, FORMAT, EVEN_K, ASM)
-    out_ptrs = out_ptr + row.to(tl.int64)[:, None] * num_k
-    if FORMAT < INT4:
-        offs_k = k + tl.arange(0, STEP)[None, :]
-    else:
-        i = tl.arange(0, STEP // 2)[None, :]
-        offs_k = k + i // 16 * 32 + i % 16
-        values = (last.to(tl.float32) * scale[:, None]).to(DTYPE)
-        tl.store(out_ptrs + offs_k + 16, values, mask=is_row & (offs_k < num_k))
-    values = (first.to(tl.float32) * scale[:, None]).to(DTYPE)
-    tl.store(out_ptrs + offs_k, values, mask=is_row & (offs_k < num_k))
+        first, last = load_tiles(row_ptrs, zero, k, num_k, STEP, DTYPE, FORMAT, EVEN_K, ASM)
+        if FORMAT < INT4:
+            offs_k = k + tl.arange(0, STEP)[None, :]
+        else:
+            j = tl.arange(0, STEP // 2)[None, :]
+            offs_k = k + j // 16 * 32 + j % 16
+            if FORMAT == MXFP4:
+                scale = scale_of(scale, offs_k)
+            last = (last.to(tl.float32) * scale).to(DTYPE)
+            tl.store(out_ptrs + offs_k + 16, last, mask=is_row & (offs_k < num_k))
+        first = (first.to(tl.float32) * scale).to(DTYPE)
+        tl.store(out_ptrs + offs_k, first, mask=is_row & (offs_k < num_k))
