@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from peagle.kernels.experts import ExpertWeights, Gate
-from peagle.kernels.packed_weights import Format, PackedWeight
+from peagle.kernels.packed_weights import TILE, Format, PackedWeight
 from peagle.models.checkpoint import save_drafter
 from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.models.packed_layers import (
@@ -216,10 +216,11 @@ def random_weight(format: Format, size: tuple[int, ...], device: torch.device) -
     *_, n, k = size
     lead = size[:-2]
     if format == "mxfp4":  # all bits are numbers
-        data = torch.randint(256, (*lead, n, k // 2), dtype=torch.uint8, device=device)
+        tiles = (*lead, -(-n // TILE[0]), -(-k // TILE[1]), TILE[0], TILE[1] // 2)
+        data = torch.randint(256, tiles, dtype=torch.uint8, device=device)
         scales = torch.randint(119, 122, (*lead, -(-k // 128), n, 4), device=device)
         words = scales.to(torch.uint8).view(torch.int32).squeeze(-1).mT
-        return PackedWeight(data, "mxfp4", words, block=(1, 32))
+        return PackedWeight(data, "mxfp4", words, None, (1, 32), -k % TILE[1])
     if format == "int4":
         data = torch.randint(256, (*lead, n, k // 2), dtype=torch.uint8, device=device)
         scale = torch.rand(*lead, -(-k // 128), n, device=device).mT * 0.008

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from peagle.kernels.launch import MAX_ARRIVALS, arrivals, launch, power_of_two
-from peagle.kernels.packed_weights import FORMATS, PackedWeight
+from peagle.kernels.packed_weights import FORMATS, FOUR_BIT_FORMATS, PackedWeight
 from peagle.kernels.paged_attention import DeviceLimits
 from peagle.kernels.unpacking import has_assembly, shared_inputs, unpack
 
@@ -120,10 +120,11 @@ def choose_config(
     enough = 190  # programs that keep the memory busy
     if registers:
         enough = 600
-        if rows <= 8:
+        # Tokens are not spread evenly: more than one tile of an expert reads its weight again.
+        if rows <= 5:
             config = GroupedConfig(8, 32, step, 1, 2, 1, kind="registers")
         else:
-            config = GroupedConfig(16 if rows <= 16 else 32, 64, step, 1, 4, 1, kind="registers")
+            config = GroupedConfig(16 if rows <= 12 else 32, 64, step, 1, 4, 1, kind="registers")
     elif rows <= 32:
         block_m = next(m for m in (8, 16, 32) if rows <= m)
         config = GroupedConfig(block_m, 32, step, one, 2, 3, kind="wx")
@@ -132,7 +133,7 @@ def choose_config(
         tall = GroupedConfig(128, 64, step, one, 8, 3)
         config = tall if rows > 64 else GroupedConfig(32, 64, step, one, 4, 3)
     tiles = touched * -(-int(rows) // config.block_m)
-    programs = tiles * -(-weight.data.shape[-2] // (2 * config.block_n))
+    programs = tiles * -(-weight.num_outputs // (2 * config.block_n))
     if programs >= enough:
         is_low = config.kind == "wx" and rows <= 16
         return GroupedConfig(16, 32, step, two, 4, 3) if is_low else config
@@ -183,16 +184,16 @@ def run_experts(
 
 def layout_of(weight: PackedWeight) -> list[int]:
     """Return what an operator needs beside the tensors of a weight."""
-    return [FORMATS.index(weight.format), *weight.block]
+    return [FORMATS.index(weight.format), *weight.block, weight.padded]
 
 
 def make_weight(
     data: Tensor, scale: Tensor | None, zero: Tensor | None, layout: list[int]
 ) -> PackedWeight:
     """Make the weight whose `layout_of` is given."""
-    kind, rows, inputs = layout
+    kind, rows, inputs, padded = layout
     format: Any = FORMATS[kind]
-    return PackedWeight(data, format, scale, zero, (rows, inputs))
+    return PackedWeight(data, format, scale, zero, (rows, inputs), padded)
 
 
 @torch.library.custom_op(
@@ -212,8 +213,8 @@ def _experts(
     gate: list[float],
 ) -> Tensor:
     *layouts, activation = layout
-    up = make_weight(data[0], scale[0], zero[0], layouts[:3])
-    down = make_weight(data[1], scale[1], zero[1], layouts[3:])
+    up = make_weight(data[0], scale[0], zero[0], layouts[:4])
+    down = make_weight(data[1], scale[1], zero[1], layouts[4:])
     kind: Any = ACTIVATIONS[activation]
     (num_tokens, chosen), num_experts = index.shape, up.num_experts
     index_S = index.reshape(-1)
@@ -249,7 +250,8 @@ def _(
     layout: list[int],
     gate: list[float],
 ) -> Tensor:
-    return x.new_empty(index.numel(), data[1].shape[1])
+    down = make_weight(data[1], scale[1], zero[1], layout[4:8])
+    return x.new_empty(index.numel(), down.num_outputs)
 
 
 def run_experts_reference(
@@ -424,7 +426,7 @@ def grouped_product(
     registers = can_use_registers(x, weight)
     cut = config or choose_config(count, num_experts, weight, registers=registers)
     assert x.shape[1] == k and x.stride(1) == data.stride(-1) == 1
-    n = data.shape[-2] // (2 if activation else 1)
+    n = weight.num_outputs // (2 if activation else 1)
     out = torch.empty(count, n, dtype=x.dtype, device=x.device)
     if count == 0:
         return out
@@ -468,7 +470,7 @@ def grouped_product(
         chosen,
         x.stride(0),
         0 if index_S is None else stored.stride(0),
-        stored.stride(-2),
+        weight.row_stride,
         0 if index_S is None or scale is None else scale.stride(0),
         0 if scale is None else scale.stride(-2),
         0 if scale is None else scale.stride(-1),
@@ -503,7 +505,7 @@ def grouped_product(
         STEPS=cut.steps,
         STAGES=stages,
         FORMAT=FORMATS.index(weight.format),
-        SCALE_ROWS=0 if rows >= data.shape[-2] else rows,
+        SCALE_ROWS=0 if rows >= weight.num_outputs else rows,
         SCALE_K=0 if is_shared else inputs,
         HAS_ZERO=zero is not None,
         EVEN_K=k % (cut.step * cut.steps) == 0,
@@ -517,17 +519,14 @@ def grouped_product(
 def fitting_stages(cut: GroupedConfig, x: Tensor, weight: PackedWeight, shared_bytes: int) -> int:
     """Return how many stages of a configuration go into shared memory, at least 1."""
     inputs = cut.step * cut.steps
-    row_bytes = inputs * weight.data.element_size() * weight.data.shape[-1] // weight.num_inputs
+    row_bytes = inputs * weight.data.itemsize // (2 if weight.format in FOUR_BIT_FORMATS else 1)
     stage = cut.block_m * inputs * x.element_size() + 2 * cut.block_n * row_bytes
     return max(1, min(cut.num_stages, shared_bytes // stage))
 
 
 def _max_registers(cut: GroupedConfig) -> int:
-    """Of a thread: as few as do without spilling."""
-    rows = cut.block_n // cut.num_warps  # of the weight, in each of a warp's two tiles
-    if rows * cut.block_m <= 16 * 16:
-        return 128
-    return 168 if rows * cut.block_m <= 16 * 32 else 255
+    """Of a thread: as few as do with little spilling."""
+    return {8: 128, 16: 160, 32: 168}.get(cut.block_m, 255)
 
 
 def grouped_product_reference(

@@ -9,7 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from peagle.kernels.packed_weights_triton import INT4, MXFP4, PLAIN, load_tiles, scale_of
+from peagle.kernels.packed_weights_triton import (
+    INT4,
+    MXFP4,
+    PLAIN,
+    load_tiles,
+    row_offsets,
+    scale_of,
+)
 from peagle.kernels.split_sums_triton import add_shares
 
 NO_GATE = tl.constexpr(0)
@@ -240,8 +247,8 @@ def grouped_kernel(
     scale_ptr += expert * stride_scale_expert
     zero_ptr += expert * stride_scale_expert
     bias_ptr += expert * num_stored
-    data_a = data_ptr + row_a.to(tl.int64)[:, None] * stride_row
-    data_b = data_ptr + row_b.to(tl.int64)[:, None] * stride_row
+    data_a = data_ptr + row_offsets(row_a, stride_row, FORMAT)[:, None]
+    data_b = data_ptr + row_offsets(row_b, stride_row, FORMAT)[:, None]
     offset_a = (row_a // SCALE_ROWS if SCALE_ROWS > 0 else row_a * 0) * stride_scale_row
     offset_b = (row_b // SCALE_ROWS if SCALE_ROWS > 0 else row_b * 0) * stride_scale_row
 

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 STEP = gl.constexpr(128)  # inputs of a load of 16 bytes by each of the four threads of a row
-X_TILES = gl.constexpr(4)  # steps of x in shared memory
-# Their names before Triton 3.7 and 3.9.
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+TILE_WORDS = gl.constexpr(1024)  # of 64 rows and STEP inputs
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # the name before Triton 3.7
 
 NO_GATE = gl.constexpr(0)
 SILU = gl.constexpr(1)
@@ -51,11 +49,20 @@ _UNPACK_ASM = gl.constexpr(
 
 
 @gluon.jit
+def _row_offsets(row, stride_row):
+    """Where the first word of rows is; tiles have 64 rows of 64 bytes."""
+    row = row.to(gl.int64)
+    return row // 64 * stride_row + row % 64 * 64
+
+
+@gluon.jit
 def _load_words(row_ptrs, k, end, WORDS: gl.constexpr):
     """The words of inputs k to k + STEP, [rows, STEP / 8]; from `end` on there may be any."""
     i = gl.arange(0, STEP // 8, layout=gl.SliceLayout(0, WORDS))[None, :]
     is_there = i // 4 < (end - k) // 32
-    return gl.load(row_ptrs + (k // 8 + i), mask=is_there, eviction_policy="evict_first")
+    return gl.load(
+        row_ptrs + (k // STEP * TILE_WORDS + i), mask=is_there, eviction_policy="evict_first"
+    )
 
 
 @gluon.jit
@@ -65,17 +72,10 @@ def _load_scales(row_ptrs, k, end, stride_k):
 
 
 @gluon.jit
-def _copy_x(x_tiles, step, x_ptrs, is_row, begin, end, X: gl.constexpr):
-    """Start to copy the inputs of a step of x into its tile, zeros where there are none.
-
-    All programs read x in step. If rows that are not there read some row, as good as all of them
-    would ask the same part of the L2.
-    """
-    offs = begin + step * STEP + gl.arange(0, STEP, layout=gl.SliceLayout(1, X))[:, None]
-    tile = x_tiles.index(step % X_TILES)
-    is_there = is_row[None, :] & (offs // 32 < end // 32)
-    _copy(tile, x_ptrs + offs, mask=is_there)
-    async_copy.commit_group()
+def _load_x(x_ptrs, is_row, k, end, X: gl.constexpr):
+    """Inputs k to k + STEP of x, [STEP, BLOCK_M]; zeros where there are none."""
+    offs = k + gl.arange(0, STEP, layout=gl.SliceLayout(1, X))[:, None]
+    return gl.load(x_ptrs + offs, mask=is_row[None, :] & (offs // 32 < end // 32), other=0.0)
 
 
 # Of 32 inputs that lie together a thread takes the first and the last 16 one after the other, and
@@ -146,24 +146,6 @@ def _add_product(acc, words, scale, x, WORDS: gl.constexpr, A: gl.constexpr):
 
 
 @gluon.jit
-def _next_x(
-    x_tiles,
-    step,
-    x_ptrs,
-    is_row,
-    begin,
-    end,
-    X: gl.constexpr,
-    B: gl.constexpr,
-    TOGETHER: gl.constexpr,
-):
-    """x of a step; a later step's is sent for."""
-    async_copy.wait_group(X_TILES - 2)
-    _copy_x(x_tiles, step + X_TILES - 1, x_ptrs, is_row, begin, end, X)
-    return _operand_b(x_tiles.index(step % X_TILES), B, TOGETHER)
-
-
-@gluon.jit
 def _sum_shares(share_ptrs, SPLIT_K: gl.constexpr, STRIDE: gl.constexpr):
     """All shares of a tile, which other programs wrote through the L2: not from the L1."""
     acc = gl.load(share_ptrs, cache_modifier=".cg")
@@ -194,7 +176,7 @@ def mxfp4_kernel(
     order_ptr,
     tiles_ptr,
     index_ptr,  # [S]
-    data_ptr,  # uint8 [E, N or 2N, K / 2]; 2N with a gate
+    data_ptr,  # uint8 [E, N or 2N / 64, K / 128, 64, 64], rounded up; 2N with a gate
     scale_ptr,  # int32 [E, N or 2N, K / 128]
     zero_ptr,  # not looked at
     bias_ptr,  # [E, N or 2N]
@@ -228,9 +210,8 @@ def mxfp4_kernel(
     WORDS: gl.constexpr = gl.DotOperandLayout(0, ACC, 4)
     TOGETHER: gl.constexpr = gl.DotOperandLayout(1, ACC, 32)
     X: gl.constexpr = _x_layout(BLOCK_M, gl.num_warps())
-    x_tiles = gl.allocate_shared_memory(
-        gl.bfloat16, [X_TILES, STEP, BLOCK_M], _shared_layout(BLOCK_M)
-    )
+    x_even = gl.allocate_shared_memory(gl.bfloat16, [STEP, BLOCK_M], _shared_layout(BLOCK_M))
+    x_odd = gl.allocate_shared_memory(gl.bfloat16, [STEP, BLOCK_M], _shared_layout(BLOCK_M))
     tile = gl.program_id(1)
     tile_n = gl.program_id(0) // SPLIT_K
     split = gl.program_id(0) % SPLIT_K
@@ -269,8 +250,8 @@ def mxfp4_kernel(
     expert = expert.to(gl.int64)
     data_ptr += expert * stride_expert
     WORD_PTR: gl.constexpr = gl.pointer_type(gl.int32)
-    data_a = (data_ptr + row_a.to(gl.int64)[:, None] * stride_row).to(WORD_PTR)
-    data_b = (data_ptr + row_b.to(gl.int64)[:, None] * stride_row).to(WORD_PTR)
+    data_a = (data_ptr + _row_offsets(row_a, stride_row)[:, None]).to(WORD_PTR)
+    data_b = (data_ptr + _row_offsets(row_b, stride_row)[:, None]).to(WORD_PTR)
     scale_a = scale_ptr + expert * stride_scale_expert + row_a * stride_scale_row
     scale_b = scale_ptr + expert * stride_scale_expert + row_b * stride_scale_row
     x_ptrs = x_ptr + (assignment // chosen).to(gl.int64)[None, :] * stride_x
@@ -280,40 +261,39 @@ def mxfp4_kernel(
     share = (num_k + STEP * SPLIT_K - 1) // (STEP * SPLIT_K) * STEP
     begin = split * share
     end = gl.minimum(begin + share, num_k)
-    # Words are two steps ahead of the products, in registers, and x is three, in shared memory.
-    for ahead in gl.static_range(X_TILES - 1):
-        _copy_x(x_tiles, ahead, x_ptrs, is_row, begin, end, X)
+    # Words and x of a step are on their way before those of the step before are multiplied.
+    x_later = _load_x(x_ptrs, is_row, begin, end, X)
     words_a = _load_words(data_a, begin, end, WORDS)
     words_b = _load_words(data_b, begin, end, WORDS)
-    words_c = _load_words(data_a, begin + STEP, end, WORDS)
-    words_d = _load_words(data_b, begin + STEP, end, WORDS)
     now_a = _load_scales(scale_a, begin, end, stride_scale_k)
     now_b = _load_scales(scale_b, begin, end, stride_scale_k)
-    now_c = _load_scales(scale_a, begin + STEP, end, stride_scale_k)
-    now_d = _load_scales(scale_b, begin + STEP, end, stride_scale_k)
     steps = (end - begin + STEP - 1) // STEP
     for step in range(0, steps // 2 * 2, 2):
-        later = begin + (step + 2) * STEP
-        x_now = _next_x(x_tiles, step, x_ptrs, is_row, begin, end, X, B, TOGETHER)
-        acc_a = _add_product(acc_a, words_a, now_a, x_now, WORDS, A)
-        words_a = _load_words(data_a, later, end, WORDS)
-        now_a = _load_scales(scale_a, later, end, stride_scale_k)
-        acc_b = _add_product(acc_b, words_b, now_b, x_now, WORDS, A)
-        words_b = _load_words(data_b, later, end, WORDS)
-        now_b = _load_scales(scale_b, later, end, stride_scale_k)
-        later += STEP
-        x_now = _next_x(x_tiles, step + 1, x_ptrs, is_row, begin, end, X, B, TOGETHER)
-        acc_a = _add_product(acc_a, words_c, now_c, x_now, WORDS, A)
+        later = begin + (step + 1) * STEP
+        x_even.store(x_later)
+        x_later = _load_x(x_ptrs, is_row, later, end, X)
         words_c = _load_words(data_a, later, end, WORDS)
-        now_c = _load_scales(scale_a, later, end, stride_scale_k)
-        acc_b = _add_product(acc_b, words_d, now_d, x_now, WORDS, A)
         words_d = _load_words(data_b, later, end, WORDS)
+        now_c = _load_scales(scale_a, later, end, stride_scale_k)
         now_d = _load_scales(scale_b, later, end, stride_scale_k)
-    if steps % 2 == 1:
-        x_now = _next_x(x_tiles, steps - 1, x_ptrs, is_row, begin, end, X, B, TOGETHER)
+        x_now = _operand_b(x_even, B, TOGETHER)
         acc_a = _add_product(acc_a, words_a, now_a, x_now, WORDS, A)
         acc_b = _add_product(acc_b, words_b, now_b, x_now, WORDS, A)
-    async_copy.wait_group(0)
+        later += STEP
+        x_odd.store(x_later)
+        x_later = _load_x(x_ptrs, is_row, later, end, X)
+        words_a = _load_words(data_a, later, end, WORDS)
+        words_b = _load_words(data_b, later, end, WORDS)
+        now_a = _load_scales(scale_a, later, end, stride_scale_k)
+        now_b = _load_scales(scale_b, later, end, stride_scale_k)
+        x_now = _operand_b(x_odd, B, TOGETHER)
+        acc_a = _add_product(acc_a, words_c, now_c, x_now, WORDS, A)
+        acc_b = _add_product(acc_b, words_d, now_d, x_now, WORDS, A)
+    if steps % 2 == 1:
+        x_even.store(x_later)
+        x_now = _operand_b(x_even, B, TOGETHER)
+        acc_a = _add_product(acc_a, words_a, now_a, x_now, WORDS, A)
+        acc_b = _add_product(acc_b, words_b, now_b, x_now, WORDS, A)
 
     n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, ACC))
     m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, ACC))

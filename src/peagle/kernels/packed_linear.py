@@ -38,7 +38,7 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias_N: Tensor | None = None)
         bias_N,
         layout_of(weight),
     )
-    return out_MN.view(*x.shape[:-1], weight.data.shape[0])
+    return out_MN.view(*x.shape[:-1], weight.num_outputs)
 
 
 @torch.library.custom_op(
@@ -70,4 +70,4 @@ def _(
     bias: Tensor | None,
     layout: list[int],
 ) -> Tensor:
-    return x.new_empty(x.shape[0], data.shape[0])
+    return x.new_empty(x.shape[0], make_weight(data, scale, zero, layout).num_outputs)

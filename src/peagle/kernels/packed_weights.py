@@ -11,7 +11,8 @@ halves of a register. Of 32 inputs, word w has inputs 4w to 4w + 3 and 16 + 4w t
 make four pairs; the first number of a pair is in the low half of the word, the second, in the same
 bits, in the high half. "int4" has pair i in bits 4i to 4i + 3. "mxfp4" has sign and magnitude of
 the pairs 0, 1 and 2 at the bits where bfloat16 has them, 15 and 8 to 6, shifted to the right by
-0, 3 and 6; pair 3 has the bits 14, 13, 11 and 10.
+0, 3 and 6; pair 3 has the bits 14, 13, 11 and 10. Its bytes lie in tiles of 64 rows and 128 inputs
+(`TILE`), which programs read whole: memory gives pieces of single rows more slowly.
 
 Shapes: E experts (left out of dense layers), N outputs, K inputs.
 """
@@ -19,7 +20,7 @@ Shapes: E experts (left out of dense layers), N outputs, K inputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -29,6 +30,7 @@ from torch import Tensor
 Format = Literal["plain", "fp8", "int8", "int4", "mxfp4"]
 FORMATS: tuple[str, ...] = get_args(Format)
 FOUR_BIT_FORMATS = ("int4", "mxfp4")
+TILE = (64, 128)  # rows and inputs of a tile of "mxfp4", 4,096 bytes that lie together
 _SHRINKS = tuple(1 - 0.02 * i for i in range(21))
 MX_INPUTS = 32  # inputs of one scale of "mxfp4"
 MAX_MX_SCALE = 128  # times 2, more than any layer needs: kernels rely on it; 255 is no number
@@ -45,12 +47,14 @@ class PackedWeight:
     """The weight of a linear layer, or of all experts of a layer.
 
     Attributes:
-        data: [E, N, K], or uint8 [E, N, K / 2] in a 4-bit format; rows contiguous.
+        data: [E, N, K], or uint8 [E, N, K / 2] of "int4"; rows contiguous. Of "mxfp4" uint8
+            [E, N / 64, K / 128, 64, 64], rounded up.
         format: how `data` is read.
         scale: float32 [E, N / rows, K / inputs], rounded up; None for "plain". Of "mxfp4" int32
             [E, N, K / 128], rounded up: s of four times 32 inputs, the first in the low byte.
         zero: uint8, with the shape and the strides of the scale, for "int4"; None: 8 everywhere.
         block: rows and inputs that share a scale.
+        padded: inputs that fill up the last tile of "mxfp4".
     """
 
     data: Tensor
@@ -58,11 +62,29 @@ class PackedWeight:
     scale: Tensor | None = None
     zero: Tensor | None = None
     block: tuple[int, int] = (1, 1)
+    padded: int = 0
+
+    @property
+    def num_outputs(self) -> int:
+        """N."""
+        return (self.data if self.scale is None or not self.is_tiled else self.scale).shape[-2]
 
     @property
     def num_inputs(self) -> int:
         """K."""
+        if self.is_tiled:
+            return self.data.shape[-3] * TILE[1] - self.padded
         return self.data.shape[-1] * (2 if self.format in FOUR_BIT_FORMATS else 1)
+
+    @property
+    def is_tiled(self) -> bool:
+        """Whether `data` lies in tiles."""
+        return self.format == "mxfp4"
+
+    @property
+    def row_stride(self) -> int:
+        """Numbers of `data` from a row to the next, or from a tile of rows to the next."""
+        return self.data.stride(-4 if self.is_tiled else -2)
 
     @property
     def stored(self) -> Tensor:
@@ -91,7 +113,11 @@ class PackedWeight:
         Args:
             order: puts the rows, [E, N, ...], into the order.
         """
-        return self._rowwise()._each(order)
+        weight = self._rowwise()
+        if not self.is_tiled:
+            return weight._each(order)
+        rows = _from_tiles(self.data)[..., : self.num_outputs, :]
+        return replace(weight._each(order, keeps_data=True), data=_to_tiles(order(rows)))
 
     @staticmethod
     def stack(weights: Sequence[PackedWeight]) -> PackedWeight:
@@ -104,7 +130,7 @@ class PackedWeight:
     def concatenate(weights: Sequence[PackedWeight]) -> PackedWeight:
         """Put the rows of weights [N, K] of one format behind each other."""
         inputs = {w.block[1] if w.scale is not None else 0 for w in weights}
-        assert len({w.format for w in weights}) == len(inputs) == 1
+        assert len({w.format for w in weights}) == len(inputs) == 1 and not weights[0].is_tiled
         rows = {w.block[0] for w in weights}
         if len(rows) > 1 or any(w.data.shape[0] % w.block[0] for w in weights):
             weights = [w._rowwise() for w in weights]
@@ -116,15 +142,16 @@ class PackedWeight:
         if self.scale is None or rows == 1:
             return self
         spread = self.scale.repeat_interleave(rows, -2)[..., : self.data.shape[-2], :]
-        return PackedWeight(self.data, self.format, spread, self.zero, (1, inputs))
+        return replace(self, scale=spread, block=(1, inputs))
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> PackedWeight:
+    def _each(
+        self, change: Callable[[Tensor], Tensor], *, keeps_data: bool = False
+    ) -> PackedWeight:
         def changed(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else _kept_strides(change(tensor), tensor)
 
-        return PackedWeight(
-            change(self.data), self.format, changed(self.scale), changed(self.zero), self.block
-        )
+        data = self.data if keeps_data else change(self.data)
+        return replace(self, data=data, scale=changed(self.scale), zero=changed(self.zero))
 
     def _joined(
         self, weights: Sequence[PackedWeight], join: Callable[[list[Tensor]], Tensor]
@@ -134,7 +161,7 @@ class PackedWeight:
             return None if tensors[0] is None else _kept_strides(join(tensors), tensors[0])
 
         data = join([w.data for w in weights])
-        return PackedWeight(data, self.format, joined("scale"), joined("zero"), self.block)
+        return replace(self, data=data, scale=joined("scale"), zero=joined("zero"))
 
     def unpack(self, dtype: torch.dtype) -> Tensor:
         """Compute the weight [E, N, K], in float32 and then rounded to `dtype`."""
@@ -144,7 +171,8 @@ class PackedWeight:
         if self.format == "mxfp4":
             exponents = scale.contiguous().view(torch.uint8).float() - 127
             scale = torch.exp2(exponents)
-            q = _from_words(self.data, "mxfp4").long()
+            rows = _from_tiles(self.data)[..., : self.num_outputs, : self.num_inputs // 2]
+            q = _from_words(rows, "mxfp4").long()
             values = torch.tensor(_E2M1, device=q.device)[q & 7]
             values = torch.where(q < 8, values, -values)
         elif self.format == "int4":
@@ -158,7 +186,7 @@ class PackedWeight:
         """Repeat the values of blocks for every weight, [E, N, K]."""
         rows, inputs = self.block
         spread = per_block.repeat_interleave(rows, -2).repeat_interleave(inputs, -1)
-        return spread[..., : self.data.shape[-2], : self.num_inputs]
+        return spread[..., : self.num_outputs, : self.num_inputs]
 
 
 def _kept_strides(tensor: Tensor, like: Tensor) -> Tensor:
@@ -192,6 +220,20 @@ def _from_words(data: Tensor, format: Format) -> Tensor:
     return q.flatten(-4).flatten(-2)
 
 
+def _to_tiles(rows: Tensor) -> Tensor:
+    """Put bytes [..., N, K / 2] into tiles, [..., N / 64, K / 128, 64, 64], rounded up."""
+    height, width = TILE[0], TILE[1] // 2
+    n, size = rows.shape[-2:]
+    padded = F.pad(rows, (0, -size % width, 0, -n % height))
+    tiles = padded.unflatten(-1, (-1, width)).unflatten(-3, (-1, height))
+    return tiles.transpose(-3, -2).contiguous()
+
+
+def _from_tiles(data: Tensor) -> Tensor:
+    """Undo `_to_tiles`, but for what it rounded up."""
+    return data.transpose(-3, -2).flatten(-2).flatten(-3, -2)
+
+
 def make_mxfp4(q: Tensor, scale: Tensor) -> PackedWeight:
     """Arrange e2m1 numbers and their scales as kernels read them.
 
@@ -203,7 +245,8 @@ def make_mxfp4(q: Tensor, scale: Tensor) -> PackedWeight:
     # 2^-127 becomes 2^-126, which is as small, and groups that are not there get 1.
     padded = F.pad(scale.clamp(min=1), (0, -scale.shape[-1] % 4), value=127).contiguous()
     words = padded.view(torch.int32).mT.contiguous().mT  # those of the same inputs lie together
-    return PackedWeight(_to_words(q, "mxfp4"), "mxfp4", words, block=(1, MX_INPUTS))
+    data, padded = _to_tiles(_to_words(q, "mxfp4")), -q.shape[-1] % TILE[1]
+    return PackedWeight(data, "mxfp4", words, None, (1, MX_INPUTS), padded)
 
 
 def make_int4(q: Tensor, scale: Tensor, zero: Tensor | None, group: int) -> PackedWeight:

@@ -18,6 +18,7 @@ FP8 = tl.constexpr(1)
 INT8 = tl.constexpr(2)
 INT4 = tl.constexpr(3)
 MXFP4 = tl.constexpr(4)
+TILE_BYTES = tl.constexpr(4096)  # of 64 rows and 128 inputs
 
 _FP8_ASM = tl.constexpr(
     """{
@@ -101,6 +102,17 @@ _MXFP4_LAST_ASM = tl.constexpr(
 
 
 @triton.jit
+def row_offsets(row, stride_row, FORMAT: tl.constexpr):
+    """Where the first number of rows is; see `PackedWeight.row_stride`."""
+    row = row.to(tl.int64)
+    if FORMAT == MXFP4:
+        offs = row // 64 * stride_row + row % 64 * 64
+    else:
+        offs = row * stride_row
+    return offs
+
+
+@triton.jit
 def load_tiles(
     row_ptrs,  # [ROWS, 1], at the first number of the rows, of uint8 in a 4-bit format
     shared,  # int32 [ROWS]: zeros of "int4", or words of `PackedWeight.scale` of "mxfp4"
@@ -115,6 +127,8 @@ def load_tiles(
     """Inputs k to k + STEP. In a 4-bit format the first and the last 16 of each 32 are two tiles,
     [ROWS, STEP / 2]; else one tile [ROWS, STEP] is given twice.
     """
+    if FORMAT == MXFP4:
+        row_ptrs += k // 128 * (TILE_BYTES - 64)
     if FORMAT < INT4:
         packed = _load(row_ptrs, k, num_k, STEP, EVEN_K)
         if FORMAT == PLAIN:
@@ -199,7 +213,7 @@ def scale_of(words, k):
 @triton.jit
 def unpack_kernel(
     out_ptr,  # [E, N, K], contiguous
-    data_ptr,  # [E, N, K as stored]
+    data_ptr,  # [E, N, K as stored], or in tiles
     scale_ptr,  # [E, rows of scales, columns of scales]
     zero_ptr,
     num_rows,  # N
@@ -226,7 +240,7 @@ def unpack_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = (row < num_rows)[:, None]
     row = tl.minimum(row, num_rows - 1)
-    row_ptrs = data_ptr + expert * stride_expert + row.to(tl.int64)[:, None] * stride_row
+    row_ptrs = data_ptr + expert * stride_expert + row_offsets(row, stride_row, FORMAT)[:, None]
     out_ptrs = out_ptr + (expert * num_rows + row)[:, None] * num_k
     INPUTS: tl.constexpr = 128 if FORMAT == MXFP4 else SCALE_K
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty

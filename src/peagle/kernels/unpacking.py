@@ -25,13 +25,12 @@ def unpack(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     if scale is None:
         return weight.data.to(dtype)
     assert zero is None or zero.stride() == scale.stride()
-    *experts, n, _ = stored.shape
-    rows, inputs = weight.block
+    n, (rows, inputs), experts = weight.num_outputs, weight.block, scale.shape[:-2]
     out = torch.empty(*experts, n, k, dtype=dtype, device=stored.device)
     step = 128 if weight.format == "mxfp4" else shared_inputs(weight, 128)
     launch(
         packed_weights_triton.unpack_kernel,
-        (-(-n // _TILE_ROWS), -(-k // _TILE_INPUTS), *(experts or [1])),
+        (-(-n // _TILE_ROWS), -(-k // _TILE_INPUTS), *(experts or (1,))),
         out,
         stored,
         scale,
@@ -39,7 +38,7 @@ def unpack(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
         n,
         k,
         stored.stride(0),
-        stored.stride(-2),
+        weight.row_stride,
         scale.stride(0),
         scale.stride(-2),
         scale.stride(-1),

@@ -46,7 +46,7 @@ class PackedLinear(nn.Module):
         self, packed: PackedWeight, bias: Tensor | None = None, input_order: Tensor | None = None
     ) -> None:
         super().__init__()
-        self.out_features, self.in_features = packed.data.shape[0], packed.num_inputs
+        self.out_features, self.in_features = packed.num_outputs, packed.num_inputs
         _hold(self, "packed", packed)
         self.register_buffer("bias", bias, persistent=False)
         self.register_buffer("input_order", input_order, persistent=False)
