@@ -40,15 +40,15 @@ def grouped(format: str, gate: int, mode: int, *, wx: bool) -> dict[str, Any]:
         "EVEN_N": True,
         "EVEN_K": format != "mxfp4",
         "MODE": mode,
-        "ASM": True,
+        "ASM": format != "mxfp4",
         "WX": wx,
     }
     options = {"num_warps": 2 if wx else 4, "num_stages": 3}
     return compile_grouped(experts_triton.grouped_kernel, ASTSource, format, constants, options)
 
 
-def in_registers(gate: int, mode: int, block_m: int) -> dict[str, Any]:
-    """`mxfp4_kernel`."""
+def in_registers(gate: int, mode: int, block_m: int, *, wgmma: bool) -> dict[str, Any]:
+    """`mxfp4_kernel`, of the kind "warpgroup" or "registers"."""
     constants = {
         "BLOCK_M": block_m,
         "BLOCK_N": 64,
@@ -57,8 +57,10 @@ def in_registers(gate: int, mode: int, block_m: int) -> dict[str, Any]:
         "HAS_BIAS": True,
         "EVEN_N": False,
         "MODE": mode,
+        "STAGES": 3,
+        "WGMMA": wgmma,
     }
-    options = {"num_warps": 4, "maxnreg": 168}
+    options = {"num_warps": 4, "maxnreg": 255 if wgmma else 168}
     kernel = mxfp4_gluon.mxfp4_kernel
     return compile_grouped(kernel, GluonASTSource, "mxfp4", constants, options)
 
@@ -92,6 +94,12 @@ if __name__ == "__main__":
         for format in FORMATS
         for gate, mode, wx in ((1, 2, True), (0, 1, True), (0, 0, False))
     }
-    for gate, mode, block_m in ((2, 2, 8), (0, 1, 16), (3, 0, 32)):
-        found[f"registers {gate} {mode}"] = in_registers(gate, mode, block_m)
+    for gate, mode, block_m, wgmma in (
+        (2, 2, 8, False),
+        (0, 1, 16, False),
+        (3, 0, 32, True),
+        (2, 2, 64, True),
+        (0, 2, 128, True),
+    ):
+        found[f"mxfp4 {gate} {mode} {block_m}"] = in_registers(gate, mode, block_m, wgmma=wgmma)
     print(json.dumps(found))

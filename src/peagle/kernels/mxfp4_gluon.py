@@ -10,11 +10,18 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 STEP = gl.constexpr(128)  # inputs of a load of 16 bytes by each of the four threads of a row
 TILE_WORDS = gl.constexpr(1024)  # of 64 rows and STEP inputs
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # the name before Triton 3.7
+# Names since Triton 3.7, and before.
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+_async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 NO_GATE = gl.constexpr(0)
 SILU = gl.constexpr(1)
@@ -56,93 +63,45 @@ def _row_offsets(row, stride_row):
 
 
 @gluon.jit
-def _load_words(row_ptrs, k, end, WORDS: gl.constexpr):
-    """The words of inputs k to k + STEP, [rows, STEP / 8]; from `end` on there may be any."""
+def _load_words(row_ptrs, k, WORDS: gl.constexpr):
+    """The words of inputs k to k + STEP, [rows, STEP / 8]."""
     i = gl.arange(0, STEP // 8, layout=gl.SliceLayout(0, WORDS))[None, :]
-    is_there = i // 4 < (end - k) // 32
-    return gl.load(
-        row_ptrs + (k // STEP * TILE_WORDS + i), mask=is_there, eviction_policy="evict_first"
-    )
+    return gl.load(row_ptrs + (k // STEP * TILE_WORDS + i), eviction_policy="evict_first")
 
 
 @gluon.jit
-def _load_scales(row_ptrs, k, end, stride_k):
+def _load_scales(row_ptrs, k, stride_k):
     """Four scales of each row: those of inputs k to k + STEP."""
-    return gl.load(row_ptrs + gl.minimum(k, end - 1) // STEP * stride_k)
+    return gl.load(row_ptrs + k // STEP * stride_k)
 
 
 @gluon.jit
-def _load_x(x_ptrs, is_row, k, end, X: gl.constexpr):
-    """Inputs k to k + STEP of x, [STEP, BLOCK_M]; zeros where there are none."""
-    offs = k + gl.arange(0, STEP, layout=gl.SliceLayout(1, X))[:, None]
-    return gl.load(x_ptrs + offs, mask=is_row[None, :] & (offs // 32 < end // 32), other=0.0)
-
-
-# Of 32 inputs that lie together a thread takes the first and the last 16 one after the other, and
-# the matrix unit takes 4 of them at a time: 2 as if they were among the first 8 of a product of 16
-# inputs, and 2 as if among the last. The order of inputs is free as long as both operands have the
-# same one. Apart from one exchange of x between threads none of this moves a number.
+def _copy_x(tile, x_ptrs, is_row, k, end, X: gl.constexpr):
+    """Let inputs k to k + STEP of x come to a tile of shared memory, [BLOCK_M, STEP]; zeros where
+    there are none.
+    """
+    offs = k + gl.arange(0, STEP, layout=gl.SliceLayout(0, X))[None, :]
+    _async_load(tile, x_ptrs + offs, mask=is_row[:, None] & (offs < end))
+    async_copy.commit_group()
 
 
 @gluon.jit
-def _operand_a(numbers, A: gl.constexpr):
-    """The eight numbers of words, each [rows, STEP / 8], as the matrix unit takes them."""
-    rows: gl.constexpr = numbers[0].shape[0]
-    first = gl.join(gl.join(numbers[0], numbers[1]), gl.join(numbers[2], numbers[3]))
-    last = gl.join(gl.join(numbers[4], numbers[5]), gl.join(numbers[6], numbers[7]))
-    tile = gl.join(first, last).reshape([rows, 4, 4, 2, 2, 2]).permute([0, 5, 2, 4, 1, 3])
-    return gl.convert_layout(tile.reshape([rows, STEP]), A, assert_trivial=True)
-
-
-@gluon.jit
-def _operand_b(tile, B: gl.constexpr, TOGETHER: gl.constexpr):
-    """A tile of x in shared memory, [STEP, columns], in the same order."""
-    columns: gl.constexpr = tile.shape[1]
-    x = tile.load(TOGETHER).reshape([4, 2, 4, 2, 2, columns]).permute([1, 2, 3, 0, 4, 5])
-    return gl.convert_layout(x.reshape([STEP, columns]), B, assert_trivial=True)
-
-
-# Inputs and rows of a tile of x by the bits of a place: 8 inputs are 16 bytes. Eight threads that
-# read or write shared memory at once have the bits _BANKS, which are the banks.
-_INPUTS = [[1, 0], [2, 0], [4, 0]]
-_BANKS = [[32, 0], [64, 0], [0, 1]]
-_REST = [[8, 0], [16, 0]]
-
-
-@gluon.constexpr_function
-def _rows(first, end):
-    """Bits of the rows from 2^first up to a number of rows."""
-    return [[0, 1 << bit] for bit in range(first, end.bit_length() - 1)]
-
-
-@gluon.constexpr_function
-def _x_layout(rows, num_warps):
-    """Threads that load x: a warp takes all inputs of two rows."""
-    warps = min(num_warps, rows // 2)
-    return gl.DistributedLinearLayout(
-        reg_bases=_INPUTS + _rows(warps.bit_length(), rows),
-        lane_bases=_BANKS + _REST,
-        warp_bases=_rows(1, 2 * warps) + [[0, 0]] * ((num_warps // warps).bit_length() - 1),
-        block_bases=[],
-        shape=[128, rows],
-    )
-
-
-@gluon.constexpr_function
-def _shared_layout(rows):
-    return gl.SharedLinearLayout(_INPUTS + _BANKS + _REST + _rows(1, rows))
-
-
-@gluon.jit
-def _add_product(acc, words, scale, x, WORDS: gl.constexpr, A: gl.constexpr):
-    """acc plus the product of the words' numbers with x. `scale` has four scales of a row."""
-    group = gl.arange(0, STEP // 8, layout=gl.SliceLayout(0, WORDS))[None, :] // 4
+def _operand(words, scale, WORDS: gl.constexpr, A: gl.constexpr):
+    """The numbers of words, [rows, STEP], times 2^126 and their scales, of which `scale` has four
+    of a row. The matrix unit takes them from the registers in which they are.
+    """
+    rows: gl.constexpr = words.shape[0]
+    group = gl.arange(0, STEP // 8, layout=gl.SliceLayout(0, WORDS))[None, :] % 4
     exponent = (scale[:, None] >> (group * 8)) & 0xFF
     factor = (exponent + 126) * 0x00800080  # the bits of 2^(exponent - 127 + 126), twice
     numbers = gl.inline_asm_elementwise(
         _UNPACK_ASM, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [words, factor], (gl.bfloat16,) * 8, True, 1
     )
-    return mma_v2(_operand_a(numbers, A), x, acc)
+    first = gl.join(gl.join(numbers[0], numbers[1]), gl.join(numbers[2], numbers[3]))
+    last = gl.join(gl.join(numbers[4], numbers[5]), gl.join(numbers[6], numbers[7]))
+    # rows, threads, groups, places, and the two bits of a pair's number, the low one first
+    tile = gl.join(first, last).reshape([rows, 4, 4, 2, 2, 2]).permute([0, 2, 5, 4, 1, 3])
+    return gl.convert_layout(tile.reshape([rows, STEP]), A, assert_trivial=True)
 
 
 @gluon.jit
@@ -202,20 +161,27 @@ def mxfp4_kernel(
     HAS_BIAS: gl.constexpr,
     EVEN_N: gl.constexpr,
     MODE: gl.constexpr,
+    STAGES: gl.constexpr,
+    WGMMA: gl.constexpr,
 ):
     """As `experts_triton.grouped_kernel`."""
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [gl.num_warps(), 1], instr_shape=[16, 8])
+    if WGMMA:
+        ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], instr_shape=[16, BLOCK_M, 16])
+    else:
+        ACC: gl.constexpr = gl.NVMMADistributedLayout(
+            [2, 0], [gl.num_warps(), 1], instr_shape=[16, 8]
+        )
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, ACC, 2)
     WORDS: gl.constexpr = gl.DotOperandLayout(0, ACC, 4)
-    TOGETHER: gl.constexpr = gl.DotOperandLayout(1, ACC, 32)
-    X: gl.constexpr = _x_layout(BLOCK_M, gl.num_warps())
-    x_even = gl.allocate_shared_memory(gl.bfloat16, [STEP, BLOCK_M], _shared_layout(BLOCK_M))
-    x_odd = gl.allocate_shared_memory(gl.bfloat16, [STEP, BLOCK_M], _shared_layout(BLOCK_M))
+    X: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
+    x_tiles = gl.allocate_shared_memory(
+        gl.bfloat16, [STAGES, BLOCK_M, STEP], gl.NVMMASharedLayout(128, 16, 2)
+    )
     tile = gl.program_id(1)
     tile_n = gl.program_id(0) // SPLIT_K
     split = gl.program_id(0) % SPLIT_K
-    m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, X))
+    m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, X))
     if MODE == 0:
         expert = tile * 0
         assignment = tile * BLOCK_M + m
@@ -254,46 +220,51 @@ def mxfp4_kernel(
     data_b = (data_ptr + _row_offsets(row_b, stride_row)[:, None]).to(WORD_PTR)
     scale_a = scale_ptr + expert * stride_scale_expert + row_a * stride_scale_row
     scale_b = scale_ptr + expert * stride_scale_expert + row_b * stride_scale_row
-    x_ptrs = x_ptr + (assignment // chosen).to(gl.int64)[None, :] * stride_x
+    x_ptrs = x_ptr + (assignment // chosen).to(gl.int64)[:, None] * stride_x
 
     acc_a = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
     acc_b = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
     share = (num_k + STEP * SPLIT_K - 1) // (STEP * SPLIT_K) * STEP
     begin = split * share
     end = gl.minimum(begin + share, num_k)
-    # Words and x of a step are on their way before those of the step before are multiplied.
-    x_later = _load_x(x_ptrs, is_row, begin, end, X)
-    words_a = _load_words(data_a, begin, end, WORDS)
-    words_b = _load_words(data_b, begin, end, WORDS)
-    now_a = _load_scales(scale_a, begin, end, stride_scale_k)
-    now_b = _load_scales(scale_b, begin, end, stride_scale_k)
-    steps = (end - begin + STEP - 1) // STEP
-    for step in range(0, steps // 2 * 2, 2):
-        later = begin + (step + 1) * STEP
-        x_even.store(x_later)
-        x_later = _load_x(x_ptrs, is_row, later, end, X)
-        words_c = _load_words(data_a, later, end, WORDS)
-        words_d = _load_words(data_b, later, end, WORDS)
-        now_c = _load_scales(scale_a, later, end, stride_scale_k)
-        now_d = _load_scales(scale_b, later, end, stride_scale_k)
-        x_now = _operand_b(x_even, B, TOGETHER)
-        acc_a = _add_product(acc_a, words_a, now_a, x_now, WORDS, A)
-        acc_b = _add_product(acc_b, words_b, now_b, x_now, WORDS, A)
-        later += STEP
-        x_odd.store(x_later)
-        x_later = _load_x(x_ptrs, is_row, later, end, X)
-        words_a = _load_words(data_a, later, end, WORDS)
-        words_b = _load_words(data_b, later, end, WORDS)
-        now_a = _load_scales(scale_a, later, end, stride_scale_k)
-        now_b = _load_scales(scale_b, later, end, stride_scale_k)
-        x_now = _operand_b(x_odd, B, TOGETHER)
-        acc_a = _add_product(acc_a, words_c, now_c, x_now, WORDS, A)
-        acc_b = _add_product(acc_b, words_d, now_d, x_now, WORDS, A)
-    if steps % 2 == 1:
-        x_even.store(x_later)
-        x_now = _operand_b(x_even, B, TOGETHER)
-        acc_a = _add_product(acc_a, words_a, now_a, x_now, WORDS, A)
-        acc_b = _add_product(acc_b, words_b, now_b, x_now, WORDS, A)
+    # x of the next steps and the words of the next one are on their way during a product.
+    for stage in gl.static_range(STAGES - 1):
+        _copy_x(x_tiles.index(stage), x_ptrs, is_row, begin + stage * STEP, end, X)
+    first = gl.minimum(begin, num_k - 1)  # a share may have nothing
+    words_a = _load_words(data_a, first, WORDS)
+    words_b = _load_words(data_b, first, WORDS)
+    now_a = _load_scales(scale_a, first, stride_scale_k)
+    now_b = _load_scales(scale_b, first, stride_scale_k)
+    stage = 0
+    for k in range(begin, end, STEP):
+        async_copy.wait_group(STAGES - 2)
+        if WGMMA:
+            fence_async_shared()
+        _barrier()
+        free = gl.where(stage == 0, STAGES - 1, stage - 1)
+        _copy_x(x_tiles.index(free), x_ptrs, is_row, k + (STAGES - 1) * STEP, end, X)
+        later = gl.minimum(k + STEP, end - 1)
+        next_a = _load_words(data_a, later, WORDS)
+        next_b = _load_words(data_b, later, WORDS)
+        later_a = _load_scales(scale_a, later, stride_scale_k)
+        later_b = _load_scales(scale_b, later, stride_scale_k)
+        x = x_tiles.index(stage).permute([1, 0])
+        if WGMMA:
+            operand_a = _operand(words_a, now_a, WORDS, A)
+            sum_a = warpgroup_mma(operand_a, x, acc_a, is_async=True)
+            operand_b = _operand(words_b, now_b, WORDS, A)
+            sum_b = warpgroup_mma(operand_b, x, acc_b, is_async=True)
+            acc_a, acc_b, _, _ = warpgroup_mma_wait(0, deps=[sum_a, sum_b, operand_a, operand_b])
+        else:
+            x_now = x.load(B)
+            acc_a = mma_v2(_operand(words_a, now_a, WORDS, A), x_now, acc_a)
+            acc_b = mma_v2(_operand(words_b, now_b, WORDS, A), x_now, acc_b)
+        words_a = next_a
+        words_b = next_b
+        now_a = later_a
+        now_b = later_b
+        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+    async_copy.wait_group(0)
 
     n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, ACC))
     m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, ACC))
