@@ -27,7 +27,7 @@ from peagle.errors import UserError
 from peagle.kernels.kv_write import kv_write
 from peagle.kernels.paged_attention import AttentionShape, DeviceLimits, PagedAttentionConfig
 from peagle.models.target import TargetModel
-from tests.attention.paged_cases import SCALING, PagedCase
+from tests.attention.paged_cases import FP8, SCALING, PagedCase
 
 pytest.importorskip("triton", reason="needs triton")
 SOURCE = Path(__file__).resolve().parents[2] / "src"
@@ -85,6 +85,20 @@ def test_writes_and_attends(past: list[int], new: list[int], one_launch: bool, d
     written = case.make_cache(with_new=True)
     for found, expected in ((cache.keys, written.keys), (cache.values, written.values)):
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("one_launch", [True, False])
+@pytest.mark.parametrize(("past", "new"), [([20, 3], [5, 2]), ([0, 9], [40, 1])])
+def test_8bit_cache(past: list[int], new: list[int], one_launch: bool, device: str) -> None:
+    case = PagedCase(past, new, cache_dtype=FP8, device=device, padding_rows=4)
+    case.key_scale, case.value_scale = 0.05, 0.02
+    cache = case.make_cache(with_new=False)
+    out = run(case, TritonAttention(one_launch=one_launch).prepare(case.metadata()), cache)
+    case.check(out, case.reference())
+    written = case.make_cache(with_new=True)
+    for found, expected in ((cache.keys, written.keys), (cache.values, written.values)):
+        assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
 
 @pytest.mark.parametrize("device", DEVICES)
