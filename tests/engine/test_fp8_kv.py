@@ -254,11 +254,13 @@ def test_a_head_of_the_plain_target_fits(target_folder: Path, heads: dict[bool, 
     assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))[0].token_ids
 
 
-def test_caches_are_wiped_and_touched(target_folder: Path) -> None:
+def test_caches_are_written_and_wiped(target_folder: Path) -> None:
     llm = make_llm(target_folder, kv_cache_dtype="fp8", num_kv_blocks=20)
     llm.engine.touch_caches()
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
     llm.engine.check()
     for cache in llm.target.kv_caches:
-        cache.keys[[0, 1]] = 0
-        assert not cache.keys[:2].view(torch.uint8).any()
+        assert cache.values[0].view(torch.uint8).any()
+        cache.wipe([0, 2])
+        assert not cache.keys[[0, 2]].view(torch.uint8).any()
+        assert not cache.values[[0, 2]].view(torch.uint8).any()

@@ -169,6 +169,8 @@ def test_model_of_the_command_line():
         ("KV_CACHE_MEMORY_BYTES", "1610612736", ["--kv-cache-gib", "1.5"]),
         ("DATA_PARALLEL_SIZE", "4", ["--data-parallel-size", "4"]),
         ("BLOCK_SIZE", "32", ["--block-size", "32"]),
+        ("KV_CACHE_DTYPE", "auto", ["--kv-cache-dtype", "auto"]),
+        ("KV_CACHE_DTYPE", "fp8_e4m3", ["--kv-cache-dtype", "fp8"]),
         ("NUM_GPU_BLOCKS_OVERRIDE", "512", ["--num-kv-blocks", "512"]),
         ("CHAT_TEMPLATE", "/opt/ml/model/t.jinja", ["--chat-template", "/opt/ml/model/t.jinja"]),
         ("TOOL_CALL_PARSER", "hermes", ["--tool-call-parser", "hermes"]),

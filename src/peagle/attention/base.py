@@ -86,12 +86,22 @@ class LayerKVCache:
         self.key_scale, self.value_scale = scales
         self.keys, self.values = (_zeros(shape, dtype, device) for _ in range(2))
 
+    def wipe(self, blocks: list[int]) -> None:
+        """Set keys and values of some blocks to zero."""
+        for x in (self.keys, self.values):
+            as_bytes(x)[blocks] = 0
+
     @staticmethod
     def bytes_per_block(
         block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> int:
         """Bytes of keys and values of one block of one layer."""
         return 2 * block_size * num_kv_heads * head_dim * dtype.itemsize
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """Return 8-bit floats as bytes, which torch can index on every device; others as they are."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
 def as_stored(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peagle.attention.base import AttentionMetadata, LayerKVCache, ScoreOptions, as_stored
+from peagle.attention.base import AttentionMetadata, LayerKVCache, ScoreOptions, as_bytes, as_stored
 
 # A document that is longer on average gets a launch of its own, which computes nothing across
 # borders; shorter ones share a masked launch.
@@ -76,11 +76,11 @@ class TorchPreparedAttention:
     def _write(self, rows_THd: Tensor, cache_NSHd: Tensor, scale: float) -> None:
         stored_THd = as_stored(rows_THd, cache_NSHd.dtype, scale)
         assert self._write_slots_T is not None
-        _raw(cache_NSHd).flatten(0, 1).index_copy_(0, self._write_slots_T, _raw(stored_THd))
+        as_bytes(cache_NSHd).flatten(0, 1).index_copy_(0, self._write_slots_T, as_bytes(stored_THd))
 
     def _context(self, cache_NSHd: Tensor) -> Tensor:
         """Keys or values of every context, [B, S, Hkv, d], from a cache of whole blocks."""
-        read_NSHd = _raw(cache_NSHd)[self._blocks_to_read(cache_NSHd.shape[1])]
+        read_NSHd = as_bytes(cache_NSHd)[self._blocks_to_read(cache_NSHd.shape[1])]
         context = read_NSHd.view(self._num_sequences, -1, *cache_NSHd.shape[2:])
         return context[:, : self.metadata.max_seq_len].view(cache_NSHd.dtype)
 
@@ -128,11 +128,6 @@ class TorchPreparedAttention:
         padded = rows_THd.new_zeros(shape)
         padded.view(-1, *rows_THd.shape[1:])[self._padded_rows_T] = rows_THd
         return padded
-
-
-def _raw(x: Tensor) -> Tensor:
-    """Numbers of 8 bits as bytes: torch does not index their types on every device."""
-    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
 class DenseCausalAttention:

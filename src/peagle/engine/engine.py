@@ -450,8 +450,7 @@ class LLMEngine:
         # 0 * NaN is NaN.
         blocks = self.blocks.withdraw(sequence)
         for cache in (*self._target_caches, *self._drafter_caches):
-            cache.keys[blocks] = 0
-            cache.values[blocks] = 0
+            cache.wipe(blocks)
 
     def _publish(self, sequence: Sequence) -> None:
         """Publish the blocks in which all slots are settled, the drafter's too."""
