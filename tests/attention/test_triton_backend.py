@@ -138,19 +138,19 @@ def test_layers_of_one_pass_may_differ(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_model_runs_over_it(target_folder: Path, device: str) -> None:
+@pytest.mark.parametrize("scales", [None, (0.05, 0.2)], ids=["float32", "FP8"])
+def test_a_model_runs_over_it(
+    target_folder: Path, device: str, scales: tuple[float, float] | None
+) -> None:
     """Two prompts, then several tokens each, over an unmodified transformers model."""
     target = TargetModel.load(target_folder, dtype=torch.float32, device=device)
+    if scales is not None:
+        target.round_kv(dict.fromkeys(range(target.num_layers), scales))
     tokens = torch.randint(2, 250, (2, 30), generator=torch.Generator().manual_seed(0)).to(device)
     tables = torch.randperm(8, generator=torch.Generator().manual_seed(0)).view(2, 4).to(device)
     hidden = []
     for backend in (TorchAttention(), TritonAttention()):
-        target.set_kv_caches(
-            [
-                LayerKVCache(8, 8, *kv, torch.float32, torch.device(device))
-                for kv in target.kv_shapes()
-            ]
-        )
+        target.set_kv_caches(target.make_kv_caches(8, 8))
         for first, last in ((0, 23), (23, 28), (28, 30)):
             count = last - first
             position = torch.arange(first, last, device=device).repeat(2)

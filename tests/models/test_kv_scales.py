@@ -22,6 +22,7 @@ from peagle.config.engine import KVCacheDType
 from peagle.errors import CheckpointError, UserError
 from peagle.models.target import TargetModel
 from peagle.models.target_facts import precision_of
+from tests.models.paging import Paged, largest_difference, make_sequences
 from tests.models.test_architectures import ARCHITECTURES
 from tests.models.test_packed_loading import distance
 from tests.models.tiny import make_model
@@ -113,6 +114,37 @@ def test_scales_change_what_is_rounded(tmp_path: Path) -> None:
     assert 0 < distance(at_1, plain) < 0.1 and 0 < distance(scaled, plain) < 0.1
     assert distance(scaled, at_1) > 1e-4
     assert distance(cut, plain) > 2 * distance(at_1, plain), "all keys are cut to 448e-5"
+
+
+# ---- every architecture ---------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_paged_passes_compute_what_whole_ones_do(name: str) -> None:
+    """Prompts, then drafts, over shuffled blocks; windows, sinks and softcaps included."""
+    found = ARCHITECTURES[name]
+    target = TargetModel(make_model(found.model_type, **found.options).double())
+    plain = whole(target)
+    target.round_kv({layer: scales_of(layer) for layer in range(0, target.num_layers, 2)})
+    paged = Paged(target, make_sequences())
+    prompts = paged.prefill()[0]
+    drafts = paged.verify()
+    assert {cache.keys.dtype for cache in paged.caches} == {FP8}
+    expected = whole(target)
+    logits = [torch.cat(both) for both in zip(prompts, drafts, strict=True)]
+    assert largest_difference(logits, expected) < 1e-10
+    assert largest_difference(expected, plain) > 1e-4
+
+
+def whole(target: TargetModel) -> list[Tensor]:
+    """Logits of every sequence in one pass without a cache."""
+    logits = []
+    for sequence in make_sequences():
+        tokens, positions = torch.tensor(sequence), torch.arange(len(sequence))
+        hidden, _ = target.forward(tokens, positions, DenseCausalAttention(1))
+        logits.append(target.compute_logits(hidden))
+    return logits
 
 
 # ---- refusals -------------------------------------------------------------------------------
