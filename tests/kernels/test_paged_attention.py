@@ -363,6 +363,15 @@ def test_an_8bit_cache_of_long_contexts(
     check(case, num_splits and config(64, 16, num_splits), written)
 
 
+@pytest.mark.gpu
+@SCALES
+def test_an_8bit_cache_of_32k(scales: tuple[float, float]) -> None:
+    sizes: dict[str, Any] = {"head_dim": 128, "dtype": torch.bfloat16, "cache_dtype": FP8}
+    case = PagedCase([32_760, 5], [8, 8], 32, 8, **sizes, device="cuda")
+    case.key_scale, case.value_scale = scales
+    check(case, None, True)
+
+
 # ---- what is not written, or not seen -------------------------------------------------------
 
 
