@@ -44,7 +44,7 @@ PIECE = 20_000  # characters of a document that is cut from a text
 PROMPT_CHARACTERS = (60, 600)
 LEAST_ACCEPTANCE_LENGTH = 1.5
 # The share of the minutes at which a phase ends; compilation takes most of the check.
-ENDS = {"target": 0.24, "responses": 0.38, "head": 0.58, "check": 1.0}
+ENDS = {"target": 0.22, "responses": 0.37, "head": 0.62, "check": 1.0}
 SAVING_S = 15.0  # of the target's phase, for start, validation and saving
 GRACE_S = 20.0  # a command that was interrupted may still save what it has
 
