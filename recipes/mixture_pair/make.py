@@ -5,7 +5,8 @@
 
 The phases are text, target, responses, data, head and check. Each is a command in a process of its
 own, with a log in `logs/`. Nothing is fetched, and nothing is written outside the output folder.
-The last line of the output begins with RESULT and is one JSON object with all figures.
+The last line of the output begins with RESULT and is one JSON object with all figures, which
+`result.json` holds too.
 """
 
 from __future__ import annotations
@@ -290,9 +291,12 @@ def figures(folder: Path) -> dict[str, Any]:
     metrics = folder / "peagle" / "metrics.jsonl"
     if metrics.exists():
         lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-        names = ("step", "steps", "loss", "acceptance_lengths")
-        validations = [line for line in lines if line["kind"] == "validation"]
-        found["head"] = [{name: one[name] for name in names} for one in validations]
+        found["head"] = [
+            {"step": line["step"], "steps": line["steps"], "loss": round(line["loss"], 4)}
+            | {"acceptance_lengths": [round(length, 3) for length in line["acceptance_lengths"]]}
+            for line in lines
+            if line["kind"] == "validation"
+        ]
     checked = [check_file(folder, one) for one in PRECISIONS]
     found["check"] = [json.loads(path.read_text()) for path in checked if path.exists()]
     return found
@@ -336,6 +340,7 @@ def main() -> None:
     if not args.small:
         lengths = [one["acceptance_length"] for one in checks]
         result["passed"] &= all(one > LEAST_ACCEPTANCE_LENGTH for one in lengths)
+    (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
     print("RESULT " + json.dumps(result), flush=True)
     raise SystemExit(0 if result["passed"] else 1)
 
