@@ -152,7 +152,12 @@ class CostModel:
     def seconds(self, batch: int, k: int) -> float:
         """t(b, K)."""
         point = CostPoint(batch, k)
-        return self._target(point) + (self._draft(point) if k else 0.0) + self._rest(point)
+        drafting = self._draft(point) if k else 0.0
+        return self.target_seconds(point) + drafting + self._rest(point)
+
+    def target_seconds(self, point: CostPoint) -> float:
+        """t_target, the target's pass of a step with its verification."""
+        return self._target(point)
 
     def tokens_per_s(self, batch: int, k: int) -> float:
         """b x acceptance length(K) / t(b, K)."""
